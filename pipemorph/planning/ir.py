@@ -1,0 +1,160 @@
+"""Schedule IR: the ops each stage runs, in order, and the plan around them.
+
+Communication is not in the op list. An op names its kind and its microbatch; which
+messages it waits for follows from those (F waits for the F upstream, B for the B
+downstream). Names follow the zero-bubble literature: F forward, B backward for the
+input, W backward for the weights, BW a fused backward.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from pipemorph.errors import InputError
+
+
+class OpKind(StrEnum):
+    """What a stage computes for one microbatch."""
+
+    F = "F"
+    B = "B"
+    W = "W"
+    BW = "BW"
+
+
+class Policy(StrEnum):
+    """How a schedule is made."""
+
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+    ZERO_BUBBLE = "zero-bubble"
+    PIPEMORPH = "pipemorph"
+    EXACT = "exact"
+
+
+class Dispatch(StrEnum):
+    """How a stage picks its next op.
+
+    STATIC keeps the plan's order. ONLINE runs the next *ready* op (B, then F, then W)
+    within warm-up and in-flight cap, so an op that is late does not hold up one that is
+    ready.
+    """
+
+    STATIC = "static"
+    ONLINE = "online"
+
+
+class Path(StrEnum):
+    """How the bytes of a link travel: torch.distributed, or the transfer engine."""
+
+    DIRECT = "direct"
+    DELEGATED = "delegated"
+
+
+class Op(NamedTuple):
+    """One op of one stage: kind and microbatch (0 … N-1)."""
+
+    kind: OpKind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}{self.microbatch}"
+
+
+_TOKEN = re.compile(r"(F|BW|B|W)(\d+)")
+
+
+def encode_ops(ops: Iterable[Op]) -> str:
+    """``[Op(F,0), Op(B,0)]`` → ``"F0 B0"``: the form used on the wire."""
+    return " ".join(str(op) for op in ops)
+
+
+def decode_ops(text: str) -> tuple[Op, ...]:
+    """Inverse of :func:`encode_ops`. Raises :class:`InputError` naming a token it cannot read."""
+    ops: list[Op] = []
+    for position, token in enumerate(text.split()):
+        match = _TOKEN.fullmatch(token)
+        if match is None:
+            raise InputError(
+                f"op {position} is {token!r}; expected F, B, W or BW and a microbatch, as in 'F0'"
+            )
+        ops.append(Op(OpKind(match.group(1)), int(match.group(2))))
+    return tuple(ops)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Per-stage op order. ``stages[i]`` is what stage *i* runs, first to last."""
+
+    microbatches: int
+    stages: tuple[tuple[Op, ...], ...]
+
+    @property
+    def stage_count(self) -> int:
+        return len(self.stages)
+
+    def warmup(self) -> tuple[int, ...]:
+        """``x_i``: forwards stage *i* runs before its first backward (B or BW)."""
+        counts = []
+        for ops in self.stages:
+            forwards = 0
+            for op in ops:
+                if op.kind in (OpKind.B, OpKind.BW):
+                    break
+                if op.kind is OpKind.F:
+                    forwards += 1
+            counts.append(forwards)
+        return tuple(counts)
+
+    def slackness(self) -> tuple[int, ...]:
+        """``Δ_i = x_i - x_{i+1}``, one per link: what absorbs delay on link *i*."""
+        x = self.warmup()
+        return tuple(x[i] - x[i + 1] for i in range(len(x) - 1))
+
+    def in_flight_peak(self) -> tuple[int, ...]:
+        """Most microbatches whose F has started and whose W (or BW) has not finished."""
+        peaks = []
+        for ops in self.stages:
+            now = peak = 0
+            for op in ops:
+                if op.kind is OpKind.F:
+                    now += 1
+                    peak = max(peak, now)
+                elif op.kind in (OpKind.W, OpKind.BW):
+                    now -= 1
+            peaks.append(peak)
+        return tuple(peaks)
+
+    def encode(self) -> list[str]:
+        """One string of op tokens per stage."""
+        return [encode_ops(ops) for ops in self.stages]
+
+    @staticmethod
+    def decode(microbatches: int, stages: Sequence[str]) -> Schedule:
+        return Schedule(microbatches, tuple(decode_ops(text) for text in stages))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule, its in-flight caps and the path of each link, with a version.
+
+    ``version`` is the epoch of the directive it came in; 0 is the plan every rank
+    derives from the job spec alone. ``in_flight_limits[i]`` is ``K_i`` or None for no
+    limit. ``paths[i]`` is the path of link *i*.
+    """
+
+    version: int
+    policy: Policy
+    schedule: Schedule
+    paths: tuple[Path, ...]
+    in_flight_limits: tuple[int | None, ...]
+    dispatch: Dispatch = Dispatch.STATIC
+    warmup: tuple[int, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if not self.warmup:
+            object.__setattr__(self, "warmup", self.schedule.warmup())

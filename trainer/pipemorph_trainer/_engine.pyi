@@ -1,0 +1,146 @@
+"""Binding of the C++ transfer engine (sources in ``csrc/``).
+
+Moves messages between the ranks at the two ends of a link, from and to host memory,
+without the GIL and without calling Python. All times are seconds; timestamps are
+wall-clock seconds (``time.time()``).
+"""
+
+from collections.abc import Buffer
+from typing import final
+
+class EngineError(RuntimeError):
+    """A link is dead, refused, or a wait ran out; the message says which and why."""
+
+class EngineTimeout(EngineError):
+    """A deadline passed. The message names the link, the key and what was missing."""
+
+@final
+class Message:
+    """A whole message that has arrived. It occupies a slot until it is released."""
+
+    @property
+    def key(self) -> tuple[int, int, int, int, int]: ...
+    @property
+    def note(self) -> bytes: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def posted_at(self) -> float:
+        """Sender's clock when ``send`` was called."""
+    @property
+    def started_at(self) -> float:
+        """Sender's clock when the first byte left the queue (posted_at + queueing)."""
+    @property
+    def arrived_at(self) -> float:
+        """Receiver's clock when the last byte was in the slot."""
+    def view(self) -> memoryview:
+        """The payload in the slot, without a copy. Invalid after :meth:`release`."""
+    def copy_into(self, destination: Buffer) -> None:
+        """Copy the payload (without the GIL). Raises if sizes differ."""
+    def release(self) -> None:
+        """Give the slot back to the sender as a credit. Idempotent."""
+
+@final
+class LinkStats:
+    """Counters since the link was made; telemetry since the last ``drain_telemetry``."""
+
+    state: str
+    transport: str
+    messages_sent: int
+    messages_received: int
+    bytes_sent: int
+    bytes_received: int
+    chunks_resent: int
+    duplicate_chunks: int
+    stale_chunks: int
+    reconnects: int
+    rtt_min: float | None
+    rtt_mean: float | None
+    rtt_p99: float | None
+    clock_offset: float | None
+    """Seconds to add to the peer's clock to get ours, from the echo with the least RTT."""
+    sends_in_flight: int
+    slots_granted: int
+    slots_in_use: int
+
+@final
+class Link:
+    """One link to a neighbour: both directions, one control connection, data paths beside it."""
+
+    @property
+    def peer_rank(self) -> int: ...
+    @property
+    def link_id(self) -> int: ...
+    @property
+    def transport(self) -> str:
+        """``tcp`` or ``shm`` (what was agreed in the hello)."""
+    @property
+    def alive(self) -> bool: ...
+    @property
+    def error(self) -> str | None: ...
+    def reserve(self, direction: int, slots: int, slot_bytes: int) -> None:
+        """Make sure ``slots`` receive slots of ``slot_bytes`` are granted for one direction.
+
+        Never shrinks while in use. Separate pools per direction: one shared pool deadlocks.
+        """
+    def send(
+        self, key: tuple[int, int, int, int, int], payload: Buffer, note: bytes = b""
+    ) -> int:
+        """Hand a message over and return a ticket at once.
+
+        ``key`` is (generation, iteration, microbatch, direction, tensor). The engine holds
+        ``payload`` until the receiver acknowledged it. ``note`` (at most 64 bytes) is
+        delivered with the message. Messages take the K queues in turn.
+        """
+    def sent(self, ticket: int) -> bool:
+        """Whether the receiver has acknowledged it. Raises EngineError if the link is dead."""
+    def wait_sent(self, ticket: int, timeout: float) -> None: ...
+    def try_receive(self, key: tuple[int, int, int, int, int]) -> Message | None:
+        """The message with this key if it has arrived. Raises EngineError if the link is dead."""
+    def receive(self, key: tuple[int, int, int, int, int], timeout: float) -> Message: ...
+    def arrived(self, key: tuple[int, int, int, int, int]) -> bool: ...
+    def drain_telemetry(self) -> list[tuple[tuple[int, int, int, int, int], int, float, float]]:
+        """Per message sent and acknowledged since the last call: (key, bytes, queue_seconds,
+        wire_seconds); wire is first byte out → acknowledgement in, so queueing is left out."""
+    def stats(self) -> LinkStats: ...
+    def sever_data_path(self, index: int = 0) -> None:
+        """Fault injection: cut one data connection (TCP) as a broken cable would."""
+    def sever_control(self) -> None:
+        """Fault injection: cut the control connection."""
+    def close(self) -> None: ...
+
+@final
+class Engine:
+    """One per process. Listens for links and owns the progress threads and the pool."""
+
+    def __init__(
+        self,
+        *,
+        job: str,
+        rank: int,
+        secret: bytes,
+        host: str = "0.0.0.0",
+        port: int = 0,
+        queues: int = 8,
+        sockets: int = 4,
+        chunk_bytes: int = 1 << 20,
+        transport: str = "auto",
+        peer_deadline: float = 10.0,
+    ) -> None:
+        """``transport``: auto (shm on one host, else tcp) | tcp | shm. ``job`` names job and
+        attempt: a peer of another attempt is refused. ``peer_deadline``: seconds a control
+        connection may stay down before the link is dead."""
+    @property
+    def port(self) -> int: ...
+    @property
+    def bell_fd(self) -> int:
+        """eventfd: readable when a message arrived, a send completed or a link changed state.
+        Read it (8 bytes) to reset. Lets one poll() wait for several links at once."""
+    def connect(self, *, peer_rank: int, link_id: int, host: str, port: int, timeout: float) -> Link:
+        """Dial the peer's engine (the lower stage dials). Retries until ``timeout``."""
+    def accept(self, *, peer_rank: int, link_id: int, timeout: float) -> Link:
+        """Wait for the peer to dial. Raises EngineTimeout naming who did not come."""
+    def refused(self) -> list[str]:
+        """Why connections were refused so far (wrong secret, wrong job, ...): to be logged."""
+    def close(self, timeout: float = 5.0) -> None:
+        """Close links and threads; leaves no shared-memory object behind. Idempotent."""
