@@ -83,9 +83,7 @@ class Link:
 
         Never shrinks while in use. Separate pools per direction: one shared pool deadlocks.
         """
-    def send(
-        self, key: tuple[int, int, int, int, int], payload: Buffer, note: bytes = b""
-    ) -> int:
+    def send(self, key: tuple[int, int, int, int, int], payload: Buffer, note: bytes = b"") -> int:
         """Hand a message over and return a ticket at once.
 
         ``key`` is (generation, iteration, microbatch, direction, tensor). The engine holds
@@ -136,7 +134,9 @@ class Engine:
     def bell_fd(self) -> int:
         """eventfd: readable when a message arrived, a send completed or a link changed state.
         Read it (8 bytes) to reset. Lets one poll() wait for several links at once."""
-    def connect(self, *, peer_rank: int, link_id: int, host: str, port: int, timeout: float) -> Link:
+    def connect(
+        self, *, peer_rank: int, link_id: int, host: str, port: int, timeout: float
+    ) -> Link:
         """Dial the peer's engine (the lower stage dials). Retries until ``timeout``."""
     def accept(self, *, peer_rank: int, link_id: int, timeout: float) -> Link:
         """Wait for the peer to dial. Raises EngineTimeout naming who did not come."""

@@ -1,0 +1,259 @@
+"""PipeMorphJob, group ``pipemorph.io/v1alpha1``: the one definition of the job spec.
+
+The CRD is generated from these models. Manifests use camelCase; code uses snake_case.
+Fields that end in ``Ms`` are milliseconds, other times are seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic.alias_generators import to_camel
+
+from pipemorph.planning.ir import Dispatch, Policy
+
+API_GROUP = "pipemorph.io"
+API_VERSION = f"{API_GROUP}/v1alpha1"
+KIND = "PipeMorphJob"
+
+TRAINER_CONTAINER = "trainer"
+"""The container of the pod template that runs the stage."""
+
+RESERVED_ENV = frozenset(
+    {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
+)
+RESERVED_ENV_PREFIXES = ("PIPEMORPH_", "PET_", "TORCHELASTIC_")
+
+Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)]
+
+
+class SpecModel(BaseModel):
+    """Base of every manifest model: camelCase, unknown fields refused, no type coercion."""
+
+    model_config = ConfigDict(
+        extra="forbid", alias_generator=to_camel, populate_by_name=True, strict=True
+    )
+
+
+class StageTime(SpecModel):
+    """Expected op times of one stage, milliseconds per microbatch."""
+
+    forward: Milliseconds
+    backward_input: Milliseconds
+    backward_weight: Milliseconds
+
+
+class Parallelism(SpecModel):
+    """How the job is cut."""
+
+    stages: int = Field(ge=1, le=512, description="Pipeline stages; each is one rank per replica.")
+    replicas: int = Field(default=1, ge=1, le=4096, description="Data-parallel replicas.")
+    layers: int | None = Field(
+        default=None,
+        ge=1,
+        description="Equal layers shared by the stages; must be divisible by stages.",
+    )
+
+    @model_validator(mode="after")
+    def _stages_divide(self) -> Parallelism:
+        if self.layers is not None and self.layers % self.stages:
+            raise ValueError(
+                f"layers is {self.layers}, which {self.stages} stages do not divide; "
+                f"use a multiple of {self.stages} layers or another number of stages"
+            )
+        return self
+
+    @property
+    def world_size(self) -> int:
+        return self.stages * self.replicas
+
+
+class ScheduleSpec(SpecModel):
+    """What is scheduled, and by which policy."""
+
+    microbatches: int = Field(ge=1, le=65536, description="Microbatches per iteration, N.")
+    global_batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Samples per iteration, all replicas; divisible by replicas × microbatches.",
+    )
+    policy: Literal["pipemorph", "zero-bubble", "1f1b", "gpipe", "exact"] = "pipemorph"
+    dispatch: Literal["static", "online"] = "static"
+    in_flight_limit: int | list[int] | None = Field(
+        default=None,
+        description="Most microbatches in flight (F started, W not finished) per stage: "
+        "one number, or one per stage.",
+    )
+    warmup: list[Annotated[int, Field(ge=1)]] | None = Field(
+        default=None, max_length=512, description="Fixed warm-up counts, one per stage."
+    )
+    stage_times: list[StageTime] | None = Field(
+        default=None,
+        max_length=512,
+        description="Expected op times, one per stage, until they are measured.",
+    )
+
+    @property
+    def policy_kind(self) -> Policy:
+        return Policy(self.policy)
+
+    @property
+    def dispatch_kind(self) -> Dispatch:
+        return Dispatch(self.dispatch)
+
+
+class Adaptation(SpecModel):
+    """When a new plan is worth its change."""
+
+    enabled: bool = True
+    min_gain: float = Field(
+        default=0.05,
+        ge=0,
+        lt=1,
+        description="Least predicted fraction of iteration time a new plan must save.",
+    )
+    min_delay_ms: Milliseconds = Field(
+        default=2.0, description="Changes of link delay below this are taken for noise."
+    )
+    stale_after_seconds: float = Field(
+        default=30.0, gt=0, description="Links without samples for this long are Unknown."
+    )
+    allow_delegation: bool = Field(
+        default=True, description="May move a slow link to the delegated path."
+    )
+
+
+class Transport(SpecModel):
+    """How bytes travel between stages."""
+
+    path: Literal["auto", "direct", "delegated"] = Field(
+        default="auto",
+        description="auto: direct, and delegated while a link is slow; the others are fixed.",
+    )
+    engine: Literal["auto", "tcp", "shm"] = Field(
+        default="auto", description="Data path of the transfer engine."
+    )
+    queues: int = Field(default=8, ge=1, le=64, description="Engine queues per direction, K.")
+    deadline_seconds: float = Field(
+        default=300.0, gt=0, description="Longest wait for one message before the rank gives up."
+    )
+
+
+class Trainer(SpecModel):
+    """What runs in every rank."""
+
+    module: str = Field(
+        pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$",
+        max_length=253,
+        description="Python module, run as `python -m MODULE` on every rank.",
+    )
+    args: dict[str, Any] = Field(
+        default_factory=dict, description="Given to the module as JSON in PIPEMORPH_ARGS."
+    )
+    iterations: int = Field(ge=1, description="Iterations to train.")
+    seed: int = Field(default=0, ge=0)
+    threads: int = Field(default=1, ge=1, le=1024, description="torch intra-op threads per rank.")
+
+
+class Emulation(SpecModel):
+    """Stages that hold the interpreter for a set time instead of computing."""
+
+    stage_times: list[StageTime] = Field(
+        min_length=1, max_length=512, description="One for all stages, or one per stage."
+    )
+    message_bytes: int = Field(ge=1, le=1 << 30, description="Bytes sent per message.")
+    stands_for_bytes: int | None = Field(
+        default=None, ge=1, description="Message size of what is emulated, where scaled down."
+    )
+
+
+class Fault(SpecModel):
+    """One entry of a fault trace, injected in the transport and recorded in the report.
+
+    Bounds are iterations (``fromIteration`` inclusive, ``toIteration`` exclusive) or
+    seconds since training began; exactly one kind of bound.
+    """
+
+    link: int = Field(ge=0)
+    replica: int = Field(default=0, ge=0)
+    from_iteration: int | None = Field(default=None, ge=0)
+    to_iteration: int | None = Field(default=None, ge=1)
+    from_seconds: float | None = Field(default=None, ge=0)
+    to_seconds: float | None = Field(default=None, gt=0)
+    delay_ms: Milliseconds | None = Field(
+        default=None, description="Holds every message for this long on its queue."
+    )
+    bandwidth_mbps: float | None = Field(
+        default=None, gt=0, description="Limits the link to this many megabits per second."
+    )
+    sever: Literal["data", "control"] | None = Field(
+        default=None, description="Cuts the engine's data or control connection once."
+    )
+
+    @model_validator(mode="after")
+    def _one_effect_one_clock(self) -> Fault:
+        effects = [
+            n for n in ("delay_ms", "bandwidth_mbps", "sever") if getattr(self, n) is not None
+        ]
+        if not effects:
+            raise ValueError("needs an effect: one of delayMs, bandwidthMbps, sever")
+        by_iteration = self.from_iteration is not None or self.to_iteration is not None
+        by_seconds = self.from_seconds is not None or self.to_seconds is not None
+        if by_iteration and by_seconds:
+            raise ValueError("is bounded by iterations and by seconds; use one kind of bound")
+        for low, high in (
+            (self.from_iteration, self.to_iteration),
+            (self.from_seconds, self.to_seconds),
+        ):
+            if low is not None and high is not None and low >= high:
+                raise ValueError(f"ends at {high}, which is not after its start {low}")
+        return self
+
+
+class Checkpoint(SpecModel):
+    """Where and how often state is saved (torch.distributed.checkpoint)."""
+
+    directory: str = Field(min_length=1)
+    every: int = Field(ge=1, description="Iterations between checkpoints.")
+    resume: bool = Field(default=True, description="Continue from the newest checkpoint there.")
+
+
+class FailurePolicy(SpecModel):
+    max_restarts: int = Field(default=0, ge=0, le=1000)
+
+
+class JobSpec(SpecModel):
+    parallelism: Parallelism
+    schedule: ScheduleSpec
+    trainer: Trainer
+    adaptation: Adaptation = Field(default_factory=Adaptation)
+    transport: Transport = Field(default_factory=Transport)
+    emulation: Emulation | None = None
+    checkpoint: Checkpoint | None = None
+    faults: list[Fault] = Field(default_factory=list, max_length=256)
+    template: dict[str, Any] | None = Field(
+        default=None, description="Pod template; its container `trainer` runs the stage."
+    )
+    failure_policy: FailurePolicy = Field(default_factory=FailurePolicy)
+    suspend: bool = False
+    managed_by: str | None = None
+    active_deadline_seconds: int | None = Field(default=None, ge=1)
+    ttl_seconds_after_finished: int | None = Field(default=None, ge=0)
+
+
+class Metadata(SpecModel):
+    """The part of a Kubernetes ObjectMeta a manifest may carry here."""
+
+    name: Name
+    namespace: Name = "default"
+    labels: dict[str, str] = Field(default_factory=dict)
+    annotations: dict[str, str] = Field(default_factory=dict)
+
+
+class PipeMorphJob(SpecModel):
+    api_version: Literal["pipemorph.io/v1alpha1"]
+    kind: Literal["PipeMorphJob"]
+    metadata: Metadata
+    spec: JobSpec

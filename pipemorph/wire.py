@@ -1,0 +1,175 @@
+"""Messages between a job's agent and the ingest: reports up, directives down.
+
+The same on a cluster and on one machine. JSON over HTTP; times are seconds, sizes are
+bytes. Unknown fields are refused, so that a typo is an error and not a silence.
+
+Protocol, version 1:
+
+* ``POST /v1/jobs/{namespace}/{name}/reports`` with a :class:`LinkHealthReport` (at most
+  ``MAX_REPORT_BYTES``); the answer is a :class:`DirectiveEnvelope`. A report whose
+  ``sequence`` is not above the last one accepted of that attempt is refused with 409.
+* ``GET /v1/jobs/{namespace}/{name}/directive?attempt=A&after=E&wait=S`` answers as soon as a
+  directive with an epoch above ``E`` exists, or with an empty envelope after ``S`` seconds.
+
+Both need ``Authorization: Bearer``: a projected service-account token on a cluster, the
+run's token on one machine.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from pipemorph.planning.ir import Dispatch, Path, Plan, Policy, Schedule
+
+PROTOCOL_VERSION = 1
+MAX_REPORT_BYTES = 64 * 1024
+MAX_WAIT_SECONDS = 30.0
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0)]
+
+
+class WireModel(BaseModel):
+    """Base of every wire message: immutable, unknown fields refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class WireTime(WireModel):
+    """Distribution of wire time over one window: first byte out to whole at the receiver.
+
+    Queueing before the first byte is left out. ``exact`` counts the samples whose arrival
+    was observed when it happened; where it is 0 the values are upper bounds (the receiver
+    was computing when the message came in).
+    """
+
+    count: Count
+    exact: Count
+    min: Seconds
+    p50: Seconds
+    p99: Seconds
+    mean: Seconds
+
+
+class LinkSample(WireModel):
+    """What one direction of one link did in one window."""
+
+    link: Count
+    replica: Count = 0
+    direction: Literal["forward", "backward"]
+    path: Path
+    transport: Literal["gloo", "nccl", "tcp", "shm", "rdma"]
+    iteration: Count
+    """Iteration in which the last of these messages was sent."""
+    bytes: Count
+    wire: WireTime
+    queue_p50: Seconds
+    """Median time a message waited in its queue before the first byte left."""
+    rtt_min: Seconds | None = None
+    """Least echo on the engine's control connection; None where there was none."""
+
+
+class StageProfile(WireModel):
+    """Measured op times of one stage, seconds, median over the last window.
+
+    ``backward_weight`` is 0 while the stage runs fused backwards. ``split`` says whether
+    the stage can run B and W apart, and how.
+    """
+
+    stage: Count
+    forward: Seconds
+    backward_input: Seconds
+    backward_weight: Seconds
+    split: Literal["module", "graph", "fused", "emulated"]
+    peak_memory: Count
+    """Bytes: device peak on CUDA, resident-set peak on CPU."""
+    activation_bytes: Count | None = None
+    """Bytes one microbatch holds between its F and its W, where measured."""
+
+
+class IterationSample(WireModel):
+    """One finished iteration, as rank 0 saw it."""
+
+    index: Count
+    seconds: Seconds
+    loss: float | None
+    epoch: Count
+    bubble_fraction: Annotated[float, Field(ge=0, le=1)]
+
+
+class LinkHealthReport(WireModel):
+    """What rank 0's agent knows since its last report."""
+
+    protocol: Literal[1] = 1
+    job: str
+    namespace: str
+    attempt: Count
+    sequence: Annotated[int, Field(ge=1)]
+    sent_at: float
+    """Agent's wall clock, seconds since the epoch."""
+    state: Literal["starting", "training", "finished", "failed"]
+    iteration: Count
+    """Iteration in progress at stage 0."""
+    observed_epoch: Count
+    """Highest directive the agent has received."""
+    applied_epoch: Count
+    """Plan version of the iteration in progress."""
+    iterations: list[IterationSample] = Field(default_factory=list, max_length=256)
+    links: list[LinkSample] = Field(default_factory=list, max_length=512)
+    stages: list[StageProfile] = Field(default_factory=list, max_length=256)
+    message: str | None = Field(default=None, max_length=1024)
+
+
+class PlanMessage(WireModel):
+    """A :class:`~pipemorph.planning.ir.Plan` on the wire; one op string per stage."""
+
+    version: Count
+    policy: Policy
+    microbatches: Annotated[int, Field(ge=1)]
+    stages: list[str]
+    paths: list[Path]
+    in_flight_limits: list[int | None]
+    warmup: list[int]
+    dispatch: Dispatch = Dispatch.STATIC
+
+    @staticmethod
+    def of(plan: Plan) -> PlanMessage:
+        return PlanMessage(
+            version=plan.version,
+            policy=plan.policy,
+            microbatches=plan.schedule.microbatches,
+            stages=plan.schedule.encode(),
+            paths=list(plan.paths),
+            in_flight_limits=list(plan.in_flight_limits),
+            warmup=list(plan.warmup),
+            dispatch=plan.dispatch,
+        )
+
+    def plan(self) -> Plan:
+        return Plan(
+            version=self.version,
+            policy=self.policy,
+            schedule=Schedule.decode(self.microbatches, self.stages),
+            paths=tuple(self.paths),
+            in_flight_limits=tuple(self.in_flight_limits),
+            dispatch=self.dispatch,
+            warmup=tuple(self.warmup),
+        )
+
+
+class Directive(WireModel):
+    """A plan the controller wants. ``epoch`` equals ``plan.version`` and only grows."""
+
+    epoch: Annotated[int, Field(ge=1)]
+    issued_at: float
+    reason: str
+    plan: PlanMessage
+
+
+class DirectiveEnvelope(WireModel):
+    """Answer to a report or a poll: the newest directive above what the agent has, if any."""
+
+    protocol: Literal[1] = 1
+    directive: Directive | None = None

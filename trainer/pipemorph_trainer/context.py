@@ -1,0 +1,98 @@
+"""Where a rank runs: torchrun's environment and what the host adds to it.
+
+====================== ==========================================================
+variable               meaning
+====================== ==========================================================
+RANK, WORLD_SIZE, …    as torchrun sets them (``PET_*`` names are read as well)
+PIPEMORPH_JOB_FILE     the PipeMorphJob as JSON; without it: programmatic use
+PIPEMORPH_ARGS         ``spec.trainer.args`` as JSON
+PIPEMORPH_NAMESPACE    namespace of the job
+PIPEMORPH_ATTEMPT      attempt number, from 0
+PIPEMORPH_SECRET_FILE  file with the attempt's engine secret
+PIPEMORPH_INGEST_URL   base URL of the ingest; without it there is no agent
+PIPEMORPH_TOKEN_FILE   file with the bearer token for the ingest
+PIPEMORPH_TRACE_DIR    folder for per-rank op traces; without it none are written
+====================== ==========================================================
+
+RANK = replica × stages + stage.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipemorph.errors import InputError
+from pipemorph.spec import PipeMorphJob
+
+
+@dataclass(frozen=True)
+class TrainerContext:
+    """A rank's place in the world. Build it with :meth:`from_env`."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    master_addr: str
+    master_port: int
+    job: PipeMorphJob | None = None
+    args: Mapping[str, Any] = field(default_factory=dict)
+    namespace: str = "default"
+    attempt: int = 0
+    secret: bytes = b""
+    ingest_url: str | None = None
+    token_file: Path | None = None
+    trace_dir: Path | None = None
+
+    @staticmethod
+    def from_env(environ: Mapping[str, str] = os.environ) -> TrainerContext:
+        """Read the environment. Raises :class:`InputError` naming a variable that is
+        missing or unreadable."""
+
+        def number(name: str, default: int | None = None) -> int:
+            for key in (name, f"PET_{name}"):
+                if key in environ:
+                    try:
+                        return int(environ[key])
+                    except ValueError:
+                        raise InputError(f"{key} is {environ[key]!r}; expected a number") from None
+            if default is not None:
+                return default
+            raise InputError(f"{name} is not set; start the ranks with pipemorph run or torchrun")
+
+        def text(name: str) -> str | None:
+            return environ.get(name) or environ.get(f"PET_{name}") or None
+
+        job = None
+        if job_file := environ.get("PIPEMORPH_JOB_FILE"):
+            job = PipeMorphJob.model_validate_json(Path(job_file).read_text())
+        secret_file = environ.get("PIPEMORPH_SECRET_FILE")
+        token_file = environ.get("PIPEMORPH_TOKEN_FILE")
+        trace_dir = environ.get("PIPEMORPH_TRACE_DIR")
+        world_size = number("WORLD_SIZE")
+        context = TrainerContext(
+            rank=number("RANK"),
+            world_size=world_size,
+            local_rank=number("LOCAL_RANK", 0),
+            master_addr=text("MASTER_ADDR") or "127.0.0.1",
+            master_port=number("MASTER_PORT"),
+            job=job,
+            args=json.loads(environ.get("PIPEMORPH_ARGS", "{}")),
+            namespace=environ.get("PIPEMORPH_NAMESPACE", "default"),
+            attempt=number("PIPEMORPH_ATTEMPT", 0),
+            secret=Path(secret_file).read_bytes() if secret_file else b"",
+            ingest_url=text("PIPEMORPH_INGEST_URL"),
+            token_file=Path(token_file) if token_file else None,
+            trace_dir=Path(trace_dir) if trace_dir else None,
+        )
+        if job is not None and job.spec.parallelism.world_size != world_size:
+            want = job.spec.parallelism
+            raise InputError(
+                f"WORLD_SIZE is {world_size}; the job has {want.stages} stages × "
+                f"{want.replicas} replicas = {want.world_size} ranks"
+            )
+        return context
