@@ -1,0 +1,56 @@
+# make demo   the main job on this machine: a few minutes, no cluster, no GPU
+# make test   lint, types, C++ (plain, ASan+UBSan, TSan) and the whole Python suite
+# make bench  every figure the README quotes
+# Needs: Python >= 3.11 with venv, a C++20 compiler. Everything else goes into .venv.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+CXX_SOURCES := $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.hpp' 'tests/engine/*.cpp' 'tests/engine/*.h' 'tests/engine/*.hpp' 2>/dev/null)
+ENGINE_SOURCES := $(filter csrc/%,$(CXX_SOURCES)) CMakeLists.txt
+
+# Two of everything at most: a build must not make a small machine unusable.
+export CMAKE_BUILD_PARALLEL_LEVEL ?= 2
+
+.PHONY: demo test bench lint format setup check-host clean
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py --out demo-out
+
+test: lint
+	$(BIN)/python -m pytest
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/all.py
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(if $(CXX_SOURCES),$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES))
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(if $(CXX_SOURCES),$(BIN)/clang-format -i $(CXX_SOURCES))
+
+setup: $(STAMP)
+
+# Editable: Python sources are used in place, the engine is compiled once and again when
+# its sources change.
+$(STAMP): pyproject.toml $(ENGINE_SOURCES) | check-host
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+check-host:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "found $$($(PYTHON) --version), need Python >= 3.11: set PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' || \
+	  { echo "Python has no venv module: install it (Debian: apt-get install python3-venv)" >&2; exit 1; }
+	@command -v $${CXX:-c++} >/dev/null || \
+	  { echo "no C++ compiler found: install one with C++20 (Debian: apt-get install g++), or set CXX" >&2; exit 1; }
+
+clean:
+	rm -rf build dist $(VENV) demo-out out

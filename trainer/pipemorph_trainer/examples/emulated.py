@@ -1,0 +1,38 @@
+"""Stages that are emulated: each op holds the interpreter for a set time and computes nothing.
+
+Run it with ``pipemorph run examples/emulated-14b.yaml --out out/emulated``. Times and
+message sizes come from ``spec.emulation``; everything else (executor, transports, agent,
+controller) is what a real model gets.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from pipemorph.errors import InputError
+from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
+
+
+def train(context: TrainerContext) -> None:
+    if context.job is None or context.job.spec.emulation is None:
+        raise InputError("this example needs a job with spec.emulation; see examples/")
+    spec = context.job.spec
+    stage = EmulatedStage.of(spec, stage=context.rank % spec.parallelism.stages)
+    with Pipeline(stage, context=context) as pipe:
+        for _ in range(pipe.start_iteration, spec.trainer.iterations):
+            pipe.step()
+            # As in real training: every rank waits for the global gradient norm.
+            pipe.clip_grad_norm_(1.0)
+
+
+def main() -> int:
+    try:
+        train(TrainerContext.from_env())
+    except InputError as error:
+        print(f"emulated: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,194 @@
+"""A byte-level GPT on text every machine has: the sources of Python's standard library.
+
+Run it with ``pipemorph run examples/gpt.yaml --out out/gpt``. ``spec.trainer.args``:
+
+=============== ======= =====================================================
+argument        default meaning
+=============== ======= =====================================================
+width           128     model width
+heads           4       attention heads; must divide width
+sequence        128     bytes per sample
+microbatch_size 4       samples per microbatch
+learning_rate   1e-3    AdamW, constant
+clip            1.0     global gradient norm
+=============== ======= =====================================================
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipemorph.errors import InputError
+from pipemorph_trainer import Pipeline, TrainerContext
+
+VOCABULARY = 256
+CORPUS_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Model and data size; see the module's table."""
+
+    width: int = 128
+    heads: int = 4
+    sequence: int = 128
+    microbatch_size: int = 4
+    learning_rate: float = 1e-3
+    clip: float = 1.0
+
+    @staticmethod
+    def of(context: TrainerContext) -> Arguments:
+        known = {f.name: f for f in fields(Arguments)}
+        for name, value in context.args.items():
+            if name not in known:
+                raise InputError(f"spec.trainer.args.{name} is unknown; known: {', '.join(known)}")
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            whole = isinstance(getattr(Arguments, name), int)
+            if not number or value <= 0 or (whole and not isinstance(value, int)):
+                kind = "a whole number" if whole else "a number"
+                raise InputError(f"spec.trainer.args.{name} is {value!r}; expected {kind} above 0")
+        arguments = Arguments(**context.args)
+        if arguments.width % arguments.heads:
+            raise InputError(
+                f"spec.trainer.args.width is {arguments.width}, which {arguments.heads} heads do "
+                f"not divide; use a multiple of {arguments.heads}"
+            )
+        return arguments
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block, (batch, sequence, width) to the same."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_attention = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.norm_mlp = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, sequence, width = x.shape
+        qkv = self.qkv(self.norm_attention(x))
+        qkv = qkv.view(batch, sequence, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, sequence, width))
+        hidden: Tensor = functional.gelu(self.up(self.norm_mlp(x)))
+        return x + self.down(hidden)
+
+
+class GPTStage(nn.Module):
+    """Stage *i* of the model: embedding on the first, head on the last, blocks between.
+
+    First stage: int64 tokens (batch, sequence) in; last stage: logits
+    (batch, sequence, 256) out; between stages (batch, sequence, width).
+    """
+
+    def __init__(self, arguments: Arguments, stage: int, stages: int, layers: int) -> None:
+        super().__init__()
+        self.first, self.last = stage == 0, stage == stages - 1
+        per_stage = layers // stages
+        if self.first:
+            self.tokens = nn.Embedding(VOCABULARY, arguments.width)
+            self.positions = nn.Embedding(arguments.sequence, arguments.width)
+        # Global layer numbers as names, so a checkpoint fits another number of stages.
+        self.blocks = nn.ModuleDict(
+            {
+                str(layer): Block(arguments.width, arguments.heads)
+                for layer in range(stage * per_stage, (stage + 1) * per_stage)
+            }
+        )
+        if self.last:
+            self.norm = nn.LayerNorm(arguments.width)
+            self.head = nn.Linear(arguments.width, VOCABULARY, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            x = self.tokens(x) + self.positions.weight[: x.shape[1]]
+        for block in self.blocks.values():
+            x = block(x)
+        if self.last:
+            x = self.head(self.norm(x))
+        return x
+
+
+def load_corpus(limit: int = CORPUS_BYTES) -> Tensor:
+    """The first ``limit`` bytes of the standard library's sources, uint8, in name order."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    chunks, size = [], 0
+    for path in sorted(root.glob("*.py")) + sorted(root.glob("*/*.py")):
+        chunks.append(path.read_bytes())
+        size += len(chunks[-1])
+        if size >= limit:
+            break
+    if not size:
+        raise InputError(f"no Python sources under {root}; the example trains on those")
+    return torch.frombuffer(bytearray(b"".join(chunks)[:limit]), dtype=torch.uint8)
+
+
+def sample_batch(
+    corpus: Tensor, *, seed: int, iteration: int, replica: int, batch: int, sequence: int
+) -> tuple[Tensor, Tensor]:
+    """Tokens and next tokens, int64 (batch, sequence). A pure function of its arguments, so
+    every rank of a replica draws the same and a resumed run goes on where it stopped."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + iteration * 4099 + replica)
+    starts = torch.randint(0, len(corpus) - sequence - 1, (batch,), generator=generator)
+    rows = torch.stack([corpus[s : s + sequence + 1] for s in starts.tolist()]).long()
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
+    """Mean cross-entropy in nats per byte."""
+    return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def train(context: TrainerContext) -> None:
+    if context.job is None:
+        raise InputError("start this example with: pipemorph run examples/gpt.yaml --out DIR")
+    spec = context.job.spec
+    arguments = Arguments.of(context)
+    stages = spec.parallelism.stages
+    layers = spec.parallelism.layers or stages
+    stage, replica = context.rank % stages, context.rank // stages
+    # One seed per stage: a stage's weights do not depend on where the others are built.
+    torch.manual_seed(spec.trainer.seed * 1000 + stage)
+    module = GPTStage(arguments, stage, stages, layers)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=arguments.learning_rate)
+    corpus = load_corpus()
+    with Pipeline(module, context=context, loss_fn=loss_fn, optimizer=optimizer) as pipe:
+        for iteration in range(pipe.start_iteration, spec.trainer.iterations):
+            tokens, target = sample_batch(
+                corpus,
+                seed=spec.trainer.seed,
+                iteration=iteration,
+                replica=replica,
+                batch=arguments.microbatch_size * spec.schedule.microbatches,
+                sequence=arguments.sequence,
+            )
+            pipe.step(tokens, target=target)
+            pipe.clip_grad_norm_(arguments.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def main() -> int:
+    try:
+        train(TrainerContext.from_env())
+    except InputError as error:
+        print(f"gpt: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
