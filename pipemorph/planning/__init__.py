@@ -1,1 +1,36 @@
 """Schedules: their form, their rules, how to make them and how to predict their time."""
+
+from pipemorph.planning.bounds import lower_bound
+from pipemorph.planning.ir import Dispatch, Op, OpKind, Path, Plan, Policy, Schedule
+from pipemorph.planning.planner import PlannedSchedule, link_on, plan, plan_for, problem_for
+from pipemorph.planning.problem import Link, Problem, StageTimes, load_problem, parse_problem
+from pipemorph.planning.simulator import Simulation, TimedOp, predict, simulate
+from pipemorph.planning.validator import ScheduleError, validate, validate_online
+
+__all__ = [
+    "Dispatch",
+    "Link",
+    "Op",
+    "OpKind",
+    "Path",
+    "Plan",
+    "PlannedSchedule",
+    "Policy",
+    "Problem",
+    "Schedule",
+    "ScheduleError",
+    "Simulation",
+    "StageTimes",
+    "TimedOp",
+    "link_on",
+    "load_problem",
+    "lower_bound",
+    "parse_problem",
+    "plan",
+    "plan_for",
+    "predict",
+    "problem_for",
+    "simulate",
+    "validate",
+    "validate_online",
+]

@@ -1,0 +1,141 @@
+"""From a problem to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from pipemorph.errors import InputError
+from pipemorph.planning.bounds import lower_bound
+from pipemorph.planning.costs import Costs
+from pipemorph.planning.ir import Dispatch, Path, Plan, Policy, Schedule
+from pipemorph.planning.policies import gpipe, one_f_one_b, zero_bubble
+from pipemorph.planning.problem import Link, Problem, StageTimes
+from pipemorph.planning.search import search
+from pipemorph.planning.simulator import Simulation, run_static, timed
+from pipemorph.planning.validator import validate
+
+# Where a direct path's sends block compute, and how many queues the engine gives a link.
+DIRECT_QUEUES, DIRECT_OUTSTANDING = 1, 2
+DELEGATED_QUEUES = 8
+
+
+@dataclass(frozen=True)
+class PlannedSchedule:
+    """A schedule with what it was planned for and what it is predicted to take.
+
+    ``planning_seconds`` is wall time; every other time is in the problem's unit.
+    """
+
+    policy: Policy
+    problem: Problem
+    schedule: Schedule
+    simulation: Simulation
+    lower_bound: float
+    planning_seconds: float
+
+    @property
+    def makespan(self) -> float:
+        return self.simulation.makespan
+
+    def to_plan(
+        self, version: int, paths: Sequence[Path], dispatch: Dispatch = Dispatch.STATIC
+    ) -> Plan:
+        """The plan the ranks run, with ``paths[i]`` for link *i*."""
+        return Plan(
+            version=version,
+            policy=self.policy,
+            schedule=self.schedule,
+            paths=tuple(paths),
+            in_flight_limits=self.problem.in_flight_limits(),
+            dispatch=dispatch,
+        )
+
+
+def plan(problem: Problem, policy: Policy | None = None) -> PlannedSchedule:
+    """Plan with ``policy``, or with the problem's own.
+
+    The same problem gives the same schedule on every machine: nothing depends on the time
+    planning takes. Raises :class:`InputError` for a policy that cannot serve the problem.
+    """
+    began = perf_counter()
+    policy = problem.policy if policy is None else policy
+    bound = lower_bound(problem)
+    schedule = _schedule(problem, policy, bound)
+    validate(schedule, problem.in_flight_limits())
+    costs = Costs.of(problem)
+    simulation = timed(schedule, run_static(schedule, costs), costs)
+    return PlannedSchedule(
+        policy=policy,
+        problem=problem,
+        schedule=schedule,
+        simulation=simulation,
+        # Both are sums of the same times in another order; hide the last bit.
+        lower_bound=min(bound, simulation.makespan),
+        planning_seconds=perf_counter() - began,
+    )
+
+
+def _schedule(problem: Problem, policy: Policy, bound: float) -> Schedule:
+    match policy:
+        case Policy.GPIPE:
+            return gpipe(problem)
+        case Policy.ONE_F_ONE_B:
+            return one_f_one_b(problem)
+        case Policy.ZERO_BUBBLE:
+            return zero_bubble(problem)
+        case Policy.PIPEMORPH:
+            return search(problem, bound)
+        case Policy.EXACT:
+            raise InputError(
+                "policy exact is not part of this build; use pipemorph, which prints how far"
+                " it may be from the optimum (lower_bound)"
+            )
+
+
+def plan_for(
+    microbatches: int,
+    stages: Sequence[StageTimes],
+    delays: Sequence[float],
+    paths: Sequence[Path] | None = None,
+    *,
+    policy: Policy = Policy.PIPEMORPH,
+    queues: int = DELEGATED_QUEUES,
+) -> PlannedSchedule:
+    """Plan for measured op times and link delays: what the adaptation controller asks for.
+
+    ``stages`` and ``delays`` share one unit (seconds in the controller). ``paths[i]`` says
+    how link *i* carries messages: see :func:`link_on`; None plans for pure latency.
+    """
+    return plan(problem_for(microbatches, stages, delays, paths, queues=queues), policy)
+
+
+def problem_for(
+    microbatches: int,
+    stages: Sequence[StageTimes],
+    delays: Sequence[float],
+    paths: Sequence[Path] | None = None,
+    *,
+    queues: int = DELEGATED_QUEUES,
+) -> Problem:
+    """The problem :func:`plan_for` plans, to predict other schedules on."""
+    if paths is None:
+        links = [Link(delay=delay) for delay in delays]
+    else:
+        links = [
+            link_on(path, delay, queues=queues) for path, delay in zip(paths, delays, strict=True)
+        ]
+    return Problem(microbatches=microbatches, stages=tuple(stages), links=tuple(links))
+
+
+def link_on(path: Path, delay: float, *, queues: int = DELEGATED_QUEUES) -> Link:
+    """How a path under ``delay`` behaves.
+
+    Direct: one queue per direction, and the third send in flight blocks compute until the
+    first has arrived, as a framework's in-order send queue does. Delegated: ``queues``
+    queues, round robin, and sends are handed over.
+    """
+    if path is Path.DIRECT:
+        return Link(delay=delay, queues=DIRECT_QUEUES, outstanding=DIRECT_OUTSTANDING)
+    return Link(delay=delay, queues=queues)

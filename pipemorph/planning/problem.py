@@ -1,0 +1,255 @@
+"""What a plan is made for: op times, caps and links, and the file they are read from.
+
+A problem has no unit of its own: the planner adds and compares its numbers, no more. The
+PROBLEM file of ``pipemorph plan`` holds milliseconds; the adaptation controller passes
+seconds. Times that come out are in the unit of the times that went in.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from pipemorph.errors import InputError
+from pipemorph.planning.ir import Policy
+
+# Large enough for any pipeline there is; small enough that a slip of the keyboard in
+# `microbatches` is an error message and not a machine that swaps.
+MAX_OPS = 1_000_000
+
+
+def _number(value: object) -> object:
+    """Turn down what Python would take for a number but a reader would not (``true``, ``'3'``)."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("is not a number")
+    return value
+
+
+def _integer(value: object) -> object:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError("is not a whole number")
+    return value
+
+
+Time = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1e12, allow_inf_nan=False)]
+Count = Annotated[int, BeforeValidator(_integer), Field(ge=1)]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class StageTimes(_Model):
+    """Time of one microbatch's F, B and W on a stage, and its in-flight cap ``K_i``.
+
+    A fused backward (BW) takes ``backward_input + backward_weight``. ``in_flight_limit``
+    bounds the microbatches whose F has started and whose W has not finished; None: no bound.
+    """
+
+    forward: Time
+    backward_input: Time
+    backward_weight: Time
+    in_flight_limit: Count | None = None
+
+
+class Link(_Model):
+    """The way between stage *i* and *i+1*, the same in both directions.
+
+    With nothing but ``delay`` it is pure latency: every message arrives ``delay`` after it
+    was sent. ``queues`` bounds how many messages of one direction travel at a time: they are
+    dealt round robin to that many queues, and each holds its queue for ``delay``.
+    ``outstanding`` bounds the sends of one direction that have not arrived: one more send
+    holds up the *compute* of its stage until the oldest has (head-of-line blocking).
+
+    A direct path under delay is ``queues=1, outstanding=2``; a delegated path has
+    ``queues=8`` and no bound on sends, since they are handed over (paper, "delegation").
+    """
+
+    delay: Time = 0.0
+    queues: Count | None = None
+    outstanding: Count | None = None
+
+
+class Problem(_Model):
+    """What a schedule is planned for. ``links[i]`` joins ``stages[i]`` and ``stages[i+1]``.
+
+    ``warmup`` fixes ``x_i``, the forwards stage *i* runs before its first backward.
+    Raises :class:`pydantic.ValidationError`; :func:`parse_problem` words it for a user.
+    """
+
+    microbatches: Count
+    stages: tuple[StageTimes, ...] = Field(min_length=1)
+    links: tuple[Link, ...] = ()
+    policy: Policy = Policy.PIPEMORPH
+    warmup: tuple[Count, ...] | None = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Problem:
+        count = len(self.stages)
+        if len(self.links) != count - 1:
+            raise ValueError(
+                f"links has {_entries(len(self.links))}; {count} stages need {count - 1}"
+            )
+        if 3 * count * self.microbatches > MAX_OPS:
+            raise ValueError(
+                f"microbatches is {self.microbatches}; at {count} stages"
+                f" at most {MAX_OPS // (3 * count)} can be planned"
+            )
+        if self.warmup is not None:
+            _check_warmup(self.warmup, self)
+        return self
+
+    @property
+    def stage_count(self) -> int:
+        return len(self.stages)
+
+    def in_flight_limits(self) -> tuple[int | None, ...]:
+        """``K_i`` per stage, None where there is no cap."""
+        return tuple(stage.in_flight_limit for stage in self.stages)
+
+    def with_delays(self, delays: Sequence[float]) -> Problem:
+        """The same problem with ``delays[i]`` on link *i*; queues and bounds stay."""
+        links = tuple(
+            link.model_copy(update={"delay": float(delay)})
+            for link, delay in zip(self.links, delays, strict=True)
+        )
+        return self.model_copy(update={"links": links})
+
+    def with_warmup(self, warmup: Sequence[int]) -> Problem:
+        """The same problem with fixed warm-up counts. Raises :class:`InputError` if unusable."""
+        try:
+            _check_warmup(warmup, self)
+        except ValueError as error:
+            raise InputError(str(error)) from None
+        return self.model_copy(update={"warmup": tuple(warmup)})
+
+
+def _entries(count: int) -> str:
+    return "1 entry" if count == 1 else f"{count} entries"
+
+
+def _check_warmup(warmup: Sequence[int], problem: Problem) -> None:
+    """Raise ValueError unless ``warmup`` can run without deadlock and within the caps.
+
+    Non-increasing along the stages, or two stages wait for each other; no more than the
+    smallest cap up to its stage; no more than there are microbatches.
+    """
+    shown = list(warmup)
+    if len(warmup) != problem.stage_count:
+        raise ValueError(
+            f"warmup is {shown}, {_entries(len(warmup))}; {problem.stage_count} stages need"
+            f" {problem.stage_count}"
+        )
+    cap: int | None = None
+    for i, x in enumerate(warmup):
+        if x < 1:
+            raise ValueError(f"warmup[{i}] is {x}; at least 1 forward comes before a backward")
+        if x > problem.microbatches:
+            raise ValueError(f"warmup[{i}] is {x}; there are {problem.microbatches} microbatches")
+        if i and x > warmup[i - 1]:
+            raise ValueError(
+                f"warmup[{i}] is {x}, more than warmup[{i - 1}], {warmup[i - 1]}:"
+                f" stages {i - 1} and {i} would wait for each other"
+            )
+        limit = problem.stages[i].in_flight_limit
+        if limit is not None:
+            cap = limit if cap is None else min(cap, limit)
+        if cap is not None and x > cap:
+            raise ValueError(f"warmup[{i}] is {x}; in_flight_limit allows {cap} up to stage {i}")
+
+
+# --- reading -------------------------------------------------------------------------------
+
+
+def field_name(location: Iterable[int | str]) -> str:
+    """``("stages", 0, "forward")`` → ``"stages[0].forward"``."""
+    name = ""
+    for part in location:
+        name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
+    return name
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+_EXPECTED = {
+    "missing": "is missing",
+    "extra_forbidden": "is not a known field",
+    "model_type": "is not a mapping",
+    "tuple_type": "is not a list",
+    "too_short": "needs at least one entry",
+    "finite_number": "is not a finite number",
+}
+
+
+def describe(error: ValidationError) -> str:
+    """The first thing wrong, as one line naming the field and its value."""
+    first = error.errors(include_url=False)[0]
+    name, kind, found = field_name(first["loc"]), first["type"], first["input"]
+    context = first.get("ctx", {})
+    if kind == "value_error":
+        message = str(context["error"])
+        return f"{name}: {_shown(found)} {message}" if name else message
+    if kind == "missing":
+        return f"{name} is missing"
+    if kind == "enum":
+        return f"{name}: {_shown(found)} is not one of {context['expected'].replace(chr(39), '')}"
+    if kind == "greater_than_equal":
+        return f"{name}: {_shown(found)} is less than {context['ge']:g}"
+    if kind == "less_than_equal":
+        return f"{name}: {_shown(found)} is more than {context['le']:g}"
+    wrong = _EXPECTED.get(kind, f"cannot be used ({first['msg']})")
+    return f"{name}: {_shown(found)} {wrong}" if name else f"{_shown(found)} {wrong}"
+
+
+def read_mapping(text: str, *, what: str) -> dict[str, Any]:
+    """YAML or JSON text as a mapping. Raises :class:`InputError` of one line."""
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise InputError(f"{what} is not YAML or JSON: {reason}{where}") from None
+    except (ValueError, RecursionError) as error:
+        # Dates, digits beyond Python's limit, brackets nested a thousand deep.
+        raise InputError(f"{what} is not YAML or JSON: {error}".splitlines()[0]) from None
+    if not isinstance(data, dict):
+        raise InputError(f"{what} is {_shown(data)}; expected a mapping of fields")
+    for key in data:
+        if not isinstance(key, str):
+            raise InputError(f"{what}: {_shown(key)} is not a known field")
+    return data
+
+
+def parse_problem(text: str) -> Problem:
+    """A problem from YAML or JSON text. Raises :class:`InputError` of one line."""
+    data = read_mapping(text, what="the problem")
+    try:
+        return Problem.model_validate(data)
+    except ValidationError as error:
+        raise InputError(describe(error)) from None
+
+
+def read_text(path: str) -> str:
+    """Contents of a file, or of standard input for ``-``. Raises :class:`InputError`."""
+    try:
+        if path == "-":
+            return sys.stdin.read()
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path} is not text in UTF-8") from None
+
+
+def load_problem(path: str) -> Problem:
+    """A problem from a file (``-``: standard input). Raises :class:`InputError` of one line."""
+    return parse_problem(read_text(path))

@@ -1,0 +1,236 @@
+"""Event-driven execution of a schedule: exact times, no clock tick.
+
+An op starts when its stage is free and its message has arrived: F waits for the F
+upstream, B for the B downstream (on the last stage, for its own F). Sends are handed over
+at the end of an op and travel as :class:`~pipemorph.planning.problem.Link` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pipemorph.errors import InputError
+from pipemorph.planning.costs import Costs
+from pipemorph.planning.dispatch import Rules, dispatch
+from pipemorph.planning.ir import Dispatch, Op, OpKind, Schedule
+from pipemorph.planning.problem import Problem
+from pipemorph.planning.validator import ScheduleError, validate
+
+
+class TimedOp(NamedTuple):
+    """One op with its times, in the problem's unit."""
+
+    kind: OpKind
+    microbatch: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What one iteration looks like. ``stages[i]`` are the ops of stage *i* in run order."""
+
+    microbatches: int
+    stages: tuple[tuple[TimedOp, ...], ...]
+
+    @property
+    def makespan(self) -> float:
+        """Start of the iteration to the end of the last op anywhere."""
+        return max(ops[-1].end for ops in self.stages)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle time over ``S × makespan``; 0 where no op takes any time."""
+        whole = len(self.stages) * self.makespan
+        busy = sum(op.end - op.start for ops in self.stages for op in ops)
+        return max(0.0, 1.0 - busy / whole) if whole > 0 else 0.0
+
+    def schedule(self) -> Schedule:
+        """The order the ops ran in."""
+        return Schedule(
+            self.microbatches,
+            tuple(tuple(Op(op.kind, op.microbatch) for op in ops) for ops in self.stages),
+        )
+
+
+def simulate(
+    schedule: Schedule,
+    problem: Problem,
+    dispatch_mode: Dispatch = Dispatch.STATIC,
+    *,
+    warmup: Sequence[int] | None = None,
+) -> Simulation:
+    """Execute ``schedule`` under the times, caps and links of ``problem``.
+
+    STATIC keeps each stage's order. ONLINE keeps only the warm-up counts (``warmup``, or
+    those of the schedule) and whether a stage's backward is fused, and runs what is ready.
+    Raises :class:`ScheduleError` if the schedule breaks a rule or a cap of the problem.
+    """
+    check_fits(schedule, problem)
+    costs = Costs.of(problem)
+    if dispatch_mode is Dispatch.STATIC:
+        validate(schedule, problem.in_flight_limits())
+        return timed(schedule, run_static(schedule, costs), costs)
+    validate(schedule)
+    rules = Rules.of(
+        problem,
+        warmup if warmup is not None else schedule.warmup(),
+        fused=fused_stages(schedule),
+    )
+    return from_runs(dispatch(costs, rules).runs, costs.microbatches)
+
+
+def predict(schedule: Schedule, problem: Problem) -> float:
+    """Makespan of ``schedule`` run in static order, in the problem's unit.
+
+    The fast path of the adaptation controller: no checks, so the schedule must be valid.
+    """
+    costs = Costs.of(problem)
+    ends = run_static(schedule, costs)
+    return max(
+        starts[-1] + _duration(costs, i, ops[-1].kind)
+        for i, (ops, starts) in enumerate(zip(schedule.stages, ends, strict=True))
+    )
+
+
+def check_fits(schedule: Schedule, problem: Problem) -> None:
+    """Raise :class:`InputError` unless both have the same stages and microbatches."""
+    if schedule.stage_count != problem.stage_count:
+        raise InputError(
+            f"the plan has {schedule.stage_count} stages, the problem {problem.stage_count}"
+        )
+    if schedule.microbatches != problem.microbatches:
+        raise InputError(
+            f"the plan has {schedule.microbatches} microbatches, the problem {problem.microbatches}"
+        )
+
+
+def fused_stages(schedule: Schedule) -> list[bool]:
+    """Which stages run BW. Raises :class:`ScheduleError` where a stage has both forms."""
+    fused = []
+    for i, ops in enumerate(schedule.stages):
+        kinds = {op.kind for op in ops}
+        if OpKind.BW in kinds and OpKind.B in kinds:
+            raise ScheduleError(
+                i, None, "has fused and split backwards; online dispatch needs one form per stage"
+            )
+        fused.append(OpKind.BW in kinds)
+    return fused
+
+
+def run_static(schedule: Schedule, costs: Costs) -> list[list[float]]:
+    """Start time of every op, in the schedule's order.
+
+    A stage runs on as long as its next message's arrival is known and then makes room for
+    its neighbours; arrivals follow from the sender alone, so the visiting order is free.
+    Raises :class:`ScheduleError` naming an op that waits for ever.
+    """
+    n, stages = costs.microbatches, costs.stage_count
+    # arrivals[stage][microbatch]: of the forward from above, of the gradient from below.
+    from_above: list[list[float | None]] = [[None] * n for _ in range(stages)]
+    from_below: list[list[float | None]] = [[None] * n for _ in range(stages)]
+    from_above[0] = [0.0] * n
+    starts: list[list[float]] = [[] for _ in range(stages)]
+    free = [0.0] * stages
+    last = stages - 1
+    todo = list(range(stages - 1, -1, -1))
+    queued = [True] * stages
+    while todo:
+        i = todo.pop()
+        queued[i] = False
+        ops, done = schedule.stages[i], starts[i]
+        above, below = from_above[i], from_below[i]
+        tf, tb, tw = costs.forward[i], costs.backward_input[i], costs.backward_weight[i]
+        now = free[i]
+        sent_down = sent_up = False
+        for position in range(len(done), len(ops)):
+            kind, m = ops[position]
+            if kind is OpKind.W:
+                done.append(now)
+                now += tw
+                continue
+            forward = kind is OpKind.F
+            arrival = above[m] if forward else below[m]
+            if arrival is None:
+                break
+            now = max(now, arrival)
+            done.append(now)
+            if forward:
+                now += tf
+                if i == last:
+                    below[m] = now
+                else:
+                    now = _send(costs, i, from_above[i + 1], m, now)
+                    sent_down = True
+            else:
+                now += tb if kind is OpKind.B else tb + tw
+                if i:
+                    now = _send(costs, i - 1, from_below[i - 1], m, now)
+                    sent_up = True
+        free[i] = now
+        if sent_up and not queued[i - 1]:
+            queued[i - 1] = True
+            todo.append(i - 1)
+        if sent_down and not queued[i + 1]:
+            queued[i + 1] = True
+            todo.append(i + 1)
+    for i, ops in enumerate(schedule.stages):
+        position = len(starts[i])
+        if position < len(ops):
+            raise ScheduleError(
+                i, position, f"{ops[position]} waits for ever for a message of its neighbour"
+            )
+    return starts
+
+
+def _send(costs: Costs, link: int, arrivals: list[float | None], m: int, now: float) -> float:
+    """Send message ``m`` at ``now``; record its arrival; return when compute may go on.
+
+    Messages of a direction leave in microbatch order and all take ``delay``, so the oldest
+    of the last ``q`` sends is the first of them to arrive.
+    """
+    bound, queues = costs.outstanding[link], costs.queues[link]
+    if bound and m >= bound:
+        oldest = arrivals[m - bound]
+        if oldest is not None and oldest > now:
+            now = oldest
+    leaves = now
+    if queues and m >= queues:
+        queue_free = arrivals[m - queues]
+        if queue_free is not None and queue_free > leaves:
+            leaves = queue_free
+    arrivals[m] = leaves + costs.delay[link]
+    return now
+
+
+def _duration(costs: Costs, stage: int, kind: OpKind) -> float:
+    if kind is OpKind.F:
+        return costs.forward[stage]
+    if kind is OpKind.B:
+        return costs.backward_input[stage]
+    if kind is OpKind.W:
+        return costs.backward_weight[stage]
+    return costs.backward_input[stage] + costs.backward_weight[stage]
+
+
+def timed(schedule: Schedule, starts: Sequence[Sequence[float]], costs: Costs) -> Simulation:
+    """A simulation from a schedule and the start of each of its ops."""
+    stages = []
+    for i, (ops, begin) in enumerate(zip(schedule.stages, starts, strict=True)):
+        took = {kind: _duration(costs, i, kind) for kind in OpKind}
+        stages.append(
+            tuple(
+                TimedOp(op.kind, op.microbatch, at, at + took[op.kind])
+                for op, at in zip(ops, begin, strict=True)
+            )
+        )
+    return Simulation(costs.microbatches, tuple(stages))
+
+
+def from_runs(
+    runs: Sequence[Sequence[tuple[OpKind, int, float, float]]], microbatches: int
+) -> Simulation:
+    """A simulation from what :func:`~pipemorph.planning.dispatch.dispatch` ran."""
+    return Simulation(microbatches, tuple(tuple(map(TimedOp._make, run)) for run in runs))

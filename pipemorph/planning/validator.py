@@ -1,0 +1,178 @@
+"""Rules every schedule keeps, checked op by op.
+
+1. Each stage runs each microbatch's F once, and its B and W once or its BW once.
+2. F before B before W, and each kind in microbatch order. Every ``.grad`` then sums
+   W_0 … W_{N-1} in one order, which keeps results bitwise equal across schedules.
+3. No deadlock: with ``a_i(k)`` the forwards before the k-th backward on stage *i*,
+   ``a_i(k) ≥ a_{i+1}(k)``. This is necessary and sufficient when sends are buffered.
+4. Within the in-flight caps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipemorph.errors import InputError
+from pipemorph.planning.ir import Op, OpKind, Schedule
+
+
+class ScheduleError(InputError):
+    """A schedule that must not run. ``stage`` and ``position`` point at the offending op."""
+
+    def __init__(self, stage: int, position: int | None, message: str) -> None:
+        where = f"stage {stage}" if position is None else f"stage {stage}, position {position}"
+        super().__init__(f"{where}: {message}")
+        self.stage = stage
+        self.position = position
+
+
+def validate(schedule: Schedule, in_flight_limits: Sequence[int | None] | None = None) -> None:
+    """Raise :class:`ScheduleError` at the first op that breaks a rule.
+
+    ``in_flight_limits[i]`` is ``K_i``, None for no cap.
+    """
+    if schedule.microbatches < 1:
+        raise InputError(f"a schedule needs at least 1 microbatch, not {schedule.microbatches}")
+    if not schedule.stages:
+        raise InputError("a schedule needs at least one stage")
+    if in_flight_limits is not None and len(in_flight_limits) != schedule.stage_count:
+        raise InputError(
+            f"{len(in_flight_limits)} in-flight limits for {schedule.stage_count} stages"
+        )
+    forwards_before = [
+        _check_stage(i, ops, schedule.microbatches) for i, ops in enumerate(schedule.stages)
+    ]
+    _check_deadlock(schedule, forwards_before)
+    if in_flight_limits is not None:
+        for i, limit in enumerate(in_flight_limits):
+            if limit is not None:
+                _check_cap(i, schedule.stages[i], limit)
+
+
+def _check_stage(stage: int, ops: Sequence[Op], microbatches: int) -> list[int]:
+    """Check rules 1 and 2 on one stage; return ``a(k)``, forwards before the k-th backward."""
+    forwards = backwards = weights = 0
+    forwards_before: list[int] = []
+    for position, op in enumerate(ops):
+        kind, m = op
+        if kind is OpKind.F:
+            _check_turn(stage, position, op, forwards, microbatches)
+            forwards += 1
+        elif kind is OpKind.B or kind is OpKind.BW:
+            _check_turn(stage, position, op, backwards, microbatches)
+            if m >= forwards:
+                raise ScheduleError(stage, position, f"found {op}; expected F{m} before it")
+            backwards += 1
+            forwards_before.append(forwards)
+            if kind is OpKind.BW:
+                if weights != m:
+                    raise ScheduleError(
+                        stage, position, f"found {op}; expected W{weights} first: {_ORDER}"
+                    )
+                weights += 1
+        else:
+            _check_turn(stage, position, op, weights, microbatches)
+            if m >= backwards:
+                raise ScheduleError(stage, position, f"found {op}; expected B{m} before it")
+            weights += 1
+    for done, kinds in ((forwards, "F"), (backwards, "B"), (weights, "W")):
+        if done != microbatches:
+            raise ScheduleError(
+                stage,
+                None,
+                f"the ops end after {done} of {microbatches} {kinds}; expected {kinds}{done}",
+            )
+    return forwards_before
+
+
+_ORDER = "each kind runs once per microbatch, in microbatch order"
+
+
+def _check_turn(stage: int, position: int, op: Op, turn: int, microbatches: int) -> None:
+    if op.microbatch == turn < microbatches:
+        return
+    if turn >= microbatches:
+        expected = f"no more of this kind, the schedule has {microbatches} microbatches"
+    else:
+        expected = f"{op.kind.value}{turn}: {_ORDER}"
+    raise ScheduleError(stage, position, f"found {op}; expected {expected}")
+
+
+def _check_deadlock(schedule: Schedule, forwards_before: Sequence[Sequence[int]]) -> None:
+    for i in range(schedule.stage_count - 1):
+        here, below = forwards_before[i], forwards_before[i + 1]
+        for k, (mine, needed) in enumerate(zip(here, below, strict=True)):
+            if mine < needed:
+                position = backward_position(schedule.stages[i], k)
+                raise ScheduleError(
+                    i,
+                    position,
+                    f"found {schedule.stages[i][position]} after {mine} F; expected at least"
+                    f" {needed} F before it, as many as stage {i + 1} runs before its"
+                    f" {_backward(schedule.stages[i + 1], k)}, or the two wait for each other",
+                )
+
+
+def backward_position(ops: Sequence[Op], k: int) -> int:
+    """Position of the k-th B or BW in ``ops``."""
+    seen = 0
+    for position, op in enumerate(ops):
+        if op.kind is OpKind.B or op.kind is OpKind.BW:
+            if seen == k:
+                return position
+            seen += 1
+    raise IndexError(k)
+
+
+def _backward(ops: Sequence[Op], k: int) -> Op:
+    return ops[backward_position(ops, k)]
+
+
+def _check_cap(stage: int, ops: Sequence[Op], limit: int) -> None:
+    in_flight = 0
+    for position, op in enumerate(ops):
+        if op.kind is OpKind.F:
+            in_flight += 1
+            if in_flight > limit:
+                raise ScheduleError(
+                    stage,
+                    position,
+                    f"found {op} with {limit} microbatches in flight; expected a W before it,"
+                    f" in_flight_limit is {limit}",
+                )
+        elif op.kind is OpKind.W or op.kind is OpKind.BW:
+            in_flight -= 1
+
+
+def validate_online(
+    warmup: Sequence[int],
+    in_flight_limits: Sequence[int | None],
+    slots: Sequence[int | None] | None = None,
+) -> None:
+    """Raise :class:`ScheduleError` unless online dispatch cannot deadlock.
+
+    ``slots[i]`` is how many forward messages link *i* holds ahead of the receiver's use,
+    None for as many as are sent. The condition: x non-increasing, ``x_i ≤ min(K_0 … K_i)``,
+    at least ``Δ_i`` (and one) slots on link *i*.
+    """
+    cap: int | None = None
+    for i, x in enumerate(warmup):
+        limit = in_flight_limits[i]
+        if limit is not None:
+            cap = limit if cap is None else min(cap, limit)
+        if x < 1:
+            raise ScheduleError(i, None, f"warm-up is {x}; expected at least 1")
+        if i and x > warmup[i - 1]:
+            raise ScheduleError(
+                i, None, f"warm-up is {x}; expected at most {warmup[i - 1]}, that of stage {i - 1}"
+            )
+        if cap is not None and x > cap:
+            raise ScheduleError(
+                i, None, f"warm-up is {x}; expected at most {cap}, the smallest cap up to here"
+            )
+    for i, held in enumerate(slots or ()):
+        needed = max(1, warmup[i] - warmup[i + 1])
+        if held is not None and held < needed:
+            raise ScheduleError(
+                i, None, f"link {i} has {held} forward slots; expected at least {needed}"
+            )
