@@ -27,8 +27,11 @@ PROTOCOL_VERSION = 1
 MAX_REPORT_BYTES = 64 * 1024
 MAX_WAIT_SECONDS = 30.0
 
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0)]
+# Bounds far beyond any job, so that arithmetic on what a peer sent cannot overflow.
+Seconds = Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)]
+WallClock = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, le=2**53 - 1)]
+ObjectName = Annotated[str, Field(min_length=1, max_length=253)]
 
 
 class WireModel(BaseModel):
@@ -40,9 +43,11 @@ class WireModel(BaseModel):
 class WireTime(WireModel):
     """Distribution of wire time over one window: first byte out to whole at the receiver.
 
-    Queueing before the first byte is left out. ``exact`` counts the samples whose arrival
-    was observed when it happened; where it is 0 the values are upper bounds (the receiver
-    was computing when the message came in).
+    Queueing before the first byte is left out; a delay injected by a fault trace is part of
+    it. ``count`` is the messages of the window, ``exact`` those whose arrival was observed
+    when it happened. Where ``exact`` is above 0 the values describe those messages alone;
+    where it is 0 they are upper bounds (the receiver was computing when the message came in,
+    so the true time is less by at most one op of the receiver).
     """
 
     count: Count
@@ -64,6 +69,7 @@ class LinkSample(WireModel):
     iteration: Count
     """Iteration in which the last of these messages was sent."""
     bytes: Count
+    """Payload of all messages of the window together."""
     wire: WireTime
     queue_p50: Seconds
     """Median time a message waited in its queue before the first byte left."""
@@ -79,6 +85,7 @@ class StageProfile(WireModel):
     """
 
     stage: Count
+    replica: Count = 0
     forward: Seconds
     backward_input: Seconds
     backward_weight: Seconds
@@ -103,11 +110,11 @@ class LinkHealthReport(WireModel):
     """What rank 0's agent knows since its last report."""
 
     protocol: Literal[1] = 1
-    job: str
-    namespace: str
+    job: ObjectName
+    namespace: ObjectName
     attempt: Count
-    sequence: Annotated[int, Field(ge=1)]
-    sent_at: float
+    sequence: Annotated[int, Field(ge=1, le=2**53 - 1)]
+    sent_at: WallClock
     """Agent's wall clock, seconds since the epoch."""
     state: Literal["starting", "training", "finished", "failed"]
     iteration: Count
@@ -163,7 +170,8 @@ class Directive(WireModel):
     """A plan the controller wants. ``epoch`` equals ``plan.version`` and only grows."""
 
     epoch: Annotated[int, Field(ge=1)]
-    issued_at: float
+    issued_at: WallClock
+    """Controller's wall clock, seconds since the epoch."""
     reason: str
     plan: PlanMessage
 

@@ -1,0 +1,1 @@
+"""The control loop: what a job reports, what it should do."""

@@ -1,0 +1,32 @@
+"""The HTTP side of the control loop: reports in, directives out, on a cluster or one machine.
+
+``handler`` decides (no sockets), ``app`` serves it over aiohttp, ``seats`` holds what a host
+plugs in: who may speak for a job, where jobs are found, how a directive is persisted.
+"""
+
+from pipemorph.ingest.app import IngestServer, make_app
+from pipemorph.ingest.handler import IngestHandler, Limits, Reply
+from pipemorph.ingest.seats import (
+    Authenticator,
+    BearerAuthenticator,
+    ControlledJob,
+    Identity,
+    JobStore,
+    MemoryStore,
+    Refused,
+)
+
+__all__ = [
+    "Authenticator",
+    "BearerAuthenticator",
+    "ControlledJob",
+    "Identity",
+    "IngestHandler",
+    "IngestServer",
+    "JobStore",
+    "Limits",
+    "MemoryStore",
+    "Refused",
+    "Reply",
+    "make_app",
+]

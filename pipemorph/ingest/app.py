@@ -1,0 +1,228 @@
+"""The ingest over HTTP: aiohttp around :class:`~pipemorph.ingest.handler.IngestHandler`.
+
+One slow or hostile client costs a socket for a few seconds and nothing more: a connection
+that has not sent a whole request within ``head_seconds`` is cut, and so is a body that does
+not come within ``body_seconds``; a body over the limit is refused without being read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from weakref import WeakSet
+
+from aiohttp import web
+
+from pipemorph.ingest.handler import IngestHandler, Limits, Reply
+from pipemorph.ingest.seats import Authenticator, JobStore, Refused
+from pipemorph.wire import MAX_REPORT_BYTES
+
+log = logging.getLogger("pipemorph.ingest")
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Seconds a client has. Reports come from the same cluster or machine: a few suffice."""
+
+    head: float = 5.0
+    body: float = 5.0
+    keep_alive: float = 60.0
+    shutdown: float = 3.0
+
+
+@dataclass
+class _Peers:
+    """Connections that have sent at least one whole request head."""
+
+    known: WeakSet[object] = field(default_factory=WeakSet)
+
+
+_HANDLER = web.AppKey("handler", IngestHandler)
+_PEERS = web.AppKey("peers", _Peers)
+
+
+def make_app(
+    handler: IngestHandler,
+    authenticator: Authenticator,
+    *,
+    timeouts: Timeouts | None = None,
+) -> web.Application:
+    """The application, for a host that has an aiohttp server already."""
+    limits = timeouts or Timeouts()
+    peers = _Peers()
+
+    async def authenticate(request: web.Request, namespace: str, name: str) -> Reply | None:
+        """None if the caller may speak for the job, else the refusal."""
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        try:
+            if scheme.lower() != "bearer" or not token.strip():
+                raise Refused(401, "expected the header Authorization: Bearer TOKEN")
+            await authenticator.authenticate(token.strip(), namespace, name)
+        except Refused as refusal:
+            log.warning(
+                "refused %s for job %s/%s from %s: %s",
+                request.method, _shown(namespace), _shown(name), request.remote, refusal.reason,
+            )  # fmt: skip
+            return Reply.error(refusal.status, refusal.reason)
+        return None
+
+    async def reports(request: web.Request) -> Reply:
+        namespace, name = request.match_info["namespace"], request.match_info["name"]
+        refusal = await authenticate(request, namespace, name)
+        if refusal is not None:
+            return refusal
+        too_long = Reply.error(413, f"the report is over {MAX_REPORT_BYTES} bytes")
+        if (request.content_length or 0) > MAX_REPORT_BYTES:
+            return too_long
+        try:
+            body = await asyncio.wait_for(request.read(), limits.body)
+        except web.HTTPRequestEntityTooLarge:
+            return too_long
+        except TimeoutError:
+            return Reply.error(408, f"the report did not arrive within {limits.body:g} s")
+        return await handler.report(namespace, name, body)
+
+    async def directive(request: web.Request) -> Reply:
+        namespace, name = request.match_info["namespace"], request.match_info["name"]
+        refusal = await authenticate(request, namespace, name)
+        if refusal is not None:
+            return refusal
+        query = request.query
+        return await handler.poll(
+            namespace,
+            name,
+            attempt=query.get("attempt", ""),
+            after=query.get("after", "0"),
+            wait=query.get("wait", "0"),
+        )
+
+    def answering(
+        decide: Callable[[web.Request], Awaitable[Reply]],
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def respond(request: web.Request) -> web.Response:
+            return _response(await decide(request))
+
+        return respond
+
+    @web.middleware
+    async def one_line_errors(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        peers.known.add(request.protocol)
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            return _response(Reply.error(error.status, error.reason))
+
+    app = web.Application(middlewares=[one_line_errors], client_max_size=MAX_REPORT_BYTES)
+    app[_HANDLER], app[_PEERS] = handler, peers
+    app.router.add_post("/v1/jobs/{namespace}/{name}/reports", answering(reports))
+    app.router.add_get("/v1/jobs/{namespace}/{name}/directive", answering(directive))
+    app.on_shutdown.append(_release_polls)
+    return app
+
+
+async def _release_polls(app: web.Application) -> None:
+    app[_HANDLER].close()
+
+
+def _response(reply: Reply) -> web.Response:
+    response = web.Response(status=reply.status, body=reply.body, content_type="application/json")
+    response.headers.update(reply.headers)
+    if reply.status in (408, 413):
+        response.force_close()  # The rest of the body is not read.
+    return response
+
+
+def _shown(text: str) -> str:
+    """Text of a stranger, fit for one log line."""
+    return text[:80].encode("ascii", "backslashreplace").decode().replace("\n", "\\n")
+
+
+class IngestServer:
+    """The ingest on a socket of its own. ``async with`` it, or start and stop it.
+
+    >>> server = IngestServer(store, BearerAuthenticator(token))   # doctest: +SKIP
+    >>> await server.start()                                       # doctest: +SKIP
+    >>> server.url                                                 # doctest: +SKIP
+    'http://127.0.0.1:39211'
+    """
+
+    def __init__(
+        self,
+        store: JobStore,
+        authenticator: Authenticator,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        tls: ssl.SSLContext | None = None,
+        limits: Limits | None = None,
+        timeouts: Timeouts | None = None,
+    ) -> None:
+        self.handler = IngestHandler(store, limits=limits)
+        self._authenticator = authenticator
+        self._address = (host, port)
+        self._tls = tls
+        self._timeouts = timeouts or Timeouts()
+        self._runner: web.AppRunner | None = None
+        self._server: asyncio.Server | None = None
+
+    @property
+    def url(self) -> str:
+        """Base URL, once started. Raises RuntimeError before."""
+        if self._server is None:
+            raise RuntimeError("the ingest is not started")
+        host, port = self._server.sockets[0].getsockname()[:2]
+        shown = f"[{host}]" if self._server.sockets[0].family == socket.AF_INET6 else host
+        return f"{'https' if self._tls else 'http'}://{shown}:{port}"
+
+    async def start(self) -> None:
+        """Bind and serve. Raises OSError if the address is taken."""
+        app = make_app(self.handler, self._authenticator, timeouts=self._timeouts)
+        runner = web.AppRunner(
+            app,
+            access_log=None,
+            keepalive_timeout=self._timeouts.keep_alive,
+            shutdown_timeout=self._timeouts.shutdown,
+        )
+        await runner.setup()
+        loop = asyncio.get_running_loop()
+        peers, server = app[_PEERS], runner.server
+        assert server is not None
+
+        def connect() -> asyncio.Protocol:
+            protocol = server()
+            loop.call_later(self._timeouts.head, cut_if_silent, protocol)
+            return protocol
+
+        def cut_if_silent(protocol: web.RequestHandler) -> None:
+            if protocol not in peers.known and protocol.transport is not None:
+                protocol.transport.abort()
+
+        self._runner = runner
+        try:
+            self._server = await loop.create_server(connect, *self._address, ssl=self._tls)
+        except OSError:
+            await runner.cleanup()
+            raise
+
+    async def stop(self) -> None:
+        """Answer waiting polls, finish requests in progress (bounded), close."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        if self._runner is not None:
+            self.handler.close()
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def __aenter__(self) -> IngestServer:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()

@@ -1,0 +1,284 @@
+"""The ingest protocol without a transport: an identified request in, status and body out.
+
+A report is checked (size, shape, job, attempt, sequence), given to the job's controller, and
+answered with the newest directive above what the agent has. A directive is persisted through
+the :class:`~pipemorph.ingest.seats.JobStore` *before* anybody sees it, so that an epoch, once
+served, is never given to another plan.
+
+====== ===============================================================
+status meaning
+====== ===============================================================
+200    a :class:`~pipemorph.wire.DirectiveEnvelope`
+400    not JSON, or a query that cannot be read
+401    no or wrong token
+403    the token, the report or its attempt belongs to another job
+404    no such job, or no such path
+409    a report whose sequence number was used before
+413    more than ``MAX_REPORT_BYTES``
+422    JSON that is not a report of this job; ``field`` says where
+429    more reports or polls than the limits allow
+====== ===============================================================
+
+Every refusal is one line of JSON: ``{"error": "...", "field": "links[0].wire.p50"}``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from pydantic import ValidationError
+
+from pipemorph.control.errors import ReplayedReport, ReportMismatch, WrongAttempt
+from pipemorph.ingest.seats import ControlledJob, JobStore
+from pipemorph.wire import (
+    MAX_REPORT_BYTES,
+    MAX_WAIT_SECONDS,
+    Directive,
+    DirectiveEnvelope,
+    LinkHealthReport,
+)
+
+log = logging.getLogger("pipemorph.ingest")
+
+
+class Reply(NamedTuple):
+    """What to answer: HTTP status, JSON body, extra headers."""
+
+    status: int
+    body: bytes
+    headers: tuple[tuple[str, str], ...] = ()
+
+    @staticmethod
+    def error(status: int, message: str, *, field: str | None = None) -> Reply:
+        content = {"error": " ".join(message.split())[:500]}
+        if field is not None:
+            content["field"] = field[:200]
+        headers = (("Retry-After", "1"),) if status == 429 else ()
+        return Reply(status, json.dumps(content).encode(), headers)
+
+    @staticmethod
+    def envelope(directive: Directive | None) -> Reply:
+        return Reply(200, DirectiveEnvelope(directive=directive).model_dump_json().encode())
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one job may ask of the ingest.
+
+    An agent sends a report every ~50 ms at most; twice that leaves room for a burst after
+    a reconnect. One agent holds one long poll; a few more are retries not yet noticed.
+    """
+
+    reports_per_second: float = 40.0
+    burst: int = 80
+    polls: int = 8
+    max_wait_seconds: float = MAX_WAIT_SECONDS
+
+
+@dataclass
+class _Seat:
+    """What the ingest keeps per job: the directive that may be served, and who waits for it."""
+
+    served: Directive | None
+    tokens: float
+    refilled: float
+    publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    waiters: set[asyncio.Future[None]] = field(default_factory=set)
+
+    def take_token(self, limits: Limits, now: float) -> bool:
+        elapsed = max(0.0, now - self.refilled)
+        self.tokens = min(float(limits.burst), self.tokens + elapsed * limits.reports_per_second)
+        self.refilled = now
+        if self.tokens < 1:
+            return False
+        self.tokens -= 1
+        return True
+
+    def above(self, epoch: int) -> Directive | None:
+        return self.served if self.served is not None and self.served.epoch > epoch else None
+
+    def release(self) -> None:
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+class IngestHandler:
+    """Decides every answer of the ingest. One event loop; no locks but its own.
+
+    ``clock`` is the wall clock given to controllers; ``monotonic`` times rate limits.
+    """
+
+    def __init__(
+        self,
+        store: JobStore,
+        *,
+        limits: Limits | None = None,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._limits = limits or Limits()
+        self._clock = clock
+        self._monotonic = monotonic
+        self._seats: WeakKeyDictionary[ControlledJob, _Seat] = WeakKeyDictionary()
+        self._closing = False
+
+    async def report(self, namespace: str, name: str, body: bytes) -> Reply:
+        """Answer to ``POST …/reports``. Never raises on account of ``body``."""
+        if len(body) > MAX_REPORT_BYTES:
+            return Reply.error(
+                413, f"the report is {len(body)} bytes; at most {MAX_REPORT_BYTES} are taken"
+            )
+        job = self._store.lookup(namespace, name)
+        if job is None:
+            return Reply.error(404, f"there is no job {namespace}/{name} here")
+        seat = self._seat(job)
+        if not seat.take_token(self._limits, self._monotonic()):
+            return Reply.error(
+                429, f"more than {self._limits.reports_per_second:g} reports per second"
+            )
+        parsed = parse_report(body)
+        if isinstance(parsed, Reply):
+            return parsed
+        if (parsed.namespace, parsed.job) != (namespace, name):
+            return Reply.error(
+                403,
+                f"the report is of {parsed.namespace}/{parsed.job}; this is {namespace}/{name}",
+                field="job",
+            )
+        try:
+            job.report(parsed, self._clock())
+        except WrongAttempt as error:
+            return Reply.error(403, str(error), field="attempt")
+        except ReplayedReport as error:
+            return Reply.error(409, str(error), field="sequence")
+        except ReportMismatch as error:
+            return Reply.error(422, str(error), field=error.field)
+        await self._publish(namespace, name, job, seat)
+        return Reply.envelope(seat.above(parsed.observed_epoch))
+
+    async def poll(
+        self, namespace: str, name: str, *, attempt: str, after: str, wait: str
+    ) -> Reply:
+        """Answer to ``GET …/directive``, as soon as there is one or ``wait`` is over."""
+        job = self._store.lookup(namespace, name)
+        if job is None:
+            return Reply.error(404, f"there is no job {namespace}/{name} here")
+        numbers = {}
+        for key, text in (("attempt", attempt), ("after", after)):
+            if not (text.isascii() and text.isdigit() and len(text) <= 16):
+                return Reply.error(
+                    400, f"{key} is {text[:40]!r}; expected a whole number", field=key
+                )
+            numbers[key] = int(text)
+        try:
+            seconds = float(wait) if len(wait) <= 40 else -1.0
+        except ValueError:
+            seconds = -1.0
+        if not 0 <= seconds <= self._limits.max_wait_seconds:
+            return Reply.error(
+                400,
+                f"wait is {wait[:40]!r}; expected 0 to {self._limits.max_wait_seconds:g} seconds",
+                field="wait",
+            )
+        seat = self._seat(job)
+        attempt, after_epoch = numbers["attempt"], numbers["after"]
+        if len(seat.waiters) >= self._limits.polls:
+            return Reply.error(429, f"{len(seat.waiters)} polls are waiting for this job already")
+        deadline = self._monotonic() + seconds
+        while attempt == job.attempt and seat.above(after_epoch) is None and not self._closing:
+            left = deadline - self._monotonic()
+            if left <= 0:
+                break
+            await self._wait(seat, left)
+        if attempt != job.attempt:
+            return Reply.error(
+                403,
+                f"attempt {attempt} is not {job.attempt}, the one in progress",
+                field="attempt",
+            )
+        return Reply.envelope(seat.above(after_epoch))
+
+    async def tick(self, namespace: str, name: str) -> None:
+        """Let time pass for a job that may have gone quiet, and publish what follows.
+
+        For a host's timer, about once a second. Also retries a directive whose persist failed.
+        """
+        job = self._store.lookup(namespace, name)
+        if job is not None:
+            job.tick(self._clock())
+            await self._publish(namespace, name, job, self._seat(job))
+
+    def close(self) -> None:
+        """Answer every waiting poll now, and let later ones not wait."""
+        self._closing = True
+        for seat in self._seats.values():
+            seat.release()
+
+    def _seat(self, job: ControlledJob) -> _Seat:
+        seat = self._seats.get(job)
+        if seat is None:
+            # A directive that is there before the first report came from a persisted snapshot.
+            seat = _Seat(job.directive(), float(self._limits.burst), self._monotonic())
+            self._seats[job] = seat
+        return seat
+
+    async def _publish(self, namespace: str, name: str, job: ControlledJob, seat: _Seat) -> None:
+        """Persist the job's newest directive, then let it be served."""
+        if not _is_news(job, seat):
+            return
+        async with seat.publishing:
+            while _is_news(job, seat):
+                directive, attempt = job.directive(), job.attempt
+                try:
+                    await self._store.persist(namespace, name, job.snapshot())
+                except asyncio.CancelledError:
+                    raise
+                except Exception as error:  # noqa: BLE001 - whatever the host's storage raises
+                    log.error(
+                        "%s/%s: epoch %d is held back, it could not be persisted: %s",
+                        namespace, name, job.epoch, error,
+                    )  # fmt: skip
+                    return
+                seat.served = directive if job.attempt == attempt else None
+                seat.release()
+
+    async def _wait(self, seat: _Seat, seconds: float) -> None:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        seat.waiters.add(waiter)
+        try:
+            await asyncio.wait((waiter,), timeout=seconds)
+        finally:
+            seat.waiters.discard(waiter)
+
+
+def _is_news(job: ControlledJob, seat: _Seat) -> bool:
+    directive = job.directive()
+    if directive is None:
+        # A new attempt starts from the plan of the spec: nothing to serve, nothing to persist.
+        seat.served = None
+        return False
+    return seat.served is None or seat.served.epoch != directive.epoch
+
+
+def parse_report(body: bytes) -> LinkHealthReport | Reply:
+    """The report in ``body``, or the refusal to answer: 400 not JSON, 422 not a report."""
+    try:
+        return LinkHealthReport.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        if first["type"] == "json_invalid":
+            return Reply.error(400, f"the report is not JSON: {first['msg']}")
+        where = ""
+        for part in first["loc"]:
+            where += f"[{part}]" if isinstance(part, int) else f".{part}" if where else str(part)
+        where = where.encode("ascii", "backslashreplace").decode()
+        return Reply.error(422, f"{where or 'report'}: {first['msg']}", field=where or "report")
