@@ -13,7 +13,6 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from weakref import WeakSet
 
 from aiohttp import web
 
@@ -36,9 +35,9 @@ class Timeouts:
 
 @dataclass
 class _Peers:
-    """Connections that have sent at least one whole request head."""
+    """Connections that have not yet sent a whole request head."""
 
-    known: WeakSet[object] = field(default_factory=WeakSet)
+    silent: set[object] = field(default_factory=set)
 
 
 _HANDLER = web.AppKey("handler", IngestHandler)
@@ -112,7 +111,7 @@ def make_app(
     async def one_line_errors(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        peers.known.add(request.protocol)
+        peers.silent.discard(request.protocol)
         try:
             return await handler(request)
         except web.HTTPException as error:
@@ -196,12 +195,15 @@ class IngestServer:
 
         def connect() -> asyncio.Protocol:
             protocol = server()
+            peers.silent.add(protocol)
             loop.call_later(self._timeouts.head, cut_if_silent, protocol)
             return protocol
 
         def cut_if_silent(protocol: web.RequestHandler) -> None:
-            if protocol not in peers.known and protocol.transport is not None:
-                protocol.transport.abort()
+            if protocol in peers.silent:
+                peers.silent.discard(protocol)
+                if protocol.transport is not None:
+                    protocol.transport.abort()
 
         self._runner = runner
         try:

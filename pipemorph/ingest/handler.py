@@ -190,19 +190,21 @@ class IngestHandler:
                 field="wait",
             )
         seat = self._seat(job)
-        attempt, after_epoch = numbers["attempt"], numbers["after"]
+        wanted_attempt, after_epoch = numbers["attempt"], numbers["after"]
         if len(seat.waiters) >= self._limits.polls:
             return Reply.error(429, f"{len(seat.waiters)} polls are waiting for this job already")
         deadline = self._monotonic() + seconds
-        while attempt == job.attempt and seat.above(after_epoch) is None and not self._closing:
+        while (
+            wanted_attempt == job.attempt and seat.above(after_epoch) is None and not self._closing
+        ):
             left = deadline - self._monotonic()
             if left <= 0:
                 break
             await self._wait(seat, left)
-        if attempt != job.attempt:
+        if wanted_attempt != job.attempt:
             return Reply.error(
                 403,
-                f"attempt {attempt} is not {job.attempt}, the one in progress",
+                f"attempt {wanted_attempt} is not {job.attempt}, the one in progress",
                 field="attempt",
             )
         return Reply.envelope(seat.above(after_epoch))
