@@ -30,14 +30,14 @@ def _number(value: object) -> object:
     return value
 
 
-def _integer(value: object) -> object:
+def integer(value: object) -> object:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError("is not a whole number")
     return value
 
 
 Time = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1e12, allow_inf_nan=False)]
-Count = Annotated[int, BeforeValidator(_integer), Field(ge=1)]
+Count = Annotated[int, BeforeValidator(integer), Field(ge=1)]
 
 
 class _Model(BaseModel):
@@ -174,7 +174,7 @@ def field_name(location: Iterable[int | str]) -> str:
     return name
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -196,17 +196,17 @@ def describe(error: ValidationError) -> str:
     context = first.get("ctx", {})
     if kind == "value_error":
         message = str(context["error"])
-        return f"{name}: {_shown(found)} {message}" if name else message
+        return f"{name}: {shown(found)} {message}" if name else message
     if kind == "missing":
         return f"{name} is missing"
     if kind == "enum":
-        return f"{name}: {_shown(found)} is not one of {context['expected'].replace(chr(39), '')}"
+        return f"{name}: {shown(found)} is not one of {context['expected'].replace(chr(39), '')}"
     if kind == "greater_than_equal":
-        return f"{name}: {_shown(found)} is less than {context['ge']:g}"
+        return f"{name}: {shown(found)} is less than {context['ge']:g}"
     if kind == "less_than_equal":
-        return f"{name}: {_shown(found)} is more than {context['le']:g}"
+        return f"{name}: {shown(found)} is more than {context['le']:g}"
     wrong = _EXPECTED.get(kind, f"cannot be used ({first['msg']})")
-    return f"{name}: {_shown(found)} {wrong}" if name else f"{_shown(found)} {wrong}"
+    return f"{name}: {shown(found)} {wrong}" if name else f"{shown(found)} {wrong}"
 
 
 def read_mapping(text: str, *, what: str) -> dict[str, Any]:
@@ -222,10 +222,10 @@ def read_mapping(text: str, *, what: str) -> dict[str, Any]:
         # Dates, digits beyond Python's limit, brackets nested a thousand deep.
         raise InputError(f"{what} is not YAML or JSON: {error}".splitlines()[0]) from None
     if not isinstance(data, dict):
-        raise InputError(f"{what} is {_shown(data)}; expected a mapping of fields")
+        raise InputError(f"{what} is {shown(data)}; expected a mapping of fields")
     for key in data:
         if not isinstance(key, str):
-            raise InputError(f"{what}: {_shown(key)} is not a known field")
+            raise InputError(f"{what}: {shown(key)} is not a known field")
     return data
 
 

@@ -1,0 +1,1 @@
+"""Subcommands of ``pipemorph``: ``add_parser(subparsers)`` and ``run(args) -> int`` each."""

@@ -1,0 +1,59 @@
+"""``pipemorph plan PROBLEM``: make a schedule and say how good it is."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from pipemorph.commands.output import add_output_arguments, write
+from pipemorph.errors import InputError
+from pipemorph.planning.ir import Policy
+from pipemorph.planning.planner import plan
+from pipemorph.planning.problem import load_problem
+from pipemorph.planning.report import report
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "plan",
+        help="make a schedule for given op times and link delays",
+        description="Make a schedule for the op times, caps and link delays of PROBLEM.",
+    )
+    parser.add_argument("problem", metavar="PROBLEM", help="YAML or JSON file; - reads stdin")
+    parser.add_argument(
+        "--policy", choices=[p.value for p in Policy], help="in place of the problem's own"
+    )
+    parser.add_argument(
+        "--warmup", metavar="X0,X1,…", help="forwards before the first backward, per stage"
+    )
+    add_output_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    problem = load_problem(args.problem)
+    if args.warmup is not None:
+        problem = problem.with_warmup(parse_warmup(args.warmup))
+    planned = plan(problem, Policy(args.policy) if args.policy else None)
+    write(
+        report(
+            planned.simulation,
+            problem,
+            policy=planned.policy,
+            lower_bound=planned.lower_bound,
+            planning_seconds=planned.planning_seconds,
+        ),
+        planned.simulation,
+        problem,
+        args,
+    )
+    return 0
+
+
+def parse_warmup(text: str) -> list[int]:
+    """``"7,5,3,1"`` → ``[7, 5, 3, 1]``. Raises :class:`InputError` naming what is no number."""
+    counts = []
+    for part in text.split(","):
+        if not part.strip().isdecimal():
+            raise InputError(f"--warmup: {part!r} in {text!r} is not a whole number")
+        counts.append(int(part))
+    return counts

@@ -1,0 +1,155 @@
+"""A timeline as a PNG: ops, bubbles, delays and microbatches in flight."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from pipemorph.errors import InputError
+from pipemorph.pictures.timeline import Timeline, idle_fraction, in_flight
+from pipemorph.planning.ir import OpKind
+
+# Told apart in grey and by the colour-blind: F dark, B middle, W light.
+FILL = {OpKind.F: "#3b6fb6", OpKind.B: "#e08a3c", OpKind.W: "#9ccf8e", OpKind.BW: "#c8553d"}
+INK = {OpKind.F: "white", OpKind.B: "black", OpKind.W: "black", OpKind.BW: "white"}
+NAMES = {
+    OpKind.F: "F forward",
+    OpKind.B: "B backward, input",
+    OpKind.W: "W backward, weights",
+    OpKind.BW: "BW fused backward",
+}
+BUBBLE = "#f1e6e6"
+DELAY = "#8a2be2"
+# Above this many, arrows hide the ops they belong to.
+MOST_ARROWS = 160
+INCHES_WIDE = 14.0
+
+
+def render_png(timeline: Timeline) -> bytes:
+    """The picture. Raises :class:`InputError` naming what to install without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise InputError("pictures need matplotlib: pip install pipemorph[pictures]") from None
+    stages = len(timeline.stages)
+    rows = max(1.6, min(0.42 * stages, 16.0))
+    figure = Figure(figsize=(INCHES_WIDE, rows + 3.4), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[rows, 1.6])
+    begin, end = timeline.begin, timeline.end
+    span = max(end - begin, 1e-12) * 1e3
+    _draw_ops(top, timeline, begin, span, rows)
+    _draw_arrows(top, timeline, begin)
+    _draw_in_flight(bottom, timeline, begin)
+    for time, text in timeline.marks:
+        for axes in (top, bottom):
+            axes.axvline((time - begin) * 1e3, color="black", linewidth=0.8, linestyle=":")
+        top.annotate(
+            text,
+            ((time - begin) * 1e3, -0.55),
+            fontsize=7,
+            rotation=90,
+            va="top",
+            annotation_clip=True,
+        )
+    top.set_title(timeline.title, fontsize=11, loc="left")
+    top.set_xlim(0, span)
+    bottom.set_xlabel("ms")
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    return image.getvalue()
+
+
+def _draw_ops(axes: Any, timeline: Timeline, begin: float, span: float, rows: float) -> None:
+    from matplotlib.patches import Patch
+
+    stages = len(timeline.stages)
+    seen: set[OpKind] = set()
+    # A label must fit into its op: about 0.075 inch per character at 6 points.
+    inches_per_ms = (INCHES_WIDE - 1.5) / span
+    for i, ops in enumerate(timeline.stages):
+        axes.broken_barh([(0, span)], (i - 0.45, 0.9), facecolor=BUBBLE)
+        for kind in OpKind:
+            bars = [
+                ((op.start - begin) * 1e3, (op.end - op.start) * 1e3)
+                for op in ops
+                if op.kind is kind
+            ]
+            if not bars:
+                continue
+            seen.add(kind)
+            axes.broken_barh(
+                bars, (i - 0.45, 0.9), facecolor=FILL[kind], edgecolor="white", linewidth=0.4
+            )
+        for op in ops:
+            text = str(op.microbatch)
+            width = (op.end - op.start) * 1e3
+            if rows / stages > 0.2 and width * inches_per_ms > 0.07 * len(text) + 0.02:
+                axes.text(
+                    (op.start - begin) * 1e3 + width / 2,
+                    i,
+                    text,
+                    ha="center",
+                    va="center",
+                    fontsize=6,
+                    color=INK[op.kind],
+                )
+    every = max(1, stages // 16)
+    axes.set_yticks(range(0, stages, every))
+    axes.set_yticklabels(
+        [
+            f"stage {i}  idle {idle_fraction(timeline.stages[i], begin, timeline.end):.0%}"
+            for i in range(0, stages, every)
+        ],
+        fontsize=8,
+    )
+    axes.set_ylim(stages - 0.5, -0.5)
+    legend = [Patch(facecolor=FILL[kind], label=NAMES[kind]) for kind in OpKind if kind in seen]
+    legend.append(Patch(facecolor=BUBBLE, label="bubble"))
+    if timeline.messages:
+        legend.append(Patch(facecolor=DELAY, label="message on a slow link"))
+    axes.legend(
+        handles=legend,
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        ncols=len(legend),
+        fontsize=8,
+        frameon=False,
+    )
+
+
+def _draw_arrows(axes: Any, timeline: Timeline, begin: float) -> None:
+    every = max(1, -(-len(timeline.messages) // MOST_ARROWS))
+    for message in timeline.messages[::every]:
+        low, high = message.link + 0.45, message.link + 0.55
+        start, stop = (low, high) if message.forward else (high, low)
+        axes.annotate(
+            "",
+            xy=((message.arrived - begin) * 1e3, stop),
+            xytext=((message.sent - begin) * 1e3, start),
+            arrowprops={"arrowstyle": "-|>", "color": DELAY, "linewidth": 0.7, "mutation_scale": 5},
+        )
+
+
+def _draw_in_flight(axes: Any, timeline: Timeline, begin: float) -> None:
+    from matplotlib import colormaps
+    from matplotlib.ticker import MaxNLocator
+
+    stages = len(timeline.stages)
+    shades = colormaps["viridis"]
+    for i, ops in enumerate(timeline.stages):
+        curve = in_flight(ops)
+        axes.step(
+            [0.0] + [(time - begin) * 1e3 for time, _ in curve],
+            [0] + [now for _, now in curve],
+            where="post",
+            linewidth=1.0,
+            color=shades(0.9 * i / max(1, stages - 1)),
+            label=f"stage {i}" if i in (0, stages - 1) or stages <= 8 else None,
+        )
+    axes.set_ylabel("in flight", fontsize=8)
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
+    axes.grid(axis="y", linewidth=0.3)
+    axes.legend(loc="upper right", fontsize=7, ncols=4, frameon=False)

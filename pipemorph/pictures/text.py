@@ -1,0 +1,64 @@
+"""A timeline for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipemorph.pictures.timeline import Timeline, idle_fraction, in_flight
+from pipemorph.planning.ir import OpKind
+from pipemorph.planning.simulator import TimedOp
+
+# Upper case for even microbatches, lower case for odd, so that neighbours can be told apart.
+LETTERS = {OpKind.F: "Ff", OpKind.B: "Bb", OpKind.W: "Ww", OpKind.BW: "Xx"}
+IDLE = "·"
+
+
+def render_text(timeline: Timeline, width: int = 100) -> str:
+    """One row per stage, ``width`` columns of equal time; each shows what took most of it."""
+    begin, end = timeline.begin, timeline.end
+    lines = [timeline.title] if timeline.title else []
+    digits = len(str(len(timeline.stages) - 1))
+    for i, ops in enumerate(timeline.stages):
+        peak = max((now for _, now in in_flight(ops)), default=0)
+        lines.append(
+            f"stage {i:>{digits}} |{_row(ops, begin, end, width)}|"
+            f" idle {idle_fraction(ops, begin, end):4.0%}, in flight ≤ {peak}"
+        )
+    margin = " " * (len("stage ") + digits + 2)
+    last = f"{(end - begin) * 1e3:g} ms"
+    lines.append(f"{margin}0{last:>{width - 1}}")
+    kinds = {op.kind for ops in timeline.stages for op in ops}
+    names = {
+        OpKind.F: "F forward",
+        OpKind.B: "B backward for the input",
+        OpKind.W: "W backward for the weights",
+        OpKind.BW: "X fused backward",
+    }
+    legend = [text for kind, text in names.items() if kind in kinds] + [f"{IDLE} idle"]
+    lines.append(margin + ", ".join(legend) + "; case changes with the microbatch")
+    return "\n".join(lines)
+
+
+def _row(ops: Sequence[TimedOp], begin: float, end: float, width: int) -> str:
+    step = (end - begin) / width
+    if step <= 0:
+        return IDLE * width
+    row = []
+    first = 0
+    for column in range(width):
+        left, right = begin + column * step, begin + (column + 1) * step
+        while first < len(ops) and ops[first].end <= left:
+            first += 1
+        shares: dict[str, float] = {}
+        busy = 0.0
+        at = first
+        while at < len(ops) and ops[at].start < right:
+            op = ops[at]
+            share = min(right, op.end) - max(left, op.start)
+            letter = LETTERS[op.kind][op.microbatch % 2]
+            shares[letter] = shares.get(letter, 0.0) + share
+            busy += share
+            at += 1
+        shares[IDLE] = step - busy
+        row.append(max(shares, key=lambda letter: shares[letter]))
+    return "".join(row)

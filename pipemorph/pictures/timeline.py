@@ -1,0 +1,95 @@
+"""What a picture is drawn from: timed ops per stage, simulated or measured alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pipemorph.planning.ir import OpKind
+from pipemorph.planning.problem import Problem
+from pipemorph.planning.simulator import Simulation, TimedOp
+
+MILLISECOND = 1e-3
+
+
+class Message(NamedTuple):
+    """One send over link *i*, in seconds. ``forward``: from stage *i* to *i+1*, else back."""
+
+    link: int
+    forward: bool
+    microbatch: int
+    sent: float
+    arrived: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Ops of each stage in run order, in seconds from any common zero.
+
+    A measured timeline may hold several iterations; ``marks`` are moments worth a line
+    (an iteration's end, a new plan). ``messages`` are those whose delay is worth drawing.
+    """
+
+    stages: Sequence[Sequence[TimedOp]]
+    title: str = ""
+    messages: Sequence[Message] = ()
+    marks: Sequence[tuple[float, str]] = ()
+
+    @property
+    def begin(self) -> float:
+        return min((ops[0].start for ops in self.stages if ops), default=0.0)
+
+    @property
+    def end(self) -> float:
+        return max((op.end for ops in self.stages for op in ops), default=0.0)
+
+    @staticmethod
+    def of_simulation(
+        simulation: Simulation,
+        problem: Problem,
+        *,
+        title: str = "",
+        unit: float = MILLISECOND,
+    ) -> Timeline:
+        """A simulated iteration. ``unit``: seconds in one unit of the problem's times."""
+        stages = [
+            [TimedOp(op.kind, op.microbatch, op.start * unit, op.end * unit) for op in ops]
+            for ops in simulation.stages
+        ]
+        delays = [link.delay * unit for link in problem.links]
+        return Timeline(stages, title, delayed_messages(stages, delays))
+
+
+def delayed_messages(
+    stages: Sequence[Sequence[TimedOp]], delays: Sequence[float]
+) -> tuple[Message, ...]:
+    """The messages of one iteration on links with a delay, as if each took just that."""
+    messages = []
+    for link, delay in enumerate(delays):
+        if delay <= 0:
+            continue
+        for sender, forward in ((link, True), (link + 1, False)):
+            for op in stages[sender]:
+                if op.kind is not OpKind.W and (op.kind is OpKind.F) is forward:
+                    messages.append(Message(link, forward, op.microbatch, op.end, op.end + delay))
+    return tuple(messages)
+
+
+def in_flight(ops: Sequence[TimedOp]) -> list[tuple[float, int]]:
+    """``(time, microbatches in flight from then on)`` of one stage, times ascending."""
+    changes = [(op.start, 1) for op in ops if op.kind is OpKind.F]
+    changes += [(op.end, -1) for op in ops if op.kind in (OpKind.W, OpKind.BW)]
+    # At one moment a slot is given back before it is taken.
+    curve: list[tuple[float, int]] = []
+    now = 0
+    for time, change in sorted(changes):
+        now += change
+        curve.append((time, now))
+    return curve
+
+
+def idle_fraction(ops: Sequence[TimedOp], begin: float, end: float) -> float:
+    """The share of ``begin … end`` in which the stage computes nothing."""
+    busy = sum(op.end - op.start for op in ops)
+    return max(0.0, 1.0 - busy / (end - begin)) if end > begin else 0.0
