@@ -1,0 +1,489 @@
+"""The agent as ranks and the ingest meet it: a real process, real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from aiohttp import web
+
+from pipemorph.planning.ir import Path as LinkPath
+from pipemorph.planning.ir import Plan, Policy, Schedule
+from pipemorph.wire import (
+    MAX_REPORT_BYTES,
+    Directive,
+    DirectiveEnvelope,
+    IterationSample,
+    LinkHealthReport,
+    LinkSample,
+    PlanMessage,
+    WireTime,
+)
+from pipemorph_trainer.agent import AgentHandle, connect, start_agent
+from pipemorph_trainer.agent.client import QUEUED_MESSAGES, AgentClient
+from pipemorph_trainer.context import TrainerContext
+from pipemorph_trainer.control import RankTelemetry
+
+T = TypeVar("T")
+DEADLINE = 20.0
+SECRET = b"the attempt's secret"
+
+
+def until(what: Callable[[], T], why: str, seconds: float = DEADLINE) -> T:
+    """Poll until ``what()`` is true; fail naming ``why`` after ``seconds``."""
+    end = time.monotonic() + seconds
+    while not (value := what()):
+        assert time.monotonic() < end, f"not within {seconds} s: {why}"
+        time.sleep(0.005)
+    return value
+
+
+class Ingest:
+    """A stand-in for the ingest, on a port of its own that can go away and come back."""
+
+    def __init__(self, token: str = "token") -> None:
+        self.token = token
+        self.reports: list[LinkHealthReport] = []
+        self.sizes: list[int] = []
+        self.refusals: list[int] = []
+        self.directive: Directive | None = None
+        self.on_report: Callable[[LinkHealthReport], None] = lambda report: None
+        self.loop = asyncio.new_event_loop()
+        self._changed = asyncio.Event()
+        self._runner: web.AppRunner | None = None
+        self.port = 0
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+        self.up()
+
+    def _run(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(DEADLINE)
+
+    def up(self) -> None:
+        self._run(self._up())
+
+    def down(self) -> None:
+        self._run(self._down())
+
+    def close(self) -> None:
+        self.down()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(DEADLINE)
+
+    def issue(self, epoch: int) -> None:
+        self.loop.call_soon_threadsafe(self._issue, epoch)
+
+    def _issue(self, epoch: int) -> None:
+        self.directive = directive(epoch)
+        self._changed.set()
+
+    async def _up(self) -> None:
+        app = web.Application()
+        app.router.add_post("/v1/jobs/{namespace}/{name}/reports", self._report)
+        app.router.add_get("/v1/jobs/{namespace}/{name}/directive", self._poll)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def _down(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def _authorized(self, request: web.Request) -> bool:
+        if request.headers.get("Authorization") == f"Bearer {self.token}":
+            return True
+        self.refusals.append(401)
+        return False
+
+    async def _report(self, request: web.Request) -> web.Response:
+        if not self._authorized(request):
+            return web.Response(status=401, text="token refused")
+        body = await request.read()
+        report = LinkHealthReport.model_validate_json(body)
+        self.sizes.append(len(body))
+        self.reports.append(report)
+        self.on_report(report)
+        return self._answer(report.observed_epoch)
+
+    async def _poll(self, request: web.Request) -> web.Response:
+        if not self._authorized(request):
+            return web.Response(status=401, text="token refused")
+        after = int(request.query["after"])
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(float(request.query["wait"])):
+                while self.directive is None or self.directive.epoch <= after:
+                    self._changed.clear()
+                    await self._changed.wait()
+        return self._answer(after)
+
+    def _answer(self, after: int) -> web.Response:
+        newest = self.directive if self.directive and self.directive.epoch > after else None
+        return web.json_response(text=DirectiveEnvelope(directive=newest).model_dump_json())
+
+    # what came in
+
+    def iterations(self) -> list[int]:
+        return [i.index for report in self.reports for i in report.iterations]
+
+    def links(self) -> list[LinkSample]:
+        return [link for report in self.reports for link in report.links]
+
+
+def plan(version: int, stages: int = 2, microbatches: int = 2) -> Plan:
+    ops = " ".join(f"F{m} B{m} W{m}" for m in range(microbatches))
+    return Plan(
+        version=version,
+        policy=Policy.PIPEMORPH,
+        schedule=Schedule.decode(microbatches, [ops] * stages),
+        paths=(LinkPath.DIRECT,) * (stages - 1),
+        in_flight_limits=(None,) * stages,
+    )
+
+
+def directive(epoch: int) -> Directive:
+    message = PlanMessage.of(plan(epoch))
+    return Directive(epoch=epoch, issued_at=time.time(), reason="link 0 is slow", plan=message)
+
+
+def sample(link: int = 0, p50: float = 0.001, iteration: int = 0, replica: int = 0) -> LinkSample:
+    wire = WireTime(count=4, exact=4, min=p50, p50=p50, p99=p50, mean=p50)
+    return LinkSample(
+        link=link,
+        replica=replica,
+        direction="forward",
+        path=LinkPath.DIRECT,
+        transport="gloo",
+        iteration=iteration,
+        bytes=4096,
+        wire=wire,
+        queue_p50=0.0,
+    )
+
+
+def telemetry(rank: int = 0, **fields: Any) -> RankTelemetry:
+    values: dict[str, Any] = {
+        "rank": rank,
+        "stage": rank,
+        "replica": 0,
+        "state": "training",
+        "iteration": 0,
+        "applied_epoch": 0,
+        "prepared_epoch": 0,
+    }
+    return RankTelemetry(**values | fields)
+
+
+def finished(index: int) -> IterationSample:
+    return IterationSample(index=index, seconds=0.5, loss=1.0, epoch=0, bubble_fraction=0.2)
+
+
+@pytest.fixture
+def ingest() -> Iterator[Ingest]:
+    server = Ingest()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    path = tmp_path / "token"
+    path.write_text("token\n")
+    return path
+
+
+def context(ingest: Ingest, token_file: Path, rank: int = 0, world_size: int = 2) -> TrainerContext:
+    return TrainerContext(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        master_addr="127.0.0.1",
+        master_port=1,
+        secret=SECRET,
+        ingest_url=f"http://127.0.0.1:{ingest.port}",
+        token_file=token_file,
+    )
+
+
+@pytest.fixture
+def agent(ingest: Ingest, token_file: Path) -> Iterator[AgentHandle]:
+    handle = start_agent(context(ingest, token_file))
+    yield handle
+    handle.close(1.0)
+
+
+@pytest.fixture
+def line(ingest: Ingest, token_file: Path, agent: AgentHandle) -> Iterator[Callable[[int], Any]]:
+    """Opens a rank's line: ``line(1)`` is rank 1's client, ready."""
+    with contextlib.ExitStack() as stack:
+
+        def open_line(rank: int) -> AgentClient:
+            client = connect(
+                context(ingest, token_file, rank), agent.host, agent.port, wait=DEADLINE
+            )
+            stack.callback(client.close)
+            assert client.ready
+            return client
+
+        yield open_line
+
+
+def test_no_torch_in_the_agent() -> None:
+    code = "import sys, pipemorph_trainer.agent.__main__; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_telemetry_of_all_ranks_in_one_stream_of_reports(
+    ingest: Ingest, line: Callable[[int], AgentClient]
+) -> None:
+    zero, one = line(0), line(1)
+    one.publish(telemetry(1, links=[sample(link=0, p50=0.03, iteration=3)]))
+    zero.publish(telemetry(0, iteration=4, applied_epoch=2, finished_iteration=finished(3)))
+
+    until(lambda: ingest.iterations() and ingest.links(), "both reports")
+    assert ingest.iterations() == [3]
+    assert [link.wire.p50 for link in ingest.links()] == [0.03]
+    newest = until(lambda: [r for r in ingest.reports if r.iteration == 4], "rank 0's iteration")[
+        -1
+    ]
+    assert (newest.job, newest.namespace, newest.attempt) == ("job", "default", 0)
+    assert newest.applied_epoch == 2
+    assert newest.state == "training"
+    sequences = [report.sequence for report in ingest.reports]
+    assert sequences == list(range(1, len(sequences) + 1))
+
+
+def test_a_directive_reaches_every_rank(ingest: Ingest, line: Callable[[int], AgentClient]) -> None:
+    ranks = [line(0), line(1)]
+    assert [rank.newest_plan() for rank in ranks] == [None, None]
+    ingest.issue(3)
+    for rank in ranks:
+        assert until(rank.newest_plan, "the plan at this rank") == plan(3)
+        assert rank.newest_plan() is None
+    until(lambda: ingest.reports and ingest.reports[-1].observed_epoch == 3, "observed epoch")
+
+
+def test_a_rank_that_comes_late_gets_the_plan_in_force(
+    ingest: Ingest, line: Callable[[int], AgentClient]
+) -> None:
+    zero = line(0)
+    ingest.issue(1)
+    until(zero.newest_plan, "the plan at rank 0")
+    assert until(line(1).newest_plan, "the plan at rank 1") == plan(1)
+
+
+def test_from_a_delayed_message_to_the_plan_takes_less_than_200_ms(
+    ingest: Ingest, line: Callable[[int], AgentClient], record_property: Callable[..., None]
+) -> None:
+    zero, one = line(0), line(1)
+    taken = []
+    for epoch in range(1, 11):
+
+        def decide(report: LinkHealthReport, epoch: int = epoch) -> None:
+            if any(link.iteration == epoch for link in report.links):
+                ingest._issue(epoch)
+
+        ingest.on_report = decide
+        started = time.perf_counter()
+        one.publish(telemetry(1, links=[sample(p50=0.06, iteration=epoch)]))
+        until(zero.newest_plan, "the plan at rank 0")
+        taken.append(time.perf_counter() - started)
+        until(one.newest_plan, "the plan at rank 1")
+    median = sorted(taken)[len(taken) // 2]
+    record_property("telemetry_to_plan_ms", round(1e3 * median, 1))
+    print(f"telemetry → plan: median {1e3 * median:.1f} ms, worst {1e3 * max(taken):.1f} ms")
+    assert median < 0.2
+
+
+def test_at_most_twenty_reports_a_second(
+    ingest: Ingest, line: Callable[[int], AgentClient]
+) -> None:
+    zero = line(0)
+    started, before = time.monotonic(), len(ingest.reports)
+    for index in range(400):
+        zero.publish(telemetry(0, finished_iteration=finished(index)))
+        time.sleep(0.002)
+    until(lambda: len(ingest.iterations()) >= 400, "all iterations")
+    seconds = time.monotonic() - started
+    assert ingest.iterations() == list(range(400))
+    assert len(ingest.reports) - before <= 20 * seconds + 2
+
+
+def test_a_wrong_secret_is_refused_and_logged(
+    ingest: Ingest, token_file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    handle = start_agent(context(ingest, token_file))
+    try:
+        stranger = AgentClient(1, b"another job's secret", handle.host, handle.port)
+        assert not stranger.wait_until_ready(3.0)
+        stranger.publish(telemetry(1, links=[sample()]))
+        err = ""
+
+        def refused() -> bool:
+            nonlocal err
+            err += capfd.readouterr().err
+            return "refused rank 1 from 127.0.0.1" in err
+
+        until(refused, "the refusal in the agent's log")
+        assert "wrong secret" in err
+        stranger.close()
+        until(lambda: len(ingest.reports) >= 2, "reports")
+        assert ingest.links() == []
+    finally:
+        handle.close(1.0)
+
+
+def test_an_impostor_without_the_secret_gives_no_plans() -> None:
+    """Whoever answers on the agent's port has to prove itself as well."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = AgentClient(0, SECRET, "127.0.0.1", server.getsockname()[1])
+
+        def play() -> None:
+            line, _ = server.accept()
+            with line:
+                from pipemorph_trainer.agent import frames
+
+                line.sendall(frames.encode(frames.Challenge(nonce="00")))
+                line.recv(65536)
+                line.sendall(frames.encode(frames.Welcome(proof="11")))
+                line.sendall(frames.encode(PlanMessage.of(plan(9))))
+                line.recv(65536)
+
+        player = threading.Thread(target=play, daemon=True)
+        player.start()
+        assert not client.wait_until_ready(1.0)
+        assert client.newest_plan() is None
+        client.close()
+        player.join(DEADLINE)
+
+
+def test_training_goes_on_while_the_ingest_is_away(
+    ingest: Ingest, line: Callable[[int], AgentClient]
+) -> None:
+    zero = line(0)
+    zero.publish(telemetry(0, finished_iteration=finished(0)))
+    until(lambda: ingest.iterations() == [0], "the first iteration")
+    ingest.down()
+    slowest = 0.0
+    for index in range(1, 301):
+        started = time.perf_counter()
+        zero.publish(telemetry(0, finished_iteration=finished(index), links=[sample(p50=0.05)]))
+        zero.newest_plan()
+        slowest = max(slowest, time.perf_counter() - started)
+    assert zero.ready
+    assert slowest < 0.05, "a call of the executor blocked"
+    ingest.up()
+    until(lambda: len(set(ingest.iterations())) == 301, "what happened meanwhile")
+    ingest.issue(1)
+    until(zero.newest_plan, "a plan after the ingest came back")
+
+
+def test_a_rotated_token_is_read_again(
+    ingest: Ingest, token_file: Path, line: Callable[[int], AgentClient]
+) -> None:
+    zero = line(0)
+    ingest.token = "rotated"
+    until(lambda: ingest.refusals, "a refusal of the old token")
+    token_file.write_text("rotated\n")
+    count = len(ingest.reports)
+    zero.publish(telemetry(0, finished_iteration=finished(0)))
+    until(lambda: len(ingest.reports) > count, "a report with the new token")
+
+
+def test_a_lost_agent_costs_no_time(
+    ingest: Ingest, token_file: Path, agent: AgentHandle, line: Callable[[int], AgentClient]
+) -> None:
+    zero = line(0)
+    agent.process.kill()
+    agent.process.wait(DEADLINE)
+    slowest = 0.0
+    for index in range(QUEUED_MESSAGES + 50):
+        started = time.perf_counter()
+        zero.publish(telemetry(0, iteration=index))
+        assert zero.newest_plan() is None
+        slowest = max(slowest, time.perf_counter() - started)
+    assert slowest < 0.05
+    assert not zero.ready
+    assert zero.reconnects == 1
+    assert zero.dropped >= 49
+    started = time.perf_counter()
+    zero.close()
+    assert time.perf_counter() - started < 1.5
+
+
+def test_a_line_that_drops_is_dialled_again(
+    ingest: Ingest, token_file: Path, agent: AgentHandle, line: Callable[[int], AgentClient]
+) -> None:
+    first = line(0)
+    second = line(0)  # The same rank again: the agent closes the older line.
+    until(lambda: (first.newest_plan(), first.reconnects)[1], "the first line's loss")
+    assert second.ready or second.reconnects
+
+
+def test_the_last_report_is_sent_when_rank_zero_ends(
+    ingest: Ingest, agent: AgentHandle, line: Callable[[int], AgentClient]
+) -> None:
+    for rank in (0, 1):
+        client = line(rank)
+        client.publish(telemetry(rank, state="finished", iteration=9))
+        client.close()
+    agent.close(DEADLINE)
+    assert agent.process.returncode == 0
+    assert ingest.reports[-1].state == "finished"
+
+
+@pytest.mark.parametrize("how", ["killed", "forked"])
+def test_the_agent_dies_with_rank_zero(ingest: Ingest, token_file: Path, how: str) -> None:
+    """Also where a forked helper of rank 0 keeps the pipe to the agent open."""
+    program = f"""
+import json, os, sys, time
+from pathlib import Path
+from pipemorph_trainer.agent import start_agent
+from pipemorph_trainer.context import TrainerContext
+handle = start_agent(TrainerContext(0, 2, 0, "127.0.0.1", 1, secret=b"s",
+    ingest_url="http://127.0.0.1:{ingest.port}", token_file=Path({str(token_file)!r})))
+helper = os.fork() if {how == "forked"} else -1
+if helper != 0:
+    print(json.dumps([handle.process.pid, helper]), flush=True)
+time.sleep(60)
+"""
+    rank = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert rank.stdout is not None
+    agent_pid, helper = json.loads(rank.stdout.readline())
+    try:
+        until(lambda: ingest.reports, "the agent's first report")
+        rank.kill()
+        rank.wait(DEADLINE)
+        until(lambda: not Path(f"/proc/{agent_pid}").exists(), "the agent's end")
+    finally:
+        rank.kill()
+        if helper > 0:
+            os.kill(helper, 9)
+        rank.stdout.close()
+
+
+def test_a_report_never_exceeds_its_limit(
+    ingest: Ingest, line: Callable[[int], AgentClient]
+) -> None:
+    one = line(1)
+    links = [sample(link=i, p50=1e-3 * i, iteration=i) for i in range(511)]
+    one.publish(telemetry(1, links=links))
+    until(lambda: len({link.link for link in ingest.links()}) == 511, "every link")
+    assert max(ingest.sizes) <= MAX_REPORT_BYTES
+    first = next(report for report in ingest.reports if report.links)
+    assert max(link.link for link in first.links) == 510, "the worst link goes first"

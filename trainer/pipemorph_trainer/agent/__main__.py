@@ -1,0 +1,116 @@
+"""``python -m pipemorph_trainer.agent``: the agent process. Rank 0 starts it.
+
+Reads its :class:`AgentConfig` as one line on standard input and ends when that closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+
+from pipemorph.wire import Directive
+from pipemorph_trainer.agent.launch import AgentConfig
+from pipemorph_trainer.agent.merge import TelemetryMerger
+from pipemorph_trainer.agent.ranks import RankServer
+from pipemorph_trainer.agent.uplink import Uplink
+from pipemorph_trainer.control import RankTelemetry
+
+LAST_REPORT_SECONDS = 2.0
+LAST_RESORT_SECONDS = 10
+PR_SET_PDEATHSIG = 1
+
+log = logging.getLogger("pipemorph.agent")
+
+
+async def serve(config: AgentConfig) -> None:
+    """Serve the ranks and the ingest until rank 0 is gone, then send the last report."""
+    merger = TelemetryMerger(config.job, config.namespace, config.attempt, config.world_size)
+
+    def on_telemetry(telemetry: RankTelemetry) -> None:
+        merger.add(telemetry)
+        uplink.notify()
+
+    def on_directive(directive: Directive) -> None:
+        ranks.broadcast(directive.plan)
+        log.info(
+            "epoch %d to %d ranks %.0f ms after it was issued: %s",
+            directive.epoch, len(ranks.connected),
+            max(0.0, 1e3 * (time.time() - directive.issued_at)), directive.reason,
+        )  # fmt: skip
+
+    ranks = RankServer(bytes.fromhex(config.secret_hex), config.world_size, on_telemetry)
+    uplink = Uplink(
+        base_url=config.ingest_url,
+        namespace=config.namespace,
+        job=config.job,
+        attempt=config.attempt,
+        token_file=config.token_file,
+        merger=merger,
+        on_directive=on_directive,
+    )
+    await ranks.start(socket.socket(fileno=config.listen_fd))
+    reporting = asyncio.create_task(uplink.run())
+    await _rank_zero_is_gone()
+    signal.alarm(LAST_RESORT_SECONDS)
+    reporting.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await reporting
+    await uplink.flush(LAST_REPORT_SECONDS)
+    await ranks.close()
+
+
+async def _rank_zero_is_gone() -> None:
+    """Return when standard input closes, or on SIGTERM (also the kernel's, see below)."""
+    loop = asyncio.get_running_loop()
+    gone = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, gone.set)
+
+    def read() -> None:
+        if not os.read(sys.stdin.fileno(), 4096):
+            loop.remove_reader(sys.stdin.fileno())
+            gone.set()
+
+    loop.add_reader(sys.stdin.fileno(), read)
+    await gone.wait()
+
+
+def _read_config() -> AgentConfig:
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(sys.stdin.fileno(), 1)
+        if not byte:
+            raise SystemExit("pipemorph agent: rank 0 went away before it said what to do")
+        line += byte
+    return AgentConfig.model_validate_json(line)
+
+
+def _die_with(parent: int) -> None:
+    """Ask the kernel for SIGTERM when ``parent`` dies: a forked helper of rank 0 may hold
+    the other end of our standard input open after it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        raise SystemExit("pipemorph agent: rank 0 is gone")
+
+
+def main() -> None:
+    logging.basicConfig(
+        level=os.environ.get("PIPEMORPH_LOG", "INFO").upper(),
+        format="%(asctime)s agent: %(message)s",
+        stream=sys.stderr,
+    )
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's business; EOF follows.
+    config = _read_config()
+    _die_with(config.parent)
+    asyncio.run(serve(config))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""A rank's line to the agent: a socket that is only ever touched without blocking.
+
+There is no thread: a rank's interpreter may be held for a whole op, so a thread would send
+late and compete for it. Instead the line moves on whenever the executor calls
+:meth:`AgentClient.publish` or :meth:`AgentClient.newest_plan`, a few microseconds each.
+A lost agent costs telemetry, never an iteration: the line is dialled again with backoff,
+and the messages dropped meanwhile are counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+from pipemorph.errors import InputError, PipeMorphError
+from pipemorph.planning.ir import Plan
+from pipemorph.wire import PlanMessage
+from pipemorph_trainer.agent import frames
+from pipemorph_trainer.context import TrainerContext
+from pipemorph_trainer.control import RankTelemetry
+
+log = logging.getLogger("pipemorph.agent")
+
+QUEUED_MESSAGES = 256
+"""At 20 messages a second, twelve seconds of a stalled agent."""
+FIRST_RETRY_SECONDS = 0.1
+LAST_RETRY_SECONDS = 5.0
+HANDSHAKE_SECONDS = 10.0
+"""Longer than an agent needs to start on a busy machine."""
+FLUSH_SECONDS = 1.0
+RECEIVE_BYTES = 1 << 16
+
+_IN_PROGRESS = {0, errno.EINPROGRESS, errno.EWOULDBLOCK, errno.EALREADY}
+
+
+def connect(context: TrainerContext, host: str, port: int, *, wait: float = 5.0) -> AgentClient:
+    """Open this rank's line to the agent at ``host``:``port``.
+
+    Waits at most ``wait`` seconds for the handshake, since nothing is training yet; after
+    that the line keeps trying by itself. Raises :class:`InputError` if ``host`` is unknown.
+    """
+    client = AgentClient(context.rank, context.secret, host, port)
+    if not client.wait_until_ready(wait):
+        log.warning(
+            "rank %d: no agent at %s:%d after %.1f s; training starts without it and keeps trying",
+            context.rank, host, port, wait,
+        )  # fmt: skip
+    return client
+
+
+class _Phase(Enum):
+    DOWN = "down"
+    DIALLING = "dialling"
+    CHALLENGE = "waiting for the challenge"
+    WELCOME = "waiting for the welcome"
+    READY = "ready"
+    CLOSED = "closed"
+
+
+class AgentClient:
+    """A :class:`~pipemorph_trainer.control.ControlClient` over one TCP socket.
+
+    ``dropped`` counts messages lost because the agent did not keep up, ``reconnects`` how
+    often the line was lost after it had been up.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        secret: bytes,
+        host: str,
+        port: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise InputError(f"agent's address {host!r} cannot be resolved: {error}") from None
+        self._family: int = found[0][0]
+        self._address: Any = found[0][4]
+        self._rank = rank
+        self._secret = secret
+        self._clock = clock
+        self._phase = _Phase.DOWN
+        self._socket: socket.socket | None = None
+        self._reader = frames.FrameReader(frames.MAX_HELLO_BYTES)
+        self._queue: deque[tuple[bool, bytes]] = deque()
+        self._sending = memoryview(b"")
+        self._plan: Plan | None = None
+        self._seen_version = 0
+        self._nonces = ("", "")
+        self._retry_at = 0.0
+        self._retry_after = FIRST_RETRY_SECONDS
+        self._give_up_at = 0.0
+        self._complained = False
+        self.dropped = 0
+        self.reconnects = 0
+
+    @property
+    def ready(self) -> bool:
+        return self._phase is _Phase.READY
+
+    def publish(self, telemetry: RankTelemetry) -> None:
+        """Queue one message and send what the socket takes. Never blocks.
+
+        A full queue drops its oldest message, those that finish an iteration last.
+        """
+        if self._phase is _Phase.CLOSED:
+            return
+        if len(self._queue) >= QUEUED_MESSAGES:
+            self._drop_one()
+        keep = telemetry.finished_iteration is not None or telemetry.state in ("finished", "failed")
+        self._queue.append((keep, frames.encode(telemetry)))
+        self._pump()
+
+    def newest_plan(self) -> Plan | None:
+        """The newest plan received and not yet returned by this call, else None."""
+        self._pump()
+        plan, self._plan = self._plan, None
+        return plan
+
+    def close(self) -> None:
+        """Flush what is queued (at most a second) and close. Idempotent."""
+        deadline = self._clock() + FLUSH_SECONDS
+        while (self._queue or self._sending) and self._clock() < deadline:
+            self._pump()
+            if self._phase is _Phase.DOWN or not (self._queue or self._sending):
+                break
+            self._wait(deadline)
+        self._hang_up(_Phase.CLOSED)
+
+    def wait_until_ready(self, seconds: float) -> bool:
+        """Block until the handshake is done, at most ``seconds``. For start-up and tests."""
+        deadline = self._clock() + seconds
+        self._pump()
+        while self._phase is not _Phase.READY and self._clock() < deadline:
+            self._wait(deadline)
+            self._pump()
+        return self.ready
+
+    # --- the state machine -----------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Move the line on as far as it goes without blocking."""
+        if self._phase is _Phase.CLOSED:
+            return
+        try:
+            if self._phase is _Phase.DOWN:
+                self._dial()
+            if self._phase is _Phase.DIALLING:
+                self._finish_dialling()
+            if self._phase in (_Phase.CHALLENGE, _Phase.WELCOME, _Phase.READY):
+                self._receive()
+                self._send()
+        except (OSError, PipeMorphError, frames.FrameError) as error:
+            self._lose(str(error))
+
+    def _dial(self) -> None:
+        if self._clock() < self._retry_at:
+            return
+        self._socket = socket.socket(self._family, socket.SOCK_STREAM)
+        self._socket.setblocking(False)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        code = self._socket.connect_ex(self._address)
+        if code not in _IN_PROGRESS:
+            raise OSError(code, errno.errorcode.get(code, "connect failed"))
+        self._phase = _Phase.DIALLING
+        self._give_up_at = self._clock() + HANDSHAKE_SECONDS
+
+    def _finish_dialling(self) -> None:
+        assert self._socket is not None
+        self._check_handshake_time()
+        if not select.select([], [self._socket], [], 0)[1]:
+            return
+        code = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, errno.errorcode.get(code, "connect failed"))
+        self._reader = frames.FrameReader(frames.MAX_HELLO_BYTES)
+        self._phase = _Phase.CHALLENGE
+
+    def _receive(self) -> None:
+        assert self._socket is not None
+        if self._phase is not _Phase.READY:
+            self._check_handshake_time()
+        while True:
+            try:
+                data = self._socket.recv(RECEIVE_BYTES)
+            except (BlockingIOError, InterruptedError):
+                return
+            if not data:
+                raise frames.FrameError("the agent closed the line")
+            self._reader.feed(data)
+            while (payload := self._reader.next()) is not None:
+                self._take(payload)
+
+    def _take(self, payload: bytes) -> None:
+        if self._phase is _Phase.CHALLENGE:
+            challenge = frames.decode(frames.Challenge, payload).nonce
+            nonce = frames.new_nonce()
+            self._nonces = (challenge, nonce)
+            answer = frames.proof(self._secret, "rank", challenge, nonce, self._rank)
+            hello = frames.Hello(rank=self._rank, nonce=nonce, proof=answer)
+            self._sending = memoryview(frames.encode(hello))
+            self._phase = _Phase.WELCOME
+        elif self._phase is _Phase.WELCOME:
+            welcome = frames.decode(frames.Welcome, payload)
+            if welcome.proof is None:
+                raise frames.FrameError(f"the agent refused this rank: {welcome.refused}")
+            expected = frames.proof(self._secret, "agent", *self._nonces, self._rank)
+            if not frames.proves(welcome.proof, expected):
+                raise frames.FrameError("what answers there does not hold this attempt's secret")
+            self._reader.limit = frames.MAX_FRAME_BYTES
+            self._retry_after = FIRST_RETRY_SECONDS
+            self._complained = False
+            self._phase = _Phase.READY
+        else:
+            plan = frames.decode(PlanMessage, payload).plan()
+            if plan.version > self._seen_version:
+                self._seen_version = plan.version
+                self._plan = plan
+
+    def _send(self) -> None:
+        assert self._socket is not None
+        while True:
+            if not self._sending:
+                if self._phase is not _Phase.READY or not self._queue:
+                    return
+                self._sending = memoryview(self._queue.popleft()[1])
+            try:
+                sent = self._socket.send(self._sending)
+            except (BlockingIOError, InterruptedError):
+                return
+            self._sending = self._sending[sent:]
+
+    def _check_handshake_time(self) -> None:
+        if self._clock() > self._give_up_at:
+            raise frames.FrameError(
+                f"no agent after {HANDSHAKE_SECONDS:.0f} s ({self._phase.value})"
+            )
+
+    def _lose(self, why: str) -> None:
+        if self._phase is _Phase.READY:
+            self.reconnects += 1
+        if not self._complained:
+            self._complained = True
+            log.warning(
+                "rank %d: line to the agent lost (%s); telemetry is dropped and the plan in "
+                "force stays until it is back",
+                self._rank, why,
+            )  # fmt: skip
+        self._hang_up(_Phase.DOWN)
+        self._retry_at = self._clock() + self._retry_after
+        self._retry_after = min(2 * self._retry_after, LAST_RETRY_SECONDS)
+
+    def _hang_up(self, phase: _Phase) -> None:
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.close()
+        self._socket = None
+        self._phase = phase
+        if self._sending:
+            self._sending = memoryview(b"")
+            self.dropped += 1
+
+    def _drop_one(self) -> None:
+        oldest = next((i for i, (keep, _) in enumerate(self._queue) if not keep), 0)
+        del self._queue[oldest]
+        self.dropped += 1
+
+    def _wait(self, deadline: float) -> None:
+        """Sleep until the socket can move or it is time to dial again. Start and end only."""
+        left = max(0.0, deadline - self._clock())
+        if self._socket is None:
+            time.sleep(min(left, max(0.001, self._retry_at - self._clock())))
+            return
+        wants_write = self._phase is _Phase.DIALLING or bool(self._sending)
+        writers = [self._socket] if wants_write else []
+        select.select([self._socket], writers, [], min(left, 0.5))

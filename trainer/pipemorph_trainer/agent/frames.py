@@ -1,0 +1,112 @@
+"""The line between a rank and the agent: framing and the handshake. No sockets here.
+
+Every frame is a 4-byte big-endian length and that many bytes of JSON. The handshake
+proves to both ends that the other holds the attempt's secret, without sending it::
+
+    agent → rank   {"nonce": N}                                   32 random bytes, hex
+    rank  → agent  {"rank": R, "nonce": M, "proof": hmac("rank", N, M, R)}
+    agent → rank   {"proof": hmac("agent", N, M, R)}    or   {"refused": "why"}
+
+After it telemetry goes up and plans come down. It keeps strangers and other jobs out; it
+does not encrypt: telemetry is not secret, and a network that rewrites packets is outside
+its model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+M = TypeVar("M", bound=BaseModel)
+
+HEADER_BYTES = 4
+MAX_FRAME_BYTES = 16 << 20
+"""A plan of 512 stages and 1024 microbatches fits; anything longer is not ours."""
+MAX_HELLO_BYTES = 4096
+"""Before the peer has proved itself it may not make us hold more than this."""
+
+
+class FrameError(Exception):
+    """The peer does not speak this protocol; the line is closed."""
+
+
+class HandshakeMessage(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Challenge(HandshakeMessage):
+    nonce: str
+
+
+class Hello(HandshakeMessage):
+    rank: int
+    nonce: str
+    proof: str
+
+
+class Welcome(HandshakeMessage):
+    proof: str | None = None
+    refused: str | None = None
+
+
+def new_nonce() -> str:
+    return secrets.token_hex(32)
+
+
+def proof(secret: bytes, side: str, challenge: str, nonce: str, rank: int) -> str:
+    """What ``side`` ("rank" or "agent") sends to show that it holds ``secret``."""
+    text = "\n".join(("pipemorph-agent-1", side, challenge, nonce, str(rank)))
+    return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
+
+
+def proves(claimed: str, expected: str) -> bool:
+    """Compare two proofs in constant time."""
+    return hmac.compare_digest(claimed.encode(), expected.encode())
+
+
+def frame(payload: bytes) -> bytes:
+    """``payload`` with its length in front. Raises :class:`FrameError` if it is too long."""
+    if len(payload) > MAX_FRAME_BYTES:
+        raise FrameError(f"frame of {len(payload)} bytes; at most {MAX_FRAME_BYTES}")
+    return len(payload).to_bytes(HEADER_BYTES, "big") + payload
+
+
+def encode(message: BaseModel) -> bytes:
+    return frame(message.model_dump_json().encode())
+
+
+def decode(kind: type[M], payload: bytes) -> M:
+    """``payload`` as a ``kind``. Raises :class:`FrameError` where it is none."""
+    try:
+        return kind.model_validate_json(payload)
+    except ValidationError as error:
+        raise FrameError(f"not a {kind.__name__}: {error.error_count()} errors") from None
+
+
+class FrameReader:
+    """Cuts a byte stream into frames."""
+
+    def __init__(self, limit: int = MAX_FRAME_BYTES) -> None:
+        self.limit = limit
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        self._buffer += data
+
+    def next(self) -> bytes | None:
+        """The next whole frame, or None. Raises :class:`FrameError` on a length over the limit."""
+        if len(self._buffer) < HEADER_BYTES:
+            return None
+        length = int.from_bytes(self._buffer[:HEADER_BYTES], "big")
+        if length > self.limit:
+            raise FrameError(f"frame of {length} bytes; at most {self.limit}")
+        end = HEADER_BYTES + length
+        if len(self._buffer) < end:
+            return None
+        payload = bytes(self._buffer[HEADER_BYTES:end])
+        del self._buffer[:end]
+        return payload

@@ -1,0 +1,189 @@
+"""Many ranks' telemetry, one report of at most 64 KiB. Pure: no clock, no sockets.
+
+What does not fit waits for the next report; what has gone stale meanwhile is replaced.
+Order of importance: the newest window of each link, worst link first; the newest
+iterations; stage profiles that changed; older iterations; older windows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pipemorph.wire import (
+    MAX_REPORT_BYTES,
+    IterationSample,
+    LinkHealthReport,
+    LinkSample,
+    StageProfile,
+    WireModel,
+)
+from pipemorph_trainer.control import RankTelemetry
+
+WINDOWS_PER_LINK = 8
+"""Windows kept per link, direction and path while no report gets through."""
+ITERATIONS_KEPT = 4096
+NEWEST_ITERATIONS = 16
+HEADROOM_BYTES = 256
+"""Room for sequence numbers and times, which are set after the lists."""
+STATES = ("starting", "training", "finished", "failed")
+
+T = TypeVar("T", bound=WireModel)
+LinkKey = tuple[int, int, str, str]
+
+
+@dataclass
+class Selection:
+    """What one report carries; given back to :meth:`TelemetryMerger.delivered`."""
+
+    report: LinkHealthReport
+    iterations: list[IterationSample]
+    links: list[LinkSample]
+    stages: list[StageProfile]
+    message: str | None
+
+
+@dataclass
+class _Budget:
+    """Bytes left in one report."""
+
+    bytes_left: int
+
+    def admit(self, item: WireModel) -> bool:
+        size = len(item.model_dump_json()) + 1
+        if size > self.bytes_left:
+            return False
+        self.bytes_left -= size
+        return True
+
+
+class TelemetryMerger:
+    """What the agent knows and has not yet reported.
+
+    ``dirty`` says that something that matters came in since the last report: a finished
+    iteration, a link window, a change of state, a message.
+    """
+
+    def __init__(self, job: str, namespace: str, attempt: int, world_size: int) -> None:
+        self._job = job
+        self._namespace = namespace
+        self._attempt = attempt
+        self._world_size = world_size
+        self._states: dict[int, str] = {}
+        self._iteration = 0
+        self._applied_epoch = 0
+        self._links: dict[LinkKey, deque[LinkSample]] = {}
+        self._iterations: deque[IterationSample] = deque(maxlen=ITERATIONS_KEPT)
+        self._profiles: dict[int, StageProfile] = {}
+        self._unsent_profiles: dict[int, StageProfile] = {}
+        self._message: str | None = None
+        self.dirty = False
+
+    def add(self, telemetry: RankTelemetry) -> None:
+        """Take in one message of one rank."""
+        if self._states.get(telemetry.rank) != telemetry.state:
+            self._states[telemetry.rank] = telemetry.state
+            self.dirty = True
+        if telemetry.rank == 0:
+            self._iteration = telemetry.iteration
+            self._applied_epoch = telemetry.applied_epoch
+        for sample in telemetry.links:
+            key = (sample.link, sample.replica, sample.direction, sample.path.value)
+            self._links.setdefault(key, deque(maxlen=WINDOWS_PER_LINK)).append(sample)
+            self.dirty = True
+        if telemetry.profile is not None:
+            self._add_profile(telemetry.profile)
+        if telemetry.finished_iteration is not None:
+            self._iterations.append(telemetry.finished_iteration)
+            self.dirty = True
+        if telemetry.message:
+            self._message = f"rank {telemetry.rank}: {telemetry.message}"[:1024]
+            self.dirty = True
+
+    def select(self, sequence: int, sent_at: float, observed_epoch: int) -> Selection:
+        """The next report. Nothing is forgotten until it is :meth:`delivered`."""
+        self.dirty = False
+        empty = LinkHealthReport(
+            job=self._job,
+            namespace=self._namespace,
+            attempt=self._attempt,
+            sequence=sequence,
+            sent_at=sent_at,
+            state=self._state(),  # type: ignore[arg-type]
+            iteration=self._iteration,
+            observed_epoch=observed_epoch,
+            applied_epoch=self._applied_epoch,
+            message=self._message,
+        )
+        budget = _Budget(MAX_REPORT_BYTES - len(empty.model_dump_json().encode()) - HEADROOM_BYTES)
+        newest_first = list(reversed(self._iterations))
+        windows = sorted((list(w) for w in self._links.values() if w), key=_badness, reverse=True)
+
+        links = _fill(budget, (w[-1] for w in windows), 512)
+        iterations = _fill(budget, newest_first[:NEWEST_ITERATIONS], 256)
+        stages = _fill(budget, self._unsent_profiles.values(), 256)
+        iterations += _fill(budget, newest_first[NEWEST_ITERATIONS:], 256 - len(iterations))
+        older = (sample for w in windows for sample in reversed(w[:-1]))
+        links += _fill(budget, older, 512 - len(links))
+
+        iterations.sort(key=lambda sample: sample.index)
+        links.sort(key=lambda sample: sample.iteration)
+        report = empty.model_copy(
+            update={"iterations": iterations, "links": links, "stages": stages}
+        )
+        return Selection(report, iterations, links, stages, self._message)
+
+    def delivered(self, selection: Selection) -> None:
+        """Forget what the ingest has accepted. What came in since stays."""
+        sent = {id(item) for item in (*selection.links, *selection.iterations)}
+        for key, window in list(self._links.items()):
+            kept = [sample for sample in window if id(sample) not in sent]
+            if kept:
+                self._links[key] = deque(kept, maxlen=WINDOWS_PER_LINK)
+            else:
+                del self._links[key]
+        self._iterations = deque(
+            (sample for sample in self._iterations if id(sample) not in sent), ITERATIONS_KEPT
+        )
+        for profile in selection.stages:
+            if self._unsent_profiles.get(profile.stage) is profile:
+                del self._unsent_profiles[profile.stage]
+        if self._message == selection.message:
+            self._message = None
+        self.dirty = self.dirty or bool(self._links or self._iterations or self._unsent_profiles)
+
+    def _state(self) -> str:
+        """The job's state: failed if a rank failed, finished when all are, else the least.
+
+        A rank that has not been heard of is starting, unless others train already: then
+        it trains as well, since no iteration is possible without it.
+        """
+        states = set(self._states.values())
+        if "failed" in states:
+            return "failed"
+        if len(self._states) < self._world_size:
+            states.add("training" if "training" in states else "starting")
+        return min(states, key=STATES.index)
+
+    def _add_profile(self, profile: StageProfile) -> None:
+        if self._profiles.get(profile.stage) != profile:
+            self._profiles[profile.stage] = profile
+            self._unsent_profiles.pop(profile.stage, None)
+            self._unsent_profiles[profile.stage] = profile
+
+
+def _badness(window: list[LinkSample]) -> float:
+    """How slow a link's newest window is, seconds: on the wire and in its queue."""
+    return window[-1].wire.p50 + window[-1].queue_p50
+
+
+def _fill(budget: _Budget, items: Iterable[T], most: int) -> list[T]:
+    """The first items, in order, that fit; at most ``most``. Stops at the first that does not."""
+    taken: list[T] = []
+    for item in items:
+        if len(taken) >= most or not budget.admit(item):
+            break
+        taken.append(item)
+    return taken

@@ -1,0 +1,117 @@
+"""The agent's door: lets ranks in, takes their telemetry, hands plans to all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+
+from pipemorph.wire import PlanMessage
+from pipemorph_trainer.agent import frames
+from pipemorph_trainer.control import RankTelemetry
+
+log = logging.getLogger("pipemorph.agent")
+
+HELLO_SECONDS = 10.0
+"""A stranger that says nothing is shown out after this; a rank busy computing answers late."""
+
+
+class RankServer:
+    """Serves the ranks' lines. ``on_telemetry`` is called for every message, in order."""
+
+    def __init__(
+        self, secret: bytes, world_size: int, on_telemetry: Callable[[RankTelemetry], None]
+    ) -> None:
+        self._secret = secret
+        self._world_size = world_size
+        self._on_telemetry = on_telemetry
+        self._lines: dict[int, asyncio.StreamWriter] = {}
+        self._plan: bytes | None = None
+        self._server: asyncio.Server | None = None
+        self.refused: list[str] = []
+
+    async def start(self, listener: socket.socket) -> None:
+        self._server = await asyncio.start_server(self._serve, sock=listener)
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for line in self._lines.values():
+            line.close()
+
+    @property
+    def connected(self) -> set[int]:
+        return set(self._lines)
+
+    def broadcast(self, plan: PlanMessage) -> None:
+        """Send ``plan`` to every rank now, and to those that connect later."""
+        self._plan = frames.encode(plan)
+        for line in self._lines.values():
+            line.write(self._plan)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        rank: int | None = None
+        try:
+            async with asyncio.timeout(HELLO_SECONDS):
+                rank = await self._let_in(reader, writer)
+            if rank is not None:
+                await self._listen(rank, reader, writer)
+        except asyncio.IncompleteReadError as ended:
+            if ended.partial or rank is None:
+                log.info("line of %s broke off", _who(rank))
+        except (OSError, TimeoutError, frames.FrameError) as error:
+            log.info("line of %s closed: %s", _who(rank), str(error) or type(error).__name__)
+        finally:
+            if rank is not None and self._lines.get(rank) is writer:
+                del self._lines[rank]
+            writer.close()
+
+    async def _let_in(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> int | None:
+        """The handshake of :mod:`.frames`. Returns the rank, or None after refusing it."""
+        nonce = frames.new_nonce()
+        writer.write(frames.encode(frames.Challenge(nonce=nonce)))
+        hello = frames.decode(frames.Hello, await _read(reader, frames.MAX_HELLO_BYTES))
+        expected = frames.proof(self._secret, "rank", nonce, hello.nonce, hello.rank)
+        why = None
+        if not frames.proves(hello.proof, expected):
+            why = "wrong secret: it is of another job or attempt"
+        elif not 0 <= hello.rank < self._world_size:
+            why = f"rank {hello.rank} of a job with {self._world_size} ranks"
+        if why is not None:
+            host, port, *_ = writer.get_extra_info("peername")
+            self.refused.append(why)
+            log.warning("refused rank %d from %s:%d: %s", hello.rank, host, port, why)
+            writer.write(frames.encode(frames.Welcome(refused=why)))
+            await writer.drain()
+            return None
+        answer = frames.proof(self._secret, "agent", nonce, hello.nonce, hello.rank)
+        writer.write(frames.encode(frames.Welcome(proof=answer)))
+        if self._plan is not None:
+            writer.write(self._plan)
+        if previous := self._lines.pop(hello.rank, None):
+            previous.close()
+        self._lines[hello.rank] = writer
+        return hello.rank
+
+    async def _listen(
+        self, rank: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        while self._lines.get(rank) is writer:
+            telemetry = frames.decode(RankTelemetry, await _read(reader, frames.MAX_FRAME_BYTES))
+            if telemetry.rank != rank:
+                raise frames.FrameError(f"telemetry of rank {telemetry.rank} on rank {rank}'s line")
+            self._on_telemetry(telemetry)
+
+
+def _who(rank: int | None) -> str:
+    return "a stranger" if rank is None else f"rank {rank}"
+
+
+async def _read(reader: asyncio.StreamReader, limit: int) -> bytes:
+    length = int.from_bytes(await reader.readexactly(frames.HEADER_BYTES), "big")
+    if length > limit:
+        raise frames.FrameError(f"frame of {length} bytes; at most {limit}")
+    return await reader.readexactly(length)

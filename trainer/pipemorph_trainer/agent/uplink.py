@@ -1,0 +1,180 @@
+"""The agent's line to the ingest: reports up at once, directives down at once.
+
+Two loops. One posts a report when something matters, at most 20 a second, and at least
+one a second so that silence means trouble. The other holds a long poll open, so that a
+directive arrives when it is made. Either may carry it; the higher epoch wins. When the
+ingest is gone both retry with backoff for ever and the trainers keep what they have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Callable, Coroutine
+from http import HTTPStatus
+from pathlib import Path
+
+import aiohttp
+from pydantic import ValidationError
+
+from pipemorph.wire import MAX_WAIT_SECONDS, Directive, DirectiveEnvelope
+from pipemorph_trainer.agent.merge import TelemetryMerger
+
+log = logging.getLogger("pipemorph.agent")
+
+REPORT_INTERVAL_SECONDS = 0.05
+GATHER_SECONDS = 0.003
+"""Wait after the first news, so that ranks that report together share a report."""
+HEARTBEAT_SECONDS = 1.0
+POLL_SECONDS = min(25.0, MAX_WAIT_SECONDS)
+REQUEST_SECONDS = 5.0
+FIRST_BACKOFF_SECONDS = 0.1
+LAST_BACKOFF_SECONDS = 5.0
+
+
+class Refused(Exception):
+    """The ingest answered, but not with what was asked for."""
+
+
+class Uplink:
+    """Reports what ``merger`` holds and gives each new directive to ``on_directive``, once."""
+
+    def __init__(
+        self,
+        *,
+        base_url: str,
+        namespace: str,
+        job: str,
+        attempt: int,
+        token_file: Path | None,
+        merger: TelemetryMerger,
+        on_directive: Callable[[Directive], None],
+    ) -> None:
+        self._base = f"{base_url.rstrip('/')}/v1/jobs/{namespace}/{job}"
+        self._attempt = attempt
+        self._token_file = token_file
+        self._merger = merger
+        self._on_directive = on_directive
+        self._sequence = 0
+        self._epoch = 0
+        self._news = asyncio.Event()
+        self._post_lock = asyncio.Lock()
+        self.failures = 0
+
+    def notify(self) -> None:
+        """Something came in; report it soon if it matters."""
+        if self._merger.dirty:
+            self._news.set()
+
+    async def run(self) -> None:
+        """Report and poll until cancelled."""
+        async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._with_backoff("report", self._report_loop, session))
+            tasks.create_task(self._with_backoff("directive poll", self._poll_loop, session))
+
+    async def flush(self, timeout: float) -> None:
+        """Send what is left, until it is sent or ``timeout`` seconds have passed."""
+        with contextlib.suppress(TimeoutError, aiohttp.ClientError, Refused, OSError):
+            async with asyncio.timeout(timeout), aiohttp.ClientSession() as session:
+                await self._post(session)
+                while self._merger.dirty:
+                    await self._post(session)
+
+    async def _with_backoff(
+        self,
+        what: str,
+        loop: Callable[[aiohttp.ClientSession, Callable[[], None]], Coroutine[None, None, None]],
+        session: aiohttp.ClientSession,
+    ) -> None:
+        backoff = FIRST_BACKOFF_SECONDS
+        down_since: float | None = None
+
+        def worked() -> None:
+            nonlocal backoff, down_since
+            if down_since is not None:
+                log.info("%s works again after %.1f s", what, time.monotonic() - down_since)
+            backoff, down_since = FIRST_BACKOFF_SECONDS, None
+
+        while True:
+            try:
+                await loop(session, worked)
+            except (aiohttp.ClientError, TimeoutError, OSError, Refused, ValidationError) as error:
+                self.failures += 1
+                if down_since is None:
+                    down_since = time.monotonic()
+                    why = str(error) or type(error).__name__
+                    log.warning("%s failed (%s); trying again, training goes on", what, why)
+                await asyncio.sleep(backoff * random.uniform(0.75, 1.25))
+                backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
+
+    async def _report_loop(
+        self, session: aiohttp.ClientSession, worked: Callable[[], None]
+    ) -> None:
+        while True:
+            started = time.monotonic()
+            await self._post(session)
+            worked()
+            if self._merger.dirty:
+                self._news.set()
+            left = REPORT_INTERVAL_SECONDS - (time.monotonic() - started)
+            await asyncio.sleep(max(0.0, left))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), HEARTBEAT_SECONDS)
+            await asyncio.sleep(GATHER_SECONDS)
+
+    async def _poll_loop(self, session: aiohttp.ClientSession, worked: Callable[[], None]) -> None:
+        while True:
+            query = {
+                "attempt": str(self._attempt),
+                "after": str(self._epoch),
+                "wait": str(POLL_SECONDS),
+            }
+            timeout = aiohttp.ClientTimeout(total=POLL_SECONDS + REQUEST_SECONDS)
+            async with session.get(
+                f"{self._base}/directive", params=query, headers=self._headers(), timeout=timeout
+            ) as answer:
+                self._take(await _envelope(answer))
+            worked()
+
+    async def _post(self, session: aiohttp.ClientSession) -> None:
+        async with self._post_lock:
+            self._news.clear()
+            self._sequence += 1
+            selection = self._merger.select(self._sequence, time.time(), self._epoch)
+            body = selection.report.model_dump_json().encode()
+            timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
+            headers = self._headers() | {"Content-Type": "application/json"}
+            async with session.post(
+                f"{self._base}/reports", data=body, headers=headers, timeout=timeout
+            ) as answer:
+                if answer.status == HTTPStatus.CONFLICT:
+                    # An earlier request got through although its answer did not.
+                    self._merger.delivered(selection)
+                    return
+                envelope = await _envelope(answer)
+            self._merger.delivered(selection)
+            self._take(envelope)
+
+    def _take(self, envelope: DirectiveEnvelope) -> None:
+        directive = envelope.directive
+        if directive is not None and directive.epoch > self._epoch:
+            self._epoch = directive.epoch
+            self._on_directive(directive)
+
+    def _headers(self) -> dict[str, str]:
+        """Read the token at every request: projected tokens rotate."""
+        if self._token_file is None:
+            return {}
+        return {"Authorization": f"Bearer {self._token_file.read_text().strip()}"}
+
+
+async def _envelope(answer: aiohttp.ClientResponse) -> DirectiveEnvelope:
+    """The answer's directive. Raises :class:`Refused` with the server's own words."""
+    body = await answer.read()
+    if answer.status != HTTPStatus.OK:
+        said = body[:200].decode(errors="replace").strip()
+        raise Refused(f"{answer.method} {answer.url.path} answered {answer.status}: {said}")
+    return DirectiveEnvelope.model_validate_json(body)
