@@ -1,0 +1,26 @@
+"""The split backward: B (gradient for the input) and W (gradients for the weights) apart.
+
+:class:`StageRunner` is the one entry. See ``docs/split-backward.md``.
+"""
+
+from pipemorph_trainer.split.report import (
+    Attempt,
+    Mode,
+    OpTimes,
+    OrderError,
+    Split,
+    SplitError,
+    SplitReport,
+)
+from pipemorph_trainer.split.runner import StageRunner
+
+__all__ = [
+    "Attempt",
+    "Mode",
+    "OpTimes",
+    "OrderError",
+    "Split",
+    "SplitError",
+    "SplitReport",
+    "StageRunner",
+]

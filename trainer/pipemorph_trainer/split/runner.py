@@ -1,0 +1,154 @@
+"""One stage's F, B and W, in microbatch order, for the executor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipemorph_trainer.split.flight import Flight, Grads, LossFn, StageCall
+from pipemorph_trainer.split.report import Mode, OrderError, Split, SplitError, SplitReport
+from pipemorph_trainer.split.splitters import FusedSplit, Splitter
+
+
+class StageRunner:
+    """Wraps any ``nn.Module`` stage; one per rank and stage.
+
+    F, B and W each run in microbatch order 0 … N-1, then the next iteration starts at 0
+    again. A microbatch is either split (:meth:`backward_input`, then
+    :meth:`backward_weight`) or fused (:meth:`backward`). Since W runs in microbatch order
+    too, every ``.grad`` is to the bit what a sequential run of the microbatches leaves.
+
+    Before :meth:`self_test` an ``auto`` runner is fused. On a fused stage
+    :meth:`backward_input` is the whole backward and :meth:`backward_weight` is empty, so a
+    plan with B and W runs on any stage.
+
+    Args:
+        module: the stage. Its class, names and ``state_dict`` stay as they are.
+        is_first: inputs are data: they get no gradient.
+        is_last: the output goes to ``loss_fn`` (None: the module returns its loss).
+        microbatches: N; the loss is divided by it before the backward.
+        mode: ``auto``, or the one split to use; :meth:`self_test` raises if it fails.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        is_first: bool,
+        is_last: bool,
+        loss_fn: LossFn | None = None,
+        microbatches: int,
+        mode: Mode = "auto",
+    ) -> None:
+        if microbatches < 1:
+            raise SplitError(f"microbatches is {microbatches}; expected at least 1")
+        if loss_fn is not None and not is_last:
+            raise SplitError("loss_fn is for the last stage only")
+        self.module = module
+        self.microbatches = microbatches
+        self.mode: Mode = mode
+        self.report: SplitReport | None = None
+        self.reason = "the self-test has not run" if mode == "auto" else "asked for"
+        self._call = StageCall(
+            module,
+            is_first=is_first,
+            is_last=is_last,
+            loss_fn=loss_fn,
+            microbatches=microbatches,
+        )
+        self._splitter: Splitter = FusedSplit()
+        self._flights: dict[int, Flight] = {}
+        self._next = {"F": 0, "B": 0, "W": 0}
+
+    @property
+    def split(self) -> Split:
+        """How this stage splits its backward now."""
+        return self._splitter.split
+
+    @property
+    def in_flight(self) -> int:
+        """Microbatches whose F has started and whose W has not finished."""
+        return len(self._flights)
+
+    def self_test(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, target: Any = None
+    ) -> SplitReport:
+        """Choose the split by trying it on the stage itself with one real microbatch.
+
+        Leaves parameters, gradients, buffers and the random state as they were.
+        """
+        raise NotImplementedError
+
+    def forward(
+        self,
+        microbatch: int,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        target: Any = None,
+    ) -> tuple[Tensor, ...]:
+        """F. Returns the outputs to send, detached; on the last stage ``(loss,)``, the loss
+        of this microbatch before the division by N.
+
+        ``args`` must not change before W of this microbatch: autograd keeps them.
+        """
+        self._expect("F", microbatch)
+        flight = self._splitter.forward(self._call, microbatch, args, kwargs, target)
+        self._flights[microbatch] = flight
+        self._next["F"] += 1
+        sent, flight.sent = flight.sent, ()
+        return sent
+
+    def backward_input(
+        self, microbatch: int, output_grads: Sequence[Tensor | None] | None = None
+    ) -> Grads:
+        """B. ``output_grads`` matches F's outputs, None entries where there is no gradient;
+        on the last stage leave it out.
+
+        Returns one gradient per positional argument of F: None for arguments that are not
+        floating-point, that the stage did not use, and on the first stage. The gradients
+        given must not change before W of this microbatch.
+        """
+        self._expect("B", microbatch)
+        grads = self._splitter.backward_input(self._flights[microbatch], output_grads)
+        self._next["B"] += 1
+        return grads
+
+    def backward_weight(self, microbatch: int) -> None:
+        """W. Adds this microbatch's share to ``.grad`` and forgets the microbatch."""
+        self._expect("W", microbatch)
+        self._splitter.backward_weight(self._flights[microbatch])
+        self._finish(microbatch)
+
+    def backward(
+        self, microbatch: int, output_grads: Sequence[Tensor | None] | None = None
+    ) -> Grads:
+        """B and W at once (the op BW). Arguments and result as :meth:`backward_input`."""
+        self._expect("B", microbatch)
+        self._expect("W", microbatch, fused=True)
+        grads = self._splitter.backward(self._flights[microbatch], output_grads)
+        self._next["B"] += 1
+        self._finish(microbatch)
+        return grads
+
+    def discard(self) -> None:
+        """Drop every microbatch in flight, as after a failed iteration. ``.grad`` stays."""
+        self._flights.clear()
+        self._next = {"F": 0, "B": 0, "W": 0}
+
+    def _expect(self, kind: str, microbatch: int, *, fused: bool = False) -> None:
+        expected = self._next[kind]
+        if microbatch != expected:
+            raise OrderError(f"{kind}{microbatch} where {kind}{expected} is next in order")
+        before = {"F": None, "B": "F", "W": "B"}[kind]
+        if before is not None and not fused and microbatch >= self._next[before]:
+            raise OrderError(f"{kind}{microbatch} before {before}{microbatch}")
+        if kind == "F" and microbatch >= self.microbatches:
+            raise OrderError(f"F{microbatch} of {self.microbatches} microbatches")
+
+    def _finish(self, microbatch: int) -> None:
+        del self._flights[microbatch]
+        self._next["W"] += 1
+        if self._next["W"] == self.microbatches:
+            self._next = {"F": 0, "B": 0, "W": 0}
