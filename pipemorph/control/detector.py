@@ -1,0 +1,293 @@
+"""Is one direction of one link slow, and by how much? Pure arithmetic, no clock.
+
+A change point *and* the size of the change. Wire times come in windows (about 50 ms each);
+the normal wire time of the link (its base: moving 16 MB takes time, which is not a delay) is
+learned while it is healthy, and what is above it is the delay.
+
+Why CUSUM and not Bayesian change-point detection (Greyhound; Adams & MacKay 2007). Here the
+level before the change is known and so is the least change that matters, and for that case a
+cumulative sum is the quickest test there is for a given rate of false alarms (Lorden 1971),
+costs a few additions per window, and has a threshold that can be read: how many windows it
+takes. ``benchmarks/detector.py`` runs both on the same series. Three things are added:
+
+- increments are clipped to ±1, so that no single window, however late, can raise an alarm;
+- an alarm is verified by the median of the windows since the change point: at least
+  ``min_delay``, ``relative`` of the base and four times the link's own noise;
+- both edges have their own test: to be slow takes ``ALARM`` windows above the threshold, to be
+  healthy again ``CLEAR`` windows (more) below half of it. Between the two, nothing changes.
+
+Memory is bounded: sums, and at most ``RECENT`` values.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from enum import StrEnum
+from math import erf, sqrt
+from statistics import fmean, median, pstdev
+
+ALARM = 3.0
+"""Windows well above the threshold before an alarm: the fewest that are not one hiccup."""
+CLEAR = 8.0
+"""Windows well below half the threshold before all is well: more, since going back early
+costs a slow iteration and going back late costs little."""
+LEARN = 5
+"""Windows that make a first base."""
+RECENT = 40
+"""Windows an estimate of the delay is averaged over: about two seconds."""
+SHIFT = 12
+"""Windows in a row on one side of the estimate before the older ones are dropped. Longer than
+a delay that is redrawn every 400 ms stays, so that jitter is averaged and a step followed."""
+BASE_DOWN, BASE_UP = 0.1, 0.002
+"""How fast the base follows its windows. Quick down: a first window is often slow. Hardly up:
+a delay that creeps in must not become normal."""
+
+
+class Level(StrEnum):
+    """What a detector believes. LEARNING: no base yet."""
+
+    LEARNING = "learning"
+    HEALTHY = "healthy"
+    SLOW = "slow"
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """What counts as a change. ``min_delay`` in seconds; ``relative`` is a fraction of the base."""
+
+    min_delay: float = 0.002
+    relative: float = 0.25
+    noise: float = 4.0
+
+    def of(self, base: float, noise: float) -> float:
+        return max(self.min_delay, self.relative * base, self.noise * noise)
+
+
+@dataclass
+class _Base:
+    """Normal wire time over one path, seconds, and its spread (mean absolute deviation)."""
+
+    value: float
+    noise: float = 0.0
+    exact: bool = True
+
+
+class DelayDetector:
+    """One direction of one link of one replica. All times in seconds.
+
+    Feed it windows with :meth:`observe`; read ``level``, ``delay`` (above the base),
+    ``wire_time`` (base and delay), ``confidence`` and ``changed_at``.
+    """
+
+    def __init__(self, thresholds: Thresholds | None = None) -> None:
+        self.thresholds = thresholds or Thresholds()
+        self.level = Level.LEARNING
+        self.path: str | None = None
+        self.changed_at: int | None = None
+        """Mark of the first window of the present level (or of the suspected next one)."""
+        self._bases: dict[str, _Base] = {}
+        self._learning: list[tuple[float, bool]] = []
+        self._sum = 0.0
+        self._since: deque[float] = deque(maxlen=RECENT)
+        self._suspected_at: int | None = None
+        self._side = 0
+
+    # --- what is believed -----------------------------------------------------------------
+
+    @property
+    def base(self) -> float | None:
+        """Normal wire time on the present path; None while it is learned."""
+        known = self._bases.get(self.path) if self.path is not None else None
+        return known.value if known is not None else None
+
+    @property
+    def base_is_exact(self) -> bool:
+        """False where no arrival was ever observed when it happened: the base is a bound."""
+        known = self._bases.get(self.path) if self.path is not None else None
+        return known is not None and known.exact
+
+    @property
+    def threshold(self) -> float:
+        """Least delay that counts, on the present path."""
+        known = self._bases.get(self.path) if self.path is not None else None
+        return self.thresholds.of(known.value, known.noise) if known else self.thresholds.min_delay
+
+    @property
+    def delay(self) -> float:
+        """One-way delay above the base; 0 unless slow."""
+        if self.level is not Level.SLOW or not self._since:
+            return 0.0
+        return max(0.0, fmean(self._since) - (self.base or 0.0))
+
+    @property
+    def wire_time(self) -> float:
+        """One-way time of a message as it is now: base and delay."""
+        return (self.base or 0.0) + self.delay
+
+    @property
+    def suspected_at(self) -> int | None:
+        """Mark of the window at which the present doubt began; None without doubt."""
+        return self._suspected_at
+
+    @property
+    def confidence(self) -> float:
+        """Probability, 0 … 1, that the level is right: that the mean of its windows is on its
+        side of the middle between base and threshold (normal approximation)."""
+        base = self.base
+        if base is None:
+            return 0.0
+        middle = base + self.threshold / 2
+        if self.level is Level.SLOW and self._since:
+            spread = max(pstdev(self._since), self.threshold / 8)
+            z = (fmean(self._since) - middle) / (spread / sqrt(len(self._since)))
+        else:
+            z = (1 - self._sum / ALARM) * 3
+        return 0.5 * (1 + erf(z / sqrt(2)))
+
+    # --- evidence -------------------------------------------------------------------------
+
+    def observe(
+        self, value: float, *, mark: int, path: str, exact: bool = True, slack: float = 0.0
+    ) -> None:
+        """One window: its median wire time, the iteration it belongs to (``mark``), its path.
+
+        ``exact=False``: ``value`` is an upper bound, at most ``slack`` (one op of the
+        receiver) above the truth. It then says only what lies outside that interval.
+        """
+        if path != self.path:
+            self._switch(path)
+        known = self._bases.get(path)
+        if known is None:
+            self._learn(value, exact, mark)
+            return
+        if not exact:
+            expected = self.wire_time
+            if value - slack <= expected <= value:
+                return
+            value = min(max(expected, value - slack), value)
+        elif not known.exact:
+            # The base was a bound. The first true value may put it right, downwards.
+            known.exact, known.value = True, min(known.value, value)
+        if self.level is Level.HEALTHY:
+            self._observe_healthy(known, value, mark)
+        else:
+            self._observe_slow(known, value, mark)
+
+    def lower_base(self, base: float) -> bool:
+        """Take ``base`` for normal, as the link's peers suggest, if that is less by enough.
+
+        For a link that was slow before anything could be learned about it. True if taken.
+        """
+        known = self._bases.get(self.path) if self.path is not None else None
+        if known is None or self.level is not Level.HEALTHY:
+            return False
+        limit = self.thresholds.of(base, known.noise)
+        # Twice what counts: links of one job differ somewhat, and that is no fault.
+        if known.value - base < 2 * limit:
+            return False
+        self._since = deque([known.value] * LEARN, RECENT)
+        known.value = base
+        self._become(Level.SLOW, self.changed_at)
+        return True
+
+    def restore_base(self, path: str, base: float) -> None:
+        """Start from a base learned earlier (a host that was restarted)."""
+        self._bases[path] = _Base(base)
+        if self.path is None:
+            self.path = path
+            self.level = Level.HEALTHY
+
+    def bases(self) -> dict[str, float]:
+        """Normal wire time per path, to be kept by a host."""
+        return {path: known.value for path, known in self._bases.items()}
+
+    # --- the parts ------------------------------------------------------------------------
+
+    def _switch(self, path: str) -> None:
+        """The bytes travel another way: another base. The level stays until windows tell."""
+        if path not in self._bases:
+            self._learning.clear()
+        elif self.level is Level.SLOW and self.base is not None:
+            shift = self._bases[path].value - self.base
+            self._since = deque((value + shift for value in self._since), RECENT)
+        self.path = path
+        self._sum, self._suspected_at = 0.0, None
+
+    def _learn(self, value: float, exact: bool, mark: int) -> None:
+        assert self.path is not None
+        if not self._learning:
+            self._suspected_at = mark
+        self._learning.append((value, exact))
+        true = [v for v, was_exact in self._learning if was_exact]
+        if len(true) < LEARN and len(self._learning) < 4 * LEARN:
+            return
+        level = median(true) if true else min(v for v, _ in self._learning)
+        self._learning.clear()
+        if self.level is Level.SLOW:
+            # Another path of a slow link: believe that the delay came along, and that this
+            # path alone is no quicker than the quickest one known. What is not so shows.
+            delay = self.delay
+            usual = min(known.value for known in self._bases.values())
+            base = min(level, max(usual, level - delay))
+            self._bases[self.path] = _Base(base, exact=bool(true))
+            self._since = deque([level] * LEARN, RECENT)
+        else:
+            spread = median(abs(v - level) for v in true) if true else 0.0
+            self._bases[self.path] = _Base(level, spread, exact=bool(true))
+            self.changed_at = self._suspected_at
+            self.level = Level.HEALTHY
+        self._suspected_at = None
+
+    def _observe_healthy(self, known: _Base, value: float, mark: int) -> None:
+        threshold = self.thresholds.of(known.value, known.noise)
+        step = (value - known.value) / threshold - 0.5
+        self._sum = max(0.0, self._sum + min(1.0, max(-1.0, step)))
+        if self._sum == 0.0:
+            self._since.clear()
+            self._suspected_at = None
+            rate = BASE_DOWN if value < known.value else BASE_UP
+            known.noise += 0.02 * (abs(value - known.value) - known.noise)
+            known.value += rate * (value - known.value)
+            return
+        if self._suspected_at is None:
+            self._suspected_at = mark
+        self._since.append(value)
+        if self._sum >= ALARM:
+            self._sum = ALARM
+            if median(self._since) - known.value >= threshold:
+                self._become(Level.SLOW, self._suspected_at)
+
+    def _observe_slow(self, known: _Base, value: float, mark: int) -> None:
+        threshold = self.thresholds.of(known.value, known.noise)
+        step = 1.0 - 2 * (value - known.value) / threshold
+        self._sum = max(0.0, self._sum + min(1.0, max(-1.0, step)))
+        if self._sum > 0.0 and self._suspected_at is None:
+            self._suspected_at = mark
+        elif self._sum == 0.0:
+            self._suspected_at = None
+        self._follow(value, threshold)
+        if self._sum >= CLEAR:
+            low = median(list(self._since)[-int(CLEAR) :])
+            if low - known.value < threshold / 2:
+                # A link that got quicker than it ever was: that is its base from now on.
+                known.value = min(known.value, low)
+                self._since.clear()
+                self._become(Level.HEALTHY, self._suspected_at)
+
+    def _follow(self, value: float, threshold: float) -> None:
+        """Keep the estimate: an average, restarted when the delay has moved for good."""
+        if self._since:
+            estimate = fmean(self._since)
+            margin = max(threshold / 2, 0.2 * (estimate - (self.base or 0.0)))
+            side = (value > estimate + margin) - (value < estimate - margin)
+            self._side = self._side + side if side * self._side > 0 else side
+        self._since.append(value)
+        if abs(self._side) >= SHIFT:
+            self._since = deque(list(self._since)[-SHIFT:], RECENT)
+            self._side = 0
+
+    def _become(self, level: Level, mark: int | None) -> None:
+        self.level = level
+        self.changed_at = mark
+        self._sum, self._side, self._suspected_at = 0.0, 0, None
