@@ -487,3 +487,14 @@ def test_a_report_never_exceeds_its_limit(
     assert max(ingest.sizes) <= MAX_REPORT_BYTES
     first = next(report for report in ingest.reports if report.links)
     assert max(link.link for link in first.links) == 510, "the worst link goes first"
+
+
+def test_windows_of_a_link_arrive_in_the_order_they_were_measured(
+    ingest: Ingest, line: Callable[[int], AgentClient]
+) -> None:
+    """A change-point detector reads them as a series."""
+    one = line(1)
+    series = [0.001, 0.002, 0.03, 0.031, 0.001]
+    one.publish(telemetry(1, links=[sample(p50=p50, iteration=7) for p50 in series]))
+    until(lambda: len(ingest.links()) == len(series), "every window")
+    assert [link.wire.p50 for link in ingest.links()] == series

@@ -32,6 +32,9 @@ STATES = ("starting", "training", "finished", "failed")
 
 T = TypeVar("T", bound=WireModel)
 LinkKey = tuple[int, int, str, str]
+"""link, replica, direction, path"""
+StageKey = tuple[int, int]
+"""stage, replica"""
 
 
 @dataclass
@@ -76,8 +79,8 @@ class TelemetryMerger:
         self._applied_epoch = 0
         self._links: dict[LinkKey, deque[LinkSample]] = {}
         self._iterations: deque[IterationSample] = deque(maxlen=ITERATIONS_KEPT)
-        self._profiles: dict[int, StageProfile] = {}
-        self._unsent_profiles: dict[int, StageProfile] = {}
+        self._profiles: dict[StageKey, StageProfile] = {}
+        self._unsent_profiles: dict[StageKey, StageProfile] = {}
         self._message: str | None = None
         self.dirty = False
 
@@ -129,7 +132,8 @@ class TelemetryMerger:
         links += _fill(budget, older, 512 - len(links))
 
         iterations.sort(key=lambda sample: sample.index)
-        links.sort(key=lambda sample: sample.iteration)
+        chronological = {id(sample): i for w in windows for i, sample in enumerate(w)}
+        links.sort(key=lambda sample: (sample.iteration, chronological[id(sample)]))
         report = empty.model_copy(
             update={"iterations": iterations, "links": links, "stages": stages}
         )
@@ -148,8 +152,9 @@ class TelemetryMerger:
             (sample for sample in self._iterations if id(sample) not in sent), ITERATIONS_KEPT
         )
         for profile in selection.stages:
-            if self._unsent_profiles.get(profile.stage) is profile:
-                del self._unsent_profiles[profile.stage]
+            key = (profile.stage, profile.replica)
+            if self._unsent_profiles.get(key) is profile:
+                del self._unsent_profiles[key]
         if self._message == selection.message:
             self._message = None
         self.dirty = self.dirty or bool(self._links or self._iterations or self._unsent_profiles)
@@ -168,10 +173,11 @@ class TelemetryMerger:
         return min(states, key=STATES.index)
 
     def _add_profile(self, profile: StageProfile) -> None:
-        if self._profiles.get(profile.stage) != profile:
-            self._profiles[profile.stage] = profile
-            self._unsent_profiles.pop(profile.stage, None)
-            self._unsent_profiles[profile.stage] = profile
+        key = (profile.stage, profile.replica)
+        if self._profiles.get(key) != profile:
+            self._profiles[key] = profile
+            self._unsent_profiles.pop(key, None)
+            self._unsent_profiles[key] = profile
 
 
 def _badness(window: list[LinkSample]) -> float:
