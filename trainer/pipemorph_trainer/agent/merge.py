@@ -152,9 +152,9 @@ class TelemetryMerger:
             (sample for sample in self._iterations if id(sample) not in sent), ITERATIONS_KEPT
         )
         for profile in selection.stages:
-            key = (profile.stage, profile.replica)
-            if self._unsent_profiles.get(key) is profile:
-                del self._unsent_profiles[key]
+            stage = (profile.stage, profile.replica)
+            if self._unsent_profiles.get(stage) is profile:
+                del self._unsent_profiles[stage]
         if self._message == selection.message:
             self._message = None
         self.dirty = self.dirty or bool(self._links or self._iterations or self._unsent_profiles)
