@@ -117,6 +117,14 @@ class Adaptation(SpecModel):
     min_delay_ms: Milliseconds = Field(
         default=2.0, description="Changes of link delay below this are taken for noise."
     )
+    min_delay_fraction: float = Field(
+        default=0.25,
+        ge=0,
+        le=100,
+        allow_inf_nan=False,
+        description="Changes of link delay below this fraction of its normal wire time are "
+        "taken for noise as well.",
+    )
     stale_after_seconds: float = Field(
         default=30.0, gt=0, description="Links without samples for this long are Unknown."
     )

@@ -180,7 +180,7 @@ class DelayDetector:
         For a link that was slow before anything could be learned about it. True if taken.
         """
         known = self._bases.get(self.path) if self.path is not None else None
-        if known is None or self.level is not Level.HEALTHY:
+        if known is None or not known.exact or self.level is not Level.HEALTHY:
             return False
         limit = self.thresholds.of(base, known.noise)
         # Twice what counts: links of one job differ somewhat, and that is no fault.

@@ -108,7 +108,7 @@ class LinkBook:
         """
         by_path: dict[str | None, list[DelayDetector]] = {}
         for series in self._series.values():
-            if series.detector.base is not None and series.detector.base_is_exact:
+            if series.detector.base is not None:
                 by_path.setdefault(series.detector.path, []).append(series.detector)
         for detectors in by_path.values():
             # Two directions of one link are no majority against each other.

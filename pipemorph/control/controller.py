@@ -1,0 +1,640 @@
+"""The adaptation controller: reports in, directives out. No sockets, no clock, no threads.
+
+A report updates the links' health, the stages' op times and the record of iterations. If the
+situation has changed since it was last judged (a link became slow, or slower, or well again;
+op times turned out other than planned with), the present plan and the alternatives are
+predicted on what is measured now. A new plan is wanted only if it is predicted to save
+``adaptation.minGain`` of an iteration; when the last slow link is well, the plan and paths of
+the start come back. Every look at it is recorded with its reason, also when nothing changes.
+
+Only policy ``pipemorph`` adapts. The other policies are what they are called, undisturbed or
+not, so that a comparison with them means something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pipemorph.control.detector import Thresholds
+from pipemorph.control.errors import ReplayedReport, ReportMismatch, WrongAttempt
+from pipemorph.control.forecast import Forecast, Option, Situation, best, runnable
+from pipemorph.control.health import Health, LinkBook, LinkHealth
+from pipemorph.control.initial import initial_paths, initial_problem, initial_schedule
+from pipemorph.control.pacing import Pacing
+from pipemorph.control.profile import StageBook, expected_times, in_flight_limits
+from pipemorph.control.records import AdaptationRecord, Decision, Ledger
+from pipemorph.errors import InputError
+from pipemorph.planning import Path, Plan, Policy, StageTimes
+from pipemorph.spec import JobSpec
+from pipemorph.wire import Directive, LinkHealthReport, PlanMessage
+
+WARM_UP = 3
+"""Iterations before measured op times are held against those planned with."""
+PROFILE_EVERY = 50
+"""Iterations between two such comparisons."""
+MATERIAL = 0.25
+"""Change of a delay, as a fraction of it, that is worth another look."""
+MATERIAL_OP = 0.2
+"""Change of an op time, as a fraction of it, that is worth another look."""
+
+Cause = Literal["slow", "eased", "recovered", "profile", "restart"]
+
+
+class Snapshot(BaseModel):
+    """What outlives the host: enough that an epoch is never given to another plan, that what
+    was changed is changed back, and that the records stay."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: Literal[1] = 1
+    attempt: int = Field(ge=0)
+    epoch: int = Field(ge=0)
+    sequence: int = Field(ge=0)
+    directive: Directive | None = None
+    wire_times: list[float] = Field(default_factory=list)
+    delays: list[float] = Field(default_factory=list)
+    slow: list[bool] = Field(default_factory=list)
+    flaps: int = 0
+    bases: list[tuple[int, int, str, dict[str, float]]] = Field(default_factory=list)
+    records: list[AdaptationRecord] = Field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class JobView:
+    """The job as last reported, for a progress line or status. Seconds."""
+
+    state: str
+    message: str | None
+    iteration: int
+    iteration_seconds: float | None
+    bubble_fraction: float | None
+    loss: float | None
+    links: tuple[LinkHealth, ...]
+    warmup: tuple[int, ...]
+    paths: tuple[Path, ...]
+    wanted_epoch: int
+    observed_epoch: int
+    applied_epoch: int
+    peak_memory: list[int | None]
+
+
+class JobController:
+    """One job's loop. ``spec`` must have passed :func:`pipemorph.manifest.load_job`.
+
+    ``on_report`` hears of every accepted report, after it was taken in. Raises
+    :class:`~pipemorph.errors.InputError` if the spec allows no plan at all.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        *,
+        attempt: int = 0,
+        on_report: Callable[[LinkHealthReport], None] | None = None,
+    ) -> None:
+        self.spec = spec
+        self.attempt = attempt
+        self._on_report = on_report
+        self._epoch = 0
+        self._ledger = Ledger()
+        self._limits = in_flight_limits(spec)
+        self._first_schedule = initial_schedule(spec).schedule
+        self._first_paths = initial_paths(spec)
+        self._start()
+
+    def _start(self) -> None:
+        """State of one attempt: ranks start from the plan of the spec."""
+        spec = self.spec
+        adaptation = spec.adaptation
+        self._sequence = 0
+        self._state = "starting"
+        self._message: str | None = None
+        self._iteration = 0
+        self._observed_epoch = self._applied_epoch = 0
+        self._directive: Directive | None = None
+        self._schedule = self._first_schedule
+        self._paths = self._first_paths
+        self._home = self._first_schedule
+        self._stages = StageBook(spec)
+        self._links = LinkBook(
+            spec.parallelism.stages - 1,
+            thresholds=Thresholds(
+                min_delay=adaptation.min_delay_ms / 1e3, relative=adaptation.min_delay_fraction
+            ),
+            stale_after=adaptation.stale_after_seconds,
+        )
+        links = spec.parallelism.stages - 1
+        self._judged = Situation(
+            stages=initial_problem(spec).stages,
+            wire_times=(0.0,) * links,
+            delays=(0.0,) * links,
+            slow=(False,) * links,
+            unknown=(True,) * links,
+        )
+        self._assumed_times = expected_times(spec) is None
+        self._profiled_at: int | None = None
+        self._foreign_plan = False
+        self._heard = False
+        self._pacing = Pacing()
+        self._noted: set[str] = set()
+
+    # --- what is wanted -------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the newest directive of any attempt; 0 before the first."""
+        return self._epoch
+
+    def directive(self, after: int = 0) -> Directive | None:
+        """The directive of this attempt, if its epoch is above ``after``."""
+        wanted = self._directive
+        return wanted if wanted is not None and wanted.epoch > after else None
+
+    @property
+    def wanted(self) -> Plan:
+        """The plan the ranks should run: the newest directive's, else that of the spec."""
+        return self._plan(self._directive.epoch if self._directive else 0)
+
+    @property
+    def records(self) -> list[AdaptationRecord]:
+        """Adaptations so far, oldest first; figures after a change fill in as they come."""
+        return list(self._ledger.records)
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """The latest looks at whether to adapt, oldest first, bounded."""
+        return list(self._ledger.decisions)
+
+    def links(self, now: float) -> tuple[LinkHealth, ...]:
+        """State of each link."""
+        return self._links.states(now)
+
+    def view(self, now: float) -> JobView:
+        """The job as last reported."""
+        newest = self._ledger.newest()
+        return JobView(
+            state=self._state,
+            message=self._message,
+            iteration=self._iteration,
+            iteration_seconds=self._ledger.recent_seconds(),
+            bubble_fraction=newest.bubble_fraction if newest else None,
+            loss=newest.loss if newest else None,
+            links=self.links(now),
+            warmup=self._schedule.warmup(),
+            paths=self._paths,
+            wanted_epoch=self._directive.epoch if self._directive else 0,
+            observed_epoch=self._observed_epoch,
+            applied_epoch=self._applied_epoch,
+            peak_memory=self._stages.peak_memory(),
+        )
+
+    # --- events ---------------------------------------------------------------------------
+
+    def begin_attempt(self, attempt: int) -> None:
+        """Another attempt starts, from the plan of the spec. Epochs go on growing.
+
+        Raises ValueError unless ``attempt`` is above the present one.
+        """
+        if attempt <= self.attempt:
+            raise ValueError(f"attempt {attempt} is not after attempt {self.attempt}")
+        self.attempt = attempt
+        self._ledger.new_attempt()
+        self._start()
+
+    def report(self, report: LinkHealthReport, now: float) -> None:
+        """Take in a report and decide. ``now``: wall clock, seconds since the epoch.
+
+        Raises a :class:`~pipemorph.control.errors.ReportRefused` and changes nothing if the
+        report is of another attempt, was seen before or does not fit the job.
+        """
+        self._check(report)
+        self._sequence = report.sequence
+        self._state, self._message = report.state, report.message
+        self._iteration = report.iteration
+        self._observed_epoch = report.observed_epoch
+        self._applied_epoch = report.applied_epoch
+        if report.observed_epoch > self._epoch:
+            # This controller lost its state. Its next epoch must still be news to the ranks.
+            self._epoch = report.observed_epoch
+            self._foreign_plan = True
+        for profile in report.stages:
+            self._stages.observe(profile)
+        for sample in report.links:
+            self._links.observe(sample, now, op_time=self._stages.longest_op)
+        if report.links:
+            self._heard = True
+            self._links.compare_peers()
+        self._ledger.add(report.iterations, self._stages.peak_memory)
+        self._consider(now)
+        if self._on_report is not None:
+            self._on_report(report)
+
+    def tick(self, now: float) -> None:
+        """Time has passed without a report. Nothing is changed on silence; when the last link
+        falls silent that is recorded."""
+        if self._state != "training" or not self._heard:
+            return
+        if all(link.health is Health.UNKNOWN for link in self.links(now)):
+            self._heard = False
+            self._keep(
+                now,
+                f"no samples for {self.spec.adaptation.stale_after_seconds:g} s, the links are"
+                " unknown; kept the plan",
+            )
+
+    def _check(self, report: LinkHealthReport) -> None:
+        if report.attempt != self.attempt:
+            raise WrongAttempt(
+                f"attempt {report.attempt} is not {self.attempt}, the one in progress"
+            )
+        if report.sequence <= self._sequence:
+            raise ReplayedReport(
+                f"sequence {report.sequence} is not above {self._sequence}, the last one taken"
+            )
+        cut = self.spec.parallelism
+        for i, sample in enumerate(report.links):
+            _within(f"links[{i}].link", sample.link, cut.stages - 1, "links")
+            _within(f"links[{i}].replica", sample.replica, cut.replicas, "replicas")
+        for i, profile in enumerate(report.stages):
+            _within(f"stages[{i}].stage", profile.stage, cut.stages, "stages")
+            _within(f"stages[{i}].replica", profile.replica, cut.replicas, "replicas")
+
+    # --- deciding -------------------------------------------------------------------------
+
+    def _consider(self, now: float) -> None:
+        """Decide if there is a cause, and if it is time."""
+        if self._state != "training":
+            return
+        links = self.links(now)
+        refusal = self._may_not_adapt()
+        if refusal is not None:
+            slow = [link for link in links if link.health is Health.SLOW]
+            if slow:
+                self._note(now, "policy", f"{_describe(slow)}; {refusal}")
+            return
+        stages = self._stages.times()
+        if stages is None:
+            if any(link.health is Health.SLOW for link in links):
+                self._note(now, "times", "a link is slow, but no stage has reported op times yet")
+            return
+        situation = self._situation(stages, links)
+        cause = self._cause(situation)
+        if cause is None or not self._is_time(cause, links):
+            return
+        self._decide(cause, situation, links, now)
+
+    def _may_not_adapt(self) -> str | None:
+        if not self.spec.adaptation.enabled:
+            return "adaptation is disabled in the spec"
+        if self.spec.schedule.policy_kind is not Policy.PIPEMORPH:
+            return f"policy {self.spec.schedule.policy} keeps its schedule and paths"
+        return None
+
+    def _situation(self, stages: tuple[StageTimes, ...], links: Sequence[LinkHealth]) -> Situation:
+        """Now, with what was last judged in place of what is not known."""
+        known = [link.health is not Health.UNKNOWN for link in links]
+        before = self._judged
+        return Situation(
+            stages=stages,
+            wire_times=tuple(
+                link.wire_time if known[i] else before.wire_times[i] for i, link in enumerate(links)
+            ),
+            delays=tuple(
+                link.delay if known[i] else before.delays[i] for i, link in enumerate(links)
+            ),
+            slow=tuple(
+                link.health is Health.SLOW if known[i] else before.slow[i]
+                for i, link in enumerate(links)
+            ),
+            unknown=tuple(not k for k in known),
+        )
+
+    def _cause(self, now: Situation) -> Cause | None:
+        """Why the situation deserves another judgement than the last one, if it does."""
+        if self._foreign_plan:
+            return "restart"
+        before = self._judged
+        links = range(len(now.slow))
+        if any(now.slow[i] and not before.slow[i] for i in links):
+            return "slow"
+        if any(before.slow[i] and not now.slow[i] for i in links):
+            return "recovered"
+        change = [now.delays[i] - before.delays[i] for i in links]
+        least = self.spec.adaptation.min_delay_ms / 1e3
+        material = [max(least, MATERIAL * before.delays[i]) for i in links]
+        if any(now.slow[i] and change[i] > material[i] for i in links):
+            return "slow"
+        if any(now.slow[i] and -change[i] > material[i] for i in links):
+            return "eased"
+        if self._profile_is_due() and self._differs(now):
+            return "profile"
+        return None
+
+    def _profile_is_due(self) -> bool:
+        if not self._stages.measured:
+            return False
+        last = self._ledger.last_iteration
+        if self._profiled_at is None:
+            return self._ledger.finished_since(0) >= WARM_UP
+        return last - self._profiled_at >= PROFILE_EVERY
+
+    def _differs(self, now: Situation) -> bool:
+        """Whether op times or normal wire times are not what was planned with."""
+        if self._assumed_times and self._profiled_at is None:
+            return True
+        before = self._judged
+        scale = max(op for stage in now.stages for op in _ops(stage))
+        ops = any(
+            abs(new - old) > MATERIAL_OP * max(old, scale / 2)
+            for new_stage, old_stage in zip(now.stages, before.stages, strict=True)
+            for new, old in zip(_ops(new_stage), _ops(old_stage), strict=True)
+        )
+        wires = any(
+            abs(new - old) > MATERIAL_OP * scale
+            for new, old in zip(now.wire_times, before.wire_times, strict=True)
+        )
+        return ops or wires
+
+    def _is_time(self, cause: Cause, links: Sequence[LinkHealth]) -> bool:
+        """Whether a directive may be issued for this cause now. If not, it will be looked at
+        again with the next report."""
+        finished = self._ledger.last_iteration
+        if cause in ("slow", "restart"):
+            return self._pacing.may_hurry(finished)
+        wanted = self._directive.epoch if self._directive else 0
+        applied = self._ledger.newest()
+        if wanted and (applied is None or applied.epoch < wanted):
+            return False
+        if not self._pacing.is_settled(finished):
+            return False
+        if cause == "recovered":
+            well = [
+                link.since_iteration
+                for link, was_slow in zip(links, self._judged.slow, strict=True)
+                if was_slow and link.health is Health.HEALTHY and link.since_iteration is not None
+            ]
+            return self._pacing.may_return(finished, max(well, default=0))
+        return True
+
+    def _decide(
+        self, cause: Cause, situation: Situation, links: Sequence[LinkHealth], now: float
+    ) -> None:
+        """Judge the situation: predict, choose, issue or keep, and record why."""
+        self._judged = situation
+        if cause == "profile":
+            self._profiled_at = self._ledger.last_iteration
+        forecast = Forecast(self.spec, situation)
+        # After a lost state the ranks run a plan that is not known here: nothing to compare.
+        present = None if self._foreign_plan else forecast.of(self._schedule, self._paths)
+        try:
+            chosen, kind = self._choose(forecast, situation, present)
+        except InputError as error:
+            self._keep(now, f"{_why(cause, links)}; no plan was found: {error}")
+            return
+        why = _why(cause, links)
+        if chosen is None:
+            assert present is not None
+            self._keep(now, f"{why}; {kind}")
+            return
+        broken = runnable(chosen.schedule, self._limits, self.spec.schedule.dispatch_kind)
+        if broken is not None:
+            self._keep(now, f"{why}; the plan for it must not run: {broken}")
+            return
+        if cause == "profile" and not any(situation.slow):
+            self._home = chosen.schedule
+        self._issue(cause, chosen, present, why=why, links=links, now=now)
+
+    def _choose(
+        self, forecast: Forecast, situation: Situation, present: Option | None
+    ) -> tuple[Option | None, str]:
+        """The option to change to, or None and why not."""
+        choices = forecast.path_choices(self._paths, self._first_paths)
+        options = []
+        for paths in choices:
+            options += [forecast.of(self._home, paths), forecast.fresh(paths)]
+        if not any(situation.slow) and not any(situation.unknown):
+            return self._choose_home(forecast, options, present)
+        quickest = best(options)
+        if present is None:
+            return quickest, ""
+        gain = 1 - quickest.seconds / present.seconds if present.seconds > 0 else 0.0
+        if gain >= self.spec.adaptation.min_gain and gain > 0:
+            return quickest, ""
+        # Not quicker; but a link that is well again need not stay off its direct path.
+        lighter = [o for o in options if o.delegated < present.delegated]
+        if lighter and (lightest := best(lighter)).seconds <= present.seconds:
+            return lightest, ""
+        return None, self._not_worth(present, gain)
+
+    def _choose_home(
+        self, forecast: Forecast, options: list[Option], present: Option | None
+    ) -> tuple[Option | None, str]:
+        """All links are well: the plan of the start, unless measured times ask for another."""
+        home = forecast.of(self._home, self._first_paths)
+        least = 1 - self.spec.adaptation.min_gain
+        quickest = best([home, *options])
+        target = quickest if quickest.seconds < home.seconds * least else home
+        if present is None:
+            return target, ""
+        if (target.schedule, target.paths) == (present.schedule, present.paths):
+            return None, "kept the plan: it is the one for links that are well"
+        returns = target is home and (home.schedule, home.paths) != (self._schedule, self._paths)
+        if returns or target.seconds < present.seconds * least:
+            return target, ""
+        return None, self._not_worth(present, 1 - target.seconds / present.seconds)
+
+    def _not_worth(self, present: Option, gain: float) -> str:
+        return (
+            f"kept the plan, predicted {_time(present.seconds)} per iteration: the best other"
+            f" one saves {max(0.0, gain):.1%}, less than minGain"
+            f" {self.spec.adaptation.min_gain:.1%}"
+        )
+
+    def _issue(
+        self,
+        cause: Cause,
+        chosen: Option,
+        present: Option | None,
+        *,
+        why: str,
+        links: Sequence[LinkHealth],
+        now: float,
+    ) -> None:
+        """Make the chosen option the wanted plan, under a new epoch."""
+        before = self._schedule.warmup()
+        returns = (chosen.schedule, chosen.paths) == (self._home, self._first_paths)
+        old = f"{_time(present.seconds)} with the present plan" if present else "unknown before"
+        reason = (
+            f"{why}; predicted per iteration {old}, {_time(chosen.seconds)} with warm-up"
+            f" {'-'.join(map(str, chosen.schedule.warmup()))} and {_paths(chosen.paths)}"
+        )
+        self._epoch += 1
+        self._schedule, self._paths = chosen.schedule, chosen.paths
+        self._foreign_plan = False
+        self._directive = Directive(
+            epoch=self._epoch,
+            issued_at=now,
+            reason=reason,
+            plan=PlanMessage.of(self._plan(self._epoch)),
+        )
+        kind: Literal["adapt", "return"] = "return" if returns else "adapt"
+        finished = self._ledger.last_iteration
+        if cause in ("slow", "restart"):
+            self._pacing.hurried(finished)
+        self._pacing.issued(finished, returning=returns and cause == "recovered")
+        since = [link.since_iteration for link in links if link.since_iteration is not None]
+        self._ledger.records.append(
+            AdaptationRecord(
+                epoch=self._epoch,
+                kind=kind,
+                detected_at=now,
+                detected_at_iteration=self._iteration,
+                # The newest change of any link is the one that was acted on.
+                detectable_at=self._iteration
+                if cause in ("profile", "restart")
+                else min(max(since, default=self._iteration), self._iteration),
+                reason=reason,
+                links=[link.record() for link in links if link.health is not Health.HEALTHY],
+                warmup_before=list(before),
+                warmup_after=list(chosen.schedule.warmup()),
+                paths=list(chosen.paths),
+                predicted_seconds_before=present.seconds if present else None,
+                predicted_seconds_after=chosen.seconds,
+                peak_memory_before=self._stages.peak_memory(),
+            )
+        )
+        self._log(now, kind, reason, self._epoch)
+
+    def _plan(self, version: int) -> Plan:
+        return Plan(
+            version=version,
+            policy=self.spec.schedule.policy_kind,
+            schedule=self._schedule,
+            paths=self._paths,
+            in_flight_limits=self._limits,
+            dispatch=self.spec.schedule.dispatch_kind,
+        )
+
+    def _keep(self, now: float, reason: str) -> None:
+        self._log(now, "keep", reason)
+
+    def _note(self, now: float, topic: str, reason: str) -> None:
+        """A reason that would repeat with every report: once per attempt."""
+        if topic not in self._noted:
+            self._noted.add(topic)
+            self._keep(now, reason)
+
+    def _log(
+        self,
+        now: float,
+        kind: Literal["adapt", "return", "keep"],
+        reason: str,
+        epoch: int | None = None,
+    ) -> None:
+        self._ledger.decisions.append(
+            Decision(at=now, iteration=self._iteration, kind=kind, reason=reason, epoch=epoch)
+        )
+
+    # --- outliving the host ---------------------------------------------------------------
+
+    def snapshot(self) -> dict[str, Any]:
+        """What :meth:`restore` needs, as plain JSON-ready data."""
+        return Snapshot(
+            attempt=self.attempt,
+            epoch=self._epoch,
+            sequence=self._sequence,
+            directive=self._directive,
+            wire_times=list(self._judged.wire_times),
+            delays=list(self._judged.delays),
+            slow=list(self._judged.slow),
+            flaps=self._pacing.flaps,
+            bases=self._links.bases(),
+            records=self.records,
+        ).model_dump(mode="json")
+
+    @classmethod
+    def restore(
+        cls,
+        spec: JobSpec,
+        snapshot: Mapping[str, Any],
+        *,
+        on_report: Callable[[LinkHealthReport], None] | None = None,
+    ) -> JobController:
+        """A controller that goes on where a snapshot was taken. Link health refills from the
+        next reports. Raises :class:`InputError` if the snapshot cannot be used."""
+        try:
+            saved = Snapshot.model_validate(snapshot)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            raise InputError(f"the saved state is unusable: {where}: {first['msg']}") from None
+        self = cls(spec, attempt=saved.attempt, on_report=on_report)
+        self._epoch, self._sequence = saved.epoch, saved.sequence
+        self._ledger.records.extend(saved.records)
+        self._pacing.flaps = saved.flaps
+        links = spec.parallelism.stages - 1
+        if saved.directive is not None:
+            self._epoch = max(saved.epoch, saved.directive.epoch)
+            plan = saved.directive.plan.plan()
+            if plan.schedule.stage_count != links + 1 or len(plan.paths) != links:
+                raise InputError("the saved state is of a job with another number of stages")
+            self._directive = saved.directive
+            self._schedule, self._paths = plan.schedule, plan.paths
+        if len(saved.slow) == len(saved.wire_times) == len(saved.delays) == links:
+            self._judged = Situation(
+                stages=self._judged.stages,
+                wire_times=tuple(saved.wire_times),
+                delays=tuple(saved.delays),
+                slow=tuple(saved.slow),
+                unknown=(True,) * links,
+            )
+        self._links.restore_bases(saved.bases)
+        return self
+
+
+def _within(field: str, value: int, count: int, what: str) -> None:
+    if value >= count:
+        raise ReportMismatch(field, f"is {value}; the job has {count} {what}")
+
+
+def _ops(stage: StageTimes) -> tuple[float, float, float]:
+    return stage.forward, stage.backward_input, stage.backward_weight
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def _paths(paths: Sequence[Path]) -> str:
+    moved = [str(i) for i, path in enumerate(paths) if path is Path.DELEGATED]
+    if not moved:
+        return "all links direct"
+    return f"link{'s' * (len(moved) > 1)} {', '.join(moved)} delegated"
+
+
+def _describe(slow: Sequence[LinkHealth]) -> str:
+    return ", ".join(
+        f"link {link.link} is slow by {_time(link.delay)} one way"
+        f" ({link.direction}, {link.confidence:.0%} sure)"
+        for link in slow
+    )
+
+
+def _why(cause: Cause, links: Sequence[LinkHealth]) -> str:
+    slow = [link for link in links if link.health is Health.SLOW]
+    match cause:
+        case "profile":
+            return "op times or wire times are not those planned with"
+        case "restart":
+            return "the plan in effect is not one this controller knows of"
+        case "recovered":
+            return "a link recovered" + (f", {_describe(slow)}" if slow else ", none is slow")
+        case _:
+            return _describe(slow)
+
+
+__all__ = ["JobController", "JobView", "Snapshot"]
