@@ -6,9 +6,10 @@ Fields that end in ``Ms`` are milliseconds, other times are seconds.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.alias_generators import to_camel
 
 from pipemorph.planning.ir import Dispatch, Policy
@@ -27,6 +28,16 @@ RESERVED_ENV_PREFIXES = ("PIPEMORPH_", "PET_", "TORCHELASTIC_")
 
 Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)]
+
+
+class FieldError(ValueError):
+    """A value refused by a check that spans fields. ``where`` is the path of the field below
+    the model that checks, in manifest notation; :mod:`pipemorph.manifest` joins the two."""
+
+    def __init__(self, where: str, message: str) -> None:
+        super().__init__(f"{where}: {message}" if where else message)
+        self.where = where
+        self.message = message
 
 
 class SpecModel(BaseModel):
@@ -59,9 +70,10 @@ class Parallelism(SpecModel):
     @model_validator(mode="after")
     def _stages_divide(self) -> Parallelism:
         if self.layers is not None and self.layers % self.stages:
-            raise ValueError(
-                f"layers is {self.layers}, which {self.stages} stages do not divide; "
-                f"use a multiple of {self.stages} layers or another number of stages"
+            raise FieldError(
+                "layers",
+                f"is {self.layers}, which {self.stages} stages do not divide; "
+                f"use a multiple of {self.stages} layers or another number of stages",
             )
         return self
 
@@ -81,7 +93,11 @@ class ScheduleSpec(SpecModel):
     )
     policy: Literal["pipemorph", "zero-bubble", "1f1b", "gpipe", "exact"] = "pipemorph"
     dispatch: Literal["static", "online"] = "static"
-    in_flight_limit: int | list[int] | None = Field(
+    in_flight_limit: (
+        Annotated[int, Field(ge=1)]
+        | Annotated[list[Annotated[int, Field(ge=1)]], Field(max_length=512)]
+        | None
+    ) = Field(
         default=None,
         description="Most microbatches in flight (F started, W not finished) per stage: "
         "one number, or one per stage.",
@@ -94,6 +110,16 @@ class ScheduleSpec(SpecModel):
         max_length=512,
         description="Expected op times, one per stage, until they are measured.",
     )
+
+    @field_validator("policy")
+    @classmethod
+    def _policy_can_run(cls, policy: str) -> str:
+        if policy == Policy.EXACT:
+            raise FieldError(
+                "",
+                "is exact, which no job can run yet; use pipemorph, 1f1b, gpipe or zero-bubble",
+            )
+        return policy
 
     @property
     def policy_kind(self) -> Policy:
@@ -126,7 +152,10 @@ class Adaptation(SpecModel):
         "taken for noise as well.",
     )
     stale_after_seconds: float = Field(
-        default=30.0, gt=0, description="Links without samples for this long are Unknown."
+        default=30.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Links without samples for this long are Unknown.",
     )
     allow_delegation: bool = Field(
         default=True, description="May move a slow link to the delegated path."
@@ -145,7 +174,10 @@ class Transport(SpecModel):
     )
     queues: int = Field(default=8, ge=1, le=64, description="Engine queues per direction, K.")
     deadline_seconds: float = Field(
-        default=300.0, gt=0, description="Longest wait for one message before the rank gives up."
+        default=300.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Longest wait for one message before the rank gives up.",
     )
 
 
@@ -188,13 +220,16 @@ class Fault(SpecModel):
     replica: int = Field(default=0, ge=0)
     from_iteration: int | None = Field(default=None, ge=0)
     to_iteration: int | None = Field(default=None, ge=1)
-    from_seconds: float | None = Field(default=None, ge=0)
-    to_seconds: float | None = Field(default=None, gt=0)
+    from_seconds: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    to_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     delay_ms: Milliseconds | None = Field(
         default=None, description="Holds every message for this long on its queue."
     )
     bandwidth_mbps: float | None = Field(
-        default=None, gt=0, description="Limits the link to this many megabits per second."
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Limits the link to this many megabits per second.",
     )
     sever: Literal["data", "control"] | None = Field(
         default=None, description="Cuts the engine's data or control connection once."
@@ -206,17 +241,17 @@ class Fault(SpecModel):
             n for n in ("delay_ms", "bandwidth_mbps", "sever") if getattr(self, n) is not None
         ]
         if not effects:
-            raise ValueError("needs an effect: one of delayMs, bandwidthMbps, sever")
+            raise FieldError("", "has no effect; give one of delayMs, bandwidthMbps, sever")
         by_iteration = self.from_iteration is not None or self.to_iteration is not None
         by_seconds = self.from_seconds is not None or self.to_seconds is not None
         if by_iteration and by_seconds:
-            raise ValueError("is bounded by iterations and by seconds; use one kind of bound")
-        for low, high in (
-            (self.from_iteration, self.to_iteration),
-            (self.from_seconds, self.to_seconds),
+            raise FieldError("", "is bounded by iterations and by seconds; use one kind of bound")
+        for low, high, end in (
+            (self.from_iteration, self.to_iteration, "toIteration"),
+            (self.from_seconds, self.to_seconds, "toSeconds"),
         ):
             if low is not None and high is not None and low >= high:
-                raise ValueError(f"ends at {high}, which is not after its start {low}")
+                raise FieldError(end, f"is {high}, which is not after its start, {low}")
         return self
 
 
@@ -249,6 +284,139 @@ class JobSpec(SpecModel):
     managed_by: str | None = None
     active_deadline_seconds: int | None = Field(default=None, ge=1)
     ttl_seconds_after_finished: int | None = Field(default=None, ge=0)
+
+    @field_validator("template")
+    @classmethod
+    def _template_runs_the_trainer(cls, template: dict[str, Any] | None) -> dict[str, Any] | None:
+        if template is not None:
+            check_template(template)
+        return template
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> JobSpec:
+        for problem in self._lengths():
+            raise problem
+        self._check_batch()
+        self._check_warmup()
+        self._check_faults()
+        return self
+
+    def _lengths(self) -> Iterator[FieldError]:
+        """Lists that have one entry per stage."""
+        stages = self.parallelism.stages
+        schedule = self.schedule
+        lists: list[tuple[str, Sequence[object] | None]] = [
+            ("schedule.warmup", schedule.warmup),
+            ("schedule.stageTimes", schedule.stage_times),
+        ]
+        if isinstance(schedule.in_flight_limit, list):
+            lists.append(("schedule.inFlightLimit", schedule.in_flight_limit))
+        for where, values in lists:
+            if values is not None and len(values) != stages:
+                yield FieldError(where, f"has {len(values)} entries; {stages} stages need {stages}")
+        if self.emulation is not None and len(self.emulation.stage_times) not in (1, stages):
+            yield FieldError(
+                "emulation.stageTimes",
+                f"has {len(self.emulation.stage_times)} entries; expected 1 for all stages,"
+                f" or {stages}",
+            )
+
+    def _check_batch(self) -> None:
+        batch, replicas = self.schedule.global_batch_size, self.parallelism.replicas
+        parts = replicas * self.schedule.microbatches
+        if batch is not None and batch % parts:
+            raise FieldError(
+                "schedule.globalBatchSize",
+                f"is {batch}, which {replicas} replicas × {self.schedule.microbatches}"
+                f" microbatches do not divide; use a multiple of {parts}",
+            )
+
+    def _check_warmup(self) -> None:
+        warmup, most = self.schedule.warmup, self.schedule.microbatches
+        for i, x in enumerate(warmup or ()):
+            if x > most:
+                raise FieldError(f"schedule.warmup[{i}]", f"is {x}; there are {most} microbatches")
+            if i and warmup is not None and x > warmup[i - 1]:
+                raise FieldError(
+                    f"schedule.warmup[{i}]",
+                    f"is {x}, more than {warmup[i - 1]} before it: the two stages would wait"
+                    " for each other",
+                )
+
+    def _check_faults(self) -> None:
+        cut = self.parallelism
+        for i, fault in enumerate(self.faults):
+            for name, value, count, what in (
+                ("link", fault.link, cut.stages - 1, "links"),
+                ("replica", fault.replica, cut.replicas, "replicas"),
+            ):
+                if value >= count:
+                    raise FieldError(
+                        f"faults[{i}].{name}",
+                        f"is {value}; {_counted(count, what)}, numbered from 0",
+                    )
+
+
+def _counted(count: int, what: str) -> str:
+    return f"the job has {count or 'no'} {what[:-1] if count == 1 else what}"
+
+
+def check_template(template: Mapping[str, Any]) -> None:
+    """Raise :class:`FieldError` unless the pod template can run a stage: it has a container
+    ``trainer`` and sets none of the variables that are the host's to set.
+
+    Only what this product reads is checked; the rest is Kubernetes' to judge.
+    """
+    spec = template.get("spec")
+    if not isinstance(spec, dict):
+        raise FieldError("spec", f"is {_kind(spec)}; expected a pod spec with containers")
+    if not isinstance(template.get("metadata", {}), dict):
+        raise FieldError("metadata", f"is {_kind(template['metadata'])}; expected a mapping")
+    names = []
+    for group in ("containers", "initContainers"):
+        containers = spec.get(group, [] if group == "initContainers" else None)
+        if not isinstance(containers, list):
+            raise FieldError(f"spec.{group}", f"is {_kind(containers)}; expected a list")
+        for i, container in enumerate(containers):
+            name = _check_container(f"spec.{group}[{i}]", container)
+            if group == "containers":
+                names.append(name)
+    if TRAINER_CONTAINER not in names:
+        found = ", ".join(names) or "none"
+        raise FieldError(
+            "spec.containers",
+            f"has no container named {TRAINER_CONTAINER}, which runs the stage; found: {found}",
+        )
+
+
+def _check_container(where: str, container: object) -> str:
+    """Check one container; return its name."""
+    if not isinstance(container, dict):
+        raise FieldError(where, f"is {_kind(container)}; expected a container")
+    name = container.get("name")
+    if not isinstance(name, str) or not name:
+        raise FieldError(f"{where}.name", f"is {_kind(name)}; expected the container's name")
+    env = container.get("env", [])
+    if not isinstance(env, list):
+        raise FieldError(f"{where}.env", f"is {_kind(env)}; expected a list of name and value")
+    for i, variable in enumerate(env):
+        key = variable.get("name") if isinstance(variable, dict) else None
+        if not isinstance(key, str) or not key:
+            raise FieldError(f"{where}.env[{i}]", "has no name; expected name and value")
+        if key in RESERVED_ENV or key.startswith(RESERVED_ENV_PREFIXES):
+            raise FieldError(
+                f"{where}.env[{i}].name",
+                f"is {key}, which is reserved in container {name}: PipeMorph sets it",
+            )
+    return name
+
+
+def _kind(value: object) -> str:
+    """What a value is, for a message: its type, or that it is missing."""
+    if value is None:
+        return "missing"
+    kinds = {dict: "a mapping", list: "a list", str: "text", bool: "true or false"}
+    return kinds.get(type(value), "a number")
 
 
 class Metadata(SpecModel):
