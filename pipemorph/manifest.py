@@ -208,8 +208,11 @@ def describe(error: ValidationError) -> str:
     first = errors[0]
     # Of the forms of a union, the one that got furthest is the one that was meant.
     start = _path(first["loc"])
+    inside = (f"{start}.", f"{start}[")
     first = max(
-        (e for e in errors if _path(e["loc"]).startswith(start)), key=lambda e: len(_path(e["loc"]))
+        (e for e in errors if f"{_path(e['loc'])}.".startswith(inside)),
+        key=lambda e: len(_path(e["loc"])),
+        default=first,
     )
     location, found, kind = first["loc"], first["input"], first["type"]
     where = _path(location)
