@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from typing import Any
 
 from pipemorph.errors import InputError
@@ -27,38 +28,74 @@ INCHES_WIDE = 14.0
 
 def render_png(timeline: Timeline) -> bytes:
     """The picture. Raises :class:`InputError` naming what to install without matplotlib."""
+    stages = len(timeline.stages)
+    rows = _rows(stages)
+    figure = _figure(rows + 3.4)
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[rows, 1.6])
+    span = _span(timeline)
+    _draw_panel(top, timeline, span, rows)
+    _draw_in_flight(bottom, timeline, timeline.begin)
+    for time, _ in timeline.marks:
+        bottom.axvline((time - timeline.begin) * 1e3, color="black", linewidth=0.8, linestyle=":")
+    top.set_xlim(0, span)
+    bottom.set_xlabel("ms")
+    return _png(figure)
+
+
+def render_panels(timelines: Sequence[Timeline]) -> bytes:
+    """Several timelines one under another, on one time scale, each from its own begin.
+
+    Raises :class:`InputError` naming what to install without matplotlib.
+    """
+    rows = max(_rows(len(timeline.stages)) for timeline in timelines)
+    figure = _figure((rows + 1.0) * len(timelines) + 0.6)
+    panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
+    span = max(_span(timeline) for timeline in timelines)
+    for axes, timeline in zip(panels, timelines, strict=True):
+        _draw_panel(axes, timeline, span, rows)
+        axes.axvline(_span(timeline), color="black", linewidth=0.8)
+    panels[-1].set_xlim(0, span * 1.005)
+    panels[-1].set_xlabel("ms")
+    return _png(figure)
+
+
+def _rows(stages: int) -> float:
+    """Inches of height for the ops of ``stages``."""
+    return max(1.6, min(0.42 * stages, 16.0))
+
+
+def _span(timeline: Timeline) -> float:
+    """Milliseconds from begin to end."""
+    return max(timeline.end - timeline.begin, 1e-12) * 1e3
+
+
+def _figure(height: float) -> Any:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         raise InputError("pictures need matplotlib: pip install pipemorph[pictures]") from None
-    stages = len(timeline.stages)
-    rows = max(1.6, min(0.42 * stages, 16.0))
-    figure = Figure(figsize=(INCHES_WIDE, rows + 3.4), dpi=110, layout="constrained")
+    figure = Figure(figsize=(INCHES_WIDE, height), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[rows, 1.6])
-    begin, end = timeline.begin, timeline.end
-    span = max(end - begin, 1e-12) * 1e3
-    _draw_ops(top, timeline, begin, span, rows)
-    _draw_arrows(top, timeline, begin)
-    _draw_in_flight(bottom, timeline, begin)
-    for time, text in timeline.marks:
-        for axes in (top, bottom):
-            axes.axvline((time - begin) * 1e3, color="black", linewidth=0.8, linestyle=":")
-        top.annotate(
-            text,
-            ((time - begin) * 1e3, -0.55),
-            fontsize=7,
-            rotation=90,
-            va="top",
-            annotation_clip=True,
-        )
-    top.set_title(timeline.title, fontsize=11, loc="left")
-    top.set_xlim(0, span)
-    bottom.set_xlabel("ms")
+    return figure
+
+
+def _png(figure: Any) -> bytes:
     image = io.BytesIO()
     figure.savefig(image, format="png")
     return image.getvalue()
+
+
+def _draw_panel(axes: Any, timeline: Timeline, span: float, rows: float) -> None:
+    """Ops, arrows, marks and title. ``span``: milliseconds the panel is wide."""
+    begin = timeline.begin
+    _draw_ops(axes, timeline, begin, span, rows)
+    _draw_arrows(axes, timeline, begin)
+    for time, text in timeline.marks:
+        at = (time - begin) * 1e3
+        axes.axvline(at, color="black", linewidth=0.8, linestyle=":")
+        axes.annotate(text, (at, -0.55), fontsize=7, rotation=90, va="top", annotation_clip=True)
+    axes.set_title(timeline.title, fontsize=11, loc="left")
 
 
 def _draw_ops(axes: Any, timeline: Timeline, begin: float, span: float, rows: float) -> None:
@@ -69,7 +106,7 @@ def _draw_ops(axes: Any, timeline: Timeline, begin: float, span: float, rows: fl
     # A label must fit into its op: about 0.075 inch per character at 6 points.
     inches_per_ms = (INCHES_WIDE - 1.5) / span
     for i, ops in enumerate(timeline.stages):
-        axes.broken_barh([(0, span)], (i - 0.45, 0.9), facecolor=BUBBLE)
+        axes.broken_barh([(0, _span(timeline))], (i - 0.45, 0.9), facecolor=BUBBLE)
         for kind in OpKind:
             bars = [
                 ((op.start - begin) * 1e3, (op.end - op.start) * 1e3)

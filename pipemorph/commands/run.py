@@ -1,0 +1,34 @@
+"""``pipemorph run JOB --out DIR``: train on this machine, and say what the network did."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "run",
+        help="run a PipeMorphJob on this machine",
+        description="Run the PipeMorphJob of JOB on this machine, one process per rank. "
+        "Exit status: 0 completed, 1 not completed, 2 unusable input, 130 interrupted.",
+    )
+    parser.add_argument("job", metavar="JOB", help="PipeMorphJob manifest, YAML or JSON")
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        type=Path,
+        required=True,
+        help="folder for report.json, timeline.json, timeline.png, logs and traces",
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="replace an earlier run that DIR holds"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    # Late: the other subcommands do not need a server.
+    from pipemorph.local import run_job
+
+    return run_job(args.job, args.out, force=args.force)

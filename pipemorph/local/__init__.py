@@ -1,0 +1,5 @@
+"""The local host: runs a PipeMorphJob on one machine, with the control loop of a cluster."""
+
+from pipemorph.local.host import run_job
+
+__all__ = ["run_job"]

@@ -1,0 +1,193 @@
+"""``pipemorph run``: one PipeMorphJob on this machine, from manifest to report."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from pipemorph.local.environment import AttemptEnvironment, rank_environment, template_env
+from pipemorph.local.interrupts import Interrupts
+from pipemorph.local.journal import Journal
+from pipemorph.local.logs import collected_logs
+from pipemorph.local.outputs import OutFolder
+from pipemorph.local.private import PrivateFolder
+from pipemorph.local.progress import Progress, headline
+from pipemorph.local.ranks import RankSet, Seat, Warden
+from pipemorph.local.report import RunRecord, write_report
+from pipemorph.local.service import ControlService
+from pipemorph.local.supervise import End, Ending, Events, RankExited, supervise
+from pipemorph.local.timeline import write_timeline
+from pipemorph.manifest import check_module, load_job
+from pipemorph.spec import PipeMorphJob
+
+EXIT = {End.COMPLETED: 0, End.FAILED: 1, End.DEADLINE: 1, End.INTERRUPTED: 130}
+SUSPENDED_STATUS = 1
+"""Exit code 0 says that the job completed, and a suspended one has not."""
+
+
+def run_job(manifest: str, out: Path, *, force: bool = False, stream: TextIO = sys.stdout) -> int:
+    """Run the job of ``manifest`` and leave report, timeline and logs in ``out``.
+
+    Returns the exit status: 0 completed, 1 not, 130 interrupted. Raises
+    :class:`~pipemorph.errors.InputError` before anything is started or written, if the
+    manifest, its module or ``out`` cannot be used. Call it from the main thread.
+    """
+    job = load_job(manifest)
+    check_module_for_ranks(job)
+    if job.spec.suspend:
+        print(f"{job.metadata.name} is suspended (spec.suspend: true); not started", file=stream)
+        return SUSPENDED_STATUS
+    folder = OutFolder.claim(out, force=force)
+
+    journal, events = Journal(), Events()
+    progress = Progress(stream, job, journal)
+    run = RunRecord(job, time.time())
+    with ExitStack() as stack:
+        interrupts = stack.enter_context(Interrupts(events))
+        refresh = stack.enter_context(collected_logs(progress))
+        service = stack.enter_context(ControlService(job, journal))
+        warden = Warden()
+        stack.callback(warden.close)
+        host = _Host(job, folder, progress, service, warden, events, interrupts, refresh)
+        host.announce()
+        while True:
+            ending = host.attempt(run)
+            if not host.tries_again(ending, run):
+                break
+        run.finish(ending, journal.iterations(), service.adaptations())
+    progress.close()
+
+    write_report(folder, run)
+    progress.note(_farewell(ending, run, folder, manifest))
+    write_timeline(folder, run, progress.note)
+    return EXIT[ending.end]
+
+
+@dataclass
+class _Host:
+    """What the attempts of a run share."""
+
+    job: PipeMorphJob
+    folder: OutFolder
+    progress: Progress
+    service: ControlService
+    warden: Warden
+    events: Events
+    interrupts: Interrupts
+    refresh: Callable[[], None]
+    started: float = field(default_factory=time.monotonic)
+
+    def announce(self) -> None:
+        self.progress.note(headline(self.job))
+        unavailable = template_env(self.job).unavailable
+        if unavailable:
+            self.progress.note(
+                f"not set, since their values come from a cluster: {', '.join(unavailable)}"
+            )
+
+    def attempt(self, run: RunRecord) -> Ending:
+        """Start all ranks as the next attempt and wait for its end."""
+        number = len(run.attempts)
+        if number > 0:
+            self.service.begin_attempt(number)
+        record = run.begin_attempt(time.time())
+        private = PrivateFolder.make(self.job, self.service.token)
+        self.warden.tell("keep", str(private.root))
+        try:
+            with RankSet(self.warden, self._rank_exited) as ranks:
+                self._start_ranks(ranks, number, private)
+                ending = supervise(
+                    ranks,
+                    self.events,
+                    refresh=self.refresh,
+                    note=self.progress.note,
+                    deadline=self._deadline(),
+                    straggle=self.job.spec.transport.deadline_seconds,
+                )
+        finally:
+            private.remove()
+            self.warden.tell("drop", str(private.root))
+        record.end(ending, time.time())
+        return ending
+
+    def tries_again(self, ending: Ending, run: RunRecord) -> bool:
+        """Whether ``spec.failurePolicy`` grants another attempt; says so if it does."""
+        restarts = self.job.spec.failure_policy.max_restarts
+        if ending.end is not End.FAILED or not ending.retry or self.interrupts.received:
+            return False
+        if len(run.attempts) > restarts:
+            return False
+        self.progress.note(describe(ending))
+        checkpoint = self.job.spec.checkpoint
+        where = "the newest checkpoint" if checkpoint and checkpoint.resume else "the beginning"
+        self.progress.note(
+            f"attempt {len(run.attempts)} of at most {restarts} restarts begins from {where}"
+        )
+        return True
+
+    def _start_ranks(self, ranks: RankSet, number: int, private: PrivateFolder) -> None:
+        parallelism = self.job.spec.parallelism
+        where = AttemptEnvironment(
+            attempt=number,
+            master_port=_free_port(),
+            ingest_url=self.service.url,
+            job_file=private.job,
+            secret_file=private.secret,
+            token_file=private.token,
+            trace_dir=self.folder.trace.resolve(),
+        )
+        command = [sys.executable, "-m", self.job.spec.trainer.module]
+        for rank in range(parallelism.world_size):
+            seat = Seat.of(rank, parallelism.stages, parallelism.replicas)
+            env = rank_environment(self.job, where, rank, os.environ)
+            ranks.start(seat, command, env, self.folder.log(rank))
+
+    def _rank_exited(self, rank: int, status: int) -> None:
+        self.events.put(RankExited(rank, status))
+
+    def _deadline(self) -> float | None:
+        seconds = self.job.spec.active_deadline_seconds
+        return None if seconds is None else self.started + seconds
+
+
+def describe(ending: Ending) -> str:
+    """An ending in full, one fact per line."""
+    return "\n".join((ending.reason, *(f"  {line}" for line in ending.details)))
+
+
+def _farewell(ending: Ending, run: RunRecord, folder: OutFolder, manifest: str) -> str:
+    """The last words: how it ended, where the results are, how to go on."""
+    lines = [] if ending.end is End.COMPLETED else [describe(ending)]
+    lines.append(run.summary())
+    lines.append(f"report: {folder.report}")
+    checkpoint = run.job.spec.checkpoint
+    if ending.end is not End.COMPLETED and checkpoint is not None and checkpoint.resume:
+        lines.append(
+            f"to go on from the newest checkpoint in {checkpoint.directory}: "
+            f"pipemorph run {manifest} --out ANOTHER_FOLDER"
+        )
+    return "\n".join(lines)
+
+
+def check_module_for_ranks(job: PipeMorphJob) -> None:
+    """:func:`check_module` with the module path of the ranks: they run in this folder, and
+    the template may set PYTHONPATH. Raises :class:`~pipemorph.errors.InputError`."""
+    extra = template_env(job).values.get("PYTHONPATH", "").split(os.pathsep)
+    before = list(sys.path)
+    sys.path[:0] = [str(Path.cwd()), *filter(None, extra)]
+    try:
+        check_module(job)
+    finally:
+        sys.path[:] = before
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])

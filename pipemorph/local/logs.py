@@ -1,0 +1,41 @@
+"""Warnings of the ingest, shown between the lines of progress."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from pipemorph.local.progress import Progress
+
+KEPT = 100
+
+
+class _Collector(logging.Handler):
+    """Keeps records until the main thread shows them; the display belongs to that thread."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: deque[str] = deque(maxlen=KEPT)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.name}: {record.getMessage()}")
+
+
+@contextmanager
+def collected_logs(progress: Progress) -> Iterator[Callable[[], None]]:
+    """Collect the core's warnings. Yields a function that shows them and the progress."""
+    collector, logger = _Collector(), logging.getLogger("pipemorph")
+
+    def refresh() -> None:
+        while collector.lines:
+            progress.note(collector.lines.popleft())
+        progress.update()
+
+    logger.addHandler(collector)
+    try:
+        yield refresh
+    finally:
+        logger.removeHandler(collector)
+        refresh()

@@ -1,0 +1,81 @@
+"""The folder a run leaves its results in.
+
+A folder that holds a run already is left alone, unless the user says ``--force``; then the
+files of the earlier run go, and only those. Files that are not ours are never touched.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipemorph.errors import InputError
+
+OUTPUTS = ("report.json", "timeline.json", "timeline.png", "logs", "trace")
+
+
+@dataclass(frozen=True)
+class OutFolder:
+    """Paths of everything a run writes."""
+
+    root: Path
+
+    @staticmethod
+    def claim(root: Path, *, force: bool) -> OutFolder:
+        """Make ``root`` ready for a run. Raises :class:`InputError` if it holds one already
+        and ``force`` is not set, or if it cannot be written."""
+        held = [name for name in OUTPUTS if (root / name).exists()]
+        if held and not force:
+            raise InputError(
+                f"--out {root} holds an earlier run ({', '.join(held)}); choose another folder, "
+                f"or replace that run with --force"
+            )
+        folder = OutFolder(root)
+        try:
+            for name in held:
+                _remove(root / name)
+            folder.logs.mkdir(parents=True)
+            folder.trace.mkdir()
+        except OSError as error:
+            raise InputError(f"--out {root} cannot be used: {error}") from None
+        return folder
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.json"
+
+    @property
+    def timeline(self) -> Path:
+        return self.root / "timeline.json"
+
+    @property
+    def picture(self) -> Path:
+        return self.root / "timeline.png"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def trace(self) -> Path:
+        return self.root / "trace"
+
+    def log(self, rank: int) -> Path:
+        return self.logs / f"rank-{rank}.log"
+
+
+def write_json(path: Path, content: Any, *, indent: int | None = None) -> None:
+    """Replace ``path`` in one step, so that a reader never sees half of it."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content, indent=indent) + "\n")
+    partial.replace(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -1,0 +1,173 @@
+"""Progress on a terminal (one live line) or in a log (plain lines)."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from pipemorph.control.health import Health, LinkHealth
+from pipemorph.control.records import AdaptationRecord, Decision
+from pipemorph.local.journal import Journal
+from pipemorph.spec import PipeMorphJob
+from pipemorph.wire import IterationSample
+
+PLAIN_INTERVAL_SECONDS = 0.5
+"""Least time between two plain lines: a log of a fast job stays readable."""
+ERASE_LINE = "\r\x1b[2K"
+
+
+def headline(job: PipeMorphJob) -> str:
+    """What is about to run, in one line."""
+    spec = job.spec
+    parts = [_count(spec.parallelism.stages, "stage")]
+    if spec.parallelism.replicas > 1:
+        parts.append(_count(spec.parallelism.replicas, "replica"))
+    parts += [
+        _count(spec.schedule.microbatches, "microbatch", "es"),
+        _count(spec.trainer.iterations, "iteration"),
+        f"policy {spec.schedule.policy}",
+    ]
+    return f"{job.metadata.name}: {', '.join(parts)}{emulation_note(job)}"
+
+
+def emulation_note(job: PipeMorphJob) -> str:
+    """Says that nothing is computed, where nothing is; empty otherwise."""
+    emulation = job.spec.emulation
+    if emulation is None:
+        return ""
+    sizes = f"messages of {_bytes(emulation.message_bytes)}"
+    if emulation.stands_for_bytes is not None:
+        sizes += f" in place of {_bytes(emulation.stands_for_bytes)}"
+    return f"; EMULATED: stages wait instead of computing, {sizes}"
+
+
+def iteration_line(
+    sample: IterationSample, total: int, links: tuple[LinkHealth, ...], *, emulated: bool
+) -> str:
+    """``iteration 12 of 40  loss 2.3451  1.23 s/it  bubble 18%  link 2 slow +30 ms  epoch 3``"""
+    loss = "loss -" if sample.loss is None else f"loss {sample.loss:.4f}"
+    parts = [
+        f"iteration {sample.index} of {total}",
+        loss,
+        f"{sample.seconds:.3f} s/it",
+        f"bubble {sample.bubble_fraction:.0%}",
+        links_phrase(links),
+        f"epoch {sample.epoch}",
+    ]
+    return "  ".join(([] if not emulated else ["EMULATED"]) + [part for part in parts if part])
+
+
+def links_phrase(links: tuple[LinkHealth, ...]) -> str:
+    """Slow links by name (the slowest three), else that all are healthy."""
+    slow = sorted((x for x in links if x.health is Health.SLOW), key=lambda x: -x.delay)
+    if slow:
+        named = ", ".join(f"{link.link} +{1e3 * link.delay:.0f} ms" for link in slow[:3])
+        more = f" and {len(slow) - 3} more" if len(slow) > 3 else ""
+        return f"slow link {named}{more}" if len(slow) == 1 else f"slow links {named}{more}"
+    unknown = sum(link.health is Health.UNKNOWN for link in links)
+    if not links:
+        return ""
+    return f"links: {unknown} of {len(links)} unknown" if unknown else "links healthy"
+
+
+class Progress:
+    """Shows a journal as it fills. ``update`` it a few times a second."""
+
+    def __init__(
+        self,
+        stream: TextIO,
+        job: PipeMorphJob,
+        journal: Journal,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream = stream
+        self._live = stream.isatty()
+        self._job = job
+        self._journal = journal
+        self._clock = clock
+        self._held: IterationSample | None = None
+        self._printed_at = -PLAIN_INTERVAL_SECONDS
+        self._decided: set[tuple[float, str]] = set()
+        self._in_force: set[int] = set()
+        self._line = ""
+
+    def note(self, text: str) -> None:
+        """Print ``text`` on lines of its own."""
+        erase = ERASE_LINE if self._line else ""
+        self._line = ""
+        self._write(f"{erase}{text}\n")
+
+    def update(self, *, final: bool = False) -> None:
+        """Show what is new. ``final``: also what a plain log would have skipped."""
+        view, unseen = self._journal.view, self._journal.unseen()
+        for decision in view.decisions:
+            self._tell_decision(decision)
+        for record in view.adaptations:
+            self._tell_in_force(record)
+        if unseen:
+            self._held = unseen[-1]
+        if self._held is None:
+            return
+        line = iteration_line(
+            self._held,
+            self._job.spec.trainer.iterations,
+            view.links,
+            emulated=self._job.spec.emulation is not None,
+        )
+        if self._live:
+            self._redraw(line)
+        elif final or self._clock() - self._printed_at >= PLAIN_INTERVAL_SECONDS:
+            self._held = None
+            self._printed_at = self._clock()
+            self._write(line + "\n")
+
+    def close(self) -> None:
+        """Show the last iteration and leave the live line behind."""
+        self.update(final=True)
+        if self._line:
+            self._line = ""
+            self._write("\n")
+
+    def _tell_decision(self, decision: Decision) -> None:
+        if (decision.at, decision.reason) not in self._decided:
+            self._decided.add((decision.at, decision.reason))
+            what = f"epoch {decision.epoch}" if decision.epoch else "no change"
+            self.note(f"{what}: {decision.reason}")
+
+    def _tell_in_force(self, record: AdaptationRecord) -> None:
+        first = record.applied_at_iteration
+        if first is not None and record.epoch not in self._in_force:
+            self._in_force.add(record.epoch)
+            self.note(f"epoch {record.epoch}: in force since iteration {first}")
+
+    def _redraw(self, line: str) -> None:
+        width = _columns(self._stream)
+        shown = line if len(line) < width else line[: width - 2] + "…"
+        if shown != self._line:
+            self._line = shown
+            self._write(ERASE_LINE + shown)
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+
+def _columns(stream: TextIO) -> int:
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"
+
+
+def _bytes(size: int) -> str:
+    for unit, scale in (("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10)):
+        if size >= scale:
+            return f"{size / scale:g} {unit}"
+    return f"{size} B"

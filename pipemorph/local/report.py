@@ -1,0 +1,121 @@
+"""``report.json``: what a run did, for programs."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass, field
+from importlib import metadata
+from statistics import median
+from typing import Any
+
+from pipemorph import __version__
+from pipemorph.control.records import AdaptationRecord
+from pipemorph.local.outputs import OutFolder, write_json
+from pipemorph.local.supervise import End, Ending
+from pipemorph.local.traces import read_faults
+from pipemorph.spec import PipeMorphJob
+from pipemorph.wire import IterationSample
+
+
+@dataclass
+class AttemptRecord:
+    """One start of all ranks. Times are wall clock, seconds since the epoch."""
+
+    number: int
+    started_at: float
+    ended_at: float | None = None
+    ending: Ending | None = None
+
+    def end(self, ending: Ending, now: float) -> None:
+        self.ending, self.ended_at = ending, now
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "number": self.number,
+            "started_at": self.started_at,
+            "ended_at": self.ended_at,
+            "end": self.ending.end.value if self.ending else None,
+            "reason": self.ending.reason if self.ending else None,
+            "details": list(self.ending.details) if self.ending else [],
+        }
+
+
+@dataclass
+class RunRecord:
+    """A run as it goes: attempts, and at the end what came of them."""
+
+    job: PipeMorphJob
+    started_at: float
+    attempts: list[AttemptRecord] = field(default_factory=list)
+    ending: Ending = field(default_factory=lambda: Ending(End.FAILED, "not started"))
+    iterations: list[IterationSample] = field(default_factory=list)
+    adaptations: list[AdaptationRecord] = field(default_factory=list)
+
+    def begin_attempt(self, now: float) -> AttemptRecord:
+        self.attempts.append(AttemptRecord(len(self.attempts), now))
+        return self.attempts[-1]
+
+    def finish(
+        self,
+        ending: Ending,
+        iterations: list[IterationSample],
+        adaptations: list[AdaptationRecord],
+    ) -> None:
+        self.ending, self.iterations, self.adaptations = ending, iterations, adaptations
+
+    @property
+    def completed(self) -> bool:
+        return self.ending.end is End.COMPLETED
+
+    @property
+    def emulated(self) -> bool:
+        return self.job.spec.emulation is not None
+
+    def summary(self) -> str:
+        """``completed: 40 iterations, median 1.234 s, 2 adaptations``"""
+        parts = [f"{len(self.iterations)} of {self.job.spec.trainer.iterations} iterations"]
+        if self.iterations:
+            parts.append(f"median {median(i.seconds for i in self.iterations):.3f} s")
+        parts.append(f"{len(self.adaptations)} adaptations")
+        emulated = " (EMULATED)" if self.emulated else ""
+        return f"{self.ending.end.value}{emulated}: {', '.join(parts)}"
+
+    def content(self, faults: list[Any]) -> dict[str, Any]:
+        """The report, ready for JSON."""
+        emulation = self.job.spec.emulation
+        return {
+            "job": self.job.metadata.name,
+            "namespace": self.job.metadata.namespace,
+            "completed": self.completed,
+            "end": self.ending.end.value,
+            "reason": self.ending.reason or None,
+            "emulated": self.emulated,
+            "emulation": emulation.model_dump(mode="json") if emulation else None,
+            "started_at": self.started_at,
+            "ended_at": self.attempts[-1].ended_at if self.attempts else None,
+            "iterations": [i.model_dump(mode="json") for i in self.iterations],
+            "adaptations": [a.model_dump(mode="json") for a in self.adaptations],
+            "faults": faults,
+            "attempts": [attempt.record() for attempt in self.attempts],
+            "versions": _versions(),
+            "spec": self.job.spec.model_dump(mode="json", by_alias=True, exclude_none=True),
+        }
+
+
+def write_report(folder: OutFolder, run: RunRecord) -> None:
+    """Write ``report.json``, whole or not at all."""
+    write_json(folder.report, run.content(read_faults(folder.trace)), indent=1)
+
+
+def _versions() -> dict[str, str | None]:
+    """Of what ran. torch is not imported for its version."""
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        torch = None
+    return {
+        "pipemorph": __version__,
+        "python": platform.python_version(),
+        "torch": torch,
+        "kernel": platform.release(),
+    }

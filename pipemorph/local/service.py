@@ -1,0 +1,96 @@
+"""The control side of a run, in a thread of its own: the ingest and the job's controller.
+
+The same code as on a cluster. Its loop answers at once whatever the main thread does:
+draw, wait, or write files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from pipemorph.control.controller import JobController
+from pipemorph.control.records import AdaptationRecord
+from pipemorph.ingest import BearerAuthenticator, IngestServer, MemoryStore
+from pipemorph.local.journal import Journal
+from pipemorph.spec import PipeMorphJob
+from pipemorph.wire import LinkHealthReport
+
+T = TypeVar("T")
+
+TICK_SECONDS = 1.0
+CALL_SECONDS = 10.0
+
+
+class ControlService:
+    """Serves the HTTP protocol on 127.0.0.1 while entered. Writes to ``journal``."""
+
+    def __init__(self, job: PipeMorphJob, journal: Journal) -> None:
+        self._job = job
+        self._journal = journal
+        self.token = secrets.token_urlsafe(32)
+        self._controller = JobController(job.spec, on_report=self._on_report)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="ingest", daemon=True)
+        self._ticking: asyncio.Task[None] | None = None
+        name = (job.metadata.namespace, job.metadata.name)
+        store = MemoryStore()
+        store.add(*name, self._controller)
+        self._server = IngestServer(store, BearerAuthenticator(self.token))
+
+    @property
+    def url(self) -> str:
+        return self._server.url
+
+    def __enter__(self) -> ControlService:
+        self._thread.start()
+        self._call(self._start())
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        with contextlib.suppress(TimeoutError):
+            self._call(self._stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CALL_SECONDS)
+
+    def begin_attempt(self, attempt: int) -> None:
+        """Expect the ranks of another attempt. Raises ValueError unless it is a later one."""
+
+        async def begin() -> None:
+            self._controller.begin_attempt(attempt)
+
+        self._call(begin())
+
+    def adaptations(self) -> list[AdaptationRecord]:
+        """Every adaptation so far, oldest first."""
+
+        async def read() -> list[AdaptationRecord]:
+            return [record.model_copy(deep=True) for record in self._controller.records]
+
+        return self._call(read())
+
+    def _on_report(self, report: LinkHealthReport) -> None:
+        self._journal.take(report, self._controller, time.time())
+
+    async def _start(self) -> None:
+        await self._server.start()
+        self._ticking = asyncio.create_task(self._tick())
+
+    async def _stop(self) -> None:
+        if self._ticking is not None:
+            self._ticking.cancel()
+        await self._server.stop()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            name = self._job.metadata
+            await self._server.handler.tick(name.namespace, name.name)
+
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(CALL_SECONDS)

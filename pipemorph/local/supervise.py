@@ -1,0 +1,163 @@
+"""Runs one attempt to its end: waits for what happens, and says how it ended."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from queue import Empty, SimpleQueue
+
+from pipemorph.local.ranks import RankProcess, RankSet
+
+REFRESH_SECONDS = 0.1
+GRACE_SECONDS = 10.0
+"""From SIGTERM to SIGKILL: enough for a rank to say what it waited for and to let go."""
+AGENT_SECONDS = 2.5
+"""For rank 0's agent to send the last report after rank 0 has ended."""
+LAST_LINES = 15
+_WAITING = re.compile(r".*\bwas waiting for\b.*")
+
+
+class End(StrEnum):
+    """How an attempt ended."""
+
+    COMPLETED = "completed"
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"
+    DEADLINE = "deadline"
+
+
+@dataclass(frozen=True)
+class RankExited:
+    rank: int
+    status: int
+
+
+@dataclass(frozen=True)
+class Signalled:
+    number: signal.Signals
+
+
+Events = SimpleQueue["RankExited | Signalled"]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an attempt ended, and what to tell about it (several lines, most telling first)."""
+
+    end: End
+    reason: str = ""
+    details: tuple[str, ...] = ()
+    retry: bool = False
+    """Whether another attempt could do better."""
+
+
+def supervise(
+    ranks: RankSet,
+    events: Events,
+    *,
+    refresh: Callable[[], None],
+    note: Callable[[str], None],
+    deadline: float | None = None,
+    straggle: float = 300.0,
+    grace: float = GRACE_SECONDS,
+) -> Ending:
+    """Wait until every rank has finished or something ends the attempt, then end the ranks.
+
+    ``deadline``: ``time.monotonic()`` at which the job's time is over. ``straggle``: seconds
+    the slowest rank may go on after the first has finished. ``refresh`` is called several
+    times a second. Leaves no rank running.
+    """
+    ending = _until_the_end(ranks, events, refresh, deadline, straggle)
+    if ranks.running:
+        if ending.end is End.INTERRUPTED:
+            note(f"{ending.reason}: stopping {len(ranks.running)} ranks; once more kills them")
+        killed = _stop(ranks, events, refresh, grace)
+        ending = _with_peers(ending, ranks, killed, grace)
+    ranks.settle(AGENT_SECONDS)
+    refresh()
+    ranks.kill()
+    return ending
+
+
+def _until_the_end(
+    ranks: RankSet,
+    events: Events,
+    refresh: Callable[[], None],
+    deadline: float | None,
+    straggle: float,
+) -> Ending:
+    first_done: float | None = None
+    while ranks.running:
+        now = time.monotonic()
+        if deadline is not None and now >= deadline:
+            return Ending(End.DEADLINE, "spec.activeDeadlineSeconds have passed")
+        if first_done is not None and now >= first_done + straggle:
+            late = ", ".join(str(rank.seat) for rank in ranks.running)
+            return Ending(End.FAILED, f"{late}: still running {straggle:g} s after others finished")
+        try:
+            event = events.get(timeout=REFRESH_SECONDS)
+        except Empty:
+            refresh()
+            continue
+        if isinstance(event, Signalled):
+            return Ending(End.INTERRUPTED, event.number.name)
+        rank = ranks.ranks[event.rank]
+        rank.status = event.status
+        if event.status != 0:
+            return _failure(rank)
+        first_done = first_done or time.monotonic()
+    return Ending(End.COMPLETED)
+
+
+def _failure(rank: RankProcess) -> Ending:
+    """The first rank that ended badly: the others follow from it."""
+    lines = [line for line in rank.lines() if line.strip()][-LAST_LINES:]
+    if lines:
+        details = [f"its last lines ({rank.log}):", *(f"  {line}" for line in lines)]
+    else:
+        details = [f"it wrote nothing to {rank.log}"]
+    return Ending(
+        End.FAILED,
+        f"{rank.seat} {rank.outcome()}",
+        tuple(details),
+        # Exit code 2 says that the input cannot be used; it will be the same next time.
+        retry=rank.status != 2,
+    )
+
+
+def _stop(
+    ranks: RankSet, events: Events, refresh: Callable[[], None], grace: float
+) -> list[RankProcess]:
+    """Ask all ranks to stop and wait. Returns those that had to be killed."""
+    ranks.terminate()
+    end = time.monotonic() + grace
+    while ranks.running and time.monotonic() < end:
+        try:
+            event = events.get(timeout=REFRESH_SECONDS)
+        except Empty:
+            refresh()
+            continue
+        if isinstance(event, Signalled):
+            break
+        ranks.ranks[event.rank].status = event.status
+    return ranks.running
+
+
+def _with_peers(ending: Ending, ranks: RankSet, killed: list[RankProcess], grace: float) -> Ending:
+    """Add what the other ranks were waiting for, in their own words."""
+    waiting = []
+    for rank in ranks.ranks:
+        said = [line for line in rank.lines() if _WAITING.match(line)]
+        if said and said[-1].strip() not in ending.details:
+            waiting.append(f"  {said[-1].strip()}")
+    details = list(ending.details)
+    if waiting:
+        details += ["what the ranks were waiting for:", *waiting]
+    if killed:
+        names = ", ".join(str(rank.seat) for rank in killed)
+        details.append(f"killed, since they did not stop within {grace:g} s: {names}")
+    return Ending(ending.end, ending.reason, tuple(details), ending.retry)

@@ -1,0 +1,42 @@
+"""Cleans up after a host that was killed: a small process that outlives it by a moment.
+
+``python -I -S warden.py``, started by the host with a pipe as its standard input. Each
+line names something to look after, as JSON; when the pipe closes, whatever is left on the
+list is killed or removed. A host that ends well takes everything off the list first.
+
+``["watch", PGID]``, ``["forget", PGID]``: a process group.
+``["keep", PATH]``, ``["drop", PATH]``: a folder with secrets.
+"""
+
+import json
+import os
+import shutil
+import signal
+import sys
+from contextlib import suppress
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # The pipe says when; nothing else does.
+    groups: set[int] = set()
+    folders: set[str] = set()
+    for line in sys.stdin:
+        verb, what = json.loads(line)
+        if verb == "watch":
+            groups.add(what)
+        elif verb == "forget":
+            groups.discard(what)
+        elif verb == "keep":
+            folders.add(what)
+        elif verb == "drop":
+            folders.discard(what)
+    for group in groups:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
