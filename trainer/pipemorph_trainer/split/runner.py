@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from pipemorph_trainer.split.flight import Flight, Grads, LossFn, StageCall
 from pipemorph_trainer.split.report import Mode, OrderError, Split, SplitError, SplitReport
+from pipemorph_trainer.split.self_test import SelfTest
 from pipemorph_trainer.split.splitters import FusedSplit, Splitter
+from pipemorph_trainer.split.trial import Sample
 
 
 class StageRunner:
@@ -20,7 +22,7 @@ class StageRunner:
     :meth:`backward_weight`) or fused (:meth:`backward`). Since W runs in microbatch order
     too, every ``.grad`` is to the bit what a sequential run of the microbatches leaves.
 
-    Before :meth:`self_test` an ``auto`` runner is fused. On a fused stage
+    Before :meth:`self_test` every runner is fused. On a fused stage
     :meth:`backward_input` is the whole backward and :meth:`backward_weight` is empty, so a
     plan with B and W runs on any stage.
 
@@ -50,7 +52,7 @@ class StageRunner:
         self.microbatches = microbatches
         self.mode: Mode = mode
         self.report: SplitReport | None = None
-        self.reason = "the self-test has not run" if mode == "auto" else "asked for"
+        self.reason = "asked for" if mode == "fused" else "the self-test has not run"
         self._call = StageCall(
             module,
             is_first=is_first,
@@ -77,9 +79,20 @@ class StageRunner:
     ) -> SplitReport:
         """Choose the split by trying it on the stage itself with one real microbatch.
 
-        Leaves parameters, gradients, buffers and the random state as they were.
+        Runs the stage several times on copies of the arguments and compares, bitwise, every
+        output, input gradient, parameter gradient and buffer of split and unsplit runs over
+        two microbatches. Tries module, then graph, then settles for fused. Leaves
+        parameters, gradients, buffers and the random state as they were.
+
+        Raises :class:`SplitError` if ``mode`` asked for a split that does not pass or if
+        microbatches are in flight, and whatever the stage itself raises.
         """
-        raise NotImplementedError
+        if self._flights:
+            raise SplitError(f"self-test with {len(self._flights)} microbatches in flight")
+        test = SelfTest(self._call, self.mode, Sample(args, kwargs or {}, target))
+        self._splitter, self.report = test.run()
+        self.reason = self.report.reason
+        return self.report
 
     def forward(
         self,

@@ -1,0 +1,106 @@
+"""Random stacks of layers, random orders with several microbatches in flight: split equals
+unsplit to the bit, in fp32 and bf16, module and graph."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from split_support import Job, assert_equal, random_order, sequential, split
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 6
+
+
+class Residual(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+class Recomputed(Residual):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+class Twice(Residual):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(torch.tanh(self.inner(x)))
+
+
+class Gate(nn.Module):
+    """A parameter that is no Linear's, used directly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.scale)
+
+
+def stack(rng: random.Random, depth: int, *, recompute: bool) -> nn.Module:
+    layers: list[nn.Module] = []
+    for _ in range(rng.randint(1, 4)):
+        kinds = ["linear", "linear", "norm", "act", "inplace", "gate", "drop"]
+        if depth:
+            kinds += ["residual", "twice", "recompute" if recompute else "residual"]
+        match rng.choice(kinds):
+            case "linear":
+                layers.append(nn.Linear(WIDTH, WIDTH, bias=rng.random() < 0.7))
+                if rng.random() < 0.15:
+                    layers[-1].weight.requires_grad_(False)
+            case "norm":
+                layers.append(nn.LayerNorm(WIDTH))
+            case "act":
+                layers.append(rng.choice([nn.GELU(), nn.Tanh(), nn.SiLU()]))
+            case "inplace":
+                layers += [nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)]
+            case "gate":
+                layers.append(Gate())
+            case "drop":
+                layers.append(nn.Dropout(0.3))
+            case "residual":
+                layers.append(Residual(stack(rng, depth - 1, recompute=recompute)))
+            case "twice":
+                layers.append(Twice(stack(rng, depth - 1, recompute=recompute)))
+            case "recompute":
+                layers.append(Recomputed(stack(rng, depth - 1, recompute=recompute)))
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize("mode", ["auto", "graph"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("seed", range(25))
+def test_random_stacks(mode: str, dtype: torch.dtype, seed: int) -> None:
+    rng = random.Random(f"{seed} {mode} {dtype}")
+    torch.manual_seed(seed)
+    module = nn.Sequential(
+        nn.LayerNorm(WIDTH), stack(rng, 2, recompute=mode == "auto"), nn.Linear(WIDTH, WIDTH)
+    ).to(dtype)
+    shape = rng.choice([(3, WIDTH), (2, 3, WIDTH), (2, 1, 2, WIDTH)])
+    microbatches = rng.randint(2, 5)
+    first, last = rng.random() < 0.3, rng.random() < 0.3
+
+    def make_args(k: int) -> tuple[Tensor, ...]:
+        return (torch.randn(shape, generator=torch.Generator().manual_seed(k)).to(dtype),)
+
+    job = Job(
+        module,
+        make_args,
+        microbatches,
+        is_first=first,
+        is_last=last,
+        loss_fn=nn.functional.mse_loss if last else None,
+        make_target=lambda k: make_args(k + 30)[0],
+        mode=mode,
+    )
+    order = random_order(microbatches, rng)
+    got, runner = split(job, order)
+    assert runner.split == ("graph" if mode == "graph" else "module")
+    assert_equal(sequential(job), got)

@@ -1,0 +1,550 @@
+"""The zoo: stages known to break split backwards. Each passes bitwise, falls back, or is
+refused by name at start; its entry says which."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from split_support import Job, assert_equal, sequential, split
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+DELAYED = "F0 F1 F2 B0 B1 W0 B2 W1 W2"
+WIDTH = 8
+
+
+@dataclass
+class Beast:
+    """A stage, what auto mode must make of it and what the report must say."""
+
+    job: Job
+    split: str
+    says: str = ""
+    """Must be found in the report."""
+    deferred: tuple[str, ...] = ()
+    in_b: tuple[str, ...] = ()
+
+
+def vectors(k: int) -> tuple[Tensor, ...]:
+    return (torch.randn(4, 5, WIDTH, generator=torch.Generator().manual_seed(k)),)
+
+
+def tokens(k: int) -> tuple[Tensor, ...]:
+    return (torch.randint(0, 11, (4, 5), generator=torch.Generator().manual_seed(k)),)
+
+
+def images(k: int) -> tuple[Tensor, ...]:
+    return (torch.randn(3, 2, 6, 6, generator=torch.Generator().manual_seed(k)),)
+
+
+def job(module: nn.Module, make_args=vectors, **options) -> Job:
+    return Job(module, make_args, **options)
+
+
+class Lambda(nn.Module):
+    """Named children and a function of them."""
+
+    def __init__(self, function, **children):
+        super().__init__()
+        self.function = function
+        for name, child in children.items():
+            setattr(self, name, child)
+
+    def forward(self, *args):
+        return self.function(self, *args)
+
+
+def linear(n_in: int = WIDTH, n_out: int = WIDTH, **options) -> nn.Linear:
+    return nn.Linear(n_in, n_out, **options)
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = (
+            t.view(batch, length, self.heads, -1).transpose(1, 2)
+            for t in self.qkv(x).split(width, dim=-1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, length, width))
+
+
+class Block(nn.Module):
+    """A GPT block: what the module split is for."""
+
+    def __init__(self, width: int = WIDTH, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(width)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+class DoubleFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def next_tokens(k: int) -> Tensor:
+    return tokens(100 + k)[0]
+
+
+class TiedLM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.block = Block()
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.block(self.embedding(ids)))
+
+
+class Sometimes(nn.Module):
+    """Skips a Linear in every other microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = linear()
+        self.other = linear()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.first(x)
+        return self.other(x).tanh() if self.calls % 2 else x.tanh()
+
+
+class KeepsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+        self.last_input: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last_input = x
+        return self.linear(x) + self.last_input
+
+
+class LoRA(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = linear()
+        self.base.requires_grad_(False)
+        self.down = linear(WIDTH, 2, bias=False)
+        self.up = linear(2, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 0.5 * self.up(self.down(x))
+
+
+def add_hooks(module: nn.Module) -> None:
+    module[0].weight.register_hook(lambda grad: grad * 2)
+    module[2].bias.register_post_accumulate_grad_hook(halve)
+
+
+def halve(parameter: nn.Parameter) -> None:
+    parameter.grad *= 0.5
+
+
+def frozen() -> nn.Module:
+    module = nn.Sequential(linear(), nn.Tanh(), linear(), nn.Tanh(), linear())
+    module[0].requires_grad_(False)
+    module[2].weight.requires_grad_(False)
+    module[4].bias.requires_grad_(False)
+    return module
+
+
+def double(module: nn.Module) -> nn.Module:
+    return module.to(torch.float64)
+
+
+def autocast(m: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return m.second(F.gelu(m.first(x))).float()
+
+
+def autocast_twice(m: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return m.first(F.gelu(m.first(x))).float()
+
+
+ZOO = {
+    "gpt block": lambda: Beast(
+        job(Block()),
+        "module",
+        deferred=("attention.qkv.weight", "mlp.2.bias"),
+        in_b=("norm1.weight", "norm2.bias"),
+    ),
+    "gpt block, bf16": lambda: Beast(
+        Job(Block().to(torch.bfloat16), lambda k: (vectors(k)[0].bfloat16(),)), "module"
+    ),
+    "gpt block, first stage": lambda: Beast(job(Block(), is_first=True), "module"),
+    "language model, one stage": lambda: Beast(
+        job(
+            nn.Sequential(nn.Embedding(11, WIDTH), Block(), linear(WIDTH, 11)),
+            tokens,
+            is_first=True,
+            is_last=True,
+            loss_fn=cross_entropy,
+            make_target=next_tokens,
+        ),
+        "module",
+        in_b=("0.weight",),
+    ),
+    "Linear used twice": lambda: Beast(
+        job(Lambda(lambda m, x: m.lin(torch.tanh(m.lin(x))), lin=linear())),
+        "module",
+        deferred=("lin.weight", "lin.bias"),
+    ),
+    "Linear used three times": lambda: Beast(
+        job(Lambda(lambda m, x: m.lin(m.lin(m.lin(x).tanh()).tanh()), lin=linear())), "module"
+    ),
+    "weight used inside and outside its Linear": lambda: Beast(
+        job(Lambda(lambda m, x: F.linear(m.a(m.b(x)).tanh(), m.a.weight), a=linear(), b=linear())),
+        "module",
+        says="a.weight is also used outside its own Linear",
+        deferred=("b.weight",),
+        in_b=("a.weight", "a.bias"),
+    ),
+    "tied embedding and head": lambda: Beast(
+        job(TiedLM(), tokens, is_first=True),
+        "module",
+        says="tied: the same parameter is embedding.weight and head.weight",
+        in_b=("embedding.weight",),
+    ),
+    "tied Linears": lambda: Beast(
+        job(_tied_linears()), "module", says="tied", in_b=("0.weight", "0.bias")
+    ),
+    "checkpoint, non-reentrant": lambda: Beast(
+        job(
+            Lambda(
+                lambda m, x: m.head(checkpoint(m.block, x, use_reentrant=False)),
+                block=Block(),
+                head=linear(),
+            )
+        ),
+        "module",
+        deferred=("block.mlp.0.weight", "head.weight"),
+    ),
+    "checkpoint with dropout": lambda: Beast(
+        job(
+            Lambda(
+                lambda m, x: m.head(checkpoint(m.block, x, use_reentrant=False)),
+                block=Block(dropout=0.5),
+                head=linear(),
+            )
+        ),
+        "module",
+    ),
+    "checkpoint, reentrant": lambda: Beast(
+        job(
+            Lambda(
+                lambda m, x: m.head(checkpoint(m.block, x, use_reentrant=True)),
+                block=Block(),
+                head=linear(),
+            )
+        ),
+        "module",
+        deferred=("block.mlp.0.weight", "head.weight"),
+    ),
+    "Linear shared by two reentrant checkpoints and a third use": lambda: Beast(
+        job(
+            Lambda(
+                lambda m, x: m.lin(
+                    checkpoint(m.lin, checkpoint(m.lin, x, use_reentrant=True), use_reentrant=True)
+                ),
+                lin=linear(),
+            )
+        ),
+        "fused",
+        says="deferring lin.weight changes its gradient",
+    ),
+    "checkpoint without Linear, non-reentrant": lambda: Beast(
+        job(
+            Lambda(
+                lambda m, x: checkpoint(m.norm, x, use_reentrant=False), norm=nn.LayerNorm(WIDTH)
+            )
+        ),
+        "fused",
+        says="W runs the forward of 'norm' again (activation checkpointing)",
+    ),
+    "checkpoint without Linear, reentrant": lambda: Beast(
+        job(
+            Lambda(lambda m, x: checkpoint(m.norm, x, use_reentrant=True), norm=nn.LayerNorm(WIDTH))
+        ),
+        "fused",
+        says="heckpoint",
+    ),
+    "view output: a 3-D Linear last": lambda: Beast(
+        job(nn.Sequential(nn.LayerNorm(WIDTH), linear())), "module"
+    ),
+    "view output: a transpose last": lambda: Beast(
+        job(Lambda(lambda m, x: m.lin(x).transpose(0, 1), lin=linear())), "module"
+    ),
+    "view output, graph": lambda: Beast(
+        job(Lambda(lambda m, x: m.norm(x).view(4, -1), norm=nn.LayerNorm(WIDTH))), "graph"
+    ),
+    "autograd.Function at the output": lambda: Beast(
+        job(Lambda(lambda m, x: DoubleFunction.apply(m.lin(x)), lin=linear())), "module"
+    ),
+    "autograd.Function at the output, graph": lambda: Beast(
+        job(Lambda(lambda m, x: DoubleFunction.apply(m.norm(x)), norm=nn.LayerNorm(WIDTH))),
+        "graph",
+    ),
+    "compiled stage": lambda: Beast(
+        job(torch.compile(nn.Sequential(linear(), nn.Tanh(), linear()), backend="eager")),
+        "fused",
+        says="the stage is compiled",
+    ),
+    "compiled in place": lambda: Beast(
+        job(nn.Sequential(linear(), nn.Tanh()), prepare=lambda m: m.compile(backend="eager")),
+        "fused",
+        says="the stage is compiled",
+    ),
+    "compiled submodule": lambda: Beast(
+        job(nn.Sequential(torch.compile(linear(), backend="eager"), nn.Tanh(), linear())),
+        "module",
+        says="'0' is compiled",
+        deferred=("2.weight",),
+    ),
+    "compiled function around a Linear": lambda: Beast(
+        job(
+            Lambda(
+                lambda m, x: m.b(torch.compile(lambda y: m.a(y).tanh(), backend="eager")(x)),
+                a=linear(),
+                b=linear(),
+            )
+        ),
+        "module",
+        deferred=("b.weight",),
+        in_b=("a.weight",),
+    ),
+    "hooks on parameters": lambda: Beast(
+        job(nn.Sequential(linear(), nn.Tanh(), linear(), linear()), prepare=add_hooks),
+        "module",
+        says="0.weight has gradient hooks",
+        deferred=("3.weight",),
+        in_b=("0.weight", "0.bias", "2.weight"),
+    ),
+    "hooks on parameters, graph": lambda: Beast(
+        job(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH)),
+            prepare=add_hooks,
+        ),
+        "graph",
+    ),
+    "backward hooks on modules, graph": lambda: Beast(
+        job(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Tanh()),
+            prepare=lambda m: m[0].register_full_backward_hook(lambda *_: None),
+        ),
+        "fused",
+        says="'0' has backward hooks",
+    ),
+    "frozen parameters": lambda: Beast(
+        job(frozen()), "module", deferred=("2.bias", "4.weight"), in_b=()
+    ),
+    "all frozen": lambda: Beast(
+        job(Block().requires_grad_(False)), "fused", says="no trainable parameter"
+    ),
+    "dropout": lambda: Beast(job(Block(dropout=0.5)), "module"),
+    "dropout, graph": lambda: Beast(
+        job(nn.Sequential(nn.LayerNorm(WIDTH), nn.Dropout(0.5), nn.LayerNorm(WIDTH))), "graph"
+    ),
+    "BatchNorm": lambda: Beast(
+        Job(nn.Sequential(nn.Flatten(), linear(40, 8), nn.BatchNorm1d(8), linear(8, 4)), vectors),
+        "module",
+        in_b=("2.weight",),
+    ),
+    "convolutions": lambda: Beast(
+        job(
+            nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3)),
+            images,
+        ),
+        "graph",
+        says="in a Conv2d",
+        deferred=("0.weight", "3.bias"),
+    ),
+    "convolutions with a small head": lambda: Beast(
+        job(
+            nn.Sequential(
+                nn.Conv2d(2, 32, 3),
+                nn.ReLU(),
+                nn.Conv2d(32, 32, 3),
+                nn.ReLU(),
+                nn.AdaptiveAvgPool2d(1),
+                nn.Flatten(),
+                linear(32, 4),
+            ),
+            images,
+        ),
+        "graph",
+        says="a module split would defer only",
+    ),
+    "autocast": lambda: Beast(job(Lambda(autocast, first=linear(), second=linear())), "module"),
+    "autocast, Linear used twice": lambda: Beast(
+        job(Lambda(autocast_twice, first=linear())), "module"
+    ),
+    "parametrized": lambda: Beast(
+        job(nn.Sequential(nn.utils.parametrizations.weight_norm(linear()), linear())),
+        "module",
+        says="parametrized",
+        deferred=("1.weight",),
+        in_b=("0.parametrizations.weight.original0", "0.bias"),
+    ),
+    "spectral norm": lambda: Beast(
+        job(nn.Sequential(nn.utils.parametrizations.spectral_norm(linear()), linear())),
+        "module",
+        says="parametrized",
+    ),
+    "LayerNorm only": lambda: Beast(
+        job(nn.Sequential(nn.LayerNorm(WIDTH), nn.GELU(), nn.LayerNorm(WIDTH))),
+        "graph",
+        says="in a LayerNorm",
+        deferred=("0.weight", "2.bias"),
+    ),
+    "LayerNorm used twice, graph": lambda: Beast(
+        job(
+            Lambda(
+                lambda m, x: m.b(m.a(m.a(x).tanh())), a=nn.LayerNorm(WIDTH), b=nn.LayerNorm(WIDTH)
+            )
+        ),
+        "graph",
+        deferred=("b.weight",),
+        in_b=("a.weight",),
+    ),
+    "Embedding only, first stage": lambda: Beast(
+        job(nn.Embedding(11, WIDTH), tokens, is_first=True), "graph", deferred=("weight",)
+    ),
+    "several outputs, one of integers": lambda: Beast(
+        job(Lambda(lambda m, x: (m.a(x), x.argmax(-1), m.b(x).tanh()), a=linear(), b=linear())),
+        "module",
+    ),
+    "several inputs, one of integers": lambda: Beast(
+        job(
+            Lambda(lambda m, x, i, y: m.a(x) + m.e(i) * y, a=linear(), e=nn.Embedding(11, WIDTH)),
+            lambda k: (vectors(k)[0], tokens(k)[0], vectors(k + 50)[0]),
+        ),
+        "module",
+    ),
+    "input passed through": lambda: Beast(
+        job(Lambda(lambda m, x: (m.a(x), x), a=linear())), "module"
+    ),
+    "input passed through, graph": lambda: Beast(
+        job(Lambda(lambda m, x: (m.a(x), x), a=nn.LayerNorm(WIDTH))), "graph"
+    ),
+    "output that ignores the input": lambda: Beast(
+        job(Lambda(lambda m, x: (m.a(x), m.e.weight * 2), a=nn.LayerNorm(8), e=nn.Embedding(3, 2))),
+        "graph",
+        deferred=("a.weight", "e.weight"),
+    ),
+    "in-place ops": lambda: Beast(
+        job(nn.Sequential(linear(), nn.ReLU(inplace=True), linear(), nn.ReLU(inplace=True))),
+        "module",
+    ),
+    "in-place ops on the input": lambda: Beast(
+        job(nn.Sequential(nn.ReLU(inplace=True), linear())),
+        "module",
+        says="writes to its input in place",
+    ),
+    "in-place ops, graph": lambda: Beast(
+        job(nn.Sequential(nn.LayerNorm(WIDTH), nn.ReLU(inplace=True), nn.LayerNorm(WIDTH))),
+        "graph",
+    ),
+    "LoRA": lambda: Beast(job(LoRA()), "module", deferred=("down.weight", "up.weight")),
+    "Linear skipped now and then": lambda: Beast(job(Sometimes()), "module"),
+    "multi-head attention": lambda: Beast(
+        job(nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.1, batch_first=True)),
+        "module",
+        says="in a MultiheadAttention",
+        deferred=("linear1.weight", "linear2.bias"),
+        in_b=("self_attn.in_proj_weight", "self_attn.out_proj.weight"),
+    ),
+    "saves its own input": lambda: Beast(job(KeepsInput()), "module"),
+    "input not contiguous": lambda: Beast(
+        job(Lambda(lambda m, x: m.a(x.transpose(0, 1)) + 1, a=linear())), "module"
+    ),
+    "one row": lambda: Beast(
+        job(linear(), lambda k: (torch.randn(WIDTH, generator=torch.Generator().manual_seed(k)),)),
+        "module",
+    ),
+    "column-major input": lambda: Beast(
+        job(Lambda(lambda m, x: m.b(m.a(x[:, 0]).t().contiguous().t()), a=linear(), b=linear())),
+        "module",
+    ),
+    "two-dimensional, double": lambda: Beast(
+        Job(double(linear()), lambda k: (vectors(k)[0].double().flatten(0, 1),)), "module"
+    ),
+    "gradient inside the forward": lambda: Beast(
+        job(Lambda(_force, a=linear(), b=linear())), "module", deferred=("b.weight",)
+    ),
+    "Linear subclass with its own forward": lambda: Beast(
+        job(nn.Sequential(_Scaled(WIDTH, WIDTH), linear())),
+        "module",
+        says="whose forward is not nn.Linear's",
+        in_b=("0.weight",),
+    ),
+}
+
+
+def _tied_linears() -> nn.Module:
+    module = nn.Sequential(linear(), nn.Tanh(), linear(), linear())
+    module[2].weight = module[0].weight
+    return module
+
+
+class _Scaled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+def _force(m: nn.Module, x: Tensor) -> Tensor:
+    """First-order gradients taken inside the forward must leave the weights alone."""
+    probe = x.detach().requires_grad_()
+    (force,) = torch.autograd.grad(m.a(probe).pow(2).sum(), probe)
+    return m.b(x + force)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_zoo(name: str) -> None:
+    torch.manual_seed(1)
+    beast = ZOO[name]()
+    want = sequential(beast.job)
+    got, runner = split(beast.job, DELAYED)
+    report = runner.report
+    assert report is not None
+    text = "\n".join(report.lines())
+    assert runner.split == beast.split, text
+    assert beast.says in text, text
+    assert set(beast.deferred) <= set(report.deferred), text
+    assert set(beast.in_b) <= set(report.not_deferred), text
+    assert_equal(want, got)
+    fused, _ = split(beast.job, "F0 F1 F2 BW0 BW1 BW2")
+    assert_equal(want, fused)
