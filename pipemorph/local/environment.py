@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipemorph.errors import InputError
 from pipemorph.spec import (
     RESERVED_ENV,
     RESERVED_ENV_PREFIXES,
@@ -21,6 +22,8 @@ from pipemorph.spec import (
 )
 
 PASSED_ON = frozenset({"PIPEMORPH_LOG"})
+GRACE_SECONDS = 10.0
+"""From SIGTERM to SIGKILL: enough for a rank to say what it waited for and to let go."""
 _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_.-]*)\)")
 
 
@@ -77,7 +80,10 @@ class TemplateEnv:
 
 
 def template_env(job: PipeMorphJob) -> TemplateEnv:
-    """Read ``spec.template``. Entries with ``valueFrom`` (and ``envFrom``) need a cluster."""
+    """Read ``spec.template``. Entries with ``valueFrom`` (and ``envFrom``) need a cluster.
+
+    Raises :class:`InputError` for a variable no process can have.
+    """
     values: dict[str, str] = {}
     unavailable: list[str] = []
     for container in _containers(job.spec.template):
@@ -87,16 +93,43 @@ def template_env(job: PipeMorphJob) -> TemplateEnv:
             if "valueFrom" in entry:
                 unavailable.append(entry["name"])
             else:
-                values[entry["name"]] = str(entry.get("value") or "")
+                values[entry["name"]] = _plain(entry)
         if container.get("envFrom"):
             unavailable.append("envFrom")
     return TemplateEnv(values, unavailable)
+
+
+def grace_seconds(job: PipeMorphJob) -> float:
+    """How long a rank may take to stop: ``terminationGracePeriodSeconds`` of the template.
+
+    Raises :class:`InputError` if that is no number of seconds.
+    """
+    stated = ((job.spec.template or {}).get("spec") or {}).get("terminationGracePeriodSeconds")
+    if stated is None:
+        return GRACE_SECONDS
+    if isinstance(stated, bool) or not isinstance(stated, int) or stated < 0:
+        raise InputError(
+            f"spec.template.spec.terminationGracePeriodSeconds: is {stated!r}; "
+            f"expected a whole number of seconds"
+        )
+    return float(stated)
 
 
 def is_reserved(name: str) -> bool:
     """Whether a launcher sets this variable, so that an inherited value would mislead."""
     reserved = name in RESERVED_ENV or name.startswith(RESERVED_ENV_PREFIXES)
     return reserved and name not in PASSED_ON
+
+
+def _plain(entry: dict[str, Any]) -> str:
+    name, value = entry["name"], entry.get("value")
+    text = "" if value is None else str(value)
+    if "=" in name or "\0" in name or "\0" in text:
+        raise InputError(
+            f"spec.template: variable {name!r} has '=' in its name or a zero byte; "
+            f"no process can have it"
+        )
+    return text
 
 
 def _containers(template: dict[str, Any] | None) -> list[dict[str, Any]]:

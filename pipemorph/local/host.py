@@ -12,7 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from pipemorph.local.environment import AttemptEnvironment, rank_environment, template_env
+from pipemorph.local.environment import (
+    AttemptEnvironment,
+    grace_seconds,
+    rank_environment,
+    template_env,
+)
 from pipemorph.local.interrupts import Interrupts
 from pipemorph.local.journal import Journal
 from pipemorph.local.logs import collected_logs
@@ -41,6 +46,7 @@ def run_job(manifest: str, out: Path, *, force: bool = False, stream: TextIO = s
     """
     job = load_job(manifest)
     check_module_for_ranks(job)
+    grace = grace_seconds(job)
     if job.spec.suspend:
         print(f"{job.metadata.name} is suspended (spec.suspend: true); not started", file=stream)
         return SUSPENDED_STATUS
@@ -55,7 +61,7 @@ def run_job(manifest: str, out: Path, *, force: bool = False, stream: TextIO = s
         service = stack.enter_context(ControlService(job, journal))
         warden = Warden()
         stack.callback(warden.close)
-        host = _Host(job, folder, progress, service, warden, events, interrupts, refresh)
+        host = _Host(job, folder, progress, service, warden, events, interrupts, refresh, grace)
         host.announce()
         while True:
             ending = host.attempt(run)
@@ -82,6 +88,7 @@ class _Host:
     events: Events
     interrupts: Interrupts
     refresh: Callable[[], None]
+    grace: float
     started: float = field(default_factory=time.monotonic)
 
     def announce(self) -> None:
@@ -108,8 +115,9 @@ class _Host:
                     self.events,
                     refresh=self.refresh,
                     note=self.progress.note,
-                    deadline=self._deadline(),
+                    grace=self.grace,
                     straggle=self.job.spec.transport.deadline_seconds,
+                    deadline=self._deadline(),
                 )
         finally:
             private.remove()

@@ -13,8 +13,6 @@ from queue import Empty, SimpleQueue
 from pipemorph.local.ranks import RankProcess, RankSet
 
 REFRESH_SECONDS = 0.1
-GRACE_SECONDS = 10.0
-"""From SIGTERM to SIGKILL: enough for a rank to say what it waited for and to let go."""
 AGENT_SECONDS = 2.5
 """For rank 0's agent to send the last report after rank 0 has ended."""
 LAST_LINES = 15
@@ -61,15 +59,15 @@ def supervise(
     *,
     refresh: Callable[[], None],
     note: Callable[[str], None],
+    grace: float,
+    straggle: float,
     deadline: float | None = None,
-    straggle: float = 300.0,
-    grace: float = GRACE_SECONDS,
 ) -> Ending:
     """Wait until every rank has finished or something ends the attempt, then end the ranks.
 
-    ``deadline``: ``time.monotonic()`` at which the job's time is over. ``straggle``: seconds
-    the slowest rank may go on after the first has finished. ``refresh`` is called several
-    times a second. Leaves no rank running.
+    ``grace``: seconds from SIGTERM to SIGKILL. ``straggle``: seconds the slowest rank may go
+    on after the first has finished. ``deadline``: ``time.monotonic()`` at which the job's
+    time is over. ``refresh`` is called several times a second. Leaves no rank running.
     """
     ending = _until_the_end(ranks, events, refresh, deadline, straggle)
     if ranks.running:

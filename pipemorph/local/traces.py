@@ -77,16 +77,19 @@ class TraceIndex:
         return traces
 
 
-def read_faults(folder: Path) -> list[Any]:
-    """Faults the ranks injected, merged in order of rank; unreadable files are left out."""
-    merged: list[Any] = []
-    files = sorted(folder.glob("faults-rank*.json"), key=lambda p: (len(p.name), p.name))
-    for path in files:
+def read_faults(folder: Path) -> list[dict[str, Any]]:
+    """What each rank says it injected: an entry per fault and rank, ranks in order.
+
+    Files a killed rank left half written are left out.
+    """
+    merged: list[dict[str, Any]] = []
+    for path in sorted(folder.glob("faults-rank*.json"), key=lambda p: (len(p.name), p.name)):
         try:
             content = json.loads(path.read_text())
         except (OSError, ValueError):
             continue
-        merged += content if isinstance(content, list) else [content]
+        seat = {key: content[key] for key in ("rank", "stage", "replica") if key in content}
+        merged += [seat | entry for entry in content.get("faults", [])]
     return merged
 
 

@@ -1,0 +1,193 @@
+"""Jobs without torch for the local host: what each rank does is in its arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+DEADLINE = 30.0
+MARK = "LOCAL_HOST_TEST"
+
+FAKE_RANK = '''
+"""A rank that follows a script: {"ranks": {"2": "die 3"}}; the others hang."""
+import json, os, signal, subprocess, sys, threading
+from pathlib import Path
+
+args = json.loads(os.environ["PIPEMORPH_ARGS"])
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+attempt = int(os.environ["PIPEMORPH_ATTEMPT"])
+meeting = Path(args["meeting"]) / str(attempt)
+meeting.mkdir(parents=True, exist_ok=True)
+action, *rest = args["ranks"].get(str(rank), args.get("others", "hang")).split()
+
+def seen():
+    private = {}
+    for name in ("PIPEMORPH_SECRET_FILE", "PIPEMORPH_TOKEN_FILE", "PIPEMORPH_JOB_FILE"):
+        path = Path(os.environ[name])
+        private[name] = [oct(path.stat().st_mode & 0o777), path.read_bytes().hex()]
+    return {"env": dict(os.environ), "files": private, "pid": os.getpid(), "cwd": os.getcwd(),
+            "folder": oct(path.parent.stat().st_mode & 0o777)}
+
+def last_word(*_):
+    print(f"terminated: stage {rank} was waiting for F of microbatch 3 of iteration 7 from "
+          f"stage {rank - 1} on link {rank - 1} (direct), 2.1 s", file=sys.stderr, flush=True)
+    os._exit(143)
+
+if action == "wait":
+    signal.signal(signal.SIGTERM, last_word)
+if action == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if action == "parent":
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+print(f"rank {rank} is here", flush=True)
+partial = meeting / f".rank-{rank}"
+partial.write_text(json.dumps(seen()))
+partial.rename(meeting / f"rank-{rank}")
+
+def everyone():
+    pause = threading.Event()
+    while len(list(meeting.glob("rank-*"))) < world:
+        pause.wait(0.01)
+
+everyone()
+if action == "finish" or (action == "recover" and attempt > 0):
+    sys.exit(0)
+if action == "recover":
+    sys.exit(3)
+if action == "die":
+    print("the last thing I did", file=sys.stderr, flush=True)
+    sys.exit(int(rest[0]))
+if action == "crash":
+    print("about to crash", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+signal.pause() if action != "stubborn" else threading.Event().wait()
+'''
+
+
+def until(what: Callable[[], T], why: str, seconds: float = DEADLINE) -> T:
+    """Poll until ``what()`` is true; fail naming ``why`` after ``seconds``."""
+    end = time.monotonic() + seconds
+    while not (value := what()):
+        assert time.monotonic() < end, f"not within {seconds} s: {why}"
+        time.sleep(0.01)
+    return value
+
+
+@dataclass
+class LocalRun:
+    """One ``pipemorph run`` of the fake rank in ``folder``."""
+
+    folder: Path
+    ranks: dict[int, str]
+    others: str = "hang"
+    stages: int = 4
+    spec: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    host: subprocess.Popen[str] | None = None
+
+    def __post_init__(self) -> None:
+        (self.folder / "fake_rank.py").write_text(FAKE_RANK)
+        (self.folder / "job.yaml").write_text(json.dumps(self.manifest()))
+        (self.folder / "tmp").mkdir(exist_ok=True)
+
+    def manifest(self) -> dict[str, Any]:
+        args = {
+            "meeting": str(self.folder / "meeting"),
+            "ranks": {str(rank): what for rank, what in self.ranks.items()},
+            "others": self.others,
+        }
+        spec: dict[str, Any] = {
+            "parallelism": {"stages": self.stages},
+            "schedule": {"microbatches": 8},
+            "trainer": {"module": "fake_rank", "iterations": 5, "args": args},
+        }
+        return {
+            "apiVersion": "pipemorph.io/v1alpha1",
+            "kind": "PipeMorphJob",
+            "metadata": {"name": "fake"},
+            "spec": spec | self.spec,
+        }
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "out"
+
+    def command(self, *extra: str) -> list[str]:
+        python = [sys.executable, "-m", "pipemorph.cli", "run"]
+        return [*python, "job.yaml", "--out", "out", *extra]
+
+    def environment(self) -> dict[str, str]:
+        # A folder of our own for temporary files, to see that none is left.
+        ours = {MARK: self.mark, "TMPDIR": str(self.folder / "tmp")}
+        return dict(os.environ) | ours | self.env
+
+    def start(self, *extra: str) -> subprocess.Popen[str]:
+        """Start it and wait until every rank is up."""
+        self.host = subprocess.Popen(
+            self.command(*extra),
+            cwd=self.folder,
+            env=self.environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        until(self.all_here, "all ranks up")
+        return self.host
+
+    def all_here(self, attempt: int = 0) -> bool:
+        meeting = self.folder / "meeting" / str(attempt)
+        return len(list(meeting.glob("rank-*"))) == self.stages
+
+    def seen_by(self, rank: int, attempt: int = 0) -> dict[str, Any]:
+        path = self.folder / "meeting" / str(attempt) / f"rank-{rank}"
+        content: dict[str, Any] = json.loads(path.read_text())
+        return content
+
+    def finish(self, *extra: str) -> tuple[int, str]:
+        """Run it to its end: exit status and output."""
+        done = subprocess.run(
+            self.command(*extra),
+            cwd=self.folder,
+            env=self.environment(),
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
+            check=False,
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    def report(self) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads((self.out / "report.json").read_text())
+        return content
+
+    def processes(self) -> list[int]:
+        """Every process on this machine that descends from this run, zombies aside."""
+        return [pid for pid in _processes() if _has_mark(pid, self.mark)]
+
+    def leftovers(self) -> list[str]:
+        """Secrets and other temporary files that are still there."""
+        return [str(path) for path in (self.folder / "tmp").rglob("*")]
+
+
+def _processes() -> Iterator[int]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            yield int(entry.name)
+
+
+def _has_mark(pid: int, mark: str) -> bool:
+    with contextlib.suppress(OSError):
+        return f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    return False

@@ -1,0 +1,342 @@
+"""``pipemorph run`` as its user meets it: how a run ends, and that nothing is left of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_support import DEADLINE, LocalRun, until
+
+Runs = Callable[..., LocalRun]
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Runs]:
+    """Makes runs; whatever they leave is killed at the end."""
+    made: list[LocalRun] = []
+
+    def make(ranks: dict[int, str] | None = None, **options: Any) -> LocalRun:
+        made.append(LocalRun(tmp_path, ranks or {}, **options))
+        return made[-1]
+
+    yield make
+    for run in made:
+        if run.host is not None:
+            run.host.kill()
+            run.host.communicate(timeout=DEADLINE)
+        for pid in run.processes():
+            os.kill(pid, signal.SIGKILL)
+
+
+def ended(run: LocalRun) -> tuple[int, str]:
+    assert run.host is not None
+    output, _ = run.host.communicate(timeout=DEADLINE)
+    return run.host.returncode, output
+
+
+def assert_clean(run: LocalRun) -> None:
+    assert run.processes() == []
+    assert run.leftovers() == []
+
+
+def test_a_completed_job(runs: Runs) -> None:
+    run = runs(others="finish")
+    status, output = run.finish()
+    assert status == 0, output
+    assert "completed" in output
+    report = run.report()
+    assert report["completed"] is True
+    assert report["iterations"] == [] and report["adaptations"] == []
+    assert [attempt["end"] for attempt in report["attempts"]] == ["completed"]
+    assert (run.out / "logs" / "rank-3.log").read_text() == "rank 3 is here\n"
+    assert (run.out / "timeline.json").exists()
+    assert_clean(run)
+
+
+def test_what_a_rank_sees(runs: Runs) -> None:
+    template = {
+        "spec": {
+            "containers": [
+                {"name": "sidecar", "env": [{"name": "NOT_OURS", "value": "1"}]},
+                {
+                    "name": "trainer",
+                    "env": [
+                        {"name": "DATA", "value": "/data"},
+                        {"name": "INDEX", "value": "$(DATA)/index"},
+                        {"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+                    ],
+                },
+            ]
+        }
+    }
+    run = runs(
+        others="finish",
+        spec={"template": template},
+        env={"PET_RANK": "7", "MASTER_ADDR": "elsewhere", "PIPEMORPH_INGEST_URL": "http://x"},
+    )
+    run.spec["trainer"] = run.manifest()["spec"]["trainer"] | {"threads": 2}
+    run.__post_init__()
+    status, output = run.finish()
+    assert status == 0, output
+    assert "values come from a cluster: NODE" in output
+    ranks = [run.seen_by(rank) for rank in range(4)]
+    for rank, seen in enumerate(ranks):
+        env = seen["env"]
+        assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) == (str(rank), str(rank), "4")
+        assert env["MASTER_ADDR"] == "127.0.0.1"
+        assert env["PIPEMORPH_INGEST_URL"].startswith("http://127.0.0.1:")
+        assert "PET_RANK" not in env and "NOT_OURS" not in env and "NODE" not in env
+        assert (env["DATA"], env["INDEX"]) == ("/data", "/data/index")
+        assert env["OMP_NUM_THREADS"] == "2"
+        assert Path(env["PIPEMORPH_TRACE_DIR"]) == (run.out / "trace").resolve()
+        assert seen["folder"] == "0o700"
+        assert {mode for mode, _ in seen["files"].values()} == {"0o600"}
+        assert seen["cwd"] == str(run.folder)
+    assert len({seen["files"]["PIPEMORPH_SECRET_FILE"][1] for seen in ranks}) == 1
+    assert len(bytes.fromhex(ranks[0]["files"]["PIPEMORPH_SECRET_FILE"][1])) >= 32
+
+
+@pytest.mark.parametrize(
+    ("action", "outcome", "last_line"),
+    [
+        ("die 3", "exited with code 3", "the last thing I did"),
+        ("crash", "was killed by SIGKILL", "about to crash"),
+    ],
+)
+def test_a_rank_that_dies_ends_the_run(
+    runs: Runs, action: str, outcome: str, last_line: str
+) -> None:
+    run = runs({2: action}, others="wait")
+    status, output = run.finish()
+    assert status == 1
+    assert f"rank 2 (stage 2) {outcome}" in output
+    assert last_line in output
+    for peer in (0, 1, 3):
+        assert f"stage {peer} was waiting for F of microbatch 3 of iteration 7" in output
+    report = run.report()
+    assert report["completed"] is False
+    assert report["reason"] == f"rank 2 (stage 2) {outcome}"
+    assert_clean(run)
+
+
+def test_a_rank_that_does_not_stop_is_killed(runs: Runs) -> None:
+    pod = {"containers": [{"name": "trainer"}], "terminationGracePeriodSeconds": 1}
+    run = runs({0: "die 1", 3: "stubborn"}, spec={"template": {"spec": pod}})
+    status, output = run.finish()
+    assert status == 1
+    assert "rank 0 (stage 0) exited with code 1" in output
+    assert "did not stop within 1 s: rank 3 (stage 3)" in output
+    assert_clean(run)
+
+
+def test_what_a_rank_started_ends_with_it(runs: Runs) -> None:
+    run = runs({1: "parent", 2: "die 1"})
+    assert run.finish()[0] == 1
+    assert_clean(run)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_run_leaves_a_report_and_nothing_else(
+    runs: Runs, number: signal.Signals
+) -> None:
+    run = runs(others="wait", spec={"checkpoint": {"directory": "ckpt", "every": 2}})
+    host = run.start()
+    host.send_signal(number)
+    status, output = ended(run)
+    assert status == 130, output
+    assert f"{number.name}: stopping 4 ranks" in output
+    assert "to go on from the newest checkpoint in ckpt: pipemorph run job.yaml" in output
+    assert run.report()["completed"] is False
+    assert run.report()["end"] == "interrupted"
+    assert_clean(run)
+
+
+def test_a_second_ctrl_c_does_not_wait(runs: Runs) -> None:
+    run = runs(others="stubborn")
+    host = run.start()
+    assert host.stdout is not None
+    host.send_signal(signal.SIGINT)
+    said = ""
+    while "stopping 4 ranks" not in said:
+        said = host.stdout.readline()
+        assert said, "the host ended before it said that it stops"
+    host.send_signal(signal.SIGINT)
+    host.communicate(timeout=8)  # Less than the ten seconds that one Ctrl-C would take.
+    assert host.returncode == 130
+    assert_clean(run)
+
+
+def test_ctrl_c_at_a_terminal_reaches_the_host_alone(runs: Runs) -> None:
+    """A terminal signals its whole foreground group; ranks must not be in it."""
+    run = runs(others="wait")
+    host = run.start()
+    pids = [run.seen_by(rank)["pid"] for rank in range(4)]
+    assert host.pid not in {os.getpgid(pid) for pid in pids}
+    assert len({os.getsid(pid) for pid in pids}) == 4
+    os.killpg(host.pid, signal.SIGINT)
+    assert ended(run)[0] == 130
+    assert_clean(run)
+
+
+def test_ranks_and_secrets_go_when_the_host_is_killed(runs: Runs) -> None:
+    run = runs({1: "parent", 2: "stubborn"})
+    host = run.start()
+    assert len(run.processes()) >= 6
+    assert run.leftovers()
+    host.kill()
+    host.communicate(timeout=DEADLINE)
+    until(lambda: not run.processes(), f"ranks gone, left: {run.processes()}", 10)
+    until(lambda: not run.leftovers(), f"secrets gone, left: {run.leftovers()}", 10)
+
+
+def test_a_job_whose_time_is_over(runs: Runs) -> None:
+    run = runs(others="wait", spec={"activeDeadlineSeconds": 2})
+    status, output = run.finish()
+    assert status == 1
+    assert "spec.activeDeadlineSeconds" in output
+    assert run.report()["end"] == "deadline"
+    assert_clean(run)
+
+
+def test_a_restart_is_a_new_attempt_with_a_new_secret(runs: Runs) -> None:
+    run = runs({2: "recover"}, others="recover", spec={"failurePolicy": {"maxRestarts": 2}})
+    status, output = run.finish()
+    assert status == 0, output
+    assert "begins from the beginning" in output
+    attempts = run.report()["attempts"]
+    assert [(a["number"], a["end"]) for a in attempts] == [(0, "failed"), (1, "completed")]
+    first, second = run.seen_by(0, 0), run.seen_by(0, 1)
+    secret = "PIPEMORPH_SECRET_FILE"
+    assert first["files"][secret] != second["files"][secret]
+    assert first["env"]["MASTER_PORT"] != second["env"]["MASTER_PORT"]
+    assert second["env"]["PIPEMORPH_ATTEMPT"] == "1"
+    assert (run.out / "logs" / "rank-0.log").read_text().count("rank 0 is here") == 2
+    assert_clean(run)
+
+
+def test_restarts_are_limited(runs: Runs) -> None:
+    run = runs({1: "die 5"}, spec={"failurePolicy": {"maxRestarts": 1}})
+    status, output = run.finish()
+    assert status == 1
+    assert len(run.report()["attempts"]) == 2
+    assert output.count("rank 1 (stage 1) exited with code 5") == 2
+    assert_clean(run)
+
+
+def test_unusable_input_in_a_rank_is_not_tried_again(runs: Runs) -> None:
+    run = runs({1: "die 2"}, spec={"failurePolicy": {"maxRestarts": 5}})
+    assert run.finish()[0] == 1
+    assert len(run.report()["attempts"]) == 1
+
+
+def test_an_interrupt_during_a_restart_ends_the_run(runs: Runs) -> None:
+    run = runs({1: "die 5"}, spec={"failurePolicy": {"maxRestarts": 1000}})
+    host = run.start()
+    until(lambda: run.all_here(1), "a second attempt")
+    host.send_signal(signal.SIGINT)
+    assert ended(run)[0] == 130
+    assert_clean(run)
+
+
+def test_a_suspended_job_is_not_started(runs: Runs) -> None:
+    run = runs(spec={"suspend": True})
+    status, output = run.finish()
+    assert status == 1
+    assert output == "fake is suspended (spec.suspend: true); not started\n"
+    assert not run.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ({"colour": "red"}, "spec.colour"),
+        ({"parallelism": {"stages": "four"}}, "spec.parallelism.stages"),
+        ({"parallelism": {"stages": 4, "layers": 6}}, "6"),
+        ({"trainer": {"module": "no_such_module", "iterations": 1}}, "no_such_module"),
+        (
+            {
+                "template": {
+                    "spec": {
+                        "containers": [{"name": "trainer", "env": [{"name": "RANK", "value": "0"}]}]
+                    }
+                }
+            },
+            "RANK",
+        ),
+        (
+            {
+                "template": {
+                    "spec": {
+                        "containers": [{"name": "trainer"}],
+                        "terminationGracePeriodSeconds": "long",
+                    }
+                }
+            },
+            "terminationGracePeriodSeconds: is 'long'",
+        ),
+    ],
+)
+def test_bad_input_starts_nothing(runs: Runs, spec: dict[str, Any], says: str) -> None:
+    run = runs(spec=spec)
+    status, output = run.finish()
+    assert status == 2
+    assert output.count("\n") == 1, output
+    assert says in output
+    assert not run.out.exists()
+    assert not (run.folder / "meeting").exists()
+
+
+def test_an_earlier_run_is_not_overwritten_unasked(runs: Runs) -> None:
+    run = runs(others="finish")
+    assert run.finish()[0] == 0
+    (run.out / "notes.txt").write_text("mine")
+    (run.out / "logs" / "rank-9.log").write_text("of the earlier run")
+    before = (run.out / "report.json").read_text()
+
+    status, output = run.finish()
+    assert status == 2
+    assert output.count("\n") == 1 and "--force" in output
+    assert (run.out / "report.json").read_text() == before
+
+    assert run.finish("--force")[0] == 0
+    assert (run.out / "report.json").read_text() != before
+    assert (run.out / "notes.txt").read_text() == "mine"
+    assert not (run.out / "logs" / "rank-9.log").exists()
+
+
+def test_an_out_folder_that_cannot_be_made(runs: Runs) -> None:
+    run = runs(others="finish")
+    run.out.write_text("a file")
+    status, output = run.finish()
+    assert status == 2
+    assert output.count("\n") == 1 and "--out out cannot be used" in output
+
+
+def test_the_job_may_be_started_from_a_pipe(runs: Runs) -> None:
+    """A closed reader (``| head``) must not leave ranks behind."""
+    run = runs(others="wait")
+    host = run.start()
+    assert host.stdout is not None
+    host.stdout.close()
+    host.send_signal(signal.SIGTERM)
+    host.wait(DEADLINE)
+    until(lambda: not run.processes(), "ranks gone", 10)
+    assert run.leftovers() == []
+
+
+def test_usage_is_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pipemorph.cli", "run", "job.yaml"],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "--out" in done.stderr
