@@ -1,0 +1,167 @@
+"""Starts the ranks of a small job as local processes and collects what they return.
+
+Processes are forked from a server that has imported torch once, so a test with four ranks
+starts in a fraction of a second. Every wait has a deadline; a rank that does not end in time
+is killed and the test is told what all of them last said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipemorph_trainer.context import TrainerContext
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "pipemorph_trainer"])
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """How one rank ended. ``error`` is its last exception as text, ``output`` its stdio."""
+
+    rank: int
+    exitcode: int | None
+    value: Any
+    error: str
+    output: str
+    seconds: float
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Ranks:
+    """Running ranks. ``entry(context, *args)`` runs on each; its value is pickled back."""
+
+    def __init__(
+        self,
+        world: int,
+        entry: Callable[..., Any],
+        *args: Any,
+        environ: Mapping[str, str] | None = None,
+        context: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="pipemorph-test-")
+        self._began = time.monotonic()
+        port = free_port()
+        self.processes = []
+        for rank in range(world):
+            seat = {
+                "rank": rank,
+                "world_size": world,
+                "local_rank": rank,
+                "master_addr": "127.0.0.1",
+                "master_port": port,
+                **(context or {}),
+            }
+            process = _context.Process(
+                target=_child,
+                args=(seat, entry, args, str(self._file(rank)), dict(environ or {})),
+                daemon=True,
+            )
+            process.start()
+            self.processes.append(process)
+
+    def _file(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"rank{rank}"
+
+    def signal(self, rank: int, number: int) -> None:
+        pid = self.processes[rank].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def wait(self, timeout: float = 60.0) -> list[RankResult]:
+        """Wait for all to end. Those still running after ``timeout`` are killed, and have
+        exit code None."""
+        deadline = self._began + timeout
+        ended: dict[int, float] = {}
+        while len(ended) < len(self.processes) and time.monotonic() < deadline:
+            for rank, process in enumerate(self.processes):
+                if rank not in ended and process.exitcode is not None:
+                    ended[rank] = time.monotonic() - self._began
+            waiting = [p.sentinel for p in self.processes if p.exitcode is None]
+            if waiting:
+                left = max(0.0, deadline - time.monotonic())
+                multiprocessing.connection.wait(waiting, left)
+        results = []
+        for rank, process in enumerate(self.processes):
+            code = process.exitcode
+            if code is None:
+                # Says where it hangs, on its stderr.
+                self.signal(rank, signal.SIGUSR1)
+                process.join(0.3)
+                process.kill()
+                process.join(5)
+            results.append(self._result(rank, code, ended.get(rank, timeout)))
+        self._folder.cleanup()
+        return results
+
+    def _result(self, rank: int, code: int | None, seconds: float) -> RankResult:
+        value, error, output = None, "", ""
+        with contextlib.suppress(FileNotFoundError, EOFError):
+            value, error = pickle.loads(self._file(rank).with_suffix(".result").read_bytes())
+        with contextlib.suppress(FileNotFoundError):
+            output = self._file(rank).with_suffix(".out").read_text(errors="replace")
+        return RankResult(rank, code, value, error, output, seconds)
+
+
+def run_ranks(world: int, entry: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    """Run ranks that must all succeed and return their values, rank by rank."""
+    timeout = kwargs.pop("timeout", 60.0)
+    results = Ranks(world, entry, *args, **kwargs).wait(timeout)
+    failed = [r for r in results if r.exitcode != 0]
+    if failed:
+        told = "\n".join(
+            f"--- rank {r.rank}: exit {r.exitcode} after {r.seconds:.1f} s\n"
+            f"{r.error}{r.output[-3000:]}"
+            for r in failed
+        )
+        raise AssertionError(f"{len(failed)} of {world} ranks failed\n{told}")
+    return [r.value for r in results]
+
+
+def _child(
+    seat: dict[str, Any],
+    entry: Callable[..., Any],
+    args: tuple[Any, ...],
+    file: str,
+    environ: dict[str, str],
+) -> None:
+    import torch
+
+    os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **environ})
+    out = os.open(f"{file}.out", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1)
+    torch.set_num_threads(1)
+    value, error = None, ""
+    try:
+        value = entry(TrainerContext(**seat), *args)
+    except BaseException:  # noqa: BLE001 - reported to the parent, whatever it is
+        error = traceback.format_exc()
+    Path(f"{file}.tmp").write_bytes(pickle.dumps((value, error)))
+    Path(f"{file}.tmp").rename(f"{file}.result")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Skips interpreter shutdown: a rank left alone must not hang in a process group's end.
+    os._exit(1 if error else 0)

@@ -1,0 +1,142 @@
+"""Which plan runs: prepared by each rank, committed by all at one iteration boundary.
+
+At the end of iteration t every rank contributes the plans it has prepared to one small
+collective. The newest plan that **all** have prepared is used from iteration t+2, so the
+collective has a whole iteration to finish and nothing waits for it. Ranks hear of
+directives at different times and may miss one that was soon replaced: a plan counts only if
+every rank holds exactly that version.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from pipemorph.errors import InputError
+from pipemorph.planning import Dispatch, Plan, validate, validate_online
+
+CANDIDATES = 4
+"""Plans a rank offers per round: the one in force and its newest three."""
+
+
+class RankRow(NamedTuple):
+    """What one rank contributes at the end of an iteration. Times are wall clock, seconds."""
+
+    versions: tuple[int, ...]
+    began: float
+    ended: float
+    busy: float
+
+    def encode(self) -> list[float]:
+        padded = (*self.versions, *([-1] * CANDIDATES))[:CANDIDATES]
+        return [*map(float, padded), self.began, self.ended, self.busy]
+
+    @staticmethod
+    def decode(values: Sequence[float]) -> RankRow:
+        versions = tuple(int(v) for v in values[:CANDIDATES] if v >= 0)
+        return RankRow(versions, *values[CANDIDATES:])
+
+
+_WIDTH = CANDIDATES + 3
+
+
+def agree(rows: Sequence[RankRow], in_force: int) -> int:
+    """The newest version in every row, never below ``in_force``."""
+    common = set(rows[0].versions).intersection(*(row.versions for row in rows[1:]))
+    return max([in_force, *common])
+
+
+def bubble_fraction(rows: Sequence[RankRow]) -> float:
+    """Idle time over ranks × span, from first op to last op anywhere."""
+    span = max(row.ended for row in rows) - min(row.began for row in rows)
+    if span <= 0:
+        return 0.0
+    return min(1.0, max(0.0, 1.0 - sum(row.busy for row in rows) / (len(rows) * span)))
+
+
+class Round:
+    """One iteration's collective, under way."""
+
+    def __init__(self, iteration: int, row: RankRow, group: dist.ProcessGroup) -> None:
+        self.iteration = iteration
+        size = dist.get_world_size(group)
+        self._mine = torch.tensor(row.encode(), dtype=torch.float64)
+        self._all = [torch.empty(_WIDTH, dtype=torch.float64) for _ in range(size)]
+        self._work: Any = dist.all_gather(self._all, self._mine, group=group, async_op=True)
+
+    def done(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def rows(self, timeout: float) -> list[RankRow]:
+        """Everyone's rows. Raises RuntimeError if a rank is lost or ``timeout`` passes."""
+        self._work.wait(datetime.timedelta(seconds=timeout))
+        return [RankRow.decode(values.tolist()) for values in self._all]
+
+
+class PlanBook:
+    """The plans this rank has prepared.
+
+    ``reserve`` makes room for a plan's messages; called while the plan in force still runs.
+    """
+
+    def __init__(self, first: Plan, reserve: Callable[[Plan], None]) -> None:
+        check_plan(first, first)
+        self._reserve = reserve
+        self._plans = {first.version: first}
+        self._in_force = first.version
+
+    @property
+    def in_force(self) -> Plan:
+        return self._plans[self._in_force]
+
+    @property
+    def newest(self) -> int:
+        return max(self._plans)
+
+    def prepare(self, plan: Plan) -> None:
+        """Make a plan ready to run. Raises :class:`InputError` if it does not fit the job;
+        then it is never committed, since this rank does not offer it."""
+        if plan.version <= self._in_force or plan.version in self._plans:
+            return
+        check_plan(plan, self.in_force)
+        self._reserve(plan)
+        self._plans[plan.version] = plan
+
+    def versions(self) -> tuple[int, ...]:
+        """What to offer: the plan in force, then the newest ones."""
+        newest = sorted((v for v in self._plans if v != self._in_force), reverse=True)
+        return (self._in_force, *newest[: CANDIDATES - 1])
+
+    def commit(self, version: int) -> bool:
+        """Use ``version`` from now on and forget older ones. True if that is a change."""
+        changed = version != self._in_force
+        if changed:
+            self._in_force = version
+            self._plans = {v: plan for v, plan in self._plans.items() if v >= version}
+        return changed
+
+    def prepared(self) -> list[Plan]:
+        return list(self._plans.values())
+
+
+def check_plan(plan: Plan, current: Plan) -> None:
+    """Raise :class:`InputError` unless ``plan`` can replace ``current``."""
+    have, want = plan.schedule, current.schedule
+    if have.stage_count != want.stage_count or have.microbatches != want.microbatches:
+        raise InputError(
+            f"plan {plan.version} has {have.stage_count} stages and {have.microbatches} "
+            f"microbatches; the job runs {want.stage_count} and {want.microbatches}"
+        )
+    if len(plan.paths) != have.stage_count - 1:
+        raise InputError(
+            f"plan {plan.version} has {len(plan.paths)} paths; expected {have.stage_count - 1}"
+        )
+    if plan.dispatch is Dispatch.ONLINE:
+        validate(have)
+        validate_online(plan.warmup, plan.in_flight_limits)
+    else:
+        validate(have, plan.in_flight_limits)

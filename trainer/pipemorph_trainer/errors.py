@@ -1,0 +1,21 @@
+"""What ends a training run, worded so that the missing message or the lost peer is named."""
+
+from __future__ import annotations
+
+from pipemorph.errors import PipeMorphError
+
+
+class PipelineError(PipeMorphError):
+    """The pipeline cannot go on; the message says who waited for what, and why."""
+
+
+class WaitTimeoutError(PipelineError):
+    """A message did not come within its deadline. Names the message, the link and the path."""
+
+
+class PeerLostError(PipelineError):
+    """A neighbour closed its connection without a goodbye: it died or was killed."""
+
+
+class ShapeError(PipelineError):
+    """Tensors do not have the shapes agreed on; names both."""

@@ -1,0 +1,1 @@
+"""The dispatch loop of one stage: runs ops when their messages are here."""

@@ -1,0 +1,351 @@
+"""The links of one stage: meeting the neighbours and what each end of a link has.
+
+Set up once, before the first iteration: groups from the device mesh, one line per link, and
+where the engine is built and wanted one engine link beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from pipemorph.planning import Path
+from pipemorph.spec import Fault
+from pipemorph_trainer.errors import PipelineError
+from pipemorph_trainer.executor.bell import Bell
+from pipemorph_trainer.paths import line as lines
+from pipemorph_trainer.paths.arrival import OpClock, PeerClock
+from pipemorph_trainer.paths.delegated import DelegatedIncoming, DelegatedOutgoing
+from pipemorph_trainer.paths.direct import DirectIncoming, DirectOutgoing
+from pipemorph_trainer.paths.faults import Severer, Shaper
+from pipemorph_trainer.paths.line import Line
+from pipemorph_trainer.paths.message import Direction, Incoming, Outgoing
+from pipemorph_trainer.profile import LinkRecorder, Transport
+
+if TYPE_CHECKING:
+    from pipemorph_trainer import _engine
+
+log = logging.getLogger("pipemorph.trainer")
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank stands: rank = replica × stages + stage."""
+
+    rank: int
+    stage: int
+    stages: int
+    replica: int
+    replicas: int
+
+    @property
+    def first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def last(self) -> bool:
+        return self.stage == self.stages - 1
+
+    def __str__(self) -> str:
+        where = f"rank {self.rank} (stage {self.stage}"
+        return f"{where}, replica {self.replica})" if self.replicas > 1 else f"{where})"
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How to make the engine; ``transport`` is auto, tcp or shm."""
+
+    job: str
+    transport: str = "auto"
+    queues: int = 8
+
+
+class LinkEnd:
+    """This rank's end of one link: what it receives and what it sends, on either path."""
+
+    def __init__(
+        self,
+        *,
+        link: int,
+        peer_rank: int,
+        peer_stage: int,
+        receives: Direction,
+        line: Line,
+        recorder: LinkRecorder,
+        shaper: Shaper,
+        severer: Severer,
+        peer_clock: PeerClock,
+        direct_transport: Transport,
+    ) -> None:
+        self.link = link
+        self.peer_rank, self.peer_stage = peer_rank, peer_stage
+        self.receives = receives
+        self.sends = Direction(1 - receives)
+        self.line = line
+        self.recorder, self.shaper, self.severer = recorder, shaper, severer
+        self.peer_clock = peer_clock
+        self.engine_link: _engine.Link | None = None
+        self._direct_transport = direct_transport
+        self._incoming: dict[Path, Incoming] = {}
+        self._outgoing: dict[Path, Outgoing] = {}
+        self.path = Path.DIRECT
+        self.incoming: Incoming
+        self.outgoing: Outgoing
+
+    def add(self, path: Path, incoming: Incoming, outgoing: Outgoing) -> None:
+        self._incoming[path], self._outgoing[path] = incoming, outgoing
+
+    @property
+    def delegated(self) -> DelegatedIncoming | None:
+        found = self._incoming.get(Path.DELEGATED)
+        return found if isinstance(found, DelegatedIncoming) else None
+
+    def has(self, path: Path) -> bool:
+        return path in self._incoming
+
+    def select(self, path: Path) -> None:
+        """Use this path from the next :meth:`Incoming.begin` on."""
+        self.path = path
+        self.incoming, self.outgoing = self._incoming[path], self._outgoing[path]
+
+    @property
+    def transport(self) -> Transport:
+        if self.path is Path.DIRECT or self.engine_link is None:
+            return self._direct_transport
+        return "shm" if self.engine_link.transport == "shm" else "tcp"
+
+    def __str__(self) -> str:
+        return f"link {self.link} ({self.path.value}, {self.transport})"
+
+    def refresh_clock(self) -> None:
+        """Take the clock offset and the least echo from the engine, if there is one."""
+        if self.engine_link is None:
+            return
+        stats = self.engine_link.stats()
+        self.recorder.rtt_min = stats.rtt_min
+        if stats.clock_offset is not None and not self.same_host:
+            self.peer_clock.offset = stats.clock_offset
+
+    same_host = True
+
+    def close(self, *, goodbye: bool) -> None:
+        if goodbye:
+            for outgoing in self._outgoing.values():
+                outgoing.close()
+        for incoming in self._incoming.values():
+            incoming.close()
+        self.line.close(goodbye=goodbye)
+
+
+@dataclass
+class Neighbourhood:
+    """Both neighbours and the engine they share."""
+
+    upstream: LinkEnd | None
+    downstream: LinkEnd | None
+    engine: _engine.Engine | None
+
+    @property
+    def ends(self) -> list[LinkEnd]:
+        return [end for end in (self.upstream, self.downstream) if end is not None]
+
+
+def engine_module() -> Any | None:
+    """The compiled engine, None where it is not built."""
+    try:
+        from pipemorph_trainer import _engine
+    except ImportError:
+        return None
+    return _engine
+
+
+def _own_address(master_addr: str) -> str:
+    """The address this machine uses towards rank 0's."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((master_addr, 9))
+        return str(probe.getsockname()[0])
+
+
+def meet(
+    seat: Seat,
+    *,
+    secret: bytes,
+    master_addr: str,
+    faults: Sequence[Fault],
+    bell: Bell,
+    op_clock: OpClock,
+    device: torch.device,
+    engine_options: EngineOptions | None,
+    deadline: float,
+    setup_seconds: float = 120.0,
+    on_block: Any,
+) -> Neighbourhood:
+    """Connect to both neighbours. Collective: every rank calls it.
+
+    Raises :class:`PipelineError` naming the neighbour that did not come.
+    """
+    module = engine_module() if engine_options is not None else None
+    hosts: list[Any] = [None] * (seat.stages * seat.replicas)
+    dist.all_gather_object(hosts, (socket.gethostname(), _own_address(master_addr)))
+    one_host = len({name for name, _ in hosts}) == 1
+    bind = "127.0.0.1" if one_host else "0.0.0.0"
+    listener = lines.listen(one_host)
+    engine = None
+    if module is not None and engine_options is not None:
+        engine = module.Engine(
+            job=f"{engine_options.job}/{seat.replica}",
+            rank=seat.rank,
+            secret=secret,
+            host=bind,
+            queues=engine_options.queues,
+            transport=engine_options.transport,
+        )
+        bell.watch_eventfd(engine.bell_fd)
+    ports: list[Any] = [None] * len(hosts)
+    mine = (listener.getsockname()[1], engine.port if engine is not None else None)
+    dist.all_gather_object(ports, mine)
+
+    def address(rank: int) -> str:
+        return "127.0.0.1" if hosts[rank][0] == hosts[seat.rank][0] else str(hosts[rank][1])
+
+    def connect(peer: int, *, dials: bool) -> Line:
+        if dials:
+            return lines.dial(
+                address(peer), ports[peer][0],
+                rank=seat.rank, peer_rank=peer, secret=secret, timeout=setup_seconds,
+            )  # fmt: skip
+        return lines.accept(
+            listener, rank=seat.rank, peer_rank=peer, secret=secret, timeout=setup_seconds
+        )
+
+    def end(link: int, peer: int, receives: Direction, line: Line) -> LinkEnd:
+        own = [f for f in faults if f.link == link and f.replica == seat.replica]
+        recorder = LinkRecorder(link, seat.replica, receives)
+        shaper = Shaper(own, Direction(1 - receives))
+        clock = PeerClock()
+        engine_link = None
+        if engine is not None and ports[peer][1] is not None:
+            engine_link = _engine_link(
+                engine, link, peer, address(peer), ports[peer][1],
+                dials=receives is Direction.BACKWARD, timeout=setup_seconds,
+            )  # fmt: skip
+
+        def cut(what: str) -> None:
+            assert engine_link is not None
+            log.warning("%s: fault trace cuts the %s connection of link %d", seat, what, link)
+            if what == "data":
+                engine_link.sever_data_path()
+            else:
+                engine_link.sever_control()
+
+        # One end cuts, and it is the lower stage's.
+        severs = own if receives is Direction.BACKWARD else []
+        made = LinkEnd(
+            link=link,
+            peer_rank=peer,
+            peer_stage=seat.stage + (1 if receives is Direction.BACKWARD else -1),
+            receives=receives,
+            line=line,
+            recorder=recorder,
+            shaper=shaper,
+            severer=Severer(severs, cut if engine_link is not None else None),
+            peer_clock=clock,
+            direct_transport="nccl" if device.type == "cuda" else "gloo",
+        )
+        made.engine_link = engine_link
+        made.same_host = hosts[peer][0] == hosts[seat.rank][0]
+        groups = edge_groups[link]
+        made.add(
+            Path.DIRECT,
+            DirectIncoming(
+                group=groups[receives], peer=peer, direction=receives, line=line, bell=bell,
+                op_clock=op_clock, peer_clock=clock, recorder=recorder, device=device,
+            ),
+            DirectOutgoing(
+                group=groups[made.sends], peer=peer, direction=made.sends, line=line,
+                shaper=shaper, on_block=lambda microbatch: on_block(made, microbatch),
+            ),
+        )  # fmt: skip
+        if engine_link is not None and engine_options is not None:
+            made.add(
+                Path.DELEGATED,
+                DelegatedIncoming(
+                    link=engine_link, direction=receives,
+                    peer_clock=clock, recorder=recorder, device=device,
+                ),
+                DelegatedOutgoing(
+                    link=engine_link, direction=made.sends, shaper=shaper,
+                    queues=engine_options.queues,
+                ),
+            )  # fmt: skip
+        made.select(Path.DIRECT)
+        bell.watch_socket(line.fileno())
+        return made
+
+    edge_groups = _edge_groups(seat, device, deadline)
+    up_line = down_line = None
+    with listener:
+        if not seat.last:
+            down_line = connect(seat.rank + 1, dials=True)
+        if not seat.first:
+            up_line = connect(seat.rank - 1, dials=False)
+    # From the first link to the last, so that nobody waits for a neighbour out of turn.
+    upstream = downstream = None
+    if up_line is not None:
+        upstream = end(seat.stage - 1, seat.rank - 1, Direction.FORWARD, up_line)
+    if down_line is not None:
+        downstream = end(seat.stage, seat.rank + 1, Direction.BACKWARD, down_line)
+    if engine is not None:
+        for reason in engine.refused():
+            log.warning("%s: engine refused a connection: %s", seat, reason)
+    return Neighbourhood(upstream, downstream, engine)
+
+
+def _engine_link(
+    engine: _engine.Engine, link: int, peer: int, host: str, port: int,
+    *, dials: bool, timeout: float,
+) -> _engine.Link:  # fmt: skip
+    try:
+        if dials:
+            return engine.connect(
+                peer_rank=peer, link_id=link, host=host, port=port, timeout=timeout
+            )
+        return engine.accept(peer_rank=peer, link_id=link, timeout=timeout)
+    except RuntimeError as error:
+        raise PipelineError(f"engine link {link} to rank {peer}: {error}") from error
+
+
+def _edge_groups(
+    seat: Seat, device: torch.device, deadline: float
+) -> dict[int, dict[Direction, dist.ProcessGroup]]:
+    """Point-to-point groups of this rank's links, by link. Collective: all ranks make all.
+
+    gloo sends both ways over one connection without one holding up the other. NCCL orders
+    all of a communicator's operations, so each direction gets its own.
+    """
+    # Deadlines are kept by the executor, which can name what is missing; this one is behind.
+    timeout = timedelta(seconds=2 * deadline + 60)
+    nccl = device.type == "cuda"
+    mine: dict[int, dict[Direction, dist.ProcessGroup]] = {}
+    for replica in range(seat.replicas):
+        for link in range(seat.stages - 1):
+            lower = replica * seat.stages + link
+            made: list[Any] = [
+                dist.new_group(
+                    [lower, lower + 1],
+                    timeout=timeout,
+                    backend="nccl" if nccl else "gloo",
+                    group_desc=f"pipemorph link {link} of replica {replica}",
+                )
+                for _ in range(2 if nccl else 1)
+            ]
+            if seat.rank in (lower, lower + 1):
+                mine[link] = {Direction.FORWARD: made[0], Direction.BACKWARD: made[-1]}
+    return mine

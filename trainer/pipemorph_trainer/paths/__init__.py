@@ -1,0 +1,1 @@
+"""How messages travel between neighbouring stages: directly, or through the engine."""

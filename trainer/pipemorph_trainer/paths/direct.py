@@ -1,0 +1,242 @@
+"""The direct path: torch.distributed point-to-point, in order, with a bounded send queue.
+
+One queue per direction and at most two sends outstanding; a third holds up compute until
+the first is through. That is how a framework behaves whose sends share a stream: a link
+slower than its stage blocks ops that are ready (head of line). The bound is kept on gloo as
+well, so that the effect is there to be measured.
+
+Receives are posted ahead by one small thread per direction, which waits for them in order
+and rings the executor's bell: a gloo receive does not know that it is complete until it is
+waited for.
+
+On CUDA the payload goes over NCCL, one communicator per directed edge (a shared one would
+serialise the two directions). That variant follows the same code with stream waits; it
+needs one GPU per rank and is not covered by the tests of this repository.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipemorph_trainer.errors import PipelineError
+from pipemorph_trainer.executor.bell import Bell
+from pipemorph_trainer.paths.arrival import OpClock, PeerClock, now, record_arrival
+from pipemorph_trainer.paths.faults import DIRECT_QUEUE, Shaper
+from pipemorph_trainer.paths.line import Line
+from pipemorph_trainer.paths.message import ALL_PRESENT, Batch, Direction, Note
+from pipemorph_trainer.profile import LinkRecorder
+
+MAX_OUTSTANDING = 2
+POSTED_AHEAD = 3
+"""Receives posted before they are needed: covers an op that holds the interpreter."""
+
+
+class DirectIncoming:
+    """Receiving end. Messages come in microbatch order; notes come over the line."""
+
+    def __init__(
+        self,
+        *,
+        group: dist.ProcessGroup,
+        peer: int,
+        direction: Direction,
+        line: Line,
+        bell: Bell,
+        op_clock: OpClock,
+        peer_clock: PeerClock,
+        recorder: LinkRecorder,
+        device: torch.device,
+    ) -> None:
+        self._group, self._peer = group, peer
+        self._direction = direction
+        self._line, self._bell = line, bell
+        self._op_clock, self._peer_clock, self._recorder = op_clock, peer_clock, recorder
+        self._device = device
+        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._arrived: dict[tuple[int, int], tuple[list[Tensor], float, bool]] = {}
+        self._error: str | None = None
+        self._batch: Batch | None = None
+        self._nbytes = 0
+        self._thread: threading.Thread | None = None
+
+    def begin(self, batch: Batch) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._receive_all,
+                name=f"pipemorph-{self._direction.word}-from-{self._peer}",
+                daemon=True,
+            )
+            self._thread.start()
+        self._batch = batch
+        self._nbytes = sum(meta.nbytes for meta in batch.metas)
+        self._batches.put(batch)
+
+    def ready_at(self, microbatch: int) -> float | None:
+        assert self._batch is not None
+        iteration = self._batch.iteration
+        if (iteration, microbatch) not in self._arrived:
+            if self._error is not None:
+                raise PipelineError(self._error)
+            return None
+        key = (int(self._direction), iteration, microbatch)
+        note = self._line.notes.get(key)
+        if note is None:
+            self._line.pump()
+            note = self._line.notes.get(key)
+            if note is None:
+                return None
+        return note.not_before + self._peer_clock.offset if note.not_before else 0.0
+
+    def take(self, microbatch: int) -> list[Tensor | None]:
+        assert self._batch is not None
+        iteration = self._batch.iteration
+        tensors, stamp, exact = self._arrived.pop((iteration, microbatch))
+        note = self._line.notes.pop((int(self._direction), iteration, microbatch))
+        if note.generation != self._batch.generation:
+            raise PipelineError(
+                f"message of microbatch {microbatch}, iteration {iteration} belongs to shape "
+                f"generation {note.generation}; expected {self._batch.generation}"
+            )
+        record_arrival(self._recorder, note, self._peer_clock, stamp, self._nbytes, exact=exact)
+        if note.present == ALL_PRESENT:
+            return list(tensors)
+        return [t if note.present >> k & 1 else None for k, t in enumerate(tensors)]
+
+    def close(self) -> None:
+        self._batches.put(None)
+
+    def _receive_all(self) -> None:
+        """The receiver thread: keep a few receives posted, wait for the oldest, ring."""
+        try:
+            while (batch := self._batches.get()) is not None:
+                posted: deque[tuple[list[Tensor], list[Any]]] = deque()
+                for microbatch in range(batch.microbatches):
+                    while (
+                        len(posted) < POSTED_AHEAD and microbatch + len(posted) < batch.microbatches
+                    ):
+                        posted.append(self._post(batch))
+                    tensors, works = posted.popleft()
+                    for work in works:
+                        work.wait()
+                    self._synchronize()
+                    stamp = now()
+                    self._arrived[batch.iteration, microbatch] = (
+                        tensors,
+                        stamp,
+                        self._op_clock.observed(stamp),
+                    )
+                    self._bell.ring()
+        except RuntimeError as error:
+            self._error = f"the connection to rank {self._peer} failed: {_short(error)}"
+            self._bell.ring()
+
+    def _post(self, batch: Batch) -> tuple[list[Tensor], list[Any]]:
+        tensors = [meta.empty(self._device) for meta in batch.metas]
+        works = [
+            dist.irecv(t, self._peer, group=self._group, tag=int(self._direction)) for t in tensors
+        ]
+        return tensors, works
+
+    def _synchronize(self) -> None:
+        """NCCL: ``wait`` only ordered the stream; wait for the data itself (not the GIL)."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+
+class DirectOutgoing:
+    """Sending end: one queue, two sends outstanding."""
+
+    def __init__(
+        self,
+        *,
+        group: dist.ProcessGroup,
+        peer: int,
+        direction: Direction,
+        line: Line,
+        shaper: Shaper,
+        on_block: Callable[[int], None],
+    ) -> None:
+        self._group, self._peer = group, peer
+        self._direction = direction
+        self._line, self._shaper = line, shaper
+        self._on_block = on_block
+        self._outstanding: deque[tuple[int, float, list[Any]]] = deque()
+        self._batch: Batch | None = None
+        self._nbytes = 0
+
+    def begin(self, batch: Batch) -> None:
+        self._batch = batch
+        self._nbytes = sum(meta.nbytes for meta in batch.metas)
+
+    def slot_free_at(self) -> float:
+        """Known only as far as faults go: a gloo send does not know that it is complete."""
+        return 0.0 if len(self._outstanding) < MAX_OUTSTANDING else self._outstanding[0][1]
+
+    def send(self, microbatch: int, tensors: list[Tensor | None]) -> None:
+        batch = self._batch
+        assert batch is not None
+        if len(self._outstanding) >= MAX_OUTSTANDING:
+            self._finish_oldest()
+        posted = now()
+        started, not_before = self._shaper.hold(DIRECT_QUEUE, self._nbytes, posted)
+        present = ALL_PRESENT
+        payload: list[Tensor] = []
+        for k, (tensor, meta) in enumerate(zip(tensors, batch.metas, strict=True)):
+            if tensor is None:
+                present &= ~(1 << k)
+                payload.append(torch.zeros(meta.shape, dtype=meta.dtype))
+            else:
+                payload.append(tensor.detach().contiguous())
+        note = Note(
+            batch.generation, batch.iteration, microbatch, present, posted, started, not_before
+        )
+        self._line.send_note(self._direction, note)
+        try:
+            works: list[Any] = [
+                dist.isend(t, self._peer, group=self._group, tag=int(self._direction))
+                for t in payload
+            ]
+        except RuntimeError as error:
+            raise self._failed(microbatch, error) from error
+        # The tensors stay alive in the tuple until the sends are through.
+        self._outstanding.append((microbatch, not_before, [*works, *payload]))
+
+    def _finish_oldest(self) -> None:
+        microbatch, done, held = self._outstanding[0]
+        self._on_block(microbatch)
+        try:
+            for work in held:
+                if not isinstance(work, Tensor):
+                    work.wait()
+        except RuntimeError as error:
+            raise self._failed(microbatch, error) from error
+        left = done - now()
+        if left > 0:
+            time.sleep(left)
+        self._outstanding.popleft()
+        self._on_block(-1)
+
+    def _failed(self, microbatch: int, error: RuntimeError) -> PipelineError:
+        return PipelineError(
+            f"sending microbatch {microbatch} {self._direction.word} to rank {self._peer} "
+            f"failed: {_short(error)}"
+        )
+
+    def close(self) -> None:
+        while self._outstanding:
+            self._finish_oldest()
+
+
+def _short(error: BaseException) -> str:
+    """First line of a gloo or NCCL error, without the source path it starts with."""
+    line = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return line.rsplit("] ", 1)[-1][:200] if line.startswith("[/") else line[:200]

@@ -1,0 +1,202 @@
+"""A line between two neighbouring ranks for what is not payload.
+
+A plain socket beside the data paths. It carries the note of every direct message, the step
+token that starts an iteration, shapes when they change, and a goodbye; its end without a
+goodbye tells at once that the neighbour died. Tensors never travel here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import socket
+import struct
+import time
+from collections import deque
+from typing import NamedTuple
+
+from pipemorph_trainer.errors import PipelineError
+from pipemorph_trainer.paths.message import Direction, Note, TensorMeta
+
+_HEADER = struct.Struct("<BBH")
+_TOKEN = struct.Struct("<III")
+_HELLO = struct.Struct("<II32s")
+_NONCE_BYTES = 16
+_STEP, _NOTE, _SHAPES, _GOODBYE = 1, 2, 3, 4
+_READ = 1 << 16
+
+
+class StepToken(NamedTuple):
+    """Starts an iteration: passed from stage to stage. All three must agree everywhere;
+    a new ``generation`` announces shapes."""
+
+    iteration: int
+    version: int
+    generation: int
+
+
+class Line:
+    """One connected, authenticated socket to a neighbour. Reads never block."""
+
+    def __init__(self, sock: socket.socket, peer_rank: int) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setblocking(False)
+        self._sock = sock
+        self._buffer = bytearray()
+        self.peer_rank = peer_rank
+        self.notes: dict[tuple[int, int, int], Note] = {}
+        self.tokens: deque[StepToken] = deque()
+        self.shapes: deque[tuple[TensorMeta, ...]] = deque()
+        self.goodbye = False
+        self.lost: str | None = None
+        """Why nothing more can come, None while the line is up."""
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def send_note(self, direction: Direction, note: Note) -> None:
+        self._send(_NOTE, direction, note.pack())
+
+    def send_token(self, token: StepToken) -> None:
+        self._send(_STEP, 0, _TOKEN.pack(*token))
+
+    def send_shapes(self, metas: tuple[TensorMeta, ...]) -> None:
+        self._send(_SHAPES, 0, json.dumps([meta.encode() for meta in metas]).encode())
+
+    def _send(self, kind: int, direction: int, body: bytes) -> None:
+        data = memoryview(_HEADER.pack(kind, direction, len(body)) + body)
+        deadline = 0.0
+        while data:
+            try:
+                data = data[self._sock.send(data) :]
+            except BlockingIOError:
+                # Thousands of notes fit the socket's buffer: the peer has stopped reading.
+                deadline = deadline or time.monotonic() + 60
+                if time.monotonic() > deadline:
+                    raise PipelineError(
+                        f"rank {self.peer_rank} has not read its line for 60 s"
+                    ) from None
+                time.sleep(0.001)
+            except OSError as error:
+                # Reading tells the same with better words; what was promised is lost anyway.
+                self.lost = self.lost or f"its connection broke ({error.strerror})"
+                return
+
+    def pump(self) -> None:
+        """Read what has come. Sets :attr:`lost` at the end of the stream."""
+        if self.lost:
+            return
+        while True:
+            try:
+                data = self._sock.recv(_READ)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                self.lost = f"its connection broke ({error.strerror})"
+                break
+            if not data:
+                self.lost = "it left" if self.goodbye else "its connection closed"
+                break
+            self._buffer += data
+            if len(data) < _READ:
+                break
+        if self._buffer:
+            self._parse()
+
+    def _parse(self) -> None:
+        buffer, at = self._buffer, 0
+        while len(buffer) - at >= _HEADER.size:
+            kind, direction, size = _HEADER.unpack_from(buffer, at)
+            if len(buffer) - at < _HEADER.size + size:
+                break
+            body = bytes(buffer[at + _HEADER.size : at + _HEADER.size + size])
+            at += _HEADER.size + size
+            if kind == _NOTE:
+                note = Note.unpack(body)
+                self.notes[direction, note.iteration, note.microbatch] = note
+            elif kind == _STEP:
+                self.tokens.append(StepToken(*_TOKEN.unpack(body)))
+            elif kind == _SHAPES:
+                self.shapes.append(tuple(TensorMeta.decode(m) for m in json.loads(body)))
+            else:
+                self.goodbye = True
+        del buffer[:at]
+
+    def close(self, *, goodbye: bool) -> None:
+        """Close; ``goodbye`` tells the peer that all is well."""
+        if goodbye and not self.lost:
+            self._send(_GOODBYE, 0, b"")
+        self._sock.close()
+
+
+def listen(loopback: bool) -> socket.socket:
+    """A socket neighbours can dial, on this machine only if all ranks are here."""
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind(("127.0.0.1" if loopback else "0.0.0.0", 0))
+    sock.listen(8)
+    return sock
+
+
+def _proof(secret: bytes, nonce: bytes, dialer: int, listener: int) -> bytes:
+    message = b"pipemorph line" + nonce + struct.pack("<II", dialer, listener)
+    return hmac.new(secret, message, hashlib.sha256).digest()
+
+
+def _read_exactly(sock: socket.socket, size: int, who: str) -> bytes:
+    data = b""
+    while len(data) < size:
+        got = sock.recv(size - len(data))
+        if not got:
+            raise PipelineError(f"{who} closed the line before it was set up")
+        data += got
+    return data
+
+
+def dial(host: str, port: int, *, rank: int, peer_rank: int, secret: bytes, timeout: float) -> Line:
+    """Dial the next stage's rank. Raises :class:`PipelineError` naming it if it cannot be
+    reached or refuses."""
+    try:
+        sock = socket.create_connection((host, port), timeout=timeout)
+        nonce = _read_exactly(sock, _NONCE_BYTES, f"rank {peer_rank} at {host}:{port}")
+        sock.sendall(_HELLO.pack(rank, peer_rank, _proof(secret, nonce, rank, peer_rank)))
+    except OSError as error:
+        raise PipelineError(
+            f"rank {rank} cannot reach rank {peer_rank} at {host}:{port}: {error}"
+        ) from error
+    return Line(sock, peer_rank)
+
+
+def accept(
+    listener: socket.socket, *, rank: int, peer_rank: int, secret: bytes, timeout: float
+) -> Line:
+    """Wait for the previous stage's rank to dial; anybody else is turned away.
+
+    Raises :class:`PipelineError` naming the rank that did not come within ``timeout``.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        listener.settimeout(max(0.001, deadline - time.monotonic()))
+        try:
+            sock, _ = listener.accept()
+            sock.settimeout(max(0.001, min(10.0, deadline - time.monotonic())))
+            nonce = os.urandom(_NONCE_BYTES)
+            sock.sendall(nonce)
+            dialer, _, proof = _HELLO.unpack(
+                _read_exactly(sock, _HELLO.size, "a stranger on the line")
+            )
+        except TimeoutError:
+            if time.monotonic() < deadline:
+                continue
+            raise PipelineError(
+                f"rank {rank} waited {timeout:.0f} s for rank {peer_rank} to dial its line"
+            ) from None
+        except (OSError, PipelineError):
+            continue
+        if dialer == peer_rank and hmac.compare_digest(
+            proof, _proof(secret, nonce, peer_rank, rank)
+        ):
+            return Line(sock, peer_rank)
+        sock.close()

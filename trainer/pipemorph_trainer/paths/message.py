@@ -1,0 +1,134 @@
+"""What travels between two stages, and the small note that travels with it."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Direction(IntEnum):
+    """Which way along a link: activations go forward, gradients backward."""
+
+    FORWARD = 0
+    BACKWARD = 1
+
+    @property
+    def word(self) -> str:
+        return self.name.lower()
+
+
+class TensorMeta(NamedTuple):
+    """Shape and dtype of one tensor at a stage boundary."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: Tensor) -> TensorMeta:
+        return TensorMeta(tuple(tensor.shape), tensor.dtype)
+
+    @property
+    def carries_gradient(self) -> bool:
+        """Floating-point tensors get a gradient back; integers and masks only go forward."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    @property
+    def nbytes(self) -> int:
+        count = self.dtype.itemsize
+        for size in self.shape:
+            count *= size
+        return count
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    def encode(self) -> list[object]:
+        return [list(self.shape), str(self.dtype).removeprefix("torch.")]
+
+    @staticmethod
+    def decode(data: list[object]) -> TensorMeta:
+        shape, dtype = data
+        assert isinstance(shape, list)
+        return TensorMeta(tuple(shape), getattr(torch, str(dtype)))
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+_NOTE = struct.Struct("<IIIIddd")
+NOTE_BYTES = _NOTE.size
+ALL_PRESENT = 0xFFFFFFFF
+
+
+class Note(NamedTuple):
+    """Sent with every message. Times are the sender's wall clock, seconds.
+
+    ``posted_at``: handed to the path; ``started_at``: left its queue; ``not_before``: the
+    receiver must not use it earlier (an injected fault), 0 without a fault. Bit *k* of
+    ``present`` says that tensor *k* exists: a gradient may be None.
+    """
+
+    generation: int
+    iteration: int
+    microbatch: int
+    present: int
+    posted_at: float
+    started_at: float
+    not_before: float
+
+    def pack(self) -> bytes:
+        return _NOTE.pack(*self)
+
+    @staticmethod
+    def unpack(data: bytes) -> Note:
+        return Note(*_NOTE.unpack(data[:NOTE_BYTES]))
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One iteration's messages in one direction of one link: all have the same tensors."""
+
+    generation: int
+    iteration: int
+    microbatches: int
+    metas: tuple[TensorMeta, ...]
+
+
+class Incoming(Protocol):
+    """One direction of one link on one path, at its receiving end."""
+
+    def begin(self, batch: Batch) -> None:
+        """Expect these messages. Posts receives ahead; does not block."""
+
+    def ready_at(self, microbatch: int) -> float | None:
+        """Wall-clock time from which the message may be used, None if it is not here.
+
+        Raises :class:`PipelineError` if it can no longer come.
+        """
+
+    def take(self, microbatch: int) -> list[Tensor | None]:
+        """The tensors of a message that is ready; each message is taken once."""
+
+    def close(self) -> None:
+        """Stop receiving. Idempotent."""
+
+
+class Outgoing(Protocol):
+    """One direction of one link on one path, at its sending end."""
+
+    def begin(self, batch: Batch) -> None:
+        """These messages follow."""
+
+    def slot_free_at(self) -> float:
+        """Wall-clock time from which :meth:`send` does not block, 0 for now."""
+
+    def send(self, microbatch: int, tensors: list[Tensor | None]) -> None:
+        """Hand a message over. The direct path blocks while two are outstanding."""
+
+    def close(self) -> None:
+        """Wait for what is outstanding where that is needed. Idempotent."""

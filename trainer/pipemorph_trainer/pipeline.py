@@ -1,0 +1,618 @@
+"""The trainer's public face: a pipeline that is stepped like torch's own."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from time import time
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
+
+from pipemorph.control.initial import initial_plan
+from pipemorph.errors import InputError, PipeMorphError
+from pipemorph.planning import (
+    Dispatch,
+    Link,
+    Path,
+    Plan,
+    Policy,
+    Problem,
+    StageTimes,
+)
+from pipemorph.planning import (
+    plan as plan_schedule,
+)
+from pipemorph.spec import Fault
+from pipemorph.wire import IterationSample
+from pipemorph_trainer.agent import AgentHandle, connect, start_agent
+from pipemorph_trainer.commit import PlanBook, RankRow, Round, agree, bubble_fraction
+from pipemorph_trainer.context import TrainerContext
+from pipemorph_trainer.control import ControlClient, NoControl
+from pipemorph_trainer.emulated import EmulatedRunner, EmulatedStage
+from pipemorph_trainer.errors import PipelineError, ShapeError
+from pipemorph_trainer.executor.bell import Bell
+from pipemorph_trainer.executor.loop import Executor, Inputs, Outcome
+from pipemorph_trainer.executor.waiting import Waiting
+from pipemorph_trainer.gradients import average_over_replicas, clip_global_norm
+from pipemorph_trainer.links import EngineOptions, LinkEnd, engine_module, meet
+from pipemorph_trainer.paths.arrival import OpClock
+from pipemorph_trainer.paths.line import StepToken
+from pipemorph_trainer.paths.message import Batch, Direction, TensorMeta
+from pipemorph_trainer.profile import PeakMemory, stage_profile
+from pipemorph_trainer.signals import LastWord
+from pipemorph_trainer.split import StageRunner
+from pipemorph_trainer.stage import Runner
+from pipemorph_trainer.telemetry import Reporter
+from pipemorph_trainer.trace import TraceWriter
+from pipemorph_trainer.world import join
+
+log = logging.getLogger("pipemorph.trainer")
+
+LossFn = Callable[[Any, Any], Tensor]
+PathChoice = Literal["auto", "direct", "delegated"]
+
+SWITCH_SECONDS = 1e-4
+"""How soon a receiver thread gets the interpreter; torch leaves it at 5 ms, half an op."""
+PLAN_POLL_SECONDS = 0.005
+SPARE_SLOTS = 4
+"""Engine slots beyond a link's slackness: messages that a delay keeps on their way."""
+
+
+class Pipeline:
+    """One stage of a pipeline, on every rank of it.
+
+    With a job file in the context everything but the stage comes from the job; without one
+    (plain torchrun) from the arguments.
+
+    Args:
+        stage: any ``nn.Module``, or an :class:`EmulatedStage`. Stage 0 gets the arguments of
+            :meth:`step`, stage *i* the tensors stage *i-1* returned.
+        context: where this rank runs.
+        loss_fn: ``loss_fn(output, target)`` → scalar; needed on the last stage unless its
+            module returns the loss itself.
+        microbatches: N; the batch given to :meth:`step` is split into N along dimension 0.
+        optimizer: only for checkpoints; stepping it stays with the caller.
+        stages: pipeline stages; default: all ranks. RANK = replica × stages + stage.
+        policy, dispatch, path: how to schedule and how messages travel. ``path="auto"`` is
+            direct until a directive moves a link.
+        plan: run exactly this plan instead of one made from ``policy``.
+        faults: a fault trace, applied in the transport (see :class:`pipemorph.spec.Fault`).
+        deadline_seconds: longest wait for one message.
+        engine: data path of the transfer engine: auto, tcp or shm.
+        control: where plans come from and telemetry goes; default: the job's agent, if any.
+
+    Raises :class:`InputError` if the job and the ranks do not fit, :class:`PipelineError` if
+    a neighbour does not come.
+    """
+
+    def __init__(
+        self,
+        stage: nn.Module | EmulatedStage,
+        *,
+        context: TrainerContext,
+        loss_fn: LossFn | None = None,
+        microbatches: int | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        stages: int | None = None,
+        policy: Policy | str = Policy.PIPEMORPH,
+        dispatch: Dispatch | str = Dispatch.STATIC,
+        path: PathChoice = "auto",
+        plan: Plan | None = None,
+        faults: Sequence[Fault] = (),
+        deadline_seconds: float = 300.0,
+        engine: Literal["auto", "tcp", "shm"] = "auto",
+        queues: int = 8,
+        control: ControlClient | None = None,
+    ) -> None:
+        self.context = context
+        spec = context.job.spec if context.job is not None else None
+        if spec is not None:
+            microbatches = spec.schedule.microbatches
+            stages = spec.parallelism.stages
+            faults = spec.faults
+            deadline_seconds = spec.transport.deadline_seconds
+            engine, path = spec.transport.engine, spec.transport.path
+            queues = spec.transport.queues
+            torch.set_num_threads(spec.trainer.threads)
+        stages = stages if stages is not None else context.world_size
+        if plan is None:
+            plan = (
+                initial_plan(spec)
+                if spec is not None
+                else _plan_of(stages, microbatches, Policy(policy), Dispatch(dispatch), path)
+            )
+        self._first_plan = plan
+        self._deadline = deadline_seconds
+        self._microbatches = plan.schedule.microbatches
+        self._module = stage if isinstance(stage, nn.Module) else None
+        self.device = _device_of(self._module)
+        self._world = join(context, stages, self.device)
+        self.seat = self._world.seat
+        self._check_seat(plan, path)
+
+        self._waiting = Waiting(str(self.seat))
+        self._bell = Bell()
+        self._op_clock = OpClock()
+        self._agent: AgentHandle | None = None
+        self._control = control if control is not None else self._join_agent()
+        self._neighbours = meet(
+            self.seat,
+            secret=self._world.secret,
+            master_addr=context.master_addr,
+            faults=faults,
+            bell=self._bell,
+            op_clock=self._op_clock,
+            device=self.device,
+            engine_options=self._engine_options(path, engine, queues),
+            deadline=deadline_seconds,
+            on_block=self._on_block,
+        )
+        self._plans = PlanBook(plan, self._reserve_for)
+        self._check_paths(plan)
+        self._runner = self._make_runner(stage, loss_fn)
+        self._reporter = Reporter(self.seat, self._control, self._neighbours.ends)
+        self._executor = Executor(
+            seat=self.seat,
+            runner=self._runner,
+            neighbours=self._neighbours,
+            bell=self._bell,
+            op_clock=self._op_clock,
+            waiting=self._waiting,
+            deadline=deadline_seconds,
+            boundary=self._between_ops,
+            on_last_forward=self._post_loss,
+            reserve=self._reserve_link,
+        )
+        emulated = isinstance(stage, EmulatedStage)
+        self._trace = TraceWriter(context.trace_dir, self.seat, emulated=emulated)
+        self._last_word = LastWord(self.current_wait, self._leave_traces)
+        self._memory = PeakMemory(self.device)
+        self._generation = 0
+        self._signature: tuple[Any, ...] | None = None
+        self._rounds: dict[int, Round] = {}
+        self._last_rows: tuple[int, list[RankRow]] | None = None
+        self._agreed = plan.version
+        self._began: dict[int, float] = {}
+        self._losses: dict[int, float] = {}
+        self._epochs: dict[int, int] = {}
+        self._unreported: list[int] = []
+        self._loss = torch.zeros(1, dtype=torch.float64)
+        self._loss_work: Any = None
+        self._training_began = 0.0
+        self._polled_at = 0.0
+        self._last_activity = time()
+        self._closed = False
+        self._switch_interval = sys.getswitchinterval()
+        self.iteration = 0
+        self.start_iteration = 0
+        sys.setswitchinterval(SWITCH_SECONDS)
+        self._last_word.install()
+        self._reporter.publish()
+
+    # --- what a user calls --------------------------------------------------------------
+
+    def step(self, *args: Any, target: Any = None) -> Tensor:
+        """Run one iteration: forward and backward of all microbatches.
+
+        Call it on every rank. Only stage 0 uses ``args`` (tensors of shape (batch, …), split
+        into N microbatches along dimension 0; anything else is given to all of them) and only
+        the last stage uses ``target``; others may pass them or nothing.
+
+        Returns the loss on **every** rank: the mean over microbatches and replicas, 0-dim
+        float32. Gradients are added to ``.grad``, averaged over replicas.
+
+        Raises :class:`PipelineError` naming the message that did not come,
+        :class:`ShapeError` if shapes do not fit.
+        """
+        if self._closed:
+            raise PipelineError(f"{self.seat}: step() after close()")
+        try:
+            return self._step(args, target)
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip gradients by their 2-norm over **all** stages; call it on every rank.
+
+        Returns the norm before clipping, 0-dim float32, the same on all ranks. Emulated
+        stages have no gradients but wait for each other all the same.
+        """
+        parameters = [] if self._module is None else list(self._module.parameters())
+        self._waiting.begin(f"the gradient norm of iteration {self.iteration - 1} of all stages")
+        try:
+            norm = clip_global_norm(parameters, max_norm, self._world.stages)
+        except RuntimeError as error:
+            failure = PipelineError(f"{self._waiting.describe()}: {_first_line(error)}")
+            self._fail(failure)
+            raise failure from error
+        self._waiting.end()
+        self._last_activity = time()
+        return norm
+
+    def current_wait(self) -> str:
+        """What this rank waits for, in words; callable from any thread."""
+        return self._waiting.describe()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self._plans.in_force
+
+    def install(self, plan: Plan) -> None:
+        """Prepare a plan here, as one that came in a directive. It runs on all ranks from the
+        second iteration after the one at whose end all ranks had prepared it.
+
+        Raises :class:`InputError` if it does not fit this job.
+        """
+        self._check_paths(plan)
+        self._plans.prepare(plan)
+        self._reporter.prepared = self._plans.newest
+
+    def close(self) -> None:
+        """Finish: wait for all ranks, say goodbye, give everything back. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            for index in sorted(self._rounds):
+                self._finish_round(index)
+            self._report_iterations(final=True)
+            self._reporter.state = "finished"
+            self._reporter.publish()
+        finally:
+            self._release(goodbye=True)
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self._fail(error)
+        else:
+            self.close()
+
+    # --- one iteration --------------------------------------------------------------------
+
+    def _step(self, args: tuple[Any, ...], target: Any) -> Tensor:
+        iteration = self.iteration
+        inputs, signature = self._split_inputs(args, target)
+        origin = time()
+        self._training_began = self._training_began or origin
+        self._began[iteration] = origin
+        plan = self._begin_iteration(iteration)
+        handshake = self._pass_token(iteration, plan.version, signature)
+        self._memory.reset()
+        if not self.seat.last:
+            self._post_loss([])
+        outcome = self._executor.run(plan, iteration, self._generation, inputs, handshake=handshake)
+        if self._module is not None and self._world.replicas is not None:
+            self._waiting.begin(f"gradients of iteration {iteration} of the other replicas")
+            average_over_replicas(self._module.parameters(), self._world.replicas)
+            self._waiting.end()
+        if isinstance(self._runner, EmulatedRunner):
+            self._runner.update()
+        loss = self._wait_loss(iteration)
+        self._end_iteration(iteration, plan, origin, outcome, loss)
+        return torch.tensor(loss, dtype=torch.float32)
+
+    def _begin_iteration(self, iteration: int) -> Plan:
+        """Commit what all ranks agreed on two iterations ago, and select the links' paths."""
+        self._finish_round(iteration - 2)
+        if self._plans.commit(self._agreed):
+            log.info("%s: plan %d from iteration %d on", self.seat, self._agreed, iteration)
+        plan = self._plans.in_force
+        for end in self._neighbours.ends:
+            end.select(plan.paths[end.link])
+            end.shaper.begin(iteration, self._training_began)
+        self._reporter.state = "training"
+        self._reporter.begin_iteration(iteration, plan.version)
+        self._executor.at_iteration(iteration)
+        self._epochs[iteration] = plan.version
+        return plan
+
+    def _pass_token(self, iteration: int, version: int, signature: tuple[Any, ...] | None) -> bool:
+        """Start the iteration from stage 0 down; True if shapes are to be exchanged in it."""
+        up, down = self._neighbours.upstream, self._neighbours.downstream
+        if up is None:
+            handshake = signature != self._signature
+            self._signature = signature
+            self._generation += handshake
+        else:
+            token = self._executor.await_line(up, f"stage {up.peer_stage} to begin", up.line.tokens)
+            if token.iteration != iteration or token.version != version:
+                raise PipelineError(
+                    f"{self.seat} begins iteration {iteration} with plan {version}, stage "
+                    f"{up.peer_stage} iteration {token.iteration} with plan {token.version}; "
+                    "every rank has to call step() the same number of times"
+                )
+            handshake = token.generation != self._generation
+            self._generation = token.generation
+        if down is not None:
+            down.line.send_token(StepToken(iteration, version, self._generation))
+        return handshake
+
+    def _end_iteration(
+        self, iteration: int, plan: Plan, origin: float, outcome: Outcome, loss: float
+    ) -> None:
+        ops = outcome.ops
+        row = RankRow(
+            self._plans.versions(),
+            ops[0].start,
+            ops[-1].end,
+            sum(op.end - op.start for op in ops),
+        )
+        self._rounds[iteration] = Round(iteration, row, self._world.control)
+        profile = stage_profile(self.seat.stage, ops, self._runner.split, self._memory.read())
+        self._reporter.publish(profile=profile)
+        self._trace.iteration(iteration, plan.version, origin, outcome)
+        self._losses[iteration] = loss
+        if self.seat.rank == 0:
+            self._unreported.append(iteration)
+        self.iteration = iteration + 1
+        self._last_activity = time()
+
+    def _split_inputs(
+        self, args: tuple[Any, ...], target: Any
+    ) -> tuple[Inputs, tuple[Any, ...] | None]:
+        """Microbatches of what this stage uses, and what tells a change of shapes."""
+        inputs = Inputs()
+        if self._module is None:
+            return inputs, ("emulated",)
+        signature: tuple[Any, ...] | None = None
+        if self.seat.first:
+            if not args:
+                raise InputError(f"{self.seat}: step() got no input; stage 0 needs the batch")
+            inputs.args = self._split(args, "input")
+            signature = tuple(
+                TensorMeta.of(a) if isinstance(a, Tensor) else type(a) for a in inputs.args[0]
+            )
+        if self.seat.last and target is not None:
+            inputs.targets = [chunk[0] for chunk in self._split((target,), "target")]
+        elif self.seat.last and self._needs_target:
+            raise InputError(f"{self.seat}: step() got no target; loss_fn on this stage needs it")
+        return inputs, signature
+
+    def _split(self, values: tuple[Any, ...], what: str) -> list[tuple[Any, ...]]:
+        for position, value in enumerate(values):
+            if isinstance(value, Tensor) and (
+                value.dim() == 0 or value.shape[0] % self._microbatches
+            ):
+                raise ShapeError(
+                    f"{what} {position} has shape {list(value.shape)}; expected a first "
+                    f"dimension that {self._microbatches} microbatches divide"
+                )
+        chunks, _ = split_args_kwargs_into_chunks(values, None, self._microbatches)
+        return list(chunks)
+
+    # --- loss ------------------------------------------------------------------------------
+
+    def _post_loss(self, losses: list[Tensor]) -> None:
+        """Begin to share the loss. The last stage does so after its last F, the others before
+        their first op, so that it is here long before it is asked for."""
+        total = 0.0
+        for loss in losses:
+            total += float(loss)
+        self._loss = torch.tensor([total / self._microbatches], dtype=torch.float64)
+        self._loss_work = dist.all_reduce(self._loss, group=self._world.control, async_op=True)
+
+    def _wait_loss(self, iteration: int) -> float:
+        self._waiting.begin(f"the loss of iteration {iteration} from the last stage")
+        try:
+            self._loss_work.wait(timedelta(seconds=self._deadline))
+        except RuntimeError as error:
+            raise PipelineError(f"{self._waiting.describe()}: {_first_line(error)}") from error
+        self._waiting.end()
+        return float(self._loss) / self.seat.replicas
+
+    # --- commit and telemetry ----------------------------------------------------------------
+
+    def _finish_round(self, iteration: int) -> None:
+        """Wait for an iteration's collective (long done) and take its agreement."""
+        found = self._rounds.pop(iteration, None)
+        if found is None:
+            return
+        self._waiting.begin(f"all ranks to finish iteration {iteration}")
+        try:
+            rows = found.rows(self._deadline)
+        except RuntimeError as error:
+            raise PipelineError(f"{self._waiting.describe()}: {_first_line(error)}") from error
+        self._waiting.end()
+        self._agreed = agree(rows, self._agreed)
+        self._last_rows = (iteration, rows)
+        self._report_iterations()
+
+    def _between_ops(self) -> None:
+        """Between two ops and during long waits: cheap, and nothing here blocks."""
+        now = time()
+        if now - self._polled_at < PLAN_POLL_SECONDS:
+            return
+        self._polled_at = now
+        plan = self._control.newest_plan()
+        if plan is not None:
+            try:
+                self.install(plan)
+            except InputError as error:
+                log.warning("%s: plan %d refused: %s", self.seat, plan.version, error)
+                self._reporter.publish(message=f"plan {plan.version} refused: {error}")
+        for end in self._neighbours.ends:
+            end.severer.at(self._reporter.iteration, now - self._training_began)
+        self._reporter.between_ops()
+
+    def _report_iterations(self, *, final: bool = False) -> None:
+        """Rank 0: publish an iteration once its end is known and all ranks' times are here."""
+        if not self._unreported or self._last_rows is None:
+            return
+        index, rows = self._last_rows
+        ended = self._began.get(index + 1, self._last_activity if final else None)
+        if index not in self._unreported or ended is None:
+            return
+        self._unreported.remove(index)
+        self._reporter.publish(
+            finished=IterationSample(
+                index=index,
+                seconds=max(0.0, ended - self._began.pop(index)),
+                loss=self._losses.pop(index),
+                epoch=self._epochs.pop(index),
+                bubble_fraction=bubble_fraction(rows),
+            )
+        )
+
+    # --- setting up and taking down --------------------------------------------------------------
+
+    def _join_agent(self) -> ControlClient:
+        if self.context.ingest_url is None:
+            return NoControl()
+        where = None
+        if self.seat.rank == 0:
+            self._agent = start_agent(self.context)
+            where = (self._agent.host, self._agent.port)
+        host, port = self._world.share(where)
+        return connect(self.context, host, port)
+
+    def _engine_options(
+        self, path: PathChoice, transport: str, queues: int
+    ) -> EngineOptions | None:
+        """The engine runs where a link is delegated, or a directive may delegate one."""
+        if self.seat.stages == 1:
+            return None
+        delegates = Path.DELEGATED in self._first_plan.paths
+        if not delegates and path == "direct" and not isinstance(self._control, NoControl):
+            return None
+        if engine_module() is None:
+            if delegates:
+                raise InputError(
+                    "the plan delegates links but the transfer engine is not built; run "
+                    "`pip install -e .`, or use path direct"
+                )
+            return None
+        name = self.context.job.metadata.name if self.context.job else "job"
+        job = f"{self.context.namespace}/{name}/{self.context.attempt}"
+        return EngineOptions(job, transport, queues)
+
+    def _make_runner(self, stage: nn.Module | EmulatedStage, loss_fn: LossFn | None) -> Runner:
+        self._needs_target = False
+        if isinstance(stage, EmulatedStage):
+            return EmulatedRunner(stage, self.seat.stage, self.seat.stages, self.seat.replica)
+        self._needs_target = self.seat.last and loss_fn is not None
+        return StageRunner(
+            stage,
+            is_first=self.seat.first,
+            is_last=self.seat.last,
+            loss_fn=loss_fn if self.seat.last else None,
+            microbatches=self._microbatches,
+        )
+
+    def _check_seat(self, plan: Plan, path: PathChoice) -> None:
+        if plan.schedule.stage_count != self.seat.stages:
+            raise InputError(
+                f"the plan has {plan.schedule.stage_count} stages; this job runs {self.seat.stages}"
+            )
+
+    def _check_paths(self, plan: Plan) -> None:
+        for end in self._neighbours.ends:
+            if end.link < len(plan.paths) and not end.has(plan.paths[end.link]):
+                raise InputError(
+                    f"plan {plan.version} delegates link {end.link}, which has no engine link; "
+                    "build the transfer engine or plan for the direct path"
+                )
+
+    def _reserve_for(self, plan: Plan) -> None:
+        """Grant receive slots for a plan's messages, as far as shapes are known."""
+        for end in self._neighbours.ends:
+            metas = (
+                self._executor.input_metas
+                if end.receives is Direction.FORWARD
+                else tuple(m for m in self._executor.output_metas if m.carries_gradient)
+            )
+            self._reserve_plan(end, metas, plan)
+
+    def _reserve_link(self, end: LinkEnd, metas: tuple[TensorMeta, ...]) -> None:
+        """Shapes of a link became known: grant slots for every plan prepared so far."""
+        for plan in self._plans.prepared():
+            self._reserve_plan(end, metas, plan)
+
+    def _reserve_plan(self, end: LinkEnd, metas: tuple[TensorMeta, ...], plan: Plan) -> None:
+        if not metas or end.delegated is None or plan.paths[end.link] is not Path.DELEGATED:
+            return
+        slack = plan.warmup[end.link] - plan.warmup[end.link + 1]
+        messages = min(self._microbatches, max(0, slack) + SPARE_SLOTS)
+        end.delegated.reserve(messages, Batch(0, 0, self._microbatches, metas))
+
+    def _on_block(self, end: LinkEnd, microbatch: int) -> None:
+        """A direct send waits for the one two before it."""
+        if microbatch < 0:
+            self._waiting.end()
+        else:
+            self._waiting.begin(
+                f"stage {end.peer_stage} to take {end.sends.word} of microbatch {microbatch} of "
+                f"iteration {self._reporter.iteration} on {end}"
+            )
+
+    def _fail(self, error: BaseException) -> None:
+        """Take down after an error, without waiting for anybody: peers see the line close."""
+        if self._closed:
+            return
+        self._closed = True
+        self._reporter.state = "failed"
+        text = str(error) if isinstance(error, PipeMorphError) else repr(error)
+        try:
+            self._reporter.publish(message=f"{self.seat}: {text}")
+        finally:
+            self._release(goodbye=False)
+
+    def _leave_traces(self) -> None:
+        self._trace.close(self._neighbours.ends)
+
+    def _release(self, *, goodbye: bool) -> None:
+        self._leave_traces()
+        for end in self._neighbours.ends:
+            end.close(goodbye=goodbye)
+        self._control.close()
+        if self._agent is not None:
+            self._agent.close()
+        if self._neighbours.engine is not None:
+            self._bell.forget(self._neighbours.engine.bell_fd)
+            self._neighbours.engine.close()
+        self._last_word.remove()
+        sys.setswitchinterval(self._switch_interval)
+
+
+def _plan_of(
+    stages: int, microbatches: int | None, policy: Policy, dispatch: Dispatch, path: PathChoice
+) -> Plan:
+    """Plan 0 without a job: equal op times, no delay."""
+    if microbatches is None:
+        raise InputError("microbatches is missing; without a job file give it to Pipeline()")
+    problem = Problem(
+        microbatches=microbatches,
+        stages=(StageTimes(forward=1, backward_input=1, backward_weight=1),) * stages,
+        links=(Link(),) * (stages - 1),
+        policy=policy,
+    )
+    paths = (Path.DELEGATED if path == "delegated" else Path.DIRECT,) * (stages - 1)
+    return plan_schedule(problem).to_plan(0, paths, dispatch)
+
+
+def _device_of(module: nn.Module | None) -> torch.device:
+    if module is None:
+        return torch.device("cpu")
+    first = next(module.parameters(), None)
+    return first.device if first is not None else torch.device("cpu")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return lines[0][:300] if lines else type(error).__name__

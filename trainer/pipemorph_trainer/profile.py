@@ -1,0 +1,150 @@
+"""Measurements of one rank: wire times per link and direction, op times per kind."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+from collections.abc import Sequence
+from pathlib import Path as FilePath
+from typing import Literal, NamedTuple
+
+import torch
+
+from pipemorph.planning.ir import OpKind, Path
+from pipemorph.wire import LinkSample, StageProfile, WireTime
+from pipemorph_trainer.paths.message import Direction
+
+Transport = Literal["gloo", "nccl", "tcp", "shm", "rdma"]
+MIN_EXACT = 3
+"""Fewer exact samples than this say nothing; then all are given, as upper bounds."""
+MAX_WINDOW = 4096
+
+
+class _Message(NamedTuple):
+    wire: float
+    queue: float
+    nbytes: int
+    exact: bool
+
+
+class LinkRecorder:
+    """Collects the messages received in one direction of one link until they are published."""
+
+    def __init__(self, link: int, replica: int, direction: Direction) -> None:
+        self._link, self._replica = link, replica
+        self._direction: Literal["forward", "backward"] = (
+            "forward" if direction is Direction.FORWARD else "backward"
+        )
+        self._messages: list[_Message] = []
+        self._path: Path = Path.DIRECT
+        self._transport: Transport = "gloo"
+        self._iteration = 0
+        self.rtt_min: float | None = None
+
+    def begin(self, path: Path, transport: Transport, iteration: int) -> LinkSample | None:
+        """Samples of one window share a path: returns what was left over when it changes."""
+        left = None
+        if path is not self._path or transport != self._transport:
+            left = self.drain()
+            self._path, self._transport = path, transport
+        self._iteration = iteration
+        return left
+
+    def add(self, wire: float, queue: float, nbytes: int, exact: bool) -> None:
+        """One message. ``wire`` may come out negative by the clocks' error: 0 then."""
+        if len(self._messages) < MAX_WINDOW:
+            self._messages.append(_Message(max(0.0, wire), max(0.0, queue), nbytes, exact))
+
+    def __bool__(self) -> bool:
+        return bool(self._messages)
+
+    def drain(self) -> LinkSample | None:
+        """The window so far, and start a new one. None if nothing came."""
+        messages, self._messages = self._messages, []
+        if not messages:
+            return None
+        exact = [m.wire for m in messages if m.exact]
+        wires = sorted(exact if len(exact) >= MIN_EXACT else (m.wire for m in messages))
+        return LinkSample(
+            link=self._link,
+            replica=self._replica,
+            direction=self._direction,
+            path=self._path,
+            transport=self._transport,
+            iteration=self._iteration,
+            bytes=sum(m.nbytes for m in messages),
+            wire=WireTime(
+                count=len(messages),
+                exact=len(exact) if len(exact) >= MIN_EXACT else 0,
+                min=wires[0],
+                p50=wires[len(wires) // 2],
+                p99=wires[min(len(wires) - 1, int(0.99 * len(wires)))],
+                mean=statistics.fmean(wires),
+            ),
+            queue_p50=statistics.median(m.queue for m in messages),
+            rtt_min=self.rtt_min,
+        )
+
+
+class TimedOp(NamedTuple):
+    """One op that ran; wall-clock seconds."""
+
+    kind: OpKind
+    microbatch: int
+    start: float
+    end: float
+
+
+def stage_profile(
+    stage: int,
+    ops: Sequence[TimedOp],
+    split: Literal["module", "graph", "fused", "emulated"],
+    peak_memory: int,
+) -> StageProfile:
+    """Medians over one iteration's ops. A fused backward counts as ``backward_input``."""
+
+    def median(*kinds: OpKind) -> float:
+        times = [op.end - op.start for op in ops if op.kind in kinds]
+        return statistics.median(times) if times else 0.0
+
+    return StageProfile(
+        stage=stage,
+        forward=median(OpKind.F),
+        backward_input=median(OpKind.B, OpKind.BW),
+        backward_weight=0.0 if split == "fused" else median(OpKind.W),
+        split=split,
+        peak_memory=peak_memory,
+    )
+
+
+class PeakMemory:
+    """Peak bytes per window: device memory on CUDA, resident set elsewhere.
+
+    The kernel's high-water mark is reset at the start of a window where that is allowed
+    (Linux, ``/proc/self/clear_refs``); otherwise it is the peak since the process started.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._status = FilePath("/proc/self/status")
+        self._clear = FilePath("/proc/self/clear_refs")
+
+    def reset(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return
+        try:
+            self._clear.write_text("5")
+        except OSError:
+            self._clear = FilePath("/dev/null")
+
+    def read(self) -> int:
+        if self._device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self._device))
+        try:
+            for line in self._status.read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+        except OSError:
+            pass
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

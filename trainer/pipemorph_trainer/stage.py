@@ -1,0 +1,45 @@
+"""The seat of a stage: what the executor asks of whatever runs the ops."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+Split = Literal["module", "graph", "fused", "emulated"]
+Grads = tuple[Tensor | None, ...]
+
+
+class Runner(Protocol):
+    """Runs the ops of one stage; ops of one kind come in microbatch order.
+
+    :class:`pipemorph_trainer.split.StageRunner` does so for a module and
+    :class:`pipemorph_trainer.emulated.EmulatedRunner` for an emulated stage.
+    """
+
+    @property
+    def split(self) -> Split:
+        """How B and W are kept apart; ``fused``: B is the whole backward, W empty."""
+
+    def forward(
+        self,
+        microbatch: int,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        target: Any = None,
+    ) -> tuple[Tensor, ...]:
+        """Outputs to send, detached; on the last stage ``(loss,)``, of this microbatch alone."""
+
+    def backward_input(
+        self, microbatch: int, output_grads: Sequence[Tensor | None] | None = None
+    ) -> Grads:
+        """One gradient per argument of F. ``output_grads`` is None on the last stage."""
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Adds to ``.grad`` and forgets the microbatch."""
+
+    def backward(
+        self, microbatch: int, output_grads: Sequence[Tensor | None] | None = None
+    ) -> Grads:
+        """B and W at once."""

@@ -1,0 +1,75 @@
+"""What a rank tells the agent, and when: at op boundaries, seldom enough to cost nothing."""
+
+from __future__ import annotations
+
+from time import time
+from typing import Literal
+
+from pipemorph.planning import Path
+from pipemorph.wire import IterationSample, LinkSample, StageProfile
+from pipemorph_trainer.control import ControlClient, RankTelemetry
+from pipemorph_trainer.links import LinkEnd, Seat
+
+PUBLISH_SECONDS = 0.05
+State = Literal["starting", "training", "finished", "failed"]
+
+
+class Reporter:
+    """Publishes link samples, profiles and finished iterations of one rank."""
+
+    def __init__(self, seat: Seat, control: ControlClient, ends: list[LinkEnd]) -> None:
+        self._seat, self._control, self._ends = seat, control, ends
+        self._left_over: list[LinkSample] = []
+        self._published_at = 0.0
+        self.state: State = "starting"
+        self.iteration = 0
+        self.applied = 0
+        self.prepared = 0
+
+    def begin_iteration(self, iteration: int, applied: int) -> None:
+        """A new iteration: its samples carry its index and the links' paths."""
+        self.iteration, self.applied = iteration, applied
+        for end in self._ends:
+            left = end.recorder.begin(end.path, end.transport, iteration)
+            if left is not None:
+                self._left_over.append(left)
+
+    def between_ops(self) -> None:
+        """Publish new link samples, at most every :data:`PUBLISH_SECONDS`."""
+        now = time()
+        if now - self._published_at >= PUBLISH_SECONDS and any(e.recorder for e in self._ends):
+            self.publish()
+
+    def publish(
+        self,
+        *,
+        profile: StageProfile | None = None,
+        finished: IterationSample | None = None,
+        message: str | None = None,
+    ) -> None:
+        """Publish now, with all link samples there are."""
+        self._published_at = time()
+        links, self._left_over = self._left_over, []
+        for end in self._ends:
+            if not end.recorder:
+                continue
+            if end.path is Path.DELEGATED or not end.same_host:
+                end.refresh_clock()
+            sample = end.recorder.drain()
+            if sample is not None:
+                links.append(sample)
+        self._control.publish(
+            RankTelemetry(
+                rank=self._seat.rank,
+                stage=self._seat.stage,
+                replica=self._seat.replica,
+                state=self.state,
+                iteration=self.iteration,
+                applied_epoch=self.applied,
+                prepared_epoch=self.prepared,
+                links=links,
+                profile=profile,
+                finished_iteration=finished,
+                message=message[:1024] if message else None,
+            )
+        )

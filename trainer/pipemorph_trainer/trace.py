@@ -1,0 +1,70 @@
+"""What a rank leaves in ``PIPEMORPH_TRACE_DIR`` for the host to merge.
+
+``ops-rank{R}.jsonl``: one line per iteration, ``{"rank", "stage", "replica", "iteration",
+"epoch", "origin", "ops", "waits", "emulated"}``. ``origin`` is the wall clock at the start of
+the iteration; ``ops`` and ``waits`` are ``[kind, microbatch, start, end]`` in seconds from it.
+
+``faults-rank{R}.json``: what the fault trace did here, written at the end however it comes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TextIO
+
+from pipemorph_trainer.executor.loop import Outcome
+from pipemorph_trainer.links import LinkEnd, Seat
+
+
+class TraceWriter:
+    """Appends a rank's traces; without a folder it does nothing."""
+
+    def __init__(self, folder: Path | None, seat: Seat, *, emulated: bool) -> None:
+        self._folder, self._seat, self._emulated = folder, seat, emulated
+        self._file: TextIO | None = None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = (folder / f"ops-rank{seat.rank}.jsonl").open("a", encoding="utf-8")
+
+    def iteration(self, index: int, epoch: int, origin: float, outcome: Outcome) -> None:
+        if self._file is None:
+            return
+
+        def rows(timed: list[Any]) -> list[list[Any]]:
+            return [
+                [kind.value, microbatch, round(start - origin, 6), round(end - origin, 6)]
+                for kind, microbatch, start, end in timed
+            ]
+
+        line: dict[str, Any] = {
+            "rank": self._seat.rank,
+            "stage": self._seat.stage,
+            "replica": self._seat.replica,
+            "iteration": index,
+            "epoch": epoch,
+            "origin": origin,
+            "ops": rows(outcome.ops),
+            "waits": rows(outcome.waits),
+        }
+        if self._emulated:
+            line["emulated"] = True
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def close(self, ends: list[LinkEnd]) -> None:
+        """Write what the fault trace did. Idempotent."""
+        if self._folder is None or self._file is None:
+            return
+        self._file.close()
+        self._file = None
+        record = {
+            "rank": self._seat.rank,
+            "stage": self._seat.stage,
+            "replica": self._seat.replica,
+            "faults": [
+                entry for end in ends for entry in (*end.shaper.record(), *end.severer.record())
+            ],
+        }
+        path = self._folder / f"faults-rank{self._seat.rank}.json"
+        path.write_text(json.dumps(record), encoding="utf-8")

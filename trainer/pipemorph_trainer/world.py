@@ -1,0 +1,92 @@
+"""The ranks of a job: process group, device mesh (``dp`` × ``pp``) and what they share."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pipemorph.errors import InputError
+from pipemorph_trainer.context import TrainerContext
+from pipemorph_trainer.links import Seat
+
+SETUP_SECONDS = 300.0
+"""How long ranks may take to find each other."""
+
+
+@dataclass(frozen=True)
+class World:
+    """``control`` is a group of all ranks for the small collectives of every iteration.
+
+    It is apart from the user's groups, so that neither can hold up or reorder the other.
+    """
+
+    seat: Seat
+    mesh: DeviceMesh
+    control: dist.ProcessGroup
+    stages: dist.ProcessGroup
+    replicas: dist.ProcessGroup | None
+    secret: bytes
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's value, on every rank. Start-up only."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+
+def join(context: TrainerContext, stages: int, device: torch.device) -> World:
+    """Join the job's process group (or use the one there is) and cut it in ``dp`` and ``pp``.
+
+    Raises :class:`InputError` if ``stages`` does not divide the world.
+    """
+    if context.world_size % stages:
+        raise InputError(
+            f"{context.world_size} ranks cannot be cut into pipelines of {stages} stages; start "
+            f"a multiple of {stages} ranks"
+        )
+    if not dist.is_initialized():
+        _init_process_group(context, device)
+    replicas = context.world_size // stages
+    mesh = init_device_mesh(device.type, (replicas, stages), mesh_dim_names=("dp", "pp"))
+    seat = Seat(
+        rank=context.rank,
+        stage=context.rank % stages,
+        stages=stages,
+        replica=context.rank // stages,
+        replicas=replicas,
+    )
+    control: Any = dist.new_group(backend="gloo", group_desc="pipemorph control")
+    secret = [context.secret or secrets.token_bytes(32)]
+    # Without a secret from the host, the ranks trust whom the process group let in.
+    dist.broadcast_object_list(secret, src=0, group=control)
+    return World(
+        seat=seat,
+        mesh=mesh,
+        control=control,
+        stages=mesh["pp"].get_group(),
+        replicas=mesh["dp"].get_group() if replicas > 1 else None,
+        secret=context.secret or secret[0],
+    )
+
+
+def _init_process_group(context: TrainerContext, device: torch.device) -> None:
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=SETUP_SECONDS)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun already serves the store; its variables say where.
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    dist.init_process_group(
+        backend,
+        init_method=f"tcp://{context.master_addr}:{context.master_port}",
+        rank=context.rank,
+        world_size=context.world_size,
+        timeout=timeout,
+    )
