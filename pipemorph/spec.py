@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-from pydantic.alias_generators import to_camel
+from pydantic import Field, field_validator, model_validator
 
 from pipemorph.planning.ir import Dispatch, Policy
+from pipemorph.spec_base import FieldError as FieldError  # noqa: PLC0414 - public here
+from pipemorph.spec_base import SpecModel as SpecModel  # noqa: PLC0414
+from pipemorph.spec_cluster import Placement
 
 API_GROUP = "pipemorph.io"
 API_VERSION = f"{API_GROUP}/v1alpha1"
@@ -28,24 +30,6 @@ RESERVED_ENV_PREFIXES = ("PIPEMORPH_", "PET_", "TORCHELASTIC_")
 
 Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)]
-
-
-class FieldError(ValueError):
-    """A value refused by a check that spans fields. ``where`` is the path of the field below
-    the model that checks, in manifest notation; :mod:`pipemorph.manifest` joins the two."""
-
-    def __init__(self, where: str, message: str) -> None:
-        super().__init__(f"{where}: {message}" if where else message)
-        self.where = where
-        self.message = message
-
-
-class SpecModel(BaseModel):
-    """Base of every manifest model: camelCase, unknown fields refused, no type coercion."""
-
-    model_config = ConfigDict(
-        extra="forbid", alias_generator=to_camel, populate_by_name=True, strict=True
-    )
 
 
 class StageTime(SpecModel):
@@ -278,6 +262,9 @@ class JobSpec(SpecModel):
     faults: list[Fault] = Field(default_factory=list, max_length=256)
     template: dict[str, Any] | None = Field(
         default=None, description="Pod template; its container `trainer` runs the stage."
+    )
+    placement: Placement | None = Field(
+        default=None, description="Where and how a cluster places the ranks."
     )
     failure_policy: FailurePolicy = Field(default_factory=FailurePolicy)
     suspend: bool = False
