@@ -39,9 +39,9 @@ RECENT = 40
 SHIFT = 12
 """Windows in a row on one side of the estimate before the older ones are dropped. Longer than
 a delay that is redrawn every 400 ms stays, so that jitter is averaged and a step followed."""
-BASE_DOWN, BASE_UP = 0.1, 0.002
-"""How fast the base follows its windows. Quick down: a first window is often slow. Hardly up:
-a delay that creeps in must not become normal."""
+DRIFT, DROP = 0.005, 0.1
+"""How fast the base follows its windows: hardly, so that a delay that creeps in does not become
+normal; but quickly down to windows far below it, since first windows are often slow."""
 
 
 class Level(StrEnum):
@@ -92,6 +92,7 @@ class DelayDetector:
         self._since: deque[float] = deque(maxlen=RECENT)
         self._suspected_at: int | None = None
         self._side = 0
+        self._carried = (0.0, 0.0)  # Base and delay of the path before this one.
 
     # --- what is believed -----------------------------------------------------------------
 
@@ -118,12 +119,15 @@ class DelayDetector:
         """One-way delay above the base; 0 unless slow."""
         if self.level is not Level.SLOW or not self._since:
             return 0.0
-        return max(0.0, fmean(self._since) - (self.base or 0.0))
+        base = self.base
+        return self._carried[1] if base is None else max(0.0, fmean(self._since) - base)
 
     @property
     def wire_time(self) -> float:
-        """One-way time of a message as it is now: base and delay."""
-        return (self.base or 0.0) + self.delay
+        """One-way time of a message as it is now: base and delay. While a path's base is
+        learned, that of the path before."""
+        base = self.base
+        return (self._carried[0] if base is None else base) + self.delay
 
     @property
     def suspected_at(self) -> int | None:
@@ -161,18 +165,20 @@ class DelayDetector:
         if known is None:
             self._learn(value, exact, mark)
             return
+        if exact and not known.exact:
+            # The base was a bound. The first true value may put it right, downwards.
+            known.exact, known.value = True, min(known.value, value)
         if not exact:
             expected = self.wire_time
             if value - slack <= expected <= value:
                 return
-            value = min(max(expected, value - slack), value)
-        elif not known.exact:
-            # The base was a bound. The first true value may put it right, downwards.
-            known.exact, known.value = True, min(known.value, value)
-        if self.level is Level.HEALTHY:
-            self._observe_healthy(known, value, mark)
+            if value > expected:
+                # Certain is the bound less one op; from here on as good as a true value.
+                value, slack = value - slack, 0.0
+        if self.level is Level.SLOW:
+            self._observe_slow(known, value, mark, 0.0 if exact else slack)
         else:
-            self._observe_slow(known, value, mark)
+            self._observe_healthy(known, value, mark)
 
     def lower_base(self, base: float) -> bool:
         """Take ``base`` for normal, as the link's peers suggest, if that is less by enough.
@@ -206,6 +212,8 @@ class DelayDetector:
 
     def _switch(self, path: str) -> None:
         """The bytes travel another way: another base. The level stays until windows tell."""
+        if self.base is not None:
+            self._carried = (self.base, self.delay)
         if path not in self._bases:
             self._learning.clear()
         elif self.level is Level.SLOW and self.base is not None:
@@ -225,13 +233,16 @@ class DelayDetector:
         level = median(true) if true else min(v for v, _ in self._learning)
         self._learning.clear()
         if self.level is Level.SLOW:
-            # Another path of a slow link: believe that the delay came along, and that this
-            # path alone is no quicker than the quickest one known. What is not so shows.
-            delay = self.delay
-            usual = min(known.value for known in self._bases.values())
-            base = min(level, max(usual, level - delay))
+            # Another path of a slow link. Either the delay came along, and the rest is this
+            # path's base; or this path avoids what is wrong, and all of it is.
+            usual, delay = self._carried
+            came_along = level - usual > delay / 2
+            base = max(min(usual, level), level - delay) if came_along else level
             self._bases[self.path] = _Base(base, exact=bool(true))
             self._since = deque([level] * LEARN, RECENT)
+            if not came_along:
+                self._since.clear()
+                self._become(Level.HEALTHY, self._suspected_at)
         else:
             spread = median(abs(v - level) for v in true) if true else 0.0
             self._bases[self.path] = _Base(level, spread, exact=bool(true))
@@ -246,9 +257,12 @@ class DelayDetector:
         if self._sum == 0.0:
             self._since.clear()
             self._suspected_at = None
-            rate = BASE_DOWN if value < known.value else BASE_UP
-            known.noise += 0.02 * (abs(value - known.value) - known.noise)
-            known.value += rate * (value - known.value)
+            if known.value - value > self.thresholds.of(known.value, 0.0) / 2:
+                known.noise -= DROP * known.noise
+                known.value += DROP * (value - known.value)
+            else:
+                known.noise += 0.02 * (abs(value - known.value) - known.noise)
+                known.value += DRIFT * (value - known.value)
             return
         if self._suspected_at is None:
             self._suspected_at = mark
@@ -258,22 +272,23 @@ class DelayDetector:
             if median(self._since) - known.value >= threshold:
                 self._become(Level.SLOW, self._suspected_at)
 
-    def _observe_slow(self, known: _Base, value: float, mark: int) -> None:
+    def _observe_slow(self, known: _Base, value: float, mark: int, slack: float) -> None:
+        """``slack`` above 0: ``value`` is a bound. Below the line it proves more than a value
+        with noise on it; above, it proves nothing if the truth may still be below."""
         threshold = self.thresholds.of(known.value, known.noise)
-        step = 1.0 - 2 * (value - known.value) / threshold
-        self._sum = max(0.0, self._sum + min(1.0, max(-1.0, step)))
-        if self._sum > 0.0 and self._suspected_at is None:
-            self._suspected_at = mark
-        elif self._sum == 0.0:
+        line = known.value + threshold / 2
+        step = min(2.0 if slack else 1.0, max(-1.0, 4 * (line - value) / threshold))
+        if not (slack and value - slack <= line < value):
+            self._sum = max(0.0, self._sum + step)
+        if self._sum == 0.0:
             self._suspected_at = None
-        self._follow(value, threshold)
+        elif self._suspected_at is None:
+            self._suspected_at = mark
         if self._sum >= CLEAR:
-            low = median(list(self._since)[-int(CLEAR) :])
-            if low - known.value < threshold / 2:
-                # A link that got quicker than it ever was: that is its base from now on.
-                known.value = min(known.value, low)
-                self._since.clear()
-                self._become(Level.HEALTHY, self._suspected_at)
+            self._since.clear()
+            self._become(Level.HEALTHY, self._suspected_at)
+        else:
+            self._follow(value, threshold)
 
     def _follow(self, value: float, threshold: float) -> None:
         """Keep the estimate: an average, restarted when the delay has moved for good."""

@@ -1,0 +1,269 @@
+"""Slow links are found in a few windows, and nothing else is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipemorph.control.detector import RECENT, DelayDetector, Level, Thresholds
+
+BASE = 0.006
+
+
+class Run:
+    """A detector fed in turn; remembers at which window its level changed."""
+
+    def __init__(self, detector: DelayDetector | None = None) -> None:
+        self.detector = detector or DelayDetector()
+        self.window = 0
+        self.changes: list[tuple[int, Level]] = []
+
+    def feed(
+        self, values: Iterable[float], *, path: str = "direct", exact: bool = True, slack: float = 0
+    ) -> int:
+        """Feed values; return at how many of them the level first changed, 0 for never."""
+        began = self.window
+        first = 0
+        for value in values:
+            was = self.detector.level
+            self.detector.observe(value, mark=self.window, path=path, exact=exact, slack=slack)
+            self.window += 1
+            if self.detector.level is not was:
+                self.changes.append((self.window, self.detector.level))
+                first = first or self.window - began
+        return first
+
+
+def noisy(
+    rng: random.Random, count: int, level: float = BASE, spread: float = 0.0005
+) -> list[float]:
+    return [max(1e-5, rng.gauss(level, spread)) for _ in range(count)]
+
+
+def learned(rng: random.Random) -> Run:
+    run = Run()
+    run.feed(noisy(rng, 40))
+    assert run.detector.level is Level.HEALTHY
+    return run
+
+
+@pytest.mark.parametrize("delay", [0.004, 0.010, 0.030, 0.060])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_step_is_found_in_a_few_windows_and_measured(delay: float, seed: int) -> None:
+    rng = random.Random(seed)
+    run = learned(rng)
+    assert 3 <= run.feed(noisy(rng, 20, BASE + delay)) <= 5
+    assert run.detector.level is Level.SLOW
+    assert run.detector.delay == pytest.approx(delay, abs=0.001)
+    assert run.detector.wire_time == pytest.approx(BASE + delay, abs=0.001)
+    assert run.detector.confidence > 0.99
+    # The change is dated to the first late window, not to the alarm.
+    assert run.detector.changed_at is not None
+    assert 39 <= run.detector.changed_at <= 41
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_recovery_takes_more_evidence_than_the_alarm(seed: int) -> None:
+    rng = random.Random(seed)
+    run = learned(rng)
+    alarm = run.feed(noisy(rng, 30, BASE + 0.030))
+    clear = run.feed(noisy(rng, 40))
+    assert alarm < 8 <= clear <= 20
+    assert run.detector.level is Level.HEALTHY
+    assert run.detector.delay == 0
+    assert run.detector.base == pytest.approx(BASE, abs=0.001)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_quiet_link_with_outliers_raises_no_alarm(seed: int) -> None:
+    rng = random.Random(seed)
+    run = Run()
+    run.feed(
+        BASE * rng.uniform(3, 30) if rng.random() < 0.01 else value for value in noisy(rng, 5000)
+    )
+    assert [level for _, level in run.changes] == [Level.HEALTHY]
+
+
+@pytest.mark.parametrize("late", [0.02, 1.0, 100.0])
+def test_one_window_however_late_is_no_alarm(late: float) -> None:
+    rng = random.Random(1)
+    run = learned(rng)
+    for _ in range(20):
+        assert run.feed([late]) == 0
+        assert run.feed(noisy(rng, 3)) == 0
+
+
+def test_first_windows_may_be_slow() -> None:
+    rng = random.Random(2)
+    run = Run()
+    run.feed([0.4, 0.2, *noisy(rng, 100)])
+    assert run.detector.level is Level.HEALTHY
+    assert run.detector.base == pytest.approx(BASE, abs=0.001)
+    run = Run()
+    run.feed([0.4, 0.3, 0.2, 0.1, 0.05, *noisy(rng, 100)])
+    assert run.detector.level is Level.HEALTHY
+    assert run.detector.base == pytest.approx(BASE, abs=0.001)
+
+
+@pytest.mark.parametrize("hover", [0.0005, 0.001, 0.0015, 0.002, 0.0025, 0.003])
+def test_a_delay_near_the_threshold_does_not_flap(hover: float) -> None:
+    """Least delay that counts is 2 ms: once slow, it stays so until below half of that."""
+    rng = random.Random(3)
+    run = learned(rng)
+    run.changes.clear()
+    run.feed(noisy(rng, 5000, BASE + hover, 0.0003))
+    assert len(run.changes) <= 1
+    if hover <= 0.001:
+        assert run.detector.level is Level.HEALTHY
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_jitter_redrawn_every_50_to_400_ms_is_one_slow_period(seed: int) -> None:
+    """Delays from N(30, 10) ms (paper): averaged, not chased."""
+    rng = random.Random(seed)
+    run = learned(rng)
+    run.changes.clear()
+    values: list[float] = []
+    while len(values) < 400:
+        delay = max(0.0, rng.gauss(0.030, 0.010))
+        values += noisy(rng, rng.randint(1, 8), BASE + delay)
+    run.feed(values)
+    assert [level for _, level in run.changes] == [Level.SLOW]
+    assert run.detector.delay == pytest.approx(0.030, abs=0.012)
+
+
+def test_a_delay_that_creeps_in_does_not_become_normal() -> None:
+    rng = random.Random(4)
+    run = learned(rng)
+    minute = [BASE + 0.030 * i / 1200 for i in range(1200)]
+    found = run.feed(value + rng.gauss(0, 0.0003) for value in minute)
+    assert 0 < found < 700
+    assert run.detector.delay > 0.015
+
+
+def test_a_slow_link_that_gets_slower_is_followed() -> None:
+    rng = random.Random(5)
+    run = learned(rng)
+    run.feed(noisy(rng, 60, BASE + 0.030))
+    run.feed(noisy(rng, 14, BASE + 0.060))
+    assert run.detector.delay == pytest.approx(0.060, abs=0.003)
+    run.feed(noisy(rng, 14, BASE + 0.010))
+    assert run.detector.delay == pytest.approx(0.010, abs=0.003)
+
+
+def test_upper_bounds_raise_no_alarm_within_one_op() -> None:
+    """A receiver that computes sees a message up to one op late."""
+    rng = random.Random(6)
+    run = learned(rng)
+    late = [BASE + rng.uniform(0, 0.010) for _ in range(500)]
+    assert run.feed(late, exact=False, slack=0.010) == 0
+    assert run.feed([1.0] * 100, exact=False, slack=float("inf")) == 0
+    assert run.detector.base == pytest.approx(BASE, abs=0.001)
+
+
+def test_upper_bounds_far_beyond_one_op_do() -> None:
+    rng = random.Random(7)
+    run = learned(rng)
+    late = [BASE + 0.060 + rng.uniform(0, 0.010) for _ in range(10)]
+    assert run.feed(late, exact=False, slack=0.010) <= 4
+    # What is certain is the bound less one op.
+    assert 0.050 <= run.detector.delay <= 0.070
+
+
+def test_upper_bounds_lower_an_estimate() -> None:
+    rng = random.Random(8)
+    run = learned(rng)
+    run.feed(noisy(rng, 20, BASE + 0.030))
+    assert run.feed([BASE + rng.uniform(0, 0.010) for _ in range(60)], exact=False, slack=0.010)
+    assert run.detector.level is Level.HEALTHY
+
+
+def test_a_base_that_was_only_a_bound_is_put_right_by_the_first_true_value() -> None:
+    run = Run()
+    run.feed([0.012 + 0.001 * (i % 3) for i in range(30)], exact=False, slack=0.020)
+    assert run.detector.level is Level.HEALTHY
+    assert not run.detector.base_is_exact
+    run.feed([BASE])
+    assert run.detector.base_is_exact
+    assert run.detector.base == pytest.approx(BASE)
+
+
+def test_another_path_of_a_healthy_link_is_no_alarm() -> None:
+    rng = random.Random(9)
+    run = learned(rng)
+    for _ in range(3):
+        assert run.feed(noisy(rng, 50, 0.018), path="delegated") == 0
+        assert run.feed(noisy(rng, 50), path="direct") == 0
+    assert run.detector.bases() == {
+        "direct": pytest.approx(BASE, abs=0.001),
+        "delegated": pytest.approx(0.018, abs=0.001),
+    }
+
+
+@pytest.mark.parametrize("base", [0.003, 0.006, 0.012])
+def test_recovery_is_seen_on_a_path_first_used_while_slow(base: float) -> None:
+    rng = random.Random(10)
+    run = learned(rng)
+    run.feed(noisy(rng, 20, BASE + 0.060))
+    assert run.feed(noisy(rng, 40, base + 0.060), path="delegated") == 0
+    assert run.detector.delay == pytest.approx(0.060, abs=0.004)
+    assert run.feed(noisy(rng, 40, base), path="delegated") > 0
+    assert run.detector.level is Level.HEALTHY
+    assert run.feed(noisy(rng, 100), path="direct") == 0
+
+
+def test_a_fault_the_other_path_avoids_shows_as_recovery_there() -> None:
+    rng = random.Random(11)
+    run = learned(rng)
+    run.feed(noisy(rng, 20, BASE + 0.060))
+    run.feed(noisy(rng, 60, 0.007), path="delegated")
+    assert run.detector.level is Level.HEALTHY
+
+
+def test_peers_show_a_link_that_was_slow_from_the_start() -> None:
+    rng = random.Random(12)
+    run = Run()
+    run.feed(noisy(rng, 10, BASE + 0.060))
+    assert run.detector.level is Level.HEALTHY
+    assert not run.detector.lower_base(0.064)
+    assert run.detector.lower_base(BASE)
+    assert run.detector.level is Level.SLOW
+    assert run.detector.delay == pytest.approx(0.060, abs=0.002)
+    run.feed(noisy(rng, 40))
+    assert run.detector.level is Level.HEALTHY
+
+
+def test_thresholds_are_relative_to_base_and_noise() -> None:
+    limits = Thresholds(min_delay=0.002, relative=0.25, noise=4.0)
+    assert limits.of(0.001, 0.0) == 0.002
+    assert limits.of(0.040, 0.0) == 0.010
+    assert limits.of(0.001, 0.005) == 0.020
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(0, 1e7),
+            st.sampled_from(["direct", "delegated"]),
+            st.booleans(),
+            st.sampled_from([0.0, 0.01, float("inf")]),
+        ),
+        max_size=120,
+    )
+)
+def test_any_values_leave_it_sane_and_bounded(
+    windows: list[tuple[float, str, bool, float]],
+) -> None:
+    detector = DelayDetector()
+    for i, (value, path, exact, slack) in enumerate(windows):
+        detector.observe(value, mark=i, path=path, exact=exact, slack=slack)
+        assert detector.delay >= 0
+        assert 0 <= detector.confidence <= 1
+        assert (detector.level is Level.SLOW) or detector.delay == 0
+        assert len(detector._since) <= RECENT
+        assert len(detector._learning) <= RECENT
