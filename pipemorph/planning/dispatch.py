@@ -15,6 +15,7 @@ from heapq import heappop, heappush
 from pipemorph.errors import InputError
 from pipemorph.planning.costs import INF, Costs
 from pipemorph.planning.ir import OpKind
+from pipemorph.planning.links import send
 from pipemorph.planning.problem import Problem
 from pipemorph.planning.validator import validate_online
 
@@ -27,7 +28,6 @@ class Rules:
 
     - ``warmup[i]``: only F until this many have run.
     - ``caps[i]``: F only while fewer microbatches than this are in flight (F start to W end).
-    - ``soft_caps[i]``: W before F once this many are in flight, to hold memory down.
     - ``exact_warmup``: no F beyond ``warmup`` before the first backward.
     - ``fused[i]``: one BW in place of B and W.
     - ``slots[i]``: F on stage *i* only while link *i* holds fewer messages than this that
@@ -36,7 +36,6 @@ class Rules:
 
     warmup: tuple[int, ...]
     caps: tuple[int, ...]
-    soft_caps: tuple[int, ...] | None = None
     exact_warmup: bool = False
     fused: tuple[bool, ...] | None = None
     slots: tuple[int, ...] | None = None
@@ -78,14 +77,7 @@ class Dispatched:
 
 
 def dispatch(costs: Costs, rules: Rules) -> Dispatched:
-    """Run one iteration. Raises :class:`InputError` if every stage waits for another."""
-    found = attempt(costs, rules, INF)
-    assert found is not None  # only a bound makes it give up
-    return found
-
-
-def attempt(costs: Costs, rules: Rules, bound: float) -> Dispatched | None:
-    """Like :func:`dispatch`, but None as soon as the makespan cannot stay below ``bound``.
+    """Run one iteration. Raises :class:`InputError` if every stage waits for another.
 
     Events are ``(time, stage)``: a stage decides when it is free. An op's message is
     recorded when the op starts, so at any time a stage sees all that has arrived by then.
@@ -94,17 +86,13 @@ def attempt(costs: Costs, rules: Rules, bound: float) -> Dispatched | None:
     last = stages - 1
     fused = rules.fused or (False,) * stages
     warmup = [min(n, x) for x in rules.warmup]
-    caps, soft, slots = rules.caps, rules.soft_caps or rules.caps, rules.slots
+    caps, slots = rules.caps, rules.slots
     exact = rules.exact_warmup
     # Arrival of each forward from above and each gradient from below, by microbatch.
     above = [[INF] * n for _ in range(stages)]
     below = [[INF] * n for _ in range(stages)]
     above[0] = [0.0] * n
     forwards, backwards, weights = [0] * stages, [0] * stages, [0] * stages
-    left = [
-        n * (costs.forward[i] + costs.backward_input[i] + costs.backward_weight[i])
-        for i in range(stages)
-    ]
     runs: list[Run] = [[] for _ in range(stages)]
     # When each stage decides next. An idle stage may be woken earlier than it thought.
     wake = [0.0] * stages
@@ -128,10 +116,10 @@ def attempt(costs: Costs, rules: Rules, bound: float) -> Dispatched | None:
 
         if backward_at <= now:
             kind, m = (OpKind.BW if fused[i] else OpKind.B), b
-        elif w < b and (forward_at > now or f - w >= soft[i]):
-            kind, m = OpKind.W, w
         elif forward_at <= now:
             kind, m = OpKind.F, f
+        elif w < b:
+            kind, m = OpKind.W, w
         else:
             idle[i] = True
             wake[i] = min(forward_at, backward_at)
@@ -147,9 +135,6 @@ def attempt(costs: Costs, rules: Rules, bound: float) -> Dispatched | None:
             took += costs.backward_input[i]
         end = now + took
         runs[i].append((kind, m, now, end))
-        left[i] -= took
-        if end + left[i] >= bound:
-            return None
         makespan = max(makespan, end)
         free = end
         receiver = -1
@@ -159,7 +144,7 @@ def attempt(costs: Costs, rules: Rules, bound: float) -> Dispatched | None:
                 below[i][m] = end
             else:
                 receiver = i + 1
-                free, arrival = _send(costs, i, above[receiver], m, end)
+                free, arrival = send(costs, i, above[receiver], m, end)
             if slots is not None and i and idle[i - 1]:
                 wake[i - 1] = now
                 heappush(events, (now, i - 1))
@@ -171,7 +156,7 @@ def attempt(costs: Costs, rules: Rules, bound: float) -> Dispatched | None:
                 weights[i] = w + 1
             if i:
                 receiver = i - 1
-                free, arrival = _send(costs, receiver, below[receiver], m, end)
+                free, arrival = send(costs, receiver, below[receiver], m, end)
         if receiver >= 0 and idle[receiver] and arrival < wake[receiver]:
             wake[receiver] = arrival
             heappush(events, (arrival, receiver))
@@ -184,16 +169,3 @@ def attempt(costs: Costs, rules: Rules, bound: float) -> Dispatched | None:
                 f" {weights[i]} W: warm-up {list(warmup)}, caps {list(caps)}"
             )
     return Dispatched(runs, makespan)
-
-
-def _send(
-    costs: Costs, link: int, arrivals: list[float], m: int, end: float
-) -> tuple[float, float]:
-    """When the sender's compute may go on, and when message ``m`` arrives (recorded)."""
-    free = end
-    bound, queues = costs.outstanding[link], costs.queues[link]
-    if bound and m >= bound:
-        free = max(free, arrivals[m - bound])
-    leaves = max(free, arrivals[m - queues]) if queues and m >= queues else free
-    arrival = arrivals[m] = leaves + costs.delay[link]
-    return free, arrival

@@ -61,8 +61,10 @@ def plan(problem: Problem, policy: Policy | None = None) -> PlannedSchedule:
     """
     began = perf_counter()
     policy = problem.policy if policy is None else policy
-    bound = lower_bound(problem)
-    schedule = _schedule(problem, policy, bound)
+    if policy is Policy.PIPEMORPH:
+        schedule, bound = search(problem)
+    else:
+        schedule, bound = _made_by_hand(problem, policy), lower_bound(problem)
     validate(schedule, problem.in_flight_limits())
     costs = Costs.of(problem)
     simulation = timed(schedule, run_static(schedule, costs), costs)
@@ -77,7 +79,7 @@ def plan(problem: Problem, policy: Policy | None = None) -> PlannedSchedule:
     )
 
 
-def _schedule(problem: Problem, policy: Policy, bound: float) -> Schedule:
+def _made_by_hand(problem: Problem, policy: Policy) -> Schedule:
     match policy:
         case Policy.GPIPE:
             return gpipe(problem)
@@ -85,9 +87,7 @@ def _schedule(problem: Problem, policy: Policy, bound: float) -> Schedule:
             return one_f_one_b(problem)
         case Policy.ZERO_BUBBLE:
             return zero_bubble(problem)
-        case Policy.PIPEMORPH:
-            return search(problem, bound)
-        case Policy.EXACT:
+        case _:
             raise InputError(
                 "policy exact is not part of this build; use pipemorph, which prints how far"
                 " it may be from the optimum (lower_bound)"

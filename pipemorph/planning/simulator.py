@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipemorph.errors import InputError
-from pipemorph.planning.costs import Costs
+from pipemorph.planning.costs import INF, Costs
 from pipemorph.planning.dispatch import Rules, dispatch
 from pipemorph.planning.ir import Dispatch, Op, OpKind, Schedule
+from pipemorph.planning.links import send
 from pipemorph.planning.problem import Problem
 from pipemorph.planning.validator import ScheduleError, validate
 
@@ -88,10 +89,14 @@ def predict(schedule: Schedule, problem: Problem) -> float:
     The fast path of the adaptation controller: no checks, so the schedule must be valid.
     """
     costs = Costs.of(problem)
-    ends = run_static(schedule, costs)
+    return makespan_of(schedule, run_static(schedule, costs), costs)
+
+
+def makespan_of(schedule: Schedule, starts: Sequence[Sequence[float]], costs: Costs) -> float:
+    """End of the last op anywhere, given the start of each."""
     return max(
-        starts[-1] + _duration(costs, i, ops[-1].kind)
-        for i, (ops, starts) in enumerate(zip(schedule.stages, ends, strict=True))
+        begin[-1] + _duration(costs, i, ops[-1].kind)
+        for i, (ops, begin) in enumerate(zip(schedule.stages, starts, strict=True))
     )
 
 
@@ -129,8 +134,9 @@ def run_static(schedule: Schedule, costs: Costs) -> list[list[float]]:
     """
     n, stages = costs.microbatches, costs.stage_count
     # arrivals[stage][microbatch]: of the forward from above, of the gradient from below.
-    from_above: list[list[float | None]] = [[None] * n for _ in range(stages)]
-    from_below: list[list[float | None]] = [[None] * n for _ in range(stages)]
+    # INF: not sent yet.
+    from_above = [[INF] * n for _ in range(stages)]
+    from_below = [[INF] * n for _ in range(stages)]
     from_above[0] = [0.0] * n
     starts: list[list[float]] = [[] for _ in range(stages)]
     free = [0.0] * stages
@@ -153,7 +159,7 @@ def run_static(schedule: Schedule, costs: Costs) -> list[list[float]]:
                 continue
             forward = kind is OpKind.F
             arrival = above[m] if forward else below[m]
-            if arrival is None:
+            if arrival == INF:
                 break
             now = max(now, arrival)
             done.append(now)
@@ -162,12 +168,12 @@ def run_static(schedule: Schedule, costs: Costs) -> list[list[float]]:
                 if i == last:
                     below[m] = now
                 else:
-                    now = _send(costs, i, from_above[i + 1], m, now)
+                    now, _ = send(costs, i, from_above[i + 1], m, now)
                     sent_down = True
             else:
                 now += tb if kind is OpKind.B else tb + tw
                 if i:
-                    now = _send(costs, i - 1, from_below[i - 1], m, now)
+                    now, _ = send(costs, i - 1, from_below[i - 1], m, now)
                     sent_up = True
         free[i] = now
         if sent_up and not queued[i - 1]:
@@ -183,26 +189,6 @@ def run_static(schedule: Schedule, costs: Costs) -> list[list[float]]:
                 i, position, f"{ops[position]} waits for ever for a message of its neighbour"
             )
     return starts
-
-
-def _send(costs: Costs, link: int, arrivals: list[float | None], m: int, now: float) -> float:
-    """Send message ``m`` at ``now``; record its arrival; return when compute may go on.
-
-    Messages of a direction leave in microbatch order and all take ``delay``, so the oldest
-    of the last ``q`` sends is the first of them to arrive.
-    """
-    bound, queues = costs.outstanding[link], costs.queues[link]
-    if bound and m >= bound:
-        oldest = arrivals[m - bound]
-        if oldest is not None and oldest > now:
-            now = oldest
-    leaves = now
-    if queues and m >= queues:
-        queue_free = arrivals[m - queues]
-        if queue_free is not None and queue_free > leaves:
-            leaves = queue_free
-    arrivals[m] = leaves + costs.delay[link]
-    return now
 
 
 def _duration(costs: Costs, stage: int, kind: OpKind) -> float:

@@ -1,0 +1,188 @@
+"""The planner's list scheduler: run what is most urgent, as if ahead of time.
+
+Urgency of an op is its tail, the least time that must follow from its start (see
+:mod:`pipemorph.planning.bounds`); under in-flight caps that puts a W that frees a slot
+before a B that nobody waits for, which a fixed order B, F, W (paper, "full schedule")
+cannot. :class:`Tuning` bends urgency per stage; a search tries several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from pipemorph.planning.bounds import Times
+from pipemorph.planning.costs import INF, Costs
+from pipemorph.planning.ir import Op, OpKind, Schedule
+from pipemorph.planning.links import send
+
+
+class Bias(NamedTuple):
+    """One stage's tuning.
+
+    ``forward``, ``backward`` and ``weight`` are added to the urgency of the kind (a time).
+    ``patience``: the stage stays idle rather than start an op if one more urgent is known
+    to arrive within this fraction of the op's duration.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    weight: float = 0.0
+    patience: float = 0.0
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """``biases`` and ``caps`` per stage. ``caps`` may be below the problem's, never above.
+
+    ``warmup[i]``, if given, is exactly how many F run before the first B.
+    """
+
+    biases: tuple[Bias, ...]
+    caps: tuple[int, ...]
+    warmup: tuple[int, ...] | None = None
+
+
+class Listing(NamedTuple):
+    """What a run of the list scheduler found. ``schedule`` is None if it gave up."""
+
+    schedule: Schedule | None
+    makespan: float
+    ops_run: int
+
+
+class OpTable:
+    """Every op once, so that schedules share them."""
+
+    def __init__(self, microbatches: int) -> None:
+        self.forward = [Op(OpKind.F, m) for m in range(microbatches)]
+        self.backward = [Op(OpKind.B, m) for m in range(microbatches)]
+        self.weight = [Op(OpKind.W, m) for m in range(microbatches)]
+
+
+def list_schedule(
+    costs: Costs, tail: Times, tuning: Tuning, table: OpTable, bound: float = INF
+) -> Listing:
+    """Schedule one iteration; give up once the makespan cannot stay below ``bound``.
+
+    Deadlock-free: a stage waits only for messages, or for one known to arrive. Events are
+    ``(time, stage)``, at which the stage is free to decide.
+    """
+    n, stages = costs.microbatches, costs.stage_count
+    last = stages - 1
+    above = [[INF] * n for _ in range(stages)]
+    below = [[INF] * n for _ in range(stages)]
+    above[0] = [0.0] * n
+    forwards, backwards, weights = [0] * stages, [0] * stages, [0] * stages
+    left = [
+        n * (costs.forward[i] + costs.backward_input[i] + costs.backward_weight[i])
+        for i in range(stages)
+    ]
+    order: list[list[Op]] = [[] for _ in range(stages)]
+    wake = [0.0] * stages
+    idle = [False] * stages
+    events = [(0.0, i) for i in range(stages)]
+    makespan = 0.0
+    ops_run = 0
+    while events:
+        now, i = heappop(events)
+        if now != wake[i]:
+            continue
+        f, b, w = forwards[i], backwards[i], weights[i]
+        bias = tuning.biases[i]
+        forward_at = backward_at = INF
+        forward_urgency = backward_urgency = -INF
+        if f < n and f - w < tuning.caps[i]:
+            forward_at = above[i][f]
+            forward_urgency = tail.forward[i][f] + bias.forward
+        if b < f:
+            backward_at = below[i][b]
+            backward_urgency = tail.backward[i][b] + bias.backward
+        if tuning.warmup is not None:
+            if f < tuning.warmup[i]:
+                backward_at = INF
+            elif b == 0:
+                forward_at = INF
+
+        kind, urgency, took, follows = None, -INF, 0.0, 0.0
+        if backward_at <= now:
+            kind, urgency = OpKind.B, backward_urgency
+            took, follows = costs.backward_input[i], tail.backward[i][b]
+        if forward_at <= now and forward_urgency > urgency:
+            kind, urgency = OpKind.F, forward_urgency
+            took, follows = costs.forward[i], tail.forward[i][f]
+        if w < b and tail.weight[i][w] + bias.weight > urgency:
+            kind, urgency = OpKind.W, tail.weight[i][w] + bias.weight
+            took, follows = costs.backward_weight[i], tail.weight[i][w]
+        until = INF
+        if kind is None:
+            until = min(forward_at, backward_at)
+        elif bias.patience:
+            horizon = now + bias.patience * took
+            if now < backward_at < horizon and backward_urgency > urgency:
+                until = backward_at
+            if now < forward_at < min(horizon, until) and forward_urgency > urgency:
+                until = forward_at
+            if until < INF:
+                kind = None
+        if kind is None:
+            idle[i] = True
+            wake[i] = until
+            if until < INF:
+                heappush(events, (until, i))
+            continue
+
+        if now + follows >= bound or now + left[i] >= bound:
+            return Listing(None, INF, ops_run)
+        ops_run += 1
+        idle[i] = False
+        left[i] -= took
+        end = free = now + took
+        makespan = max(makespan, end)
+        receiver = -1
+        if kind is OpKind.F:
+            order[i].append(table.forward[f])
+            forwards[i] = f + 1
+            if i == last:
+                below[i][f] = end
+            else:
+                receiver = i + 1
+                free, arrival = send(costs, i, above[receiver], f, end)
+        elif kind is OpKind.B:
+            order[i].append(table.backward[b])
+            backwards[i] = b + 1
+            if i:
+                receiver = i - 1
+                free, arrival = send(costs, receiver, below[receiver], b, end)
+        else:
+            order[i].append(table.weight[w])
+            weights[i] = w + 1
+        if receiver >= 0 and idle[receiver] and arrival < wake[receiver]:
+            wake[receiver] = arrival
+            heappush(events, (arrival, receiver))
+        wake[i] = free
+        heappush(events, (free, i))
+    return Listing(Schedule(n, tuple(map(tuple, order))), makespan, ops_run)
+
+
+def uniform(
+    costs: Costs,
+    caps: Sequence[int],
+    bias: Bias,
+    warmup: tuple[int, ...] | None = None,
+) -> Tuning:
+    """The same bias on every stage, its three times in units of the mean op."""
+    scaled = scale(bias, mean_op(costs))
+    return Tuning((scaled,) * costs.stage_count, tuple(caps), warmup)
+
+
+def scale(bias: Bias, unit: float) -> Bias:
+    return Bias(bias.forward * unit, bias.backward * unit, bias.weight * unit, bias.patience)
+
+
+def mean_op(costs: Costs) -> float:
+    """Mean duration of an op over kinds and stages."""
+    total = sum(costs.forward) + sum(costs.backward_input) + sum(costs.backward_weight)
+    return total / (3 * costs.stage_count)

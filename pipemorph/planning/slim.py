@@ -1,0 +1,82 @@
+"""As short, with fewer microbatches in flight, and not brittle.
+
+Memory is what slackness costs, so a plan should not hold what it does not need. But a plan
+that holds the least is the first to break when a message is late: a candidate is kept only
+if it also stands every message being a little late, about as well as the plan it replaces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+
+from pipemorph.planning.adapt import adapted_warmup
+from pipemorph.planning.bounds import hard_caps, tails
+from pipemorph.planning.costs import Costs
+from pipemorph.planning.ir import Schedule
+from pipemorph.planning.listing import Bias, OpTable, Tuning, list_schedule, mean_op, uniform
+from pipemorph.planning.problem import Problem
+from pipemorph.planning.simulator import makespan_of, run_static
+
+# With every message late by LATE mean ops, at most LATE_COST more than the fatter plan.
+LATE, LATE_COST = 0.5, 0.02
+# Of the way from the fewest a plan can do with to what it has, tried in this order.
+SHARES = (0.0, 0.5, 0.75)
+# What a makespan may differ by and still be the same: sums of times in another order.
+SAME = 1e-9
+
+# B, then F, then W, whatever is urgent: the paper's order.
+IN_ORDER = Bias(forward=1e6, backward=2e6)
+
+
+def slim(problem: Problem, schedule: Schedule, tuning: Tuning | None, table: OpTable) -> Schedule:
+    """``schedule`` or a leaner one that is no longer.
+
+    ``tuning`` is what made it, None for the paper's order. First the warm-up is held to the
+    adapted counts, then the caps are lowered as far as they go.
+    """
+    costs = Costs.of(problem)
+    tuning = tuning or uniform(costs, hard_caps(problem), IN_ORDER, problem.warmup)
+    within = makespan_of(schedule, run_static(schedule, costs), costs) * (1 + SAME)
+    late = costs._replace(delay=[delay + LATE * mean_op(costs) for delay in costs.delay])
+    within_late = makespan_of(schedule, run_static(schedule, late), late) * (1 + LATE_COST)
+
+    def attempt(candidate: Tuning) -> Schedule | None:
+        tail = tails(costs, candidate.caps)
+        found = list_schedule(costs, tail, candidate, table, within).schedule
+        if found is None or makespan_of(found, run_static(found, late), late) > within_late:
+            return None
+        return found
+
+    warmup = problem.warmup or adapted_warmup(problem)
+    held = replace(tuning, warmup=warmup)
+    if problem.warmup is None and (found := attempt(held)) is not None:
+        schedule, tuning = found, held
+    peaks = schedule.in_flight_peak()
+    fewest = fewest_in_flight(costs, warmup, peaks)
+    if fewest == peaks:
+        return schedule
+    for share in SHARES:
+        caps = tuple(
+            low + ceil(share * (peak - low)) for low, peak in zip(fewest, peaks, strict=True)
+        )
+        found = attempt(replace(tuning, caps=caps))
+        if found is not None:
+            return found
+    return schedule
+
+
+def fewest_in_flight(
+    costs: Costs, warmup: tuple[int, ...], peaks: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Caps not worth going below: the warm-up, and enough W to fill the time after the last B."""
+    fewest = []
+    up = 0.0  # from the end of a stage's last B to the end of the last op above it
+    for i, peak in enumerate(peaks):
+        if i:
+            up += costs.delay[i - 1] + costs.backward_input[i - 1]
+        weight = costs.backward_weight[i]
+        idle = up + costs.backward_weight[0]
+        fill = ceil(idle / weight - SAME) if idle < peak * weight else peak
+        fewest.append(min(peak, max(warmup[i], fill)))
+    return tuple(fewest)
