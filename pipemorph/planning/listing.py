@@ -67,8 +67,9 @@ def list_schedule(
 ) -> Listing:
     """Schedule one iteration; give up once the makespan cannot stay below ``bound``.
 
-    Deadlock-free: a stage waits only for messages, or for one known to arrive. Events are
-    ``(time, stage)``, at which the stage is free to decide.
+    Also gives up if stages wait for each other, which takes a ``warmup`` above a cap or one
+    that rises along the stages. Events are ``(time, stage)``, at which the stage is free to
+    decide.
     """
     n, stages = costs.microbatches, costs.stage_count
     last = stages - 1
@@ -164,6 +165,8 @@ def list_schedule(
             heappush(events, (arrival, receiver))
         wake[i] = free
         heappush(events, (free, i))
+    if ops_run < 3 * n * stages:
+        return Listing(None, INF, ops_run)
     return Listing(Schedule(n, tuple(map(tuple, order))), makespan, ops_run)
 
 

@@ -49,7 +49,7 @@ def slim(problem: Problem, schedule: Schedule, tuning: Tuning | None, table: OpT
         return found
 
     warmup = problem.warmup or adapted_warmup(problem)
-    held = replace(tuning, warmup=warmup)
+    held = replace(tuning, warmup=warmup, caps=tuple(map(max, tuning.caps, warmup)))
     if problem.warmup is None and (found := attempt(held)) is not None:
         schedule, tuning = found, held
     peaks = schedule.in_flight_peak()
