@@ -167,6 +167,7 @@ class Pipeline:
             waiting=self._waiting,
             deadline=deadline_seconds,
             boundary=self._between_ops,
+            on_first_forward=self._choose_split,
             on_last_forward=self._post_loss,
             reserve=self._reserve_link,
         )
@@ -174,6 +175,7 @@ class Pipeline:
         self._trace = TraceWriter(context.trace_dir, self.seat, emulated=emulated)
         self._last_word = LastWord(self.current_wait, self._leave_traces)
         self._memory = PeakMemory(self.device)
+        self._activation_bytes: int | None = None
         self._generation = 0
         self._signature: tuple[Any, ...] | None = None
         self._rounds: dict[int, Round] = {}
@@ -240,6 +242,12 @@ class Pipeline:
     def current_wait(self) -> str:
         """What this rank waits for, in words; callable from any thread."""
         return self._waiting.describe()
+
+    @property
+    def split(self) -> str:
+        """How this stage splits its backward: module, graph, fused or emulated. Known after
+        the first step."""
+        return self._runner.split
 
     @property
     def plan(self) -> Plan:
@@ -355,7 +363,13 @@ class Pipeline:
             sum(op.end - op.start for op in ops),
         )
         self._rounds[iteration] = Round(iteration, row, self._world.control)
-        profile = stage_profile(self.seat.stage, ops, self._runner.split, self._memory.read())
+        profile = stage_profile(
+            self.seat.stage,
+            ops,
+            self._runner.split,
+            peak_memory=self._memory.read(),
+            activation_bytes=self._activation_bytes,
+        )
         self._reporter.publish(profile=profile)
         self._trace.iteration(iteration, plan.version, origin, outcome)
         self._losses[iteration] = loss
@@ -396,6 +410,17 @@ class Pipeline:
                 )
         chunks, _ = split_args_kwargs_into_chunks(values, None, self._microbatches)
         return list(chunks)
+
+    def _choose_split(self, args: Sequence[Any], target: Any) -> None:
+        """Before the first F: try on one real microbatch how this stage can be split."""
+        if not isinstance(self._runner, StageRunner):
+            return
+        self._waiting.begin("its own split-backward self-test")
+        report = self._runner.self_test(args, None, target)
+        self._waiting.end()
+        self._activation_bytes = report.activation_bytes
+        for text in report.lines():
+            log.info("%s: %s", self.seat, text)
 
     # --- loss ------------------------------------------------------------------------------
 

@@ -99,7 +99,9 @@ def stage_profile(
     stage: int,
     ops: Sequence[TimedOp],
     split: Literal["module", "graph", "fused", "emulated"],
+    *,
     peak_memory: int,
+    activation_bytes: int | None = None,
 ) -> StageProfile:
     """Medians over one iteration's ops. A fused backward counts as ``backward_input``."""
 
@@ -114,6 +116,7 @@ def stage_profile(
         backward_weight=0.0 if split == "fused" else median(OpKind.W),
         split=split,
         peak_memory=peak_memory,
+        activation_bytes=activation_bytes,
     )
 
 

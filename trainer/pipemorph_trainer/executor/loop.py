@@ -62,6 +62,7 @@ class Executor:
         waiting: Waiting,
         deadline: float,
         boundary: Callable[[], None],
+        on_first_forward: Callable[[Sequence[Any], Any], None],
         on_last_forward: Callable[[list[Tensor]], None],
         reserve: Callable[[LinkEnd, tuple[TensorMeta, ...]], None],
     ) -> None:
@@ -71,6 +72,7 @@ class Executor:
         self._bell, self._op_clock, self._waiting = bell, op_clock, waiting
         self._deadline = deadline
         self._boundary, self._on_last_forward = boundary, on_last_forward
+        self._on_first_forward: Callable[[Sequence[Any], Any], None] | None = on_first_forward
         self._reserve = reserve
         self.input_metas: tuple[TensorMeta, ...] = ()
         self.output_metas: tuple[TensorMeta, ...] = ()
@@ -200,6 +202,9 @@ class Executor:
         else:
             args = self._inputs.args[microbatch] if self._inputs.args else ()
         target = self._inputs.targets[microbatch] if self._inputs.targets else None
+        if self._on_first_forward is not None:
+            self._on_first_forward(args, target)
+            self._on_first_forward = None
         start = self._start_op()
         with record_function(f"PP:{self._seat.stage}F{microbatch}"):
             outputs = self._runner.forward(microbatch, args, None, target)

@@ -1,0 +1,217 @@
+"""Small jobs that several tests run, and the sequential run they must equal to the bit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipemorph.planning import (
+    Dispatch,
+    Link,
+    Path,
+    Plan,
+    Policy,
+    Problem,
+    StageTimes,
+    plan,
+)
+from pipemorph.spec import Fault
+from pipemorph_trainer import Pipeline, TrainerContext
+
+WIDTH, VOCABULARY, LENGTH = 8, 11, 3
+
+
+class Stage(nn.Module):
+    """A stage with what real ones have: a nonlinearity, a norm, a residual, a dead branch,
+    and a second output, an integer mask that travels forward only."""
+
+    def __init__(self, index: int, stages: int) -> None:
+        super().__init__()
+        self.index, self.last = index, index == stages - 1
+        if index == 0:
+            self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        if self.last:
+            self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        if self.index == 0:
+            mask = (x % 2).to(torch.int32)
+            x = self.embedding(x)
+        assert mask is not None
+        hidden = torch.tanh(self.up(self.norm(x)))
+        x = x + self.down(hidden) * self.scale * (1 + mask.unsqueeze(-1))
+        return self.head(x) if self.last else (x, mask)
+
+
+def make_stage(index: int, stages: int, dtype: torch.dtype) -> Stage:
+    torch.manual_seed(100 + index)
+    return Stage(index, stages).to(dtype)
+
+
+def make_batch(iteration: int, batch: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(iteration)
+    tokens = torch.randint(0, VOCABULARY, (batch, LENGTH + 1), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+@dataclass(frozen=True)
+class Job:
+    """What :func:`train` runs on each rank. ``switches`` installs a plan on a rank when it
+    is about to run an iteration: ``(iteration, plan, ranks)``."""
+
+    stages: int
+    microbatches: int
+    policy: str = "pipemorph"
+    dispatch: str = "static"
+    path: str = "direct"
+    engine: str = "auto"
+    dtype: torch.dtype = torch.float32
+    iterations: int = 3
+    batch: int = 2
+    faults: Sequence[Fault] = ()
+    switches: Sequence[tuple[int, Plan, Sequence[int]]] = ()
+    deadline: float = 30.0
+    initial: Plan | None = None
+    slow_rank: int | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def with_(self, **changes: Any) -> Job:
+        return replace(self, **changes)
+
+
+def make_plan(
+    job: Job,
+    version: int,
+    policy: str,
+    *,
+    paths: Sequence[Path] | None = None,
+    dispatch: str = "static",
+    warmup: Sequence[int] | None = None,
+) -> Plan:
+    problem = Problem(
+        microbatches=job.microbatches,
+        stages=(StageTimes(forward=1, backward_input=1, backward_weight=1),) * job.stages,
+        links=(Link(),) * (job.stages - 1),
+        policy=Policy(policy),
+        warmup=tuple(warmup) if warmup is not None else None,
+    )
+    return plan(problem).to_plan(
+        version, paths or (Path.DIRECT,) * (job.stages - 1), Dispatch(dispatch)
+    )
+
+
+@dataclass
+class Record:
+    """Losses, gradients per iteration, final parameters and versions run, of one rank."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
+    grads: list[dict[str, Tensor]] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    versions: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    split: str = ""
+    threads: list[str] = field(default_factory=list)
+
+
+def train(context: TrainerContext, job: Job) -> Record:
+    """A training loop as a user writes it, with everything recorded."""
+    stage = context.rank % job.stages
+    module = make_stage(stage, job.stages, job.dtype)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    record = Record()
+    with Pipeline(
+        module,
+        context=context,
+        loss_fn=loss_fn,
+        microbatches=job.microbatches,
+        stages=job.stages,
+        policy=job.policy,
+        dispatch=job.dispatch,
+        path=job.path,  # type: ignore[arg-type]
+        engine=job.engine,  # type: ignore[arg-type]
+        plan=job.initial,
+        faults=job.faults,
+        deadline_seconds=job.deadline,
+        **job.extra,
+    ) as pipe:
+        replica = context.rank // job.stages
+        for iteration in range(job.iterations):
+            for at, plan_, ranks in job.switches:
+                if at == iteration and context.rank in ranks:
+                    pipe.install(plan_)
+            tokens, target = make_batch(1000 * replica + iteration, job.batch * job.microbatches)
+            began = time.monotonic()
+            loss = pipe.step(tokens, target=target)
+            record.seconds.append(time.monotonic() - began)
+            record.losses.append(loss)
+            record.versions.append(pipe.plan.version)
+            record.grads.append(
+                {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+            )
+            optimizer.step()
+            optimizer.zero_grad()
+        record.split = pipe.split
+    record.parameters = {n: p.detach().clone() for n, p in module.named_parameters()}
+    return record
+
+
+def reference(job: Job, replica: int = 0) -> list[Record]:
+    """The same training in one process: microbatches one after another, no pipeline."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    modules = [make_stage(i, job.stages, job.dtype) for i in range(job.stages)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in modules]
+    records = [Record() for _ in modules]
+    for iteration in range(job.iterations):
+        tokens, target = make_batch(1000 * replica + iteration, job.batch * job.microbatches)
+        total = 0.0
+        for x, y in zip(
+            tokens.chunk(job.microbatches), target.chunk(job.microbatches), strict=True
+        ):
+            value: Any = modules[0](x)
+            for module in modules[1:]:
+                value = module(*value)
+            loss = loss_fn(value, y)
+            total += float(loss.detach())
+            (loss / job.microbatches).backward()
+        for record, module, optimizer in zip(records, modules, optimizers, strict=True):
+            record.losses.append(torch.tensor(total / job.microbatches, dtype=torch.float32))
+            record.grads.append(
+                {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+            )
+            optimizer.step()
+            optimizer.zero_grad()
+    for record, module in zip(records, modules, strict=True):
+        record.parameters = {n: p.detach().clone() for n, p in module.named_parameters()}
+    torch.set_num_threads(threads)
+    return records
+
+
+def assert_same(found: Sequence[Record], expected: Sequence[Record]) -> None:
+    """Losses, every gradient of every iteration and the parameters are equal to the bit."""
+    for rank, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        for index, (a, b) in enumerate(zip(mine.losses, theirs.losses, strict=True)):
+            assert torch.equal(a, b), f"rank {rank}: loss of iteration {index}: {a} is not {b}"
+        for index, (a, b) in enumerate(zip(mine.grads, theirs.grads, strict=True)):
+            assert a.keys() == b.keys(), f"rank {rank}, iteration {index}: other gradients"
+            for name in a:
+                assert torch.equal(a[name], b[name]), (
+                    f"rank {rank}: gradient of {name} in iteration {index} differs by "
+                    f"{(a[name] - b[name]).abs().max()}"
+                )
+        for name, value in mine.parameters.items():
+            assert torch.equal(value, theirs.parameters[name]), f"rank {rank}: {name} differs"
