@@ -1,0 +1,412 @@
+// The Python module `pipemorph_trainer._engine`. Its contract is `_engine.pyi`.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "binding/payload.hpp"
+#include "engine/engine.hpp"
+#include "os/clock.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace pipemorph {
+namespace {
+
+using KeyTuple = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>;
+
+// Blocking calls come back this often to let Python handle signals.
+constexpr int64_t kSlice = 100 * kMillisecond;
+
+Key to_key(const KeyTuple& t) {
+    const Key key{std::get<0>(t), std::get<1>(t), std::get<2>(t), std::get<3>(t), std::get<4>(t)};
+    if (key.direction != 0 && key.direction != 1)
+        throw nb::value_error("direction must be 0 (forward) or 1 (backward)");
+    return key;
+}
+
+KeyTuple to_tuple(const Key& k) {
+    return {k.generation, k.iteration, k.microbatch, k.direction, k.tensor};
+}
+
+int64_t deadline_after(double timeout) {
+    if (std::isnan(timeout)) throw nb::value_error("timeout must be a number");
+    constexpr double kForever = 1e9;
+    return steady_ns() + to_ns(std::clamp(timeout, 0.0, kForever));
+}
+
+void check_signals() {
+    const nb::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+}
+
+class Buffer {
+  public:
+    Buffer(nb::handle object, int flags) : buffer_(new Py_buffer) {
+        if (PyObject_GetBuffer(object.ptr(), buffer_.get(), flags) != 0) {
+            delete buffer_.release();
+            throw nb::python_error();
+        }
+    }
+    ~Buffer() {
+        if (buffer_) PyBuffer_Release(buffer_.get());
+    }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    uint8_t* data() const { return static_cast<uint8_t*>(buffer_->buf); }
+    size_t size() const { return static_cast<size_t>(buffer_->len); }
+    std::unique_ptr<Py_buffer> take() { return std::move(buffer_); }
+
+  private:
+    std::unique_ptr<Py_buffer> buffer_;
+};
+
+struct PyLink {
+    std::shared_ptr<Link> link;
+    std::shared_ptr<Graveyard> graveyard;
+
+    // Every call from Python comes through here.
+    Link& use() const {
+        graveyard->release_all();
+        return *link;
+    }
+};
+
+// What a memoryview of a slot refers to. It keeps the slot mapped, so that a view used after
+// `release` may show another message but never faults.
+struct SlotView {
+    std::shared_ptr<Memory> memory;
+    uint8_t* data;
+    size_t bytes;
+};
+
+int slot_view_buffer(PyObject* self, Py_buffer* view, int flags) {
+    const auto* slot = nb::inst_ptr<SlotView>(self);
+    return PyBuffer_FillInfo(view, self, slot->data, static_cast<Py_ssize_t>(slot->bytes), 0,
+                             flags);
+}
+
+PyType_Slot slot_view_slots[] = {
+    {Py_bf_getbuffer, reinterpret_cast<void*>(slot_view_buffer)},
+    {0, nullptr},
+};
+
+class PyMessage {
+  public:
+    PyMessage(PyLink link, Arrived arrived)
+        : link_(std::move(link)), arrived_(std::move(arrived)) {}
+    ~PyMessage() { release(); }
+    PyMessage(const PyMessage&) = delete;
+    PyMessage& operator=(const PyMessage&) = delete;
+
+    const MessageInfo& info() const { return arrived_.info; }
+    int64_t arrived_ns() const { return arrived_.arrived_ns; }
+
+    nb::object view() const {
+        check();
+        nb::object holder =
+            nb::cast(SlotView{arrived_.memory, arrived_.data != nullptr ? arrived_.data : &empty_,
+                              arrived_.info.bytes});
+        return nb::steal(PyMemoryView_FromObject(holder.ptr()));
+    }
+
+    void copy_into(nb::handle destination) const {
+        check();
+        const Buffer to(destination, PyBUF_WRITABLE);
+        if (to.size() != arrived_.info.bytes)
+            throw nb::value_error((arrived_.info.key.describe() + " has " +
+                                   std::to_string(arrived_.info.bytes) +
+                                   " bytes, the destination " + std::to_string(to.size()))
+                                      .c_str());
+        const nb::gil_scoped_release no_gil;
+        if (to.size() > 0) std::memcpy(to.data(), arrived_.data, to.size());
+    }
+
+    void release() {
+        if (std::exchange(released_, true)) return;
+        if (arrived_.slot) link_.link->release(*arrived_.slot, arrived_.serial);
+        arrived_.memory.reset();
+    }
+
+  private:
+    void check() const {
+        if (released_)
+            throw EngineError(arrived_.info.key.describe() + " has been released already");
+    }
+
+    static inline uint8_t empty_ = 0;
+    PyLink link_;
+    Arrived arrived_;
+    bool released_ = false;
+};
+
+nb::object wrap(const PyLink& link, std::optional<Arrived> arrived) {
+    if (!arrived) return nb::none();
+    return nb::cast(new PyMessage(link, std::move(*arrived)), nb::rv_policy::take_ownership);
+}
+
+uint64_t send(const PyLink& self, const KeyTuple& key, nb::handle payload, const nb::bytes& note) {
+    Link& link = self.use();
+    if (note.size() > kMaxNote)
+        throw nb::value_error(
+            ("note has " + std::to_string(note.size()) + " bytes, at most 64 are allowed").c_str());
+    MessageInfo info;
+    info.key = to_key(key);
+    info.note.assign(note.c_str(), note.size());
+    Buffer buffer(payload, PyBUF_SIMPLE);
+    info.bytes = buffer.size();
+    const uint8_t* data = buffer.data();
+    return link.send(std::move(info), data, hold(self.graveyard, buffer.take()));
+}
+
+void wait_sent(const PyLink& self, uint64_t ticket, double timeout) {
+    Link& link = self.use();
+    const int64_t deadline = deadline_after(timeout);
+    {
+        const nb::gil_scoped_release no_gil;
+        while (!link.wait_sent(ticket, deadline, kSlice, timeout)) check_signals();
+    }
+    self.use();  // the payload is free now
+}
+
+nb::object receive(const PyLink& self, const KeyTuple& key, double timeout) {
+    Link& link = self.use();
+    const Key k = to_key(key);
+    const int64_t deadline = deadline_after(timeout);
+    std::optional<Arrived> arrived;
+    {
+        const nb::gil_scoped_release no_gil;
+        while (!(arrived = link.receive(k, deadline, kSlice, timeout))) check_signals();
+    }
+    return wrap(self, std::move(arrived));
+}
+
+void reserve(const PyLink& self, int direction, int64_t slots, int64_t slot_bytes) {
+    Link& link = self.use();
+    if (direction != 0 && direction != 1)
+        throw nb::value_error("direction must be 0 (forward) or 1 (backward)");
+    if (slots < 0 || slots > 65536) throw nb::value_error("slots must be between 0 and 65536");
+    if (slot_bytes < 1 || slot_bytes > (int64_t{1} << 40))
+        throw nb::value_error("slot_bytes must be between 1 and 2**40");
+    const nb::gil_scoped_release no_gil;
+    link.reserve(direction, static_cast<uint32_t>(slots), static_cast<uint64_t>(slot_bytes));
+}
+
+std::vector<std::tuple<KeyTuple, uint64_t, double, double>> drain_telemetry(const PyLink& self) {
+    std::vector<std::tuple<KeyTuple, uint64_t, double, double>> out;
+    for (const SentRecord& r : self.use().drain_telemetry())
+        out.emplace_back(to_tuple(r.key), r.bytes, to_seconds(r.queue_ns), to_seconds(r.wire_ns));
+    return out;
+}
+
+Transport to_transport(const std::string& name) {
+    if (name == "auto") return Transport::any;
+    if (name == "tcp") return Transport::tcp;
+    if (name == "shm") return Transport::shm;
+    throw nb::value_error(("transport must be auto, tcp or shm, not '" + name + "'").c_str());
+}
+
+uint32_t bounded(int64_t value, const char* name, int64_t least, int64_t most) {
+    if (value < least || value > most)
+        throw nb::value_error((std::string(name) + " must be between " + std::to_string(least) +
+                               " and " + std::to_string(most) + ", not " + std::to_string(value))
+                                  .c_str());
+    return static_cast<uint32_t>(value);
+}
+
+uint32_t to_rank(int64_t value, const char* name) {
+    return bounded(value, name, 0, std::numeric_limits<int32_t>::max());
+}
+
+class PyEngine {
+  public:
+    PyEngine(std::string job, int64_t rank, const nb::bytes& secret, std::string host, int64_t port,
+             int64_t queues, int64_t sockets, int64_t chunk_bytes, const std::string& transport,
+             double peer_deadline)
+        : graveyard_(std::make_shared<Graveyard>()) {
+        Config c;
+        c.job = std::move(job);
+        c.rank = to_rank(rank, "rank");
+        c.secret.assign(secret.c_str(), secret.c_str() + secret.size());
+        c.host = std::move(host);
+        c.port = static_cast<uint16_t>(bounded(port, "port", 0, 65535));
+        c.queues = bounded(queues, "queues", 1, 1024);
+        c.sockets = bounded(sockets, "sockets", 1, 64);
+        c.chunk_bytes = bounded(chunk_bytes, "chunk_bytes", 4096, 1 << 30);
+        c.transport = to_transport(transport);
+        c.peer_deadline = peer_deadline;
+        const nb::gil_scoped_release no_gil;
+        engine_ = std::make_shared<Engine>(std::move(c));
+    }
+    ~PyEngine() {
+        const nb::gil_scoped_release no_gil;
+        engine_->close(0.0);
+        engine_.reset();
+    }
+    PyEngine(const PyEngine&) = delete;
+    PyEngine& operator=(const PyEngine&) = delete;
+
+    Engine& use() const {
+        graveyard_->release_all();
+        return *engine_;
+    }
+
+    PyLink connect(int64_t peer_rank, int64_t link_id, const std::string& host, int64_t port,
+                   double timeout) const {
+        use();
+        const uint32_t peer = to_rank(peer_rank, "peer_rank");
+        const uint32_t link = to_rank(link_id, "link_id");
+        const auto to_port = static_cast<uint16_t>(bounded(port, "port", 1, 65535));
+        deadline_after(timeout);
+        const nb::gil_scoped_release no_gil;
+        return {engine_->connect(peer, link, host, to_port, timeout, check_signals), graveyard_};
+    }
+
+    PyLink accept(int64_t peer_rank, int64_t link_id, double timeout) const {
+        use();
+        const uint32_t peer = to_rank(peer_rank, "peer_rank");
+        const uint32_t link = to_rank(link_id, "link_id");
+        deadline_after(timeout);
+        const nb::gil_scoped_release no_gil;
+        return {engine_->accept(peer, link, timeout, check_signals), graveyard_};
+    }
+
+    void close(double timeout) const {
+        use();
+        deadline_after(timeout);
+        {
+            const nb::gil_scoped_release no_gil;
+            engine_->close(timeout);
+        }
+        graveyard_->release_all();
+    }
+
+  private:
+    std::shared_ptr<Graveyard> graveyard_;
+    std::shared_ptr<Engine> engine_;
+};
+
+}  // namespace
+
+NB_MODULE(_engine, m) {
+    m.doc() = "Binding of the C++ transfer engine";
+    nb::set_leak_warnings(false);
+
+    nb::exception<EngineError> engine_error(m, "EngineError", PyExc_RuntimeError);
+    nb::exception<EngineTimeout>(m, "EngineTimeout", engine_error.ptr());
+
+    nb::class_<SlotView>(m, "_SlotView", nb::type_slots(slot_view_slots));
+
+    nb::class_<PyMessage>(m, "Message", nb::is_final())
+        .def_prop_ro("key", [](const PyMessage& self) { return to_tuple(self.info().key); })
+        .def_prop_ro("note",
+                     [](const PyMessage& self) {
+                         return nb::bytes(self.info().note.data(), self.info().note.size());
+                     })
+        .def_prop_ro("nbytes", [](const PyMessage& self) { return self.info().bytes; })
+        .def_prop_ro("posted_at",
+                     [](const PyMessage& self) { return to_seconds(self.info().posted_ns); })
+        .def_prop_ro("started_at",
+                     [](const PyMessage& self) { return to_seconds(self.info().started_ns); })
+        .def_prop_ro("arrived_at",
+                     [](const PyMessage& self) { return to_seconds(self.arrived_ns()); })
+        .def("view", &PyMessage::view)
+        .def("copy_into", &PyMessage::copy_into, "destination"_a)
+        .def("release", &PyMessage::release);
+
+    nb::class_<LinkStats>(m, "LinkStats", nb::is_final())
+        .def_ro("state", &LinkStats::state)
+        .def_ro("transport", &LinkStats::transport)
+        .def_ro("messages_sent", &LinkStats::messages_sent)
+        .def_ro("messages_received", &LinkStats::messages_received)
+        .def_ro("bytes_sent", &LinkStats::bytes_sent)
+        .def_ro("bytes_received", &LinkStats::bytes_received)
+        .def_ro("chunks_resent", &LinkStats::chunks_resent)
+        .def_ro("duplicate_chunks", &LinkStats::duplicate_chunks)
+        .def_ro("stale_chunks", &LinkStats::stale_chunks)
+        .def_ro("reconnects", &LinkStats::reconnects)
+        .def_ro("rtt_min", &LinkStats::rtt_min)
+        .def_ro("rtt_mean", &LinkStats::rtt_mean)
+        .def_ro("rtt_p99", &LinkStats::rtt_p99)
+        .def_ro("clock_offset", &LinkStats::clock_offset)
+        .def_ro("sends_in_flight", &LinkStats::sends_in_flight)
+        .def_ro("slots_granted", &LinkStats::slots_granted)
+        .def_ro("slots_in_use", &LinkStats::slots_in_use);
+
+    nb::class_<PyLink>(m, "Link", nb::is_final())
+        .def_prop_ro("peer_rank",
+                     [](const PyLink& self) { return self.link->identity().peer_rank; })
+        .def_prop_ro("link_id", [](const PyLink& self) { return self.link->identity().link; })
+        .def_prop_ro("transport",
+                     [](const PyLink& self) { return name_of(self.use().transport()); })
+        .def_prop_ro("alive", [](const PyLink& self) { return self.use().alive(); })
+        .def_prop_ro("error",
+                     [](const PyLink& self) -> std::optional<std::string> {
+                         std::string error = self.use().error();
+                         if (error.empty()) return std::nullopt;
+                         return error;
+                     })
+        .def("reserve", &reserve, "direction"_a, "slots"_a, "slot_bytes"_a)
+        .def("send", &send, "key"_a, "payload"_a, "note"_a = nb::bytes("", 0))
+        .def(
+            "sent", [](const PyLink& self, uint64_t ticket) { return self.use().sent(ticket); },
+            "ticket"_a)
+        .def("wait_sent", &wait_sent, "ticket"_a, "timeout"_a)
+        .def(
+            "try_receive",
+            [](const PyLink& self, const KeyTuple& key) {
+                return wrap(self, self.use().try_receive(to_key(key)));
+            },
+            "key"_a)
+        .def("receive", &receive, "key"_a, "timeout"_a)
+        .def(
+            "arrived",
+            [](const PyLink& self, const KeyTuple& key) { return self.use().arrived(to_key(key)); },
+            "key"_a)
+        .def(
+            "send_slots",
+            [](const PyLink& self, int direction) {
+                return self.use().send_slots(
+                    static_cast<int>(bounded(direction, "direction", 0, 1)));
+            },
+            "direction"_a)
+        .def("drain_telemetry", &drain_telemetry)
+        .def("stats", [](const PyLink& self) { return self.use().stats(); })
+        .def(
+            "sever_data_path",
+            [](const PyLink& self, uint32_t index) { self.use().sever_data_path(index); },
+            "index"_a = 0)
+        .def("sever_control", [](const PyLink& self) { self.use().sever_control(); })
+        .def("close", [](const PyLink& self) {
+            Link& link = self.use();
+            {
+                const nb::gil_scoped_release no_gil;
+                link.close(steady_ns() + 5 * kSecond);
+            }
+            self.use();
+        });
+
+    nb::class_<PyEngine>(m, "Engine", nb::is_final())
+        .def(nb::init<std::string, int64_t, const nb::bytes&, std::string, int64_t, int64_t,
+                      int64_t, int64_t, const std::string&, double>(),
+             nb::kw_only(), "job"_a, "rank"_a, "secret"_a, "host"_a = "0.0.0.0", "port"_a = 0,
+             "queues"_a = 8, "sockets"_a = 4, "chunk_bytes"_a = 1 << 20, "transport"_a = "auto",
+             "peer_deadline"_a = 10.0)
+        .def_prop_ro("port", [](const PyEngine& self) { return self.use().port(); })
+        .def_prop_ro("bell_fd", [](const PyEngine& self) { return self.use().bell(); })
+        .def("connect", &PyEngine::connect, nb::kw_only(), "peer_rank"_a, "link_id"_a, "host"_a,
+             "port"_a, "timeout"_a, nb::keep_alive<0, 1>())
+        .def("accept", &PyEngine::accept, nb::kw_only(), "peer_rank"_a, "link_id"_a, "timeout"_a,
+             nb::keep_alive<0, 1>())
+        .def("refused", [](const PyEngine& self) { return self.use().refused(); })
+        .def("close", &PyEngine::close, "timeout"_a = 5.0);
+}
+
+}  // namespace pipemorph

@@ -1,0 +1,123 @@
+#include "engine/dial.hpp"
+
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+namespace pipemorph {
+namespace {
+
+class Dialling : public std::enable_shared_from_this<Dialling> {
+  public:
+    Dialling(Runtime& runtime, const Address& address, Hello hello,
+             std::function<void(DialResult)> done)
+        : runtime_(runtime),
+          address_(address),
+          handshake_(runtime.key, std::move(hello), runtime.boot_id),
+          done_(std::move(done)) {}
+
+    void start(int64_t limit_ns) {
+        auto self = shared_from_this();
+        timer_ = runtime_.control.after(limit_ns, [self] {
+            self->timer_ = 0;
+            self->fail("no answer from " + self->address_.text() + " in time");
+        });
+        fd_ = start_connect(address_);
+        if (!fd_) {
+            connect_failed(errno);
+            return;
+        }
+        runtime_.control.add(fd_.get(), EPOLLOUT, [self](uint32_t) { self->on_event(); });
+    }
+
+  private:
+    void on_event() {
+        if (!connected_) {
+            if (const int error = connect_error(fd_); error != 0) {
+                connect_failed(error);
+                return;
+            }
+            connected_ = true;
+            if (address_.family() != AF_UNIX) set_no_delay(fd_);
+            runtime_.control.modify(fd_.get(), EPOLLIN);
+            send_output();
+            return;
+        }
+        uint8_t buffer[2048];
+        const size_t want = std::min(handshake_.wanted(), sizeof buffer);
+        const ssize_t n = ::recv(fd_.get(), buffer, want, MSG_DONTWAIT);
+        if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
+        if (n <= 0) {
+            fail(address_.text() + " closed the connection during the handshake");
+            return;
+        }
+        if (!handshake_.feed({buffer, static_cast<size_t>(n)})) {
+            // Not a matter of timing: the same secret and version will fail again.
+            result_.refused = true;
+            fail(handshake_.failure());
+            return;
+        }
+        if (!send_output() || !handshake_.done()) return;
+        result_.reply = handshake_.reply();
+        if (handshake_.verdict() == Verdict::accepted) {
+            finish(std::move(fd_));
+            return;
+        }
+        result_.refused = handshake_.verdict() == Verdict::refused;
+        result_.not_yet = handshake_.verdict() == Verdict::not_yet;
+        fail("refused: " + handshake_.refusal());
+    }
+
+    // A handshake message always fits a fresh socket's buffer.
+    bool send_output() {
+        const auto out = handshake_.take_output();
+        if (out.empty()) return true;
+        const ssize_t n = ::send(fd_.get(), out.data(), out.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (n == static_cast<ssize_t>(out.size())) return true;
+        fail("the connection to " + address_.text() + " broke during the handshake");
+        return false;
+    }
+
+    void connect_failed(int error) {
+        result_.nobody_there = error == ECONNREFUSED;
+        fail("cannot connect to " + address_.text() + ": " + std::strerror(error));
+    }
+
+    void fail(std::string why) {
+        result_.error = std::move(why);
+        finish(Fd());
+    }
+
+    void finish(Fd keep) {
+        if (!done_) return;
+        if (timer_ != 0) runtime_.control.cancel(timer_);
+        const int fd = keep ? keep.get() : fd_.get();
+        if (fd >= 0) runtime_.control.remove(fd);
+        fd_.reset();
+        result_.fd = std::move(keep);
+        const auto done = std::exchange(done_, nullptr);
+        done(std::move(result_));
+    }
+
+    Runtime& runtime_;
+    const Address address_;
+    DiallerHandshake handshake_;
+    std::function<void(DialResult)> done_;
+    Fd fd_;
+    bool connected_ = false;
+    uint64_t timer_ = 0;
+    DialResult result_;
+};
+
+}  // namespace
+
+void dial(Runtime& runtime, const Address& address, Hello hello, int64_t limit_ns,
+          std::function<void(DialResult)> done) {
+    std::make_shared<Dialling>(runtime, address, std::move(hello), std::move(done))
+        ->start(limit_ns);
+}
+
+}  // namespace pipemorph

@@ -1,0 +1,25 @@
+// Outgoing connections: connect, prove ourselves, hand the connection over.
+#pragma once
+
+#include <functional>
+
+#include "engine/runtime.hpp"
+#include "os/socket.hpp"
+
+namespace pipemorph {
+
+struct DialResult {
+    Fd fd;  // connected and authenticated on success
+    HelloReply reply;
+    std::string error;          // empty on success
+    bool refused = false;       // the peer (or we) said no, and asking again will not help
+    bool not_yet = false;       // the peer said: not now
+    bool nobody_there = false;  // connection refused: no process listens there
+};
+
+// On the runtime's control thread. `done` is called exactly once, on that thread, unless the
+// reactor stops first.
+void dial(Runtime& runtime, const Address& address, Hello hello, int64_t limit_ns,
+          std::function<void(DialResult)> done);
+
+}  // namespace pipemorph

@@ -1,0 +1,493 @@
+#include "engine/engine.hpp"
+
+#include <algorithm>
+#include <cstdio>
+
+#include "os/clock.hpp"
+
+namespace pipemorph {
+namespace {
+
+constexpr int64_t kTick = 50 * kMillisecond;
+constexpr int64_t kSlice = 100 * kMillisecond;
+constexpr int64_t kRetry = 50 * kMillisecond;
+
+std::string random_name() {
+    std::array<uint8_t, 16> bytes;
+    fill_random(bytes);
+    std::string name = "pipemorph-";
+    char hex[3];
+    for (const uint8_t b : bytes) {
+        std::snprintf(hex, sizeof hex, "%02x", b);
+        name += hex;
+    }
+    return name;
+}
+
+std::string seconds_text(double seconds) {
+    char text[32];
+    std::snprintf(text, sizeof text, "%.1f s", seconds);
+    return text;
+}
+
+std::string rank_text(uint32_t rank) {
+    return "rank " + std::to_string(rank);
+}
+
+// By the wall clock, see Link::wait_slice.
+void wait(std::condition_variable& changed, std::unique_lock<std::mutex>& lock, int64_t ns) {
+    changed.wait_until(lock, std::chrono::system_clock::now() + std::chrono::nanoseconds(ns));
+}
+
+}  // namespace
+
+Engine::Engine(Config config)
+    : runtime_([&] {
+          config.check();
+          return std::make_shared<Runtime>(std::move(config));
+      }()) {
+    const Config& c = runtime_->config;
+    const auto on_greeting = [this](const std::shared_ptr<Greeting>& g) { decide(g); };
+    const auto addresses = resolve(c.host, c.port, true);
+    tcp_ = std::make_unique<Listener>(*runtime_, refusals_, addresses.front(), on_greeting);
+    runtime_->listen_port = tcp_->port();
+    if (!runtime_->boot_id.empty()) {
+        unix_name_ = random_name();
+        unix_ = std::make_unique<Listener>(*runtime_, refusals_, abstract_unix(unix_name_),
+                                           on_greeting);
+    }
+    runtime_->control.post([this] {
+        tcp_->start();
+        if (unix_) unix_->start();
+        tick();
+    });
+}
+
+Engine::~Engine() {
+    close(0.0);
+}
+
+void Engine::check_open() const {
+    if (closed_) throw EngineError("the engine is closed");
+}
+
+std::shared_ptr<Link> Engine::find(const Name& name) const {
+    const std::lock_guard lock(mu_);
+    const auto it = links_.find(name);
+    return it == links_.end() ? nullptr : it->second;
+}
+
+void Engine::tick() {
+    std::vector<std::shared_ptr<Link>> links;
+    {
+        const std::lock_guard lock(mu_);
+        if (closed_) return;
+        for (const auto& [_, link] : links_) links.push_back(link);
+    }
+    for (const auto& link : links) link->tick();
+    // Without links there is nothing to keep time for.
+    runtime_->control.after(links.empty() ? 4 * kTick : kTick, [this] { tick(); });
+}
+
+// --- Accepting --------------------------------------------------------------------------------
+
+std::shared_ptr<Link> Engine::accept(uint32_t peer_rank, uint32_t link, double timeout,
+                                     const Interrupted& interrupted) {
+    const int64_t deadline = steady_ns() + to_ns(timeout);
+    std::unique_lock lock(mu_);
+    check_open();
+    const Name name{peer_rank, link};
+    for (const Waiter& w : waiters_)
+        if (w.name == name)
+            throw EngineError("link " + std::to_string(link) + " from " + rank_text(peer_rank) +
+                              " is being accepted already");
+    if (const auto it = links_.find(name); it != links_.end() && it->second->up())
+        throw EngineError(it->second->describe() + " is up already");
+    const auto waiter = waiters_.insert(waiters_.end(), {name, nullptr});
+    struct Leave {
+        std::list<Waiter>& list;
+        std::list<Waiter>::iterator at;
+        ~Leave() { list.erase(at); }
+    } leave{waiters_, waiter};
+    runtime_->control.post([this] { retry_parked(); });
+    for (;;) {
+        if (waiter->link) return waiter->link;
+        check_open();
+        const int64_t left = deadline - steady_ns();
+        if (left <= 0) {
+            std::string message = "link " + std::to_string(link) + ": " + rank_text(peer_rank) +
+                                  " did not connect to " + rank_text(runtime_->config.rank) +
+                                  " (port " + std::to_string(port()) + ") within " +
+                                  seconds_text(timeout);
+            const auto refused = refusals_.list();
+            if (!refused.empty()) message += "; last refused: " + refused.back();
+            throw EngineTimeout(message);
+        }
+        wait(changed_, lock, std::min(left, kSlice));
+        lock.unlock();
+        try {
+            interrupted();
+        } catch (...) {
+            lock.lock();  // for leaving the list
+            throw;
+        }
+        lock.lock();
+    }
+}
+
+void Engine::decide(const std::shared_ptr<Greeting>& greeting) {
+    const Hello& h = greeting->hello();
+    const Config& c = runtime_->config;
+    if (h.job != c.job)
+        greeting->refuse(Verdict::refused, "wrong job: " + rank_text(h.from_rank) + " runs '" +
+                                               h.job + "', " + rank_text(c.rank) + " runs '" +
+                                               c.job + "'");
+    else if (h.to_rank != c.rank)
+        greeting->refuse(Verdict::refused, "wrong rank: " + rank_text(h.from_rank) + " looks for " +
+                                               rank_text(h.to_rank) + ", this is " +
+                                               rank_text(c.rank));
+    else if (h.purpose == Purpose::data)
+        decide_data(greeting);
+    else
+        decide_control(greeting);
+}
+
+void Engine::decide_data(const std::shared_ptr<Greeting>& greeting) {
+    const Hello& h = greeting->hello();
+    const auto link = find({h.from_rank, h.link});
+    if (!link || link->identity().session != h.session) {
+        greeting->refuse(Verdict::refused, "a data connection from " + rank_text(h.from_rank) +
+                                               " for link " + std::to_string(h.link) +
+                                               ", which is not connected");
+        return;
+    }
+    if (const std::string why = link->may_attach_data(h.path, h.epoch); !why.empty()) {
+        greeting->refuse(Verdict::not_yet, why);
+        return;
+    }
+    HelloReply reply;
+    reply.transport = link->transport();
+    const uint32_t path = h.path;
+    const uint32_t epoch = h.epoch;
+    if (Fd fd = greeting->accept(reply)) link->attach_data(path, epoch, std::move(fd));
+}
+
+void Engine::decide_control(const std::shared_ptr<Greeting>& greeting) {
+    const Hello& h = greeting->hello();
+    const Name name{h.from_rank, h.link};
+    const auto link = find(name);
+    const bool same = link && link->identity().session == h.session;
+    if (same && link->up()) {
+        resume_link(greeting, link);
+        return;
+    }
+    if (h.resume) {
+        greeting->refuse(Verdict::refused, "link " + std::to_string(h.link) + " from " +
+                                               rank_text(h.from_rank) + " is gone here" +
+                                               (same ? ": " + link->error() : ""));
+        return;
+    }
+    if (link && link->up()) {
+        greeting->refuse(Verdict::not_yet, link->describe() + " is up already");
+        return;
+    }
+    bool expected = false;
+    std::string other;
+    {
+        const std::lock_guard lock(mu_);
+        for (const Waiter& w : waiters_) {
+            if (w.link) continue;
+            expected = expected || w.name == name;
+            if (w.name.first == h.from_rank && w.name.second != h.link)
+                other = std::to_string(w.name.second);
+        }
+    }
+    if (expected)
+        begin_link(greeting);
+    else if (!other.empty())
+        greeting->refuse(Verdict::not_yet, "wrong link: " + rank_text(h.from_rank) +
+                                               " dials link " + std::to_string(h.link) + ", " +
+                                               rank_text(h.to_rank) + " waits for link " + other);
+    else
+        parked_.push_back(greeting);  // accept() has not been called yet
+}
+
+void Engine::retry_parked() {
+    auto parked = std::exchange(parked_, {});
+    for (const auto& greeting : parked)
+        if (!greeting->closed()) decide(greeting);
+}
+
+void Engine::begin_link(const std::shared_ptr<Greeting>& greeting) {
+    const Hello h = greeting->hello();
+    const Config& c = runtime_->config;
+    const auto& handshake = greeting->handshake();
+    const bool same_host =
+        !runtime_->boot_id.empty() &&
+        equal_constant_time(h.host_proof,
+                            host_proof(runtime_->key, runtime_->boot_id, handshake.dialler_nonce(),
+                                       handshake.listener_nonce()));
+    const Transport asked = h.transport;
+    if (asked != Transport::any && c.transport != Transport::any && asked != c.transport) {
+        greeting->refuse(Verdict::refused, std::string("transports differ: ") +
+                                               rank_text(h.from_rank) + " requires " +
+                                               name_of(asked) + ", " + rank_text(c.rank) +
+                                               " requires " + name_of(c.transport));
+        return;
+    }
+    const bool required = asked == Transport::shm || c.transport == Transport::shm;
+    if (required && !same_host) {
+        greeting->refuse(Verdict::refused, "shm is required, but " + rank_text(h.from_rank) +
+                                               " and " + rank_text(c.rank) +
+                                               " cannot prove that they share a host");
+        return;
+    }
+    const bool tcp_only = asked == Transport::tcp || c.transport == Transport::tcp;
+    HelloReply reply;
+    reply.transport = same_host && !tcp_only ? Transport::shm : Transport::tcp;
+    reply.unix_name = reply.transport == Transport::shm ? unix_name_ : "";
+    reply.sockets = static_cast<uint16_t>(std::clamp<uint32_t>(h.sockets, 1, c.sockets));
+    reply.listen_port = runtime_->listen_port;
+
+    auto link = std::make_shared<Link>(
+        runtime_, Link::Identity{c.rank, h.from_rank, h.link, false, h.session});
+    // Where its engine listens: dialled only to see whether anybody is left there.
+    link->set_terms(reply.transport, reply.sockets, greeting->from().with_port(h.listen_port), "");
+    link->on_confirm = [this, weak = std::weak_ptr(link)] {
+        if (const auto confirmed = weak.lock()) link_confirmed(confirmed);
+    };
+    Fd fd = greeting->accept(reply);
+    if (!fd) return;
+    std::shared_ptr<Link> before;
+    {
+        const std::lock_guard lock(mu_);
+        if (closed_) return;
+        before = std::exchange(links_[{h.from_rank, h.link}], link);
+    }
+    if (before) before->die(before->describe() + " was replaced by a new connection");
+    link->attach_control(std::move(fd), h.epoch, h.received);
+}
+
+void Engine::resume_link(const std::shared_ptr<Greeting>& greeting,
+                         const std::shared_ptr<Link>& link) {
+    const Hello h = greeting->hello();
+    if (h.epoch <= link->control_epoch()) {
+        greeting->refuse(Verdict::not_yet,
+                         link->describe() + " is past control epoch " + std::to_string(h.epoch));
+        return;
+    }
+    HelloReply reply;
+    reply.transport = link->transport();
+    reply.listen_port = runtime_->listen_port;
+    reply.received = link->control_received();
+    if (Fd fd = greeting->accept(reply)) link->attach_control(std::move(fd), h.epoch, h.received);
+}
+
+void Engine::link_confirmed(const std::shared_ptr<Link>& link) {
+    const Link::Identity& id = link->identity();
+    {
+        const std::lock_guard lock(mu_);
+        for (Waiter& w : waiters_) {
+            if (w.link || w.name != Name{id.peer_rank, id.link}) continue;
+            w.link = link;
+            changed_.notify_all();
+            return;
+        }
+    }
+    link->die(link->describe() + " came up after accept() had given up");
+}
+
+// --- Dialling ---------------------------------------------------------------------------------
+
+struct Engine::Attempt {
+    Link::Identity identity;
+    Hello hello;
+    // Behind the engine's mutex.
+    bool finished = false;
+    bool given_up = false;
+    std::shared_ptr<Link> link;
+    std::string error;
+    bool final = false;
+};
+
+std::shared_ptr<Link> Engine::connect(uint32_t peer_rank, uint32_t link, const std::string& host,
+                                      uint16_t port, double timeout,
+                                      const Interrupted& interrupted) {
+    const Config& c = runtime_->config;
+    const int64_t deadline = steady_ns() + to_ns(timeout);
+    const std::string who = "link " + std::to_string(link) + " (" + rank_text(c.rank) + " -> " +
+                            std::to_string(peer_rank) + ")";
+    const Name name{peer_rank, link};
+    {
+        const std::lock_guard lock(mu_);
+        check_open();
+        if (const auto it = links_.find(name); it != links_.end() && it->second->up())
+            throw EngineError(it->second->describe() + " is up already");
+    }
+    Session session;
+    fill_random(session);
+    std::string trouble = "nothing tried yet";
+    bool refused = false;
+    for (uint32_t epoch = 1;; ++epoch) {
+        std::vector<Address> addresses;
+        try {
+            addresses = resolve(host, port, false);
+        } catch (const EngineError& e) {
+            trouble = e.what();  // a pod's name may appear a little later than the pod
+        }
+        for (const Address& address : addresses) {
+            auto attempt = std::make_shared<Attempt>();
+            attempt->identity = {c.rank, peer_rank, link, true, session};
+            Hello& h = attempt->hello;
+            h.job = c.job;
+            h.from_rank = c.rank;
+            h.to_rank = peer_rank;
+            h.link = link;
+            h.session = session;
+            h.epoch = epoch;
+            h.transport = c.transport;
+            h.sockets = static_cast<uint16_t>(c.sockets);
+            h.listen_port = runtime_->listen_port;
+            // A parked connection waits for accept(), so one attempt may use all the time left.
+            const int64_t limit = std::max<int64_t>(deadline - steady_ns(), kMillisecond);
+            runtime_->control.post(
+                [this, attempt, address, limit] { start_attempt(attempt, address, limit); });
+            std::unique_lock lock(mu_);
+            try {
+                while (!attempt->finished && steady_ns() < deadline) {
+                    check_open();
+                    wait(changed_, lock,
+                         std::clamp<int64_t>(deadline - steady_ns(), kMillisecond, kSlice));
+                    lock.unlock();
+                    interrupted();
+                    lock.lock();
+                }
+            } catch (...) {
+                if (!lock.owns_lock()) lock.lock();
+                attempt->given_up = true;
+                const auto orphan = attempt->link;
+                lock.unlock();
+                if (orphan) orphan->die(orphan->describe() + " came up after connect() was left");
+                throw;
+            }
+            if (attempt->link) return attempt->link;
+            attempt->given_up = true;
+            if (attempt->finished) {
+                trouble = attempt->error;
+                refused = trouble.starts_with("refused");
+            } else {
+                trouble = rank_text(peer_rank) + " at " + address.text() +
+                          " is there, but did not accept the link";
+            }
+            if (attempt->final) throw EngineError(who + ": " + trouble);
+        }
+        std::unique_lock lock(mu_);
+        if (steady_ns() + kRetry >= deadline) {
+            const std::string message = who + ": not connected to " + host + ":" +
+                                        std::to_string(port) + " within " + seconds_text(timeout) +
+                                        " (last: " + trouble + ")";
+            if (refused) throw EngineError(message);
+            throw EngineTimeout(message);
+        }
+        wait(changed_, lock, kRetry);
+        check_open();
+        lock.unlock();
+        interrupted();
+    }
+}
+
+void Engine::start_attempt(const std::shared_ptr<Attempt>& attempt, const Address& address,
+                           int64_t limit_ns) {
+    dial(*runtime_, address, attempt->hello, limit_ns, [this, attempt, address](DialResult r) {
+        if (r.fd) {
+            reach_shared_memory(attempt, address, std::move(r));
+            return;
+        }
+        const std::lock_guard lock(mu_);
+        attempt->finished = true;
+        attempt->error = r.error;
+        attempt->final = r.refused;
+        changed_.notify_all();
+    });
+}
+
+// Both ends may share a host and still not see each other's sockets (network namespaces), so the
+// dialler looks before it says which transport it will be.
+void Engine::reach_shared_memory(const std::shared_ptr<Attempt>& attempt, const Address& address,
+                                 DialResult control) {
+    Transport transport = control.reply.transport;
+    std::string error;
+    if (transport == Transport::shm) {
+        const Fd probe = start_connect(abstract_unix(control.reply.unix_name));
+        if (!probe) {
+            transport = Transport::tcp;
+            if (runtime_->config.transport == Transport::shm)
+                error =
+                    "refused: shm is required, but the peer's unix socket cannot be reached "
+                    "(another network namespace?)";
+        }
+    }
+    const Link::Identity& id = attempt->identity;
+    std::shared_ptr<Link> link;
+    if (error.empty()) {
+        link = std::make_shared<Link>(runtime_, id);
+        link->set_terms(transport, control.reply.sockets, address, control.reply.unix_name);
+    }
+    std::shared_ptr<Link> before;
+    {
+        const std::lock_guard lock(mu_);
+        if (attempt->given_up || closed_) return;  // the connection closes, the peer notices
+        attempt->finished = true;
+        attempt->link = link;
+        attempt->error = error;
+        attempt->final = !error.empty();
+        if (link) before = std::exchange(links_[{id.peer_rank, id.link}], link);
+        changed_.notify_all();
+    }
+    if (!link) return;
+    if (before) before->die(before->describe() + " was replaced by a new connection");
+    link->attach_control(std::move(control.fd), attempt->hello.epoch, control.reply.received);
+    link->confirm();
+}
+
+// --- Ending -----------------------------------------------------------------------------------
+
+void Engine::close(double timeout) {
+    std::vector<std::shared_ptr<Link>> links;
+    {
+        const std::lock_guard lock(mu_);
+        if (closed_) return;
+        closed_ = true;
+        for (const auto& [_, link] : links_) links.push_back(link);
+        changed_.notify_all();
+    }
+    // Links say goodbye side by side, not one deadline after the other.
+    const int64_t deadline = steady_ns() + to_ns(timeout);
+    std::vector<std::thread> closers;
+    for (size_t i = 1; i < links.size(); ++i)
+        closers.emplace_back([link = links[i], deadline] { link->close(deadline); });
+    if (!links.empty()) links[0]->close(deadline);
+    for (std::thread& t : closers) t.join();
+
+    // The listeners' connections are the control thread's, so it must be the one to end them.
+    std::mutex done_mu;
+    std::condition_variable done_changed;
+    bool done = false;
+    runtime_->control.post([&] {
+        tcp_->stop();
+        if (unix_) unix_->stop();
+        parked_.clear();
+        const std::lock_guard lock(done_mu);
+        done = true;
+        done_changed.notify_all();
+    });
+    {
+        std::unique_lock lock(done_mu);
+        done_changed.wait(lock, [&] { return done; });
+    }
+    runtime_->stop();
+    const std::lock_guard lock(mu_);
+    links_.clear();
+}
+
+}  // namespace pipemorph

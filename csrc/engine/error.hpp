@@ -1,0 +1,16 @@
+// What the engine raises. Messages name the link, the peer and what was missing.
+#pragma once
+
+#include <stdexcept>
+
+namespace pipemorph {
+
+struct EngineError : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+struct EngineTimeout : EngineError {
+    using EngineError::EngineError;
+};
+
+}  // namespace pipemorph

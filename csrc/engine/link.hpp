@@ -1,0 +1,204 @@
+// One link to a neighbour: both directions, one control connection, data paths beside it.
+//
+// All state is behind one mutex, held for bookkeeping only: bytes are copied, checksummed, sent
+// and received without it.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <set>
+
+#include "engine/dial.hpp"
+#include "engine/error.hpp"
+#include "path/data_path.hpp"
+#include "protocol/reliable.hpp"
+
+namespace pipemorph {
+
+struct LinkStats {
+    std::string state;
+    std::string transport;
+    uint64_t messages_sent = 0;
+    uint64_t messages_received = 0;
+    uint64_t bytes_sent = 0;
+    uint64_t bytes_received = 0;
+    uint64_t chunks_resent = 0;
+    uint64_t duplicate_chunks = 0;
+    uint64_t stale_chunks = 0;
+    uint64_t reconnects = 0;
+    std::optional<double> rtt_min;
+    std::optional<double> rtt_mean;
+    std::optional<double> rtt_p99;
+    std::optional<double> clock_offset;
+    uint64_t sends_in_flight = 0;
+    uint64_t slots_granted = 0;
+    uint64_t slots_in_use = 0;
+};
+
+class Link final : public PathHost, public std::enable_shared_from_this<Link> {
+  public:
+    struct Identity {
+        uint32_t rank = 0;
+        uint32_t peer_rank = 0;
+        uint32_t link = 0;
+        bool dials = false;
+        Session session{};
+    };
+
+    Link(std::shared_ptr<Runtime> runtime, Identity identity);
+    ~Link() override;
+
+    const Identity& identity() const { return identity_; }
+    std::string describe() const;
+
+    // --- The application's side. Any thread. ---
+    Transport transport() const;
+    bool alive() const;
+    std::string error() const;  // empty while alive
+    void reserve(int direction, uint32_t slots, uint64_t slot_bytes);
+    uint64_t send(MessageInfo info, const uint8_t* data, std::shared_ptr<void> hold);
+    bool sent(uint64_t ticket);
+    // These two return without a result when `slice_ns` has passed before the deadline, so that
+    // the caller can look after signals, and throw EngineTimeout after the deadline.
+    bool wait_sent(uint64_t ticket, int64_t deadline_ns, int64_t slice_ns, double timeout);
+    std::optional<Arrived> receive(const Key& key, int64_t deadline_ns, int64_t slice_ns,
+                                   double timeout);
+    std::optional<Arrived> try_receive(const Key& key);
+    bool arrived(const Key& key) const;
+    void release(uint32_t slot, uint64_t serial);
+    uint64_t send_slots(int direction) const;
+    std::vector<SentRecord> drain_telemetry();
+    LinkStats stats() const;
+    void sever_data_path(uint32_t index);
+    void sever_control();
+    // Waits for acknowledgements until the deadline, says goodbye, lets go of everything.
+    void close(int64_t deadline_ns);
+
+    // --- The engine's side. Control thread. ---
+    // `address`: of the peer's engine. The acceptor dials it only to see whether anybody is left.
+    void set_terms(Transport transport, uint32_t paths, const Address& address,
+                   std::string unix_name);
+    // A control connection is authenticated; `peer_received` says where to resume.
+    void attach_control(Fd fd, uint32_t epoch, uint64_t peer_received);
+    // The dialler's last word: the link is up on both sides. The acceptor is told by a frame and
+    // calls `on_confirm` then.
+    void confirm();
+    std::function<void()> on_confirm;
+    uint32_t control_epoch() const;
+    uint64_t control_received() const;
+    // For an incoming data connection: why not, or nothing.
+    std::string may_attach_data(uint32_t path, uint32_t epoch) const;
+    void attach_data(uint32_t path, uint32_t epoch, Fd fd);
+    void tick();
+    bool up() const;
+    void die(const std::string& why);
+
+    // --- PathHost. Any data thread. ---
+    std::optional<ChunkTask> next_chunk(uint32_t path, uint32_t epoch) override;
+    ChunkSink begin_chunk(const ChunkHeader& header) override;
+    void finish_chunk(const ChunkSink& sink, bool intact) override;
+    void stale_chunk() override;
+    void path_lost(uint32_t path, uint32_t epoch, const std::string& why) override;
+    void protocol_error(const std::string& why) override;
+    std::optional<Segment> next_segment_to_offer() override;
+    void segment_offered(uint32_t number, uint64_t bytes, Fd fd) override;
+    std::shared_ptr<Memory> peer_segment(uint32_t number) override;
+
+  private:
+    enum class State { connecting, up, reconnecting, dead, closed };
+
+    struct Connection {
+        Fd fd;
+        std::vector<uint8_t> in;
+        std::vector<uint8_t> out;
+        size_t out_done = 0;
+        bool watching_write = false;
+    };
+
+    struct Path {
+        uint32_t epoch = 0;   // of the live connection, or of the last one
+        uint32_t fenced = 0;  // the peer has given up this epoch and all before it
+        std::shared_ptr<DataPath> live;
+        bool dialling = false;
+        bool was_up = false;
+        int64_t up_since_ns = 0;
+        int64_t backoff_ns = 0;
+        int64_t next_try_ns = 0;
+    };
+
+    using Lock = std::unique_lock<std::mutex>;
+
+    bool over() const { return state_ == State::dead || state_ == State::closed; }
+    [[noreturn]] void throw_over() const;
+    void changed();  // wake every waiter, ring the bell
+    void wait_slice(Lock& lock, int64_t deadline_ns, int64_t slice_ns);
+    std::string nothing_arrived(const Key& key, double timeout) const;
+
+    // Control connection (lock held unless said otherwise).
+    void flush();
+    void send_frame(const Frame& frame);
+    void send_empty_messages();
+    void watch_write();
+    void on_control(const std::shared_ptr<Connection>& connection, uint32_t events);  // no lock
+    bool read_control(const std::shared_ptr<Connection>& connection);                 // no lock
+    void handle(Frame frame);                                                         // no lock
+    void control_lost(const std::shared_ptr<Connection>& connection,
+                      const std::string& why);  // no lock
+    void confirmed(Transport transport);        // no lock
+    void redial_control();                      // no lock
+    void probe_peer();                          // no lock
+    Hello hello(Purpose purpose) const;
+
+    // Paths.
+    void kick_paths();
+    void dial_paths();  // no lock
+    void fence_requested(const FenceFrame& fence);
+    void lose_path(Path& path);
+    void send_fence(uint32_t index, uint32_t epoch);
+    void grant(const std::vector<SlotGrant>& grants);
+    void finish(State state, const std::string& why);  // no lock
+
+    const std::shared_ptr<Runtime> runtime_;
+    const Identity identity_;
+
+    mutable std::mutex mu_;
+    std::condition_variable changed_;
+    State state_ = State::connecting;
+    std::string error_;
+    Transport transport_ = Transport::tcp;
+    Address peer_address_;
+    std::string unix_name_;
+
+    Outbox out_;
+    Inbox in_;
+    ReliableStream stream_;
+    EchoMeter echo_;
+
+    std::shared_ptr<Connection> control_;
+    uint32_t control_epoch_ = 0;
+    bool leaving_ = false;  // we said goodbye
+    bool redialling_ = false;
+    int64_t heard_ns_ = 0;  // the last time that anything came over control
+    int64_t down_since_ns_ = 0;
+    int64_t refused_since_ns_ = 0;  // nobody listens at the peer's address since
+    int64_t redial_backoff_ns_ = 0;
+    int64_t next_redial_ns_ = 0;
+    int64_t next_ping_ns_ = 0;
+    std::string last_trouble_;
+
+    std::vector<Path> paths_;
+    uint32_t wanted_paths_ = 0;
+    std::map<uint32_t, std::shared_ptr<Memory>> peer_segments_;
+    std::deque<uint32_t> segments_to_offer_;
+    std::set<uint32_t> unmapped_segments_;  // the peer has not said that it mapped them
+
+    uint64_t messages_received_ = 0;
+    uint64_t bytes_received_ = 0;
+    uint64_t duplicate_chunks_ = 0;
+    uint64_t stale_chunks_ = 0;
+    uint64_t reconnects_ = 0;
+};
+
+}  // namespace pipemorph

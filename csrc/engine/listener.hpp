@@ -1,0 +1,83 @@
+// Incoming connections until they have proved themselves. Strangers get a short time, are few at
+// once, and learn nothing but a nonce.
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <unordered_map>
+
+#include "engine/runtime.hpp"
+#include "os/socket.hpp"
+
+namespace pipemorph {
+
+// Why connections were refused, for the log. Bounded; the same reason again only counts up.
+class RefusalLog {
+  public:
+    void add(const std::string& reason);
+    std::vector<std::string> list() const;
+
+  private:
+    static constexpr size_t kMaxReasons = 256;
+    mutable std::mutex mu_;
+    std::deque<std::pair<std::string, uint64_t>> reasons_;
+    uint64_t forgotten_ = 0;
+};
+
+class Listener;
+
+// One connection that is shaking hands.
+class Greeting : public std::enable_shared_from_this<Greeting> {
+  public:
+    Greeting(Listener& listener, Fd fd, const Digest& key);
+    const Hello& hello() const { return handshake_.hello(); }
+    const ListenerHandshake& handshake() const { return handshake_; }
+    const Address& from() const { return from_; }
+
+    // The decision about an authenticated dialler. `accept` returns the connection, or nothing if
+    // it broke meanwhile. Waiting is a decision too: the greeting stays until one of these.
+    Fd accept(const HelloReply& reply);
+    void refuse(Verdict verdict, const std::string& reason);
+    bool closed() const { return !fd_; }
+
+  private:
+    friend class Listener;
+    void start();
+    void on_event();
+    bool send_output();
+    void end(const std::string& why);
+    void release();
+
+    Listener& listener_;
+    Fd fd_;
+    Address from_;
+    ListenerHandshake handshake_;
+    uint64_t timer_ = 0;
+    int64_t since_ns_ = 0;
+    bool waiting_ = false;
+};
+
+class Listener {
+  public:
+    using Decide = std::function<void(const std::shared_ptr<Greeting>&)>;
+
+    // `decide` is called on the control thread for every authenticated dialler.
+    Listener(Runtime& runtime, RefusalLog& refusals, const Address& address, Decide decide);
+    void start();  // on the control thread
+    void stop();   // on the control thread
+    uint16_t port() const { return local_port(fd_); }
+
+  private:
+    friend class Greeting;
+    void on_connections();
+    void make_room();
+
+    Runtime& runtime_;
+    RefusalLog& refusals_;
+    Fd fd_;
+    Decide decide_;
+    std::unordered_map<Greeting*, std::shared_ptr<Greeting>> strangers_;  // not authenticated yet
+    std::unordered_map<Greeting*, std::shared_ptr<Greeting>> waiting_;    // authenticated
+};
+
+}  // namespace pipemorph

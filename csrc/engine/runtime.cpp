@@ -1,0 +1,81 @@
+#include "engine/runtime.hpp"
+
+#include <sys/eventfd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <fstream>
+
+#include "engine/error.hpp"
+#include "os/clock.hpp"
+
+namespace pipemorph {
+namespace {
+
+std::string read_boot_id() {
+    std::ifstream file("/proc/sys/kernel/random/boot_id");
+    std::string id;
+    std::getline(file, id);
+    return id;
+}
+
+// Copying and checksumming saturate a core each way. Stages share the machine with their own
+// computation, so take a few cores only where there are many.
+size_t data_thread_count() {
+    const unsigned cores = std::thread::hardware_concurrency();
+    return cores >= 32 ? 4 : cores >= 8 ? 2 : 1;
+}
+
+void require(bool ok, const std::string& what) {
+    if (!ok) throw EngineError(what);
+}
+
+}  // namespace
+
+void Config::check() const {
+    require(!secret.empty(), "secret must not be empty");
+    require(job.size() <= 512, "job must be at most 512 bytes");
+    require(queues >= 1 && queues <= 1024, "queues must be between 1 and 1024");
+    require(sockets >= 1 && sockets <= 64, "sockets must be between 1 and 64");
+    require(chunk_bytes >= 4096 && chunk_bytes <= (1U << 30),
+            "chunk_bytes must be between 4096 and 2**30");
+    require(std::isfinite(peer_deadline) && peer_deadline >= 0.1 && peer_deadline <= 86400.0,
+            "peer_deadline must be between 0.1 and 86400 seconds");
+}
+
+const char* name_of(Transport transport) {
+    switch (transport) {
+        case Transport::any:
+            return "auto";
+        case Transport::tcp:
+            return "tcp";
+        case Transport::shm:
+            return "shm";
+    }
+    return "?";
+}
+
+Runtime::Runtime(Config c)
+    : config(std::move(c)),
+      key(handshake_key(config.secret)),
+      peer_deadline_ns(to_ns(config.peer_deadline)),
+      boot_id(config.transport == Transport::tcp ? std::string() : read_boot_id()),
+      control("pm-control"),
+      bell_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+    if (!bell_) throw EngineError("eventfd failed");
+    const size_t threads = data_thread_count();
+    for (size_t i = 0; i < threads; ++i)
+        data_.push_back(std::make_unique<Reactor>("pm-data-" + std::to_string(i)));
+}
+
+void Runtime::ring() {
+    const uint64_t one = 1;
+    [[maybe_unused]] const ssize_t n = ::write(bell_.get(), &one, sizeof one);
+}
+
+void Runtime::stop() {
+    control.stop();
+    for (auto& reactor : data_) reactor->stop();
+}
+
+}  // namespace pipemorph

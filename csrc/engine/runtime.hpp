@@ -1,0 +1,53 @@
+// What all links of an engine share: settings, threads and the bell.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "os/reactor.hpp"
+#include "wire/handshake.hpp"
+
+namespace pipemorph {
+
+struct Config {
+    std::string job;
+    uint32_t rank = 0;
+    std::vector<uint8_t> secret;
+    std::string host = "0.0.0.0";
+    uint16_t port = 0;
+    uint32_t queues = 8;
+    uint32_t sockets = 4;
+    uint32_t chunk_bytes = 1 << 20;
+    Transport transport = Transport::any;
+    double peer_deadline = 10.0;
+
+    void check() const;  // throws EngineError naming the setting
+};
+
+const char* name_of(Transport transport);
+
+class Runtime {
+  public:
+    explicit Runtime(Config config);
+
+    void ring();
+    int bell() const { return bell_.get(); }
+    Reactor& data(uint32_t path) { return *data_[path % data_.size()]; }
+    size_t data_threads() const { return data_.size(); }
+    void stop();
+
+    const Config config;
+    const Digest key;
+    const int64_t peer_deadline_ns;
+    std::string boot_id;       // empty: cannot be read, so "same host" cannot be proved
+    uint16_t listen_port = 0;  // told to authenticated peers only
+
+    Reactor control;
+
+  private:
+    Fd bell_;
+    std::vector<std::unique_ptr<Reactor>> data_;
+};
+
+}  // namespace pipemorph

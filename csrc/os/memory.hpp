@@ -1,0 +1,38 @@
+// A mapped, prefaulted piece of memory for slots.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "os/fd.hpp"
+
+namespace pipemorph {
+
+class Memory {
+  public:
+    // All three throw EngineError with the size and the system's reason.
+    static std::shared_ptr<Memory> anonymous(size_t bytes);
+    // A memfd: it has no name anywhere, so nothing is left behind however the process ends. It is
+    // sealed, so that the peer can map it but never shrink it under us.
+    static std::shared_ptr<Memory> shareable(size_t bytes);
+    // A peer's memfd. Refuses one that could still be shrunk.
+    static std::shared_ptr<Memory> map_peer(const Fd& fd, size_t bytes);
+
+    Memory(const Memory&) = delete;
+    Memory& operator=(const Memory&) = delete;
+    ~Memory();
+
+    uint8_t* data() const { return data_; }
+    size_t size() const { return size_; }
+    int fd() const { return fd_.get(); }
+
+  private:
+    Memory(uint8_t* data, size_t size, Fd fd) : data_(data), size_(size), fd_(std::move(fd)) {}
+
+    uint8_t* data_;
+    size_t size_;
+    Fd fd_;
+};
+
+}  // namespace pipemorph

@@ -1,0 +1,174 @@
+#include "os/reactor.hpp"
+
+#include <pthread.h>
+#include <signal.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+
+#include "engine/error.hpp"
+#include "os/clock.hpp"
+
+namespace pipemorph {
+namespace {
+
+// A descriptor may be closed and its number reused while its events are still in the batch: the
+// generation tells them apart.
+uint64_t tag(int fd, uint32_t generation) {
+    return uint64_t{generation} << 32 | static_cast<uint32_t>(fd);
+}
+
+}  // namespace
+
+Reactor::Reactor(std::string name)
+    : name_(std::move(name)),
+      epoll_(epoll_create1(EPOLL_CLOEXEC)),
+      wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+    if (!epoll_ || !wake_) throw EngineError(std::string("epoll: ") + std::strerror(errno));
+    add(wake_.get(), EPOLLIN, [this](uint32_t) {
+        uint64_t count;
+        [[maybe_unused]] const ssize_t n = ::read(wake_.get(), &count, sizeof count);
+    });
+    // Signals belong to Python's main thread.
+    sigset_t all;
+    sigset_t before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    thread_ = std::thread([this] { run(); });
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+Reactor::~Reactor() {
+    stop();
+}
+
+void Reactor::wake() {
+    const uint64_t one = 1;
+    [[maybe_unused]] const ssize_t n = ::write(wake_.get(), &one, sizeof one);
+}
+
+void Reactor::post(Task task) {
+    {
+        const std::lock_guard lock(mu_);
+        if (stopping_) return;
+        tasks_.push_back(std::move(task));
+        if (std::exchange(woken_, true)) return;
+    }
+    wake();
+}
+
+void Reactor::stop() {
+    {
+        const std::lock_guard lock(mu_);
+        stopping_ = true;
+    }
+    wake();
+    if (thread_.joinable()) thread_.join();
+    // What these own may hold the last reference to things that call back into this reactor, so
+    // they are destroyed while it is still whole.
+    std::vector<Task> tasks;
+    {
+        const std::lock_guard lock(mu_);
+        tasks.swap(tasks_);
+    }
+    tasks.clear();
+    auto timers = std::exchange(timers_, {});
+    timers.clear();
+    auto watched = std::exchange(watched_, {});
+    watched.clear();
+}
+
+void Reactor::add(int fd, uint32_t events, Handler handler) {
+    const uint32_t generation = ++generation_;
+    watched_[fd] = {generation, std::make_shared<Handler>(std::move(handler))};
+    epoll_event e{};
+    e.events = events;
+    e.data.u64 = tag(fd, generation);
+    if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &e) != 0)
+        throw EngineError(std::string("epoll_ctl: ") + std::strerror(errno));
+}
+
+void Reactor::modify(int fd, uint32_t events) {
+    const auto it = watched_.find(fd);
+    if (it == watched_.end()) return;
+    epoll_event e{};
+    e.events = events;
+    e.data.u64 = tag(fd, it->second.generation);
+    epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, fd, &e);
+}
+
+void Reactor::remove(int fd) {
+    if (watched_.erase(fd) > 0) epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
+}
+
+uint64_t Reactor::after(int64_t delay_ns, Task task) {
+    const uint64_t id = next_timer_++;
+    timers_.emplace(steady_ns() + delay_ns, std::pair(id, std::move(task)));
+    return id;
+}
+
+void Reactor::cancel(uint64_t timer) {
+    for (auto it = timers_.begin(); it != timers_.end(); ++it) {
+        if (it->second.first == timer) {
+            timers_.erase(it);
+            return;
+        }
+    }
+}
+
+// Runs what is due and returns the milliseconds until the next timer, or -1.
+int Reactor::run_timers() {
+    while (!timers_.empty()) {
+        const auto first = timers_.begin();
+        const int64_t wait = first->first - steady_ns();
+        if (wait > 0)
+            return static_cast<int>(
+                std::min<int64_t>((wait + kMillisecond - 1) / kMillisecond, 60'000));
+        const Task task = std::move(first->second.second);
+        timers_.erase(first);
+        task();
+    }
+    return -1;
+}
+
+void Reactor::run_tasks() {
+    std::vector<Task> tasks;
+    {
+        const std::lock_guard lock(mu_);
+        tasks.swap(tasks_);
+        woken_ = false;
+    }
+    for (const Task& task : tasks) task();
+}
+
+void Reactor::run() {
+    pthread_setname_np(pthread_self(), name_.substr(0, 15).c_str());
+    std::array<epoll_event, 64> events;
+    for (;;) {
+        run_tasks();
+        int timeout = run_timers();
+        {
+            const std::lock_guard lock(mu_);
+            if (stopping_) return;
+            if (!tasks_.empty()) timeout = 0;
+        }
+        const int n =
+            epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), timeout);
+        for (int i = 0; i < n; ++i) {
+            const auto fd = static_cast<int>(events[size_t(i)].data.u64 & 0xffffffff);
+            const auto it = watched_.find(fd);
+            if (it == watched_.end() ||
+                it->second.generation != static_cast<uint32_t>(events[size_t(i)].data.u64 >> 32))
+                continue;
+            // The handler may remove itself.
+            const auto handler = it->second.handler;
+            (*handler)(events[size_t(i)].events);
+        }
+    }
+}
+
+}  // namespace pipemorph

@@ -1,0 +1,66 @@
+// One thread around epoll: file descriptors, timers and posted work. It sleeps when there is
+// nothing to do.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "os/fd.hpp"
+
+namespace pipemorph {
+
+class Reactor {
+  public:
+    using Handler = std::function<void(uint32_t events)>;
+    using Task = std::function<void()>;
+
+    explicit Reactor(std::string name);
+    ~Reactor();
+    Reactor(const Reactor&) = delete;
+    Reactor& operator=(const Reactor&) = delete;
+
+    // Any thread. After `stop` the task is dropped.
+    void post(Task task);
+    // Ends the thread, then drops handlers, timers and tasks (and what they own).
+    void stop();
+    bool in_thread() const { return std::this_thread::get_id() == thread_.get_id(); }
+
+    // Only on the reactor's thread. `remove` before closing the descriptor.
+    void add(int fd, uint32_t events, Handler handler);
+    void modify(int fd, uint32_t events);
+    void remove(int fd);
+    uint64_t after(int64_t delay_ns, Task task);
+    void cancel(uint64_t timer);
+
+  private:
+    struct Watched {
+        uint32_t generation = 0;
+        std::shared_ptr<Handler> handler;
+    };
+    void run();
+    int run_timers();
+    void run_tasks();
+    void wake();
+
+    const std::string name_;
+    Fd epoll_;
+    Fd wake_;
+    std::unordered_map<int, Watched> watched_;
+    uint32_t generation_ = 0;
+    std::multimap<int64_t, std::pair<uint64_t, Task>> timers_;
+    uint64_t next_timer_ = 1;
+    std::mutex mu_;
+    std::vector<Task> tasks_;
+    bool woken_ = false;
+    bool stopping_ = false;
+    std::thread thread_;
+};
+
+}  // namespace pipemorph

@@ -1,0 +1,88 @@
+// What carries chunks: one live connection of one path of a link. A TCP socket, a shared-memory
+// pair, a queue pair on a rail: each is a DataPath, and the link neither knows nor cares which.
+//
+// A path lives on one reactor's thread and dies with its first error. The link then fences its
+// epoch and, if it dials, makes a new one with the next epoch: nothing is ever repaired in place.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+
+#include "os/reactor.hpp"
+#include "protocol/inbox.hpp"
+#include "protocol/outbox.hpp"
+
+namespace pipemorph {
+
+// What a path may ask of its link. Any thread.
+class PathHost {
+  public:
+    virtual ~PathHost() = default;
+
+    virtual std::optional<ChunkTask> next_chunk(uint32_t path, uint32_t epoch) = 0;
+    virtual ChunkSink begin_chunk(const ChunkHeader& header) = 0;
+    virtual void finish_chunk(const ChunkSink& sink, bool intact) = 0;
+    // A chunk of a fenced epoch came in and was dropped.
+    virtual void stale_chunk() = 0;
+    virtual void path_lost(uint32_t path, uint32_t epoch, const std::string& why) = 0;
+    // The peer says what it must never say: nothing it sends can be trusted any more.
+    virtual void protocol_error(const std::string& why) = 0;
+
+    // Shared memory only.
+    struct Segment {
+        uint32_t number = 0;
+        std::shared_ptr<Memory> memory;
+    };
+    virtual std::optional<Segment> next_segment_to_offer() = 0;
+    virtual void segment_offered(uint32_t number, uint64_t bytes, Fd fd) = 0;
+    // Where a granted slot is mapped here.
+    virtual std::shared_ptr<Memory> peer_segment(uint32_t number) = 0;
+};
+
+class DataPath : public std::enable_shared_from_this<DataPath> {
+  public:
+    virtual ~DataPath() = default;
+
+    // Any thread; each is carried out on the path's reactor.
+    void start() { post(&DataPath::on_start); }
+    void kick();                                 // there may be something to send
+    void sever() { post(&DataPath::on_sever); }  // fault injection: break as a cable would
+    void close() { post(&DataPath::on_close); }
+
+    // On the reactor's thread: the epoch is fenced. Nothing that still comes may reach a slot once
+    // this returns; nothing more is sent.
+    virtual void retire() = 0;
+
+    Reactor& reactor() const { return reactor_; }
+    const uint32_t index;
+    const uint32_t epoch;
+
+  protected:
+    DataPath(Reactor& reactor, std::shared_ptr<PathHost> host, uint32_t path_index,
+             uint32_t path_epoch)
+        : index(path_index), epoch(path_epoch), reactor_(reactor), host_(std::move(host)) {}
+    virtual void on_start() = 0;
+    virtual void on_kick() = 0;
+    virtual void on_sever() = 0;
+    virtual void on_close() = 0;
+
+    Reactor& reactor_;
+    std::shared_ptr<PathHost> host_;
+
+  private:
+    void post(void (DataPath::*what)()) {
+        reactor_.post([self = shared_from_this(), what] { ((*self).*what)(); });
+    }
+    std::atomic<bool> kicked_{false};
+};
+
+inline void DataPath::kick() {
+    if (kicked_.exchange(true)) return;
+    reactor_.post([self = shared_from_this()] {
+        self->kicked_.store(false);
+        self->on_kick();
+    });
+}
+
+}  // namespace pipemorph

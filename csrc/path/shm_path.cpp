@@ -1,0 +1,145 @@
+#include "path/shm_path.hpp"
+
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <cerrno>
+#include <cstring>
+
+namespace pipemorph {
+namespace {
+
+constexpr int kHeadersPerTurn = 16;
+constexpr size_t kMaxDescriptors = 4;
+
+}  // namespace
+
+ShmPath::ShmPath(Reactor& reactor, std::shared_ptr<PathHost> host, uint32_t index, uint32_t epoch,
+                 Fd fd)
+    : StreamPath(reactor, std::move(host), index, epoch, std::move(fd)) {}
+
+bool ShmPath::flush_header() {
+    iovec iov{header_out_.data() + (kChunkHeaderSize - header_left_), header_left_};
+    msghdr message{};
+    message.msg_iov = &iov;
+    message.msg_iovlen = 1;
+    alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+    if (segment_out_) {
+        message.msg_control = control;
+        message.msg_controllen = sizeof control;
+        cmsghdr* c = CMSG_FIRSTHDR(&message);
+        c->cmsg_level = SOL_SOCKET;
+        c->cmsg_type = SCM_RIGHTS;
+        c->cmsg_len = CMSG_LEN(sizeof(int));
+        const int fd = segment_out_->fd();
+        std::memcpy(CMSG_DATA(c), &fd, sizeof fd);
+    }
+    const ssize_t n = ::sendmsg(fd_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (n < 0) return would_block_or_fail("sending");
+    segment_out_.reset();
+    header_left_ -= static_cast<size_t>(n);
+    return true;
+}
+
+bool ShmPath::send_some() {
+    if (header_left_ > 0) return flush_header();
+    ChunkHeader header;
+    if (index == 0) {
+        if (const auto segment = host_->next_segment_to_offer()) {
+            header.type = ChunkHeader::Type::segment;
+            header.path = index;
+            header.epoch = epoch;
+            header.slot = segment->number;
+            header.message.bytes = segment->memory->size();
+            segment_out_ = segment->memory;
+            encode_chunk(header, header_out_);
+            header_left_ = kChunkHeaderSize;
+            return flush_header();
+        }
+    }
+    const auto task = host_->next_chunk(index, epoch);
+    if (!task) return false;
+    const SlotGrant& slot = *task->message->slot;
+    const auto segment = host_->peer_segment(slot.segment);
+    const uint64_t at = slot.offset + task->header.offset();
+    if (!segment || at + task->bytes > segment->size()) {
+        host_->protocol_error("a slot was granted outside of the memory that is mapped for it");
+        return false;
+    }
+    std::memcpy(segment->data() + at, task->data, task->bytes);
+    encode_chunk(task->header, header_out_);
+    header_left_ = kChunkHeaderSize;
+    return flush_header();
+}
+
+void ShmPath::receive_some() {
+    for (int turn = 0; open() && turn < kHeadersPerTurn; ++turn) {
+        iovec iov{header_in_.data() + header_have_, kChunkHeaderSize - header_have_};
+        msghdr message{};
+        message.msg_iov = &iov;
+        message.msg_iovlen = 1;
+        alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int) * kMaxDescriptors)];
+        message.msg_control = control;
+        message.msg_controllen = sizeof control;
+        const ssize_t n = ::recvmsg(fd_.get(), &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+        if (n < 0) {
+            would_block_or_fail("receiving");
+            return;
+        }
+        for (cmsghdr* c = CMSG_FIRSTHDR(&message); c != nullptr; c = CMSG_NXTHDR(&message, c)) {
+            if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
+            const size_t count = (c->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+            for (size_t i = 0; i < count; ++i) {
+                int fd;
+                std::memcpy(&fd, CMSG_DATA(c) + i * sizeof fd, sizeof fd);
+                descriptors_.emplace_back(fd);
+            }
+        }
+        if (n == 0) {
+            fail("the peer closed the connection");
+            return;
+        }
+        header_have_ += static_cast<size_t>(n);
+        if (header_have_ == kChunkHeaderSize && !header_received()) return;
+    }
+}
+
+bool ShmPath::header_received() {
+    header_have_ = 0;
+    const auto header = decode_chunk(header_in_);
+    if (!header || header->path != index || header->epoch != epoch) {
+        fail("a damaged chunk header");
+        return false;
+    }
+    if (header->type == ChunkHeader::Type::segment) {
+        if (descriptors_.empty()) {
+            fail("a segment without its descriptor");
+            return false;
+        }
+        Fd fd = std::move(descriptors_.front());
+        descriptors_.pop_front();
+        if (!retired()) host_->segment_offered(header->slot, header->message.bytes, std::move(fd));
+        return true;
+    }
+    if (retired()) {
+        host_->stale_chunk();
+        return true;
+    }
+    // The payload was in the slot before its header was sent.
+    const ChunkSink sink = host_->begin_chunk(*header);
+    if (sink.verdict == ChunkSink::Verdict::invalid) {
+        host_->protocol_error("a chunk for " + header->message.key.describe() +
+                              " does not fit the slot it names");
+        fail("protocol error");
+        return false;
+    }
+    if (sink.verdict == ChunkSink::Verdict::take) host_->finish_chunk(sink, true);
+    return true;
+}
+
+void ShmPath::drop_work() {
+    header_left_ = 0;
+    segment_out_.reset();
+}
+
+}  // namespace pipemorph

@@ -1,0 +1,103 @@
+// The receiving half of a link: slots, the chunks in them, and the mailbox of whole messages.
+// Pure state, no sockets and no locks: the link calls it with its own lock held.
+//
+// A slot goes granted → receiving → full → held → granted. Its serial number rises every time it
+// is granted and is never reset, so a chunk meant for an earlier use of the slot can be told.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <optional>
+#include <unordered_map>
+
+#include "os/memory.hpp"
+#include "protocol/bitmap.hpp"
+#include "wire/chunk.hpp"
+#include "wire/frames.hpp"
+
+namespace pipemorph {
+
+// A message that is all here. `memory` keeps the slot mapped while anybody looks at it.
+struct Arrived {
+    MessageInfo info;
+    int64_t arrived_ns = 0;  // wall clock
+    uint8_t* data = nullptr;
+    std::optional<uint32_t> slot;  // an empty message has none
+    uint64_t serial = 0;
+    std::shared_ptr<Memory> memory;
+};
+
+// Where a chunk's bytes go while they are being read, without the lock.
+struct ChunkSink {
+    enum class Verdict { take, duplicate, stale, invalid };
+    Verdict verdict = Verdict::invalid;
+    uint8_t* data = nullptr;  // only for `take`; the others are read and dropped
+    uint32_t slot = 0;
+    uint64_t serial = 0;
+    uint32_t index = 0;
+    std::shared_ptr<Memory> memory;
+};
+
+class Inbox {
+  public:
+    // How many slots of at least `bytes` are still missing from `wanted` in one direction.
+    uint32_t missing_slots(int direction, uint32_t wanted, uint64_t bytes) const;
+    // Adds slots inside `memory`. They are granted when `grant_segment` says so: at once for
+    // TCP, once the peer has mapped the segment for shared memory.
+    uint32_t add_segment(int direction, uint32_t slots, uint64_t bytes,
+                         std::shared_ptr<Memory> memory);
+    std::vector<SlotGrant> grant_segment(uint32_t segment);
+    std::shared_ptr<Memory> segment(uint32_t number) const;
+
+    ChunkSink begin_chunk(const ChunkHeader& header);
+    // `intact`: all its bytes are in the slot and the checksum is right. Returns whether that
+    // completed its message.
+    struct Finished {
+        bool message_complete = false;
+        uint64_t message = 0;
+        uint64_t bytes = 0;
+    };
+    Finished finish_chunk(const ChunkSink& sink, bool intact, int64_t now_wall_ns);
+    void deliver_empty(MessageInfo info, int64_t now_wall_ns);
+
+    std::vector<ChunkReport> report(const std::vector<uint64_t>& messages) const;
+
+    bool has(const Key& key) const { return mailbox_.contains(key); }
+    std::optional<Arrived> take(const Key& key);
+    // The application is done with it: the slot's next grant. Nothing if it was released before.
+    std::optional<SlotGrant> release(uint32_t slot, uint64_t serial);
+
+    // For messages to humans and for counters.
+    struct Progress {
+        uint64_t chunks = 0;
+        uint64_t of = 0;
+    };
+    std::optional<Progress> progress(const Key& key) const;
+    uint32_t slots(int direction) const;
+    uint32_t slots_in_use(int direction) const;
+    uint32_t slots_granted() const;
+
+  private:
+    enum class State { reserved, granted, receiving, full, held };
+    struct Slot {
+        State state = State::reserved;
+        uint8_t direction = 0;
+        uint32_t segment = 0;
+        uint64_t offset = 0;
+        uint64_t bytes = 0;
+        uint64_t serial = 0;
+        MessageInfo message;
+        uint32_t chunk_bytes = 0;
+        Bitmap claimed;  // being read right now
+        Bitmap here;
+    };
+
+    SlotGrant grant(uint32_t number);
+
+    std::vector<Slot> slots_;
+    std::vector<std::shared_ptr<Memory>> segments_;
+    std::unordered_map<uint64_t, uint32_t> receiving_;  // message → slot, until it is complete
+    std::unordered_map<Key, std::deque<Arrived>, KeyHash> mailbox_;
+};
+
+}  // namespace pipemorph

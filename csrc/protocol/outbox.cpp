@@ -1,0 +1,233 @@
+#include "protocol/outbox.hpp"
+
+#include <algorithm>
+
+namespace pipemorph {
+namespace {
+
+// Empty messages take no slot, so something else has to bound how many are under way.
+constexpr size_t kMaxInlineInFlight = 4096;
+constexpr size_t kMaxFailuresKept = 4096;
+
+}  // namespace
+
+Outbox::Outbox(size_t queues, uint32_t chunk_bytes)
+    : queues_(queues), chunk_bytes_(chunk_bytes), queue_(queues * kDirections) {}
+
+std::string Outbox::too_large(const MessageInfo& info, uint64_t largest) {
+    return info.key.describe() + " has " + std::to_string(info.bytes) +
+           " bytes, but the receiver's largest slot in this direction holds " +
+           std::to_string(largest) + " bytes: reserve larger slots there";
+}
+
+std::shared_ptr<OutMessage> Outbox::post(MessageInfo info, const uint8_t* data,
+                                         std::shared_ptr<void> hold, int64_t now_steady_ns) {
+    const auto direction = static_cast<size_t>(info.key.direction);
+    if (keys_.contains(info.key))
+        throw EngineError(info.key.describe() + " is in flight already: a key names one message");
+    if (const uint64_t largest = largest_slot_[direction]; largest > 0 && info.bytes > largest)
+        throw EngineError(too_large(info, largest));
+    if ((info.bytes + chunk_bytes_ - 1) / chunk_bytes_ > kMaxChunks)
+        throw EngineError(info.key.describe() + " has " + std::to_string(info.bytes) +
+                          " bytes, more than " + std::to_string(kMaxChunks) + " chunks of " +
+                          std::to_string(chunk_bytes_) + " bytes");
+
+    auto m = std::make_shared<OutMessage>();
+    m->info = std::move(info);
+    m->info.id = next_id_++;
+    m->data = data;
+    m->hold = std::move(hold);
+    m->posted_steady_ns = now_steady_ns;
+    m->chunks = static_cast<uint32_t>((m->info.bytes + chunk_bytes_ - 1) / chunk_bytes_);
+    m->carriers.resize(m->chunks);
+    by_id_[m->info.id] = m;
+    keys_.insert(m->info.key);
+    if (m->chunks == 0) {
+        inline_.push_back(m);
+        return m;
+    }
+    m->queue = direction * queues_ + turn_[direction];
+    turn_[direction] = (turn_[direction] + 1) % queues_;
+    queue_[m->queue].push_back(m);
+    waiting_[direction].push_back(m);
+    assign_credits(static_cast<int>(direction));
+    return m;
+}
+
+std::optional<MessageInfo> Outbox::next_inline(int64_t now_wall_ns, int64_t now_steady_ns) {
+    if (inline_.empty() || inline_in_flight_ >= kMaxInlineInFlight) return std::nullopt;
+    const Pointer m = std::move(inline_.front());
+    inline_.pop_front();
+    ++inline_in_flight_;
+    m->info.started_ns = now_wall_ns;
+    m->started_steady_ns = now_steady_ns;
+    return m->info;
+}
+
+void Outbox::granted(const SlotGrant& grant) {
+    const size_t d = grant.direction;
+    credits_[d].push_back(grant);
+    largest_slot_[d] = std::max(largest_slot_[d], grant.bytes);
+    assign_credits(static_cast<int>(d));
+}
+
+// The oldest waiting message that fits takes the smallest slot that holds it.
+void Outbox::assign_credits(int direction) {
+    auto& waiting = waiting_[size_t(direction)];
+    auto& credits = credits_[size_t(direction)];
+    const uint64_t largest = largest_slot_[size_t(direction)];
+    for (auto it = waiting.begin(); it != waiting.end() && !credits.empty();) {
+        const Pointer m = *it;
+        if (m->info.bytes > largest) {
+            it = waiting.erase(it);
+            fail(m, too_large(m->info, largest));
+            continue;
+        }
+        auto best = credits.end();
+        for (auto c = credits.begin(); c != credits.end(); ++c)
+            if (c->bytes >= m->info.bytes && (best == credits.end() || c->bytes < best->bytes))
+                best = c;
+        if (best == credits.end()) {
+            ++it;
+            continue;
+        }
+        m->slot = *best;
+        credits.erase(best);
+        it = waiting.erase(it);
+    }
+}
+
+bool Outbox::has_chunks() const {
+    if (!again_.empty()) return true;
+    return std::any_of(queue_.begin(), queue_.end(),
+                       [](const auto& q) { return !q.empty() && q.front()->slot; });
+}
+
+ChunkTask Outbox::give(const Pointer& m, uint32_t index, uint32_t path, uint32_t epoch,
+                       int64_t now_wall_ns, int64_t now_steady_ns) {
+    if (m->started_steady_ns == 0) {
+        m->started_steady_ns = now_steady_ns;
+        m->info.started_ns = now_wall_ns;
+    }
+    m->carriers[index] = {path, epoch, false};
+    ChunkTask task;
+    task.message = m;
+    task.header.path = path;
+    task.header.epoch = epoch;
+    task.header.slot = m->slot->slot;
+    task.header.serial = m->slot->serial;
+    task.header.index = index;
+    task.header.chunk_bytes = chunk_bytes_;
+    task.header.message = m->info;
+    task.data = m->data + task.header.offset();
+    task.bytes = task.header.length();
+    return task;
+}
+
+std::optional<ChunkTask> Outbox::next_chunk(uint32_t path, uint32_t epoch, int64_t now_wall_ns,
+                                            int64_t now_steady_ns) {
+    while (!again_.empty()) {
+        const auto [m, index] = again_.front();
+        again_.pop_front();
+        if (!by_id_.contains(m->info.id)) continue;
+        ++chunks_resent;
+        return give(m, index, path, epoch, now_wall_ns, now_steady_ns);
+    }
+    for (size_t i = 0; i < queue_.size(); ++i) {
+        auto& q = queue_[cursor_];
+        cursor_ = (cursor_ + 1) % queue_.size();
+        if (q.empty() || !q.front()->slot) continue;
+        const Pointer m = q.front();
+        const uint32_t index = m->next_chunk++;
+        if (m->next_chunk == m->chunks) q.pop_front();
+        return give(m, index, path, epoch, now_wall_ns, now_steady_ns);
+    }
+    return std::nullopt;
+}
+
+void Outbox::forget(const Pointer& m) {
+    keys_.erase(m->info.key);
+    by_id_.erase(m->info.id);
+}
+
+void Outbox::fail(const Pointer& m, std::string why) {
+    std::erase(queue_[m->queue], m);
+    failed_[m->info.id] = std::move(why);
+    if (failed_.size() > kMaxFailuresKept) failed_.erase(failed_.begin());
+    forget(m);
+}
+
+bool Outbox::acknowledged(uint64_t id, int64_t now_steady_ns) {
+    const auto it = by_id_.find(id);
+    if (it == by_id_.end()) return false;
+    const Pointer m = it->second;
+    if (m->chunks == 0) --inline_in_flight_;
+    ++messages_sent;
+    bytes_sent += m->info.bytes;
+    telemetry.push({m->info.key, m->info.bytes, m->started_steady_ns - m->posted_steady_ns,
+                    now_steady_ns - m->started_steady_ns});
+    forget(m);
+    return true;
+}
+
+std::vector<uint64_t> Outbox::entrusted_to(uint32_t path, uint32_t epoch) const {
+    std::vector<uint64_t> out;
+    for (const auto& [id, m] : by_id_) {
+        const bool any = std::any_of(m->carriers.begin(), m->carriers.begin() + m->next_chunk,
+                                     [&](const OutMessage::Carrier& c) {
+                                         return c.path == path && c.epoch == epoch && !c.confirmed;
+                                     });
+        if (any) out.push_back(id);
+    }
+    return out;
+}
+
+void Outbox::fenced(const BitmapFrame& report) {
+    for (const ChunkReport& r : report.reports) {
+        const auto it = by_id_.find(r.message);
+        if (it == by_id_.end()) continue;
+        const Pointer& m = it->second;
+        for (uint32_t i = 0; i < m->next_chunk; ++i) {
+            OutMessage::Carrier& c = m->carriers[i];
+            if (c.path != report.path || c.epoch != report.epoch || c.confirmed) continue;
+            // Marked either way, so that a repeated report cannot queue a chunk twice.
+            c.confirmed = true;
+            if (!r.has(i)) again_.emplace_back(m, i);
+        }
+    }
+}
+
+void Outbox::abandon() {
+    for (const auto& [id, m] : by_id_) abandoned_.insert(id);
+    by_id_.clear();
+    keys_.clear();
+    again_.clear();
+    inline_.clear();
+    for (auto& q : queue_) q.clear();
+    for (auto& w : waiting_) w.clear();
+    for (auto& c : credits_) c.clear();
+}
+
+Outbox::Ticket Outbox::ticket(uint64_t id) const {
+    if (id == 0 || id >= next_id_) return Ticket::unknown;
+    if (by_id_.contains(id)) return Ticket::in_flight;
+    if (abandoned_.contains(id)) return Ticket::abandoned;
+    return failed_.contains(id) ? Ticket::failed : Ticket::done;
+}
+
+std::string Outbox::failure(uint64_t id) const {
+    const auto it = failed_.find(id);
+    return it == failed_.end() ? std::string() : it->second;
+}
+
+std::string Outbox::describe(uint64_t id) const {
+    const auto it = by_id_.find(id);
+    if (it == by_id_.end()) return "ticket " + std::to_string(id);
+    const OutMessage& m = *it->second;
+    std::string s = m.info.key.describe() + ", ";
+    if (m.chunks == 0) return s + (m.started_steady_ns ? "sent" : "waiting in its queue");
+    if (!m.slot) return s + "waiting for a slot at the receiver";
+    return s + std::to_string(m.next_chunk) + " of " + std::to_string(m.chunks) + " chunks sent";
+}
+
+}  // namespace pipemorph

@@ -1,0 +1,115 @@
+// The sending half of a link: messages in their queues, credits, and which path each chunk took.
+// Pure state, no sockets and no locks: the link calls it with its own lock held.
+//
+// A message completes only on the receiver's acknowledgement. A chunk is sent again only after
+// its path's epoch was fenced and the receiver has said that it lacks it.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "engine/error.hpp"
+#include "protocol/telemetry.hpp"
+#include "wire/chunk.hpp"
+#include "wire/frames.hpp"
+
+namespace pipemorph {
+
+struct OutMessage {
+    MessageInfo info;
+    const uint8_t* data = nullptr;
+    std::shared_ptr<void> hold;  // keeps `data` alive
+    int64_t posted_steady_ns = 0;
+    int64_t started_steady_ns = 0;
+    size_t queue = 0;
+    std::optional<SlotGrant> slot;
+    uint32_t chunks = 0;
+    uint32_t next_chunk = 0;
+    // Path and epoch that each chunk was last given to.
+    struct Carrier {
+        uint32_t path = 0;
+        uint32_t epoch = 0;
+        bool confirmed = false;  // the receiver reported it after a fence
+    };
+    std::vector<Carrier> carriers;
+};
+
+// One chunk for a path to carry. Holding it keeps the payload alive.
+struct ChunkTask {
+    std::shared_ptr<OutMessage> message;
+    ChunkHeader header;
+    const uint8_t* data = nullptr;
+    size_t bytes = 0;
+};
+
+class Outbox {
+  public:
+    Outbox(size_t queues, uint32_t chunk_bytes);
+
+    // Throws EngineError for a key in flight or a message larger than any slot.
+    std::shared_ptr<OutMessage> post(MessageInfo info, const uint8_t* data,
+                                     std::shared_ptr<void> hold, int64_t now_steady_ns);
+    // An empty message that may go out on the control connection now.
+    std::optional<MessageInfo> next_inline(int64_t now_wall_ns, int64_t now_steady_ns);
+
+    void granted(const SlotGrant& grant);
+    std::optional<ChunkTask> next_chunk(uint32_t path, uint32_t epoch, int64_t now_wall_ns,
+                                        int64_t now_steady_ns);
+    bool has_chunks() const;
+
+    // False: no such message is in flight.
+    bool acknowledged(uint64_t message, int64_t now_steady_ns);
+
+    // The messages with chunks entrusted to a path's epoch: what to ask the receiver about.
+    std::vector<uint64_t> entrusted_to(uint32_t path, uint32_t epoch) const;
+    void fenced(const BitmapFrame& report);
+
+    // The link is dead: let go of every payload.
+    void abandon();
+
+    enum class Ticket { unknown, in_flight, done, failed, abandoned };
+    Ticket ticket(uint64_t id) const;
+    std::string failure(uint64_t id) const;
+    size_t in_flight() const { return by_id_.size(); }
+    uint64_t largest_slot(int direction) const { return largest_slot_[size_t(direction)]; }
+    size_t credits(int direction) const { return credits_[size_t(direction)].size(); }
+    std::string describe(uint64_t id) const;
+
+    uint64_t chunks_resent = 0;
+    uint64_t messages_sent = 0;
+    uint64_t bytes_sent = 0;
+    SentRing telemetry;
+
+  private:
+    using Pointer = std::shared_ptr<OutMessage>;
+    void assign_credits(int direction);
+    void fail(const Pointer& message, std::string why);
+    void forget(const Pointer& message);
+    ChunkTask give(const Pointer& message, uint32_t index, uint32_t path, uint32_t epoch,
+                   int64_t now_wall_ns, int64_t now_steady_ns);
+    static std::string too_large(const MessageInfo& info, uint64_t largest);
+
+    const size_t queues_;
+    const uint32_t chunk_bytes_;
+    uint64_t next_id_ = 1;
+    std::array<size_t, kDirections> turn_{};
+    // Direction d's queues are at [d * queues_, (d + 1) * queues_).
+    std::vector<std::deque<Pointer>> queue_;
+    size_t cursor_ = 0;
+    std::array<std::deque<Pointer>, kDirections> waiting_;  // for a slot, oldest first
+    std::array<std::vector<SlotGrant>, kDirections> credits_;
+    std::array<uint64_t, kDirections> largest_slot_{};
+    std::deque<std::pair<Pointer, uint32_t>> again_;  // chunks lost with their path
+    std::deque<Pointer> inline_;
+    size_t inline_in_flight_ = 0;
+    std::map<uint64_t, Pointer> by_id_;
+    std::unordered_set<Key, KeyHash> keys_;
+    std::map<uint64_t, std::string> failed_;
+    std::unordered_set<uint64_t> abandoned_;
+};
+
+}  // namespace pipemorph

@@ -1,0 +1,59 @@
+#include "protocol/telemetry.hpp"
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+namespace pipemorph {
+
+void SentRing::push(const SentRecord& record) {
+    if (ring_.size() < kCapacity) {
+        ring_.push_back(record);
+        return;
+    }
+    ring_[next_] = record;
+    next_ = (next_ + 1) % kCapacity;
+}
+
+std::vector<SentRecord> SentRing::drain() {
+    std::rotate(ring_.begin(), ring_.begin() + static_cast<std::ptrdiff_t>(next_), ring_.end());
+    next_ = 0;
+    return std::exchange(ring_, {});
+}
+
+void EchoMeter::add(int64_t rtt_ns, int64_t peer_minus_ours_ns) {
+    if (samples_.size() < kMaxSamples) {
+        samples_.push_back(rtt_ns);
+        sample_next_ = 0;
+    } else {
+        samples_[sample_next_] = rtt_ns;
+        sample_next_ = (sample_next_ + 1) % kMaxSamples;
+    }
+    const Offset offset{rtt_ns, -peer_minus_ours_ns};
+    if (window_.size() < kWindow) {
+        window_.push_back(offset);
+    } else {
+        window_[window_next_] = offset;
+        window_next_ = (window_next_ + 1) % kWindow;
+    }
+}
+
+std::optional<EchoMeter::Summary> EchoMeter::summary() const {
+    if (samples_.empty()) return std::nullopt;
+    std::vector<int64_t> sorted = samples_;
+    std::sort(sorted.begin(), sorted.end());
+    const int64_t sum = std::accumulate(sorted.begin(), sorted.end(), int64_t{0});
+    const auto n = static_cast<int64_t>(sorted.size());
+    // Nearest rank: with few samples this is the largest.
+    const auto rank = static_cast<size_t>((99 * n + 99) / 100 - 1);
+    return Summary{sorted.front(), sum / n, sorted[rank]};
+}
+
+std::optional<int64_t> EchoMeter::clock_offset_ns() const {
+    if (window_.empty()) return std::nullopt;
+    return std::min_element(window_.begin(), window_.end(),
+                            [](const Offset& a, const Offset& b) { return a.rtt_ns < b.rtt_ns; })
+        ->offset_ns;
+}
+
+}  // namespace pipemorph

@@ -1,0 +1,58 @@
+// In-band measurement: what each message cost and what the echo says.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "protocol/key.hpp"
+
+namespace pipemorph {
+
+struct SentRecord {
+    Key key;
+    uint64_t bytes = 0;
+    int64_t queue_ns = 0;
+    int64_t wire_ns = 0;
+};
+
+// Bounded: if nobody drains it, the oldest records make room.
+class SentRing {
+  public:
+    void push(const SentRecord& record);
+    std::vector<SentRecord> drain();  // oldest first
+
+  private:
+    static constexpr size_t kCapacity = 4096;
+    std::vector<SentRecord> ring_;
+    size_t next_ = 0;
+};
+
+class EchoMeter {
+  public:
+    void add(int64_t rtt_ns, int64_t peer_minus_ours_ns);
+    void drain() { samples_.clear(); }
+
+    struct Summary {
+        int64_t min_ns = 0;
+        int64_t mean_ns = 0;
+        int64_t p99_ns = 0;
+    };
+    std::optional<Summary> summary() const;
+    // Nanoseconds to add to the peer's clock to get ours.
+    std::optional<int64_t> clock_offset_ns() const;
+
+  private:
+    // About half a minute of echoes: old enough to hold a quiet one, young enough for drift.
+    static constexpr size_t kWindow = 256;
+    static constexpr size_t kMaxSamples = 1024;
+    struct Offset {
+        int64_t rtt_ns;
+        int64_t offset_ns;
+    };
+    std::vector<int64_t> samples_;
+    size_t sample_next_ = 0;
+    std::vector<Offset> window_;
+    size_t window_next_ = 0;
+};
+
+}  // namespace pipemorph

@@ -1,0 +1,296 @@
+#include "wire/handshake.hpp"
+
+#include <utility>
+
+namespace pipemorph {
+namespace {
+
+constexpr uint32_t kMagic = 0x4850'4d50;  // "PMPH"
+constexpr uint16_t kVersion = 1;
+constexpr size_t kOpeningBytes = 4 + 2 + 1 + 1 + 32;
+constexpr size_t kMaxHello = 1024;
+constexpr size_t kMaxReply = 1024;
+constexpr size_t kMaxJob = 512;
+constexpr size_t kMacBytes = 32;
+
+Bytes as_bytes(std::string_view s) {
+    return {reinterpret_cast<const uint8_t*>(s.data()), s.size()};
+}
+
+std::vector<uint8_t> opening(Purpose purpose, const Nonce& nonce) {
+    std::vector<uint8_t> out;
+    Writer w(out);
+    w.u32(kMagic);
+    w.u16(kVersion);
+    w.u8(static_cast<uint8_t>(purpose));
+    w.u8(0);
+    w.raw(nonce);
+    return out;
+}
+
+}  // namespace
+
+std::vector<uint8_t> encode_hello(const Hello& h) {
+    std::vector<uint8_t> out;
+    Writer w(out);
+    w.u8(static_cast<uint8_t>(h.purpose));
+    w.u8(h.resume ? 1 : 0);
+    w.text(h.job);
+    w.u32(h.from_rank);
+    w.u32(h.to_rank);
+    w.u32(h.link);
+    w.raw(h.session);
+    w.u32(h.path);
+    w.u32(h.epoch);
+    w.u8(static_cast<uint8_t>(h.transport));
+    w.raw(h.host_proof);
+    w.u16(h.sockets);
+    w.u16(h.listen_port);
+    w.u64(h.received);
+    return out;
+}
+
+std::optional<Hello> decode_hello(Bytes data) {
+    Reader r(data);
+    Hello h;
+    const uint8_t purpose = r.u8();
+    const uint8_t resume = r.u8();
+    h.job = r.text(kMaxJob);
+    h.from_rank = r.u32();
+    h.to_rank = r.u32();
+    h.link = r.u32();
+    h.session = r.fixed<16>();
+    h.path = r.u32();
+    h.epoch = r.u32();
+    const uint8_t transport = r.u8();
+    h.host_proof = r.fixed<32>();
+    h.sockets = r.u16();
+    h.listen_port = r.u16();
+    h.received = r.u64();
+    if (!r.complete() || purpose < 1 || purpose > 2 || resume > 1 || transport > 2)
+        return std::nullopt;
+    h.purpose = static_cast<Purpose>(purpose);
+    h.resume = resume == 1;
+    h.transport = static_cast<Transport>(transport);
+    return h;
+}
+
+std::vector<uint8_t> encode_reply(const HelloReply& reply) {
+    std::vector<uint8_t> out;
+    Writer w(out);
+    w.u8(static_cast<uint8_t>(reply.transport));
+    w.text(reply.unix_name);
+    w.u16(reply.sockets);
+    w.u16(reply.listen_port);
+    w.u64(reply.received);
+    return out;
+}
+
+std::optional<HelloReply> decode_reply(Bytes data) {
+    Reader r(data);
+    HelloReply reply;
+    const uint8_t transport = r.u8();
+    reply.unix_name = r.text(100);
+    reply.sockets = r.u16();
+    reply.listen_port = r.u16();
+    reply.received = r.u64();
+    if (!r.complete() || transport < 1 || transport > 2) return std::nullopt;
+    reply.transport = static_cast<Transport>(transport);
+    return reply;
+}
+
+Digest handshake_key(Bytes secret) {
+    return Hmac(secret).update(as_bytes("pipemorph engine handshake v1")).finish();
+}
+
+Digest host_proof(const Digest& key, std::string_view boot_id, const Nonce& dialler,
+                  const Nonce& listener) {
+    return Hmac(key)
+        .update(as_bytes("host"))
+        .update(dialler)
+        .update(listener)
+        .update(as_bytes(boot_id))
+        .finish();
+}
+
+bool Handshake::feed(Bytes data) {
+    if (failed()) return false;
+    in_.insert(in_.end(), data.begin(), data.end());
+    while (!failed() && !done_ && need_ > 0 && in_.size() == need_)
+        if (!advance()) break;
+    return !failed();
+}
+
+std::vector<uint8_t> Handshake::take_output() {
+    return std::exchange(out_, {});
+}
+
+bool Handshake::fail(std::string why) {
+    failure_ = std::move(why);
+    need_ = 0;
+    in_.clear();
+    return false;
+}
+
+void Handshake::expect(size_t bytes) {
+    in_.clear();
+    need_ = bytes;
+}
+
+Digest Handshake::dialler_mac(Bytes hello) const {
+    const uint8_t purpose = static_cast<uint8_t>(purpose_);
+    return Hmac(key_)
+        .update(as_bytes("dialler"))
+        .update({&purpose, 1})
+        .update(dialler_nonce_)
+        .update(listener_nonce_)
+        .update(hello)
+        .finish();
+}
+
+Digest Handshake::listener_mac(Bytes hello, Verdict verdict, Bytes reply) const {
+    const uint8_t said = static_cast<uint8_t>(verdict);
+    return Hmac(key_)
+        .update(as_bytes("listener"))
+        .update(dialler_mac(hello))
+        .update({&said, 1})
+        .update(reply)
+        .finish();
+}
+
+DiallerHandshake::DiallerHandshake(const Digest& key, Hello hello, std::string boot_id)
+    : Handshake(key), hello_(std::move(hello)), boot_id_(std::move(boot_id)) {
+    purpose_ = hello_.purpose;
+    fill_random(dialler_nonce_);
+    out_ = opening(purpose_, dialler_nonce_);
+    expect(kOpeningBytes);
+}
+
+bool DiallerHandshake::advance() {
+    Reader r(in_);
+    switch (step_) {
+        case Step::nonce: {
+            if (r.u32() != kMagic) return fail("the peer is not a PipeMorph engine");
+            const uint16_t version = r.u16();
+            if (version != kVersion)
+                return fail("the peer speaks protocol version " + std::to_string(version) +
+                            ", this engine " + std::to_string(kVersion));
+            r.u16();
+            listener_nonce_ = r.fixed<32>();
+            if (!boot_id_.empty())
+                hello_.host_proof = host_proof(key_, boot_id_, dialler_nonce_, listener_nonce_);
+            hello_bytes_ = encode_hello(hello_);
+            Writer w(out_);
+            w.u16(static_cast<uint16_t>(hello_bytes_.size()));
+            w.raw(hello_bytes_);
+            w.raw(dialler_mac(hello_bytes_));
+            step_ = Step::verdict;
+            expect(3);
+            return true;
+        }
+        case Step::verdict: {
+            const uint8_t verdict = r.u8();
+            const size_t size = r.u16();
+            if (verdict > 3 || size > kMaxReply) return fail("the peer's answer makes no sense");
+            verdict_ = static_cast<Verdict>(verdict);
+            if (verdict_ == Verdict::unauthenticated)
+                return fail("refused: authentication failed (is the job's secret the same?)");
+            step_ = Step::reply;
+            expect(size + kMacBytes);
+            return true;
+        }
+        case Step::reply: {
+            const Bytes body = r.raw(in_.size() - kMacBytes);
+            const Digest mac = r.fixed<kMacBytes>();
+            if (!equal_constant_time(mac, listener_mac(hello_bytes_, verdict_, body)))
+                return fail("the peer could not prove that it knows the job's secret");
+            if (verdict_ == Verdict::accepted) {
+                const auto reply = decode_reply(body);
+                if (!reply) return fail("the peer's answer makes no sense");
+                reply_ = *reply;
+            } else {
+                refusal_.assign(body.begin(), body.end());
+            }
+            done_ = true;
+            need_ = 0;
+            in_.clear();
+            return true;
+        }
+    }
+    return false;
+}
+
+ListenerHandshake::ListenerHandshake(const Digest& key) : Handshake(key) {
+    expect(kOpeningBytes);
+}
+
+bool ListenerHandshake::advance() {
+    Reader r(in_);
+    switch (step_) {
+        case Step::nonce: {
+            if (r.u32() != kMagic) return fail("not a PipeMorph connection");
+            const uint16_t version = r.u16();
+            const uint8_t purpose = r.u8();
+            r.u8();
+            if (version != kVersion)
+                return fail("protocol version " + std::to_string(version) +
+                            ", this engine speaks " + std::to_string(kVersion));
+            if (purpose < 1 || purpose > 2) return fail("unknown kind of connection");
+            purpose_ = static_cast<Purpose>(purpose);
+            dialler_nonce_ = r.fixed<32>();
+            fill_random(listener_nonce_);
+            out_ = opening(purpose_, listener_nonce_);
+            step_ = Step::length;
+            expect(2);
+            return true;
+        }
+        case Step::length: {
+            const size_t size = r.u16();
+            if (size > kMaxHello) return fail("hello too long");
+            step_ = Step::hello;
+            expect(size + kMacBytes);
+            return true;
+        }
+        case Step::hello: {
+            const Bytes body = r.raw(in_.size() - kMacBytes);
+            const Digest mac = r.fixed<kMacBytes>();
+            // Nothing of the body is looked at before its MAC is known to be right.
+            const bool genuine = equal_constant_time(mac, dialler_mac(body));
+            const auto hello = genuine ? decode_hello(body) : std::nullopt;
+            if (!hello || hello->purpose != purpose_) {
+                unauthenticated_ = true;
+                out_ = {static_cast<uint8_t>(Verdict::unauthenticated), 0, 0};
+                return fail("authentication failed (wrong job secret)");
+            }
+            hello_bytes_.assign(body.begin(), body.end());
+            hello_ = *hello;
+            step_ = Step::decide;
+            expect(0);
+            return true;
+        }
+        case Step::decide:
+        case Step::end:
+            break;
+    }
+    return false;
+}
+
+void ListenerHandshake::answer(Verdict verdict, Bytes reply) {
+    Writer w(out_);
+    w.u8(static_cast<uint8_t>(verdict));
+    w.u16(static_cast<uint16_t>(reply.size()));
+    w.raw(reply);
+    w.raw(listener_mac(hello_bytes_, verdict, reply));
+    step_ = Step::end;
+    done_ = true;
+}
+
+void ListenerHandshake::accept(const HelloReply& reply) {
+    answer(Verdict::accepted, encode_reply(reply));
+}
+
+void ListenerHandshake::refuse(Verdict verdict, std::string_view reason) {
+    answer(verdict, as_bytes(reason.substr(0, kMaxReply)));
+}
+
+}  // namespace pipemorph
