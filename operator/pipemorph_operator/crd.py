@@ -1,0 +1,283 @@
+"""The CRD, generated from the models: ``python -m pipemorph_operator.crd > crds/…yaml``.
+
+JSON Schema as pydantic writes it becomes a structural schema: no ``$ref``, no ``anyOf``, a type
+on every node, no ``additionalProperties: false`` (the API server prunes, and refuses unknown
+fields under strict validation, which is what kubectl asks for).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from pipemorph.spec import API_GROUP, KIND, JobSpec
+from pipemorph.status import JobStatus
+from pipemorph_operator.crd_rules import RULES
+from pipemorph_operator.crd_text import DESCRIPTIONS
+
+PLURAL = "pipemorphjobs"
+CRD_NAME = f"{PLURAL}.{API_GROUP}"
+FILE_NAME = f"{API_GROUP}_{PLURAL}.yaml"
+VERSION = "v1alpha1"
+
+Schema = dict[str, Any]
+
+_KEPT = (
+    "description", "type", "format", "enum", "pattern", "default",
+    "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "required",
+    "x-kubernetes-list-type", "x-kubernetes-list-map-keys",
+)  # fmt: skip
+
+_MAP_ENTRIES = 64
+"""Most labels or annotations; a bound lets the API server bound the cost of rules."""
+
+
+def structural(schema: Schema, root: Schema, path: str) -> Schema:
+    """The structural form of a JSON Schema node. Raises ValueError for what has none."""
+    schema = _resolve(schema, root)
+    if "anyOf" in schema:
+        choices = [c for c in schema["anyOf"] if c.get("type") != "null"]
+        outer = {k: v for k, v in schema.items() if k != "anyOf"}
+        if len(choices) == 1:
+            schema = _resolve({**choices[0], **outer}, root)
+        else:
+            return _number_or_list(choices, outer, path)
+    if "const" in schema:
+        schema = {**schema, "enum": [schema["const"]]}
+    out: Schema = {k: schema[k] for k in _KEPT if k in schema}
+    if out.get("default", ...) is None:
+        del out["default"]
+    for bound, flag in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        if flag in schema:
+            out[bound], out[flag] = schema[flag], True
+    if path in DESCRIPTIONS:
+        out["description"] = DESCRIPTIONS[path]
+    if "description" in out:
+        out["description"] = " ".join(str(out["description"]).replace("`", "").split())
+    kind = schema.get("type")
+    if kind == "object":
+        _object(out, schema, root, path)
+    elif kind == "array":
+        out["items"] = structural(schema["items"], root, f"{path}[]")
+        if "maxItems" not in out:
+            raise ValueError(f"{path}: a list without maxItems")
+    elif kind == "integer":
+        out["format"] = "int64"
+    elif kind not in ("string", "number", "boolean"):
+        raise ValueError(f"{path}: no structural form of {schema}")
+    if rules := RULES.get(path):
+        out["x-kubernetes-validations"] = [rule.dump() for rule in rules]
+    return out
+
+
+def _object(out: Schema, schema: Schema, root: Schema, path: str) -> None:
+    properties = schema.get("properties")
+    extra = schema.get("additionalProperties")
+    if properties is not None:
+        out["properties"] = {
+            name: structural(inner, root, f"{path}.{name}") for name, inner in properties.items()
+        }
+        # Defaults of the parts are filled in by the API server only into an object that is there.
+        if "default" in out:
+            out["default"] = {}
+    elif isinstance(extra, dict) and extra:
+        out["additionalProperties"] = structural(extra, root, f"{path}.*")
+        out["maxProperties"] = _MAP_ENTRIES
+    else:
+        out["x-kubernetes-preserve-unknown-fields"] = True
+
+
+def _number_or_list(choices: list[Schema], outer: Schema, path: str) -> Schema:
+    """One number for all stages, or a list of one per stage. No structural type says that:
+    the node has none, and the bounds hold for whichever kind is given."""
+    if sorted(c.get("type", "") for c in choices) != ["array", "integer"]:
+        raise ValueError(f"{path}: only integer-or-list has a structural form, not {choices}")
+    number = next(c for c in choices if c["type"] == "integer")
+    array = next(c for c in choices if c["type"] == "array")
+    return {
+        "description": DESCRIPTIONS.get(path, outer.get("description", "")),
+        "x-kubernetes-preserve-unknown-fields": True,
+        "minimum": number["minimum"],
+        "maxItems": array["maxItems"],
+    }
+
+
+def _resolve(schema: Schema, root: Schema) -> Schema:
+    """Follow ``$ref``; what stands beside it wins (its description is of the field)."""
+    while "$ref" in schema:
+        target = root["$defs"][schema["$ref"].removeprefix("#/$defs/")]
+        schema = {**target, **{k: v for k, v in schema.items() if k != "$ref"}}
+    return schema
+
+
+def _template_schema() -> Schema:
+    """The pod template: Kubernetes' own business, but for what the rules must see."""
+    env = {
+        "type": "array",
+        "description": DESCRIPTIONS["spec.template.spec.containers[].env"],
+        "maxItems": 512,
+        "items": {
+            "type": "object",
+            "description": DESCRIPTIONS["spec.template.spec.containers[].env[]"],
+            "required": ["name"],
+            "properties": {
+                "name": {
+                    "type": "string",
+                    "maxLength": 256,
+                    "description": DESCRIPTIONS["spec.template.spec.containers[].env[].name"],
+                }
+            },
+            "x-kubernetes-preserve-unknown-fields": True,
+        },
+    }
+    containers = {
+        "type": "array",
+        "description": DESCRIPTIONS["spec.template.spec.containers"],
+        "minItems": 1,
+        "maxItems": 16,
+        "items": {
+            "type": "object",
+            "description": DESCRIPTIONS["spec.template.spec.containers[]"],
+            "required": ["name"],
+            "properties": {
+                "name": {
+                    "type": "string",
+                    "maxLength": 63,
+                    "description": DESCRIPTIONS["spec.template.spec.containers[].name"],
+                },
+                "env": env,
+            },
+            "x-kubernetes-preserve-unknown-fields": True,
+        },
+    }
+    return {
+        "type": "object",
+        "description": DESCRIPTIONS["spec.template"],
+        "required": ["spec"],
+        "properties": {
+            "metadata": {
+                "type": "object",
+                "description": DESCRIPTIONS["spec.template.metadata"],
+                "x-kubernetes-preserve-unknown-fields": True,
+            },
+            "spec": {
+                "type": "object",
+                "description": DESCRIPTIONS["spec.template.spec"],
+                "required": ["containers"],
+                "properties": {"containers": containers},
+                "x-kubernetes-preserve-unknown-fields": True,
+            },
+        },
+        "x-kubernetes-validations": [rule.dump() for rule in RULES["spec.template"]],
+    }
+
+
+def _columns() -> list[dict[str, Any]]:
+    def column(name: str, kind: str, path: str, description: str, **more: object) -> dict[str, Any]:
+        return {"name": name, "type": kind, "jsonPath": path, "description": description, **more}
+
+    return [
+        column("State", "string", ".status.state", "The conditions in one word."),
+        column("Ready", "string", ".status.ready", "Ready ranks of those wanted."),
+        column("Iteration", "integer", ".status.training.iteration", "Iteration in progress."),
+        column(
+            "Slow-Links", "integer", ".status.training.slowLinkCount", "Links that are slow now."
+        ),
+        column("Epoch", "integer", ".status.training.appliedEpoch", "Plan that runs; 0: the first."),
+        column("Age", "date", ".metadata.creationTimestamp", "Since creation."),
+        column(
+            "Attempt", "integer", ".status.attempt", "Attempt in progress, from 0.", priority=1
+        ),
+        column(
+            "Seconds", "number", ".status.training.iterationSeconds",
+            "Time of an iteration.", priority=1,
+        ),
+        column(
+            "Bubble", "number", ".status.training.bubbleFraction",
+            "Idle time over stages × iteration time.", priority=1,
+        ),
+    ]  # fmt: skip
+
+
+def custom_resource_definition() -> dict[str, Any]:
+    """The whole CustomResourceDefinition."""
+    spec_root = JobSpec.model_json_schema(by_alias=True, mode="validation")
+    status_root = JobStatus.model_json_schema(by_alias=True, mode="validation")
+    spec = structural(spec_root, spec_root, "spec")
+    spec["properties"]["template"] = _template_schema()
+    status = structural(status_root, status_root, "status")
+    for node in _nodes(status):
+        node.pop("default", None)  # Nobody creates a status by hand; writers say all they know.
+    schema = {
+        "type": "object",
+        "description": "PipeMorphJob is a pipeline-parallel training job that stays fast when "
+        "the network between its stages is not.",
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string", "description": f"{API_GROUP}/{VERSION}"},
+            "kind": {"type": "string", "description": KIND},
+            "metadata": {"type": "object", "description": "Standard object metadata."},
+            "spec": spec,
+            "status": status,
+        },
+        "x-kubernetes-validations": [rule.dump() for rule in RULES[""]],
+    }
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": CRD_NAME, "labels": {"app.kubernetes.io/part-of": "pipemorph"}},
+        "spec": {
+            "group": API_GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": KIND,
+                "listKind": f"{KIND}List",
+                "plural": PLURAL,
+                "singular": "pipemorphjob",
+                "shortNames": ["pmj", "pmjs"],
+                "categories": ["all"],
+            },
+            "versions": [
+                {
+                    "name": VERSION,
+                    "served": True,
+                    "storage": True,
+                    "schema": {"openAPIV3Schema": schema},
+                    "subresources": {"status": {}},
+                    "additionalPrinterColumns": _columns(),
+                }
+            ],
+        },
+    }
+
+
+def _nodes(schema: Schema) -> Iterator[Schema]:
+    """A schema node and all below it."""
+    yield schema
+    for inner in schema.get("properties", {}).values():
+        yield from _nodes(inner)
+    for key in ("items", "additionalProperties"):
+        if isinstance(schema.get(key), dict):
+            yield from _nodes(schema[key])
+
+
+class _Plain(yaml.SafeDumper):
+    """No anchors: readers of a CRD do not expect them."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+def render() -> str:
+    """The CRD as the file under ``crds/`` holds it."""
+    head = "# Generated by: python -m pipemorph_operator.crd. Do not edit.\n"
+    return head + yaml.dump(
+        custom_resource_definition(), Dumper=_Plain, sort_keys=False, width=100, allow_unicode=True
+    )
+
+
+if __name__ == "__main__":
+    sys.stdout.write(render())

@@ -1,0 +1,180 @@
+"""CEL rules of the CRD: what the API server itself refuses, with a message and a field.
+
+They repeat the checks of the models (:mod:`pipemorph.spec`) where CEL can say them, and add
+immutability, which only the API server can hold. Keys are paths as in :mod:`crd_text`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pipemorph.spec import RESERVED_ENV, RESERVED_ENV_PREFIXES, TRAINER_CONTAINER
+
+MAX_RANKS = 100_000
+"""Completions of an Indexed Job are bounded by this."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``field_path`` is below the node the rule stands at, as ``.layers``."""
+
+    rule: str
+    message: str = ""
+    message_expression: str = ""
+    field_path: str = ""
+    reason: str = "FieldValueInvalid"
+
+    def dump(self) -> dict[str, Any]:
+        out: dict[str, Any] = {"rule": self.rule, "reason": self.reason}
+        if self.message:
+            out["message"] = self.message
+        if self.message_expression:
+            out["messageExpression"] = self.message_expression
+        if self.field_path:
+            out["fieldPath"] = self.field_path
+        return out
+
+
+def _frozen(name: str) -> Rule:
+    """An optional field of spec that may be neither changed, added nor removed."""
+    return Rule(
+        rule=f"has(self.{name}) == has(oldSelf.{name})"
+        f" && (!has(self.{name}) || self.{name} == oldSelf.{name})",
+        message=f"{name} is immutable; delete the job and create it again",
+        field_path=f".{name}",
+        reason="FieldValueForbidden",
+    )
+
+
+_RESERVED = (
+    f"c.name != '{TRAINER_CONTAINER}' || !has(c.env) || c.env.all(e, !(e.name in ["
+    + ", ".join(f"'{name}'" for name in sorted(RESERVED_ENV))
+    + "])"
+    + "".join(f" && !e.name.startsWith('{prefix}')" for prefix in RESERVED_ENV_PREFIXES)
+    + ")"
+)
+
+RULES: dict[str, list[Rule]] = {
+    "": [
+        Rule(
+            rule="size(self.metadata.name) <= 63 && !self.metadata.name.contains('.')",
+            message="metadata.name must be at most 63 characters without dots: it becomes part "
+            "of host names and labels",
+        ),
+    ],
+    "spec": [
+        *(
+            _frozen(name)
+            for name in (
+                "parallelism", "schedule", "trainer", "transport",
+                "emulation", "checkpoint", "faults", "managedBy",
+            )
+        ),
+        Rule(
+            rule="!has(self.schedule.globalBatchSize) || self.schedule.globalBatchSize"
+            " % (self.parallelism.replicas * self.schedule.microbatches) == 0",
+            message="schedule.globalBatchSize must be a multiple of replicas × microbatches",
+            field_path=".schedule.globalBatchSize",
+        ),
+        Rule(
+            rule="!has(self.schedule.warmup)"
+            " || size(self.schedule.warmup) == self.parallelism.stages",
+            message="schedule.warmup must have one entry per stage",
+            field_path=".schedule.warmup",
+        ),
+        Rule(
+            rule="!has(self.schedule.stageTimes)"
+            " || size(self.schedule.stageTimes) == self.parallelism.stages",
+            message="schedule.stageTimes must have one entry per stage",
+            field_path=".schedule.stageTimes",
+        ),
+        Rule(
+            rule="!has(self.emulation) || size(self.emulation.stageTimes) == 1"
+            " || size(self.emulation.stageTimes) == self.parallelism.stages",
+            message="emulation.stageTimes must have one entry, or one per stage",
+            field_path=".emulation.stageTimes",
+        ),
+        Rule(
+            rule="!has(self.faults) || self.faults.all(f, f.link < self.parallelism.stages - 1)",
+            message="faults: link must be below stages - 1; links are numbered from 0",
+            field_path=".faults",
+        ),
+        Rule(
+            rule="!has(self.faults)"
+            " || self.faults.all(f, f.replica < self.parallelism.replicas)",
+            message="faults: replica must be below parallelism.replicas",
+            field_path=".faults",
+        ),
+    ],
+    "spec.parallelism": [
+        Rule(
+            rule="!has(self.layers) || self.layers % self.stages == 0",
+            message_expression="'layers is ' + string(self.layers) + ', which '"
+            " + string(self.stages) + ' stages do not divide'",
+            message="layers must be divisible by stages",
+            field_path=".layers",
+        ),
+        Rule(
+            rule=f"self.stages * self.replicas <= {MAX_RANKS}",
+            message=f"stages × replicas must be at most {MAX_RANKS}",
+            field_path=".replicas",
+        ),
+    ],
+    "spec.schedule": [
+        Rule(
+            rule="self.policy != 'exact'",
+            message="policy exact cannot run; use pipemorph, 1f1b, gpipe or zero-bubble",
+            field_path=".policy",
+        ),
+        Rule(
+            rule="!has(self.warmup) || self.warmup.all(x, x <= self.microbatches)",
+            message="warmup must not exceed microbatches",
+            field_path=".warmup",
+        ),
+    ],
+    "spec.faults[]": [
+        Rule(
+            rule="has(self.delayMs) || has(self.bandwidthMbps) || has(self.sever)",
+            message="a fault needs an effect: delayMs, bandwidthMbps or sever",
+        ),
+        Rule(
+            rule="!((has(self.fromIteration) || has(self.toIteration))"
+            " && (has(self.fromSeconds) || has(self.toSeconds)))",
+            message="a fault is bounded by iterations or by seconds, not both",
+        ),
+        Rule(
+            rule="!(has(self.fromIteration) && has(self.toIteration))"
+            " || self.fromIteration < self.toIteration",
+            message="toIteration must be after fromIteration",
+            field_path=".toIteration",
+        ),
+        Rule(
+            rule="!(has(self.fromSeconds) && has(self.toSeconds))"
+            " || self.fromSeconds < self.toSeconds",
+            message="toSeconds must be after fromSeconds",
+            field_path=".toSeconds",
+        ),
+    ],
+    "spec.placement.gang": [
+        Rule(
+            rule="[has(self.kueue), has(self.volcano), has(self.coscheduling)]"
+            ".filter(x, x).size() == 1",
+            message="give exactly one of kueue, volcano, coscheduling",
+        ),
+    ],
+    "spec.template": [
+        Rule(
+            rule=f"self.spec.containers.exists(c, c.name == '{TRAINER_CONTAINER}')",
+            message=f"template needs a container named {TRAINER_CONTAINER}, which runs the stage",
+            field_path=".spec.containers",
+        ),
+        Rule(
+            rule=f"self.spec.containers.all(c, {_RESERVED})",
+            message="the trainer's env sets a reserved variable (RANK, WORLD_SIZE, LOCAL_RANK, "
+            "LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, PIPEMORPH_*, PET_*, TORCHELASTIC_*); "
+            "the operator sets these",
+            field_path=".spec.containers",
+        ),
+    ],
+}  # fmt: skip

@@ -1,0 +1,66 @@
+"""Descriptions for ``kubectl explain`` of fields whose models have none.
+
+A test holds that every field of the CRD is described, here or in its model.
+"""
+
+from __future__ import annotations
+
+STAGE_TIME = {
+    "forward": "Forward op, milliseconds per microbatch.",
+    "backwardInput": "Backward for the input, milliseconds per microbatch.",
+    "backwardWeight": "Backward for the weights, milliseconds per microbatch.",
+}
+
+DESCRIPTIONS: dict[str, str] = {
+    "spec": "What to run. Immutable but for suspend, adaptation, failurePolicy, placement, "
+    "template, activeDeadlineSeconds and ttlSecondsAfterFinished; a new placement or template "
+    "holds from the next attempt.",
+    "spec.parallelism": "How the job is cut. Immutable.",
+    "spec.schedule": "What is scheduled, and by which policy. Immutable.",
+    "spec.schedule.policy": "pipemorph adapts to slow links; 1f1b, gpipe and zero-bubble keep "
+    "their schedule. No job can run exact.",
+    "spec.schedule.dispatch": "static: each stage keeps the plan's order; online: it runs its "
+    "next ready op within warm-up and in-flight limit.",
+    "spec.schedule.warmup[]": "Warm-up of one stage; never more than that of the stage before.",
+    "spec.trainer": "What runs in every rank. Immutable.",
+    "spec.trainer.seed": "Seed of every random generator.",
+    "spec.adaptation": "When a new plan is worth its change.",
+    "spec.adaptation.enabled": "Whether the schedule and paths may change at all.",
+    "spec.transport": "How bytes travel between stages. Immutable.",
+    "spec.emulation": "Stages that hold the interpreter for a set time instead of computing. "
+    "Immutable.",
+    "spec.checkpoint": "Where and how often state is saved. Immutable.",
+    "spec.checkpoint.directory": "Folder every rank can write, as on a shared volume.",
+    "spec.faults": "Faults injected in the transport, to see the job adapt. Immutable.",
+    "spec.faults[]": "One fault: one effect, bounded by iterations or by seconds.",
+    "spec.faults[].link": "Link between stage link and stage link + 1.",
+    "spec.faults[].replica": "Data-parallel replica.",
+    "spec.faults[].fromIteration": "First iteration with the fault.",
+    "spec.faults[].toIteration": "First iteration without it again.",
+    "spec.faults[].fromSeconds": "Start, seconds since training began.",
+    "spec.faults[].toSeconds": "End, seconds since training began.",
+    "spec.template": "Pod template of every rank; its container trainer runs the stage. Without "
+    "a command it runs python -m MODULE. RANK and its like are set by the operator.",
+    "spec.failurePolicy": "What happens when an attempt fails.",
+    "spec.failurePolicy.maxRestarts": "Coordinated restarts of all ranks before the job is "
+    "Failed. Evictions and lost nodes do not count.",
+    "spec.suspend": "true stops the ranks and keeps the job; false starts a new attempt.",
+    "spec.managedBy": "Who reconciles the job: empty or pipemorph.io/operator is this operator, "
+    "which leaves all others alone. Immutable.",
+    "spec.activeDeadlineSeconds": "Seconds all attempts may take together; then the job is "
+    "Failed. Time in suspension does not count.",
+    "spec.ttlSecondsAfterFinished": "Seconds until a finished job is deleted, with all it owns.",
+    "spec.template.metadata": "Labels and annotations of every pod.",
+    "spec.template.spec": "Pod spec, as Kubernetes has it.",
+    "spec.template.spec.containers": "Containers; the one named trainer runs the stage.",
+    "spec.template.spec.containers[]": "A container, as Kubernetes has it.",
+    "spec.template.spec.containers[].name": "Name of the container.",
+    "spec.template.spec.containers[].env": "Environment; RANK, WORLD_SIZE, MASTER_ADDR, "
+    "PIPEMORPH_* and their like are reserved.",
+    "spec.template.spec.containers[].env[]": "A variable, as Kubernetes has it.",
+    "spec.template.spec.containers[].env[].name": "Name of the variable.",
+    **{f"spec.schedule.stageTimes[].{k}": v for k, v in STAGE_TIME.items()},
+    **{f"spec.emulation.stageTimes[].{k}": v for k, v in STAGE_TIME.items()},
+    "spec.placement.networks[]": "A Multus network attachment.",
+    "spec.placement.excludeNodes[]": "Name of a node.",
+}
