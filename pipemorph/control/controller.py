@@ -41,7 +41,11 @@ MATERIAL = 0.25
 MATERIAL_OP = 0.2
 """Change of an op time, as a fraction of it, that is worth another look."""
 
-Cause = Literal["slow", "eased", "recovered", "profile", "restart"]
+STEADY = 4
+"""Holds after which a delay that has not moved is looked at once more: on a path first used
+while the link was slow, what is left may be the path's own normal time."""
+
+Cause = Literal["slow", "worse", "eased", "recovered", "steady", "profile", "restart"]
 
 
 class Snapshot(BaseModel):
@@ -137,6 +141,8 @@ class JobController:
         )
         self._assumed_times = expected_times(spec) is None
         self._profiled_at: int | None = None
+        self._judged_after: int | None = None
+        self._looked_at_steady = False
         self._foreign_plan = False
         self._heard = False
         self._pacing = Pacing()
@@ -327,12 +333,21 @@ class JobController:
         least = self.spec.adaptation.min_delay_ms / 1e3
         material = [max(least, MATERIAL * before.delays[i]) for i in links]
         if any(now.slow[i] and change[i] > material[i] for i in links):
-            return "slow"
+            return "worse"
         if any(now.slow[i] and -change[i] > material[i] for i in links):
             return "eased"
+        if self._is_steady(now):
+            return "steady"
         if self._profile_is_due() and self._differs(now):
             return "profile"
         return None
+
+    def _is_steady(self, now: Situation) -> bool:
+        since = self._judged_after
+        if since is None or self._looked_at_steady or self._paths == self._first_paths:
+            return False
+        waited = self._ledger.last_iteration - since
+        return any(now.slow) and waited >= STEADY * self._pacing.hold
 
     def _profile_is_due(self) -> bool:
         if not self._stages.measured:
@@ -365,6 +380,10 @@ class JobController:
         finished = self._ledger.last_iteration
         if cause in ("slow", "restart"):
             return self._pacing.may_hurry(finished)
+        if finished == self._judged_after:
+            return False  # A delay that varies is looked at once per iteration.
+        if cause == "worse":
+            return self._pacing.may_hurry(finished)
         wanted = self._directive.epoch if self._directive else 0
         applied = self._ledger.newest()
         if wanted and (applied is None or applied.epoch < wanted):
@@ -384,14 +403,15 @@ class JobController:
         self, cause: Cause, situation: Situation, links: Sequence[LinkHealth], now: float
     ) -> None:
         """Judge the situation: predict, choose, issue or keep, and record why."""
-        self._judged = situation
+        self._judged, self._judged_after = situation, self._ledger.last_iteration
+        self._looked_at_steady = cause == "steady"
         if cause == "profile":
             self._profiled_at = self._ledger.last_iteration
         forecast = Forecast(self.spec, situation)
         # After a lost state the ranks run a plan that is not known here: nothing to compare.
         present = None if self._foreign_plan else forecast.of(self._schedule, self._paths)
         try:
-            chosen, kind = self._choose(forecast, situation, present)
+            chosen, kind = self._choose(cause, forecast, situation, present)
         except InputError as error:
             self._keep(now, f"{_why(cause, links)}; no plan was found: {error}")
             return
@@ -404,12 +424,12 @@ class JobController:
         if broken is not None:
             self._keep(now, f"{why}; the plan for it must not run: {broken}")
             return
+        self._issue(cause, chosen, present, why=why, links=links, now=now)
         if cause == "profile" and not any(situation.slow):
             self._home = chosen.schedule
-        self._issue(cause, chosen, present, why=why, links=links, now=now)
 
     def _choose(
-        self, forecast: Forecast, situation: Situation, present: Option | None
+        self, cause: Cause, forecast: Forecast, situation: Situation, present: Option | None
     ) -> tuple[Option | None, str]:
         """The option to change to, or None and why not."""
         choices = forecast.path_choices(self._paths, self._first_paths)
@@ -425,9 +445,15 @@ class JobController:
         if gain >= self.spec.adaptation.min_gain and gain > 0:
             return quickest, ""
         # Not quicker; but a link that is well again need not stay off its direct path.
-        lighter = [o for o in options if o.delegated < present.delegated]
-        if lighter and (lightest := best(lighter)).seconds <= present.seconds:
-            return lightest, ""
+        lighter = [
+            option
+            for option in options
+            if option.delegated < present.delegated
+            and option.seconds <= present.seconds
+            and (cause == "steady" or (cause == "recovered" and _keeps_slow(option, situation)))
+        ]
+        if lighter:
+            return best(lighter), ""
         return None, self._not_worth(present, gain)
 
     def _choose_home(
@@ -466,7 +492,10 @@ class JobController:
     ) -> None:
         """Make the chosen option the wanted plan, under a new epoch."""
         before = self._schedule.warmup()
-        returns = (chosen.schedule, chosen.paths) == (self._home, self._first_paths)
+        returns = cause in ("recovered", "restart") and (chosen.schedule, chosen.paths) == (
+            self._home,
+            self._first_paths,
+        )
         old = f"{_time(present.seconds)} with the present plan" if present else "unknown before"
         reason = (
             f"{why}; predicted per iteration {old}, {_time(chosen.seconds)} with warm-up"
@@ -483,9 +512,9 @@ class JobController:
         )
         kind: Literal["adapt", "return"] = "return" if returns else "adapt"
         finished = self._ledger.last_iteration
-        if cause in ("slow", "restart"):
+        if cause in ("slow", "worse", "restart"):
             self._pacing.hurried(finished)
-        self._pacing.issued(finished, returning=returns and cause == "recovered")
+        self._pacing.issued(finished, returning=returns)
         since = [link.since_iteration for link in links if link.since_iteration is not None]
         self._ledger.records.append(
             AdaptationRecord(
@@ -596,6 +625,15 @@ class JobController:
         return self
 
 
+def _keeps_slow(option: Option, situation: Situation) -> bool:
+    """Whether every slow link is delegated."""
+    return all(
+        path is Path.DELEGATED
+        for path, slow in zip(option.paths, situation.slow, strict=True)
+        if slow
+    )
+
+
 def _within(field: str, value: int, count: int, what: str) -> None:
     if value >= count:
         raise ReportMismatch(field, f"is {value}; the job has {count} {what}")
@@ -629,6 +667,8 @@ def _why(cause: Cause, links: Sequence[LinkHealth]) -> str:
     match cause:
         case "profile":
             return "op times or wire times are not those planned with"
+        case "steady":
+            return f"{_describe(slow)}, for a while now"
         case "restart":
             return "the plan in effect is not one this controller knows of"
         case "recovered":

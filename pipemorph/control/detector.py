@@ -71,6 +71,8 @@ class _Base:
     value: float
     noise: float = 0.0
     exact: bool = True
+    guessed: bool = False
+    """First used while the link was slow: no window of the healthy link has been seen."""
 
 
 class DelayDetector:
@@ -92,7 +94,8 @@ class DelayDetector:
         self._since: deque[float] = deque(maxlen=RECENT)
         self._suspected_at: int | None = None
         self._side = 0
-        self._carried = (0.0, 0.0)  # Base and delay of the path before this one.
+        self._carried = (0.0, 0.0, 0.0)
+        """Base, delay and spread of the delay on the path before this one."""
 
     # --- what is believed -----------------------------------------------------------------
 
@@ -213,7 +216,8 @@ class DelayDetector:
     def _switch(self, path: str) -> None:
         """The bytes travel another way: another base. The level stays until windows tell."""
         if self.base is not None:
-            self._carried = (self.base, self.delay)
+            spread = pstdev(self._since) if self._since else 0.0
+            self._carried = (self.base, self.delay, spread)
         if path not in self._bases:
             self._learning.clear()
         elif self.level is Level.SLOW and self.base is not None:
@@ -233,12 +237,13 @@ class DelayDetector:
         level = median(true) if true else min(v for v, _ in self._learning)
         self._learning.clear()
         if self.level is Level.SLOW:
-            # Another path of a slow link. Either the delay came along, and the rest is this
-            # path's base; or this path avoids what is wrong, and all of it is.
-            usual, delay = self._carried
+            # Another path of a slow link. Either this path avoids what is wrong, and all of it
+            # is its base; or the delay came along, and the rest is. Guess low where the delay
+            # varies: too high a base would take the next small delay for recovery.
+            usual, delay, spread = self._carried
             came_along = level - usual > delay / 2
-            base = max(min(usual, level), level - delay) if came_along else level
-            self._bases[self.path] = _Base(base, exact=bool(true))
+            base = max(min(usual, level), level - delay - 2 * spread) if came_along else level
+            self._bases[self.path] = _Base(base, exact=bool(true), guessed=came_along)
             self._since = deque([level] * LEARN, RECENT)
             if not came_along:
                 self._since.clear()
@@ -275,6 +280,8 @@ class DelayDetector:
     def _observe_slow(self, known: _Base, value: float, mark: int, slack: float) -> None:
         """``slack`` above 0: ``value`` is a bound. Below the line it proves more than a value
         with noise on it; above, it proves nothing if the truth may still be below."""
+        if known.guessed and value < known.value:
+            known.value = value
         threshold = self.thresholds.of(known.value, known.noise)
         line = known.value + threshold / 2
         step = min(2.0 if slack else 1.0, max(-1.0, 4 * (line - value) / threshold))
@@ -285,6 +292,7 @@ class DelayDetector:
         elif self._suspected_at is None:
             self._suspected_at = mark
         if self._sum >= CLEAR:
+            known.guessed = False
             self._since.clear()
             self._become(Level.HEALTHY, self._suspected_at)
         else:

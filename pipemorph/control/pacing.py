@@ -10,10 +10,11 @@ REFILL = 4
 """Iterations until one more of those."""
 SETTLE = 3
 """Iterations under a plan before a change that can wait: enough to measure it."""
-HOLD = 2
-"""Iterations a link must have been well before its old plan comes back; doubled each time it
-turned slow soon after, up to ``MOST_FLAPS`` times."""
-MOST_FLAPS = 6
+HOLD, BACKOFF, MOST_FLAPS = 2, 4, 4
+"""Iterations a link must have been well before its old plan comes back; times BACKOFF for each
+time it turned slow soon after, at most MOST_FLAPS times. Going back in vain costs a few
+iterations at several times their length, staying costs each a few per cent: hence the factor.
+It also settles a fault that only the direct path has, which ends the moment it is avoided."""
 SOON = 10
 """A link that is slow again within this many holds has flapped."""
 
@@ -30,7 +31,7 @@ class Pacing:
 
     @property
     def hold(self) -> int:
-        return HOLD << self.flaps
+        return HOLD * int(BACKOFF**self.flaps)
 
     def may_hurry(self, finished: int) -> bool:
         """For a link that became slow: at once, unless that happened too often lately."""

@@ -1,0 +1,548 @@
+"""The loop closed in simulation: links go slow, plans change, iterations get short again.
+
+:class:`Plant` stands for the trainer: it runs the plan in effect through the simulator under
+the true delays, reports what ranks would measure, and commits a directive two iterations
+after it was received, as the ranks do.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pipemorph.control import AdaptationRecord, Health, JobController, initial_plan
+from pipemorph.control.errors import ReplayedReport, ReportMismatch, WrongAttempt
+from pipemorph.control.pacing import HOLD
+from pipemorph.errors import InputError
+from pipemorph.planning import Path, Plan, StageTimes, problem_for, simulate, validate
+from pipemorph.spec import JobSpec
+from pipemorph.wire import (
+    IterationSample,
+    LinkHealthReport,
+    LinkSample,
+    PlanMessage,
+    StageProfile,
+    WireTime,
+)
+
+OP = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}
+BASE = 0.004
+
+
+def spec(stages: int = 4, microbatches: int = 12, **fields: Any) -> JobSpec:
+    schedule = {"microbatches": microbatches, "stageTimes": [OP] * stages, "policy": "pipemorph"}
+    schedule |= fields.pop("schedule", {})
+    return JobSpec.model_validate(
+        {
+            "parallelism": {"stages": stages},
+            "schedule": schedule,
+            "trainer": {"module": "x", "iterations": 1000},
+        }
+        | fields
+    )
+
+
+class Plant:
+    """A trainer in simulation. ``delays`` and ``ops`` are the truth, seconds."""
+
+    def __init__(self, spec: JobSpec, *, seed: int = 0, controller: JobController | None = None):
+        self.spec = spec
+        self.controller = controller or JobController(spec)
+        self.rng = random.Random(seed)
+        self.stages = spec.parallelism.stages
+        self.delays = [0.0] * (self.stages - 1)
+        self.ops = [StageTimes(forward=0.01, backward_input=0.01, backward_weight=0.01)] * (
+            self.stages
+        )
+        self.plan = initial_plan(spec)
+        self.prepared: tuple[int, Plan] | None = None
+        self.iteration = self.sequence = self.observed = 0
+        self.now = 1000.0
+        self.seconds: list[float] = []
+        self.epochs: list[int] = []
+        self.overhead = 0.0
+        """What the delegated path adds to the normal wire time."""
+        self.avoided = False
+        """Whether the delegated path knows nothing of the delays."""
+
+    def run(self, iterations: int) -> None:
+        for _ in range(iterations):
+            self.step()
+
+    def step(self) -> None:
+        """One iteration: reports in the middle of it, commit at its start."""
+        if self.prepared is not None and self.iteration >= self.prepared[0]:
+            self.plan, self.prepared = self.prepared[1], None
+        felt = [
+            BASE + (delay if path is Path.DIRECT else self.overhead + delay * (not self.avoided))
+            for delay, path in zip(self.delays, self.plan.paths, strict=True)
+        ]
+        problem = problem_for(
+            self.spec.schedule.microbatches, self.ops, felt, self.plan.paths, queues=8
+        )
+        result = simulate(self.plan.schedule, problem)
+        windows = max(2, int(result.makespan / 0.05))
+        for _ in range(windows):
+            self.now += result.makespan / windows
+            links = [
+                self.sample(link, direction, felt[link])
+                for link in range(self.stages - 1)
+                for direction in ("forward", "backward")
+            ]
+            self.send(links=links)
+        self.seconds.append(result.makespan)
+        self.epochs.append(self.plan.version)
+        self.iteration += 1
+        self.send(
+            stages=[
+                StageProfile(
+                    stage=i,
+                    forward=op.forward,
+                    backward_input=op.backward_input,
+                    backward_weight=op.backward_weight,
+                    split="emulated",
+                    peak_memory=(1 << 20) * self.plan.schedule.in_flight_peak()[i],
+                )
+                for i, op in enumerate(self.ops)
+            ],
+            iterations=[
+                IterationSample(
+                    index=self.iteration - 1,
+                    seconds=result.makespan,
+                    loss=1.0,
+                    epoch=self.plan.version,
+                    bubble_fraction=result.bubble_fraction,
+                )
+            ],
+        )
+
+    def sample(self, link: int, direction: Any, wire: float) -> LinkSample:
+        value = max(1e-4, self.rng.gauss(wire, 0.0003))
+        return LinkSample(
+            link=link,
+            direction=direction,
+            path=self.plan.paths[link],
+            transport="gloo",
+            iteration=self.iteration,
+            bytes=1 << 20,
+            wire=WireTime(count=2, exact=2, min=value, p50=value, p99=value, mean=value),
+            queue_p50=0.0,
+        )
+
+    def send(self, **fields: Any) -> None:
+        self.sequence += 1
+        self.controller.report(
+            LinkHealthReport(
+                job="j",
+                namespace="default",
+                attempt=self.controller.attempt,
+                sequence=self.sequence,
+                sent_at=self.now,
+                state="training",
+                iteration=self.iteration,
+                observed_epoch=self.observed,
+                applied_epoch=self.plan.version,
+                **fields,
+            ),
+            self.now,
+        )
+        directive = self.controller.directive(self.observed)
+        if directive is not None:
+            plan = directive.plan.plan()
+            validate(plan.schedule, plan.in_flight_limits)
+            self.observed = directive.epoch
+            self.prepared = (self.iteration + 2, plan)
+
+    def health(self) -> list[Health]:
+        return [link.health for link in self.controller.links(self.now)]
+
+    def only(self) -> AdaptationRecord:
+        (record,) = self.controller.records
+        return record
+
+
+def test_version_0_is_the_same_everywhere_and_needs_nothing_measured() -> None:
+    first, second = initial_plan(spec()), initial_plan(spec())
+    assert first == second
+    assert first.version == 0
+    assert set(first.paths) == {Path.DIRECT}
+    fixed = spec(transport={"path": "delegated"}, schedule={"warmup": [7, 5, 3, 1]})
+    assert set(initial_plan(fixed).paths) == {Path.DELEGATED}
+    assert initial_plan(fixed).warmup == (7, 5, 3, 1)
+    bare = JobSpec.model_validate(
+        {
+            "parallelism": {"stages": 3},
+            "schedule": {"microbatches": 4, "policy": "1f1b"},
+            "trainer": {"module": "x", "iterations": 1},
+        }
+    )
+    assert initial_plan(bare).warmup == (3, 2, 1)
+    single = spec(stages=1, schedule={"stageTimes": [OP]})
+    assert initial_plan(single).paths == ()
+
+
+def test_an_undisturbed_job_is_left_alone() -> None:
+    plant = Plant(spec())
+    plant.run(60)
+    assert plant.controller.records == []
+    assert plant.controller.epoch == 0
+    assert plant.health() == [Health.HEALTHY] * 3
+
+
+@pytest.mark.parametrize(("stages", "link"), [(4, 0), (4, 2), (8, 6)])
+def test_a_slow_link_is_planned_around_within_two_iterations_and_back(
+    stages: int, link: int
+) -> None:
+    job = spec(stages, 24)
+    plant = Plant(job)
+    plant.run(6)
+    undisturbed = plant.seconds[-1]
+    plant.delays[link] = 0.060
+    plant.run(12)
+    disturbed = plant.seconds[6]
+    assert disturbed > 1.5 * undisturbed
+    record = plant.only()
+    assert record.kind == "adapt"
+    assert record.detectable_at == 6
+    assert record.detected_at_iteration == 6
+    assert record.applied_at_iteration == 8
+    assert plant.seconds[8] <= 1.3 * undisturbed
+    assert record.paths[link] is Path.DELEGATED
+    assert record.iteration_seconds_before == pytest.approx(disturbed)
+    assert record.iteration_seconds_after == pytest.approx(plant.seconds[8])
+    assert record.predicted_seconds_before == pytest.approx(disturbed, rel=0.05)
+    assert record.predicted_seconds_after == pytest.approx(plant.seconds[8], rel=0.05)
+    assert record.bubble_before is not None
+    assert record.bubble_after is not None
+    assert record.bubble_after < record.bubble_before
+    assert None not in record.peak_memory_after
+    assert [row["link"] for row in record.links] == [link]
+    assert record.links[0]["delay"] == pytest.approx(0.060, abs=0.003)
+    assert f"link {link} is slow by" in record.reason
+    assert "\n" not in record.reason
+
+    plant.delays[link] = 0.0
+    plant.run(12)
+    back = plant.controller.records[-1]
+    assert back.kind == "return"
+    assert len(plant.controller.records) == 2
+    assert back.warmup_after == list(initial_plan(job).warmup)
+    assert set(back.paths) == {Path.DIRECT}
+    assert plant.plan.schedule == initial_plan(job).schedule
+    assert plant.seconds[-1] == pytest.approx(undisturbed)
+    assert back.applied_at_iteration is not None
+    assert back.applied_at_iteration - 18 <= 2 + HOLD + 1
+    plant.run(40)
+    assert len(plant.controller.records) == 2
+
+
+def test_a_delay_not_worth_the_change_is_left_alone_and_said_so() -> None:
+    plant = Plant(spec(adaptation={"minGain": 0.6}))
+    plant.run(5)
+    plant.delays[1] = 0.060
+    plant.run(10)
+    assert plant.controller.records == []
+    assert plant.health()[1] is Health.SLOW
+    reasons = [d.reason for d in plant.controller.decisions if d.kind == "keep"]
+    assert any("less than minGain 60.0%" in reason for reason in reasons)
+    assert len(reasons) < 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"adaptation": {"enabled": False}}, "adaptation is disabled"),
+        ({"schedule": {"policy": "zero-bubble"}}, "policy zero-bubble keeps its schedule"),
+        ({"schedule": {"policy": "1f1b"}}, "policy 1f1b keeps its schedule"),
+    ],
+)
+def test_only_policy_pipemorph_adapts(fields: dict[str, Any], reason: str) -> None:
+    plant = Plant(spec(**fields))
+    plant.run(4)
+    plant.delays[2] = 0.060
+    plant.run(6)
+    assert plant.controller.records == []
+    assert plant.health()[2] is Health.SLOW
+    (decision,) = plant.controller.decisions
+    assert reason in decision.reason
+    assert "link 2 is slow" in decision.reason
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"adaptation": {"allowDelegation": False}},
+        {"transport": {"path": "direct"}},
+        {"transport": {"path": "delegated"}},
+    ],
+)
+def test_paths_stay_where_the_spec_fixes_them(fields: dict[str, Any]) -> None:
+    job = spec(**fields)
+    plant = Plant(job)
+    plant.run(4)
+    plant.delays[0] = 0.030
+    plant.run(20)
+    for record in plant.controller.records:
+        assert tuple(record.paths) == initial_plan(job).paths
+
+
+def test_in_flight_limits_hold_in_every_plan() -> None:
+    job = spec(8, 24, schedule={"inFlightLimit": 10})
+    plant = Plant(job)
+    plant.run(4)
+    plant.delays[6] = 0.060
+    plant.run(8)
+    assert plant.controller.records[-1].paths[6] is Path.DELEGATED
+    assert max(plant.plan.schedule.in_flight_peak()) <= 10
+
+
+def test_a_link_that_was_slow_from_the_start_is_found_by_its_peers() -> None:
+    plant = Plant(spec())
+    plant.delays[2] = 0.060
+    plant.run(4)
+    assert plant.health()[2] is Health.SLOW
+    record = plant.only()
+    assert record.links[0]["delay"] == pytest.approx(0.060, abs=0.004)
+    assert record.applied_at_iteration is not None
+    assert record.applied_at_iteration <= 3
+
+
+def test_two_links_at_once_and_one_of_them_well_again() -> None:
+    plant = Plant(spec(8, 24))
+    plant.run(4)
+    plant.delays[2] = plant.delays[5] = 0.040
+    plant.run(10)
+    assert [i for i, p in enumerate(plant.plan.paths) if p is Path.DELEGATED] == [2, 5]
+    plant.delays[5] = 0.0
+    plant.run(12)
+    assert [i for i, p in enumerate(plant.plan.paths) if p is Path.DELEGATED] == [2]
+    assert plant.health()[5] is Health.HEALTHY
+
+
+def test_a_flapping_link_changes_the_plan_ever_less_often() -> None:
+    plant = Plant(spec())
+    plant.run(4)
+    for _ in range(20):
+        plant.delays[2] = 0.060
+        plant.run(5)
+        plant.delays[2] = 0.0
+        plant.run(5)
+    changed = [r.detected_at_iteration for r in plant.controller.records]
+    early = sum(1 for i in changed if i < 100)
+    late = sum(1 for i in changed if i >= 100)
+    assert late < early
+    assert len(changed) <= 14
+
+
+def test_a_fault_that_delegation_avoids_does_not_swing_to_and_fro() -> None:
+    """Direct is slow, delegated is not: going back to direct brings the fault back."""
+    plant = Plant(spec())
+    plant.avoided = True
+    plant.run(4)
+    plant.delays[2] = 0.060
+    plant.run(200)
+    assert len(plant.controller.records) <= 10
+    late = [r for r in plant.controller.records if r.detected_at_iteration > 150]
+    assert len(late) <= 2
+
+
+@pytest.mark.parametrize("overhead", [0.0, 0.003, 0.010])
+def test_recovery_is_seen_whatever_delegation_adds(overhead: float) -> None:
+    """After a delay that varied, the base of the delegated path was only guessed."""
+    plant = Plant(spec())
+    plant.overhead = overhead
+    plant.run(4)
+    for _ in range(20):
+        plant.delays[2] = max(0.010, plant.rng.gauss(0.050, 0.010))
+        plant.run(1)
+    plant.delays[2] = 0.0
+    plant.run(60)
+    assert plant.health()[2] is Health.HEALTHY
+    assert set(plant.plan.paths) == {Path.DIRECT}
+    assert plant.plan.schedule == initial_plan(plant.spec).schedule
+
+
+def test_jitter_does_not_make_a_plan_of_every_draw() -> None:
+    plant = Plant(spec(8, 24))
+    plant.run(4)
+    for _ in range(40):
+        plant.delays[6] = max(0.0, plant.rng.gauss(0.030, 0.010))
+        plant.run(1)
+    assert plant.health()[6] is Health.SLOW
+    assert 1 <= len(plant.controller.records) <= 4
+    assert plant.plan.paths[6] is Path.DELEGATED
+
+
+def test_uneven_stages_are_planned_for_after_warm_up_once() -> None:
+    bare = JobSpec.model_validate(
+        {
+            "parallelism": {"stages": 4},
+            "schedule": {"microbatches": 12, "policy": "pipemorph", "inFlightLimit": 5},
+            "trainer": {"module": "x", "iterations": 100},
+            "adaptation": {"minGain": 0.01},
+        }
+    )
+    plant = Plant(bare)
+    plant.ops = [
+        StageTimes(forward=f, backward_input=f, backward_weight=w)
+        for f, w in ((0.004, 0.002), (0.010, 0.012), (0.012, 0.010), (0.020, 0.030))
+    ]
+    plant.run(30)
+    causes = [d for d in plant.controller.decisions if "not those planned with" in d.reason]
+    assert len(causes) == 1
+    assert causes[0].iteration >= 3
+
+
+def test_nothing_is_decided_before_op_times_are_known() -> None:
+    bare = JobSpec.model_validate(
+        {
+            "parallelism": {"stages": 4},
+            "schedule": {"microbatches": 12},
+            "trainer": {"module": "x", "iterations": 100},
+        }
+    )
+    plant = Plant(bare)
+    plant.delays[2] = 0.060
+    plant.step()
+    keeps = [d.reason for d in plant.controller.decisions]
+    assert any("no stage has reported op times" in reason for reason in keeps) or not keeps
+    plant.run(6)
+    assert plant.controller.records[0].applied_at_iteration is not None
+
+
+def test_silence_turns_links_unknown_and_changes_nothing() -> None:
+    plant = Plant(spec(adaptation={"staleAfterSeconds": 5}))
+    plant.run(4)
+    plant.delays[2] = 0.060
+    plant.run(6)
+    epoch = plant.controller.epoch
+    plant.now += 6
+    assert plant.health() == [Health.UNKNOWN] * 3
+    plant.controller.tick(plant.now)
+    plant.controller.tick(plant.now)
+    plant.send()
+    assert plant.controller.epoch == epoch
+    silent = [d for d in plant.controller.decisions if "no samples for 5 s" in d.reason]
+    assert len(silent) == 1
+    plant.run(3)
+    assert plant.health() == [Health.HEALTHY, Health.HEALTHY, Health.SLOW]
+    assert plant.controller.epoch == epoch
+
+
+def test_reports_that_do_not_belong_change_nothing() -> None:
+    plant = Plant(spec())
+    plant.run(3)
+    before = plant.controller.snapshot()
+    sequence = plant.sequence
+    with pytest.raises(ReplayedReport, match="sequence"):
+        plant.sequence -= 1
+        plant.send()
+    plant.sequence = sequence
+    good = plant.sample(0, "forward", 0.004)
+    for field, bad in (("link", 3), ("replica", 1)):
+        with pytest.raises(ReportMismatch, match=rf"links\[0\].{field}: is"):
+            plant.send(links=[good.model_copy(update={field: bad})])
+        plant.sequence = sequence
+    plant.controller.begin_attempt(1)
+    plant.controller.attempt = 1
+    with pytest.raises(WrongAttempt):
+        plant.controller.report(
+            LinkHealthReport(
+                job="j",
+                namespace="default",
+                attempt=0,
+                sequence=10_000,
+                sent_at=0,
+                state="training",
+                iteration=0,
+                observed_epoch=0,
+                applied_epoch=0,
+            ),
+            plant.now,
+        )
+    assert before["sequence"] == sequence
+
+
+def test_a_new_attempt_starts_from_the_spec_and_epochs_go_on() -> None:
+    plant = Plant(spec())
+    plant.run(4)
+    plant.delays[2] = 0.060
+    plant.run(6)
+    assert plant.controller.epoch == 1
+    plant.controller.begin_attempt(1)
+    assert plant.controller.directive() is None
+    assert plant.controller.wanted == initial_plan(plant.spec)
+    again = Plant(plant.spec, controller=plant.controller)
+    again.run(4)
+    again.delays[2] = 0.060
+    again.run(6)
+    assert [r.epoch for r in plant.controller.records] == [1, 2]
+    with pytest.raises(ValueError, match="is not after"):
+        plant.controller.begin_attempt(1)
+
+
+def test_a_restored_controller_goes_on_where_it_was() -> None:
+    plant = Plant(spec())
+    plant.run(4)
+    plant.delays[2] = 0.060
+    plant.run(6)
+    saved = json.loads(json.dumps(plant.controller.snapshot()))
+    restored = JobController.restore(plant.spec, saved)
+    assert restored.epoch == 1
+    assert restored.directive() == plant.controller.directive()
+    assert restored.wanted == plant.controller.wanted
+    plant.controller = restored
+    plant.run(6)
+    assert restored.epoch == 1, "the same link, still slow, is no news"
+    assert plant.health()[2] is Health.SLOW
+    plant.delays[2] = 0.0
+    plant.run(12)
+    assert [r.kind for r in restored.records] == ["adapt", "return"]
+    assert restored.epoch == 2
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda s: s.pop("epoch"),
+        lambda s: s.update(format=2),
+        lambda s: s.update(epoch=-1),
+        lambda s: s["directive"]["plan"].update(paths=["direct"]),
+    ],
+)
+def test_saved_state_that_is_damaged_is_refused(damage: Callable[[Any], object]) -> None:
+    plant = Plant(spec())
+    plant.run(4)
+    plant.delays[2] = 0.060
+    plant.run(4)
+    saved = plant.controller.snapshot()
+    damage(saved)
+    with pytest.raises(InputError, match="saved state"):
+        JobController.restore(plant.spec, saved)
+
+
+def test_a_controller_that_lost_its_state_takes_the_lead_again() -> None:
+    """Ranks run epoch 7 of a controller that is gone: the next directive must be above it."""
+    plant = Plant(spec())
+    plant.observed = 7
+    plant.plan = PlanMessage.of(plant.plan).model_copy(update={"version": 7}).plan()
+    plant.run(4)
+    record = plant.only()
+    assert record.epoch == 8
+    assert record.predicted_seconds_before is None
+    assert plant.plan.version == 8
+    assert plant.plan.schedule == initial_plan(plant.spec).schedule
+
+
+def test_state_stays_bounded() -> None:
+    plant = Plant(spec(adaptation={"minGain": 0.0}))
+    for _ in range(20):
+        plant.delays[0] = plant.rng.choice([0.0, 0.01, 0.03, 0.06])
+        plant.run(8)
+    assert len(plant.controller.decisions) <= 64
+    assert len(json.dumps(plant.controller.snapshot())) < 200_000
+    assert plant.controller.view(plant.now).iteration == 160
