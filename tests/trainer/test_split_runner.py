@@ -136,8 +136,10 @@ def test_a_module_split_frees_the_activations_at_b(mode: str, frees: bool) -> No
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
         runner.forward(0, batch())
     assert len(alive) > 4
+    output = weakref.ref(runner._flights[0].outputs[0])
     runner.backward_input(0, batch(1))
     gc.collect()
+    assert output() is None
     if frees:
         assert len(alive) == 0
         # What W needs is kept, and nothing else: x and dy of the two Linears.

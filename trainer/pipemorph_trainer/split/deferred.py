@@ -22,7 +22,7 @@ from pipemorph_trainer.split.private import version
 from pipemorph_trainer.split.report import SplitError
 
 
-@dataclass
+@dataclass(slots=True)
 class LinearWork:
     """What W needs of one call of one Linear. ``rows`` is batch × sequence × …
 
@@ -103,11 +103,14 @@ class DeferredLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-        rows = x.reshape(-1, x.shape[-1])
-        grad_rows = grad.reshape(-1, grad.shape[-1])
+        flat = x.dim() == 2
+        rows = x if flat else x.reshape(-1, x.shape[-1])
+        grad_rows = grad if flat else grad.reshape(-1, grad.shape[-1])
         grad_x = None
         if need_x:
-            grad_x = _input_grad(grad_rows, rows, weight).reshape(x.shape)
+            grad_x = _input_grad(grad_rows, rows, weight)
+            if not flat:
+                grad_x = grad_x.reshape(x.shape)
         parameter, bias = ctx.parameters
         flattened = x.dim() <= 2 or x.is_contiguous()
         work = LinearWork(
@@ -149,6 +152,8 @@ def _weight_grad(work: LinearWork) -> Tensor:
 def _bias_grad(work: LinearWork) -> Tensor:
     """∂b (out,)."""
     grad = work.bias_grad
+    if grad.dim() == 2:
+        return grad.sum(dim=0)
     return grad.sum(dim=list(range(grad.dim() - 1)), keepdim=True).view(grad.shape[-1])
 
 
@@ -186,9 +191,11 @@ def run_weight_work(work: list[LinearWork]) -> None:
 
 def accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
     """Add a gradient to ``parameter.grad``, in the parameter's dtype and layout."""
-    grad = grad.to(parameter.dtype)
-    if parameter.grad is not None:
-        parameter.grad.add_(grad)
+    if grad.dtype != parameter.dtype:
+        grad = grad.to(parameter.dtype)
+    into = parameter.grad
+    if into is not None:
+        into.add_(grad)
     elif grad.stride() == parameter.stride():
         parameter.grad = grad
     else:

@@ -33,6 +33,7 @@ class ModuleSplit:
         """Names of the parameters that W has computed so far."""
         self._sink = Sink()
         self._patch = Patch(layers, self._sink)
+        self._ran: set[int] = set()
         self._names: dict[int, str] = {}
         for layer in layers:
             self._names.update(layer.parameter_names())
@@ -68,9 +69,11 @@ class ModuleSplit:
     def backward_weight(self, flight: Flight) -> None:
         work: list[LinearWork] = flight.work
         for item in work:
-            self.deferred.update(
-                self._names[id(p)] for p in (item.weight, item.bias) if id(p) in self._names
-            )
+            if id(item.layer) not in self._ran:
+                self._ran.add(id(item.layer))
+                self.deferred.update(
+                    self._names[id(p)] for p in (item.weight, item.bias) if id(p) in self._names
+                )
         run_weight_work(work)
 
     def backward(self, flight: Flight, output_grads: Sequence[Tensor | None] | None) -> Grads:

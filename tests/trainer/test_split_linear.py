@@ -1,0 +1,105 @@
+"""The deferred Linear alone: every gradient has the bits, dtype and layout autograd gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipemorph_trainer.split.deferred import Layer, Sink, run_weight_work
+from pipemorph_trainer.split.linears import Patch
+
+torch.set_num_threads(1)
+
+IN, OUT = 48, 40
+
+
+def leaf(shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> Tensor:
+    """An input with values, strides and requires_grad."""
+    x = torch.randn(shape)
+    if layout == "transposed":
+        x = torch.randn(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2)
+    elif layout == "batch transposed":
+        x = torch.randn(shape[1], shape[0], *shape[2:]).transpose(0, 1)
+    elif layout == "strided":
+        x = torch.randn(*shape[:-1], 2 * shape[-1])[..., ::2]
+    elif layout == "expanded":
+        x = torch.randn(1, *shape[1:]).expand(shape)
+    return x.to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("grad_layout", ["contiguous", "expanded", "transposed"])
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [
+        ((IN,), "contiguous"),
+        ((1, IN), "contiguous"),
+        ((300, IN), "contiguous"),
+        ((300, IN), "transposed"),
+        ((300, IN), "strided"),
+        ((7, 50, IN), "contiguous"),
+        ((7, 50, IN), "transposed"),
+        ((7, 50, IN), "batch transposed"),
+        ((7, 50, IN), "strided"),
+        ((7, 50, IN), "expanded"),
+        ((3, 5, 30, IN), "contiguous"),
+        ((3, 5, 30, IN), "transposed"),
+        ((0, IN), "contiguous"),
+    ],
+)
+def test_bits_are_autograds(
+    shape: tuple[int, ...], layout: str, grad_layout: str, bias: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(3)
+    linear = nn.Linear(IN, OUT, bias=bias, dtype=dtype)
+    x = leaf(shape, layout, dtype)
+    want_y = linear(x)
+    grad = torch.randn(want_y.shape, dtype=torch.float32).to(dtype)
+    if grad_layout == "expanded":
+        grad = torch.randn(()).to(dtype).expand(want_y.shape)
+    elif grad_layout == "transposed" and grad.dim() > 1:
+        grad = grad.transpose(-1, -2).contiguous().transpose(-1, -2)
+    want = torch.autograd.grad(want_y, [x, *linear.parameters()], grad)
+
+    sink = Sink()
+    with Patch([Layer("linear", linear)], sink)():
+        got_y = linear(x)
+    sink.work = []
+    (got_x,) = torch.autograd.grad(got_y, [x], grad)
+    assert all(p.grad is None for p in linear.parameters())
+    run_weight_work(sink.work)
+    got = [got_x, *(p.grad for p in linear.parameters())]
+    assert torch.equal(want_y, got_y)
+    for a, b in zip(want, got, strict=True):
+        assert a.dtype == b.dtype
+        assert a.stride() == b.stride()
+        assert torch.equal(a, b)
+
+
+def test_outside_a_deferring_b_it_is_a_linear() -> None:
+    linear = nn.Linear(IN, OUT)
+    x = torch.randn(6, IN, requires_grad=True)
+    want = torch.autograd.grad(linear(x).sum(), [x, *linear.parameters()])
+    with Patch([Layer("linear", linear)], Sink())():
+        got = torch.autograd.grad(linear(x).sum(), [x, *linear.parameters()])
+    for a, b in zip(want, got, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_weight_in_another_layout_keeps_it() -> None:
+    linear = nn.Linear(IN, OUT, bias=False)
+    linear.weight = nn.Parameter(torch.randn(IN, OUT).t())
+    x = torch.randn(60, IN, requires_grad=True)
+    grad = torch.randn(60, OUT)
+    linear(x).backward(grad)
+    want, linear.weight.grad = linear.weight.grad, None
+    sink = Sink()
+    with Patch([Layer("linear", linear)], sink)():
+        y = linear(x)
+    sink.work = []
+    y.backward(grad)
+    run_weight_work(sink.work)
+    assert torch.equal(want, linear.weight.grad)
+    assert want.stride() == linear.weight.grad.stride()
