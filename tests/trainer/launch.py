@@ -88,6 +88,17 @@ class Ranks:
         assert pid is not None
         os.kill(pid, number)
 
+    def wait_for_output(self, rank: int, text: str, timeout: float = 30.0) -> str:
+        """Wait until a rank has printed ``text``; returns all it printed so far."""
+        deadline = time.monotonic() + timeout
+        file = self._file(rank).with_suffix(".out")
+        while time.monotonic() < deadline and self.processes[rank].exitcode is None:
+            if file.exists() and text in (said := file.read_text(errors="replace")):
+                return said
+            self.processes[rank].join(0.02)
+        said = file.read_text(errors="replace") if file.exists() else ""
+        raise AssertionError(f"rank {rank} did not print {text!r} in {timeout:.0f} s:\n{said}")
+
     def wait(self, timeout: float = 60.0) -> list[RankResult]:
         """Wait for all to end. Those still running after ``timeout`` are killed, and have
         exit code None."""

@@ -610,7 +610,8 @@ class Pipeline:
             self._agent.close()
         if self._neighbours.engine is not None:
             self._bell.forget(self._neighbours.engine.bell_fd)
-            self._neighbours.engine.close()
+            # After a failure there is nobody to flush to.
+            self._neighbours.engine.close(5.0 if goodbye else 0.2)
         self._last_word.remove()
         sys.setswitchinterval(self._switch_interval)
 
