@@ -356,6 +356,30 @@ def test_a_stage_that_cannot_repeat_itself_is_named() -> None:
     assert runner.split == "module"
 
 
+@pytest.mark.parametrize("kind", ["DistributedDataParallel", "FSDPModule"])
+def test_wrappers_that_hook_gradients_are_refused_by_name(kind: str) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        module = mlp()
+        if kind == "FSDPModule":
+            fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+        else:
+            module = DistributedDataParallel(module)
+        runner = runner_of(module)
+        assert runner.split == "fused"
+        assert f"the stage is a {kind}, which acts on gradients" in runner.reason
+        runner.forward(0, batch())
+        runner.backward_input(0, batch(1))
+        runner.backward_weight(0)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_torch_that_does_not_fit_gets_fused_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
     from pipemorph_trainer.split import self_test
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,19 +16,32 @@ from pipemorph_trainer.split.private import compiled, tensor_hooked
 
 def opaque_modules(stage: nn.Module) -> dict[str, str]:
     """Submodules whose inside cannot be patched or cut, by name, each with the reason."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.nn.parallel import DistributedDataParallel
-
+    gradient_hookers = _gradient_hookers()
     found = {}
     for name, module in stage.named_modules():
         if compiled(module):
             found[name] = f"{_called(name)} is compiled"
-        elif isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
-            kind = type(module).__name__
+        elif isinstance(module, gradient_hookers):
+            kind = next(base.__name__ for base in type(module).__mro__ if base in gradient_hookers)
             found[name] = f"{_called(name)} is a {kind}, which acts on gradients in its own hooks"
         elif isinstance(module, torch.jit.ScriptModule):
             found[name] = f"{_called(name)} is a ScriptModule"
     return found
+
+
+def _gradient_hookers() -> tuple[type, ...]:
+    """Wrappers that reduce or shard gradients as they are made. Their modules are only looked
+    at where they are loaded already: elsewhere nothing can be an instance."""
+    known = {
+        "torch.nn.parallel": ("DistributedDataParallel",),
+        "torch.distributed.fsdp": ("FullyShardedDataParallel", "FSDPModule"),
+    }
+    return tuple(
+        getattr(sys.modules[module], name)
+        for module, names in known.items()
+        for name in names
+        if hasattr(sys.modules.get(module), name)
+    )
 
 
 def _called(name: str) -> str:

@@ -179,12 +179,9 @@ def activation_bytes(call: StageCall, sample: Sample, snapshot: Snapshot) -> int
 
     None where the stage does not run under saved-tensor hooks.
     """
-    own = {
-        tensor.untyped_storage().data_ptr()
-        for tensor in [*call.module.parameters(), *call.module.buffers()]
-    }
     seen: dict[int, int] = {}
     kept: list[Tensor] = []
+    own: set[int] = set()
 
     def pack(tensor: Tensor) -> Tensor:
         alias = tensor.detach()
@@ -197,6 +194,10 @@ def activation_bytes(call: StageCall, sample: Sample, snapshot: Snapshot) -> int
     snapshot.rewind()
     mine = sample.copy()
     try:
+        own.update(
+            tensor.untyped_storage().data_ptr()
+            for tensor in [*call.module.parameters(), *call.module.buffers()]
+        )
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda alias: alias):
             call(0, mine.args, mine.kwargs, mine.target)
     except (RuntimeError, NotImplementedError):
