@@ -31,6 +31,8 @@ MAX_WAIT_SECONDS = 30.0
 Seconds = Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)]
 WallClock = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=2**53 - 1)]
+# What an agent may claim to have seen: far below Count, so that the next epoch still fits.
+Epoch = Annotated[int, Field(ge=0, le=2**31 - 1)]
 ObjectName = Annotated[str, Field(min_length=1, max_length=253)]
 
 
@@ -119,9 +121,9 @@ class LinkHealthReport(WireModel):
     state: Literal["starting", "training", "finished", "failed"]
     iteration: Count
     """Iteration in progress at stage 0."""
-    observed_epoch: Count
+    observed_epoch: Epoch
     """Highest directive the agent has received."""
-    applied_epoch: Count
+    applied_epoch: Epoch
     """Plan version of the iteration in progress."""
     iterations: list[IterationSample] = Field(default_factory=list, max_length=256)
     links: list[LinkSample] = Field(default_factory=list, max_length=512)

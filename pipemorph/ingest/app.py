@@ -186,6 +186,7 @@ class IngestServer:
             app,
             access_log=None,
             keepalive_timeout=self._timeouts.keep_alive,
+            lingering_time=min(1.0, self._timeouts.body),
             shutdown_timeout=self._timeouts.shutdown,
         )
         await runner.setup()

@@ -1,0 +1,531 @@
+"""The ingest over real sockets: what it takes, what it turns down, what it never does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import aiohttp
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipemorph.control import JobController
+from pipemorph.ingest import (
+    BearerAuthenticator,
+    Identity,
+    IngestHandler,
+    IngestServer,
+    Limits,
+    MemoryStore,
+    Refused,
+)
+from pipemorph.ingest.app import Timeouts
+from pipemorph.spec import JobSpec
+from pipemorph.wire import (
+    MAX_REPORT_BYTES,
+    Directive,
+    DirectiveEnvelope,
+    LinkHealthReport,
+    PlanMessage,
+)
+
+TOKEN = "correct horse"
+OP = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}
+
+
+def controller() -> JobController:
+    return JobController(
+        JobSpec.model_validate(
+            {
+                "parallelism": {"stages": 4},
+                "schedule": {"microbatches": 8, "stageTimes": [OP] * 4},
+                "trainer": {"module": "x", "iterations": 10},
+            }
+        )
+    )
+
+
+def body(sequence: int = 1, **changes: Any) -> dict[str, Any]:
+    return {
+        "job": "gpt",
+        "namespace": "default",
+        "attempt": 0,
+        "sequence": sequence,
+        "sent_at": 1.0,
+        "state": "training",
+        "iteration": 0,
+        "observed_epoch": 0,
+        "applied_epoch": 0,
+    } | changes
+
+
+SAMPLE = {
+    "link": 0,
+    "direction": "forward",
+    "path": "direct",
+    "transport": "gloo",
+    "iteration": 0,
+    "bytes": 1,
+    "wire": {"count": 1, "exact": 1, "min": 0.1, "p50": 0.1, "p99": 0.1, "mean": 0.1},
+    "queue_p50": 0,
+}
+
+
+class Scripted:
+    """A job whose directives a test sets."""
+
+    def __init__(self) -> None:
+        self.attempt = 0
+        self.epoch = 0
+        self.sequences: list[int] = []
+        self.on_report: Callable[[LinkHealthReport], None] = lambda report: None
+        self._directive: Directive | None = None
+        self._plan = PlanMessage.of(controller().wanted)
+
+    def report(self, report: LinkHealthReport, now: float) -> None:
+        self.sequences.append(report.sequence)
+        self.on_report(report)
+
+    def tick(self, now: float) -> None:
+        pass
+
+    def want(self, epoch: int) -> None:
+        self.epoch = epoch
+        self._directive = Directive(epoch=epoch, issued_at=1.0, reason="test", plan=self._plan)
+
+    def directive(self, after: int = 0) -> Directive | None:
+        wanted = self._directive
+        return wanted if wanted is not None and wanted.epoch > after else None
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"epoch": self.epoch}
+
+
+class Client:
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self.session, self.url = session, url
+
+    async def post(
+        self, data: bytes | dict[str, Any], *, token: str = TOKEN, job: str = "gpt"
+    ) -> tuple[int, Any]:
+        content = data if isinstance(data, bytes) else json.dumps(data).encode()
+        async with self.session.post(
+            f"{self.url}/v1/jobs/default/{job}/reports",
+            data=content,
+            headers={"Authorization": f"Bearer {token}"},
+        ) as answer:
+            return answer.status, json.loads(await answer.text())
+
+    async def poll(self, query: str, *, token: str = TOKEN) -> tuple[int, Any]:
+        async with self.session.get(
+            f"{self.url}/v1/jobs/default/gpt/directive?{query}",
+            headers={"Authorization": f"Bearer {token}"},
+        ) as answer:
+            return answer.status, json.loads(await answer.text())
+
+
+def serve(
+    test: Callable[[Client, IngestServer], Awaitable[None]],
+    job: Any,
+    *,
+    store: MemoryStore | None = None,
+    limits: Limits | None = None,
+    timeouts: Timeouts | None = None,
+    authenticator: Any = None,
+) -> None:
+    """Run ``test`` against a server on loopback that has ``job``."""
+
+    async def run() -> None:
+        jobs = store or MemoryStore()
+        jobs.add("default", "gpt", job)
+        server = IngestServer(
+            jobs,
+            authenticator or BearerAuthenticator(TOKEN),
+            limits=limits,
+            timeouts=timeouts or Timeouts(shutdown=0.5),
+        )
+        async with server, aiohttp.ClientSession() as session:
+            await asyncio.wait_for(test(Client(session, server.url), server), 20)
+
+    asyncio.run(run())
+
+
+def test_a_report_is_answered_with_an_envelope() -> None:
+    async def test(client: Client, server: IngestServer) -> None:
+        status, answer = await client.post(body())
+        assert status == 200
+        assert DirectiveEnvelope.model_validate(answer).directive is None
+
+    serve(test, controller())
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "field", "words"),
+    [
+        (b"", 400, None, "not JSON"),
+        (b"{", 400, None, "not JSON"),
+        (b"\xff\xfe", 400, None, "not JSON"),
+        (b"[" * 10_000, 400, None, "not JSON"),
+        (b"null", 422, "report", "report"),
+        (b"{}", 422, "job", "Field required"),
+        (body(extra=1), 422, "extra", "Extra inputs"),
+        (body(sequence=0), 422, "sequence", "greater than or equal to 1"),
+        (body(sequence=2**60), 422, "sequence", "less than"),
+        (body(observed_epoch=2**31), 422, "observed_epoch", "less than"),
+        (body(sent_at="NaN"), 422, "sent_at", ""),
+        (body(protocol=2), 422, "protocol", ""),
+        (body(state="sleeping"), 422, "state", ""),
+        (body(links=[SAMPLE | {"wire": {}}]), 422, "links[0].wire.count", "Field required"),
+        (body(links=[SAMPLE | {"link": 3}]), 422, "links[0].link", "the job has 3 links"),
+        (body(links=[SAMPLE | {"replica": 1}]), 422, "links[0].replica", "the job has 1 replicas"),
+        (body(attempt=1), 403, "attempt", "attempt 1 is not 0"),
+        (body(job="other"), 403, "job", "default/other"),
+        (body(namespace="other"), 403, "job", "other/gpt"),
+        (b" " * (MAX_REPORT_BYTES + 1), 413, None, "over 65536 bytes"),
+    ],
+)
+def test_a_bad_report_is_one_line_that_names_the_field(
+    data: Any, status: int, field: str | None, words: str
+) -> None:
+    async def test(client: Client, server: IngestServer) -> None:
+        got, answer = await client.post(data)
+        assert (got, answer.get("field")) == (status, field), answer
+        assert words in answer["error"]
+        assert "\n" not in answer["error"]
+        # It changed nothing and the next report is taken.
+        assert (await client.post(body()))[0] == 200
+
+    serve(test, controller())
+
+
+def test_a_replayed_report_is_refused_and_changes_nothing() -> None:
+    job = controller()
+
+    async def test(client: Client, server: IngestServer) -> None:
+        assert (await client.post(body(5, iteration=3)))[0] == 200
+        for stale in (5, 4, 1):
+            status, answer = await client.post(body(stale, iteration=9))
+            assert status == 409
+            assert answer["field"] == "sequence"
+        assert job.view(0.0).iteration == 3
+        assert (await client.post(body(6, iteration=4)))[0] == 200
+
+    serve(test, job)
+
+
+def test_only_the_token_of_the_run_is_let_in(caplog: pytest.LogCaptureFixture) -> None:
+    job = Scripted()
+
+    async def test(client: Client, server: IngestServer) -> None:
+        for token in ("wrong", TOKEN + "x", TOKEN[:-1], " "):
+            assert (await client.post(body(), token=token))[0] == 401
+            assert (await client.poll("attempt=0", token=token))[0] == 401
+        async with client.session.post(f"{client.url}/v1/jobs/default/gpt/reports") as answer:
+            assert answer.status == 401
+        assert (await client.post(body(), token=TOKEN, job="nope"))[0] == 404
+        assert job.sequences == []
+
+    with caplog.at_level(logging.WARNING, logger="pipemorph.ingest"):
+        serve(test, job)
+    refusals = [r.getMessage() for r in caplog.records if "refused" in r.getMessage()]
+    assert len(refusals) == 9
+    assert "default/gpt" in refusals[0]
+    assert "wrong" not in refusals[0], "a token is never logged"
+
+
+def test_an_authenticator_can_tell_known_from_allowed() -> None:
+    class Pods:
+        async def authenticate(self, token: str, namespace: str, job: str) -> Identity:
+            raise Refused(403, f"pod p does not belong to job {namespace}/{job}")
+
+    async def test(client: Client, server: IngestServer) -> None:
+        status, answer = await client.post(body())
+        assert status == 403
+        assert answer["error"] == "pod p does not belong to job default/gpt"
+
+    serve(test, Scripted(), authenticator=Pods())
+
+
+def test_a_new_directive_releases_every_poll_at_once() -> None:
+    job = Scripted()
+
+    async def test(client: Client, server: IngestServer) -> None:
+        polls = [asyncio.create_task(client.poll("attempt=0&after=0&wait=15")) for _ in range(5)]
+        later = asyncio.create_task(client.poll("attempt=0&after=1&wait=0.3"))
+        await until(lambda: waiting(server, job) == 6)
+        assert not any(poll.done() for poll in polls)
+        job.on_report = lambda report: job.want(1)
+        status, answer = await client.post(body())
+        assert (status, answer["directive"]["epoch"]) == (200, 1)
+        for status, answer in await asyncio.wait_for(asyncio.gather(*polls), 2):
+            assert (status, answer["directive"]["epoch"]) == (200, 1)
+        assert await later == (200, {"protocol": 1, "directive": None})
+        # One that is there already is answered without waiting; what the agent has is not sent.
+        assert (await client.poll("attempt=0&after=0&wait=15"))[1]["directive"]["epoch"] == 1
+        assert (await client.post(body(2, observed_epoch=1)))[1]["directive"] is None
+
+    serve(test, job)
+
+
+def waiting(server: IngestServer, job: Any) -> int:
+    seat = server.handler._seats.get(job)
+    return len(seat.waiters) if seat else 0
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        ("", "attempt"),
+        ("attempt=x", "attempt"),
+        ("attempt=-1", "attempt"),
+        ("attempt=0&after=1.5", "after"),
+        ("attempt=0&after=%D9%A3", "after"),
+        ("attempt=0&after=" + "9" * 40, "after"),
+        ("attempt=0&wait=nan", "wait"),
+        ("attempt=0&wait=-1", "wait"),
+        ("attempt=0&wait=31", "wait"),
+        ("attempt=0&wait=soon", "wait"),
+    ],
+)
+def test_a_bad_poll_names_the_parameter(query: str, field: str) -> None:
+    async def test(client: Client, server: IngestServer) -> None:
+        status, answer = await client.poll(query)
+        assert (status, answer["field"]) == (400, field)
+
+    serve(test, Scripted())
+
+
+def test_polls_of_another_attempt_are_turned_away() -> None:
+    job = Scripted()
+
+    async def test(client: Client, server: IngestServer) -> None:
+        assert (await client.poll("attempt=1&wait=5"))[0] == 403
+        poll = asyncio.create_task(client.poll("attempt=0&wait=15"))
+        await until(lambda: waiting(server, job) == 1)
+        job.attempt = 1
+        server.handler._seats[job].release()
+        assert (await asyncio.wait_for(poll, 2))[0] == 403
+
+    serve(test, job)
+
+
+def test_a_directive_is_persisted_before_anybody_sees_it() -> None:
+    job = Scripted()
+    events: list[str] = []
+    allow = asyncio.Event()
+
+    class Slow(MemoryStore):
+        async def persist(self, namespace: str, job: str, snapshot: Mapping[str, Any]) -> None:
+            events.append(f"persisting {snapshot['epoch']}")
+            await allow.wait()
+            events.append(f"persisted {snapshot['epoch']}")
+
+    async def test(client: Client, server: IngestServer) -> None:
+        job.on_report = lambda report: job.want(1)
+        poll = asyncio.create_task(client.poll("attempt=0&wait=15"))
+        await until(lambda: waiting(server, job) == 1)
+        first = asyncio.create_task(client.post(body(1)))
+        await until(lambda: events == ["persisting 1"])
+        # Whoever asks meanwhile gets nothing, and waits for nothing it did not ask for.
+        assert (await client.poll("attempt=0&wait=0"))[1]["directive"] is None
+        second = asyncio.create_task(client.post(body(2)))
+        done, _ = await asyncio.wait({first, second, poll}, timeout=0.2)
+        assert not done
+        job.on_report = lambda report: None
+        job.want(2)
+        allow.set()
+        answers = await asyncio.gather(first, second, poll)
+        assert events == ["persisting 1", "persisted 1", "persisting 2", "persisted 2"]
+        assert answers[0][1]["directive"]["epoch"] == 2
+        assert answers[1][1]["directive"]["epoch"] == 2
+        assert answers[2][1]["directive"]["epoch"] in (1, 2)
+
+    serve(test, job, store=Slow())
+
+
+def test_a_directive_that_cannot_be_persisted_is_held_back_and_tried_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    job = Scripted()
+    failing = [True]
+
+    def persist(namespace: str, name: str, snapshot: Mapping[str, Any]) -> None:
+        if failing[0]:
+            raise OSError("no space left")
+
+    async def test(client: Client, server: IngestServer) -> None:
+        assert (await client.post(body(1)))[1]["directive"] is None
+        job.want(1)
+        status, answer = await client.post(body(2))
+        assert (status, answer["directive"]) == (200, None)
+        assert "no space left" in caplog.text
+        failing[0] = False
+        await server.handler.tick("default", "gpt")
+        assert (await client.poll("attempt=0"))[1]["directive"]["epoch"] == 1
+
+    serve(test, job, store=MemoryStore(persist))
+
+
+def test_a_restored_job_serves_its_directive_at_once() -> None:
+    job = Scripted()
+    job.want(7)
+
+    async def test(client: Client, server: IngestServer) -> None:
+        assert (await client.poll("attempt=0&after=6"))[1]["directive"]["epoch"] == 7
+
+    serve(test, job)
+
+
+def test_a_report_storm_and_too_many_polls_are_turned_down() -> None:
+    job = Scripted()
+
+    async def test(client: Client, server: IngestServer) -> None:
+        statuses = [(await client.post(body(i + 1)))[0] for i in range(30)]
+        assert statuses[:10] == [200] * 10
+        assert 429 in statuses
+        polls = [asyncio.create_task(client.poll("attempt=0&wait=15")) for _ in range(2)]
+        await until(lambda: waiting(server, job) == 2)
+        assert (await client.poll("attempt=0&wait=15"))[0] == 429
+        server.handler.close()
+        await asyncio.gather(*polls)
+
+    serve(test, job, limits=Limits(reports_per_second=0.001, burst=10, polls=2))
+
+
+def test_stopping_answers_waiting_polls() -> None:
+    job = Scripted()
+
+    async def test(client: Client, server: IngestServer) -> None:
+        poll = asyncio.create_task(client.poll("attempt=0&wait=30"))
+        await until(lambda: waiting(server, job) == 1)
+        await asyncio.wait_for(server.stop(), 5)
+        assert (await poll)[0] == 200
+
+    serve(test, job)
+
+
+def test_a_client_that_dawdles_is_cut_off() -> None:
+    async def test(client: Client, server: IngestServer) -> None:
+        port = int(server.url.rsplit(":", 1)[1])
+        silent = await asyncio.open_connection("127.0.0.1", port)
+        half_head = await asyncio.open_connection("127.0.0.1", port)
+        half_head[1].write(b"POST /v1/jobs/default/gpt/reports HTTP/1.1\r\nHost: x\r\n")
+        half_body = await asyncio.open_connection("127.0.0.1", port)
+        half_body[1].write(
+            b"POST /v1/jobs/default/gpt/reports HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
+            b"Authorization: Bearer correct horse\r\n\r\n{"
+        )
+        # Others are served meanwhile.
+        assert (await client.post(body()))[0] == 200
+        assert await read(silent[0]) == b""
+        assert await read(half_head[0]) == b""
+        assert b" 408 " in (await read(half_body[0])).splitlines()[0]
+        for _, writer in (silent, half_head, half_body):
+            writer.close()
+
+    async def read(reader: asyncio.StreamReader) -> bytes:
+        try:
+            return await asyncio.wait_for(reader.read(), 5)
+        except ConnectionError:
+            return b""
+
+    serve(test, Scripted(), timeouts=Timeouts(head=0.3, body=0.3, shutdown=0.5))
+
+
+def test_a_huge_body_is_refused_without_being_read() -> None:
+    async def test(client: Client, server: IngestServer) -> None:
+        async def endless() -> Any:
+            for _ in range(1000):
+                yield b" " * 8192
+
+        try:
+            async with client.session.post(
+                f"{client.url}/v1/jobs/default/gpt/reports",
+                data=endless(),
+                headers={"Authorization": f"Bearer {TOKEN}"},
+            ) as answer:
+                assert answer.status == 413
+        except aiohttp.ClientError:
+            pass  # Cut off while still sending: as good.
+        assert (await client.post(body()))[0] == 200
+
+    serve(test, Scripted())
+
+
+JUNK = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["forward", "direct", "training", 1e300, 2**53, -1]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+PROFILE = {
+    "stage": 0,
+    "forward": 0.1,
+    "backward_input": 0.1,
+    "backward_weight": 0.1,
+    "split": "module",
+    "peak_memory": 1,
+}
+ITERATION = {"index": 0, "seconds": 1.0, "loss": None, "epoch": 0, "bubble_fraction": 0.1}
+LARGE = st.sampled_from([0, 1, 2**53 - 1, 1e7, 0.0, 1e-300, 5e-324])
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_no_body_is_an_error_of_ours(data: st.DataObject) -> None:
+    """Whatever is sent, signed in or not: an answer below 500 and no exception."""
+    whole = body(
+        links=[json.loads(json.dumps(SAMPLE)) for _ in range(2)],
+        stages=[PROFILE | {"stage": i} for i in range(4)],
+        iterations=[dict(ITERATION)],
+    )
+    job = controller()
+    store = MemoryStore()
+    store.add("default", "gpt", job)
+    handler = IngestHandler(store)
+    for sequence in range(1, data.draw(st.integers(2, 12))):
+        report = json.loads(json.dumps(whole | {"sequence": sequence}))
+        for _ in range(data.draw(st.integers(0, 3))):
+            at: Any = report
+            while isinstance(at, dict | list) and at:
+                keys = list(at) if isinstance(at, dict) else list(range(len(at)))
+                key = data.draw(st.sampled_from(keys))
+                if not isinstance(at[key], dict | list) or data.draw(st.integers(0, 3)) == 0:
+                    at[key] = data.draw(LARGE | JUNK)
+                    break
+                at = at[key]
+        raw = json.dumps(report).encode("utf-8", "replace")
+        if data.draw(st.integers(0, 9)) == 0:
+            raw = raw[: data.draw(st.integers(0, len(raw)))] + data.draw(st.binary(max_size=8))
+        reply = asyncio.run(handler.report("default", "gpt", raw))
+        assert reply.status in (200, 400, 403, 409, 413, 422, 429)
+        answer = json.loads(reply.body)
+        if reply.status != 200:
+            assert "\n" not in answer["error"]
+    json.dumps(job.snapshot())
+    job.view(0.0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=200))
+def test_no_bytes_are_an_error_of_ours(raw: bytes) -> None:
+    store = MemoryStore()
+    store.add("default", "gpt", controller())
+    reply = asyncio.run(IngestHandler(store).report("default", "gpt", raw))
+    assert reply.status in (400, 422)

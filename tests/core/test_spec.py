@@ -1,0 +1,70 @@
+"""The job spec as others rely on it: camelCase outside, snake_case inside, nothing coerced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from pipemorph.planning.ir import Dispatch, Policy
+from pipemorph.spec import FieldError, JobSpec, PipeMorphJob, check_template
+
+
+def minimal(**spec: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "pipemorph.io/v1alpha1",
+        "kind": "PipeMorphJob",
+        "metadata": {"name": "j"},
+        "spec": {
+            "parallelism": {"stages": 2},
+            "schedule": {"microbatches": 4},
+            "trainer": {"module": "m", "iterations": 1},
+        }
+        | spec,
+    }
+
+
+def test_defaults_are_those_of_the_documentation() -> None:
+    spec = PipeMorphJob.model_validate(minimal()).spec
+    assert spec.schedule.policy_kind is Policy.PIPEMORPH
+    assert spec.schedule.dispatch_kind is Dispatch.STATIC
+    assert spec.adaptation.enabled
+    assert (spec.adaptation.min_gain, spec.adaptation.min_delay_ms) == (0.05, 2.0)
+    assert spec.adaptation.stale_after_seconds == 30
+    assert (spec.transport.path, spec.transport.queues) == ("auto", 8)
+
+
+def test_a_job_survives_json_by_alias() -> None:
+    job = PipeMorphJob.model_validate(
+        minimal(
+            schedule={"microbatches": 4, "inFlightLimit": [4, 3], "warmup": [2, 1]},
+            faults=[{"link": 0, "delayMs": 5, "fromSeconds": 1.5}],
+        )
+    )
+    text = job.model_dump_json(by_alias=True)
+    assert '"inFlightLimit":[4,3]' in text
+    assert PipeMorphJob.model_validate_json(text) == job
+
+
+@pytest.mark.parametrize("value", ["4", 4.0, True, None])
+def test_nothing_is_coerced(value: object) -> None:
+    document = minimal()
+    document["spec"]["parallelism"]["stages"] = value
+    with pytest.raises(ValidationError):
+        PipeMorphJob.model_validate(document)
+
+
+def test_checks_across_fields_hold_for_code_as_for_manifests() -> None:
+    with pytest.raises(ValidationError, match=r"faults\[0\].link: is 1; the job has 1 link,"):
+        JobSpec.model_validate(minimal(faults=[{"link": 1, "delayMs": 5}])["spec"])
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "PIPEMORPH_ATTEMPT", "TORCHELASTIC_X"])
+def test_variables_of_the_host_are_reserved_in_every_container(name: str) -> None:
+    bad = {"name": "setup", "env": [{"name": name, "value": "1"}]}
+    template = {"spec": {"containers": [{"name": "trainer"}], "initContainers": [bad]}}
+    with pytest.raises(FieldError, match=f"is {name}, which is reserved in container setup"):
+        check_template(template)
+    bad["env"] = [{"name": f"MY_{name}", "value": "1"}]
+    check_template(template)

@@ -1,0 +1,105 @@
+"""What passes between agent and ingest survives the way, and bounds what a peer can claim."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from pipemorph.planning import Dispatch, Path, Policy, Problem, StageTimes, plan
+from pipemorph.planning.ir import Plan
+from pipemorph.wire import (
+    Directive,
+    DirectiveEnvelope,
+    IterationSample,
+    LinkHealthReport,
+    PlanMessage,
+    StageProfile,
+    WireTime,
+)
+
+
+@given(
+    st.integers(1, 6),
+    st.integers(1, 12),
+    st.sampled_from([Policy.GPIPE, Policy.ONE_F_ONE_B, Policy.ZERO_BUBBLE, Policy.PIPEMORPH]),
+    st.sampled_from(list(Dispatch)),
+)
+def test_a_plan_survives_the_wire(
+    stages: int, microbatches: int, policy: Policy, dispatch: Dispatch
+) -> None:
+    times = StageTimes(forward=1, backward_input=1, backward_weight=1)
+    problem = Problem(
+        microbatches=microbatches,
+        stages=(times,) * stages,
+        links=[{}] * (stages - 1),  # type: ignore[arg-type]
+    )
+    paths = [Path.DELEGATED if i % 2 else Path.DIRECT for i in range(stages - 1)]
+    before = plan(problem, policy).to_plan(7, paths, dispatch)
+    envelope = DirectiveEnvelope(
+        directive=Directive(epoch=7, issued_at=1.5, reason="r", plan=PlanMessage.of(before))
+    )
+    after = DirectiveEnvelope.model_validate_json(envelope.model_dump_json())
+    assert after == envelope
+    assert after.directive is not None
+    received = after.directive.plan.plan()
+    assert received == before
+    assert isinstance(received, Plan)
+
+
+def report(**changes: object) -> LinkHealthReport:
+    fields: dict[str, object] = {
+        "job": "j",
+        "namespace": "n",
+        "attempt": 0,
+        "sequence": 1,
+        "sent_at": 1.0,
+        "state": "training",
+        "iteration": 0,
+        "observed_epoch": 0,
+        "applied_epoch": 0,
+    }
+    return LinkHealthReport.model_validate(fields | changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"surprise": 1},
+        {"iteration": 10**400},
+        {"iteration": -1},
+        {"observed_epoch": 2**31},
+        {"sent_at": float("nan")},
+        {"sent_at": float("inf")},
+        {"job": ""},
+        {"job": "x" * 254},
+        {"message": "x" * 1025},
+        {"iterations": [{}]},
+    ],
+)
+def test_what_cannot_be_is_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        report(**changes)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), 1e300])
+def test_times_are_finite_and_bounded(seconds: float) -> None:
+    with pytest.raises(ValidationError):
+        WireTime(count=1, exact=1, min=seconds, p50=0, p99=0, mean=0)
+
+
+def test_a_loss_that_is_not_a_number_does_not_cost_the_report() -> None:
+    sample = IterationSample(index=0, seconds=1, loss=float("nan"), epoch=0, bubble_fraction=0)
+    sent = report(iterations=[sample]).model_dump_json()
+    assert json.loads(sent)["iterations"][0]["loss"] is None
+    assert LinkHealthReport.model_validate_json(sent).iterations[0].loss is None
+
+
+def test_a_profile_without_replica_is_of_the_first() -> None:
+    profile = StageProfile(
+        stage=1, forward=1, backward_input=1, backward_weight=0, split="fused", peak_memory=1
+    )
+    assert profile.replica == 0
