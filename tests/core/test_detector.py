@@ -234,7 +234,7 @@ def test_peers_show_a_link_that_was_slow_from_the_start() -> None:
     assert run.detector.level is Level.SLOW
     assert run.detector.delay == pytest.approx(0.060, abs=0.002)
     run.feed(noisy(rng, 40))
-    assert run.detector.level is Level.HEALTHY
+    assert run.changes[-1][1] is Level.HEALTHY
 
 
 def test_thresholds_are_relative_to_base_and_noise() -> None:
