@@ -15,8 +15,9 @@ from pipemorph.wire import LinkSample, StageProfile, WireTime
 from pipemorph_trainer.paths.message import Direction
 
 Transport = Literal["gloo", "nccl", "tcp", "shm", "rdma"]
-MIN_EXACT = 3
-"""Fewer exact samples than this say nothing; then all are given, as upper bounds."""
+ENOUGH_EXACT = 3
+"""So many exact samples stand for their window. Fewer do if they are half of it: a slow link
+brings one message per window. Otherwise all are given, as upper bounds."""
 MAX_WINDOW = 4096
 
 
@@ -64,7 +65,9 @@ class LinkRecorder:
         if not messages:
             return None
         exact = [m.wire for m in messages if m.exact]
-        wires = sorted(exact if len(exact) >= MIN_EXACT else (m.wire for m in messages))
+        if len(exact) < ENOUGH_EXACT and 2 * len(exact) < len(messages):
+            exact = []
+        wires = sorted(exact or (m.wire for m in messages))
         return LinkSample(
             link=self._link,
             replica=self._replica,
@@ -75,7 +78,7 @@ class LinkRecorder:
             bytes=sum(m.nbytes for m in messages),
             wire=WireTime(
                 count=len(messages),
-                exact=len(exact) if len(exact) >= MIN_EXACT else 0,
+                exact=len(exact),
                 min=wires[0],
                 p50=wires[len(wires) // 2],
                 p99=wires[min(len(wires) - 1, int(0.99 * len(wires)))],

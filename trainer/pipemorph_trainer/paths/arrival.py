@@ -39,19 +39,17 @@ def record_arrival(
     nbytes: int,
     *,
     exact: bool,
+    started_at: float = 0.0,
 ) -> None:
-    """Add a message's wire time: whole and allowed at the receiver, less start on its queue."""
-    usable = arrived_at
-    if note.not_before:
-        not_before = note.not_before + clock.offset
-        if not_before >= arrived_at:
-            usable, exact = not_before, True
-    recorder.add(
-        usable - (note.started_at + clock.offset),
-        note.started_at - note.posted_at,
-        nbytes,
-        exact,
-    )
+    """Add a message's wire time: whole and allowed at the receiver, less start on its queue.
+
+    ``started_at``: when the path saw the first byte leave, if that is after the note's time.
+    A message that a fault holds back was on its way for exactly as long as it was held.
+    """
+    start, usable = max(note.started_at, started_at), arrived_at - clock.offset
+    if note.not_before >= usable:
+        start, usable, exact = note.started_at, note.not_before, True
+    recorder.add(usable - start, start - note.posted_at, nbytes, exact)
 
 
 def now() -> float:

@@ -91,7 +91,7 @@ class DelegatedIncoming:
             assert message is not None
             if note is None:
                 note = Note.unpack(message.note)
-                started = max(note.started_at, message.started_at)
+                started = message.started_at
             arrived = max(arrived, message.arrived_at)
             if not note.present >> k & 1:
                 tensors.append(None)
@@ -105,11 +105,12 @@ class DelegatedIncoming:
         assert note is not None
         record_arrival(
             self._recorder,
-            note._replace(started_at=started),
+            note,
             self._peer_clock,
             arrived,
             self._nbytes,
             exact=True,
+            started_at=started,
         )
         return tensors
 

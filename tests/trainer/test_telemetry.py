@@ -1,0 +1,196 @@
+"""What a rank reports: wire times, op times, iterations, traces and what was injected."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
+from typing import Any
+
+import pytest
+from launch import run_ranks
+
+from pipemorph.planning import Path, Plan
+from pipemorph.spec import Fault
+from pipemorph.wire import LinkSample
+from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
+from pipemorph_trainer.control import RankTelemetry
+from pipemorph_trainer.links import engine_module
+
+pytestmark = pytest.mark.multiprocess
+
+needs_engine = pytest.mark.skipif(engine_module() is None, reason="the engine is not built")
+PATHS = ["direct", pytest.param("delegated", marks=needs_engine)]
+TIMES = (0.004, 0.005, 0.002)
+MICROBATCHES, ITERATIONS = 8, 4
+
+
+@dataclass
+class Recorder:
+    """A control line that keeps what is published."""
+
+    messages: list[RankTelemetry] = field(default_factory=list)
+    plan: Plan | None = None
+
+    def publish(self, telemetry: RankTelemetry) -> None:
+        self.messages.append(telemetry)
+
+    def newest_plan(self) -> Plan | None:
+        plan, self.plan = self.plan, None
+        return plan
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def entry(
+    context: TrainerContext, path: str, faults: list[Fault], policy: str = "zero-bubble"
+) -> tuple[list[RankTelemetry], list[float]]:
+    control = Recorder()
+    losses = []
+    with Pipeline(
+        EmulatedStage(*TIMES, message_bytes=4096),
+        context=context,
+        microbatches=MICROBATCHES,
+        policy=policy,
+        path=path,  # type: ignore[arg-type]
+        faults=faults,
+        control=control,
+        deadline_seconds=30,
+    ) as pipe:
+        for _ in range(ITERATIONS):
+            losses.append(float(pipe.step()))
+            pipe.clip_grad_norm_(1.0)
+    return control.messages, losses
+
+
+def samples(messages: list[RankTelemetry], direction: str) -> list[LinkSample]:
+    return [s for m in messages for s in m.links if s.direction == direction]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_an_injected_delay_is_what_is_measured(path: str) -> None:
+    delay = Fault(link=0, delay_ms=30.0, from_iteration=1, to_iteration=3)
+    told = run_ranks(2, entry, path, [delay])
+    for rank, direction in ((1, "forward"), (0, "backward")):
+        found = samples(told[rank][0], direction)
+        held = [s for s in found if s.iteration in (1, 2)]
+        free = [s for s in found if s.iteration in (0, 3)]
+        assert sum(s.wire.count for s in held) == 2 * MICROBATCHES
+        for sample in held:
+            assert sample.path == path
+            # Held on its queue for 30 ms, to the microsecond; queueing is told apart.
+            assert sample.wire.min == pytest.approx(0.030, abs=1e-4), sample
+            assert sample.wire.p99 < 0.045, sample
+        assert sum(s.wire.exact for s in held) > MICROBATCHES
+        assert sum(s.wire.count for s in free) == 2 * MICROBATCHES
+        assert min(s.wire.min for s in free) < 0.010
+    if path == "direct":
+        queued = [s.queue_p50 for s in samples(told[1][0], "forward") if s.iteration in (1, 2)]
+        assert max(queued) > 0.020, "a slow direct link must queue"
+
+
+def test_a_slow_link_is_reported_before_the_iteration_ends() -> None:
+    told = run_ranks(2, entry, "direct", [Fault(link=0, delay_ms=40.0)])
+    first = [m for m in told[1][0] if m.iteration == 0 and m.links and m.profile is None]
+    assert first, "nothing was reported in mid-iteration"
+    assert first[0].links[0].wire.p50 == pytest.approx(0.040, abs=1e-3)
+
+
+def test_profiles_and_iterations() -> None:
+    told = run_ranks(2, entry, "direct", [])
+    for rank, (messages, _) in enumerate(told):
+        profiles = [m.profile for m in messages if m.profile is not None]
+        assert len(profiles) == ITERATIONS
+        for profile in profiles:
+            assert profile.stage == rank
+            assert profile.split == "emulated"
+            measured = (profile.forward, profile.backward_input, profile.backward_weight)
+            for value, wanted in zip(measured, TIMES, strict=True):
+                assert wanted * 0.8 <= value < wanted + 0.02
+            assert profile.peak_memory > 1 << 20
+        assert messages[0].state == "starting"
+        assert messages[-1].state == "finished"
+    finished = [m.finished_iteration for m in told[0][0] if m.finished_iteration is not None]
+    assert [f.index for f in finished] == list(range(ITERATIONS))
+    assert [f.loss for f in finished] == pytest.approx(told[0][1])
+    busy = MICROBATCHES * sum(TIMES)
+    for sample in finished:
+        assert sample.seconds >= busy
+        assert 0.0 < sample.bubble_fraction < 0.8
+    assert not any(m.finished_iteration for m in told[1][0])
+
+
+def test_losses_come_from_the_messages() -> None:
+    """The emulated loss is the same whatever the schedule, and never twice the same."""
+    runs = [run_ranks(2, entry, "direct", [], policy)[0][1] for policy in ("gpipe", "pipemorph")]
+    assert runs[0] == runs[1]
+    assert len(set(runs[0])) == ITERATIONS
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_traces_and_the_record_of_faults(path: str, tmp_path: FilePath) -> None:
+    faults = [Fault(link=0, delay_ms=10.0, from_iteration=1, to_iteration=2)]
+    if path == "delegated":
+        faults.append(Fault(link=0, from_iteration=2, sever="data"))
+    run_ranks(2, entry, path, faults, context={"trace_dir": tmp_path})
+    for rank in range(2):
+        lines = [
+            json.loads(line)
+            for line in (tmp_path / f"ops-rank{rank}.jsonl").read_text().splitlines()
+        ]
+        assert [line["iteration"] for line in lines] == list(range(ITERATIONS))
+        for line in lines:
+            assert (line["rank"], line["stage"], line["replica"]) == (rank, rank, 0)
+            assert line["emulated"] is True
+            assert line["epoch"] == 0
+            kinds = [op[0] for op in line["ops"]]
+            assert {k: kinds.count(k) for k in "FBW"} == dict.fromkeys("FBW", MICROBATCHES)
+            times = [t for op in line["ops"] for t in op[2:]]
+            assert times == sorted(times)
+            assert times[0] >= 0
+        record = json.loads((tmp_path / f"faults-rank{rank}.json").read_text())
+        delay = record["faults"][0]
+        assert delay["messages_held"] == MICROBATCHES
+        assert delay["hold_seconds"] == pytest.approx(0.010 * MICROBATCHES, rel=1e-3)
+        assert (delay["first_iteration"], delay["last_iteration"]) == (1, 1)
+        cuts = [entry for entry in record["faults"] if "sever" in entry]
+        assert [cut["applied"] for cut in cuts] == (
+            [True] if path == "delegated" and not rank else []
+        )
+
+
+class Switching(Recorder):
+    """Delivers a plan in the middle of iteration 1."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self._later: Plan | None = plan
+
+    def publish(self, telemetry: RankTelemetry) -> None:
+        super().publish(telemetry)
+        if telemetry.iteration == 1 and self._later is not None:
+            self.plan, self._later = self._later, None
+
+
+def switching(context: TrainerContext) -> list[int]:
+    from jobs import Job, make_plan
+
+    control = Switching(make_plan(Job(2, MICROBATCHES), 5, "gpipe", paths=(Path.DIRECT,)))
+    versions = []
+    with Pipeline(
+        EmulatedStage(*TIMES, message_bytes=4096),
+        context=context,
+        microbatches=MICROBATCHES,
+        control=control,
+    ) as pipe:
+        for _ in range(6):
+            pipe.step()
+            versions.append(pipe.plan.version)
+    return versions
+
+
+def test_a_directive_in_mid_iteration_is_in_force_two_iterations_later() -> None:
+    versions: list[Any] = run_ranks(2, switching)
+    assert versions[0] == versions[1]
+    assert versions[0] in ([0, 0, 0, 5, 5, 5], [0, 0, 0, 0, 5, 5])
