@@ -492,6 +492,7 @@ class JobController:
     ) -> None:
         """Make the chosen option the wanted plan, under a new epoch."""
         before = self._schedule.warmup()
+        moved_back = chosen.delegated < sum(path is Path.DELEGATED for path in self._paths)
         returns = cause in ("recovered", "restart") and (chosen.schedule, chosen.paths) == (
             self._home,
             self._first_paths,
@@ -514,7 +515,7 @@ class JobController:
         finished = self._ledger.last_iteration
         if cause in ("slow", "worse", "restart"):
             self._pacing.hurried(finished)
-        self._pacing.issued(finished, returning=returns)
+        self._pacing.issued(finished, returning=returns or moved_back)
         since = [link.since_iteration for link in links if link.since_iteration is not None]
         self._ledger.records.append(
             AdaptationRecord(

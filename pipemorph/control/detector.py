@@ -71,8 +71,9 @@ class _Base:
     value: float
     noise: float = 0.0
     exact: bool = True
-    guessed: bool = False
-    """First used while the link was slow: no window of the healthy link has been seen."""
+    ceiling: float | None = None
+    """Set while the base is a guess, because the path was first used while the link was slow
+    and no window of the healthy link has been seen: at most this counts as recovery."""
 
 
 class DelayDetector:
@@ -232,8 +233,11 @@ class DelayDetector:
             self._suspected_at = mark
         self._learning.append((value, exact))
         true = [v for v, was_exact in self._learning if was_exact]
-        if len(true) < LEARN and len(self._learning) < 4 * LEARN:
+        # A slow link's delay may vary: enough windows to see more than one draw of it.
+        enough = 2 * LEARN if self.level is Level.SLOW else LEARN
+        if len(true) < enough and len(self._learning) < 4 * LEARN:
             return
+        values = sorted(true or (v for v, _ in self._learning))
         level = median(true) if true else min(v for v, _ in self._learning)
         self._learning.clear()
         if self.level is Level.SLOW:
@@ -241,9 +245,10 @@ class DelayDetector:
             # is its base; or the delay came along, and the rest is. Guess low where the delay
             # varies: too high a base would take the next small delay for recovery.
             usual, delay, spread = self._carried
-            came_along = level - usual > delay / 2
+            came_along = values[int(0.8 * len(values))] - usual > delay / 4
             base = max(min(usual, level), level - delay - 2 * spread) if came_along else level
-            self._bases[self.path] = _Base(base, exact=bool(true), guessed=came_along)
+            ceiling = usual + delay / 4 if came_along else None
+            self._bases[self.path] = _Base(base, exact=bool(true), ceiling=ceiling)
             self._since = deque([level] * LEARN, RECENT)
             if not came_along:
                 self._since.clear()
@@ -280,10 +285,12 @@ class DelayDetector:
     def _observe_slow(self, known: _Base, value: float, mark: int, slack: float) -> None:
         """``slack`` above 0: ``value`` is a bound. Below the line it proves more than a value
         with noise on it; above, it proves nothing if the truth may still be below."""
-        if known.guessed and value < known.value:
+        if known.ceiling is not None and value < known.value:
             known.value = value
         threshold = self.thresholds.of(known.value, known.noise)
         line = known.value + threshold / 2
+        if known.ceiling is not None:
+            line = min(line, known.ceiling)
         step = min(2.0 if slack else 1.0, max(-1.0, 4 * (line - value) / threshold))
         if not (slack and value - slack <= line < value):
             self._sum = max(0.0, self._sum + step)
@@ -292,7 +299,7 @@ class DelayDetector:
         elif self._suspected_at is None:
             self._suspected_at = mark
         if self._sum >= CLEAR:
-            known.guessed = False
+            known.ceiling = None
             self._since.clear()
             self._become(Level.HEALTHY, self._suspected_at)
         else:

@@ -338,10 +338,11 @@ def test_a_flapping_link_changes_the_plan_ever_less_often() -> None:
     assert len(changed) <= 14
 
 
-def test_a_fault_that_delegation_avoids_does_not_swing_to_and_fro() -> None:
+@pytest.mark.parametrize("overhead", [0.0, 0.010, 0.025])
+def test_a_fault_that_delegation_avoids_does_not_swing_to_and_fro(overhead: float) -> None:
     """Direct is slow, delegated is not: going back to direct brings the fault back."""
     plant = Plant(spec())
-    plant.avoided = True
+    plant.avoided, plant.overhead = True, overhead
     plant.run(4)
     plant.delays[2] = 0.060
     plant.run(200)

@@ -121,17 +121,41 @@ def test_a_delay_near_the_threshold_does_not_flap(hover: float) -> None:
         assert run.detector.level is Level.HEALTHY
 
 
+def test_between_the_edges_a_link_stays_what_it_was() -> None:
+    """Least delay that counts is 2 ms: 1.5 ms raises no alarm and ends none."""
+    rng = random.Random(3)
+    run = learned(rng)
+    assert run.feed(noisy(rng, 300, BASE + 0.0015, 0.0001)) == 0
+    run = learned(rng)
+    assert run.feed(noisy(rng, 20, BASE + 0.030))
+    assert run.feed(noisy(rng, 300, BASE + 0.0015, 0.0001)) == 0
+
+
+def jittered(rng: random.Random, count: int, base: float = BASE) -> list[float]:
+    """Delays from N(30, 10) ms, redrawn every 50 to 400 ms (paper)."""
+    values: list[float] = []
+    while len(values) < count:
+        delay = max(0.0, rng.gauss(0.030, 0.010))
+        values += noisy(rng, rng.randint(1, 8), base + delay)
+    return values[:count]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_jitter_on_a_path_first_used_while_slow_is_no_recovery(seed: int) -> None:
+    rng = random.Random(seed)
+    run = learned(rng)
+    run.feed(jittered(rng, 10))
+    assert run.changes[-1][1] is Level.SLOW
+    assert run.feed(jittered(rng, 400), path="delegated") == 0
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_jitter_redrawn_every_50_to_400_ms_is_one_slow_period(seed: int) -> None:
-    """Delays from N(30, 10) ms (paper): averaged, not chased."""
+    """Averaged, not chased."""
     rng = random.Random(seed)
     run = learned(rng)
     run.changes.clear()
-    values: list[float] = []
-    while len(values) < 400:
-        delay = max(0.0, rng.gauss(0.030, 0.010))
-        values += noisy(rng, rng.randint(1, 8), BASE + delay)
-    run.feed(values)
+    run.feed(jittered(rng, 400))
     assert [level for _, level in run.changes] == [Level.SLOW]
     assert run.detector.delay == pytest.approx(0.030, abs=0.012)
 
