@@ -71,9 +71,8 @@ class _Base:
     value: float
     noise: float = 0.0
     exact: bool = True
-    ceiling: float | None = None
-    """Set while the base is a guess, because the path was first used while the link was slow
-    and no window of the healthy link has been seen: at most this counts as recovery."""
+    guessed: bool = False
+    """First used while the link was slow: no window of the healthy link has been seen."""
 
 
 class DelayDetector:
@@ -96,7 +95,7 @@ class DelayDetector:
         self._suspected_at: int | None = None
         self._side = 0
         self._carried = (0.0, 0.0, 0.0)
-        """Base, delay and spread of the delay on the path before this one."""
+        """Base, delay and noise of the path before this one."""
 
     # --- what is believed -----------------------------------------------------------------
 
@@ -216,9 +215,9 @@ class DelayDetector:
 
     def _switch(self, path: str) -> None:
         """The bytes travel another way: another base. The level stays until windows tell."""
-        if self.base is not None:
-            spread = pstdev(self._since) if self._since else 0.0
-            self._carried = (self.base, self.delay, spread)
+        before = self._bases.get(self.path) if self.path is not None else None
+        if before is not None:
+            self._carried = (before.value, self.delay, before.noise)
         if path not in self._bases:
             self._learning.clear()
         elif self.level is Level.SLOW and self.base is not None:
@@ -242,13 +241,11 @@ class DelayDetector:
         self._learning.clear()
         if self.level is Level.SLOW:
             # Another path of a slow link. Either this path avoids what is wrong, and all of it
-            # is its base; or the delay came along, and the rest is. Guess low where the delay
-            # varies: too high a base would take the next small delay for recovery.
-            usual, delay, spread = self._carried
+            # is its base; or the delay came along, and the rest is.
+            usual, delay, noise = self._carried
             came_along = values[int(0.8 * len(values))] - usual > delay / 4
-            base = max(min(usual, level), level - delay - 2 * spread) if came_along else level
-            ceiling = usual + delay / 4 if came_along else None
-            self._bases[self.path] = _Base(base, exact=bool(true), ceiling=ceiling)
+            base = max(min(usual, level), level - delay) if came_along else level
+            self._bases[self.path] = _Base(base, noise, exact=bool(true), guessed=came_along)
             self._since = deque([level] * LEARN, RECENT)
             if not came_along:
                 self._since.clear()
@@ -285,12 +282,11 @@ class DelayDetector:
     def _observe_slow(self, known: _Base, value: float, mark: int, slack: float) -> None:
         """``slack`` above 0: ``value`` is a bound. Below the line it proves more than a value
         with noise on it; above, it proves nothing if the truth may still be below."""
-        if known.ceiling is not None and value < known.value:
-            known.value = value
+        if known.guessed:
+            # Guessed too high, low draws of a varying delay would pass for recovery.
+            known.value = min(known.value, value + 3 * known.noise)
         threshold = self.thresholds.of(known.value, known.noise)
         line = known.value + threshold / 2
-        if known.ceiling is not None:
-            line = min(line, known.ceiling)
         step = min(2.0 if slack else 1.0, max(-1.0, 4 * (line - value) / threshold))
         if not (slack and value - slack <= line < value):
             self._sum = max(0.0, self._sum + step)
@@ -298,8 +294,9 @@ class DelayDetector:
             self._suspected_at = None
         elif self._suspected_at is None:
             self._suspected_at = mark
-        if self._sum >= CLEAR:
-            known.ceiling = None
+        # With a guessed base, twice the evidence: more than one draw of a delay that varies.
+        if self._sum >= (2 * CLEAR if known.guessed else CLEAR):
+            known.guessed = False
             self._since.clear()
             self._become(Level.HEALTHY, self._suspected_at)
         else:
