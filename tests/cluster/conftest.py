@@ -1,0 +1,146 @@
+"""Fixtures that give tests a real Kubernetes; docs/testbeds.md says what they need.
+
+`cluster` (API level): etcd, kube-apiserver and kube-controller-manager, or the user's cluster.
+`node_cluster` (node level): those, and a scheduler, and a kubelet that runs real pods.
+`namespace`, `node_namespace`: a namespace of one test in either.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from testbed import Cluster, TestbedError, tools
+from testbed.controlplane import ControlPlane
+from testbed.node import NodeCluster, missing_for_nodes
+
+FOREIGN = "PIPEMORPH_TEST_KUBECONFIG"
+SKIP = "PIPEMORPH_TEST_SKIP"
+
+BUILD_FAILED = pytest.StashKey[dict[str, str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "cluster: needs a Kubernetes API server; makes its own")
+    config.addinivalue_line("markers", "node: runs real pods (Linux, root, containerd)")
+    config.stash[BUILD_FAILED] = {}
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Build what is missing before the first test, which has a time limit and hidden output."""
+    if session.config.option.collectonly or session.testsfailed:
+        return
+    config = session.config
+    skipped = skipped_levels()
+    levels = {
+        "node": bool("node" not in skipped and _selected(session, "node")),
+        "cluster": bool("cluster" not in skipped and _selected(session, "cluster")),
+    }
+    if levels["cluster"] and os.environ.get(FOREIGN):
+        levels["cluster"] = False  # its programs are looked for when they are used
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    capture = config.pluginmanager.get_plugin("capturemanager")
+
+    def say(text: str) -> None:
+        if terminal is None:
+            return
+        if capture is not None:
+            with capture.global_and_fixture_disabled():
+                terminal.write_line(f"test cluster: {text}")
+        else:
+            terminal.write_line(f"test cluster: {text}")
+
+    for level, names in (("cluster", tools.API_TOOLS), ("node", tools.NODE_TOOLS)):
+        if not levels[level]:
+            continue
+        try:
+            if level == "node":
+                missing_for_nodes(say)
+            tools.ensure(names, say)
+        except TestbedError as error:
+            # Reported by each test that needs it, as its own failure.
+            config.stash[BUILD_FAILED][level] = str(error)
+
+
+def _selected(session: pytest.Session, level: str) -> bool:
+    return any(item.get_closest_marker(level) for item in session.items)
+
+
+def skipped_levels() -> set[str]:
+    """The levels that somebody at a desk chose to do without; CI must not set this."""
+    words = set(os.environ.get(SKIP, "").replace(",", " ").split())
+    if words - {"cluster", "node"}:
+        raise pytest.UsageError(f"{SKIP}={os.environ[SKIP]}: expected cluster, node or both")
+    return words | ({"node"} if "cluster" in words else set())
+
+
+def _refuse_or_skip(config: pytest.Config, level: str) -> None:
+    if level in skipped_levels():
+        pytest.skip(f"{SKIP} names {level}: what this test checks is not checked")
+    failed = config.stash[BUILD_FAILED].get(level)
+    if failed is not None:
+        pytest.fail(
+            f"no {level} level here: {failed}\n(on a machine that cannot have it, run with "
+            f"{SKIP}={level}: these tests are then reported as skipped)",
+            pytrace=False,
+        )
+
+
+@pytest.fixture(scope="session")
+def cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    _refuse_or_skip(request.config, "cluster")
+    directory = tmp_path_factory.mktemp("cluster")
+    foreign = os.environ.get(FOREIGN)
+    if foreign:
+        yield Cluster.foreign(directory, Path(foreign))
+        return
+    plane = ControlPlane(directory)
+    plane.start()
+    try:
+        yield Cluster.own(plane)
+    finally:
+        plane.stop()
+
+
+@pytest.fixture(scope="session")
+def node_cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[NodeCluster]:
+    _refuse_or_skip(request.config, "node")
+    with NodeCluster.started(tmp_path_factory.mktemp("nodes")) as nodes:
+        yield nodes
+
+
+@pytest.fixture
+def namespace(cluster: Cluster) -> Iterator[str]:
+    with cluster.namespace() as name:
+        yield name
+
+
+@pytest.fixture
+def node_namespace(node_cluster: NodeCluster) -> Iterator[str]:
+    with node_cluster.namespace() as name:
+        yield name
+
+
+@pytest.fixture
+def own_cluster(cluster: Cluster) -> Cluster:
+    """The cluster, in tests that stop its API server or sign with its keys."""
+    if cluster.control_plane is None:
+        pytest.skip(f"{FOREIGN} names a cluster whose control plane is not ours to stop")
+    return cluster
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Add the ends of the control plane's logs to the report of a test that failed."""
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    if not report.failed:
+        return
+    for name in ("cluster", "node_cluster"):
+        found = getattr(item, "funcargs", {}).get(name)
+        if isinstance(found, Cluster):
+            report.sections.append((f"logs of {name}", found.logs()))

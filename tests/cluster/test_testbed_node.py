@@ -1,0 +1,157 @@
+"""The node level of the testbed runs real pods: own addresses, names, devices, and losses."""
+
+import json
+import re
+from collections.abc import Sequence
+
+import pytest
+from testbed import NotYet, TestbedError, wait_for
+from testbed.api import Object
+from testbed.images import BASE
+from testbed.node import DEVICES, RESOURCE, NodeCluster
+
+pytestmark = pytest.mark.node
+
+
+def pod(name: str, command: Sequence[str] = ("sleep", "600"), devices: int = 0) -> Object:
+    container: Object = {
+        "name": "main",
+        "image": BASE,
+        "imagePullPolicy": "Never",
+        "command": list(command),
+    }
+    if devices:
+        limits = {RESOURCE: str(devices)}
+        container["resources"] = {"limits": limits, "requests": limits}
+    return {
+        "metadata": {"name": name, "labels": {"app": name}},
+        "spec": {"terminationGracePeriodSeconds": 0, "containers": [container]},
+    }
+
+
+def start(nodes: NodeCluster, namespace: str, *pods: Object) -> list[str]:
+    """Create pods, wait until each is ready, and return their addresses."""
+    for each in pods:
+        nodes.client.create("pods", each, namespace)
+    names = [each["metadata"]["name"] for each in pods]
+    ready = [nodes.wait("pods", name, "Ready", 60.0, namespace=namespace) for name in names]
+    return [each["status"]["podIP"] for each in ready]
+
+
+def in_pod(nodes: NodeCluster, namespace: str, pod: str, *command: str) -> str:
+    return nodes.kubectl("exec", f"--namespace={namespace}", pod, "--", *command)
+
+
+def test_a_pod_runs_with_an_address_of_its_own(
+    node_cluster: NodeCluster, node_namespace: str
+) -> None:
+    command = ["sh", "-c", "echo hello from $(cat /etc/hostname); sleep 600"]
+    (address,) = start(node_cluster, node_namespace, pod("one", command))
+    assert address.rpartition(".")[0] == str(node_cluster.nodes[0].pods).rpartition(".")[0]
+    assert address in in_pod(node_cluster, node_namespace, "one", "ip", "address")
+    logs = node_cluster.kubectl("logs", f"--namespace={node_namespace}", "one")
+    assert logs == "hello from one\n"
+
+
+def test_pods_reach_each_other_by_address_name_and_service(
+    node_cluster: NodeCluster, node_namespace: str
+) -> None:
+    serve = "mkdir /tmp/w; echo served >/tmp/w/index.html; httpd -f -p 8080 -h /tmp/w"
+    server = pod("server", ["sh", "-c", serve])
+    server["spec"] |= {"hostname": "server", "subdomain": "peers"}
+    address, _ = start(node_cluster, node_namespace, server, pod("client"))
+    spec = {"selector": {"app": "server"}, "ports": [{"port": 8080}]}
+    for name, kind in (("peers", {"clusterIP": "None"}), ("virtual", {})):
+        service = {"metadata": {"name": name}, "spec": spec | kind}
+        node_cluster.client.create("services", service, node_namespace)
+
+    for host in (address, "server.peers", "virtual"):
+
+        def fetched(host: str = host) -> bool:
+            request = 'exec 3<>/dev/tcp/$0/8080; printf "GET / HTTP/1.0\\r\\n\\r\\n" >&3; cat <&3'
+            try:
+                return "served" in in_pod(
+                    node_cluster, node_namespace, "client", "bash", "-c", request, host
+                )
+            except TestbedError as error:
+                raise NotYet(str(error)) from None
+
+        # A Service takes a moment to reach kube-proxy and the DNS server.
+        wait_for(f"an answer from {host}", fetched, 30.0, interval=0.5)
+
+
+def test_a_pod_reaches_the_api_server_as_its_service_account(
+    node_cluster: NodeCluster, node_namespace: str
+) -> None:
+    start(node_cluster, node_namespace, pod("caller"))
+    folder = "/var/run/secrets/kubernetes.io/serviceaccount"
+    token = in_pod(node_cluster, node_namespace, "caller", "cat", f"{folder}/token")
+    review = node_cluster.token_review(token)
+    assert review["user"]["username"] == f"system:serviceaccount:{node_namespace}:default"
+    connect = "exec 3<>/dev/tcp/kubernetes.default/443 && echo connected"
+    assert in_pod(node_cluster, node_namespace, "caller", "bash", "-c", connect) == "connected\n"
+
+
+def test_a_pod_gets_the_devices_it_asks_for_and_no_more_than_there_are(
+    node_cluster: NodeCluster, node_namespace: str
+) -> None:
+    start(node_cluster, node_namespace, pod("some", devices=3))
+    given = in_pod(node_cluster, node_namespace, "some", "env")
+    found = re.search(r"^TESTBED_DEVICES=(.+)$", given, re.MULTILINE)
+    assert found is not None and len(set(found.group(1).split(","))) == 3
+    files = in_pod(node_cluster, node_namespace, "some", "ls", "/dev/infiniband")
+    assert files.split() == ["rdma_cm", "uverbs0"]
+    node_cluster.client.create("pods", pod("more", devices=DEVICES - 2), node_namespace)
+    node_cluster.wait("pods", "more", "PodScheduled=False", 20.0, namespace=node_namespace)
+    assert f"Insufficient {RESOURCE}" in node_cluster.events("pods", "more", node_namespace)
+    node_cluster.client.delete("pods", "some", node_namespace)
+    node_cluster.wait("pods", "more", "Ready", 60.0, namespace=node_namespace)
+
+
+def test_a_sick_device_is_not_offered(node_cluster: NodeCluster) -> None:
+    node = node_cluster.nodes[0]
+
+    def offered(count: int) -> bool:
+        status = node_cluster.client.get("nodes", node.name)["status"]
+        if status["allocatable"][RESOURCE] != str(count):
+            raise NotYet(f"found {status['allocatable'][RESOURCE]} devices, expected {count}")
+        return True
+
+    node.sick.write_text("device-0 device-5")
+    wait_for("two sick devices to go", lambda: offered(DEVICES - 2), 20.0)
+    node.sick.write_text("")
+    wait_for("them to come back", lambda: offered(DEVICES), 20.0)
+
+
+def test_a_link_of_one_pod_can_be_limited(node_cluster: NodeCluster, node_namespace: str) -> None:
+    start(node_cluster, node_namespace, pod("slow"))
+    node = node_cluster.nodes[0]
+    veth = node.veth_of(node_namespace, "slow")
+    limit = ["rate", "1mbit", "burst", "16kb", "latency", "50ms"]
+    node.run("tc", "qdisc", "add", "dev", veth, "root", "tbf", *limit)
+    (discipline,) = json.loads(node.run("tc", "-j", "qdisc", "show", "dev", veth))
+    assert discipline["kind"] == "tbf"
+
+
+def test_pods_and_devices_outlive_a_restart_of_the_kubelet(
+    node_cluster: NodeCluster, node_namespace: str
+) -> None:
+    start(node_cluster, node_namespace, pod("before", devices=1))
+    node_cluster.nodes[0].restart_kubelet()
+    found = node_cluster.wait("pods", "before", "Ready", 30.0, namespace=node_namespace)
+    assert found["status"]["containerStatuses"][0]["restartCount"] == 0
+    start(node_cluster, node_namespace, pod("after", devices=1))
+
+
+def test_a_second_node_takes_pods_and_can_be_lost(
+    node_cluster: NodeCluster, node_namespace: str
+) -> None:
+    second = node_cluster.add_node()
+    far = pod("far")
+    far["spec"]["nodeName"] = second.name
+    address, _ = start(node_cluster, node_namespace, far, pod("near"))
+    in_pod(node_cluster, node_namespace, "near", "ping", "-c1", "-W5", address)
+    second.kill()
+    # The node controller's own grace period: it must be the one that notices.
+    node_cluster.wait("nodes", second.name, "Ready=Unknown", 90.0)
+    node_cluster.remove_node(second)

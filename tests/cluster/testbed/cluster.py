@@ -1,0 +1,466 @@
+"""What a test holds: one cluster, and the few things every test does with it."""
+
+import base64
+import itertools
+import json
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from testbed import tools
+from testbed.api import STRATEGIC_MERGE_PATCH, ApiClient, ApiError, Object
+from testbed.controlplane import START_DEADLINE, ControlPlane
+from testbed.errors import TestbedError
+from testbed.kubeconfig import save, write_kubeconfig
+from testbed.pki import sign_es256
+from testbed.processes import output
+from testbed.waiting import NotYet, wait_for
+
+Condition = str | Callable[[Object], object]
+
+# A range nobody routes (RFC 2544, benchmarks), for pods that run nowhere.
+_FAKE_IPS = (f"198.18.{n >> 8}.{n & 255}" for n in itertools.count(1))
+
+
+class Cluster:
+    """A cluster with administrator's rights, its own control plane or the user's."""
+
+    def __init__(
+        self, directory: Path, admin: Path, control_plane: ControlPlane | None = None
+    ) -> None:
+        self.directory = directory
+        self.admin = admin
+        self.control_plane = control_plane
+        self.client = ApiClient(admin)
+        self._users: dict[tuple[str, tuple[str, ...]], Path] = {}
+
+    @classmethod
+    def own(cls, control_plane: ControlPlane) -> "Cluster":
+        return cls(control_plane.directory, control_plane.admin, control_plane)
+
+    @classmethod
+    def foreign(cls, directory: Path, kubeconfig: Path) -> "Cluster":
+        """The user's cluster; its kubeconfig is copied, so that nothing is written beside it."""
+        if not kubeconfig.is_file():
+            raise TestbedError(
+                f"PIPEMORPH_TEST_KUBECONFIG={kubeconfig} is no file: correct or unset it"
+            )
+        command = [_kubectl(), "config", "view", "--raw", "--flatten", "--minify", "-o", "json"]
+        said = output([*command, f"--kubeconfig={kubeconfig}"])
+        admin = directory / "kubeconfig" / "admin.yaml"
+        save(admin, json.loads(said))
+        cluster = cls(directory, admin)
+        try:
+            cluster.client.request("GET", "/version")
+        except (ApiError, OSError) as error:
+            raise TestbedError(
+                f"the cluster of PIPEMORPH_TEST_KUBECONFIG={kubeconfig} does not answer: {error}"
+            ) from error
+        return cluster
+
+    @property
+    def server(self) -> str:
+        return self.client.server
+
+    @property
+    def version(self) -> str:
+        version: str = self.client.request("GET", "/version")["gitVersion"]
+        return version
+
+    # --- programs -------------------------------------------------------------------------
+
+    def kubectl(
+        self,
+        *arguments: str,
+        input: str | None = None,
+        kubeconfig: Path | None = None,
+        deadline: float = 60.0,
+    ) -> str:
+        """What kubectl prints; `TestbedError` with its complaint if it fails."""
+        return output(
+            [_kubectl(), f"--kubeconfig={kubeconfig or self.admin}", *arguments],
+            input=input,
+            environment=self._environment(),
+            deadline=deadline,
+        )
+
+    def helm(self, *arguments: str, kubeconfig: Path | None = None, deadline: float = 120.0) -> str:
+        """What helm prints; `TestbedError` with its complaint if it fails."""
+        program: Path | str = tools.find("helm")
+        environment = self._environment() | {
+            "KUBECONFIG": str(kubeconfig or self.admin),
+            # Not the plugins, repositories and caches of whoever runs the tests.
+            **{
+                f"HELM_{name}_HOME": str(self.directory / "helm" / name.lower())
+                for name in ("CACHE", "CONFIG", "DATA")
+            },
+        }
+        return output([program, *arguments], environment=environment, deadline=deadline)
+
+    def _environment(self) -> dict[str, str]:
+        # Discovery is cached by address, and a later cluster may get the address of an earlier one.
+        return {
+            "KUBECACHEDIR": str(self.directory / "kubectl-cache"),
+            "HOME": str(self.directory / "home"),
+        }
+
+    def apply(self, manifest: str | Object | Sequence[Object], *arguments: str) -> None:
+        """`kubectl apply` of YAML text, an object or several."""
+        if not isinstance(manifest, str):
+            objects = [manifest] if isinstance(manifest, dict) else manifest
+            manifest = yaml.safe_dump_all(objects)
+        self.kubectl("apply", "-f", "-", *arguments, input=manifest)
+
+    # --- who asks -------------------------------------------------------------------------
+
+    def kubeconfig(self, user: str | None = None, groups: Sequence[str] = ()) -> Path:
+        """A kubeconfig of the administrator, or of a user who has no rights but those bound.
+
+        On our own control plane the user signs in with a certificate; on another cluster the
+        administrator impersonates it, since only the cluster's owner can issue certificates.
+        """
+        if user is None:
+            return self.admin
+        key = (user, tuple(groups))
+        if key not in self._users:
+            file_name = f"user-{len(self._users)}-{re.sub('[^a-z0-9]+', '-', user.lower())[:40]}"
+            if self.control_plane is not None:
+                self._users[key] = self.control_plane.kubeconfig(file_name, user, groups)
+            else:
+                document = yaml.safe_load(self.admin.read_text())
+                document["users"][0]["user"] |= {"as": user, "as-groups": list(groups)}
+                self._users[key] = self.directory / "kubeconfig" / f"{file_name}.yaml"
+                save(self._users[key], document)
+        return self._users[key]
+
+    def kubeconfig_of_token(self, token: str, name: str = "token") -> Path:
+        """A kubeconfig of whoever a token belongs to, such as the operator's service account."""
+        document = yaml.safe_load(self.admin.read_text())
+        cluster = document["clusters"][0]["cluster"]
+        path = self.directory / "kubeconfig" / f"{name}-{secrets.token_hex(4)}.yaml"
+        write_kubeconfig(path, server=self.server, authority=b"", user=name, token=token)
+        written = yaml.safe_load(path.read_text())
+        written["clusters"][0]["cluster"] = cluster
+        save(path, written)
+        return path
+
+    def service_account_token(
+        self,
+        namespace: str,
+        name: str,
+        audience: str | None = None,
+        bound_pod: str | None = None,
+        seconds: int = 3600,
+    ) -> str:
+        """A token as the kubelet projects it: for one audience, bound to one pod.
+
+        Kubernetes grants no less than 600 seconds; see `expired` for what is left after them.
+        """
+        spec: Object = {"expirationSeconds": seconds}
+        if audience is not None:
+            spec["audiences"] = [audience]
+        if bound_pod is not None:
+            pod = self.client.get("pods", bound_pod, namespace)
+            spec["boundObjectRef"] = {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "name": bound_pod,
+                "uid": pod["metadata"]["uid"],
+            }
+        answer = self.client.request(
+            "POST", f"{self.client.path('serviceaccounts', namespace, name)}/token", {"spec": spec}
+        )
+        token: str = answer["status"]["token"]
+        return token
+
+    def expired(self, token: str, seconds: int = 60) -> str:
+        """The same token as it would be `seconds` after its end, signed by the cluster's key."""
+        key = self._own("sign a token").token_key
+        head, body, _ = token.split(".")
+        claims = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))
+        shift = int(time.time()) - seconds - int(claims["exp"])
+        for name in ("exp", "iat", "nbf"):
+            claims[name] += shift
+        body = _base64url(json.dumps(claims).encode())
+        signature = sign_es256(key, f"{head}.{body}".encode())
+        return f"{head}.{body}.{_base64url(signature)}"
+
+    def token_review(self, token: str, audiences: Sequence[str] = ()) -> Object:
+        """The status of a TokenReview: what the API server says about a token."""
+        answer = self.client.request(
+            "POST",
+            "/apis/authentication.k8s.io/v1/tokenreviews",
+            {"spec": {"token": token, "audiences": list(audiences)}},
+        )
+        status: Object = answer["status"]
+        return status
+
+    # --- objects --------------------------------------------------------------------------
+
+    @contextmanager
+    def namespace(self, prefix: str = "test") -> Iterator[str]:
+        """A namespace of one test; its deletion is not waited for, the next test has its own."""
+        name = f"{prefix}-{secrets.token_hex(3)}"
+        self.client.create("namespaces", {"metadata": {"name": name}})
+        # A pod cannot be created before the namespace's default service account.
+        self.wait("serviceaccounts", "default", lambda _: True, 30.0, namespace=name)
+        try:
+            yield name
+        finally:
+            self.client.delete("namespaces", name)
+
+    def wait(
+        self,
+        kind: str,
+        name: str,
+        condition: Condition,
+        deadline: float = 30.0,
+        *,
+        namespace: str | None = None,
+    ) -> Object:
+        """Wait for an object and return it as it was then.
+
+        `condition` is a condition type that must be True (`"Complete"`), or one with its status
+        (`"LinksHealthy=False"`), or the word `"deleted"`, or a function of the object that returns
+        something true or raises `NotYet`. The error of a missed deadline shows the object's last
+        status and its events.
+        """
+        last: Object = {}
+
+        def look() -> Object | None:
+            nonlocal last
+            try:
+                last = self.client.get(kind, name, namespace)
+            except ApiError as error:
+                if error.code == 404 and condition == "deleted":
+                    return last or {"metadata": {"name": name}}
+                if error.code in {404, 429, 503}:
+                    raise NotYet(error.message) from None
+                raise
+            if condition == "deleted":
+                finalizers = last["metadata"].get("finalizers", [])
+                raise NotYet(f"it still exists, with finalizers {finalizers}")
+            return last if _holds(last, condition) else None
+
+        def details() -> str:
+            status = json.dumps(last.get("status", {}), indent=1)
+            return f"last status: {status}\n{self.events(kind, name, namespace)}"
+
+        what = condition if isinstance(condition, str) else "the condition"
+        return wait_for(f"{what} of {kind} {name}", look, deadline, details=details)
+
+    def events(self, kind: str, name: str, namespace: str | None = None) -> str:
+        """The object's events, one per line, oldest first."""
+        if namespace is None:
+            return ""
+        found = self.client.list("events", namespace, fields=f"involvedObject.name={name}")
+        found.sort(key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime")))
+        return "\n".join(
+            f"  {event['type']} {event['reason']}: {event.get('message', '')}" for event in found
+        )
+
+    # --- in place of nodes ----------------------------------------------------------------
+
+    def fake_node(self, name: str, labels: dict[str, str] | None = None) -> Object:
+        """A node that is only an object: ready, with resources, and nothing that runs on it."""
+        node = self.client.create("nodes", {"metadata": {"name": name, "labels": labels or {}}})
+        self.client.request(
+            "PATCH",
+            f"/api/v1/nodes/{name}",
+            {"spec": {"taints": None}},
+            content_type="application/merge-patch+json",
+        )
+        status = {
+            "capacity": {"cpu": "64", "memory": "256Gi", "pods": "500"},
+            "allocatable": {"cpu": "64", "memory": "256Gi", "pods": "500"},
+            "conditions": [
+                {"type": "Ready", "status": "True", "reason": "KubeletReady"}
+                | _times("lastTransitionTime", "lastHeartbeatTime")
+            ],
+        }
+        self.client.patch("nodes", name, {"status": status}, subresource="status")
+        return node
+
+    def fake_pod_running(
+        self, namespace: str, pod: str, *, ip: str | None = None, node: str | None = None
+    ) -> Object:
+        """Report a pod as running and ready, as its kubelet would.
+
+        Without `node` the pod stays unbound, so that the API server deletes it at once when asked:
+        a bound pod waits for its kubelet (`fake_pod_gone`).
+        """
+        if node is not None:
+            self.client.request(
+                "POST",
+                f"{self.client.path('pods', namespace, pod)}/binding",
+                {"metadata": {"name": pod}, "target": {"kind": "Node", "name": node}},
+            )
+        spec = self.client.get("pods", pod, namespace)["spec"]
+        address = ip or next(_FAKE_IPS)
+        running = {"running": _times("startedAt")}
+        return self._pod_status(
+            namespace,
+            pod,
+            {
+                "phase": "Running",
+                "podIP": address,
+                "podIPs": [{"ip": address}],
+                **_times("startTime"),
+                "conditions": [
+                    {"type": kind, "status": "True"} | _times("lastTransitionTime")
+                    for kind in ("PodScheduled", "Initialized", "ContainersReady", "Ready")
+                ],
+                "containerStatuses": [
+                    _container(container, running, ready=True) for container in spec["containers"]
+                ],
+            },
+        )
+
+    def fake_pod_succeeded(self, namespace: str, pod: str) -> Object:
+        return self._fake_pod_ended(namespace, pod, exit_code=0, reason="Completed")
+
+    def fake_pod_failed(
+        self,
+        namespace: str,
+        pod: str,
+        *,
+        exit_code: int = 1,
+        reason: str = "Error",
+        disruption: str | None = None,
+    ) -> Object:
+        """Report a pod as failed; with `disruption`, as one the cluster took away.
+
+        `disruption` is the reason of its DisruptionTarget condition, such as `TerminationByKubelet`
+        or `DeletionByPodGC` (its node is gone).
+        """
+        conditions = []
+        if disruption is not None:
+            conditions.append(
+                {"type": "DisruptionTarget", "status": "True", "reason": disruption}
+                | _times("lastTransitionTime")
+            )
+        return self._fake_pod_ended(
+            namespace, pod, exit_code=exit_code, reason=reason, conditions=conditions
+        )
+
+    def fake_pod_gone(self, namespace: str, pod: str) -> None:
+        """Let a deleted pod go, as its kubelet does once its containers have ended."""
+        self.client.delete("pods", pod, namespace, grace=0)
+
+    def _fake_pod_ended(
+        self,
+        namespace: str,
+        pod: str,
+        *,
+        exit_code: int,
+        reason: str,
+        conditions: Sequence[Object] = (),
+    ) -> Object:
+        phase = "Failed" if exit_code else "Succeeded"
+        spec = self.client.get("pods", pod, namespace)["spec"]
+        state = {
+            "terminated": {"exitCode": exit_code, "reason": reason}
+            | _times("startedAt", "finishedAt")
+        }
+        not_ready = {"status": "False", "reason": f"Pod{phase}"} | _times("lastTransitionTime")
+        ended = [{"type": kind} | not_ready for kind in ("ContainersReady", "Ready")]
+        return self._pod_status(
+            namespace,
+            pod,
+            {
+                "phase": phase,
+                "conditions": [*conditions, *ended],
+                "containerStatuses": [
+                    _container(container, state, ready=False) for container in spec["containers"]
+                ],
+            },
+        )
+
+    def _pod_status(self, namespace: str, pod: str, status: Object) -> Object:
+        return self.client.patch(
+            "pods",
+            pod,
+            {"status": status},
+            namespace,
+            subresource="status",
+            content_type=STRATEGIC_MERGE_PATCH,
+        )
+
+    # --- its own control plane ------------------------------------------------------------
+
+    def _own(self, what: str) -> ControlPlane:
+        if self.control_plane is None:
+            raise TestbedError(
+                f"cannot {what} of the cluster in PIPEMORPH_TEST_KUBECONFIG: unset it for this test"
+            )
+        return self.control_plane
+
+    def restart_apiserver(self, *, grace: float = 10.0, deadline: float = START_DEADLINE) -> None:
+        """Restart the API server at the same address; with `grace=0`, as after a crash."""
+        self._own("restart the API server").restart_apiserver(grace=grace, deadline=deadline)
+
+    def stop_apiserver(self, *, grace: float = 10.0) -> None:
+        self._own("stop the API server").stop_apiserver(grace=grace)
+
+    def start_apiserver(self, deadline: float = START_DEADLINE) -> None:
+        plane = self._own("start the API server")
+        plane.start_apiserver(deadline)
+        plane.wait_for_controllers(deadline)
+
+    def logs(self, lines: int = 30) -> str:
+        """The end of every log of the control plane, for a failure's report."""
+        if self.control_plane is None:
+            return ""
+        return "\n".join(process.log_end(lines) for process in self.control_plane.processes)
+
+
+def _kubectl() -> Path | str:
+    """The pinned kubectl; with somebody else's cluster and no build, the one they use."""
+    if os.environ.get("PIPEMORPH_TEST_KUBECONFIG") and not os.environ.get("KUBEBUILDER_ASSETS"):
+        found = shutil.which("kubectl")
+        if found is not None:
+            return found
+    return tools.find("kubectl")
+
+
+def _holds(found: Object, condition: Condition) -> bool:
+    if not isinstance(condition, str):
+        return bool(condition(found))
+    kind, _, status = condition.partition("=")
+    conditions = found.get("status", {}).get("conditions", [])
+    for entry in conditions:
+        if entry["type"] == kind:
+            if entry["status"] == (status or "True"):
+                return True
+            said = f"{entry.get('reason', '')} {entry.get('message', '')}".strip()
+            raise NotYet(f"found {kind}={entry['status']} ({said})")
+    raise NotYet(f"found no condition {kind}, only {[entry['type'] for entry in conditions]}")
+
+
+def _base64url(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).decode().rstrip("=")
+
+
+def _times(*names: str) -> dict[str, Any]:
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return dict.fromkeys(names, now)
+
+
+def _container(spec: Object, state: Object, *, ready: bool) -> Object:
+    return {
+        "name": spec["name"],
+        "image": spec["image"],
+        "imageID": "",
+        "ready": ready,
+        "restartCount": 0,
+        "state": state,
+    }
