@@ -39,6 +39,9 @@ RECENT = 40
 SHIFT = 12
 """Windows in a row on one side of the estimate before the older ones are dropped. Longer than
 a delay that is redrawn every 400 ms stays, so that jitter is averaged and a step followed."""
+NOISE_UP, NOISE_DOWN = 0.01, 0.001
+"""How fast the noise of a link follows its windows: what it was like in the last minute counts,
+and its worse moments more."""
 DRIFT, DROP = 0.005, 0.1
 """How fast the base follows its windows: hardly, so that a delay that creeps in does not become
 normal; but quickly down to windows far below it, since first windows are often slow."""
@@ -61,7 +64,10 @@ class Thresholds:
     noise: float = 4.0
 
     def of(self, base: float, noise: float) -> float:
-        return max(self.min_delay, self.relative * base, self.noise * noise)
+        """Least delay that counts. Noise raises it to at most ``noise`` times what it is
+        without, so that a link that is often slow does not make slowness normal."""
+        quiet = max(self.min_delay, self.relative * base)
+        return max(quiet, self.noise * min(noise, quiet))
 
 
 @dataclass
@@ -94,6 +100,7 @@ class DelayDetector:
         self._since: deque[float] = deque(maxlen=RECENT)
         self._suspected_at: int | None = None
         self._side = 0
+        self._alarmed_at = 0.0  # The delay at the last alarm.
         self._carried = (0.0, 0.0, 0.0)
         """Base, delay and noise of the path before this one."""
 
@@ -261,15 +268,17 @@ class DelayDetector:
         threshold = self.thresholds.of(known.value, known.noise)
         step = (value - known.value) / threshold - 0.5
         self._sum = max(0.0, self._sum + min(1.0, max(-1.0, step)))
+        # Also from windows under suspicion: a shared machine has hiccups of many windows.
+        deviation = min(abs(value - known.value), threshold)
+        rate = NOISE_UP if deviation > known.noise else NOISE_DOWN
+        known.noise += rate * (deviation - known.noise)
         if self._sum == 0.0:
             self._since.clear()
             self._suspected_at = None
-            if known.value - value > self.thresholds.of(known.value, 0.0) / 2:
+            far_below = known.value - value > self.thresholds.of(known.value, 0.0) / 2
+            known.value += (DROP if far_below else DRIFT) * (value - known.value)
+            if far_below:
                 known.noise -= DROP * known.noise
-                known.value += DROP * (value - known.value)
-            else:
-                known.noise += 0.02 * (abs(value - known.value) - known.noise)
-                known.value += DRIFT * (value - known.value)
             return
         if self._suspected_at is None:
             self._suspected_at = mark
@@ -277,6 +286,7 @@ class DelayDetector:
         if self._sum >= ALARM:
             self._sum = ALARM
             if median(self._since) - known.value >= threshold:
+                self._alarmed_at = median(self._since) - known.value
                 self._become(Level.SLOW, self._suspected_at)
 
     def _observe_slow(self, known: _Base, value: float, mark: int, slack: float) -> None:
@@ -296,6 +306,9 @@ class DelayDetector:
             self._suspected_at = mark
         # With a guessed base, twice the evidence: more than one draw of a delay that varies.
         if self._sum >= (2 * CLEAR if known.guessed else CLEAR):
+            if len(self._since) < RECENT and not known.guessed:
+                # A hiccup: if there are more of its size, they are the link's noise.
+                known.noise = max(known.noise, 1.2 * self._alarmed_at / self.thresholds.noise)
             known.guessed = False
             self._since.clear()
             self._become(Level.HEALTHY, self._suspected_at)

@@ -76,6 +76,7 @@ class Forecast:
             self._situation.wire_times,
             paths,
             queues=self._spec.transport.queues,
+            half_duplex=self._spec.transport.direct_duplex == "half",
         )
         return problem if self._warmup is None else problem.with_warmup(self._warmup)
 

@@ -15,6 +15,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.web_protocol import RequestPayloadError
 
 from pipemorph.ingest.handler import IngestHandler, Limits, Reply
 from pipemorph.ingest.seats import Authenticator, JobStore, Refused
@@ -39,6 +41,21 @@ class _Peers:
 
     silent: set[object] = field(default_factory=set)
 
+
+class _OneLine(logging.Filter):
+    """A stranger's bad HTTP is one line in the log, not a traceback."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError | RequestPayloadError | ConnectionError):
+            record.levelno, record.levelname = logging.WARNING, "WARNING"
+            record.msg, record.args = "bad HTTP: %s", (_shown(str(error)),)
+            record.exc_info = None
+        return True
+
+
+_http_log = logging.getLogger("pipemorph.ingest.http")
+_http_log.addFilter(_OneLine())
 
 _HANDLER = web.AppKey("handler", IngestHandler)
 _PEERS = web.AppKey("peers", _Peers)
@@ -83,6 +100,9 @@ def make_app(
             return too_long
         except TimeoutError:
             return Reply.error(408, f"the report did not arrive within {limits.body:g} s")
+        except (ConnectionError, RequestPayloadError, HttpProcessingError) as error:
+            # Broken off, or framed or compressed in a way that cannot be read.
+            return Reply.error(400, f"the report did not arrive whole: {error}")
         return await handler.report(namespace, name, body)
 
     async def directive(request: web.Request) -> Reply:
@@ -116,6 +136,9 @@ def make_app(
             return await handler(request)
         except web.HTTPException as error:
             return _response(Reply.error(error.status, error.reason))
+        except Exception:  # A fault of ours: one line for the caller, the rest for our log.
+            log.exception("%s %s failed", request.method, _shown(request.path))
+            return _response(Reply.error(500, "the ingest failed; its log says why"))
 
     app = web.Application(middlewares=[one_line_errors], client_max_size=MAX_REPORT_BYTES)
     app[_HANDLER], app[_PEERS] = handler, peers
@@ -132,14 +155,14 @@ async def _release_polls(app: web.Application) -> None:
 def _response(reply: Reply) -> web.Response:
     response = web.Response(status=reply.status, body=reply.body, content_type="application/json")
     response.headers.update(reply.headers)
-    if reply.status in (408, 413):
+    if reply.status in (400, 408, 413):
         response.force_close()  # The rest of the body is not read.
     return response
 
 
 def _shown(text: str) -> str:
     """Text of a stranger, fit for one log line."""
-    return text[:80].encode("ascii", "backslashreplace").decode().replace("\n", "\\n")
+    return ascii(text[:80])[1:-1]
 
 
 class IngestServer:
@@ -185,6 +208,7 @@ class IngestServer:
         runner = web.AppRunner(
             app,
             access_log=None,
+            logger=_http_log,
             keepalive_timeout=self._timeouts.keep_alive,
             lingering_time=min(1.0, self._timeouts.body),
             shutdown_timeout=self._timeouts.shutdown,

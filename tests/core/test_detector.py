@@ -265,7 +265,22 @@ def test_thresholds_are_relative_to_base_and_noise() -> None:
     limits = Thresholds(min_delay=0.002, relative=0.25, noise=4.0)
     assert limits.of(0.001, 0.0) == 0.002
     assert limits.of(0.040, 0.0) == 0.010
-    assert limits.of(0.001, 0.005) == 0.020
+    assert limits.of(0.001, 0.0015) == 0.006
+    assert limits.of(0.001, 1.0) == 0.008, "noise can raise the threshold only so far"
+
+
+def test_hiccups_of_a_shared_machine_become_noise_and_faults_do_not() -> None:
+    """Every few seconds a quarter of a second at 5 ms more: that is what this link is like."""
+    rng = random.Random(13)
+    run = learned(rng)
+    alarms = []
+    for _ in range(40):
+        before = len(run.changes)
+        run.feed([*noisy(rng, 60), *noisy(rng, 6, BASE + 0.005)])
+        alarms.append(len(run.changes) - before)
+    assert sum(alarms[10:]) <= 2
+    run.feed(noisy(rng, 60))
+    assert 3 <= run.feed(noisy(rng, 10, BASE + 0.030)) <= 5
 
 
 @settings(max_examples=150, deadline=None)

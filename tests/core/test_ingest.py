@@ -442,6 +442,39 @@ def test_a_client_that_dawdles_is_cut_off() -> None:
     serve(test, Scripted(), timeouts=Timeouts(head=0.3, body=0.3, shutdown=0.5))
 
 
+@pytest.mark.parametrize(
+    ("headers", "rest"),
+    [
+        (b"Content-Length: 100\r\n", b"{"),
+        (b"Transfer-Encoding: chunked\r\n", b"5\r\nhello\r\nzz\r\n"),
+        (b"Transfer-Encoding: chunked\r\n", b"ffffffffffffffffff\r\n"),
+        (b"Content-Length: 9\r\nContent-Encoding: gzip\r\n", b"not gzip!"),
+        (b"Content-Length: nine\r\n", b""),
+        (b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n", b"{}"),
+        (b"Expect: the unexpected\r\nContent-Length: 2\r\n", b"{}"),
+    ],
+)
+def test_bodies_broken_off_or_badly_framed_are_no_fault_of_ours(
+    headers: bytes, rest: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(client: Client, server: IngestServer) -> None:
+        port = int(server.url.rsplit(":", 1)[1])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(
+            b"POST /v1/jobs/default/gpt/reports HTTP/1.1\r\nHost: x\r\n"
+            b"Authorization: Bearer correct horse\r\n" + headers + b"\r\n" + rest
+        )
+        await writer.drain()
+        writer.write_eof()
+        answer = await asyncio.wait_for(reader.read(), 5)
+        assert b" 500 " not in answer
+        writer.close()
+        assert (await client.post(body()))[0] == 200
+
+    serve(test, Scripted(), timeouts=Timeouts(body=0.5, shutdown=0.5))
+    assert "Traceback" not in caplog.text
+
+
 def test_a_huge_body_is_refused_without_being_read() -> None:
     async def test(client: Client, server: IngestServer) -> None:
         async def endless() -> Any:
