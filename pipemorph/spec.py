@@ -153,6 +153,12 @@ class Transport(SpecModel):
         default="auto",
         description="auto: direct, and delegated while a link is slow; the others are fixed.",
     )
+    direct_duplex: Literal["full", "half"] = Field(
+        default="full",
+        description="Direct path: full gives each direction of a link a communicator of its "
+        "own; half gives both one, as torch.distributed does for a pair of ranks, so that a "
+        "send waits for the receive before it.",
+    )
     engine: Literal["auto", "tcp", "shm"] = Field(
         default="auto", description="Data path of the transfer engine."
     )

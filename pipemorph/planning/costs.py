@@ -19,6 +19,7 @@ class Costs(NamedTuple):
     delay: list[float]
     queues: list[int]
     outstanding: list[int]
+    half_duplex: list[bool]
 
     @property
     def stage_count(self) -> int:
@@ -35,9 +36,15 @@ class Costs(NamedTuple):
             [link.delay for link in links],
             [link.queues or 0 for link in links],
             [link.outstanding or 0 for link in links],
+            [link.half_duplex for link in links],
         )
 
     def without_delay(self) -> Costs:
         """The same stages on links that take no time: what a delay-oblivious policy sees."""
         count = len(self.delay)
-        return self._replace(delay=[0.0] * count, queues=[0] * count, outstanding=[0] * count)
+        return self._replace(
+            delay=[0.0] * count,
+            queues=[0] * count,
+            outstanding=[0] * count,
+            half_duplex=[False] * count,
+        )

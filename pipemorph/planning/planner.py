@@ -102,13 +102,17 @@ def plan_for(
     *,
     policy: Policy = Policy.PIPEMORPH,
     queues: int = DELEGATED_QUEUES,
+    half_duplex: bool = False,
 ) -> PlannedSchedule:
     """Plan for measured op times and link delays: what the adaptation controller asks for.
 
     ``stages`` and ``delays`` share one unit (seconds in the controller). ``paths[i]`` says
     how link *i* carries messages: see :func:`link_on`; None plans for pure latency.
     """
-    return plan(problem_for(microbatches, stages, delays, paths, queues=queues), policy)
+    problem = problem_for(
+        microbatches, stages, delays, paths, queues=queues, half_duplex=half_duplex
+    )
+    return plan(problem, policy)
 
 
 def problem_for(
@@ -118,24 +122,33 @@ def problem_for(
     paths: Sequence[Path] | None = None,
     *,
     queues: int = DELEGATED_QUEUES,
+    half_duplex: bool = False,
 ) -> Problem:
     """The problem :func:`plan_for` plans, to predict other schedules on."""
     if paths is None:
         links = [Link(delay=delay) for delay in delays]
     else:
         links = [
-            link_on(path, delay, queues=queues) for path, delay in zip(paths, delays, strict=True)
+            link_on(path, delay, queues=queues, half_duplex=half_duplex)
+            for path, delay in zip(paths, delays, strict=True)
         ]
     return Problem(microbatches=microbatches, stages=tuple(stages), links=tuple(links))
 
 
-def link_on(path: Path, delay: float, *, queues: int = DELEGATED_QUEUES) -> Link:
+def link_on(
+    path: Path, delay: float, *, queues: int = DELEGATED_QUEUES, half_duplex: bool = False
+) -> Link:
     """How a path under ``delay`` behaves.
 
-    Direct: one queue per direction, and the third send in flight blocks compute until the
-    first has arrived, as a framework's in-order send queue does. Delegated: ``queues``
-    queues, round robin, and sends are handed over.
+    Direct: one queue per direction (``half_duplex``: one for both), and the third send in
+    flight blocks compute until the first has arrived, as a framework's in-order send queue
+    does. Delegated: ``queues`` queues, round robin, and sends are handed over.
     """
     if path is Path.DIRECT:
-        return Link(delay=delay, queues=DIRECT_QUEUES, outstanding=DIRECT_OUTSTANDING)
+        return Link(
+            delay=delay,
+            queues=DIRECT_QUEUES,
+            outstanding=DIRECT_OUTSTANDING,
+            half_duplex=half_duplex,
+        )
     return Link(delay=delay, queues=queues)

@@ -66,13 +66,23 @@ class Link(_Model):
     ``outstanding`` bounds the sends of one direction that have not arrived: one more send
     holds up the *compute* of its stage until the oldest has (head-of-line blocking).
 
-    A direct path under delay is ``queues=1, outstanding=2``; a delegated path has
-    ``queues=8`` and no bound on sends, since they are handed over (paper, "delegation").
+    With ``half_duplex`` both directions share the queues, first come, first served.
+
+    A direct path under delay is ``queues=1, outstanding=2``, and ``half_duplex`` too where a
+    pair of ranks has one communicator for both directions; a delegated path has ``queues=8``
+    and no bound on sends, since they are handed over (paper, "delegation").
     """
 
     delay: Time = 0.0
     queues: Count | None = None
     outstanding: Count | None = None
+    half_duplex: bool = False
+
+    @model_validator(mode="after")
+    def _shares_something(self) -> Link:
+        if self.half_duplex and self.queues is None:
+            raise ValueError("has half_duplex without queues; set queues to 1 or more")
+        return self
 
 
 class Problem(_Model):

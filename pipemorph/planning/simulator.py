@@ -14,6 +14,7 @@ from typing import NamedTuple
 from pipemorph.errors import InputError
 from pipemorph.planning.costs import INF, Costs
 from pipemorph.planning.dispatch import Rules, dispatch
+from pipemorph.planning.half_duplex import starts_in_time
 from pipemorph.planning.ir import Dispatch, Op, OpKind, Schedule
 from pipemorph.planning.links import send
 from pipemorph.planning.problem import Problem
@@ -128,9 +129,23 @@ def fused_stages(schedule: Schedule) -> list[bool]:
 def run_static(schedule: Schedule, costs: Costs) -> list[list[float]]:
     """Start time of every op, in the schedule's order.
 
+    Raises :class:`ScheduleError` naming an op that waits for ever.
+    """
+    starts = starts_in_time(schedule, costs) if any(costs.half_duplex) else _starts(schedule, costs)
+    for i, ops in enumerate(schedule.stages):
+        position = len(starts[i])
+        if position < len(ops):
+            raise ScheduleError(
+                i, position, f"{ops[position]} waits for ever for a message of its neighbour"
+            )
+    return starts
+
+
+def _starts(schedule: Schedule, costs: Costs) -> list[list[float]]:
+    """:func:`run_static` where the directions of a link are independent.
+
     A stage runs on as long as its next message's arrival is known and then makes room for
     its neighbours; arrivals follow from the sender alone, so the visiting order is free.
-    Raises :class:`ScheduleError` naming an op that waits for ever.
     """
     n, stages = costs.microbatches, costs.stage_count
     # arrivals[stage][microbatch]: of the forward from above, of the gradient from below.
@@ -182,12 +197,6 @@ def run_static(schedule: Schedule, costs: Costs) -> list[list[float]]:
         if sent_down and not queued[i + 1]:
             queued[i + 1] = True
             todo.append(i + 1)
-    for i, ops in enumerate(schedule.stages):
-        position = len(starts[i])
-        if position < len(ops):
-            raise ScheduleError(
-                i, position, f"{ops[position]} waits for ever for a message of its neighbour"
-            )
     return starts
 
 
