@@ -408,9 +408,10 @@ class JobController:
         if cause == "profile":
             self._profiled_at = self._ledger.last_iteration
         forecast = Forecast(self.spec, situation)
-        # After a lost state the ranks run a plan that is not known here: nothing to compare.
-        present = None if self._foreign_plan else forecast.of(self._schedule, self._paths)
         try:
+            # After a lost state the ranks run a plan that is not known here: nothing to compare.
+            lost = self._foreign_plan
+            present = None if lost else forecast.of(self._schedule, self._paths)
             chosen, kind = self._choose(cause, forecast, situation, present)
         except InputError as error:
             self._keep(now, f"{_why(cause, links)}; no plan was found: {error}")

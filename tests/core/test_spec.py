@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from pipemorph.planning.ir import Dispatch, Policy
-from pipemorph.spec import FieldError, JobSpec, PipeMorphJob, check_template
+from pipemorph.spec import (
+    RESERVED_ENV,
+    RESERVED_ENV_PREFIXES,
+    FieldError,
+    JobSpec,
+    PipeMorphJob,
+    check_template,
+)
+
+ROOT = Path(__file__).parents[2]
 
 
 def minimal(**spec: Any) -> dict[str, Any]:
@@ -68,3 +80,22 @@ def test_variables_of_the_host_are_reserved_in_every_container(name: str) -> Non
         check_template(template)
     bad["env"] = [{"name": f"MY_{name}", "value": "1"}]
     check_template(template)
+
+
+def field_names(model: type[BaseModel]) -> Iterator[str]:
+    """Every field's name in a manifest, nested ones too."""
+    for key, field in model.model_fields.items():
+        yield field.alias or key
+        todo: list[object] = [field.annotation]
+        while todo:
+            annotation = todo.pop()
+            todo += get_args(annotation)
+            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+                yield from field_names(annotation)
+
+
+def test_every_field_is_documented() -> None:
+    words = set(re.findall(r"\w+", (ROOT / "docs" / "job-spec.md").read_text("utf-8")))
+    assert not set(field_names(PipeMorphJob)) - words
+    for name in [*RESERVED_ENV, *RESERVED_ENV_PREFIXES]:
+        assert name in words
