@@ -244,8 +244,10 @@ LinkStats Link::stats() const {
     }
     if (const auto offset = echo_.clock_offset_ns()) s.clock_offset = to_seconds(*offset);
     s.sends_in_flight = out_.in_flight();
-    s.slots_granted = in_.slots_granted();
-    for (int d = 0; d < kDirections; ++d) s.slots_in_use += in_.slots_in_use(d);
+    for (int d = 0; d < kDirections; ++d) {
+        s.slots_granted += in_.slots(d);
+        s.slots_in_use += in_.slots_in_use(d);
+    }
     return s;
 }
 
@@ -847,7 +849,7 @@ void Link::dial_paths() {
                      p.dialling = false;
                      if (!r.fd) {
                          p.backoff_ns =
-                             std::clamp<int64_t>(p.backoff_ns * 2, 20 * kMillisecond, 5 * kSecond);
+                             std::clamp<int64_t>(p.backoff_ns * 2, 20 * kMillisecond, kSecond);
                          p.next_try_ns = steady_ns() + p.backoff_ns;
                      }
                  }
@@ -862,7 +864,7 @@ void Link::lose_path(Path& p) {
     // A path that breaks as soon as it is up must not be remade in a tight loop.
     p.backoff_ns = now - p.up_since_ns > kSecond
                        ? 0
-                       : std::clamp<int64_t>(p.backoff_ns * 2, 20 * kMillisecond, 5 * kSecond);
+                       : std::clamp<int64_t>(p.backoff_ns * 2, 20 * kMillisecond, kSecond);
     p.next_try_ns = now + p.backoff_ns;
 }
 

@@ -170,10 +170,4 @@ uint32_t Inbox::slots_in_use(int direction) const {
     return n;
 }
 
-uint32_t Inbox::slots_granted() const {
-    uint32_t n = 0;
-    for (const Slot& s : slots_) n += s.state != State::reserved;
-    return n;
-}
-
 }  // namespace pipemorph

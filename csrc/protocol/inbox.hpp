@@ -75,7 +75,6 @@ class Inbox {
     std::optional<Progress> progress(const Key& key) const;
     uint32_t slots(int direction) const;
     uint32_t slots_in_use(int direction) const;
-    uint32_t slots_granted() const;
 
   private:
     enum class State { reserved, granted, receiving, full, held };

@@ -97,6 +97,8 @@ class Link:
         """The message with this key if it has arrived. Raises EngineError if the link is dead."""
     def receive(self, key: tuple[int, int, int, int, int], timeout: float) -> Message: ...
     def arrived(self, key: tuple[int, int, int, int, int]) -> bool: ...
+    def send_slots(self, direction: int) -> int:
+        """Slots that the peer has granted for ``direction`` and no message has taken yet."""
     def drain_telemetry(self) -> list[tuple[tuple[int, int, int, int, int], int, float, float]]:
         """Per message sent and acknowledged since the last call: (key, bytes, queue_seconds,
         wire_seconds); wire is first byte out → acknowledgement in, so queueing is left out."""

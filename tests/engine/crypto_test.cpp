@@ -1,0 +1,109 @@
+#include <random>
+
+#include "check.hpp"
+#include "crypto/crc32c.hpp"
+#include "crypto/hmac.hpp"
+
+using namespace pipemorph;
+
+namespace {
+
+std::vector<uint8_t> unhex(const std::string& hex) {
+    std::vector<uint8_t> out;
+    for (size_t i = 0; i < hex.size(); i += 2)
+        out.push_back(static_cast<uint8_t>(std::stoi(hex.substr(i, 2), nullptr, 16)));
+    return out;
+}
+
+std::vector<uint8_t> bytes(const std::string& s) {
+    return {s.begin(), s.end()};
+}
+
+bool equal(const Digest& digest, const std::string& hex) {
+    return equal_constant_time(digest, unhex(hex));
+}
+
+}  // namespace
+
+// FIPS 180-4 examples.
+TEST(sha256_vectors) {
+    CHECK(equal(sha256({}), "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"));
+    CHECK(equal(sha256(bytes("abc")),
+                "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"));
+    CHECK(equal(sha256(bytes("abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq")),
+                "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1"));
+    CHECK(equal(sha256(std::vector<uint8_t>(1'000'000, 'a')),
+                "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0"));
+}
+
+TEST(sha256_does_not_depend_on_how_it_is_fed) {
+    std::mt19937 random(1);
+    std::vector<uint8_t> data(1000);
+    for (auto& b : data) b = static_cast<uint8_t>(random());
+    for (int round = 0; round < 50; ++round) {
+        Sha256 hash;
+        for (size_t at = 0; at < data.size();) {
+            const size_t take = std::min<size_t>(random() % 150, data.size() - at);
+            hash.update(Bytes(data).subspan(at, take));
+            at += take;
+        }
+        CHECK(hash.finish() == sha256(data));
+    }
+}
+
+// RFC 4231, test cases 1 to 4, 6 and 7 (5 is about truncation, which nothing here does).
+TEST(hmac_vectors) {
+    const auto mac = [](Bytes key, Bytes data) { return Hmac(key).update(data).finish(); };
+    CHECK(equal(mac(std::vector<uint8_t>(20, 0x0b), bytes("Hi There")),
+                "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7"));
+    CHECK(equal(mac(bytes("Jefe"), bytes("what do ya want for nothing?")),
+                "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843"));
+    CHECK(equal(mac(std::vector<uint8_t>(20, 0xaa), std::vector<uint8_t>(50, 0xdd)),
+                "773ea91e36800e46854db8ebd09181a72959098b3ef8c122d9635514ced565fe"));
+    CHECK(equal(mac(unhex("0102030405060708090a0b0c0d0e0f10111213141516171819"),
+                    std::vector<uint8_t>(50, 0xcd)),
+                "82558a389a443c0ea4cc819899f2083a85f0faa3e578f8077a2e3ff46729665b"));
+    CHECK(equal(mac(std::vector<uint8_t>(131, 0xaa),
+                    bytes("Test Using Larger Than Block-Size Key - Hash Key First")),
+                "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54"));
+    CHECK(equal(mac(std::vector<uint8_t>(131, 0xaa),
+                    bytes("This is a test using a larger than block-size key and a larger than "
+                          "block-size data. The key needs to be hashed before being used by the "
+                          "HMAC algorithm.")),
+                "9b09ffa71b942fcb27635fbcd5b0e944bfdc63644f0713938a7f51535c3a35e2"));
+}
+
+TEST(constant_time_comparison_is_right) {
+    CHECK(equal_constant_time(bytes("same"), bytes("same")));
+    CHECK(!equal_constant_time(bytes("same"), bytes("sane")));
+    CHECK(!equal_constant_time(bytes("same"), bytes("samee")));
+    CHECK(equal_constant_time({}, {}));
+}
+
+// RFC 3720, appendix B.4.
+TEST(crc32c_vectors) {
+    for (const auto crc : {crc32c, crc32c_software}) {
+        CHECK(crc(0, bytes("123456789")) == 0xe3069283);
+        CHECK(crc(0, std::vector<uint8_t>(32, 0x00)) == 0x8a9136aa);
+        CHECK(crc(0, std::vector<uint8_t>(32, 0xff)) == 0x62a8ab43);
+        std::vector<uint8_t> rising(32);
+        for (size_t i = 0; i < 32; ++i) rising[i] = static_cast<uint8_t>(i);
+        CHECK(crc(0, rising) == 0x46dd794e);
+        CHECK(crc(0, {}) == 0);
+    }
+}
+
+TEST(crc32c_software_and_hardware_agree) {
+    std::mt19937 random(2);
+    std::vector<uint8_t> data(70'000);
+    for (auto& b : data) b = static_cast<uint8_t>(random());
+    for (int round = 0; round < 200; ++round) {
+        const size_t from = random() % 64;
+        const size_t size = random() % (data.size() - from);
+        const Bytes part = Bytes(data).subspan(from, size);
+        const uint32_t whole = crc32c_software(0, part);
+        CHECK(crc32c(0, part) == whole);
+        const size_t cut = size == 0 ? 0 : random() % size;
+        CHECK(crc32c(crc32c(0, part.first(cut)), part.subspan(cut)) == whole);
+    }
+}

@@ -1,0 +1,280 @@
+// Two engines in one process, with faults.
+#include <sys/socket.h>
+
+#include <atomic>
+#include <cstring>
+#include <random>
+#include <thread>
+
+#include "check.hpp"
+#include "crypto/crc32c.hpp"
+#include "engine/engine.hpp"
+#include "os/clock.hpp"
+
+using namespace pipemorph;
+
+namespace {
+
+constexpr int64_t kSlice = 100 * kMillisecond;
+
+Config config(uint32_t rank, Transport transport) {
+    Config c;
+    c.job = "test";
+    c.rank = rank;
+    c.secret = {'k', 'e', 'y'};
+    c.host = "127.0.0.1";
+    c.transport = transport;
+    c.chunk_bytes = 64 << 10;
+    c.peer_deadline = 20.0;
+    return c;
+}
+
+struct Two {
+    Engine low;
+    Engine high;
+    std::shared_ptr<Link> dialled;
+    std::shared_ptr<Link> accepted;
+
+    explicit Two(Config a, Config b) : low(std::move(a)), high(std::move(b)) {
+        std::thread acceptor([&] { accepted = high.accept(0, 7, 20.0, [] {}); });
+        dialled = low.connect(1, 7, "127.0.0.1", high.port(), 20.0, [] {});
+        acceptor.join();
+    }
+    explicit Two(Transport t) : Two(config(0, t), config(1, t)) {}
+};
+
+std::vector<uint8_t> payload(int64_t seed, size_t bytes) {
+    std::mt19937_64 random(static_cast<uint64_t>(seed));
+    std::vector<uint8_t> out((bytes + 7) / 8 * 8);
+    for (size_t i = 0; i < out.size(); i += 8) {
+        const uint64_t v = random();
+        std::memcpy(&out[i], &v, 8);
+    }
+    out.resize(bytes);
+    return out;
+}
+
+size_t size_of(int64_t i) {
+    constexpr size_t kSizes[] = {0, 1, 100, 64 << 10, (64 << 10) + 1, 300'000, 1 << 20};
+    return kSizes[static_cast<size_t>(i) % std::size(kSizes)];
+}
+
+uint64_t send(Link& link, const Key& key, size_t bytes) {
+    auto data =
+        std::make_shared<std::vector<uint8_t>>(payload(key.microbatch * 2 + key.direction, bytes));
+    MessageInfo info;
+    info.key = key;
+    info.bytes = bytes;
+    info.note = "note " + std::to_string(key.microbatch);
+    const uint8_t* at = data->data();
+    return link.send(std::move(info), at, std::move(data));
+}
+
+Arrived receive(Link& link, const Key& key, double timeout = 30.0) {
+    const int64_t deadline = steady_ns() + to_ns(timeout);
+    for (;;)
+        if (auto a = link.receive(key, deadline, kSlice, timeout)) return std::move(*a);
+}
+
+void wait_sent(Link& link, uint64_t ticket, double timeout = 30.0) {
+    const int64_t deadline = steady_ns() + to_ns(timeout);
+    while (!link.wait_sent(ticket, deadline, kSlice, timeout)) {
+    }
+}
+
+void check_and_release(Link& link, const Arrived& a, size_t bytes) {
+    CHECK(a.info.bytes == bytes);
+    CHECK(a.info.note == "note " + std::to_string(a.info.key.microbatch));
+    const auto expected = payload(a.info.key.microbatch * 2 + a.info.key.direction, bytes);
+    CHECK(bytes == 0 || std::memcmp(a.data, expected.data(), bytes) == 0);
+    if (a.slot) link.release(*a.slot, a.serial);
+}
+
+template <typename F>
+void until(const char* what, F&& condition, double timeout = 30.0) {
+    const int64_t deadline = steady_ns() + to_ns(timeout);
+    while (!condition()) {
+        if (steady_ns() > deadline) check::fail(__FILE__, __LINE__, std::string("never: ") + what);
+        std::this_thread::yield();
+    }
+}
+
+void all_sizes(Transport transport) {
+    Two two(transport);
+    CHECK(two.dialled->transport() == transport && two.accepted->transport() == transport);
+    two.accepted->reserve(0, 2, 1 << 20);
+    two.dialled->reserve(1, 2, 1 << 20);
+    std::vector<uint64_t> tickets;
+    for (int64_t i = 0; i < 21; ++i) {
+        tickets.push_back(send(*two.dialled, {0, 0, i, 0, 0}, size_of(i)));
+        send(*two.accepted, {0, 0, i, 1, 0}, size_of(i));
+    }
+    for (int64_t i = 0; i < 21; ++i) {
+        check_and_release(*two.accepted, receive(*two.accepted, {0, 0, i, 0, 0}), size_of(i));
+        check_and_release(*two.dialled, receive(*two.dialled, {0, 0, i, 1, 0}), size_of(i));
+    }
+    for (const uint64_t t : tickets) wait_sent(*two.dialled, t);
+    CHECK(two.dialled->drain_telemetry().size() == 21);
+}
+
+// Both directions under load while data and control connections are cut at random.
+void storm(Transport transport, uint32_t seed) {
+    constexpr int64_t kMessages = 150;
+    Two two(transport);
+    two.accepted->reserve(0, 4, 1 << 20);
+    two.dialled->reserve(1, 3, 1 << 20);
+    std::atomic<int> running{4};
+    std::atomic<bool> failed{false};
+    std::string error;
+    std::mutex error_mu;
+    const auto guarded = [&](auto body) {
+        return [&, body] {
+            try {
+                body();
+            } catch (const std::exception& e) {
+                const std::lock_guard lock(error_mu);
+                error = e.what();
+                failed = true;
+            }
+            --running;
+        };
+    };
+    const auto sender = [&](Link& link, int64_t direction) {
+        return [&link, direction] {
+            std::vector<uint64_t> tickets;
+            for (int64_t i = 0; i < kMessages; ++i)
+                tickets.push_back(send(link, {0, 0, i, direction, 0}, size_of(i)));
+            for (const uint64_t t : tickets) wait_sent(link, t, 60.0);
+        };
+    };
+    const auto receiver = [&](Link& link, int64_t direction) {
+        return [&link, direction] {
+            for (int64_t i = 0; i < kMessages; ++i)
+                check_and_release(link, receive(link, {0, 0, i, direction, 0}, 60.0), size_of(i));
+        };
+    };
+    std::vector<std::thread> threads;
+    threads.emplace_back(guarded(sender(*two.dialled, 0)));
+    threads.emplace_back(guarded(sender(*two.accepted, 1)));
+    threads.emplace_back(guarded(receiver(*two.accepted, 0)));
+    threads.emplace_back(guarded(receiver(*two.dialled, 1)));
+
+    std::mt19937 random(seed);
+    const uint32_t paths = transport == Transport::shm ? 1 : 4;
+    int cuts = 0;
+    while (running > 0 && !failed) {
+        Link& link = random() % 2 == 0 ? *two.dialled : *two.accepted;
+        try {
+            if (random() % 4 == 0)
+                link.sever_control();
+            else
+                link.sever_data_path(random() % paths);
+        } catch (const EngineError& e) {
+            failed = true;
+        }
+        ++cuts;
+        // Let some bytes through between two cuts.
+        const auto before = two.dialled->stats();
+        const int64_t give_up = steady_ns() + 100 * kMillisecond;
+        while (running > 0 && steady_ns() < give_up &&
+               two.dialled->stats().messages_sent < before.messages_sent + 3)
+            std::this_thread::yield();
+    }
+    if (failed) two.low.close(0.0);
+    for (auto& t : threads) t.join();
+    if (failed) check::fail(__FILE__, __LINE__, error);
+
+    const auto a = two.dialled->stats();
+    const auto b = two.accepted->stats();
+    CHECK(a.messages_sent == kMessages && b.messages_received == kMessages);
+    CHECK(b.messages_sent == kMessages && a.messages_received == kMessages);
+    CHECK(b.bytes_received == a.bytes_sent && a.bytes_received == b.bytes_sent);
+    CHECK(a.reconnects + b.reconnects > 0 && cuts > 0);
+    CHECK(a.sends_in_flight == 0 && a.slots_in_use == 0 && b.slots_in_use == 0);
+    for (int64_t i = 0; i < kMessages; ++i) CHECK(!two.accepted->arrived({0, 0, i, 0, 0}));
+    std::printf("        %d cuts, %lu reconnects, %lu chunks resent, %lu duplicate, %lu stale\n",
+                cuts, static_cast<unsigned long>(a.reconnects + b.reconnects),
+                static_cast<unsigned long>(a.chunks_resent + b.chunks_resent),
+                static_cast<unsigned long>(a.duplicate_chunks + b.duplicate_chunks),
+                static_cast<unsigned long>(a.stale_chunks + b.stale_chunks));
+}
+
+}  // namespace
+
+TEST(link_all_sizes_tcp) {
+    all_sizes(Transport::tcp);
+}
+
+TEST(link_all_sizes_shm) {
+    all_sizes(Transport::shm);
+}
+
+TEST(link_storm_tcp) {
+    storm(Transport::tcp, 1);
+}
+
+TEST(link_storm_shm) {
+    storm(Transport::shm, 2);
+}
+
+TEST(link_auto_takes_shared_memory_on_one_host) {
+    Two two(Transport::any);
+    CHECK(two.dialled->transport() == Transport::shm);
+    CHECK(two.accepted->transport() == Transport::shm);
+}
+
+TEST(link_one_side_may_insist_on_tcp) {
+    Two two(config(0, Transport::any), config(1, Transport::tcp));
+    CHECK(two.dialled->transport() == Transport::tcp);
+    CHECK(two.accepted->transport() == Transport::tcp);
+}
+
+TEST(link_receive_while_closing_is_an_error_not_a_hang) {
+    Two two(Transport::tcp);
+    two.accepted->reserve(0, 1, 100);
+    std::string why;
+    std::thread waiter(
+        [&] { why = THROWS(EngineError, receive(*two.accepted, {0, 0, 0, 0, 0}, 30.0)); });
+    two.low.close(5.0);
+    waiter.join();
+    CHECK(why.find("rank 0 closed it") != std::string::npos);
+    CHECK(why.find("link 7 (rank 0 <-> 1)") != std::string::npos);
+}
+
+TEST(link_close_waits_for_acknowledgements) {
+    Two two(Transport::tcp);
+    two.accepted->reserve(0, 1, 1 << 20);
+    for (int64_t i = 0; i < 10; ++i) send(*two.dialled, {0, 0, i, 0, 0}, 1 << 20);
+    std::thread closer([&] { two.low.close(30.0); });
+    for (int64_t i = 0; i < 10; ++i)
+        check_and_release(*two.accepted, receive(*two.accepted, {0, 0, i, 0, 0}), 1 << 20);
+    closer.join();
+}
+
+TEST(link_a_silent_stranger_is_shown_the_door) {
+    Engine engine(config(0, Transport::tcp));
+    const auto address = resolve("127.0.0.1", engine.port(), false).front();
+    const Fd fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    CHECK(::connect(fd.get(), address.get(), address.size) == 0);
+    timeval limit{10, 0};
+    setsockopt(fd.get(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+    char byte;
+    CHECK(::recv(fd.get(), &byte, 1, 0) == 0);  // closed, and not a byte said
+    until("refused", [&] { return engine.refused().size() == 1; });
+    CHECK(engine.refused()[0].find("said nothing") != std::string::npos);
+}
+
+TEST(link_dead_when_control_stays_away) {
+    Config a = config(0, Transport::tcp);
+    Config b = config(1, Transport::tcp);
+    a.peer_deadline = b.peer_deadline = 1.0;
+    Two two(a, b);
+    two.accepted->reserve(0, 1, 1 << 20);
+    std::shared_ptr<Link> survivor = two.accepted;
+    const int64_t start = steady_ns();
+    two.dialled->die("gone without a word");  // no goodbye
+    until("dead", [&] { return !survivor->alive(); });
+    CHECK(steady_ns() - start < 2 * kSecond);
+    CHECK(survivor->error().find("link 7 (rank 0 <-> 1)") != std::string::npos);
+    CHECK(survivor->error().find("rank 0") != std::string::npos);
+}

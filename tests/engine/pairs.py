@@ -1,0 +1,147 @@
+"""Two engines for the tests: in one process, or with the peer in a process of its own."""
+
+import contextlib
+import hashlib
+import multiprocessing
+import random
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from pipemorph_trainer._engine import Engine, Link
+
+SECRET = b"the job's secret"
+LINK = 3
+TIMEOUT = 30.0
+
+Key = tuple[int, int, int, int, int]
+
+
+def engine(rank: int, **settings: Any) -> Engine:
+    given: dict[str, Any] = {"job": "test/1", "secret": SECRET, "host": "127.0.0.1"}
+    return Engine(rank=rank, **(given | settings))
+
+
+def payload(seed: int, size: int) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+def digest(data: Any) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@dataclass
+class Pair:
+    low: Engine
+    high: Engine
+    dialled: Link
+    accepted: Link
+
+
+@contextlib.contextmanager
+def in_process(
+    low: dict[str, Any] | None = None, high: dict[str, Any] | None = None, **both: Any
+) -> Iterator[Pair]:
+    a = engine(0, **(both | (low or {})))
+    b = engine(1, **(both | (high or {})))
+    box: list[Link] = []
+    acceptor = threading.Thread(
+        target=lambda: box.append(b.accept(peer_rank=0, link_id=LINK, timeout=TIMEOUT))
+    )
+    acceptor.start()
+    try:
+        dialled = a.connect(
+            peer_rank=1, link_id=LINK, host="127.0.0.1", port=b.port, timeout=TIMEOUT
+        )
+        acceptor.join()
+        yield Pair(a, b, dialled, box[0])
+    finally:
+        acceptor.join()
+        a.close(0.0)
+        b.close(0.0)
+
+
+def _peer_main(
+    connection: Connection,
+    body: Callable[..., None],
+    rank: int,
+    settings: dict[str, Any],
+    args: tuple[Any, ...],
+) -> None:
+    try:
+        own = engine(rank, **settings)
+        connection.send(own.port)
+        if rank == 1:
+            link = own.accept(peer_rank=0, link_id=LINK, timeout=TIMEOUT)
+        else:
+            port = connection.recv()
+            link = own.connect(
+                peer_rank=1, link_id=LINK, host="127.0.0.1", port=port, timeout=TIMEOUT
+            )
+        body(link, connection, *args)
+        own.close(TIMEOUT)
+    except BaseException:
+        connection.send(("failed", traceback.format_exc()))
+        raise
+
+
+class Peer:
+    """A process with the other end of a link, which runs ``body(link, connection, *args)``."""
+
+    def __init__(self, process: Any, connection: Connection, own: Engine, link: Link) -> None:
+        self.process = process
+        self.connection = connection
+        self.engine = own
+        self.link = link
+
+    @property
+    def pid(self) -> int:
+        return int(self.process.pid)
+
+    def hear(self) -> Any:
+        if not self.connection.poll(TIMEOUT * 2):
+            raise TimeoutError("the peer process says nothing")
+        said = self.connection.recv()
+        if isinstance(said, tuple) and said and said[0] == "failed":
+            raise AssertionError(f"the peer process failed:\n{said[1]}")
+        return said
+
+    def tell(self, what: Any) -> None:
+        self.connection.send(what)
+
+
+@contextlib.contextmanager
+def with_peer(
+    body: Callable[..., None], *args: Any, peer_rank: int = 1, **settings: Any
+) -> Iterator[Peer]:
+    """Rank 0 dials and rank 1 accepts; ``peer_rank`` is the one in the other process."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(
+        target=_peer_main, args=(theirs, body, peer_rank, settings, args), daemon=True
+    )
+    process.start()
+    theirs.close()
+    own = engine(1 - peer_rank, **settings)
+    try:
+        if not ours.poll(TIMEOUT):
+            raise TimeoutError("the peer process did not start")
+        port = ours.recv()
+        if peer_rank == 1:
+            link = own.connect(
+                peer_rank=1, link_id=LINK, host="127.0.0.1", port=port, timeout=TIMEOUT
+            )
+        else:
+            ours.send(own.port)
+            link = own.accept(peer_rank=0, link_id=LINK, timeout=TIMEOUT)
+        yield Peer(process, ours, own, link)
+    finally:
+        own.close(0.0)
+        process.join(10.0)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        ours.close()

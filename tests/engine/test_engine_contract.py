@@ -1,0 +1,513 @@
+"""What `_engine.pyi` promises, with both engines in one process."""
+
+import ast
+import contextlib
+import gc
+import os
+import pathlib
+import select
+import subprocess
+import sys
+import threading
+import time
+
+import pairs
+import pytest
+
+from pipemorph_trainer import _engine
+from pipemorph_trainer._engine import Engine, EngineError, EngineTimeout
+
+MIB = 1 << 20
+TRANSPORTS = pytest.mark.parametrize("transport", ["tcp", "shm"])
+
+
+def eventually(condition, timeout=pairs.TIMEOUT):
+    """Wait on a condition that no call can wait for. Each look yields the processor."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        os.sched_yield()
+
+
+def test_the_module_has_what_its_contract_names():
+    contract = ast.parse(
+        pathlib.Path(_engine.__file__).with_name("_engine.pyi").read_text(encoding="utf-8")
+    )
+    for cls in (node for node in contract.body if isinstance(node, ast.ClassDef)):
+        real = getattr(_engine, cls.name)
+        for member in cls.body:
+            if isinstance(member, ast.FunctionDef):
+                assert hasattr(real, member.name), f"{cls.name}.{member.name}"
+            elif isinstance(member, ast.AnnAssign):
+                assert hasattr(real, member.target.id), f"{cls.name}.{member.target.id}"
+    assert issubclass(EngineError, RuntimeError)
+    assert issubclass(EngineTimeout, EngineError)
+
+
+@TRANSPORTS
+def test_a_message_carries_its_key_note_and_times(transport):
+    with pairs.in_process(transport=transport) as p:
+        assert p.dialled.transport == p.accepted.transport == transport
+        assert (p.dialled.peer_rank, p.dialled.link_id) == (1, pairs.LINK)
+        assert (p.accepted.peer_rank, p.accepted.link_id) == (0, pairs.LINK)
+        p.accepted.reserve(0, 2, MIB)
+        key = (1, 2, 3, 0, 4)
+        data = pairs.payload(1, 1000)
+        before = time.time()
+        ticket = p.dialled.send(key, data, b"n" * 64)
+        m = p.accepted.receive(key, pairs.TIMEOUT)
+        after = time.time()
+        assert (m.key, m.note, m.nbytes) == (key, b"n" * 64, 1000)
+        assert before - 1e-3 <= m.posted_at <= m.started_at <= m.arrived_at <= after + 1e-3
+        assert m.view() == data
+        into = bytearray(1000)
+        m.copy_into(into)
+        assert into == data
+        p.dialled.wait_sent(ticket, pairs.TIMEOUT)
+        assert p.dialled.sent(ticket)
+        assert p.accepted.stats().slots_in_use == 1
+        m.release()
+        m.release()
+        assert p.accepted.stats().slots_in_use == 0
+
+
+@TRANSPORTS
+def test_an_empty_message_needs_no_slot(transport):
+    with pairs.in_process(transport=transport) as p:
+        ticket = p.dialled.send((0, 0, 0, 1, 0), b"", b"only a note")
+        m = p.accepted.receive((0, 0, 0, 1, 0), pairs.TIMEOUT)
+        assert (m.note, m.nbytes, bytes(m.view())) == (b"only a note", 0, b"")
+        m.copy_into(bytearray(0))
+        m.release()
+        p.dialled.wait_sent(ticket, pairs.TIMEOUT)
+
+
+def test_messages_are_found_by_key_in_any_order():
+    with pairs.in_process() as p:
+        p.accepted.reserve(0, 8, 100)
+        keys = [(g, 0, m, 0, t) for g in (0, 1) for m in (0, 1) for t in (0, 1)]
+        for i, key in enumerate(keys):
+            p.dialled.send(key, bytes([i]))
+        for i, key in reversed(list(enumerate(keys))):
+            m = p.accepted.receive(key, pairs.TIMEOUT)
+            assert bytes(m.view()) == bytes([i])
+            m.release()
+        assert p.accepted.try_receive(keys[0]) is None
+        assert not p.accepted.arrived(keys[0])
+
+
+def test_send_never_blocks_and_directions_do_not_wait_for_each_other():
+    with pairs.in_process() as p:
+        p.accepted.reserve(0, 1, MIB)
+        p.accepted.reserve(1, 1, MIB)
+        data = bytes(MIB)
+        for i in range(100):
+            p.dialled.send((0, 0, i, 0, 0), data)
+        assert p.dialled.stats().sends_in_flight >= 99
+        p.dialled.send((0, 0, 0, 1, 0), data)
+        p.accepted.receive((0, 0, 0, 1, 0), pairs.TIMEOUT).release()
+        for i in range(100):
+            p.accepted.receive((0, 0, i, 0, 0), pairs.TIMEOUT).release()
+
+
+def test_a_slot_is_not_used_again_before_it_is_released():
+    with pairs.in_process() as p:
+        p.accepted.reserve(0, 2, 100)
+        for i in range(3):
+            p.dialled.send((0, 0, i, 0, 0), bytes([i]) * 100)
+        first = p.accepted.receive((0, 0, 0, 0, 0), pairs.TIMEOUT)
+        second = p.accepted.receive((0, 0, 1, 0, 0), pairs.TIMEOUT)
+        with pytest.raises(EngineTimeout, match="0 of 2 slots free"):
+            p.accepted.receive((0, 0, 2, 0, 0), 0.2)
+        assert bytes(first.view()) == b"\0" * 100
+        first.release()
+        third = p.accepted.receive((0, 0, 2, 0, 0), pairs.TIMEOUT)
+        assert bytes(third.view()) == b"\2" * 100
+        assert bytes(second.view()) == b"\1" * 100
+
+
+def test_a_dropped_message_gives_its_slot_back():
+    with pairs.in_process() as p:
+        p.accepted.reserve(0, 1, 100)
+        for i in range(5):
+            p.dialled.send((0, 0, i, 0, 0), b"x")
+        for i in range(5):
+            p.accepted.receive((0, 0, i, 0, 0), pairs.TIMEOUT)  # and let go of
+
+
+def test_a_view_outlives_release_and_engine_without_a_fault():
+    with pairs.in_process(transport="shm") as p:
+        p.accepted.reserve(0, 1, MIB)
+        p.dialled.send((0, 0, 0, 0, 0), b"z" * MIB)
+        m = p.accepted.receive((0, 0, 0, 0, 0), pairs.TIMEOUT)
+        view = m.view()
+        m.release()
+        with pytest.raises(EngineError, match="released"):
+            m.view()
+        with pytest.raises(EngineError, match="released"):
+            m.copy_into(bytearray(MIB))
+    del p, m
+    gc.collect()
+    assert len(bytes(view)) == MIB
+
+
+def test_timeout_names_link_key_and_what_is_missing():
+    with pairs.in_process() as p:
+        p.accepted.reserve(0, 8, 100)
+        start = time.monotonic()
+        with pytest.raises(EngineTimeout) as e:
+            p.accepted.receive((1, 7, 3, 0, 0), 0.25)
+        assert 0.2 < time.monotonic() - start < 5
+        assert str(e.value) == (
+            "link 3 (rank 0 <-> 1): nothing arrived for F microbatch 3 of iteration 7 "
+            "(tensor 0, generation 1) within 0.2 s; link is up, 8 of 8 slots free"
+        )
+        ticket = p.dialled.send((1, 7, 3, 1, 0), b"x")  # nothing is reserved in this direction
+        with pytest.raises(EngineTimeout, match=r"B microbatch 3.*waiting for a slot.*rank 1"):
+            p.dialled.wait_sent(ticket, 0.1)
+
+
+def test_mistakes_are_named():
+    with pairs.in_process() as p:
+        p.accepted.reserve(0, 1, 1000)
+        eventually(lambda: p.dialled.send_slots(0) == 1)
+        with pytest.raises(EngineError, match=r"1001 bytes.*1000 bytes"):
+            p.dialled.send((0, 0, 0, 0, 0), bytes(1001))
+        with pytest.raises(ValueError, match="65 bytes"):
+            p.dialled.send((0, 0, 0, 0, 0), b"x", b"n" * 65)
+        with pytest.raises(ValueError, match="direction"):
+            p.dialled.send((0, 0, 0, 2, 0), b"x")
+        with pytest.raises(ValueError, match="direction"):
+            p.accepted.reserve(2, 1, 1)
+        p.dialled.send((0, 0, 0, 1, 0), b"x")
+        with pytest.raises(EngineError, match=r"B microbatch 0 .* in flight"):
+            p.dialled.send((0, 0, 0, 1, 0), b"x")
+        with pytest.raises(EngineError, match="no ticket 99"):
+            p.dialled.sent(99)
+        with pytest.raises(EngineError, match="data paths, not 99"):
+            p.dialled.sever_data_path(98)
+        p.dialled.send((0, 0, 1, 0, 0), b"xy")
+        m = p.accepted.receive((0, 0, 1, 0, 0), pairs.TIMEOUT)
+        with pytest.raises(ValueError, match=r"2 bytes, the destination 3"):
+            m.copy_into(bytearray(3))
+        with pytest.raises(BufferError):
+            m.copy_into(b"ro")
+
+
+@pytest.mark.parametrize(
+    ("setting", "match"),
+    [
+        ({"transport": "rdma"}, "transport"),
+        ({"secret": b""}, "secret"),
+        ({"sockets": 0}, "sockets"),
+        ({"queues": 0}, "queues"),
+        ({"chunk_bytes": 1}, "chunk_bytes"),
+        ({"peer_deadline": 0.0}, "peer_deadline"),
+        ({"peer_deadline": float("nan")}, "peer_deadline"),
+        ({"port": 70000}, "port"),
+        ({"host": "no such host"}, "no such host"),
+    ],
+)
+def test_bad_settings_are_named(setting, match):
+    with pytest.raises((ValueError, EngineError), match=match):
+        pairs.engine(0, **setting)
+
+
+def test_a_message_posted_before_slots_are_known_to_be_too_small_fails_by_its_ticket():
+    with pairs.in_process() as p:
+        ticket = p.dialled.send((0, 0, 0, 0, 0), bytes(500))
+        p.accepted.reserve(0, 1, 100)
+        with pytest.raises(EngineError, match=r"500 bytes.*100 bytes"):
+            p.dialled.wait_sent(ticket, pairs.TIMEOUT)
+
+
+@TRANSPORTS
+def test_the_payload_is_held_until_acknowledged_and_then_let_go(transport):
+    with pairs.in_process(transport=transport) as p:
+        data = bytearray(b"x" * 1000)
+        ticket = p.dialled.send((0, 0, 0, 0, 0), data)
+        with pytest.raises(BufferError):
+            data.append(0)
+        p.accepted.reserve(0, 1, 1000)
+        p.dialled.wait_sent(ticket, pairs.TIMEOUT)
+
+        def resizable():
+            p.dialled.stats()  # any call lets go of what is finished
+            try:
+                data.append(0)
+            except BufferError:
+                return False
+            return True
+
+        eventually(resizable)
+
+
+def test_reserve_adds_and_never_shrinks():
+    with pairs.in_process() as p:
+        for slots, size, total in ((2, 100, 2), (1, 50, 2), (4, 100, 4), (2, 200, 6), (4, 100, 6)):
+            p.accepted.reserve(0, slots, size)
+            assert p.accepted.stats().slots_granted == total
+        eventually(lambda: p.dialled.send_slots(0) == 6)
+        p.dialled.send((0, 0, 0, 0, 0), bytes(200))
+        p.accepted.receive((0, 0, 0, 0, 0), pairs.TIMEOUT)
+
+
+def test_the_bell_rings_for_arrivals_acknowledgements_and_ends():
+    with pairs.in_process() as p:
+
+        def wait_for(fd, condition):
+            while not condition():
+                assert select.select([fd], [], [], pairs.TIMEOUT)[0]
+                os.read(fd, 8)
+
+        p.accepted.reserve(0, 1, 100)
+        ticket = p.dialled.send((0, 0, 0, 0, 0), b"x")
+        wait_for(p.high.bell_fd, lambda: p.accepted.arrived((0, 0, 0, 0, 0)))
+        wait_for(p.low.bell_fd, lambda: p.dialled.sent(ticket))
+        p.dialled.close()
+        wait_for(p.high.bell_fd, lambda: not p.accepted.alive)
+        assert "rank 0 closed it" in p.accepted.error
+
+
+def test_what_arrived_before_the_end_is_still_good():
+    with pairs.in_process() as p:
+        p.accepted.reserve(0, 1, 100)
+        p.dialled.send((0, 0, 0, 0, 0), b"last words")
+        p.dialled.close()
+        m = p.accepted.receive((0, 0, 0, 0, 0), pairs.TIMEOUT)
+        assert bytes(m.view()) == b"last words"
+        for call in (
+            lambda: p.accepted.receive((0, 0, 1, 0, 0), 5.0),
+            lambda: p.accepted.try_receive((0, 0, 1, 0, 0)),
+            lambda: p.accepted.send((0, 0, 1, 1, 0), b"x"),
+        ):
+            with pytest.raises(EngineError, match=r"link 3 \(rank 0 <-> 1\).*rank 0"):
+                call()
+
+
+def test_telemetry():
+    with pairs.in_process() as p:
+        p.accepted.reserve(0, 2, MIB)
+        for i in range(5):
+            ticket = p.dialled.send((0, 0, i, 0, 0), bytes(MIB))
+            p.accepted.receive((0, 0, i, 0, 0), pairs.TIMEOUT).release()
+            p.dialled.wait_sent(ticket, pairs.TIMEOUT)
+        eventually(lambda: p.dialled.stats().rtt_p99 is not None)
+        s = p.dialled.stats()
+        assert 0 < s.rtt_min <= s.rtt_mean <= s.rtt_p99 < 5
+        assert abs(s.clock_offset) <= s.rtt_p99 + 1e-4  # one machine, one clock
+        assert (s.messages_sent, s.bytes_sent, s.state) == (5, 5 * MIB, "up")
+        records = p.dialled.drain_telemetry()
+        assert [r[0] for r in records] == [(0, 0, i, 0, 0) for i in range(5)]
+        assert all(size == MIB and queue >= 0 and wire > 0 for _, size, queue, wire in records)
+        assert p.dialled.drain_telemetry() == []
+        assert p.accepted.stats().messages_received == 5
+
+
+def test_waiting_for_a_slot_counts_as_queueing_and_not_as_wire_time():
+    with pairs.in_process() as p:
+        ticket = p.dialled.send((0, 0, 0, 0, 0), b"x")
+        with contextlib.suppress(EngineTimeout):
+            p.dialled.wait_sent(ticket, 0.5)
+        p.accepted.reserve(0, 1, 100)
+        p.dialled.wait_sent(ticket, pairs.TIMEOUT)
+        [(_, _, queue, wire)] = p.dialled.drain_telemetry()
+        assert queue > 0.45
+        assert wire < queue
+        m = p.accepted.receive((0, 0, 0, 0, 0), pairs.TIMEOUT)
+        assert m.started_at - m.posted_at > 0.45
+
+
+def expect_refusal(match, *, low=None, high=None, link=pairs.LINK, peer=1, timeout=3.0):
+    """Dial with something wrong, see both sides say what."""
+    a = pairs.engine(0, **(low or {}))
+    b = pairs.engine(1, **(high or {}))
+    accepted = []
+
+    def accept():
+        with contextlib.suppress(EngineError):
+            accepted.append(b.accept(peer_rank=0, link_id=pairs.LINK, timeout=timeout))
+
+    acceptor = threading.Thread(target=accept)
+    acceptor.start()
+    try:
+        with pytest.raises(EngineError, match=match) as e:
+            a.connect(peer_rank=peer, link_id=link, host="127.0.0.1", port=b.port, timeout=timeout)
+        assert f"link {link}" in str(e.value)
+        refused = b.refused()
+    finally:
+        b.close(0.0)
+        a.close(0.0)
+        acceptor.join()
+    assert not accepted
+    return refused
+
+
+def test_a_wrong_secret_is_refused():
+    refused = expect_refusal("authentication failed", low={"secret": b"guess"})
+    assert len(refused) == 1
+    assert "wrong job secret" in refused[0]
+
+
+def test_a_wrong_job_or_attempt_is_refused():
+    [refused] = expect_refusal("wrong job: rank 0 runs 'test/2'", low={"job": "test/2"})
+    assert "'test/2'" in refused
+    assert "'test/1'" in refused
+
+
+def test_a_wrong_rank_is_refused():
+    [refused] = expect_refusal("wrong rank", peer=2)
+    assert "rank 0 looks for rank 2, this is rank 1" in refused
+
+
+def test_a_wrong_link_is_refused():
+    [refused] = expect_refusal("wrong link: rank 0 dials link 9", link=9, timeout=1.0)
+    assert "waits for link 3" in refused
+
+
+def test_contradicting_transports_are_refused():
+    expect_refusal("transports differ", low={"transport": "tcp"}, high={"transport": "shm"})
+
+
+def test_nobody_there():
+    with contextlib.closing(pairs.engine(0)) as a:
+        with contextlib.closing(pairs.engine(1)) as b:
+            port = b.port
+        with pytest.raises(EngineTimeout, match=rf"rank 0 -> 1.*:{port}.*Connection refused"):
+            a.connect(peer_rank=1, link_id=0, host="127.0.0.1", port=port, timeout=0.3)
+        with pytest.raises(EngineTimeout, match="rank 5 did not connect"):
+            a.accept(peer_rank=5, link_id=0, timeout=0.1)
+
+
+def test_accept_may_come_after_connect():
+    a, b = pairs.engine(0), pairs.engine(1)
+    box = []
+    dialler = threading.Thread(
+        target=lambda: box.append(
+            a.connect(peer_rank=1, link_id=0, host="127.0.0.1", port=b.port, timeout=pairs.TIMEOUT)
+        )
+    )
+    dialler.start()
+    with pytest.raises(EngineTimeout):
+        b.accept(peer_rank=4, link_id=0, timeout=0.2)  # meanwhile the dialler waits
+    link = b.accept(peer_rank=0, link_id=0, timeout=pairs.TIMEOUT)
+    dialler.join()
+    box[0].send((0, 0, 0, 0, 0), b"", b"hi")
+    assert link.receive((0, 0, 0, 0, 0), pairs.TIMEOUT).note == b"hi"
+    a.close()
+    b.close()
+
+
+def test_a_link_can_be_made_again_after_its_end():
+    with pairs.in_process() as p:
+        p.dialled.close()
+        eventually(lambda: not p.accepted.alive)
+        again = []
+        acceptor = threading.Thread(
+            target=lambda: again.append(
+                p.high.accept(peer_rank=0, link_id=pairs.LINK, timeout=pairs.TIMEOUT)
+            )
+        )
+        acceptor.start()
+        link = p.low.connect(
+            peer_rank=1, link_id=pairs.LINK, host="127.0.0.1", port=p.high.port, timeout=10.0
+        )
+        acceptor.join()
+        link.send((0, 0, 0, 0, 0), b"", b"again")
+        assert again[0].receive((0, 0, 0, 0, 0), pairs.TIMEOUT).note == b"again"
+
+
+def tasks():
+    return {t.name for t in pathlib.Path("/proc/self/task").iterdir()}
+
+
+def descriptors():
+    return {f.name for f in pathlib.Path("/proc/self/fd").iterdir()}
+
+
+@TRANSPORTS
+def test_nothing_is_left_after_close(transport):
+    def use():
+        with pairs.in_process(transport=transport) as p:
+            p.accepted.reserve(0, 2, MIB)
+            p.dialled.send((0, 0, 0, 0, 0), bytes(MIB))
+            p.accepted.receive((0, 0, 0, 0, 0), pairs.TIMEOUT).release()
+
+    use()
+    gc.collect()
+    threads, fds = tasks(), descriptors()
+    for _ in range(5):
+        use()
+    gc.collect()
+    eventually(lambda: tasks() <= threads)
+    assert len(descriptors()) <= len(fds)
+
+
+def test_an_engine_that_is_only_dropped_ends_too():
+    threads, fds = tasks(), descriptors()
+    e = pairs.engine(0)
+    assert len(tasks()) > len(threads)
+    del e
+    gc.collect()
+    eventually(lambda: tasks() <= threads)
+    assert descriptors() <= fds
+
+
+def test_idle_links_cost_next_to_nothing():
+    with pairs.in_process() as p:
+        p.accepted.reserve(0, 1, 100)
+        p.dialled.send((0, 0, 0, 0, 0), b"x")
+        p.accepted.receive((0, 0, 0, 0, 0), pairs.TIMEOUT).release()
+        cpu, wall = time.process_time(), time.monotonic()
+        with pytest.raises(EngineTimeout):
+            p.accepted.receive((0, 0, 1, 0, 0), 2.0)
+        used = (time.process_time() - cpu) / (time.monotonic() - wall)
+        assert used < 0.05  # both engines and their echoes together
+
+
+def test_interrupt_ends_a_wait_at_once():
+    script = f"""
+import sys
+sys.path[:0] = {sys.path!r}
+import pairs
+with pairs.in_process() as p:
+    print("ready", flush=True)
+    try:
+        p.accepted.receive((0, 0, 0, 0, 0), 60.0)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as c:
+        assert c.stdout.readline() == "ready\n"
+        start = time.monotonic()
+        c.send_signal(2)
+        assert c.stdout.readline() == "interrupted\n"
+        assert time.monotonic() - start < 5
+        assert c.wait(30) == 0
+
+
+def test_close_ends_waits_in_other_threads():
+    with pairs.in_process() as p:
+        errors = []
+
+        def wait(link):
+            try:
+                link.receive((0, 0, 0, 0, 0), 60.0)
+            except EngineError as e:
+                errors.append(str(e))
+
+        threads = [threading.Thread(target=wait, args=(x,)) for x in (p.dialled, p.accepted)]
+        for t in threads:
+            t.start()
+        p.low.close()
+        for t in threads:
+            t.join(pairs.TIMEOUT)
+        assert len(errors) == 2
+        with pytest.raises(EngineError, match="closed"):
+            p.low.accept(peer_rank=1, link_id=0, timeout=1.0)
+        p.low.close()
+
+
+def test_engine_is_keyword_only():
+    with pytest.raises(TypeError):
+        Engine("job", 0, b"secret")

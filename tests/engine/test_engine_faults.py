@@ -1,0 +1,294 @@
+"""Two processes: every size, many messages, cut connections, killed peers, strangers."""
+
+import contextlib
+import os
+import pathlib
+import random
+import signal
+import socket
+import threading
+import time
+
+import pairs
+import pytest
+
+from pipemorph_trainer._engine import EngineError
+
+MIB = 1 << 20
+TRANSPORTS = pytest.mark.parametrize("transport", ["tcp", "shm"])
+SIZES = [0, 1, 4095, 4096, MIB - 1, MIB, MIB + 1, 5 * MIB + 17, 16 * MIB, 40 * 10**6]
+
+
+def echo_digests(link, connection, count, size):
+    """Receives `count` messages in an order of its own and says what they were."""
+    link.reserve(0, 4, size)
+    order = list(range(count))
+    # Out of order, but never further ahead than there are slots.
+    for start in range(0, count, 4):
+        block = order[start : start + 4]
+        random.Random(start).shuffle(block)
+        order[start : start + 4] = block
+    said = {}
+    for i in order:
+        m = link.receive((0, 0, i, 0, 0), pairs.TIMEOUT * 2)
+        said[i] = pairs.digest(m.view())
+        m.release()
+    connection.send(said)
+    s = link.stats()
+    connection.send({"received": s.messages_received, "duplicates": s.duplicate_chunks})
+    assert connection.recv() == "done"
+
+
+@TRANSPORTS
+def test_every_size_arrives_unharmed(transport):
+    sizes = SIZES + [random.Random(1).randrange(3 * MIB) for _ in range(10)]
+    with pairs.with_peer(echo_digests, len(sizes), max(sizes), transport=transport) as peer:
+        assert peer.link.transport == transport
+        data = [pairs.payload(i, size) for i, size in enumerate(sizes)]
+        tickets = [peer.link.send((0, 0, i, 0, 0), d) for i, d in enumerate(data)]
+        assert peer.hear() == {i: pairs.digest(d) for i, d in enumerate(data)}
+        for t in tickets:
+            peer.link.wait_sent(t, pairs.TIMEOUT)
+        assert peer.hear() == {"received": len(sizes), "duplicates": 0}
+        peer.tell("done")
+
+
+@TRANSPORTS
+def test_cut_connections_in_mid_transfer_lose_and_repeat_nothing(transport):
+    count, size = 60, 2 * MIB
+    with pairs.with_peer(echo_digests, count, size, transport=transport) as peer:
+        data = [pairs.payload(i, size - i) for i in range(count)]
+        link = peer.link
+        tickets = [link.send((0, 0, i, 0, 0), d) for i, d in enumerate(data)]
+        paths = 4 if transport == "tcp" else 1
+        for i, t in enumerate(tickets):
+            link.wait_sent(t, pairs.TIMEOUT * 2)
+            if i % 6 == 0:
+                link.sever_data_path(i % paths)
+            if i % 10 == 0:
+                link.sever_control()
+        assert peer.hear() == {i: pairs.digest(d) for i, d in enumerate(data)}
+        assert peer.hear()["received"] == count
+        stats = link.stats()
+        assert stats.messages_sent == count
+        # The faults happened, and chunks were in them.
+        assert stats.reconnects > 3
+        if transport == "tcp":
+            assert stats.chunks_resent > 0
+        peer.tell("done")
+
+
+def test_a_cut_control_connection_alone_is_survived():
+    with pairs.in_process(transport="tcp") as p:
+        p.accepted.reserve(0, 1, 100)
+        for i in range(20):
+            p.dialled.send((0, 0, i, 0, 0), bytes([i]))
+            (p.dialled if i % 2 else p.accepted).sever_control()
+            m = p.accepted.receive((0, 0, i, 0, 0), pairs.TIMEOUT)
+            assert bytes(m.view()) == bytes([i])
+            m.release()
+        assert p.dialled.stats().reconnects > 5
+        assert p.dialled.alive
+        assert p.accepted.alive
+
+
+def test_all_data_connections_cut_at_once():
+    with pairs.in_process(transport="tcp") as p:
+        p.accepted.reserve(0, 4, 8 * MIB)
+        data = [pairs.payload(i, 8 * MIB) for i in range(8)]
+        tickets = [p.dialled.send((0, 0, i, 0, 0), d) for i, d in enumerate(data)]
+        for i, d in enumerate(data):
+            if i in (1, 4):
+                for path in range(4):
+                    p.dialled.sever_data_path(path)
+            m = p.accepted.receive((0, 0, i, 0, 0), pairs.TIMEOUT)
+            assert m.view() == d
+            m.release()
+        for t in tickets:
+            p.dialled.wait_sent(t, pairs.TIMEOUT)
+        # Both cuts were made good on all sockets, in the background and for as long as it takes.
+        deadline = time.monotonic() + pairs.TIMEOUT
+        while p.dialled.stats().reconnects < 8:
+            assert time.monotonic() < deadline
+            os.sched_yield()
+
+
+def hold_still(link, connection, direction):
+    link.reserve(direction, 2, MIB)
+    connection.send("ready")
+    link.receive((0, 0, 0, 1 - direction, 0), 60.0)  # never sent
+
+
+def unix_sockets():
+    """Abstract unix sockets on this machine: inode → name."""
+    rows = [row.split() for row in pathlib.Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return {row[6]: row[7] for row in rows if len(row) > 7 and row[7].startswith("@")}
+
+
+def listening_names(pid):
+    """The engine's unix names that a process holds. (Other engines may run on this machine.)"""
+    inodes = set()
+    for fd in pathlib.Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed while we looked
+            target = str(fd.readlink())
+            if target.startswith("socket:["):
+                inodes.add(target[len("socket:[") : -1])
+    return {name for inode, name in unix_sockets().items() if inode in inodes}
+
+
+def named_memory(pid):
+    """Files in /dev/shm that a process has mapped, and whether it has mapped our memfd."""
+    maps = pathlib.Path(f"/proc/{pid}/maps").read_text()
+    return "/dev/shm/" in maps, "/memfd:pipemorph-slots" in maps
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("peer_rank", [0, 1])
+def test_a_killed_peer_is_noticed_within_the_deadline(transport, peer_rank):
+    deadline = 3.0
+    direction = 0 if peer_rank == 1 else 1
+    with pairs.with_peer(
+        hold_still, direction, peer_rank=peer_rank, transport=transport, peer_deadline=deadline
+    ) as peer:
+        assert peer.hear() == "ready"
+        tickets = [peer.link.send((0, 0, i, direction, 0), bytes(MIB)) for i in range(10)]
+        peer.link.wait_sent(tickets[0], pairs.TIMEOUT)
+        names = listening_names(peer.pid)
+        if transport == "shm":
+            assert names
+            assert named_memory(peer.pid) == (False, True)
+        start = time.monotonic()
+        os.kill(peer.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match=rf"link 3 \(rank 0 <-> 1\).*rank {peer_rank}"):
+            peer.link.receive((0, 0, 0, 1 - direction, 0), 60.0)
+        assert time.monotonic() - start < deadline
+        assert not peer.link.alive
+        assert f"rank {peer_rank}" in peer.link.error
+        with pytest.raises(EngineError, match=f"rank {peer_rank}"):
+            peer.link.wait_sent(tickets[-1], 60.0)
+        with pytest.raises(EngineError, match=f"rank {peer_rank}"):
+            peer.link.send((0, 1, 0, direction, 0), b"x")
+        assert peer.link.sent(tickets[0])  # that one had arrived
+    assert not names & set(unix_sockets().values())
+
+
+def kill_self_in_mid_transfer(link, connection):
+    link.reserve(0, 4, 16 * MIB)
+    for i in range(8):
+        link.send((0, 0, i, 1, 0), bytes(16 * MIB))
+    connection.send("ready")
+    assert connection.recv() == "die"
+    link.receive((0, 0, 1, 0, 0), 60.0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_shared_memory_leaves_nothing_behind_when_killed_in_mid_transfer():
+    with pairs.with_peer(kill_self_in_mid_transfer, transport="shm", peer_deadline=2.0) as peer:
+        peer.link.reserve(1, 4, 16 * MIB)
+        for i in range(8):
+            peer.link.send((0, 0, i, 0, 0), bytes(16 * MIB))
+        assert peer.hear() == "ready"
+        names = listening_names(peer.pid) | listening_names(os.getpid())
+        assert len(names) >= 2
+        assert named_memory(peer.pid) == (False, True)
+        peer.tell("die")
+        with pytest.raises(EngineError, match="rank 1"):
+            peer.link.receive((9, 9, 9, 1, 0), 60.0)
+        peer.engine.close()
+        assert not names & set(unix_sockets().values())
+    assert not [f for f in pathlib.Path("/dev/shm").iterdir() if "pipemorph" in f.name]
+
+
+def test_a_stopped_peer_is_noticed_by_its_silence():
+    """No reset and no end of stream: as when a machine or a cable is gone."""
+    with pairs.with_peer(hold_still, 0, transport="tcp", peer_deadline=1.5) as peer:
+        assert peer.hear() == "ready"
+        os.kill(peer.pid, signal.SIGSTOP)
+        try:
+            start = time.monotonic()
+            with pytest.raises(EngineError, match="rank 1"):
+                peer.link.receive((0, 0, 0, 1, 0), 60.0)
+            assert 0.5 < time.monotonic() - start < 6
+        finally:
+            os.kill(peer.pid, signal.SIGCONT)
+
+
+def flood(port, stop, count):
+    rng = random.Random(7)
+    good_start = b"PMPH\x01\x00\x01\x00"
+    while not stop.is_set():
+        s = socket.socket()
+        try:
+            s.settimeout(5.0)
+            s.connect(("127.0.0.1", port))
+            kind = rng.randrange(4)
+            if kind == 0:
+                s.sendall(rng.randbytes(rng.randrange(200)))
+            elif kind == 1:
+                s.sendall(good_start + rng.randbytes(32))
+                assert s.recv(40, socket.MSG_WAITALL)[:4] == b"PMPH"
+                s.sendall(rng.randbytes(300))
+            elif kind == 2:
+                s.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        except OSError:
+            pass  # it may be shown the door at any time
+        finally:
+            s.close()
+        count[0] += 1
+
+
+def test_thousands_of_strangers_do_not_disturb_a_transfer():
+    count, size = 100, 2 * MIB
+    with pairs.with_peer(echo_digests, count, size, transport="tcp") as peer:
+        # At our own listener, which the transfer does not need, and in our own process, whose
+        # control thread it does need.
+        stop, made = threading.Event(), [0]
+        thread = threading.Thread(target=flood, args=(peer.engine.port, stop, made))
+        thread.start()
+        # Some that say nothing at all and stay.
+        silent = [socket.create_connection(("127.0.0.1", peer.engine.port)) for _ in range(300)]
+        try:
+            data = [pairs.payload(i, size) for i in range(count)]
+            for i, d in enumerate(data):
+                peer.link.send((0, 0, i, 0, 0), d)
+            assert peer.hear() == {i: pairs.digest(d) for i, d in enumerate(data)}
+            deadline = time.monotonic() + pairs.TIMEOUT
+            while made[0] < 2000:
+                assert time.monotonic() < deadline
+                assert thread.is_alive()
+                os.sched_yield()
+        finally:
+            stop.set()
+            thread.join()
+            for s in silent:
+                s.close()
+        assert peer.hear()["received"] == count
+        stats = peer.link.stats()
+        assert stats.state == "up"
+        assert stats.reconnects == 0
+        refused = peer.engine.refused()
+        assert 0 < len(refused) < 20  # counted, not listed one by one
+        assert any("not a PipeMorph connection" in r and "times" in r for r in refused)
+        peer.tell("done")
+
+
+def test_a_link_comes_up_through_a_crowd_of_strangers():
+    low, high = pairs.engine(0), pairs.engine(1)
+    silent = [socket.create_connection(("127.0.0.1", high.port)) for _ in range(400)]
+    box = []
+    acceptor = threading.Thread(
+        target=lambda: box.append(
+            high.accept(peer_rank=0, link_id=pairs.LINK, timeout=pairs.TIMEOUT)
+        )
+    )
+    acceptor.start()
+    link = low.connect(
+        peer_rank=1, link_id=pairs.LINK, host="127.0.0.1", port=high.port, timeout=pairs.TIMEOUT
+    )
+    acceptor.join()
+    link.send((0, 0, 0, 0, 0), b"", b"through")
+    assert box[0].receive((0, 0, 0, 0, 0), pairs.TIMEOUT).note == b"through"
+    low.close()
+    high.close()
+    for s in silent:
+        s.close()
