@@ -155,9 +155,10 @@ class Transport(SpecModel):
     )
     direct_duplex: Literal["full", "half"] = Field(
         default="full",
-        description="Direct path: full gives each direction of a link a communicator of its "
-        "own; half gives both one, as torch.distributed does for a pair of ranks, so that a "
-        "send waits for the receive before it.",
+        description="Direct path under a fault trace: full gives each direction of a link its "
+        "own queue, as this trainer does; half gives both one, as torch.distributed does on "
+        "NCCL for a pair of ranks, so that a send waits for what the neighbour sends. For "
+        "comparisons, on CPU.",
     )
     engine: Literal["auto", "tcp", "shm"] = Field(
         default="auto", description="Data path of the transfer engine."

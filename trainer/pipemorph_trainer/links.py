@@ -24,9 +24,10 @@ from pipemorph_trainer.paths import line as lines
 from pipemorph_trainer.paths.arrival import OpClock, PeerClock
 from pipemorph_trainer.paths.delegated import DelegatedIncoming, DelegatedOutgoing
 from pipemorph_trainer.paths.direct import DirectIncoming, DirectOutgoing
-from pipemorph_trainer.paths.faults import Severer, Shaper
+from pipemorph_trainer.paths.faults import Severer, Shaper, shaping
 from pipemorph_trainer.paths.line import Line
 from pipemorph_trainer.paths.message import Direction, Incoming, Outgoing
+from pipemorph_trainer.paths.shared_queue import SharedQueue
 from pipemorph_trainer.profile import LinkRecorder, Transport
 
 if TYPE_CHECKING:
@@ -173,6 +174,12 @@ def _own_address(master_addr: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def _shared_queue(seat: Seat, faults: Sequence[Fault]) -> SharedQueue | None:
+    """The queue of the link to the next stage, made by the lower stage where it is needed."""
+    own = [f for f in faults if f.link == seat.stage and f.replica == seat.replica]
+    return SharedQueue.create() if shaping(own) and not seat.last else None
+
+
 def meet(
     seat: Seat,
     *,
@@ -186,9 +193,11 @@ def meet(
     deadline: float,
     setup_seconds: float = 120.0,
     on_block: Any,
+    half_duplex: bool = False,
 ) -> Neighbourhood:
     """Connect to both neighbours. Collective: every rank calls it.
 
+    ``half_duplex``: both directions of a direct path share one communicator and one queue.
     Raises :class:`PipelineError` naming the neighbour that did not come.
     """
     module = engine_module() if engine_options is not None else None
@@ -209,7 +218,17 @@ def meet(
         )
         bell.watch_eventfd(engine.bell_fd)
     ports: list[Any] = [None] * len(hosts)
-    mine = (listener.getsockname()[1], engine.port if engine is not None else None)
+    if half_duplex and device.type == "cuda":
+        # Receives are posted ahead of sends here; on one NCCL stream that would deadlock.
+        raise PipelineError(
+            "transport.directDuplex is half, which is for comparisons on the CPU; use full on CUDA"
+        )
+    queue = _shared_queue(seat, faults) if half_duplex else None
+    mine = (
+        listener.getsockname()[1],
+        engine.port if engine is not None else None,
+        queue.name if queue is not None else None,
+    )
     dist.all_gather_object(ports, mine)
 
     def address(rank: int) -> str:
@@ -228,7 +247,10 @@ def meet(
     def end(link: int, peer: int, receives: Direction, line: Line) -> LinkEnd:
         own = [f for f in faults if f.link == link and f.replica == seat.replica]
         recorder = LinkRecorder(link, seat.replica, receives)
-        shaper = Shaper(own, Direction(1 - receives))
+        shared = queue if receives is Direction.BACKWARD else None
+        if receives is Direction.FORWARD and ports[peer][2] is not None:
+            shared = SharedQueue.open(ports[peer][2], link)
+        shaper = Shaper(own, Direction(1 - receives), shared)
         clock = PeerClock()
         engine_link = None
         if engine is not None and ports[peer][1] is not None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from pipemorph.spec import Fault
 from pipemorph_trainer.paths.message import Direction
+from pipemorph_trainer.paths.shared_queue import SharedQueue
 
 log = logging.getLogger("pipemorph.trainer")
 
@@ -36,11 +37,15 @@ class Shaper:
     """Holds the messages of one direction of one link, as the fault trace says.
 
     One :class:`Shaper` serves both paths of its direction: a bandwidth limit is shared by
-    all queues, a delay occupies one.
+    all queues, a delay occupies one. ``shared`` is the direct path's queue where both
+    directions have one together.
     """
 
-    def __init__(self, faults: Sequence[Fault], direction: Direction) -> None:
-        self._faults = [f for f in faults if f.delay_ms or f.bandwidth_mbps]
+    def __init__(
+        self, faults: Sequence[Fault], direction: Direction, shared: SharedQueue | None = None
+    ) -> None:
+        self._faults = shaping(faults)
+        self._shared = shared if self._faults else None
         self._counts = [_Count() for _ in self._faults]
         self._direction = direction
         self._active: list[int] = []
@@ -66,6 +71,15 @@ class Shaper:
 
         ``not_before`` is 0 where no fault holds and the queue is free.
         """
+        if self._shared is None or queue != DIRECT_QUEUE:
+            return self._hold(queue, nbytes, now)
+        with self._shared.locked():
+            self._queues[queue] = self._shared.free_at
+            held = self._hold(queue, nbytes, now)
+            self._shared.free_at = self._queues[queue]
+        return held
+
+    def _hold(self, queue: int, nbytes: int, now: float) -> tuple[float, float]:
         active = self._active
         if self._timed:
             since = now - self._began
@@ -113,6 +127,11 @@ class Shaper:
             }
             for fault, count in zip(self._faults, self._counts, strict=True)
         ]
+
+
+def shaping(faults: Sequence[Fault]) -> list[Fault]:
+    """The faults that hold messages, as against those that cut connections."""
+    return [f for f in faults if f.delay_ms or f.bandwidth_mbps]
 
 
 class Severer:
