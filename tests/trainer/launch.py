@@ -27,7 +27,7 @@ from typing import Any
 from pipemorph_trainer.context import TrainerContext
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "pipemorph_trainer"])
+_context.set_forkserver_preload(["torch", "pipemorph_trainer.pipeline"])
 
 
 @dataclass(frozen=True)

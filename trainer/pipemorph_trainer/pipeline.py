@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path as FilePath
 from time import time
 from types import TracebackType
 from typing import Any, Literal
@@ -29,9 +30,10 @@ from pipemorph.planning import (
 from pipemorph.planning import (
     plan as plan_schedule,
 )
-from pipemorph.spec import Fault
+from pipemorph.spec import Checkpoint, Fault
 from pipemorph.wire import IterationSample
 from pipemorph_trainer.agent import AgentHandle, connect, start_agent
+from pipemorph_trainer.checkpoint import Checkpoints
 from pipemorph_trainer.commit import PlanBook, RankRow, Round, agree, bubble_fraction
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.control import ControlClient, NoControl
@@ -80,9 +82,13 @@ class Pipeline:
             module returns the loss itself.
         microbatches: N; the batch given to :meth:`step` is split into N along dimension 0.
         optimizer: only for checkpoints; stepping it stays with the caller.
+        checkpoint: where and how often to save, and whether to resume; then
+            :attr:`start_iteration` is where to go on.
         stages: pipeline stages; default: all ranks. RANK = replica × stages + stage.
         policy, dispatch, path: how to schedule and how messages travel. ``path="auto"`` is
             direct until a directive moves a link.
+        direct_duplex: ``half`` gives both directions of a direct link one queue, as a pair of
+            ranks has in torch.distributed; for comparisons, on gloo.
         plan: run exactly this plan instead of one made from ``policy``.
         faults: a fault trace, applied in the transport (see :class:`pipemorph.spec.Fault`).
         deadline_seconds: longest wait for one message.
@@ -110,6 +116,8 @@ class Pipeline:
         deadline_seconds: float = 300.0,
         engine: Literal["auto", "tcp", "shm"] = "auto",
         queues: int = 8,
+        direct_duplex: Literal["full", "half"] = "full",
+        checkpoint: Checkpoint | None = None,
         control: ControlClient | None = None,
     ) -> None:
         self.context = context
@@ -120,7 +128,8 @@ class Pipeline:
             faults = spec.faults
             deadline_seconds = spec.transport.deadline_seconds
             engine, path = spec.transport.engine, spec.transport.path
-            queues = spec.transport.queues
+            queues, direct_duplex = spec.transport.queues, spec.transport.direct_duplex
+            checkpoint = spec.checkpoint
             torch.set_num_threads(spec.trainer.threads)
         stages = stages if stages is not None else context.world_size
         if plan is None:
@@ -154,6 +163,7 @@ class Pipeline:
             engine_options=self._engine_options(path, engine, queues),
             deadline=deadline_seconds,
             on_block=self._on_block,
+            half_duplex=direct_duplex == "half",
         )
         self._plans = PlanBook(plan, self._reserve_for)
         self._check_paths(plan)
@@ -180,12 +190,10 @@ class Pipeline:
         self._generation = 0
         self._signature: tuple[Any, ...] | None = None
         self._rounds: dict[int, Round] = {}
-        self._last_rows: tuple[int, list[RankRow]] | None = None
         self._agreed = plan.version
         self._began: dict[int, float] = {}
         self._losses: dict[int, float] = {}
         self._epochs: dict[int, int] = {}
-        self._unreported: list[int] = []
         self._loss = torch.zeros(1, dtype=torch.float64)
         self._loss_work: Any = None
         self._training_began = 0.0
@@ -193,8 +201,11 @@ class Pipeline:
         self._last_activity = time()
         self._closed = False
         self._switch_interval = sys.getswitchinterval()
-        self.iteration = 0
-        self.start_iteration = 0
+        self._ended: dict[int, float] = {}
+        self._checkpoint = checkpoint
+        self._checkpoints = self._open_checkpoints(checkpoint, optimizer)
+        self.start_iteration = self._resume()
+        self.iteration = self.start_iteration
         sys.setswitchinterval(SWITCH_SECONDS)
         self._last_word.install()
         self._reporter.publish()
@@ -271,9 +282,11 @@ class Pipeline:
             return
         self._closed = True
         try:
+            if self.iteration > self.start_iteration:
+                self._ended[self.iteration - 1] = self._last_activity
+                self._save_if_due()
             for index in sorted(self._rounds):
                 self._finish_round(index)
-            self._report_iterations(final=True)
             self._reporter.state = "finished"
             self._reporter.publish()
         finally:
@@ -297,6 +310,9 @@ class Pipeline:
 
     def _step(self, args: tuple[Any, ...], target: Any) -> Tensor:
         iteration = self.iteration
+        if iteration > self.start_iteration:
+            self._ended[iteration - 1] = time()
+            self._save_if_due()
         inputs, signature = self._split_inputs(args, target)
         origin = time()
         self._training_began = self._training_began or origin
@@ -374,8 +390,6 @@ class Pipeline:
         self._reporter.publish(profile=profile)
         self._trace.iteration(iteration, plan.version, origin, outcome)
         self._losses[iteration] = loss
-        if self.seat.rank == 0:
-            self._unreported.append(iteration)
         self.iteration = iteration + 1
         self._last_activity = time()
 
@@ -457,8 +471,7 @@ class Pipeline:
             raise PipelineError(f"{self._waiting.describe()}: {_first_line(error)}") from error
         self._waiting.end()
         self._agreed = agree(rows, self._agreed)
-        self._last_rows = (iteration, rows)
-        self._report_iterations()
+        self._report(iteration, rows)
 
     def _between_ops(self) -> None:
         """Between two ops and during long waits: cheap, and nothing here blocks."""
@@ -466,6 +479,9 @@ class Pipeline:
         if now - self._polled_at < PLAN_POLL_SECONDS:
             return
         self._polled_at = now
+        before = self._rounds.get(self._reporter.iteration - 1)
+        if before is not None and before.done():
+            self._finish_round(before.iteration)
         plan = self._control.newest_plan()
         if plan is not None:
             try:
@@ -477,19 +493,18 @@ class Pipeline:
             end.severer.at(self._reporter.iteration, now - self._training_began)
         self._reporter.between_ops()
 
-    def _report_iterations(self, *, final: bool = False) -> None:
-        """Rank 0: publish an iteration once its end is known and all ranks' times are here."""
-        if not self._unreported or self._last_rows is None:
+    def _report(self, index: int, rows: list[RankRow]) -> None:
+        """Rank 0: publish an iteration now that all ranks' times are here.
+
+        It lasted from its step() to the next one, less the time a checkpoint took: the
+        optimizer, the gradient norm and the data are part of what a user waits for.
+        """
+        if self.seat.rank != 0:
             return
-        index, rows = self._last_rows
-        ended = self._began.get(index + 1, self._last_activity if final else None)
-        if index not in self._unreported or ended is None:
-            return
-        self._unreported.remove(index)
         self._reporter.publish(
             finished=IterationSample(
                 index=index,
-                seconds=max(0.0, ended - self._began.pop(index)),
+                seconds=max(0.0, self._ended.pop(index) - self._began.pop(index)),
                 loss=self._losses.pop(index),
                 epoch=self._epochs.pop(index),
                 bubble_fraction=bubble_fraction(rows),
@@ -507,6 +522,31 @@ class Pipeline:
             where = (self._agent.host, self._agent.port)
         host, port = self._world.share(where)
         return connect(self.context, host, port)
+
+    def _open_checkpoints(
+        self, wanted: Checkpoint | None, optimizer: torch.optim.Optimizer | None
+    ) -> Checkpoints | None:
+        if wanted is None:
+            return None
+        stage = self._module
+        if stage is None:
+            assert isinstance(self._runner, EmulatedRunner)
+            return Checkpoints(FilePath(wanted.directory), self._world, self._runner, None)
+        return Checkpoints(FilePath(wanted.directory), self._world, stage, optimizer)
+
+    def _resume(self) -> int:
+        if self._checkpoints is None or self._checkpoint is None or not self._checkpoint.resume:
+            return 0
+        return self._checkpoints.resume()
+
+    def _save_if_due(self) -> None:
+        """Between two iterations, so after the optimizer's step."""
+        if self._checkpoints is None or self._checkpoint is None:
+            return
+        if self.iteration % self._checkpoint.every == 0:
+            self._waiting.begin(f"all ranks to save the checkpoint of iteration {self.iteration}")
+            self._checkpoints.save(self.iteration)
+            self._waiting.end()
 
     def _engine_options(
         self, path: PathChoice, transport: str, queues: int

@@ -1,0 +1,85 @@
+"""A resumed run goes on to the bit, also with another number of stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from launch import Ranks, run_ranks
+from torch import Tensor, nn
+
+from pipemorph.spec import Checkpoint
+from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
+
+pytestmark = pytest.mark.multiprocess
+
+LAYERS, WIDTH, MICROBATCHES = 4, 6, 4
+
+
+class Layers(nn.Module):
+    """Some of the layers of a model, named by their place in it."""
+
+    def __init__(self, stage: int, stages: int) -> None:
+        super().__init__()
+        per = LAYERS // stages
+        self.layers = nn.ModuleDict()
+        for layer in range(stage * per, (stage + 1) * per):
+            torch.manual_seed(layer)
+            self.layers[str(layer)] = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            x = torch.tanh(layer(x))
+        return x
+
+
+def entry(
+    context: TrainerContext, folder: str, until: int, emulated: bool, anonymous: bool = False
+) -> tuple[int, list[float]]:
+    stages = context.world_size
+    module: nn.Module = Layers(context.rank, stages)
+    if anonymous:
+        module = nn.Sequential(*module.layers.values())  # type: ignore[union-attr, arg-type]
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
+    losses = []
+    with Pipeline(
+        EmulatedStage(0.001, 0.001, 0.001, 1024) if emulated else module,
+        context=context,
+        loss_fn=lambda output, target: (output - target).square().mean(),
+        microbatches=MICROBATCHES,
+        optimizer=optimizer,
+        checkpoint=Checkpoint(directory=folder, every=2),
+    ) as pipe:
+        for iteration in range(pipe.start_iteration, until):
+            generator = torch.Generator().manual_seed(iteration)
+            x = torch.randn(MICROBATCHES, WIDTH, generator=generator)
+            losses.append(float(pipe.step(x, target=x.flip(1))))
+            optimizer.step()
+            optimizer.zero_grad()
+    return pipe.start_iteration, losses
+
+
+@pytest.mark.parametrize(("stages", "emulated"), [(2, False), (4, False), (1, False), (2, True)])
+def test_resume_goes_on_to_the_bit(stages: int, emulated: bool, tmp_path: Path) -> None:
+    whole = run_ranks(2, entry, str(tmp_path / "whole"), 8, emulated)
+    cut = run_ranks(2, entry, str(tmp_path / "cut"), 5, emulated)
+    assert cut[0] == (0, whole[0][1][:5])
+    # Saved after iterations 2 and 4; iteration 4 was not: resumed from there, run again.
+    resumed = run_ranks(stages, entry, str(tmp_path / "cut"), 8, emulated)
+    assert all(result == (4, whole[0][1][4:]) for result in resumed)
+
+
+def test_only_finished_checkpoints_count_and_old_ones_go(tmp_path: Path) -> None:
+    run_ranks(2, entry, str(tmp_path), 7, False)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["iteration-00000004", "iteration-00000006"]
+    (tmp_path / "iteration-00000006" / ".metadata").unlink()
+    assert run_ranks(2, entry, str(tmp_path), 5, False)[0][0] == 4
+
+
+def test_names_that_stages_share_fix_the_number_of_stages(tmp_path: Path) -> None:
+    run_ranks(2, entry, str(tmp_path), 2, False, True)
+    assert run_ranks(2, entry, str(tmp_path), 3, False, True)[0][0] == 2
+    results = Ranks(4, entry, str(tmp_path), 3, False, True).wait(40)
+    assert "resume with 2 stages, not 4" in results[0].error

@@ -1,0 +1,153 @@
+"""Checkpoints of a pipeline, in ``torch.distributed.checkpoint``'s format.
+
+Parameters are stored under their own names, each by the stage that has it. Where no two
+stages use one name (as with layers numbered over the whole model), a checkpoint can be
+resumed with another number of stages. Where two stages do (``nn.Sequential`` numbers each
+stage from 0), names get the stage as a prefix and the number of stages has to stay.
+
+One folder per checkpoint, ``iteration-00000040``; torch writes ``.metadata`` last, so a folder
+without one was never finished and is passed over.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from pipemorph.errors import InputError
+from pipemorph_trainer.emulated import EmulatedRunner
+from pipemorph_trainer.world import World
+
+log = logging.getLogger("pipemorph.trainer")
+
+KEPT = 2
+"""Finished checkpoints that stay; older ones are deleted."""
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+_ITERATION = "pipemorph.iteration"
+_STAGES = "pipemorph.stages"
+
+
+class Checkpoints:
+    """Saves and resumes one pipeline. Every call is collective over all ranks.
+
+    ``stage`` is the module of this rank, or the runner of an emulated stage.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        world: World,
+        stage: nn.Module | EmulatedRunner,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        self._directory, self._world = directory, world
+        self._stage, self._optimizer = stage, optimizer
+        self._prefix = ""
+        if isinstance(stage, nn.Module):
+            self._prefix = self._find_prefix(stage)
+
+    def _find_prefix(self, module: nn.Module) -> str:
+        names: list[Any] = [None] * dist.get_world_size(self._world.stages)
+        dist.all_gather_object(names, sorted(module.state_dict()), group=self._world.stages)
+        seen: dict[str, int] = {}
+        for stage, mine in enumerate(names):
+            for name in mine:
+                if name in seen:
+                    if self._world.seat.rank == 0:
+                        log.warning(
+                            "checkpoints: stages %d and %d both have %r; names get the stage as "
+                            "a prefix, so these checkpoints resume with %d stages only",
+                            seen[name], stage, name, len(names),
+                        )  # fmt: skip
+                    return f"stage{self._world.seat.stage}."
+                seen[name] = stage
+        return ""
+
+    def save(self, iteration: int) -> Path:
+        """Write a checkpoint to be resumed at ``iteration``; returns its folder."""
+        folder = self._directory / f"iteration-{iteration:08d}"
+        state = self._state()
+        state[_ITERATION] = torch.tensor(iteration)
+        state[_STAGES] = torch.tensor(self._world.seat.stages if self._prefix else 0)
+        state_dict_saver.save(state, checkpoint_id=folder, process_group=self._world.control)
+        if self._world.seat.rank == 0:
+            for old in self._finished()[:-KEPT]:
+                shutil.rmtree(old, ignore_errors=True)
+        return folder
+
+    def resume(self) -> int:
+        """Load the newest finished checkpoint; returns the iteration to go on with, 0 if
+        there is none.
+
+        Raises :class:`InputError` if it does not fit the module or the number of stages.
+        """
+        newest = None
+        if self._world.seat.rank == 0 and (finished := self._finished()):
+            newest = finished[-1]
+        folder = self._world.share(newest)
+        if folder is None:
+            return 0
+        marks: dict[str, Any] = {_ITERATION: torch.tensor(0), _STAGES: torch.tensor(0)}
+        state_dict_loader.load(marks, checkpoint_id=folder, process_group=self._world.control)
+        stages = int(marks[_STAGES])
+        if stages not in (0, self._world.seat.stages):
+            raise InputError(
+                f"{folder} was saved by {stages} stages that share parameter names; resume with "
+                f"{stages} stages, not {self._world.seat.stages}"
+            )
+        state = self._state()
+        try:
+            state_dict_loader.load(state, checkpoint_id=folder, process_group=self._world.control)
+        except CheckpointException as error:
+            first = next(iter(error.failures.values()))[0]
+            raise InputError(f"{folder} does not fit this job: {first}") from error
+        self._restore(state)
+        return int(marks[_ITERATION])
+
+    def _finished(self) -> list[Path]:
+        return sorted(path.parent for path in self._directory.glob("iteration-*/.metadata"))
+
+    def _state(self) -> dict[str, Any]:
+        if isinstance(self._stage, EmulatedRunner):
+            seat = self._world.seat
+            name = f"emulated.replica{seat.replica}.stage{seat.stage}"
+            return {name: torch.tensor(list(self._stage.state().to_bytes(8, "little")))}
+        state = {
+            f"{self._prefix}model.{name}": value
+            for name, value in get_model_state_dict(self._stage, options=_OPTIONS).items()
+        }
+        if self._optimizer is not None:
+            found: Any = get_optimizer_state_dict(self._stage, self._optimizer, options=_OPTIONS)
+            state |= {f"{self._prefix}optimizer.{name}": v for name, v in found.items()}
+        return state
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        if isinstance(self._stage, EmulatedRunner):
+            (value,) = state.values()
+            self._stage.restore(int.from_bytes(bytes(value.tolist()), "little"))
+            return
+
+        def part(kind: str) -> dict[str, Any]:
+            start = f"{self._prefix}{kind}."
+            return {k.removeprefix(start): v for k, v in state.items() if k.startswith(start)}
+
+        set_model_state_dict(self._stage, part("model"), options=_OPTIONS)
+        if self._optimizer is not None:
+            set_optimizer_state_dict(
+                self._stage, self._optimizer, part("optimizer"), options=_OPTIONS
+            )
