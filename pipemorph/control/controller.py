@@ -244,7 +244,7 @@ class JobController:
         falls silent that is recorded."""
         if self._state != "training" or not self._heard:
             return
-        if all(link.health is Health.UNKNOWN for link in self.links(now)):
+        if self._links.is_silent(now):
             self._heard = False
             self._keep(
                 now,
@@ -301,9 +301,12 @@ class JobController:
         return None
 
     def _situation(self, stages: tuple[StageTimes, ...], links: Sequence[LinkHealth]) -> Situation:
-        """Now, with what was last judged in place of what is not known."""
-        known = [link.health is not Health.UNKNOWN for link in links]
+        """Now, with what was last judged in place of what is not known or about to change."""
         before = self._judged
+        known = [
+            link.health is not Health.UNKNOWN and not (link.in_doubt and before.slow[i])
+            for i, link in enumerate(links)
+        ]
         return Situation(
             stages=stages,
             wire_times=tuple(
@@ -316,7 +319,7 @@ class JobController:
                 link.health is Health.SLOW if known[i] else before.slow[i]
                 for i, link in enumerate(links)
             ),
-            unknown=tuple(not k for k in known),
+            unknown=tuple(link.health is Health.UNKNOWN for link in links),
         )
 
     def _cause(self, now: Situation) -> Cause | None:
@@ -403,6 +406,13 @@ class JobController:
         self, cause: Cause, situation: Situation, links: Sequence[LinkHealth], now: float
     ) -> None:
         """Judge the situation: predict, choose, issue or keep, and record why."""
+        turned = [
+            link.since_iteration
+            for link, was, is_slow in zip(links, self._judged.slow, situation.slow, strict=True)
+            if was != is_slow and link.since_iteration is not None
+        ]
+        # Other causes have no first window: they are seen when they are looked for.
+        detectable_at = min([*turned, self._iteration])
         self._judged, self._judged_after = situation, self._ledger.last_iteration
         self._looked_at_steady = cause == "steady"
         if cause == "profile":
@@ -425,7 +435,9 @@ class JobController:
         if broken is not None:
             self._keep(now, f"{why}; the plan for it must not run: {broken}")
             return
-        self._issue(cause, chosen, present, why=why, links=links, now=now)
+        self._issue(
+            cause, chosen, present, why=why, links=links, detectable_at=detectable_at, now=now
+        )
         if cause == "profile" and not any(situation.slow):
             self._home = chosen.schedule
 
@@ -489,12 +501,13 @@ class JobController:
         *,
         why: str,
         links: Sequence[LinkHealth],
+        detectable_at: int,
         now: float,
     ) -> None:
         """Make the chosen option the wanted plan, under a new epoch."""
         before = self._schedule.warmup()
         moved_back = chosen.delegated < sum(path is Path.DELEGATED for path in self._paths)
-        returns = cause in ("recovered", "restart") and (chosen.schedule, chosen.paths) == (
+        returns = cause not in ("slow", "worse", "profile") and (chosen.schedule, chosen.paths) == (
             self._home,
             self._first_paths,
         )
@@ -517,17 +530,13 @@ class JobController:
         if cause in ("slow", "worse", "restart"):
             self._pacing.hurried(finished)
         self._pacing.issued(finished, returning=returns or moved_back)
-        since = [link.since_iteration for link in links if link.since_iteration is not None]
         self._ledger.records.append(
             AdaptationRecord(
                 epoch=self._epoch,
                 kind=kind,
                 detected_at=now,
                 detected_at_iteration=self._iteration,
-                # The newest change of any link is the one that was acted on.
-                detectable_at=self._iteration
-                if cause in ("profile", "restart")
-                else min(max(since, default=self._iteration), self._iteration),
+                detectable_at=detectable_at,
                 reason=reason,
                 links=[link.record() for link in links if link.health is not Health.HEALTHY],
                 warmup_before=list(before),

@@ -38,6 +38,8 @@ class LinkHealth:
     """As a message experiences it now: normal wire time and delay."""
     confidence: float = 0.0
     """Probability that ``health`` is right."""
+    in_doubt: bool = False
+    """Slow, but the latest windows look like recovery: the delay is about to change."""
     since_iteration: int | None = None
     """Iteration of the first window that showed it."""
     replica: int = 0
@@ -119,6 +121,10 @@ class LinkBook:
             for detector in detectors:
                 detector.lower_base(usual)
 
+    def is_silent(self, now: float) -> bool:
+        """Whether no link has been heard of for the time after which samples are stale."""
+        return all(now - s.seen_at > self._stale_after for s in self._series.values())
+
     def states(self, now: float) -> tuple[LinkHealth, ...]:
         """One state per link."""
         by_link: dict[int, list[tuple[Key, _Series]]] = {}
@@ -150,6 +156,7 @@ class LinkBook:
             confidence=max(d.confidence for _, d in slow)
             if slow
             else min(d.confidence for _, d in fresh),
+            in_doubt=any(d.suspected_at is not None for _, d in slow),
             since_iteration=began,
             replica=replica,
             direction=direction,

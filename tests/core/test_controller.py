@@ -230,6 +230,7 @@ def test_a_slow_link_is_planned_around_within_two_iterations_and_back(
     back = plant.controller.records[-1]
     assert back.kind == "return"
     assert len(plant.controller.records) == 2
+    assert back.detectable_at == 18
     assert back.warmup_after == list(initial_plan(job).warmup)
     assert set(back.paths) == {Path.DIRECT}
     assert plant.plan.schedule == initial_plan(job).schedule
@@ -417,6 +418,9 @@ def test_nothing_is_decided_before_op_times_are_known() -> None:
 
 def test_silence_turns_links_unknown_and_changes_nothing() -> None:
     plant = Plant(spec(adaptation={"staleAfterSeconds": 5}))
+    plant.send(links=[plant.sample(0, "forward", BASE)])
+    plant.controller.tick(plant.now)
+    assert plant.controller.decisions == [], "a link that is still learned is not silent"
     plant.run(4)
     plant.delays[2] = 0.060
     plant.run(6)
