@@ -53,29 +53,48 @@ def test_every_size_arrives_unharmed(transport):
         peer.tell("done")
 
 
+def echo_rounds(link, connection, count, size):
+    """Receives `count` messages per round, for as many rounds as it is told to."""
+    link.reserve(0, 4, size)
+    while (number := connection.recv()) is not None:
+        said = []
+        for i in range(count):
+            m = link.receive((0, number, i, 0, 0), pairs.TIMEOUT * 2)
+            said.append(pairs.digest(m.view()))
+            m.release()
+        connection.send(said)
+    connection.send(link.stats().messages_received)
+
+
 @TRANSPORTS
 def test_cut_connections_in_mid_transfer_lose_and_repeat_nothing(transport):
-    count, size = 60, 2 * MIB
-    with pairs.with_peer(echo_digests, count, size, transport=transport) as peer:
-        data = [pairs.payload(i, size - i) for i in range(count)]
+    count, size = 8, 4 * MIB
+    with pairs.with_peer(echo_rounds, count, size, transport=transport) as peer:
         link = peer.link
-        tickets = [link.send((0, 0, i, 0, 0), d) for i, d in enumerate(data)]
         paths = 4 if transport == "tcp" else 1
-        for i, t in enumerate(tickets):
-            link.wait_sent(t, pairs.TIMEOUT * 2)
-            if i % 6 == 0:
-                link.sever_data_path(i % paths)
-            if i % 10 == 0:
-                link.sever_control()
-        assert peer.hear() == {i: pairs.digest(d) for i, d in enumerate(data)}
-        assert peer.hear()["received"] == count
+        data = [pairs.payload(i, size - i) for i in range(count)]
+        expected = [pairs.digest(d) for d in data]
+        deadline = time.monotonic() + pairs.TIMEOUT
+        number = 0
+        # Until the faults have happened with chunks in them: a cut may fall between two chunks,
+        # and over shared memory it nearly always does.
+        while number < 6 or (transport == "tcp" and link.stats().chunks_resent == 0):
+            assert time.monotonic() < deadline
+            tickets = [link.send((0, number, i, 0, 0), d) for i, d in enumerate(data)]
+            peer.tell(number)
+            for i, t in enumerate(tickets):
+                if i % 4 == number % 4:
+                    link.sever_data_path(i % paths)
+                if i == number:
+                    link.sever_control()
+                link.wait_sent(t, pairs.TIMEOUT)
+            assert peer.hear() == expected
+            number += 1
+        peer.tell(None)
+        assert peer.hear() == number * count
         stats = link.stats()
-        assert stats.messages_sent == count
-        # The faults happened, and chunks were in them.
+        assert stats.messages_sent == number * count
         assert stats.reconnects > 3
-        if transport == "tcp":
-            assert stats.chunks_resent > 0
-        peer.tell("done")
 
 
 def test_a_cut_control_connection_alone_is_survived():
@@ -92,6 +111,16 @@ def test_a_cut_control_connection_alone_is_survived():
         assert p.accepted.alive
 
 
+def cut_when_up(link, before):
+    """Cut all four data connections, once those cut before are back."""
+    deadline = time.monotonic() + pairs.TIMEOUT
+    while link.stats().reconnects < before:
+        assert time.monotonic() < deadline
+        os.sched_yield()
+    for path in range(4):
+        link.sever_data_path(path)
+
+
 def test_all_data_connections_cut_at_once():
     with pairs.in_process(transport="tcp") as p:
         p.accepted.reserve(0, 4, 8 * MIB)
@@ -99,8 +128,7 @@ def test_all_data_connections_cut_at_once():
         tickets = [p.dialled.send((0, 0, i, 0, 0), d) for i, d in enumerate(data)]
         for i, d in enumerate(data):
             if i in (1, 4):
-                for path in range(4):
-                    p.dialled.sever_data_path(path)
+                cut_when_up(p.dialled, before=4 * (i == 4))
             m = p.accepted.receive((0, 0, i, 0, 0), pairs.TIMEOUT)
             assert m.view() == d
             m.release()
@@ -226,7 +254,7 @@ def flood(port, stop, count):
                 s.sendall(rng.randbytes(rng.randrange(200)))
             elif kind == 1:
                 s.sendall(good_start + rng.randbytes(32))
-                assert s.recv(40, socket.MSG_WAITALL)[:4] == b"PMPH"
+                assert s.recv(40, socket.MSG_WAITALL)[:4] in (b"PMPH", b"")
                 s.sendall(rng.randbytes(300))
             elif kind == 2:
                 s.sendall(b"GET / HTTP/1.1\r\n\r\n")
