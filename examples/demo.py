@@ -1,8 +1,8 @@
 """The main job, on this machine: what ``make demo`` runs.
 
 1. A small GPT trains on real text over four stages; link 2 is slow for a while.
-2. Eight emulated stages with the op times of a 14B model, under four policies, while the
-   last link goes from 0 to 30 to 60 ms.
+2. Eight emulated stages with the op times of a 14B model, run in five ways, while the last
+   link goes from 0 to 30 to 60 ms.
 
 Leaves reports and pictures in the folder given with --out.
 """
@@ -44,7 +44,7 @@ def main() -> int:
             f"{adaptation['warmup_before']} → {adaptation['warmup_after']}: {adaptation['reason']}"
         )
 
-    step("2. A slow last link under four policies (emulated stages: nothing is computed)")
+    step("2. A slow last link, five ways to run (emulated stages: nothing is computed)")
     path = ROOT / "benchmarks" / "slow_link.py"
     bench = [sys.executable, str(path), "--keep", str(out / "emulated")]
     bench += ["--json", str(out / "emulated.json")]
