@@ -6,7 +6,7 @@
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,8 +22,17 @@ BUILD_FAILED = pytest.StashKey[dict[str, str]]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cluster: needs a Kubernetes API server; makes its own")
+    config.addinivalue_line("markers", "kwok: plays many nodes; with cluster")
     config.addinivalue_line("markers", "node: runs real pods (Linux, root, containerd)")
     config.stash[BUILD_FAILED] = {}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give time for a start on a busy machine, which the first test of a run is charged with."""
+    for item in items:
+        levels = item.get_closest_marker("cluster") or item.get_closest_marker("node")
+        if levels is not None and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(300))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -31,13 +40,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if session.config.option.collectonly or session.testsfailed:
         return
     config = session.config
-    skipped = skipped_levels()
-    levels = {
-        "node": bool("node" not in skipped and _selected(session, "node")),
-        "cluster": bool("cluster" not in skipped and _selected(session, "cluster")),
-    }
-    if levels["cluster"] and os.environ.get(FOREIGN):
-        levels["cluster"] = False  # its programs are looked for when they are used
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     capture = config.pluginmanager.get_plugin("capturemanager")
 
@@ -50,9 +52,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         else:
             terminal.write_line(f"test cluster: {text}")
 
-    for level, names in (("cluster", tools.API_TOOLS), ("node", tools.NODE_TOOLS)):
-        if not levels[level]:
-            continue
+    wanted = _programs(session.items)
+    for level, names in wanted.items():
         try:
             if level == "node":
                 missing_for_nodes(say)
@@ -62,8 +63,20 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             config.stash[BUILD_FAILED][level] = str(error)
 
 
-def _selected(session: pytest.Session, level: str) -> bool:
-    return any(item.get_closest_marker(level) for item in session.items)
+def _programs(items: Sequence[pytest.Item]) -> dict[str, Sequence[str]]:
+    """What the selected tests need, by level, apart from levels that are not to be run."""
+
+    def marked(name: str) -> bool:
+        return any(item.get_closest_marker(name) for item in items)
+
+    skipped = skipped_levels()
+    wanted: dict[str, Sequence[str]] = {}
+    # For the user's own cluster, programs are looked for when they are used.
+    if marked("cluster") and "cluster" not in skipped and not os.environ.get(FOREIGN):
+        wanted["cluster"] = tools.API_TOOLS + (tools.KWOK_TOOLS if marked("kwok") else ())
+    if marked("node") and "node" not in skipped:
+        wanted["node"] = tools.NODE_TOOLS
+    return wanted
 
 
 def skipped_levels() -> set[str]:

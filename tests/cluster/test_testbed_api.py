@@ -10,13 +10,18 @@ from pathlib import Path
 import pytest
 from testbed import ApiClient, ApiError, Cluster, TestbedError, wait_for
 from testbed.api import Object
+from testbed.kwok import fake_nodes
 
 pytestmark = pytest.mark.cluster
 
 AUDIENCE = "pipemorph.io/jobs/one"
 
 
-def indexed_job(name: str, completions: int) -> Object:
+# On a cluster with nodes, pods must stay ours to report on.
+NOBODY = "nobody"
+
+
+def indexed_job(name: str, completions: int, scheduler: str = NOBODY) -> Object:
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -28,6 +33,7 @@ def indexed_job(name: str, completions: int) -> Object:
             "template": {
                 "spec": {
                     "restartPolicy": "Never",
+                    "schedulerName": scheduler,
                     "containers": [{"name": "main", "image": "none.invalid/none"}],
                 }
             },
@@ -45,7 +51,8 @@ def pods_of(cluster: Cluster, namespace: str, job: str, count: int) -> list[Obje
 
 def pod(name: str) -> Object:
     containers = [{"name": "main", "image": "none.invalid/none"}]
-    return {"metadata": {"name": name}, "spec": {"containers": containers}}
+    spec = {"schedulerName": NOBODY, "containers": containers}
+    return {"metadata": {"name": name}, "spec": spec}
 
 
 def test_says_a_version_that_charts_can_ask_for(cluster: Cluster) -> None:
@@ -245,3 +252,15 @@ def exists(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return status.rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.kwok
+def test_kwok_runs_the_pods_of_a_large_job(cluster: Cluster, namespace: str) -> None:
+    with fake_nodes(cluster, 5, resources={"rdma/hca_shared_devices_a": "8"}):
+        cluster.apply(indexed_job("large", 50, "default-scheduler"), f"--namespace={namespace}")
+        done = cluster.wait(
+            "jobs", "large", lambda job: job["status"].get("ready") == 50, 60.0, namespace=namespace
+        )
+        assert done["status"]["active"] == 50
+        cluster.client.delete("jobs", "large", namespace)
+        pods_of(cluster, namespace, "large", 0)

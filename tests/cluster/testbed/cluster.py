@@ -8,7 +8,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -55,7 +55,9 @@ class Cluster:
                 f"PIPEMORPH_TEST_KUBECONFIG={kubeconfig} is no file: correct or unset it"
             )
         command = [_kubectl(), "config", "view", "--raw", "--flatten", "--minify", "-o", "json"]
-        said = output([*command, f"--kubeconfig={kubeconfig}"])
+        said = output(
+            [*command, f"--kubeconfig={kubeconfig}"], environment={"HOME": str(directory / "home")}
+        )
         admin = directory / "kubeconfig" / "admin.yaml"
         save(admin, json.loads(said))
         cluster = cls(directory, admin)
@@ -270,25 +272,24 @@ class Cluster:
 
     # --- in place of nodes ----------------------------------------------------------------
 
-    def fake_node(self, name: str, labels: dict[str, str] | None = None) -> Object:
+    def fake_node(
+        self,
+        name: str,
+        labels: Mapping[str, str] | None = None,
+        resources: Mapping[str, str] | None = None,
+    ) -> None:
         """A node that is only an object: ready, with resources, and nothing that runs on it."""
-        node = self.client.create("nodes", {"metadata": {"name": name, "labels": labels or {}}})
-        self.client.request(
-            "PATCH",
-            f"/api/v1/nodes/{name}",
-            {"spec": {"taints": None}},
-            content_type="application/merge-patch+json",
-        )
+        self.client.create("nodes", {"metadata": {"name": name, "labels": dict(labels or {})}})
+        # The API server taints a new node, and takes no other word for it at its creation.
+        self.client.patch("nodes", name, {"spec": {"taints": None}})
+        have = {"cpu": "64", "memory": "256Gi", "pods": "500"} | dict(resources or {})
+        ready = {"type": "Ready", "status": "True", "reason": "KubeletReady"}
         status = {
-            "capacity": {"cpu": "64", "memory": "256Gi", "pods": "500"},
-            "allocatable": {"cpu": "64", "memory": "256Gi", "pods": "500"},
-            "conditions": [
-                {"type": "Ready", "status": "True", "reason": "KubeletReady"}
-                | _times("lastTransitionTime", "lastHeartbeatTime")
-            ],
+            "capacity": have,
+            "allocatable": have,
+            "conditions": [ready | _times("lastTransitionTime", "lastHeartbeatTime")],
         }
         self.client.patch("nodes", name, {"status": status}, subresource="status")
-        return node
 
     def fake_pod_running(
         self, namespace: str, pod: str, *, ip: str | None = None, node: str | None = None

@@ -108,8 +108,8 @@ def base_images(directory: Path) -> list[Path]:
             f"found a {busybox} that needs libraries, which the pause image has not: install "
             "the static one (Debian: apt-get install busybox-static)"
         )
-    applets = ["cat", "echo", "env", "false", "httpd", "ip", "ls", "mkdir", "nc", "ping", "sh"]
-    applets += ["sleep", "true", "wget"]
+    applets = ["cat", "echo", "env", "false", "httpd", "head", "ip", "ls", "mkdir", "nc", "ping"]
+    applets += ["sh", "sleep", "true", "wc"]
     programs = {f"bin/{name}": _program(name) for name in ("bash", "getent")}
     libraries = {library for program in programs.values() for library in _libraries(program)}
     base = build_image(

@@ -26,6 +26,7 @@ from testbed.cluster import Cluster
 from testbed.controlplane import ControlPlane, Settings
 from testbed.errors import TestbedError
 from testbed.images import PAUSE, base_images
+from testbed.kwok import scheduler
 from testbed.processes import Process, output, run
 from testbed.waiting import NotYet
 
@@ -36,6 +37,8 @@ BRIDGE_PREFIX = "pmtb"
 CNI = Path("/usr/lib/cni")
 CGROUPS = Path("/sys/fs/cgroup")
 START_DEADLINE = 90.0
+# A node is given up on after this many seconds without a word; it says something every two.
+LOST_AFTER = 16
 
 # A program the node level needs, and the Debian package that brings it.
 _NEEDED = {
@@ -334,6 +337,7 @@ class Node:
             "localStorageCapacityIsolation": False,
             # Tests wait for what the kubelet reports.
             "nodeStatusUpdateFrequency": "2s",
+            "nodeLeaseDurationSeconds": 8,
             "syncFrequency": "10s",
         }
         self._kubelet_config = self._write("kubelet.yaml", yaml.safe_dump(kubelet))
@@ -463,7 +467,12 @@ class NodeCluster(Cluster):
         try:
             output(["ip", "address", "add", f"{self.host}/24", "dev", self.bridge])
             output(["ip", "link", "set", self.bridge, "up"])
-            self.plane = ControlPlane(directory, Settings(host=self.host, watch_nodes=True))
+            settings = Settings(
+                host=self.host,
+                watch_nodes=True,
+                controller_manager_args=[f"--node-monitor-grace-period={LOST_AFTER}s"],
+            )
+            self.plane = ControlPlane(directory, settings)
         except BaseException:
             run(["ip", "link", "delete", self.bridge])
             raise
@@ -526,19 +535,7 @@ class NodeCluster(Cluster):
         run(["ip", "link", "delete", self.bridge])
 
     def _start_scheduler(self) -> None:
-        config = self.plane.kubeconfig("scheduler", "system:kube-scheduler")
-        self.scheduler = Process(
-            "kube-scheduler",
-            [
-                tools.find("kube-scheduler"),
-                f"--kubeconfig={config}",
-                f"--authentication-kubeconfig={config}",
-                f"--authorization-kubeconfig={config}",
-                f"--bind-address={self.host}",
-                "--leader-elect=false",
-            ],
-            self.logs_folder / "kube-scheduler.log",
-        )
+        self.scheduler = scheduler(self.plane, self.host)
         self._others.append(self.scheduler)
         self.scheduler.start()
 

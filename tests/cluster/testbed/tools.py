@@ -27,6 +27,8 @@ MODULES = Path(__file__).resolve().parent.parent / "tools"
 # A cold build of everything on two shared cores takes under half of this.
 BUILD_DEADLINE = 3600.0
 SAY_EVERY = 15.0
+# Where Go's own archive puts it, on the PATH of a login shell only.
+GO_ELSEWHERE = Path("/usr/local/go/bin/go")
 
 Say = Callable[[str], None]
 
@@ -52,6 +54,8 @@ TOOLS = {
 }
 API_TOOLS = ("etcd", "kube-apiserver", "kube-controller-manager", "kubectl", "helm")
 NODE_TOOLS = (*API_TOOLS, "kube-scheduler", "kube-proxy", "kubelet", "device-plugin", "coredns")
+
+KWOK_TOOLS = ("kwok", "kube-scheduler")
 
 # The module whose version names a build, and where it wants that version linked in. An API server
 # that calls itself v0.0.0 fails every `kubeVersion` a chart asks for.
@@ -101,9 +105,7 @@ def cache_root() -> Path:
 @cache
 def _go() -> tuple[str, str, str]:
     """The go command, its version, and the platform it builds for."""
-    program = shutil.which("go") or (
-        "/usr/local/go/bin/go" if Path("/usr/local/go/bin/go").exists() else None
-    )
+    program = shutil.which("go") or (str(GO_ELSEWHERE) if GO_ELSEWHERE.exists() else None)
     if program is None:
         raise TestbedError(
             "found no go command, needed to build the control plane: install Go 1.26 or newer, or "

@@ -1,0 +1,136 @@
+"""Which programs a test cluster is made of, and what is said when there are none."""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from testbed import NotYet, TestbedError, tools, wait_for
+from testbed.node import missing_for_nodes
+from testbed.processes import Process
+
+# Bound here: a test may put something else in place of one of them.
+CACHED = (tools._go, tools._check_skew, tools.module_version)
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No assets and an empty cache, whatever the machine has."""
+    monkeypatch.delenv("KUBEBUILDER_ASSETS", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for cached in CACHED:
+        cached.cache_clear()
+    yield
+    for cached in CACHED:
+        cached.cache_clear()
+
+
+def assets(folder: Path, version: str, *names: str) -> Path:
+    folder.mkdir()
+    for name in names:
+        (folder / name).write_text(f"#!/bin/sh\necho Kubernetes {version}\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def test_programs_of_the_user_come_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names = ("etcd", "kube-apiserver", "kube-controller-manager", "kubectl")
+    folder = assets(tmp_path / "assets", "v1.31.0", *names)
+    monkeypatch.setenv("KUBEBUILDER_ASSETS", str(folder))
+    assert tools.ensure(names) == {name: folder / name for name in names}
+
+
+def test_newer_controllers_than_the_api_server_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = assets(tmp_path / "assets", "v1.31.0", "etcd", "kube-apiserver", "kubectl")
+    monkeypatch.setenv("KUBEBUILDER_ASSETS", str(folder))
+    with pytest.raises(TestbedError, match=r"v1\.31\.0 .* without its own kube-controller-manager"):
+        tools.ensure(["kube-controller-manager"])
+
+
+def test_assets_that_are_no_folder_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBEBUILDER_ASSETS", "/nowhere")
+    with pytest.raises(TestbedError, match="KUBEBUILDER_ASSETS=/nowhere is no folder"):
+        tools.ensure(["etcd"])
+
+
+def test_without_go_the_error_says_what_else_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    monkeypatch.setattr(tools, "GO_ELSEWHERE", Path("/nowhere/go"))
+    with pytest.raises(TestbedError) as refused:
+        tools.ensure(["etcd"])
+    for way in ("install Go", "KUBEBUILDER_ASSETS", "PIPEMORPH_TEST_KUBECONFIG"):
+        assert way in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("platform", "user", "reason"),
+    [("darwin", 0, "pods need Linux"), ("linux", 1000, "need root")],
+)
+def test_a_machine_that_cannot_run_pods_is_told_why(
+    monkeypatch: pytest.MonkeyPatch, platform: str, user: int, reason: str
+) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    with pytest.raises(TestbedError, match=reason):
+        missing_for_nodes(lambda _: None)
+
+
+def module(folder: Path, *, source: str = "package main\nfunc main() { println(1) }\n") -> None:
+    folder.mkdir(parents=True)
+    (folder / "go.mod").write_text("module example.org/probe\ngo 1.24\n")
+    (folder / "main.go").write_text(source)
+
+
+@pytest.fixture
+def probe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A module of one small program in place of the pinned ones."""
+    if shutil.which("go") is None:
+        pytest.skip("found no go command: what this test checks is not checked")
+    folder = tmp_path / "modules" / "probe"
+    module(folder)
+    module(tmp_path / "modules" / "kubernetes")
+    monkeypatch.setattr(tools, "MODULES", tmp_path / "modules")
+    monkeypatch.setattr(tools, "TOOLS", {"probe": tools.Tool("probe", ".")})
+    monkeypatch.setattr(tools, "module_version", lambda _: "v1.2.3")
+    monkeypatch.setattr(tools, "_VERSIONED", {"probe": "example.org/probe"})
+    return folder
+
+
+def test_a_program_is_built_once_and_again_when_its_source_changes(probe: Path) -> None:
+    said: list[str] = []
+    first = tools.ensure(["probe"], said.append)["probe"]
+    assert first.is_file() and any("built probe" in line for line in said)
+    assert not (first.parent.parent / "building").exists()
+    said.clear()
+    assert tools.ensure(["probe"], said.append)["probe"] == first and not said
+    (probe / "main.go").write_text("package main\nfunc main() { println(2) }\n")
+    assert tools.ensure(["probe"], said.append)["probe"] != first and said
+
+
+def test_a_build_that_fails_shows_the_compiler_and_leaves_no_program(probe: Path) -> None:
+    (probe / "main.go").write_text("package main\nfunc main() { undefined() }\n")
+    with pytest.raises(TestbedError, match=r"(?s)cannot build probe.*undefined: undefined"):
+        tools.ensure(["probe"], lambda _: None)
+    assert not (tools.build_folder("probe") / "probe").exists()
+
+
+def test_a_wait_names_what_was_missing() -> None:
+    def check() -> None:
+        raise NotYet("found 1 pod, expected 4")
+
+    with pytest.raises(TestbedError) as missed:
+        wait_for("pods", check, 0.05, interval=0.01, details=lambda: "the log's end")
+    for part in ("for pods", "found 1 pod, expected 4", "the log's end"):
+        assert part in str(missed.value)
+
+
+def test_a_process_that_ends_early_is_not_waited_for(tmp_path: Path) -> None:
+    process = Process("probe", ["sh", "-c", "echo broken; exit 3"], tmp_path / "log")
+    process.start()
+    with pytest.raises(TestbedError, match=r"(?s)exit status 3 before its answer.*broken"):
+        process.wait_until("its answer", lambda: None, 30.0)
+    process.stop()

@@ -1,0 +1,80 @@
+"""The testbed by hand: build its programs, or keep a cluster open to look around in.
+
+PYTHONPATH=tests/cluster python -m testbed build [api|node|kwok|PROGRAM ...]
+PYTHONPATH=tests/cluster python -m testbed up [api|node]
+"""
+
+import argparse
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from testbed import tools
+from testbed.cluster import Cluster
+from testbed.controlplane import ControlPlane
+from testbed.errors import TestbedError
+from testbed.node import NodeCluster, missing_for_nodes
+
+GROUPS = {"api": tools.API_TOOLS, "node": tools.NODE_TOOLS}
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def opened(level: str, directory: Path) -> Iterator[Cluster]:
+    if level == "node":
+        missing_for_nodes(say)
+        tools.ensure(tools.NODE_TOOLS, say)
+        with NodeCluster.started(directory) as cluster:
+            yield cluster
+        return
+    tools.ensure(tools.API_TOOLS, say)
+    plane = ControlPlane(directory)
+    plane.start()
+    try:
+        yield Cluster.own(plane)
+    finally:
+        plane.stop()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="testbed", description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    build = commands.add_parser("build", help="build programs into the cache")
+    build.add_argument("names", nargs="*", default=["node"], metavar="NAME")
+    build.add_argument("--jobs", type=int, help="compilers at a time (half the processors)")
+    up = commands.add_parser("up", help="start a cluster and keep it until Ctrl-C")
+    up.add_argument("level", nargs="?", choices=sorted(GROUPS), default="api")
+    arguments = parser.parse_args()
+    try:
+        if arguments.command == "build":
+            names = [tool for name in arguments.names for tool in GROUPS.get(name, (name,))]
+            unknown = sorted(set(names) - set(tools.TOOLS))
+            if unknown:
+                parser.error(f"found {unknown}, expected api, node or some of {[*tools.TOOLS]}")
+            for path in tools.ensure(names, say, arguments.jobs).values():
+                print(path)
+            return 0
+        with (
+            tempfile.TemporaryDirectory(prefix="testbed-") as folder,
+            opened(arguments.level, Path(folder)) as cluster,
+        ):
+            print(f"Kubernetes {cluster.version}; Ctrl-C ends it", file=sys.stderr)
+            print(f"export KUBECONFIG={cluster.admin}", flush=True)
+            ends = {signal.SIGINT, signal.SIGTERM}
+            # Blocked only now: the programs of the cluster would inherit it.
+            signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+            signal.sigwait(ends)
+        return 0
+    except TestbedError as error:
+        say(f"testbed: {error}")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
