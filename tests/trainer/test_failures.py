@@ -61,7 +61,8 @@ def entry(context: TrainerContext, job: Job, broken: int, at: int, how: str) -> 
 
     def tell() -> None:
         while not done.wait(0.05):
-            if "for F of microbatch" in pipe.current_wait():
+            told = re.search(r"waited ([\d.]+) s for F of microbatch", pipe.current_wait())
+            if told is not None and float(told[1]) >= 1:
                 print("WAITING", flush=True)
 
     threading.Thread(target=tell, daemon=True).start()

@@ -8,22 +8,23 @@ import time
 class Waiting:
     """Set by the main thread around every wait; read by any thread.
 
-    A lock-free single reference: good enough for a description, and free when not read.
+    Waits may nest: a long one looks after other things meanwhile. The innermost is told.
     """
 
     def __init__(self, who: str) -> None:
         self._who = who
-        self._what: tuple[str, float] | None = None
+        self._stack: list[tuple[str, float]] = []
 
     def begin(self, what: str) -> None:
-        self._what = (what, time.monotonic())
+        self._stack.append((what, time.monotonic()))
 
     def end(self) -> None:
-        self._what = None
+        self._stack.pop()
 
     def describe(self) -> str:
         """``rank 2 (stage 2) waited 3.2 s for F of microbatch 3 …``, or that it computes."""
-        what = self._what
-        if what is None:
+        stack = self._stack[-1:]  # one step, so that another thread may pop meanwhile
+        if not stack:
             return f"{self._who} was not waiting for a message"
-        return f"{self._who} waited {time.monotonic() - what[1]:.1f} s for {what[0]}"
+        what, since = stack[0]
+        return f"{self._who} waited {time.monotonic() - since:.1f} s for {what}"
