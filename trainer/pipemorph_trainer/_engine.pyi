@@ -5,8 +5,9 @@ without the GIL and without calling Python. All times are seconds; timestamps ar
 wall-clock seconds (``time.time()``).
 """
 
-from collections.abc import Buffer
 from typing import final
+
+from typing_extensions import Buffer
 
 class EngineError(RuntimeError):
     """A link is dead, refused, or a wait ran out; the message says which and why."""

@@ -84,7 +84,8 @@ class Block(nn.Module):
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, sequence, width))
         hidden: Tensor = functional.gelu(self.up(self.norm_mlp(x)))
-        return x + self.down(hidden)
+        out: Tensor = x + self.down(hidden)
+        return out
 
 
 class GPTStage(nn.Module):
