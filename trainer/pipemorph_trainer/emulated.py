@@ -134,6 +134,9 @@ class EmulatedRunner:
     def restore(self, state: int) -> None:
         self._state = state
 
+    def begin_iteration(self, *, only_fused: bool) -> None:
+        """Nothing to prepare: an emulated op is only its time."""
+
     def forward(
         self,
         microbatch: int,

@@ -22,6 +22,9 @@ class Runner(Protocol):
     def split(self) -> Split:
         """How B and W are kept apart; ``fused``: B is the whole backward, W empty."""
 
+    def begin_iteration(self, *, only_fused: bool) -> None:
+        """``only_fused``: the backwards of this iteration are all BW on this stage."""
+
     def forward(
         self,
         microbatch: int,

@@ -94,6 +94,8 @@ class Executor:
         self._inputs = inputs
         self._outcome = Outcome()
         self._shapes_known = not handshake
+        kinds = {op.kind for op in plan.schedule.stages[self._seat.stage]}
+        self._runner.begin_iteration(only_fused=OpKind.B not in kinds)
         if self._up is not None:
             if handshake:
                 self._await_shapes(self._up)

@@ -61,6 +61,8 @@ class StageRunner:
             microbatches=microbatches,
         )
         self._splitter: Splitter = FusedSplit()
+        self._plain = FusedSplit()
+        self._only_fused = False
         self._flights: dict[int, Flight] = {}
         self._next = {"F": 0, "B": 0, "W": 0}
 
@@ -73,6 +75,20 @@ class StageRunner:
     def in_flight(self) -> int:
         """Microbatches whose F has started and whose W has not finished."""
         return len(self._flights)
+
+    def begin_iteration(self, *, only_fused: bool) -> None:
+        """Say before the first F whether this iteration's backwards are all fused (op BW).
+
+        Then F runs as torch has it: what a split adds to F (some percent of a small stage)
+        would be for nothing. Raises :class:`SplitError` with microbatches in flight.
+        """
+        if self._flights:
+            raise SplitError(f"a new iteration with {len(self._flights)} microbatches in flight")
+        self._only_fused = only_fused
+
+    @property
+    def _active(self) -> Splitter:
+        return self._plain if self._only_fused else self._splitter
 
     def self_test(
         self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, target: Any = None
@@ -107,7 +123,7 @@ class StageRunner:
         ``args`` must not change before W of this microbatch: autograd keeps them.
         """
         self._expect("F", microbatch)
-        flight = self._splitter.forward(self._call, microbatch, args, kwargs, target)
+        flight = self._active.forward(self._call, microbatch, args, kwargs, target)
         self._flights[microbatch] = flight
         self._next["F"] += 1
         sent, flight.sent = flight.sent, ()
@@ -124,14 +140,14 @@ class StageRunner:
         given must not change before W of this microbatch.
         """
         self._expect("B", microbatch)
-        grads = self._splitter.backward_input(self._flights[microbatch], output_grads)
+        grads = self._active.backward_input(self._flights[microbatch], output_grads)
         self._next["B"] += 1
         return grads
 
     def backward_weight(self, microbatch: int) -> None:
         """W. Adds this microbatch's share to ``.grad`` and forgets the microbatch."""
         self._expect("W", microbatch)
-        self._splitter.backward_weight(self._flights[microbatch])
+        self._active.backward_weight(self._flights[microbatch])
         self._finish(microbatch)
 
     def backward(
@@ -140,7 +156,7 @@ class StageRunner:
         """B and W at once (the op BW). Arguments and result as :meth:`backward_input`."""
         self._expect("B", microbatch)
         self._expect("W", microbatch, fused=True)
-        grads = self._splitter.backward(self._flights[microbatch], output_grads)
+        grads = self._active.backward(self._flights[microbatch], output_grads)
         self._next["B"] += 1
         self._finish(microbatch)
         return grads

@@ -1,0 +1,194 @@
+"""Iteration time under a slow last link, measured against simulated (emulated stages).
+
+One command: ``python benchmarks/emulated.py [--json FILE] [--rounds N]``. Eight emulated
+stages with the op times of a 14B model (10 / 10.5 / 5.5 ms) and 24 microbatches run the plans
+that four policies make for 0, 30 and 60 ms on the last link. Plans are given to the ranks;
+how they come about by themselves is shown by ``benchmarks/slow_link.py``.
+
+All variants run in the same processes, in rounds, so that what disturbs the machine disturbs
+all of them. Zero-bubble runs on two kinds of direct path: with one queue per pair of ranks a
+send waits for what the neighbour sends, as on the NCCL stream torch.distributed gives a pair
+of ranks, and as the published baseline behaves; with one queue per direction it does better.
+Exits 1 if a promise of the README is not kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path as FilePath
+
+from ranks import run_ranks
+
+from pipemorph.planning import Path, Plan, Policy, StageTimes, plan, predict, problem_for
+
+STAGES, MICROBATCHES = 8, 24
+TIMES_MS = (10.0, 10.5, 5.5)
+SLOW_LINK = STAGES - 2
+DELAYS_MS = (0.0, 30.0, 60.0)
+STANDS_FOR_BYTES = 16 << 20
+DEADLINE_SECONDS = 600
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    policy: str
+    delegated: bool
+    adapted: bool
+    """The plan is made for the delay; otherwise for none."""
+    half_duplex: bool = False
+    """Both directions of a direct link share one queue."""
+
+
+BASELINE = "zero-bubble, queue per pair of ranks"
+VARIANTS = (
+    Variant("1F1B, queue per direction", "1f1b", delegated=False, adapted=False),
+    Variant(BASELINE, "zero-bubble", delegated=False, adapted=False, half_duplex=True),
+    Variant("zero-bubble, queue per direction", "zero-bubble", delegated=False, adapted=False),
+    Variant("zero-bubble, delegated", "zero-bubble", delegated=True, adapted=False),
+    Variant("pipemorph", "pipemorph", delegated=True, adapted=True),
+)
+
+
+@dataclass
+class Row:
+    variant: str
+    delay_ms: float
+    simulated: float
+    """Seconds."""
+    measured: float
+    """Seconds, median over all rounds."""
+    iterations: list[float]
+    warmup: list[int]
+
+
+def make(variant: Variant, delay_ms: float) -> tuple[Plan, float]:
+    """The plan of a variant under a delay, and its simulated iteration time in seconds."""
+    forward, backward_input, backward_weight = (t / 1e3 for t in TIMES_MS)
+    stages = [
+        StageTimes(forward=forward, backward_input=backward_input, backward_weight=backward_weight)
+    ] * STAGES
+    slow = Path.DELEGATED if variant.delegated and delay_ms else Path.DIRECT
+    paths = [slow if link == SLOW_LINK else Path.DIRECT for link in range(STAGES - 1)]
+    delays = [delay_ms / 1e3 if link == SLOW_LINK else 0.0 for link in range(STAGES - 1)]
+    real = problem_for(MICROBATCHES, stages, delays, paths, half_duplex=variant.half_duplex)
+    # Made before anything is known of the link: pure latency, no queue to mind.
+    unaware = problem_for(MICROBATCHES, stages, [0.0] * (STAGES - 1))
+    problem = real if variant.adapted and delay_ms else unaware
+    planned = plan(problem, Policy(variant.policy))
+    return planned.to_plan(0, paths), predict(planned.schedule, real)
+
+
+def rank_main(rounds: int, iterations: int, message_bytes: int) -> None:
+    """What every rank runs; rank 0 prints one line of JSON per measurement."""
+    from pipemorph.spec import Fault
+    from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
+
+    context = TrainerContext.from_env()
+    stage = EmulatedStage(*(t / 1e3 for t in TIMES_MS), message_bytes, STANDS_FOR_BYTES)
+    for _ in range(rounds):
+        for variant in VARIANTS:
+            for delay_ms in DELAYS_MS:
+                plan, _ = make(variant, delay_ms)
+                faults = [Fault(link=SLOW_LINK, delay_ms=delay_ms)] if delay_ms else []
+                times = []
+                duplex = "half" if variant.half_duplex else "full"
+                with Pipeline(
+                    stage, context=context, plan=plan, faults=faults, direct_duplex=duplex
+                ) as pipe:
+                    for _ in range(iterations + 1):
+                        began = time.monotonic()
+                        pipe.step()
+                        pipe.clip_grad_norm_(1.0)
+                        times.append(time.monotonic() - began)
+                if context.rank == 0:
+                    # The first iteration exchanges shapes.
+                    print(json.dumps([variant.name, delay_ms, times[1:]]), flush=True)
+
+
+def measure(
+    rounds: int, iterations: int, message_bytes: int
+) -> dict[tuple[str, float], list[float]]:
+    """Iteration times in seconds by variant and delay."""
+    arguments = {"rounds": rounds, "iterations": iterations, "message-bytes": message_bytes}
+    flags = [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
+    found: dict[tuple[str, float], list[float]] = {}
+    for line in run_ranks(__file__, STAGES, flags, DEADLINE_SECONDS).splitlines():
+        name, delay_ms, times = json.loads(line)
+        found.setdefault((name, delay_ms), []).extend(times)
+    return found
+
+
+def promises(rows: list[Row]) -> list[tuple[str, bool]]:
+    """What the README says about these figures, and whether it holds."""
+    at = {(row.variant, row.delay_ms): row for row in rows}
+    ours, own = at["pipemorph", 60.0].measured, at["pipemorph", 0.0].measured
+    direct = at[BASELINE, 60.0].measured
+    worst = max(rows, key=lambda row: abs(row.measured / row.simulated - 1))
+    error = worst.measured / worst.simulated - 1
+    return [
+        (f"pipemorph at 60 ms: {ours / own:.2f}× its own undisturbed time (≤ 1.15×)",
+         ours <= 1.15 * own),
+        (f"pipemorph at 60 ms: {direct / ours:.2f}× faster than {BASELINE} (≥ 3×)",
+         direct >= 3 * ours),
+        (f"measured against simulated: {error:+.1%} at worst, {worst.variant} at "
+         f"{worst.delay_ms:g} ms (within 5%)", abs(error) <= 0.05),
+    ]  # fmt: skip
+
+
+def table(rows: list[Row]) -> str:
+    head = "".join(f" {d:g} ms simulated | measured |" for d in DELAYS_MS)
+    lines = [f"| policy (emulated stages) |{head}", "|---|" + "---:|---:|" * len(DELAYS_MS)]
+    for variant in VARIANTS:
+        cells = [
+            f"{row.simulated * 1e3:.0f} ms | {row.measured * 1e3:.0f} ms"
+            for row in rows
+            if row.variant == variant.name
+        ]
+        lines.append(f"| {variant.name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--iterations", type=int, default=4, help="per variant and round")
+    parser.add_argument("--message-bytes", type=int, default=1 << 18)
+    parser.add_argument("--json", type=FilePath, help="write the figures here")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank:
+        rank_main(args.rounds, args.iterations, args.message_bytes)
+        return 0
+    found = measure(args.rounds, args.iterations, args.message_bytes)
+    rows = []
+    for variant in VARIANTS:
+        for delay_ms in DELAYS_MS:
+            plan, simulated = make(variant, delay_ms)
+            times = found[variant.name, delay_ms]
+            rows.append(
+                Row(variant.name, delay_ms, simulated, statistics.median(times), times,
+                    list(plan.warmup))
+            )  # fmt: skip
+    print(
+        f"{STAGES} emulated stages, {MICROBATCHES} microbatches, {TIMES_MS} ms; messages of "
+        f"{args.message_bytes} bytes stand for {STANDS_FOR_BYTES}; load {os.getloadavg()[0]:.1f} "
+        f"on {os.cpu_count()} cores"
+    )
+    print(table(rows))
+    kept = promises(rows)
+    for text, holds in kept:
+        print(f"{'ok ' if holds else 'NO '} {text}")
+    if args.json:
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    return 0 if all(holds for _, holds in kept) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

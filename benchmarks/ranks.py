@@ -1,0 +1,45 @@
+"""Runs a benchmark's own file as the ranks of a job on this machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+
+def run_ranks(file: str, world: int, arguments: list[str], deadline_seconds: float) -> str:
+    """Run ``python FILE --rank ARGUMENTS`` on ``world`` local ranks; what rank 0 printed.
+
+    Raises RuntimeError if a rank fails (its stderr is passed on) and
+    :class:`subprocess.TimeoutExpired` after ``deadline_seconds``.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environ = {
+        "GLOO_SOCKET_IFNAME": "lo",
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world),
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, file, "--rank", *arguments],
+            env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        out, _ = ranks[0].communicate(timeout=deadline_seconds)
+        codes = [rank.wait(30) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    if any(codes):
+        raise RuntimeError(f"ranks ended with {codes}; what they said is above")
+    return out
