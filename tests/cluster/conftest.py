@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from testbed import Cluster, TestbedError, tools
-from testbed.controlplane import ControlPlane
 from testbed.node import NodeCluster, missing_for_nodes
 
 FOREIGN = "PIPEMORPH_TEST_KUBECONFIG"
@@ -109,12 +108,8 @@ def cluster(
     if foreign:
         yield Cluster.foreign(directory, Path(foreign))
         return
-    plane = ControlPlane(directory)
-    plane.start()
-    try:
-        yield Cluster.own(plane)
-    finally:
-        plane.stop()
+    with Cluster.own(directory) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

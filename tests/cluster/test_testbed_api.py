@@ -218,6 +218,7 @@ def test_a_missed_deadline_says_what_was_found(cluster: Cluster, namespace: str)
         assert part in str(missed.value)
 
 
+@pytest.mark.usefixtures("own_cluster")  # only where there may be one
 def test_nothing_outlives_a_test_run_that_is_killed(tmp_path: Path) -> None:
     script = textwrap.dedent(
         """

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from testbed import tools
 from testbed.cluster import Cluster
-from testbed.controlplane import ControlPlane
 from testbed.errors import TestbedError
 from testbed.node import NodeCluster, missing_for_nodes
 
@@ -34,12 +33,8 @@ def opened(level: str, directory: Path) -> Iterator[Cluster]:
             yield cluster
         return
     tools.ensure(tools.API_TOOLS, say)
-    plane = ControlPlane(directory)
-    plane.start()
-    try:
-        yield Cluster.own(plane)
-    finally:
-        plane.stop()
+    with Cluster.own(directory) as cluster:
+        yield cluster
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ import yaml
 
 from testbed import tools
 from testbed.api import STRATEGIC_MERGE_PATCH, ApiClient, ApiError, Object
-from testbed.controlplane import START_DEADLINE, ControlPlane
+from testbed.controlplane import START_DEADLINE, ControlPlane, Settings
 from testbed.errors import TestbedError
 from testbed.kubeconfig import save, write_kubeconfig
 from testbed.pki import sign_es256
@@ -44,8 +44,15 @@ class Cluster:
         self._users: dict[tuple[str, tuple[str, ...]], Path] = {}
 
     @classmethod
-    def own(cls, control_plane: ControlPlane) -> "Cluster":
-        return cls(control_plane.directory, control_plane.admin, control_plane)
+    @contextmanager
+    def own(cls, directory: Path, settings: Settings | None = None) -> Iterator["Cluster"]:
+        """A cluster with a control plane of its own, gone after the block."""
+        plane = ControlPlane(directory, settings)
+        plane.start()
+        try:
+            yield cls(directory, plane.admin, plane)
+        finally:
+            plane.stop()
 
     @classmethod
     def foreign(cls, directory: Path, kubeconfig: Path) -> "Cluster":

@@ -16,6 +16,8 @@ from testbed.cluster import Cluster
 from testbed.controlplane import ControlPlane, free_ports
 from testbed.processes import Process
 
+LABEL = "testbed.pipemorph.io/node=fake"
+
 # Pods stay running until somebody says otherwise (`Cluster.fake_pod_succeeded`) or deletes them.
 _RUNNING = """
 {{ $now := Now | Quote }}
@@ -101,7 +103,8 @@ def fake_nodes(
                 tools.find("kwok"),
                 f"--config={config}",
                 f"--kubeconfig={cluster.admin}",
-                "--manage-all-nodes=true",
+                # No others: the cluster may be the user's.
+                f"--manage-nodes-with-label-selector={LABEL}",
                 # Nobody here gives up on a node that renews no lease.
                 "--node-lease-duration-seconds=0",
             ],
@@ -113,7 +116,8 @@ def fake_nodes(
         programs.append(scheduler(plane, plane.settings.host))
 
     def make(name: str) -> None:
-        cluster.fake_node(name, labels, resources)
+        key, _, value = LABEL.partition("=")
+        cluster.fake_node(name, {**(labels or {}), key: value}, resources)
 
     with ThreadPoolExecutor(8) as pool, ExitStack() as cleaning:
         cleaning.callback(
