@@ -23,6 +23,8 @@ from pipemorph_trainer.agent.uplink import Uplink
 from pipemorph_trainer.control import RankTelemetry
 
 LAST_REPORT_SECONDS = 2.0
+LAST_WORDS_SECONDS = 0.5
+"""For the other ranks to say that they have finished too."""
 LAST_RESORT_SECONDS = 10
 PR_SET_PDEATHSIG = 1
 
@@ -63,7 +65,9 @@ async def serve(config: AgentConfig) -> None:
     with contextlib.suppress(asyncio.CancelledError):
         await reporting
     await uplink.flush(LAST_REPORT_SECONDS)
-    await ranks.close()
+    await ranks.close(LAST_WORDS_SECONDS)
+    if merger.dirty:
+        await uplink.flush(LAST_REPORT_SECONDS)
 
 
 async def _rank_zero_is_gone() -> None:

@@ -33,26 +33,28 @@ QUEUED_MESSAGES = 256
 """At 20 messages a second, twelve seconds of a stalled agent."""
 FIRST_RETRY_SECONDS = 0.1
 LAST_RETRY_SECONDS = 5.0
-HANDSHAKE_SECONDS = 10.0
-"""Longer than an agent needs to start on a busy machine."""
+START_SECONDS = 2.0
+HANDSHAKE_SECONDS = 60.0
+"""Longer than an agent needs to start on a busy machine: it has to import, as the ranks do."""
+PATIENCE = 3
+"""Failures in a row before a line that has never been up is worth a warning."""
 FLUSH_SECONDS = 1.0
 RECEIVE_BYTES = 1 << 16
 
 _IN_PROGRESS = {0, errno.EINPROGRESS, errno.EWOULDBLOCK, errno.EALREADY}
 
 
-def connect(context: TrainerContext, host: str, port: int, *, wait: float = 5.0) -> AgentClient:
+def connect(
+    context: TrainerContext, host: str, port: int, *, wait: float = START_SECONDS
+) -> AgentClient:
     """Open this rank's line to the agent at ``host``:``port``.
 
     Waits at most ``wait`` seconds for the handshake, since nothing is training yet; after
-    that the line keeps trying by itself. Raises :class:`InputError` if ``host`` is unknown.
+    that the line moves on at each call, and what is published meanwhile is sent when it is
+    up. Raises :class:`InputError` if ``host`` is unknown.
     """
     client = AgentClient(context.rank, context.secret, host, port)
-    if not client.wait_until_ready(wait):
-        log.warning(
-            "rank %d: no agent at %s:%d after %.1f s; training starts without it and keeps trying",
-            context.rank, host, port, wait,
-        )  # fmt: skip
+    client.wait_until_ready(wait)
     return client
 
 
@@ -101,7 +103,7 @@ class AgentClient:
         self._retry_at = 0.0
         self._retry_after = FIRST_RETRY_SECONDS
         self._give_up_at = 0.0
-        self._complained = False
+        self._failures = 0
         self.dropped = 0
         self.reconnects = 0
 
@@ -220,7 +222,7 @@ class AgentClient:
                 raise frames.FrameError("what answers there does not hold this attempt's secret")
             self._reader.limit = frames.MAX_FRAME_BYTES
             self._retry_after = FIRST_RETRY_SECONDS
-            self._complained = False
+            self._failures = 0
             self._phase = _Phase.READY
         else:
             plan = frames.decode(PlanMessage, payload).plan()
@@ -248,13 +250,13 @@ class AgentClient:
             )
 
     def _lose(self, why: str) -> None:
-        if self._phase is _Phase.READY:
-            self.reconnects += 1
-        if not self._complained:
-            self._complained = True
+        was_up = self._phase is _Phase.READY
+        self.reconnects += was_up
+        self._failures += 1
+        if was_up or self._failures == PATIENCE:
             log.warning(
-                "rank %d: line to the agent lost (%s); telemetry is dropped and the plan in "
-                "force stays until it is back",
+                "rank %d: no line to the agent (%s); training goes on with the plan in force, "
+                "telemetry waits until the line is back",
                 self._rank, why,
             )  # fmt: skip
         self._hang_up(_Phase.DOWN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections.abc import Callable
@@ -13,8 +14,9 @@ from pipemorph_trainer.control import RankTelemetry
 
 log = logging.getLogger("pipemorph.agent")
 
-HELLO_SECONDS = 10.0
-"""A stranger that says nothing is shown out after this; a rank busy computing answers late."""
+HELLO_SECONDS = 60.0
+"""A stranger that says nothing is shown out after this. A rank answers between two ops, and
+before its first one it may be building a model."""
 
 
 class RankServer:
@@ -29,14 +31,21 @@ class RankServer:
         self._lines: dict[int, asyncio.StreamWriter] = {}
         self._plan: bytes | None = None
         self._server: asyncio.Server | None = None
+        self._hung_up = asyncio.Event()
         self.refused: list[str] = []
 
     async def start(self, listener: socket.socket) -> None:
         self._server = await asyncio.start_server(self._serve, sock=listener)
 
-    async def close(self) -> None:
+    async def close(self, timeout: float) -> None:
+        """Wait at most ``timeout`` seconds for the ranks to hang up, then do it for them."""
         if self._server is not None:
             self._server.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while self._lines:
+                    self._hung_up.clear()
+                    await self._hung_up.wait()
         for line in self._lines.values():
             line.close()
 
@@ -60,11 +69,14 @@ class RankServer:
         except asyncio.IncompleteReadError as ended:
             if ended.partial or rank is None:
                 log.info("line of %s broke off", _who(rank))
+        except asyncio.CancelledError:
+            pass  # The agent ends; asyncio would report this task's end as an error.
         except (OSError, TimeoutError, frames.FrameError) as error:
             log.info("line of %s closed: %s", _who(rank), str(error) or type(error).__name__)
         finally:
             if rank is not None and self._lines.get(rank) is writer:
                 del self._lines[rank]
+                self._hung_up.set()
             writer.close()
 
     async def _let_in(
