@@ -92,6 +92,7 @@ class Progress:
         self._printed_at = -PLAIN_INTERVAL_SECONDS
         self._decided: set[tuple[float, str]] = set()
         self._in_force: set[int] = set()
+        self._message: str | None = None
         self._line = ""
 
     def note(self, text: str) -> None:
@@ -103,6 +104,9 @@ class Progress:
     def update(self, *, final: bool = False) -> None:
         """Show what is new. ``final``: also what a plain log would have skipped."""
         view, unseen = self._journal.view, self._journal.unseen()
+        if view.message is not None and view.message != self._message:
+            self._message = view.message
+            self.note(view.message)
         for decision in view.decisions:
             self._tell_decision(decision)
         for record in view.adaptations:

@@ -19,6 +19,7 @@ from pipemorph.local.traces import StageTrace, TraceIndex
 from pipemorph.pictures import Timeline, render_panels
 from pipemorph.pictures.timeline import delayed_messages
 from pipemorph.planning.simulator import TimedOp
+from pipemorph.spec import Fault
 
 MOST_EVENTS = 200_000
 """About 25 MB of JSON: what a browser still opens."""
@@ -37,7 +38,7 @@ def write_timeline(folder: OutFolder, run: RunRecord, note: Callable[[str], None
     if not iterations:
         return
     try:
-        panels = choose_panels(iterations, run.adaptations)
+        panels = choose_panels(iterations, run.adaptations, run.job.spec.faults)
         folder.picture.write_bytes(render_panels(timelines(index, panels, run)))
         note(f"timeline: {folder.timeline}, {folder.picture}")
     except InputError as error:
@@ -151,9 +152,12 @@ class Panel:
     delays: dict[int, float]
 
 
-def choose_panels(iterations: list[int], adaptations: Sequence[AdaptationRecord]) -> list[Panel]:
+def choose_panels(
+    iterations: list[int], adaptations: Sequence[AdaptationRecord], faults: Sequence[Fault]
+) -> list[Panel]:
     """Undisturbed, disturbed and adapted, of the first change that a slow link caused and
-    that came into force; without one, the iteration in the middle."""
+    that came into force. Without one: before and in the first delay of the fault trace, or
+    else the iteration in the middle."""
     here = set(iterations)
     for record in adaptations:
         applied = _first_iteration(record)
@@ -168,6 +172,16 @@ def choose_panels(iterations: list[int], adaptations: Sequence[AdaptationRecord]
         drawn = [panel for panel in panels if panel.iteration in here]
         if len(drawn) > 1:
             return drawn
+    for fault in faults:
+        if fault.delay_ms and fault.from_iteration is not None:
+            delayed = {fault.link: fault.delay_ms / 1e3}
+            panels = [
+                Panel(fault.from_iteration - 1, "undisturbed", {}),
+                Panel(fault.from_iteration + 1, "disturbed, same plan", delayed),
+            ]
+            drawn = [panel for panel in panels if panel.iteration in here]
+            if drawn:
+                return drawn
     return [Panel(iterations[len(iterations) // 2], "", {})]
 
 
