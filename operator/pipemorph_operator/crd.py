@@ -186,7 +186,7 @@ def _columns() -> list[dict[str, Any]]:
         column(
             "Slow-Links", "integer", ".status.training.slowLinkCount", "Links that are slow now."
         ),
-        column("Epoch", "integer", ".status.training.appliedEpoch", "Plan that runs; 0: the first."),
+        column("Epoch", "integer", ".status.training.appliedEpoch", "Plan that runs, from 0."),
         column("Age", "date", ".metadata.creationTimestamp", "Since creation."),
         column(
             "Attempt", "integer", ".status.attempt", "Attempt in progress, from 0.", priority=1
@@ -219,7 +219,7 @@ def custom_resource_definition() -> dict[str, Any]:
         "properties": {
             "apiVersion": {"type": "string", "description": f"{API_GROUP}/{VERSION}"},
             "kind": {"type": "string", "description": KIND},
-            "metadata": {"type": "object", "description": "Standard object metadata."},
+            "metadata": {"type": "object"},
             "spec": spec,
             "status": status,
         },

@@ -21,7 +21,6 @@ class Rule:
 
     rule: str
     message: str = ""
-    message_expression: str = ""
     field_path: str = ""
     reason: str = "FieldValueInvalid"
 
@@ -29,8 +28,6 @@ class Rule:
         out: dict[str, Any] = {"rule": self.rule, "reason": self.reason}
         if self.message:
             out["message"] = self.message
-        if self.message_expression:
-            out["messageExpression"] = self.message_expression
         if self.field_path:
             out["fieldPath"] = self.field_path
         return out
@@ -110,9 +107,7 @@ RULES: dict[str, list[Rule]] = {
     "spec.parallelism": [
         Rule(
             rule="!has(self.layers) || self.layers % self.stages == 0",
-            message_expression="'layers is ' + string(self.layers) + ', which '"
-            " + string(self.stages) + ' stages do not divide'",
-            message="layers must be divisible by stages",
+            message="layers must be a multiple of stages",
             field_path=".layers",
         ),
         Rule(

@@ -1,0 +1,5 @@
+"""Desired objects of an attempt. Pure: a job, an attempt number and the installation in."""
+
+from pipemorph_operator.children.attempt import Attempt, Unbuildable, objects
+
+__all__ = ["Attempt", "Unbuildable", "objects"]

@@ -1,0 +1,70 @@
+"""All ranks at once or none: Kueue, Volcano or the coscheduling plugin, as the user says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pipemorph.spec import PipeMorphJob
+from pipemorph_operator import names
+
+if TYPE_CHECKING:
+    from pipemorph_operator.children.attempt import Attempt
+
+
+def job_labels(job: PipeMorphJob) -> dict[str, str]:
+    """Labels of the Job: Kueue's own, from the PipeMorphJob or from ``placement.gang``."""
+    labels = {k: v for k, v in job.metadata.labels.items() if k.startswith(names.KUEUE_PREFIX)}
+    placement = job.spec.placement
+    kueue = placement.gang.kueue if placement and placement.gang else None
+    if kueue is not None:
+        labels[names.KUEUE_QUEUE] = kueue.queue
+        if kueue.priority_class:
+            labels[names.KUEUE_PRIORITY] = kueue.priority_class
+    return labels
+
+
+def mark_pods(attempt: Attempt, template: dict[str, Any]) -> None:
+    """Make the pods of a template known to the gang's scheduler. A scheduler that the user's
+    template names stays."""
+    placement = attempt.job.spec.placement
+    gang = placement.gang if placement else None
+    if placement is None or gang is None:
+        return
+    metadata, spec = template["metadata"], template["spec"]
+    topology = placement.topology
+    if gang.kueue is not None and topology is not None and topology.mode == "pack":
+        key = names.KUEUE_REQUIRED_TOPOLOGY if topology.required else names.KUEUE_PREFERRED_TOPOLOGY
+        metadata["annotations"].setdefault(key, topology.key)
+    if gang.volcano is not None:
+        metadata["annotations"][names.VOLCANO_GROUP] = attempt.name
+        spec.setdefault("schedulerName", "volcano")
+    if gang.coscheduling is not None:
+        metadata["labels"][names.COSCHEDULING_GROUP] = attempt.name
+        spec.setdefault("schedulerName", gang.coscheduling.scheduler_name)
+
+
+def pod_group(attempt: Attempt) -> dict[str, Any] | None:
+    """The PodGroup of the attempt, where the gang's scheduler wants one."""
+    placement = attempt.job.spec.placement
+    gang = placement.gang if placement else None
+    if gang is None:
+        return None
+    if gang.volcano is not None:
+        spec: dict[str, Any] = {"minMember": attempt.ranks, "queue": gang.volcano.queue}
+        if gang.volcano.priority_class:
+            spec["priorityClassName"] = gang.volcano.priority_class
+        group = "scheduling.volcano.sh/v1beta1"
+    elif gang.coscheduling is not None:
+        spec = {
+            "minMember": attempt.ranks,
+            "scheduleTimeoutSeconds": gang.coscheduling.schedule_timeout_seconds,
+        }
+        group = "scheduling.x-k8s.io/v1alpha1"
+    else:
+        return None
+    return {
+        "apiVersion": group,
+        "kind": "PodGroup",
+        "metadata": attempt.metadata(attempt.name),
+        "spec": spec,
+    }

@@ -1,0 +1,104 @@
+"""``spec.placement`` onto a pod template: devices, networks, memory, nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from pipemorph.spec_cluster import Placement, Rdma, Topology
+from pipemorph_operator import names
+
+if TYPE_CHECKING:
+    from pipemorph_operator.children.attempt import Attempt
+
+SHM_VOLUME = "pipemorph-shm"
+SHM_PATH = "/dev/shm"
+PREFERENCE = 100
+
+Object = dict[str, Any]
+
+
+def place(attempt: Attempt, template: Object, trainer: Object) -> None:
+    """Add what the placement asks for to a template; ``trainer`` is its trainer container."""
+    placement = attempt.job.spec.placement or Placement()
+    spec = template["spec"]
+    if placement.rdma is not None:
+        _devices(trainer, placement.rdma)
+    if placement.networks:
+        _networks(template["metadata"]["annotations"], placement.networks)
+    if placement.shared_memory is not None:
+        _shared_memory(spec, trainer, placement.shared_memory)
+    own = {"matchLabels": {names.LABEL_JOB_UID: attempt.uid}}
+    if placement.one_pod_per_node:
+        _require(spec, "podAntiAffinity", {"topologyKey": names.HOSTNAME_KEY, "labelSelector": own})
+    if placement.topology is not None:
+        _topology(spec, placement.topology, own)
+    avoid = sorted({*placement.exclude_nodes, *attempt.excluded_nodes})
+    if avoid:
+        _avoid(spec, avoid)
+
+
+def _devices(trainer: Object, rdma: Rdma) -> None:
+    """Requests = limits, as extended resources must have it."""
+    resources = trainer.setdefault("resources", {})
+    for kind in ("requests", "limits"):
+        resources.setdefault(kind, {})[rdma.resource_name] = str(rdma.count)
+    if rdma.ipc_lock:
+        capabilities = trainer.setdefault("securityContext", {}).setdefault("capabilities", {})
+        added = capabilities.setdefault("add", [])
+        if "IPC_LOCK" not in added:
+            added.append("IPC_LOCK")
+
+
+def _networks(annotations: dict[str, str], networks: list[str]) -> None:
+    """After those the template asks for itself, if it does so in the short form."""
+    given = annotations.get(names.MULTUS_NETWORKS, "")
+    annotations[names.MULTUS_NETWORKS] = ", ".join(filter(None, [given, *networks]))
+
+
+def _shared_memory(spec: Object, trainer: Object, size: str) -> None:
+    spec.setdefault("volumes", []).append(
+        {"name": SHM_VOLUME, "emptyDir": {"medium": "Memory", "sizeLimit": size}}
+    )
+    trainer.setdefault("volumeMounts", []).append({"name": SHM_VOLUME, "mountPath": SHM_PATH})
+
+
+def _topology(spec: Object, topology: Topology, own: Object) -> None:
+    if topology.mode == "spread":
+        spec.setdefault("topologySpreadConstraints", []).append(
+            {
+                "maxSkew": 1,
+                "topologyKey": topology.key,
+                "whenUnsatisfiable": "DoNotSchedule" if topology.required else "ScheduleAnyway",
+                "labelSelector": own,
+            }
+        )
+        return
+    term = {"topologyKey": topology.key, "labelSelector": own}
+    if topology.required:
+        _require(spec, "podAffinity", term)
+    else:
+        affinity = spec.setdefault("affinity", {}).setdefault("podAffinity", {})
+        affinity.setdefault("preferredDuringSchedulingIgnoredDuringExecution", []).append(
+            {"weight": PREFERENCE, "podAffinityTerm": term}
+        )
+
+
+def _require(spec: Object, kind: str, term: Object) -> None:
+    affinity = spec.setdefault("affinity", {}).setdefault(kind, {})
+    affinity.setdefault("requiredDuringSchedulingIgnoredDuringExecution", []).append(term)
+
+
+def _avoid(spec: Object, nodes: Iterable[str]) -> None:
+    """Node selector terms are alternatives, so every one of them must keep the nodes out."""
+    required = (
+        spec.setdefault("affinity", {})
+        .setdefault("nodeAffinity", {})
+        .setdefault("requiredDuringSchedulingIgnoredDuringExecution", {})
+    )
+    terms = required.setdefault("nodeSelectorTerms", []) or [{}]
+    required["nodeSelectorTerms"] = terms
+    for term in terms:
+        term.setdefault("matchFields", []).append(
+            {"key": "metadata.name", "operator": "NotIn", "values": list(nodes)}
+        )

@@ -1,0 +1,185 @@
+"""The pod template of an attempt: the user's, with a rank's seat added.
+
+The seat is the environment of ``pipemorph_trainer.context``, the files it points to, and the
+command, unless the user's template has its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import TYPE_CHECKING, Any
+
+from pipemorph.spec import (
+    RESERVED_ENV,
+    RESERVED_ENV_PREFIXES,
+    TRAINER_CONTAINER,
+    FieldError,
+    check_template,
+)
+from pipemorph.spec_cluster import Placement
+from pipemorph_operator import names
+from pipemorph_operator.children import gang, placement
+from pipemorph_operator.config import OperatorConfig
+
+if TYPE_CHECKING:
+    from pipemorph_operator.children.attempt import Attempt
+
+CONTAINER = TRAINER_CONTAINER
+FOLDER = "/etc/pipemorph"
+JOB_FILE = "job.json"
+CA_FILE = "ca.crt"
+SECRET_FILE = "engine"
+TOKEN_FILE = "token"
+MASTER_PORT = 29500
+TOKEN_SECONDS = 3600
+READABLE = 0o444
+"""By any user of the container: it may run as one that owns nothing here."""
+
+Object = dict[str, Any]
+
+
+def template(attempt: Attempt, config: OperatorConfig) -> Object:
+    """Raises :class:`~pipemorph_operator.children.Unbuildable`."""
+    out = _start(attempt, config)
+    metadata, spec = out.setdefault("metadata", {}), out["spec"]
+    metadata["labels"] = {**(metadata.get("labels") or {}), **attempt.labels()}
+    metadata["annotations"] = dict(metadata.get("annotations") or {})
+    metadata["annotations"].setdefault("kubectl.kubernetes.io/default-container", CONTAINER)
+    spec["restartPolicy"] = "Never"
+    spec["subdomain"] = attempt.service
+    spec.setdefault("enableServiceLinks", False)
+    spec.setdefault("automountServiceAccountToken", False)
+    spec["volumes"] = [*(spec.get("volumes") or []), *_volumes(attempt)]
+    trainer = next(c for c in spec["containers"] if c["name"] == CONTAINER)
+    if "command" not in trainer:
+        trainer["command"] = _command(attempt)
+    trainer["env"] = _environment(attempt, config, trainer.get("env") or [])
+    trainer["volumeMounts"] = [*(trainer.get("volumeMounts") or []), *_mounts()]
+    trainer.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
+    placement.place(attempt, out, trainer)
+    gang.mark_pods(attempt, out)
+    return out
+
+
+def _start(attempt: Attempt, config: OperatorConfig) -> Object:
+    from pipemorph_operator.children.attempt import Unbuildable
+
+    given = attempt.job.spec.template
+    if given is None:
+        if not config.trainer_image:
+            raise Unbuildable(
+                names.R_NO_IMAGE,
+                "spec.template is missing and the operator has no default trainer image; give a "
+                f"pod template with a container named {CONTAINER}",
+            )
+        container = {"name": CONTAINER, "image": config.trainer_image}
+        if config.trainer_pull_policy:
+            container["imagePullPolicy"] = config.trainer_pull_policy
+        return {"spec": {"containers": [container]}}
+    try:
+        check_template(given)
+    except FieldError as error:
+        raise Unbuildable(names.R_INVALID_SPEC, f"spec.template.{error}") from None
+    restart = given["spec"].get("restartPolicy", "Never")
+    if restart != "Never":
+        raise Unbuildable(
+            names.R_INVALID_SPEC,
+            f"spec.template.spec.restartPolicy is {restart}; only Never is possible, since all "
+            "ranks restart together",
+        )
+    out = copy.deepcopy(given)
+    containers = [c for c in out["spec"]["containers"] if c["name"] == CONTAINER]
+    if config.trainer_image:
+        containers[0].setdefault("image", config.trainer_image)
+    if "image" not in containers[0]:
+        raise Unbuildable(
+            names.R_NO_IMAGE,
+            f"spec.template: container {CONTAINER} has no image and the operator has no default",
+        )
+    return out
+
+
+def _command(attempt: Attempt) -> list[str]:
+    """The preflight, which becomes the training program if the pod is fit."""
+    asked = attempt.job.spec.placement or Placement()
+    command = ["python", "-m", "pipemorph_trainer.preflight"]
+    if asked.rdma is not None:
+        command.append("--rdma")
+        if asked.rdma.ipc_lock:
+            command.append("--memlock")
+    if asked.shared_memory is not None:
+        command.append(f"--shm={asked.shared_memory}")
+    return [*command, "--", "python", "-m", attempt.job.spec.trainer.module]
+
+
+def _environment(attempt: Attempt, config: OperatorConfig, given: list[Object]) -> list[Object]:
+    """The user's variables and the rank's. Theirs may use ours, so ours come first."""
+    spec = attempt.job.spec
+    rank = {"fieldRef": {"fieldPath": f"metadata.annotations['{names.COMPLETION_INDEX}']"}}
+    values: dict[str, str | Object] = {
+        "RANK": rank,
+        "WORLD_SIZE": str(attempt.ranks),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": attempt.master_address,
+        "MASTER_PORT": str(MASTER_PORT),
+        "PIPEMORPH_JOB_FILE": f"{FOLDER}/job/{JOB_FILE}",
+        "PIPEMORPH_ARGS": json.dumps(spec.trainer.args, sort_keys=True),
+        "PIPEMORPH_NAMESPACE": attempt.namespace,
+        "PIPEMORPH_ATTEMPT": str(attempt.number),
+        "PIPEMORPH_SECRET_FILE": f"{FOLDER}/secret/{SECRET_FILE}",
+        "PIPEMORPH_INGEST_URL": config.ingest_url,
+        "PIPEMORPH_TOKEN_FILE": f"{FOLDER}/token/{TOKEN_FILE}",
+    }
+    if config.ca_pem:
+        values["PIPEMORPH_CA_FILE"] = f"{FOLDER}/job/{CA_FILE}"
+    ours = [_variable(name, value) for name, value in values.items()]
+    theirs = [v for v in given if not is_reserved(v["name"])]
+    names_given = {v["name"] for v in theirs}
+    defaults = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(spec.trainer.threads)}
+    return [
+        *ours,
+        *theirs,
+        *(_variable(k, v) for k, v in defaults.items() if k not in names_given),
+    ]
+
+
+def is_reserved(name: str) -> bool:
+    return name in RESERVED_ENV or name.startswith(RESERVED_ENV_PREFIXES)
+
+
+def _variable(name: str, value: str | Object) -> Object:
+    if isinstance(value, str):
+        # Kubernetes expands $(NAME); what is meant literally doubles the dollar.
+        return {"name": name, "value": value.replace("$(", "$$(")}
+    return {"name": name, "valueFrom": value}
+
+
+def _volumes(attempt: Attempt) -> list[Object]:
+    token = {
+        "path": TOKEN_FILE,
+        "audience": attempt.audience,
+        "expirationSeconds": TOKEN_SECONDS,
+    }
+    return [
+        {
+            "name": "pipemorph-job",
+            "configMap": {"name": attempt.name, "defaultMode": READABLE},
+        },
+        {
+            "name": "pipemorph-secret",
+            "secret": {"secretName": attempt.name, "defaultMode": READABLE},
+        },
+        {
+            "name": "pipemorph-token",
+            "projected": {"defaultMode": READABLE, "sources": [{"serviceAccountToken": token}]},
+        },
+    ]
+
+
+def _mounts() -> list[Object]:
+    return [
+        {"name": f"pipemorph-{what}", "mountPath": f"{FOLDER}/{what}", "readOnly": True}
+        for what in ("job", "secret", "token")
+    ]

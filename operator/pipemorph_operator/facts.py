@@ -1,0 +1,148 @@
+"""What is read of Kubernetes' own objects: the few facts decisions need, as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from pipemorph.spec import TRAINER_CONTAINER
+from pipemorph_operator.names import COMPLETION_INDEX, LABEL_ATTEMPT, LABEL_JOB, LABEL_JOB_UID
+
+MESSAGE_LENGTH = 1024
+"""Of a rank's last words, in status."""
+
+
+def parse_time(text: str | None) -> datetime | None:
+    """RFC 3339 as Kubernetes writes it; None for None."""
+    return datetime.fromisoformat(text) if text else None
+
+
+def format_time(when: datetime) -> str:
+    """RFC 3339, whole seconds, UTC: what metav1.Time is."""
+    return when.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A condition of a batch Job that says how it ended."""
+
+    reason: str
+    message: str
+    at: datetime | None
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """One attempt's batch/v1 Job."""
+
+    name: str
+    uid: str
+    owner: str
+    owner_uid: str
+    attempt: int
+    deleting: bool = False
+    complete: bool = False
+    failed: Ended | None = None
+    failing: Ended | None = None
+    """``FailureTarget``: it has failed, and its pods are being stopped."""
+    suspended: bool = False
+    active: int = 0
+    ready: int = 0
+    terminating: int = 0
+    succeeded: int = 0
+    failed_pods: int = 0
+    created_at: datetime | None = None
+
+    @property
+    def drained(self) -> bool:
+        """Whether no pod of it can still run."""
+        return self.active == 0 and self.terminating == 0 and not self.deleting
+
+    @staticmethod
+    def of(body: Mapping[str, Any]) -> JobFacts:
+        metadata, status = body["metadata"], body.get("status") or {}
+        labels = metadata.get("labels") or {}
+        conditions = {
+            c["type"]: Ended(
+                c.get("reason", ""), c.get("message", ""), parse_time(c.get("lastTransitionTime"))
+            )
+            for c in status.get("conditions") or ()
+            if c.get("status") == "True"
+        }
+        return JobFacts(
+            name=metadata["name"],
+            uid=metadata["uid"],
+            owner=labels.get(LABEL_JOB, ""),
+            owner_uid=labels.get(LABEL_JOB_UID, ""),
+            attempt=int(labels.get(LABEL_ATTEMPT, "0")),
+            deleting="deletionTimestamp" in metadata,
+            complete="Complete" in conditions,
+            failed=conditions.get("Failed"),
+            failing=conditions.get("FailureTarget"),
+            suspended="Suspended" in conditions,
+            active=status.get("active") or 0,
+            ready=status.get("ready") or 0,
+            terminating=status.get("terminating") or 0,
+            succeeded=status.get("succeeded") or 0,
+            failed_pods=status.get("failed") or 0,
+            created_at=parse_time(metadata.get("creationTimestamp")),
+        )
+
+
+@dataclass(frozen=True)
+class PodFacts:
+    """One rank's pod."""
+
+    name: str
+    index: int
+    phase: str
+    node: str | None = None
+    exit_code: int | None = None
+    finished_at: datetime | None = None
+    message: str = ""
+    disrupted: bool = False
+    stuck: str = ""
+    """Why it does not run, where Kubernetes says so."""
+
+    @staticmethod
+    def of(body: Mapping[str, Any]) -> PodFacts:
+        metadata, status = body["metadata"], body.get("status") or {}
+        index = (metadata.get("annotations") or {}).get(COMPLETION_INDEX, "0")
+        containers = status.get("containerStatuses") or []
+        trainer: Mapping[str, Any] = next(
+            (c for c in containers if c.get("name") == TRAINER_CONTAINER), {}
+        )
+        ended = (trainer.get("state") or {}).get("terminated") or {}
+        return PodFacts(
+            name=metadata["name"],
+            index=int(index),
+            phase=status.get("phase", "Pending"),
+            node=(body.get("spec") or {}).get("nodeName"),
+            exit_code=ended.get("exitCode"),
+            finished_at=parse_time(ended.get("finishedAt")),
+            message=" ".join((ended.get("message") or ended.get("reason") or "").split())[
+                -MESSAGE_LENGTH:
+            ],
+            disrupted=any(
+                c["type"] == "DisruptionTarget" and c["status"] == "True"
+                for c in status.get("conditions") or ()
+            ),
+            stuck=_stuck(status),
+        )
+
+
+def _stuck(status: Mapping[str, Any]) -> str:
+    if status.get("phase", "Pending") != "Pending":
+        return ""
+    for group in ("initContainerStatuses", "containerStatuses"):
+        for container in status.get(group) or ():
+            waiting = (container.get("state") or {}).get("waiting") or {}
+            reason = waiting.get("reason", "")
+            if reason not in ("", "ContainerCreating", "PodInitializing"):
+                return f"{container['name']}: {reason}: {waiting.get('message', '')}"[:300]
+    for condition in status.get("conditions") or ():
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return f"{condition.get('reason', '')}: {condition.get('message', '')}"[:300]
+    return ""

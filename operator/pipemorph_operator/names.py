@@ -1,0 +1,102 @@
+"""Every label, annotation, reason, message and field owner, once.
+
+Reasons are for programs and never change; messages are for people.
+"""
+
+from __future__ import annotations
+
+from pipemorph.spec import API_GROUP, API_VERSION, KIND
+
+__all__ = ["API_GROUP", "API_VERSION", "KIND"]
+
+CONTROLLER = f"{API_GROUP}/operator"
+"""``spec.managedBy`` of jobs that are this operator's."""
+
+OPERATOR_OWNER = "pipemorph-operator"
+INGEST_OWNER = "pipemorph-ingest"
+"""Field owners of server-side apply; each process owns its part of status."""
+
+# --- labels and annotations ---------------------------------------------------------------
+
+LABEL_JOB = f"{API_GROUP}/job-name"
+LABEL_JOB_UID = f"{API_GROUP}/job-uid"
+LABEL_ATTEMPT = f"{API_GROUP}/attempt"
+COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
+"""Annotation and label of a pod; rank = completion index = replica × stages + stage."""
+
+KUEUE_PREFIX = "kueue.x-k8s.io/"
+KUEUE_QUEUE = f"{KUEUE_PREFIX}queue-name"
+KUEUE_PRIORITY = f"{KUEUE_PREFIX}priority-class"
+KUEUE_REQUIRED_TOPOLOGY = f"{KUEUE_PREFIX}podset-required-topology"
+KUEUE_PREFERRED_TOPOLOGY = f"{KUEUE_PREFIX}podset-preferred-topology"
+VOLCANO_GROUP = "scheduling.k8s.io/group-name"
+COSCHEDULING_GROUP = "scheduling.x-k8s.io/pod-group"
+MULTUS_NETWORKS = "k8s.v1.cni.cncf.io/networks"
+HOSTNAME_KEY = "kubernetes.io/hostname"
+
+# --- condition types ----------------------------------------------------------------------
+
+SUSPENDED = "Suspended"
+PODS_READY = "PodsReady"
+RUNNING = "Running"
+PREFLIGHT_PASSED = "PreflightPassed"
+COMPLETE = "Complete"
+FAILED = "Failed"
+OPERATOR_CONDITIONS = (SUSPENDED, PODS_READY, RUNNING, PREFLIGHT_PASSED, COMPLETE, FAILED)
+
+LINKS_HEALTHY = "LinksHealthy"
+SCHEDULE_ADAPTED = "ScheduleAdapted"
+OFFLOADED = "Offloaded"
+INGEST_CONDITIONS = (LINKS_HEALTHY, SCHEDULE_ADAPTED, OFFLOADED)
+
+# --- reasons ------------------------------------------------------------------------------
+
+R_CREATED = "AttemptStarted"
+R_WAITING_FOR_PODS = "WaitingForPods"
+R_ALL_READY = "AllRanksReady"
+R_QUEUED = "WaitingForAdmission"
+R_SUSPENDED = "SuspendedBySpec"
+R_SUSPENDING = "RanksStopping"
+R_NOT_SUSPENDED = "NotSuspended"
+R_RESUMED = "Resumed"
+R_RESTARTING = "Restarting"
+R_DRAINING = "WaitingForOldRanks"
+R_NOT_RUNNING = "NotRunning"
+R_COMPLETED = "AllRanksFinished"
+R_FINISHED = "JobFinished"
+
+R_INVALID_SPEC = "InvalidSpec"
+R_NO_IMAGE = "NoTrainerImage"
+R_REFUSED = "ObjectRefused"
+R_DEADLINE = "DeadlineExceeded"
+R_MAX_RESTARTS = "MaxRestartsExceeded"
+R_RANK_FAILED = "RankFailed"
+R_INVALID_INPUT = "InvalidInput"
+R_PREFLIGHT_FAILED = "PreflightFailed"
+R_PREFLIGHT_PASSED = "AllRanksChecked"
+R_PREFLIGHT_UNKNOWN = "NotYetChecked"
+R_DISRUPTED = "Disrupted"
+R_EVICTED = "Evicted"
+R_JOB_LOST = "JobDeleted"
+R_NODE_EXCLUDED = "NodeExcluded"
+R_TTL = "TimeToLiveOver"
+
+R_LINKS_OK = "LinksAsNormal"
+R_LINKS_SLOW = "SlowLinks"
+R_NO_REPORTS = "NoReportsYet"
+R_STALE = "ReportsStale"
+R_LINKS_UNKNOWN = "NotYetMeasured"
+R_ADAPTED = "PlanInEffect"
+R_ADAPTING = "PlanOnItsWay"
+R_INITIAL_PLAN = "InitialPlan"
+R_RETURNED = "ReturnedToInitialPlan"
+R_DELEGATED = "LinksDelegated"
+R_DIRECT = "AllLinksDirect"
+R_FIXED_PATH = "PathFixedBySpec"
+
+# --- exit codes of a rank -----------------------------------------------------------------
+
+EXIT_INVALID_INPUT = 2
+"""The input cannot be used; it will be the same next time, so nothing is tried again."""
+EXIT_PREFLIGHT = 78
+"""The preflight found the pod unfit (sysexits.h EX_CONFIG)."""

@@ -1,0 +1,12 @@
+"""``spec.activeDeadlineSeconds``: over all attempts, not counting suspension."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+
+def seconds_left(limit: int | None, started: datetime | None, now: datetime) -> float | None:
+    """Seconds until the job is out of time, at most 0 if it is; None without a deadline."""
+    if limit is None or started is None:
+        return None
+    return (started + timedelta(seconds=limit) - now).total_seconds()

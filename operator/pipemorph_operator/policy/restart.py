@@ -1,0 +1,71 @@
+"""What an attempt's end means: why it ended, whether it counts, whether another one starts.
+
+All ranks restart together or not at all: a pipeline with one rank missing does nothing. What
+the user's program did counts against ``failurePolicy.maxRestarts``; what the cluster did to it
+(eviction, preemption, a lost node) does not. Input that cannot be used is not tried again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipemorph_operator import names
+from pipemorph_operator.facts import Ended, PodFacts
+
+FIRST_DELAY_SECONDS = 1.0
+LAST_DELAY_SECONDS = 300.0
+STEADY_SECONDS = 600.0
+"""An attempt that ran this long was not part of a crash loop: the delay starts again."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why an attempt ended."""
+
+    reason: str
+    message: str
+    counted: bool = True
+    retry: bool = True
+
+
+def classify(ended: Ended, pods: Sequence[PodFacts], stages: int) -> Cause:
+    """Why a failed attempt failed, from its Job's condition and the pods that are still there."""
+    failed = sorted(
+        (p for p in pods if p.exit_code not in (None, 0)),
+        key=lambda p: (p.finished_at is None, p.finished_at, p.index),
+    )
+    for code, reason, retry in (
+        (names.EXIT_INVALID_INPUT, names.R_INVALID_INPUT, False),
+        (names.EXIT_PREFLIGHT, names.R_PREFLIGHT_FAILED, True),
+    ):
+        hit = next((p for p in failed if p.exit_code == code), None)
+        if hit is not None:
+            return Cause(reason, describe(hit, stages), retry=retry)
+    disrupted = next((p for p in pods if p.disrupted), None)
+    # The disruption rule is the first of the Job's podFailurePolicy.
+    if disrupted is not None or "FailJob rule at index 0" in ended.message:
+        where = f"{rank(disrupted.index, stages)} on node {disrupted.node}" if disrupted else ""
+        return Cause(names.R_DISRUPTED, where or ended.message, counted=False)
+    if failed:
+        return Cause(names.R_RANK_FAILED, describe(failed[0], stages))
+    return Cause(names.R_RANK_FAILED, ended.message or ended.reason)
+
+
+def delay_seconds(consecutive: int) -> float:
+    """Wait before an attempt that follows ``consecutive`` ones that ended early."""
+    if consecutive <= 1:
+        return 0.0
+    return min(LAST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2.0 ** min(consecutive - 2, 16))
+
+
+def rank(index: int, stages: int) -> str:
+    """``rank 5 (stage 1, replica 1)``."""
+    return f"rank {index} (stage {index % stages}, replica {index // stages})"
+
+
+def describe(pod: PodFacts, stages: int) -> str:
+    """A failed rank in its own words."""
+    where = f" on node {pod.node}" if pod.node else ""
+    said = f": {pod.message}" if pod.message else ""
+    return f"{rank(pod.index, stages)}{where} exited with code {pod.exit_code}{said}"
