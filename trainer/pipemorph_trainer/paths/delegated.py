@@ -6,6 +6,7 @@ grant slots ahead; compute never waits for a send.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from pipemorph_trainer import _engine
 
 Key = tuple[int, int, int, int, int]
+GRANT_SECONDS = 10.0
+"""Longest wait for larger slots after a change of shapes."""
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -154,13 +157,24 @@ class DelegatedOutgoing:
         note = Note(
             batch.generation, batch.iteration, microbatch, present, posted, started, not_before
         ).pack()
-        try:
-            for k, tensor in enumerate(tensors):
-                # A CUDA tensor is staged in host memory first; the copy is waited for here.
-                payload = b"" if tensor is None else _bytes_of(tensor.detach().contiguous().cpu())
-                self._link.send(_key(batch, microbatch, self._direction, k), payload, note)
-        except RuntimeError as error:
-            raise PipelineError(str(error)) from error
+        for k, tensor in enumerate(tensors):
+            # A CUDA tensor is staged in host memory first; the copy is waited for here.
+            payload = b"" if tensor is None else _bytes_of(tensor.detach().contiguous().cpu())
+            self._hand_over(_key(batch, microbatch, self._direction, k), payload, note)
+
+    def _hand_over(self, key: Key, payload: bytes | memoryview, note: bytes) -> None:
+        """Give one tensor to the engine. When shapes have just grown, the receiver may not
+        have granted larger slots yet; the engine says so at once, and we ask again."""
+        deadline = 0.0
+        while True:
+            try:
+                self._link.send(key, payload, note)
+                return
+            except RuntimeError as error:
+                deadline = deadline or time.monotonic() + GRANT_SECONDS
+                if not self._link.alive or time.monotonic() > deadline:
+                    raise PipelineError(str(error)) from error
+                time.sleep(0.0005)
 
     def close(self) -> None:
         """Nothing to wait for: the engine flushes when it is closed."""

@@ -1,0 +1,228 @@
+"""Pure parts of the trainer: agreeing on plans, fault bookkeeping, windows, the line."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from jobs import Job, make_plan
+
+from pipemorph.errors import InputError
+from pipemorph.planning import Path
+from pipemorph.spec import Fault
+from pipemorph_trainer.commit import CANDIDATES, PlanBook, RankRow, agree, bubble_fraction
+from pipemorph_trainer.emulated import Accelerator
+from pipemorph_trainer.errors import PipelineError
+from pipemorph_trainer.executor.bell import Bell
+from pipemorph_trainer.paths import line as lines
+from pipemorph_trainer.paths.faults import DIRECT_QUEUE, Shaper
+from pipemorph_trainer.paths.message import ALL_PRESENT, Direction, Note, TensorMeta
+from pipemorph_trainer.profile import LinkRecorder
+
+
+def row(*versions: int, began: float = 0.0, ended: float = 1.0, busy: float = 1.0) -> RankRow:
+    return RankRow(versions, began, ended, busy)
+
+
+# --- commit ---------------------------------------------------------------------------------
+
+
+def test_a_plan_counts_only_if_every_rank_has_it() -> None:
+    assert agree([row(0, 4), row(0, 5)], 0) == 0
+    assert agree([row(0, 5, 4), row(0, 4)], 0) == 4
+    assert agree([row(4, 5), row(4, 5)], 4) == 5
+
+
+@given(
+    st.integers(0, 5),
+    st.lists(st.lists(st.integers(0, 20), max_size=CANDIDATES - 1), min_size=1, max_size=5),
+)
+def test_what_is_agreed_is_held_by_all_and_never_older(
+    in_force: int, held: list[list[int]]
+) -> None:
+    rows = [row(in_force, *versions) for versions in held]
+    found = agree(rows, in_force)
+    assert found >= in_force
+    assert all(found in r.versions for r in rows)
+
+
+def test_rows_survive_the_collective() -> None:
+    sent = row(3, 7, began=1.5, ended=2.5, busy=0.25)
+    assert RankRow.decode(torch.tensor(sent.encode(), dtype=torch.float64).tolist()) == sent
+
+
+def test_a_plan_that_does_not_fit_is_not_offered() -> None:
+    job = Job(3, 4)
+    book = PlanBook(make_plan(job, 0, "1f1b"), reserve=lambda plan: None)
+    with pytest.raises(InputError, match="plan 1 has 2 stages and 4 microbatches; the job runs 3"):
+        book.prepare(make_plan(Job(2, 4), 1, "1f1b"))
+    with pytest.raises(InputError, match="plan 2 has 1 paths; expected 2"):
+        book.prepare(make_plan(job, 2, "1f1b", paths=(Path.DIRECT,)))
+    assert book.versions() == (0,)
+    book.prepare(make_plan(job, 3, "gpipe"))
+    assert book.versions() == (0, 3)
+    assert book.commit(3)
+    assert not book.commit(3)
+    book.prepare(make_plan(job, 2, "gpipe"))  # older than what runs: passed over
+    assert book.versions() == (3,)
+
+
+def test_bubble_fraction_is_idle_time_over_all_ranks() -> None:
+    rows = [row(0, began=0.0, ended=3.0, busy=2.0), row(0, began=1.0, ended=4.0, busy=3.0)]
+    assert bubble_fraction(rows) == pytest.approx(1 - 5 / 8)
+
+
+# --- faults ---------------------------------------------------------------------------------
+
+
+def test_a_delay_holds_each_message_on_its_queue() -> None:
+    shaper = Shaper([Fault(link=0, delay_ms=60.0, from_iteration=2)], Direction.FORWARD)
+    shaper.begin(1, 0.0)
+    assert shaper.hold(DIRECT_QUEUE, 100, 10.0) == (10.0, 0.0)
+    shaper.begin(2, 0.0)
+    assert shaper.hold(DIRECT_QUEUE, 100, 10.0) == pytest.approx((10.0, 10.06))
+    # The direct path has one queue: the next message starts when the first is through.
+    assert shaper.hold(DIRECT_QUEUE, 100, 10.01) == pytest.approx((10.06, 10.12))
+    # Another queue is free.
+    assert shaper.hold(3, 100, 10.02) == pytest.approx((10.02, 10.08))
+    (record,) = shaper.record()
+    assert record["messages_held"] == 3
+    assert record["hold_seconds"] == pytest.approx(0.18)
+    assert (record["first_iteration"], record["last_iteration"]) == (2, 2)
+
+
+def test_what_is_queued_stays_queued_when_the_fault_ends() -> None:
+    shaper = Shaper([Fault(link=0, delay_ms=60.0, to_iteration=1)], Direction.FORWARD)
+    shaper.begin(0, 0.0)
+    shaper.hold(0, 100, 10.0)
+    shaper.begin(1, 0.0)
+    assert shaper.hold(0, 100, 10.01) == pytest.approx((10.06, 10.06))
+    assert shaper.hold(0, 100, 10.2) == (10.2, 0.0)
+
+
+def test_bandwidth_is_shared_by_all_queues() -> None:
+    shaper = Shaper([Fault(link=0, bandwidth_mbps=8.0)], Direction.BACKWARD)
+    shaper.begin(0, 0.0)
+    assert shaper.hold(0, 100_000, 5.0) == pytest.approx((5.0, 5.1))
+    assert shaper.hold(1, 100_000, 5.0) == pytest.approx((5.1, 5.2))
+
+
+def test_faults_by_seconds_are_looked_up_per_message() -> None:
+    shaper = Shaper(
+        [Fault(link=0, delay_ms=10.0, from_seconds=1.0, to_seconds=2.0)], Direction.FORWARD
+    )
+    shaper.begin(0, 100.0)
+    assert shaper.hold(0, 1, 100.5)[1] == 0.0
+    assert shaper.hold(0, 1, 101.5)[1] == pytest.approx(101.51)
+    assert shaper.hold(0, 1, 102.5)[1] == 0.0
+
+
+# --- windows --------------------------------------------------------------------------------
+
+
+def test_a_window_prefers_what_was_seen_when_it_happened() -> None:
+    recorder = LinkRecorder(2, 0, Direction.FORWARD)
+    assert recorder.drain() is None
+    for late in (0.009, 0.010, 0.011, 0.012, 0.013):
+        recorder.add(late, 0.0, 10, exact=False)
+    sample = recorder.drain()
+    assert sample is not None
+    assert (sample.wire.count, sample.wire.exact) == (5, 0)
+    assert sample.wire.p50 == 0.011
+    for exact in (0.001, 0.002, 0.003):
+        recorder.add(exact, 0.0, 10, exact=True)
+        recorder.add(0.010, 0.0, 10, exact=False)
+    sample = recorder.drain()
+    assert sample is not None
+    assert (sample.wire.count, sample.wire.exact) == (6, 3)
+    assert (sample.wire.min, sample.wire.p50, sample.wire.p99) == (0.001, 0.002, 0.003)
+    assert sample.bytes == 60
+    recorder.add(0.060, 0.0, 10, exact=True)
+    sample = recorder.drain()
+    assert sample is not None and sample.wire.exact == 1
+
+
+def test_a_change_of_path_closes_the_window() -> None:
+    recorder = LinkRecorder(0, 0, Direction.BACKWARD)
+    recorder.add(0.001, 0.0, 1, exact=True)
+    left = recorder.begin(Path.DELEGATED, "shm", 4)
+    assert left is not None and left.path is Path.DIRECT
+    recorder.add(0.001, 0.0, 1, exact=True)
+    sample = recorder.drain()
+    assert sample is not None
+    assert (sample.path, sample.transport, sample.iteration) == (Path.DELEGATED, "shm", 4)
+
+
+# --- the line -------------------------------------------------------------------------------
+
+
+def test_notes_tokens_and_shapes_cross_a_line() -> None:
+    with lines.listen(True) as listener:
+        port = listener.getsockname()[1]
+        made: list[lines.Line] = []
+        thread = threading.Thread(
+            target=lambda: made.append(
+                lines.accept(listener, rank=1, peer_rank=0, secret=b"s", timeout=10)
+            )
+        )
+        thread.start()
+        # A stranger does not know the secret and is turned away; the neighbour comes after.
+        lines.dial("127.0.0.1", port, rank=0, peer_rank=1, secret=b"wrong", timeout=10)
+        here = lines.dial("127.0.0.1", port, rank=0, peer_rank=1, secret=b"s", timeout=10)
+        thread.join(10)
+    (there,) = made
+    note = Note(1, 2, 3, ALL_PRESENT, 4.0, 5.0, 6.0)
+    metas = (TensorMeta((2, 3), torch.bfloat16), TensorMeta((), torch.bool))
+    here.send_token(lines.StepToken(7, 8, 9))
+    here.send_shapes(metas)
+    here.send_note(Direction.BACKWARD, note)
+    here.close(goodbye=True)
+    deadline = time.monotonic() + 10
+    while there.lost is None and time.monotonic() < deadline:
+        there.pump()
+    assert there.tokens.popleft() == lines.StepToken(7, 8, 9)
+    assert there.shapes.popleft() == metas
+    assert there.notes[1, 2, 3] == note
+    assert there.goodbye and there.lost == "it left"
+
+
+def test_a_neighbour_that_does_not_dial_is_named() -> None:
+    with (
+        lines.listen(True) as listener,
+        pytest.raises(PipelineError, match=r"rank 1 waited 0 s for rank 0 to dial its line"),
+    ):
+        lines.accept(listener, rank=1, peer_rank=0, secret=b"s", timeout=0.05)
+
+
+# --- time -----------------------------------------------------------------------------------
+
+
+def test_a_bell_wakes_at_a_ring_and_at_a_moment() -> None:
+    bell = Bell()
+    began = time.monotonic()
+    bell.wait(0.02)
+    assert time.monotonic() - began >= 0.02
+    threading.Timer(0.02, bell.ring).start()
+    began = time.monotonic()
+    bell.wait(10.0)
+    assert time.monotonic() - began < 5
+    bell.ring()
+    bell.ring()
+    bell.wait(10.0)  # rung twice, returns once and is quiet again
+    began = time.monotonic()
+    bell.wait(0.02)
+    assert time.monotonic() - began >= 0.02
+    bell.close()
+
+
+def test_an_emulated_op_takes_its_time_without_using_the_cpu() -> None:
+    accelerator = Accelerator()
+    began, cpu = time.monotonic(), time.thread_time()
+    for _ in range(10):
+        accelerator.hold(0.005)
+    assert time.monotonic() - began >= 0.0495
+    assert time.thread_time() - cpu < 0.02
