@@ -16,8 +16,8 @@ from pipemorph.errors import InputError
 from pipemorph.local.outputs import OutFolder, write_json
 from pipemorph.local.report import RunRecord
 from pipemorph.local.traces import StageTrace, TraceIndex
-from pipemorph.pictures import Timeline, render_panels
-from pipemorph.pictures.timeline import delayed_messages
+from pipemorph.pictures import Message, Timeline, render_panels
+from pipemorph.planning.ir import OpKind
 from pipemorph.planning.simulator import TimedOp
 from pipemorph.spec import Fault
 
@@ -39,7 +39,7 @@ def write_timeline(folder: OutFolder, run: RunRecord, note: Callable[[str], None
         return
     try:
         panels = choose_panels(iterations, run.adaptations, run.job.spec.faults)
-        folder.picture.write_bytes(render_panels(timelines(index, panels, run)))
+        folder.picture.write_bytes(render_panels(_title(run), timelines(index, panels, run)))
         note(f"timeline: {folder.timeline}, {folder.picture}")
     except InputError as error:
         note(f"timeline: {folder.timeline}; no timeline.png: {error}")
@@ -78,18 +78,22 @@ def chrome_trace(
     for record in run.adaptations:
         if (stages_then := traces.get(_first_iteration(record))) is not None:
             events.append(_mark(record, stages_then, zero))
-    title = run.job.metadata.name + (" (EMULATED: stages wait instead of computing)" * run.emulated)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
         "otherData": {
-            "title": title,
+            "title": _title(run),
             "emulated": run.emulated,
             "first_op_at": zero,
             "iterations": sorted(traces),
             "iterations_recorded": recorded,
         },
     }
+
+
+def _title(run: RunRecord) -> str:
+    name = run.job.metadata.name
+    return f"{name} (EMULATED: stages wait instead of computing)" if run.emulated else name
 
 
 def _names(stages: Iterable[StageTrace], run: RunRecord) -> list[dict[str, Any]]:
@@ -188,24 +192,38 @@ def choose_panels(
 def timelines(index: TraceIndex, panels: Sequence[Panel], run: RunRecord) -> list[Timeline]:
     """The panels' iterations, replica 0, each from its own first op."""
     traces = index.read(panel.iteration for panel in panels)
-    bubbles = {sample.index: sample for sample in run.iterations}
+    samples = {sample.index: sample for sample in run.iterations}
     made = []
     for panel in panels:
         rows = [stage for stage in traces[panel.iteration] if stage.replica == 0]
-        zero = min(op.start for stage in rows for op in stage.ops)
-        stages = [
-            [op._replace(start=op.start - zero, end=op.end - zero) for op in stage.ops]
-            for stage in rows
-        ]
-        links = len(stages) - 1
-        delays = [panel.delays.get(link, 0.0) for link in range(links)]
         title = [f"iteration {panel.iteration}"] + ([panel.label] if panel.label else [])
-        if (sample := bubbles.get(panel.iteration)) is not None:
+        if (sample := samples.get(panel.iteration)) is not None:
             title.append(f"{1e3 * sample.seconds:.0f} ms, bubble {sample.bubble_fraction:.0%}")
-        if run.emulated:
-            title.append("EMULATED")
-        name = run.job.metadata.name
-        made.append(
-            Timeline(stages, f"{name}: {', '.join(title)}", delayed_messages(stages, delays))
-        )
+        made.append(Timeline([s.ops for s in rows], ", ".join(title), messages(rows, panel.delays)))
     return made
+
+
+def messages(stages: Sequence[StageTrace], delays: dict[int, float]) -> list[Message]:
+    """The messages of one iteration on the links in ``delays`` (seconds).
+
+    Where the receiver waited for one, its arrival was seen; else it took its link's delay,
+    and came before it was used.
+    """
+    found = []
+    for link, delay in delays.items():
+        for sender, receiver, forward in ((link, link + 1, True), (link + 1, link, False)):
+            used = {_need(op): op.start for op in stages[receiver].ops}
+            arrived = {_need(wait): wait.end for wait in stages[receiver].waits}
+            for op in stages[sender].ops:
+                need = _need(op)
+                if op.kind is OpKind.W or need[0] is not forward or need not in used:
+                    continue
+                guess = min(op.end + delay, used[need])
+                at = max(op.end, arrived.get(need, guess))
+                found.append(Message(link, forward, op.microbatch, op.end, at))
+    return found
+
+
+def _need(op: TimedOp) -> tuple[bool | None, int]:
+    """What an op needs and passes on: (forward, microbatch); None for W, which does neither."""
+    return (None if op.kind is OpKind.W else op.kind is OpKind.F), op.microbatch

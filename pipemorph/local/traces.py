@@ -1,9 +1,9 @@
 """Reads what the ranks wrote: ``ops-rank{R}.jsonl`` and ``faults-rank{R}.json``.
 
 An ops file has a line per iteration: ``{"rank", "stage", "replica", "iteration", "epoch",
-"origin", "ops": [[kind, microbatch, start, end], …]}``, start and end in seconds after
-``origin``, which is wall-clock seconds. A long run writes much: lines are indexed first,
-and only those that are wanted are read.
+"origin", "ops": [[kind, microbatch, start, end], …], "waits": [the same, …]}``, start and
+end in seconds after ``origin``, which is wall-clock seconds. A long run writes much: lines
+are indexed first, and only those that are wanted are read.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class StageTrace:
     iteration: int
     epoch: int
     ops: tuple[TimedOp, ...]
+    waits: tuple[TimedOp, ...] = ()
+    """Idle times before ops, for the message the op needed."""
 
 
 @dataclass
@@ -95,14 +97,19 @@ def read_faults(folder: Path) -> list[dict[str, Any]]:
 
 def _trace(line: dict[str, Any]) -> StageTrace:
     origin = float(line["origin"])
+
+    def timed(rows: list[list[Any]]) -> tuple[TimedOp, ...]:
+        return tuple(
+            TimedOp(OpKind(kind), microbatch, origin + start, origin + end)
+            for kind, microbatch, start, end in rows
+        )
+
     return StageTrace(
         rank=line["rank"],
         stage=line["stage"],
         replica=line["replica"],
         iteration=line["iteration"],
         epoch=line["epoch"],
-        ops=tuple(
-            TimedOp(OpKind(kind), microbatch, origin + start, origin + end)
-            for kind, microbatch, start, end in line["ops"]
-        ),
+        ops=timed(line["ops"]),
+        waits=timed(line.get("waits", [])),
     )

@@ -34,6 +34,15 @@ def render_png(timeline: Timeline) -> bytes:
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[rows, 1.6])
     span = _span(timeline)
     _draw_panel(top, timeline, span, rows)
+    handles = _legend([timeline])
+    top.legend(
+        handles=handles,
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        ncols=len(handles),
+        fontsize=8,
+        frameon=False,
+    )
     _draw_in_flight(bottom, timeline, timeline.begin)
     for time, _ in timeline.marks:
         bottom.axvline((time - timeline.begin) * 1e3, color="black", linewidth=0.8, linestyle=":")
@@ -42,13 +51,13 @@ def render_png(timeline: Timeline) -> bytes:
     return _png(figure)
 
 
-def render_panels(timelines: Sequence[Timeline]) -> bytes:
+def render_panels(title: str, timelines: Sequence[Timeline]) -> bytes:
     """Several timelines one under another, on one time scale, each from its own begin.
 
     Raises :class:`InputError` naming what to install without matplotlib.
     """
     rows = max(_rows(len(timeline.stages)) for timeline in timelines)
-    figure = _figure((rows + 1.0) * len(timelines) + 0.6)
+    figure = _figure((rows + 0.8) * len(timelines) + 1.2)
     panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
     span = max(_span(timeline) for timeline in timelines)
     for axes, timeline in zip(panels, timelines, strict=True):
@@ -56,6 +65,11 @@ def render_panels(timelines: Sequence[Timeline]) -> bytes:
         axes.axvline(_span(timeline), color="black", linewidth=0.8)
     panels[-1].set_xlim(0, span * 1.005)
     panels[-1].set_xlabel("ms")
+    figure.suptitle(title, fontsize=12, x=0.01, ha="left")
+    handles = _legend(timelines)
+    figure.legend(
+        handles=handles, loc="outside lower left", ncols=len(handles), fontsize=8, frameon=False
+    )
     return _png(figure)
 
 
@@ -99,10 +113,7 @@ def _draw_panel(axes: Any, timeline: Timeline, span: float, rows: float) -> None
 
 
 def _draw_ops(axes: Any, timeline: Timeline, begin: float, span: float, rows: float) -> None:
-    from matplotlib.patches import Patch
-
     stages = len(timeline.stages)
-    seen: set[OpKind] = set()
     # A label must fit into its op: about 0.075 inch per character at 6 points.
     inches_per_ms = (INCHES_WIDE - 1.5) / span
     for i, ops in enumerate(timeline.stages):
@@ -115,7 +126,6 @@ def _draw_ops(axes: Any, timeline: Timeline, begin: float, span: float, rows: fl
             ]
             if not bars:
                 continue
-            seen.add(kind)
             axes.broken_barh(
                 bars, (i - 0.45, 0.9), facecolor=FILL[kind], edgecolor="white", linewidth=0.4
             )
@@ -142,18 +152,18 @@ def _draw_ops(axes: Any, timeline: Timeline, begin: float, span: float, rows: fl
         fontsize=8,
     )
     axes.set_ylim(stages - 0.5, -0.5)
-    legend = [Patch(facecolor=FILL[kind], label=NAMES[kind]) for kind in OpKind if kind in seen]
-    legend.append(Patch(facecolor=BUBBLE, label="bubble"))
-    if timeline.messages:
-        legend.append(Patch(facecolor=DELAY, label="message on a slow link"))
-    axes.legend(
-        handles=legend,
-        loc="lower right",
-        bbox_to_anchor=(1, 1),
-        ncols=len(legend),
-        fontsize=8,
-        frameon=False,
-    )
+
+
+def _legend(timelines: Sequence[Timeline]) -> list[Any]:
+    """A patch for everything that is drawn in any of ``timelines``."""
+    from matplotlib.patches import Patch
+
+    kinds = {op.kind for timeline in timelines for ops in timeline.stages for op in ops}
+    patches = [Patch(facecolor=FILL[kind], label=NAMES[kind]) for kind in OpKind if kind in kinds]
+    patches.append(Patch(facecolor=BUBBLE, label="bubble"))
+    if any(timeline.messages for timeline in timelines):
+        patches.append(Patch(facecolor=DELAY, label="message on a slow link"))
+    return patches
 
 
 def _draw_arrows(axes: Any, timeline: Timeline, begin: float) -> None:
