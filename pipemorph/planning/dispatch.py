@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 from pipemorph.errors import InputError
 from pipemorph.planning.costs import INF, Costs
 from pipemorph.planning.ir import OpKind
-from pipemorph.planning.links import send
+from pipemorph.planning.links import Wires
 from pipemorph.planning.problem import Problem
 from pipemorph.planning.validator import validate_online
 
@@ -76,96 +76,84 @@ class Dispatched:
     makespan: float
 
 
+_FINISH, _DECIDE = 0, 1
+"""At one time what ends comes first: its message may be what another stage waits for."""
+
+
 def dispatch(costs: Costs, rules: Rules) -> Dispatched:
     """Run one iteration. Raises :class:`InputError` if every stage waits for another.
 
-    Events are ``(time, stage)``: a stage decides when it is free. An op's message is
-    recorded when the op starts, so at any time a stage sees all that has arrived by then.
+    Events are ``(time, phase, stage)``. A stage decides when it becomes free and when a
+    message arrives; it runs B before F before W, of those that are ready.
     """
     n, stages = costs.microbatches, costs.stage_count
     last = stages - 1
     fused = rules.fused or (False,) * stages
     warmup = [min(n, x) for x in rules.warmup]
-    caps, slots = rules.caps, rules.slots
-    exact = rules.exact_warmup
-    # Arrival of each forward from above and each gradient from below, by microbatch.
-    above = [[INF] * n for _ in range(stages)]
-    below = [[INF] * n for _ in range(stages)]
-    above[0] = [0.0] * n
+    caps, slots, exact = rules.caps, rules.slots, rules.exact_warmup
+    wires = Wires(costs)
+    above, below = wires.above, wires.below
     forwards, backwards, weights = [0] * stages, [0] * stages, [0] * stages
     runs: list[Run] = [[] for _ in range(stages)]
-    # When each stage decides next. An idle stage may be woken earlier than it thought.
-    wake = [0.0] * stages
-    idle = [False] * stages
-    events = [(0.0, i) for i in range(stages)]
-    makespan = 0.0
+    running = [False] * stages
+    events = [(0.0, _DECIDE, i) for i in range(stages)]
     while events:
-        now, i = heappop(events)
-        if now != wake[i]:
+        now, phase, i = heappop(events)
+        if phase == _FINISH:
+            kind, m, _, _ = runs[i][-1]
+            if kind is OpKind.F and i == last:
+                below[i][m] = now
+            elif kind is OpKind.F:
+                heappush(events, (wires.send_forward(i, m, now), _DECIDE, i + 1))
+            elif kind is not OpKind.W and i:
+                # Only F waits for a clear way before it starts; a gradient blocks here.
+                if (clear := wires.backward_clear(i, m)) > now:
+                    heappush(events, (clear, _FINISH, i))
+                    continue
+                heappush(events, (wires.send_backward(i, m, now), _DECIDE, i - 1))
+            running[i] = False
+            heappush(events, (now, _DECIDE, i))
+            continue
+        if running[i]:
             continue
         f, b, w = forwards[i], backwards[i], weights[i]
-        may_forward = f < n and f - w < caps[i] and not (exact and b == 0 and f >= warmup[i])
-        forward_at = above[i][f] if may_forward else INF
-        if may_forward and i < last:
-            bound_on_sends = costs.outstanding[i]
-            if bound_on_sends and f >= bound_on_sends:
-                forward_at = max(forward_at, above[i + 1][f - bound_on_sends])
-            if slots is not None and f - forwards[i + 1] >= slots[i]:
-                forward_at = INF
-        backward_at = below[i][b] if f >= warmup[i] and b < n else INF
+        backward_at = below[i][b] if b < f and f >= warmup[i] else INF
+        forward_at = INF
+        if f < n and f - w < caps[i] and not (exact and b == 0 and f >= warmup[i]):
+            forward_at = above[i][f]
+            if i < last and forward_at < INF:
+                if slots is not None and f - forwards[i + 1] >= slots[i]:
+                    forward_at = INF
+                elif (clear := wires.forward_clear(i, f)) > max(now, forward_at):
+                    forward_at = clear
+                    heappush(events, (clear, _DECIDE, i))
 
         if backward_at <= now:
             kind, m = (OpKind.BW if fused[i] else OpKind.B), b
+            backwards[i] += 1
         elif forward_at <= now:
             kind, m = OpKind.F, f
+            forwards[i] += 1
+            if slots is not None and i:
+                heappush(events, (now, _DECIDE, i - 1))
         elif w < b:
             kind, m = OpKind.W, w
         else:
-            idle[i] = True
-            wake[i] = min(forward_at, backward_at)
-            if wake[i] < INF:
-                heappush(events, (wake[i], i))
             continue
-        idle[i] = False
-
+        if kind is OpKind.W or kind is OpKind.BW:
+            weights[i] += 1
         took = costs.forward[i] if kind is OpKind.F else costs.backward_weight[i]
         if kind is OpKind.B:
             took = costs.backward_input[i]
         elif kind is OpKind.BW:
             took += costs.backward_input[i]
-        end = now + took
-        runs[i].append((kind, m, now, end))
-        makespan = max(makespan, end)
-        free = end
-        receiver = -1
-        if kind is OpKind.F:
-            forwards[i] = f + 1
-            if i == last:
-                below[i][m] = end
-            else:
-                receiver = i + 1
-                free, arrival = send(costs, i, above[receiver], m, end)
-            if slots is not None and i and idle[i - 1]:
-                wake[i - 1] = now
-                heappush(events, (now, i - 1))
-        elif kind is OpKind.W:
-            weights[i] = w + 1
-        else:
-            backwards[i] = b + 1
-            if kind is OpKind.BW:
-                weights[i] = w + 1
-            if i:
-                receiver = i - 1
-                free, arrival = send(costs, receiver, below[receiver], m, end)
-        if receiver >= 0 and idle[receiver] and arrival < wake[receiver]:
-            wake[receiver] = arrival
-            heappush(events, (arrival, receiver))
-        wake[i] = free
-        heappush(events, (free, i))
+        runs[i].append((kind, m, now, now + took))
+        running[i] = True
+        heappush(events, (now + took, _FINISH, i))
     for i in range(stages):
         if weights[i] < n:
             raise InputError(
                 f"stage {i} waits for ever after {forwards[i]} F, {backwards[i]} B and"
                 f" {weights[i]} W: warm-up {list(warmup)}, caps {list(caps)}"
             )
-    return Dispatched(runs, makespan)
+    return Dispatched(runs, max(run[-1][3] for run in runs))

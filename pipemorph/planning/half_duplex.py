@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from pipemorph.planning.costs import INF, Costs
+from pipemorph.planning.costs import Costs
 from pipemorph.planning.ir import OpKind, Schedule
+from pipemorph.planning.links import Wires
 
 _FINISH, _START = 0, 1
 """At one time what ends comes first: its message may be what another stage waits for."""
@@ -19,48 +20,30 @@ _FINISH, _START = 0, 1
 
 def starts_in_time(schedule: Schedule, costs: Costs) -> list[list[float]]:
     """Start time of every op, in the schedule's order; short where a stage waits for ever."""
-    n, stages = costs.microbatches, costs.stage_count
+    stages = costs.stage_count
     last = stages - 1
-    above = [[INF] * n for _ in range(stages)]
-    below = [[INF] * n for _ in range(stages)]
-    above[0] = [0.0] * n
+    wires = Wires(costs)
+    above, below = wires.above, wires.below
     starts: list[list[float]] = [[] for _ in range(stages)]
     running = [False] * stages
-    # Arrivals of a link's messages, both directions where they share its queues.
-    shared: list[list[float]] = [[] for _ in range(last)]
     events = [(0.0, _START, i) for i in range(stages)]
-
-    def enter(link: int, arrivals: list[float], m: int, now: float) -> float:
-        """Put message ``m`` on its queue at ``now``; its arrival."""
-        queues = costs.queues[link]
-        if costs.half_duplex[link]:
-            history = shared[link]
-            busy = history[-queues] if queues and len(history) >= queues else now
-        else:
-            history = []
-            busy = arrivals[m - queues] if queues and m >= queues else now
-        arrivals[m] = arrival = max(now, busy) + costs.delay[link]
-        history.append(arrival)
-        return arrival
-
     while events:
         now, phase, i = heappop(events)
         ops, done = schedule.stages[i], starts[i]
         if phase == _FINISH:
             kind, m = ops[len(done) - 1]
-            receiver = i
-            if kind is OpKind.F and i < last:
-                link, arrivals, receiver = i, above[i + 1], i + 1
-            elif kind is OpKind.F:
+            if kind is OpKind.F and i == last:
                 below[i][m] = now
-            elif kind is not OpKind.W and i:
-                link, arrivals, receiver = i - 1, below[i - 1], i - 1
-            if receiver != i:
-                bound = costs.outstanding[link]
-                if bound and m >= bound and arrivals[m - bound] > now:
-                    heappush(events, (arrivals[m - bound], _FINISH, i))
+            elif kind is OpKind.F:
+                if (clear := wires.forward_clear(i, m)) > now:
+                    heappush(events, (clear, _FINISH, i))
                     continue
-                heappush(events, (enter(link, arrivals, m, now), _START, receiver))
+                heappush(events, (wires.send_forward(i, m, now), _START, i + 1))
+            elif kind is not OpKind.W and i:
+                if (clear := wires.backward_clear(i, m)) > now:
+                    heappush(events, (clear, _FINISH, i))
+                    continue
+                heappush(events, (wires.send_backward(i, m, now), _START, i - 1))
             running[i] = False
         if running[i] or len(done) == len(ops):
             continue

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from pipemorph.planning.costs import Costs
+from pipemorph.planning.costs import INF, Costs
 
 
 def send(costs: Costs, link: int, arrivals: list[float], m: int, end: float) -> tuple[float, float]:
     """Send message ``m`` at ``end``: when compute may go on, and when it arrives (recorded).
 
-    Messages of a direction leave in microbatch order and all take ``delay``, so the oldest
-    of the last ``q`` sends is the first of them to arrive. ``arrivals`` holds those
-    before ``m``, by microbatch.
+    For links whose directions are independent. Messages of a direction leave in microbatch
+    order and all take ``delay``, so the oldest of the last ``q`` sends is the first of them
+    to arrive. ``arrivals`` holds those before ``m``, by microbatch.
     """
     free = end
     bound, queues = costs.outstanding[link], costs.queues[link]
@@ -19,3 +19,52 @@ def send(costs: Costs, link: int, arrivals: list[float], m: int, end: float) -> 
     leaves = max(free, arrivals[m - queues]) if queues and m >= queues else free
     arrival = arrivals[m] = leaves + costs.delay[link]
     return free, arrival
+
+
+class Wires:
+    """Every message of one iteration, sent in order of time, so that directions can share queues.
+
+    ``above[i][m]``: arrival at stage *i* of the forward from stage *i-1*; ``below[i][m]``: of
+    the gradient from stage *i+1*. INF until sent. What a stage has of its own is put in by
+    who executes.
+    """
+
+    def __init__(self, costs: Costs) -> None:
+        n, stages = costs.microbatches, costs.stage_count
+        self.costs = costs
+        self.above = [[INF] * n for _ in range(stages)]
+        self.below = [[INF] * n for _ in range(stages)]
+        self.above[0] = [0.0] * n
+        # Arrivals over each half-duplex link, both directions in the order they were sent.
+        self._shared: list[list[float]] = [[] for _ in costs.delay]
+
+    def forward_clear(self, stage: int, m: int) -> float:
+        """When stage ``stage`` may send forward ``m`` without holding up its compute."""
+        return self._clear(stage, self.above[stage + 1], m)
+
+    def backward_clear(self, stage: int, m: int) -> float:
+        """Same for the gradient of ``m``, to stage ``stage - 1``."""
+        return self._clear(stage - 1, self.below[stage - 1], m)
+
+    def send_forward(self, stage: int, m: int, now: float) -> float:
+        """Send forward ``m`` from ``stage`` at ``now``; its arrival."""
+        return self._enter(stage, self.above[stage + 1], m, now)
+
+    def send_backward(self, stage: int, m: int, now: float) -> float:
+        """Send the gradient of ``m`` from ``stage`` at ``now``; its arrival."""
+        return self._enter(stage - 1, self.below[stage - 1], m, now)
+
+    def _clear(self, link: int, arrivals: list[float], m: int) -> float:
+        bound = self.costs.outstanding[link]
+        return arrivals[m - bound] if bound and m >= bound else 0.0
+
+    def _enter(self, link: int, arrivals: list[float], m: int, now: float) -> float:
+        queues = self.costs.queues[link]
+        if self.costs.half_duplex[link]:
+            history = self._shared[link]
+            busy = history[-queues] if queues and len(history) >= queues else now
+            history.append(max(now, busy) + self.costs.delay[link])
+        else:
+            busy = arrivals[m - queues] if queues and m >= queues else now
+        arrivals[m] = arrival = max(now, busy) + self.costs.delay[link]
+        return arrival

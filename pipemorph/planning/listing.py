@@ -73,15 +73,17 @@ def list_schedule(
     """
     n, stages = costs.microbatches, costs.stage_count
     last = stages - 1
+    caps, warmup = tuning.caps, tuning.warmup
+    forward_time, backward_time = costs.forward, costs.backward_input
+    weight_time, delay = costs.backward_weight, costs.delay
+    queued = [bool(q or o) for q, o in zip(costs.queues, costs.outstanding, strict=True)]
     above = [[INF] * n for _ in range(stages)]
     below = [[INF] * n for _ in range(stages)]
     above[0] = [0.0] * n
     forwards, backwards, weights = [0] * stages, [0] * stages, [0] * stages
-    left = [
-        n * (costs.forward[i] + costs.backward_input[i] + costs.backward_weight[i])
-        for i in range(stages)
-    ]
+    left = [n * (forward_time[i] + backward_time[i] + weight_time[i]) for i in range(stages)]
     order: list[list[Op]] = [[] for _ in range(stages)]
+    # When each stage decides next. An idle stage may be woken earlier than it thought.
     wake = [0.0] * stages
     idle = [False] * stages
     events = [(0.0, i) for i in range(stages)]
@@ -92,43 +94,41 @@ def list_schedule(
         if now != wake[i]:
             continue
         f, b, w = forwards[i], backwards[i], weights[i]
-        bias = tuning.biases[i]
-        forward_at = backward_at = INF
-        forward_urgency = backward_urgency = -INF
-        if f < n and f - w < tuning.caps[i]:
-            forward_at = above[i][f]
-            forward_urgency = tail.forward[i][f] + bias.forward
-        if b < f:
-            backward_at = below[i][b]
-            backward_urgency = tail.backward[i][b] + bias.backward
-        if tuning.warmup is not None:
-            if f < tuning.warmup[i]:
+        forward_bias, backward_bias, weight_bias, patience = tuning.biases[i]
+        forward_at = above[i][f] if f < n and f - w < caps[i] else INF
+        backward_at = below[i][b] if b < f else INF
+        if warmup is not None:
+            if f < warmup[i]:
                 backward_at = INF
             elif b == 0:
                 forward_at = INF
 
+        # The most urgent op that is ready; at a tie B, then F, then W.
         kind, urgency, took, follows = None, -INF, 0.0, 0.0
         if backward_at <= now:
-            kind, urgency = OpKind.B, backward_urgency
-            took, follows = costs.backward_input[i], tail.backward[i][b]
-        if forward_at <= now and forward_urgency > urgency:
-            kind, urgency = OpKind.F, forward_urgency
-            took, follows = costs.forward[i], tail.forward[i][f]
-        if w < b and tail.weight[i][w] + bias.weight > urgency:
-            kind, urgency = OpKind.W, tail.weight[i][w] + bias.weight
-            took, follows = costs.backward_weight[i], tail.weight[i][w]
+            kind, took, follows = OpKind.B, backward_time[i], tail.backward[i][b]
+            urgency = follows + backward_bias
+        if forward_at <= now and tail.forward[i][f] + forward_bias > urgency:
+            kind, took, follows = OpKind.F, forward_time[i], tail.forward[i][f]
+            urgency = follows + forward_bias
+        if w < b and tail.weight[i][w] + weight_bias > urgency:
+            kind, took, follows = OpKind.W, weight_time[i], tail.weight[i][w]
+            urgency = follows + weight_bias
+
         until = INF
         if kind is None:
-            until = min(forward_at, backward_at)
-        elif bias.patience:
-            horizon = now + bias.patience * took
-            if now < backward_at < horizon and backward_urgency > urgency:
+            until = forward_at if forward_at < backward_at else backward_at
+        elif patience:
+            horizon = now + patience * took
+            if now < backward_at < horizon and tail.backward[i][b] + backward_bias > urgency:
                 until = backward_at
-            if now < forward_at < min(horizon, until) and forward_urgency > urgency:
+            if (
+                now < forward_at < horizon
+                and forward_at < until
+                and tail.forward[i][f] + forward_bias > urgency
+            ):
                 until = forward_at
-            if until < INF:
-                kind = None
-        if kind is None:
+        if kind is None or until < INF:
             idle[i] = True
             wake[i] = until
             if until < INF:
@@ -142,27 +142,34 @@ def list_schedule(
         left[i] -= took
         end = free = now + took
         makespan = max(makespan, end)
-        receiver = -1
-        if kind is OpKind.F:
-            order[i].append(table.forward[f])
-            forwards[i] = f + 1
-            if i == last:
-                below[i][f] = end
-            else:
-                receiver = i + 1
-                free, arrival = send(costs, i, above[receiver], f, end)
-        elif kind is OpKind.B:
-            order[i].append(table.backward[b])
-            backwards[i] = b + 1
-            if i:
-                receiver = i - 1
-                free, arrival = send(costs, receiver, below[receiver], b, end)
-        else:
+        if kind is OpKind.W:
             order[i].append(table.weight[w])
             weights[i] = w + 1
-        if receiver >= 0 and idle[receiver] and arrival < wake[receiver]:
-            wake[receiver] = arrival
-            heappush(events, (arrival, receiver))
+            receiver = -1
+        else:
+            if kind is OpKind.F:
+                order[i].append(table.forward[f])
+                forwards[i] = f + 1
+                receiver, link, m = i + 1, i, f
+                if i == last:
+                    below[i][f] = end
+                    receiver = -1
+                else:
+                    arrivals = above[receiver]
+            else:
+                order[i].append(table.backward[b])
+                backwards[i] = b + 1
+                receiver = link = i - 1
+                m = b
+                arrivals = below[receiver]
+            if receiver >= 0:
+                if queued[link]:
+                    free, arrival = send(costs, link, arrivals, m, end)
+                else:
+                    arrival = arrivals[m] = end + delay[link]
+                if idle[receiver] and arrival < wake[receiver]:
+                    wake[receiver] = arrival
+                    heappush(events, (arrival, receiver))
         wake[i] = free
         heappush(events, (free, i))
     if ops_run < 3 * n * stages:

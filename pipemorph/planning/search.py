@@ -23,6 +23,7 @@ from pipemorph.planning.ir import Schedule
 from pipemorph.planning.listing import Bias, OpTable, Tuning, list_schedule, mean_op, uniform
 from pipemorph.planning.policies import as_schedule
 from pipemorph.planning.problem import Problem
+from pipemorph.planning.simulator import makespan_of, run_static
 from pipemorph.planning.slim import slim
 
 T = TypeVar("T")
@@ -103,7 +104,15 @@ class _Search:
         self.tries += 1
         if found.schedule is None:
             return False
-        self.schedule, self.makespan = found.schedule, min(self.makespan, found.makespan)
+        makespan = found.makespan
+        if any(self.costs.half_duplex):
+            # The list scheduler takes the directions of a link for independent.
+            makespan = makespan_of(
+                found.schedule, run_static(found.schedule, self.costs), self.costs
+            )
+            if makespan >= bound:
+                return False
+        self.schedule, self.makespan = found.schedule, min(self.makespan, makespan)
         self.tuning = tuning
         return True
 

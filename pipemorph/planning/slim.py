@@ -46,6 +46,9 @@ def slim(problem: Problem, schedule: Schedule, tuning: Tuning | None, table: OpT
         found = list_schedule(costs, tail, candidate, table, within).schedule
         if found is None or makespan_of(found, run_static(found, late), late) > within_late:
             return None
+        # The list scheduler takes the directions of a link for independent.
+        if any(costs.half_duplex) and makespan_of(found, run_static(found, costs), costs) > within:
+            return None
         return found
 
     warmup = problem.warmup or adapted_warmup(problem)
