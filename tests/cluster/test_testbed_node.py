@@ -1,14 +1,20 @@
 """The node level of the testbed runs real pods: own addresses, names, devices, and losses."""
 
+import os
 import re
+import subprocess
+import sys
+import textwrap
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from testbed import NotYet, TestbedError, wait_for
 from testbed.api import Object
 from testbed.images import BASE
-from testbed.node import DEVICES, LOST_AFTER, RESOURCE, NodeCluster
+from testbed.node import DEVICES, LOST_AFTER, RESOURCE, NodeCluster, remove_leftovers
 
 pytestmark = pytest.mark.node
 
@@ -170,3 +176,44 @@ def test_a_second_node_takes_pods_and_can_be_lost(
     # The node controller must be the one that notices.
     node_cluster.wait("nodes", second.name, "Ready=Unknown", LOST_AFTER + 30.0)
     node_cluster.remove_node(second)
+
+
+@pytest.mark.usefixtures("node_cluster")  # only where there may be one
+def test_what_a_killed_run_leaves_is_removed_by_the_next(tmp_path: Path) -> None:
+    script = textwrap.dedent(
+        """
+        import sys, time
+        from pathlib import Path
+        from testbed.node import NodeCluster
+        with NodeCluster.started(Path(sys.argv[1])) as nodes:
+            print(nodes.bridge, flush=True)
+            time.sleep(600)
+        """
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+        text=True,
+    )
+    assert child.stdout is not None
+    with child, child.stdout:
+        bridge = child.stdout.readline().strip()
+        assert mentioning(tmp_path) and Path("/sys/class/net", bridge).exists()
+        child.kill()
+    wait_for("the end of the node's programs", lambda: not mentioning(tmp_path), 10.0)
+    assert str(tmp_path) not in Path("/proc/self/mounts").read_text()
+    remove_leftovers()
+    assert not [*Path("/sys/class/net").glob(f"{bridge}*")]
+    assert not [*Path("/sys/fs/cgroup").glob(f"**/pipemorph-testbed-{child.pid}-*")]
+
+
+def mentioning(folder: Path) -> list[str]:
+    """The processes that were started with something in a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has just ended
+            command = path.read_text()
+            if str(folder) in command:
+                found.append(command)
+    return found

@@ -101,10 +101,10 @@ def _free_network() -> IPv4Network:
     raise TestbedError("found a route into each of 10.201.0.0/16 to 10.240.0.0/16: free one")
 
 
-def _remove_leftovers() -> None:
+def remove_leftovers() -> None:
     """What a run that was killed could not remove: its name holds the process that made it."""
-    for link in json.loads(output(["ip", "-j", "link", "show", "type", "bridge"])):
-        found = re.fullmatch(BRIDGE_PREFIX + r"(\d+)", link.get("ifname", ""))
+    for link in json.loads(output(["ip", "-j", "link", "show"])):
+        found = re.fullmatch(BRIDGE_PREFIX + r"(\d+)(n\d+)?", link["ifname"])
         if found and not Path(f"/proc/{found.group(1)}").exists():
             run(["ip", "link", "delete", link["ifname"]])
     for root in _cgroup_roots():
@@ -146,6 +146,7 @@ class Node:
         network = nodes.network
         self.address = str(network.network_address + 10 + number)
         self.pods = IPv4Network((int(network.network_address) + (number << 8), 24))
+        self.link = f"{nodes.bridge}n{number}"
         self.cgroup = f"pipemorph-testbed-{os.getpid()}-{self.name}"
         self.sick = self.directory / "sick-devices"
         self._holder = Process("the namespaces of " + self.name, [], self._log("namespaces"))
@@ -258,10 +259,10 @@ class Node:
         self._holder.wait_until("its namespaces", ready, 20.0)
 
     def _make_network(self) -> None:
-        bridge, host = self.cluster.bridge, f"{self.cluster.bridge}n{self.number}"
+        bridge = self.cluster.bridge
         pair = ["type", "veth", "peer", "name", "eth0", "netns", str(self._init)]
-        output(["ip", "link", "add", host, *pair])
-        output(["ip", "link", "set", host, "master", bridge, "up"])
+        output(["ip", "link", "add", self.link, *pair])
+        output(["ip", "link", "set", self.link, "master", bridge, "up"])
         self.run("ip", "address", "add", f"{self.address}/24", "dev", "eth0")
         self.run("ip", "link", "set", "eth0", "up")
         self.run("ip", "route", "add", "default", "via", self.cluster.host)
@@ -407,6 +408,8 @@ class Node:
         self._holder.stop(grace=0)
         for process in self._started:
             process.stop(grace=0)
+        # Its connections that nobody answers any more would keep the link for minutes.
+        run(["ip", "link", "delete", self.link])
 
     def stop(self) -> None:
         self.kill()
@@ -456,7 +459,7 @@ class NodeCluster(Cluster):
     """A cluster with a scheduler, DNS, and nodes that run pods."""
 
     def __init__(self, directory: Path) -> None:
-        _remove_leftovers()
+        remove_leftovers()
         self.network = _free_network()
         self.host = str(self.network.network_address + 1)
         self.bridge = f"{BRIDGE_PREFIX}{os.getpid()}"
