@@ -16,7 +16,11 @@ REFRESH_SECONDS = 0.1
 AGENT_SECONDS = 2.5
 """For rank 0's agent to send the last report after rank 0 has ended."""
 LAST_LINES = 15
-_WAITING = re.compile(r".*\bwas waiting for\b.*")
+MOST_PEERS = 16
+_WAITING = re.compile(
+    r".*((?:rank|stage) \d+(?: \([^)]*\))? (?:waited [\d.]+ s|was (?:not )?waiting) for .*)"
+)
+"""What a rank says when it is ended in a wait; without what comes before it on the line."""
 
 
 class End(StrEnum):
@@ -70,9 +74,9 @@ def supervise(
     time is over. ``refresh`` is called several times a second. Leaves no rank running.
     """
     ending = _until_the_end(ranks, events, refresh, deadline, straggle)
-    if ranks.running:
-        if ending.end is End.INTERRUPTED:
-            note(f"{ending.reason}: stopping {len(ranks.running)} ranks; once more kills them")
+    if ending.end is End.INTERRUPTED:
+        note(f"{ending.reason}: stopping {len(ranks.running)} ranks; once more kills them")
+    if ending.end is not End.COMPLETED:
         killed = _stop(ranks, events, refresh, grace)
         ending = _with_peers(ending, ranks, killed, grace)
     ranks.settle(AGENT_SECONDS)
@@ -146,16 +150,21 @@ def _stop(
 
 
 def _with_peers(ending: Ending, ranks: RankSet, killed: list[RankProcess], grace: float) -> Ending:
-    """Add what the other ranks were waiting for, in their own words."""
-    waiting = []
-    for rank in ranks.ranks:
-        said = [line for line in rank.lines() if _WAITING.match(line)]
-        if said and said[-1].strip() not in ending.details:
-            waiting.append(f"  {said[-1].strip()}")
+    """Add what the ranks were waiting for, in their own words."""
     details = list(ending.details)
-    if waiting:
-        details += ["what the ranks were waiting for:", *waiting]
+    told = "\n".join(details)
+    waits = [wait for rank in ranks.ranks if (wait := _last_wait(rank)) and wait not in told]
+    if waits:
+        details.append("what the ranks were waiting for:")
+        details += [f"  {wait}" for wait in waits[:MOST_PEERS]]
+    if len(waits) > MOST_PEERS:
+        details.append(f"  and {len(waits) - MOST_PEERS} more, in their logs")
     if killed:
         names = ", ".join(str(rank.seat) for rank in killed)
         details.append(f"killed, since they did not stop within {grace:g} s: {names}")
     return Ending(ending.end, ending.reason, tuple(details), ending.retry)
+
+
+def _last_wait(rank: RankProcess) -> str | None:
+    found = [match.group(1) for line in rank.lines() if (match := _WAITING.match(line))]
+    return found[-1].strip() if found else None

@@ -195,6 +195,18 @@ def test_ranks_and_secrets_go_when_the_host_is_killed(runs: Runs) -> None:
     until(lambda: not run.leftovers(), f"secrets gone, left: {run.leftovers()}", 10)
 
 
+def test_ranks_go_with_the_host_even_without_its_warden(runs: Runs) -> None:
+    """The kernel kills them: also where both are killed at once."""
+    run = runs(others="stubborn")
+    host = run.start()
+    ranks = {run.seen_by(rank)["pid"] for rank in range(4)}
+    (warden,) = set(run.processes()) - ranks - {host.pid}
+    os.kill(warden, signal.SIGKILL)
+    host.kill()
+    host.communicate(timeout=DEADLINE)
+    until(lambda: not run.processes(), f"ranks gone, left: {run.processes()}", 10)
+
+
 def test_a_job_whose_time_is_over(runs: Runs) -> None:
     run = runs(others="wait", spec={"activeDeadlineSeconds": 2})
     status, output = run.finish()

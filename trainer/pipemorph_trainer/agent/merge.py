@@ -102,7 +102,8 @@ class TelemetryMerger:
             self._iterations.append(telemetry.finished_iteration)
             self.dirty = True
         if telemetry.message:
-            self._message = f"rank {telemetry.rank}: {telemetry.message}"[:1024]
+            who = "" if telemetry.message.startswith("rank ") else f"rank {telemetry.rank}: "
+            self._message = f"{who}{telemetry.message}"[:1024]
             self.dirty = True
 
     def select(self, sequence: int, sent_at: float, observed_epoch: int) -> Selection:

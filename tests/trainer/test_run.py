@@ -1,0 +1,231 @@
+"""``pipemorph run`` with real ranks: executor, agent, ingest, controller, report. Emulated."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.multiprocess
+
+STAGES, MICROBATCHES = 4, 12
+TIMES = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}
+SLOW_LINK, SLOW_FROM, SLOW_TO, DELAY_MS = 2, 6, 14, 60.0
+ITERATIONS = 24
+DEADLINE = 110
+
+
+@dataclass
+class Done:
+    """A run that has ended."""
+
+    status: int
+    output: str
+    out: Path
+
+    @property
+    def report(self) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads((self.out / "report.json").read_text())
+        return content
+
+    def __str__(self) -> str:
+        logs = sorted((self.out / "logs").glob("*.log"))
+        return "\n".join([self.output, *(f"{p.name}: {p.read_text()[-2000:]}" for p in logs)])
+
+
+def manifest(**spec: Any) -> dict[str, Any]:
+    base: dict[str, Any] = {
+        "parallelism": {"stages": STAGES},
+        "schedule": {"microbatches": MICROBATCHES, "policy": "pipemorph"},
+        "emulation": {"stageTimes": [TIMES], "messageBytes": 16384, "standsForBytes": 1 << 24},
+        "trainer": {"module": "pipemorph_trainer.examples.emulated", "iterations": ITERATIONS},
+    }
+    return {
+        "apiVersion": "pipemorph.io/v1alpha1",
+        "kind": "PipeMorphJob",
+        "metadata": {"name": "emulated"},
+        "spec": base | spec,
+    }
+
+
+def command(folder: Path, job: dict[str, Any]) -> list[str]:
+    (folder / "job.yaml").write_text(json.dumps(job))
+    run = [sys.executable, "-m", "pipemorph.cli", "run"]
+    return [*run, str(folder / "job.yaml"), "--out", str(folder / "out")]
+
+
+def run(folder: Path, job: dict[str, Any]) -> Done:
+    done = subprocess.run(
+        command(folder, job), capture_output=True, text=True, timeout=DEADLINE, check=False
+    )
+    return Done(done.returncode, done.stdout + done.stderr, folder / "out")
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """One run in which a link is slow for a while."""
+    fault = {
+        "link": SLOW_LINK,
+        "fromIteration": SLOW_FROM,
+        "toIteration": SLOW_TO,
+        "delayMs": DELAY_MS,
+    }
+    return run(tmp_path_factory.mktemp("adapted"), manifest(faults=[fault]))
+
+
+def test_the_job_completes(adapted: Done) -> None:
+    assert adapted.status == 0, adapted
+    report = adapted.report
+    assert report["completed"] is True and report["emulated"] is True
+    assert [i["index"] for i in report["iterations"]] == list(range(ITERATIONS))
+    for iteration in report["iterations"]:
+        assert set(iteration) == {"index", "seconds", "loss", "epoch", "bubble_fraction"}
+        assert iteration["loss"] is not None
+    assert "EMULATED" in adapted.output
+
+
+def test_the_fault_really_happened(adapted: Done) -> None:
+    faults = adapted.report["faults"]
+    assert {(f["rank"], f["direction"]) for f in faults} == {(2, "forward"), (3, "backward")}
+    for fault in faults:
+        assert fault["messages_held"] > 0
+        assert (fault["first_iteration"], fault["last_iteration"]) == (SLOW_FROM, SLOW_TO - 1)
+
+
+def test_the_plan_changes_at_most_two_iterations_after_the_change_shows(adapted: Done) -> None:
+    adapt = adapted.report["adaptations"][0]
+    assert adapt["kind"] == "adapt", adapted
+    assert adapt["epoch"] == 1
+    # The fault begins with iteration 6; it can be seen from the first message on.
+    assert adapt["detectable_at"] in (SLOW_FROM, SLOW_FROM + 1)
+    assert adapt["applied_at_iteration"] - adapt["detectable_at"] <= 2
+    assert [link["link"] for link in adapt["links"] if link["health"] == "slow"] == [SLOW_LINK]
+    assert adapt["warmup_after"][SLOW_LINK] > adapt["warmup_before"][SLOW_LINK]
+    assert "link 2 is slow" in adapt["reason"]
+    assert adapt["iteration_seconds_after"] < 0.7 * adapt["iteration_seconds_before"]
+    assert adapt["bubble_after"] < adapt["bubble_before"]
+
+
+def test_every_field_of_an_adaptation_is_there(adapted: Done) -> None:
+    fields = {
+        "epoch", "detected_at", "applied_at_iteration", "reason", "links", "warmup_before",
+        "warmup_after", "paths", "iteration_seconds_before", "iteration_seconds_after",
+        "bubble_before", "bubble_after", "peak_memory_before", "peak_memory_after",
+    }  # fmt: skip
+    for adaptation in adapted.report["adaptations"]:
+        assert fields <= set(adaptation)
+
+
+def test_epochs_of_iterations_follow_the_adaptations(adapted: Done) -> None:
+    report = adapted.report
+    epochs = [i["epoch"] for i in report["iterations"]]
+    assert epochs == sorted(epochs)
+    for adaptation in report["adaptations"]:
+        first = adaptation["applied_at_iteration"]
+        if first is not None:
+            assert epochs.index(adaptation["epoch"]) == first
+
+
+def test_the_plan_of_the_start_comes_back(adapted: Done) -> None:
+    report = adapted.report
+    back = report["adaptations"][-1]
+    assert back["kind"] == "return", adapted
+    assert back["applied_at_iteration"] is not None
+    assert back["detectable_at"] >= SLOW_TO
+    assert set(back["paths"]) == {"direct"}
+    assert back["warmup_after"] == report["adaptations"][0]["warmup_before"]
+    seconds = [i["seconds"] for i in report["iterations"]]
+    assert seconds[-1] < 1.25 * median(seconds[1:SLOW_FROM])
+
+
+def test_directives_reach_the_ranks_at_once(adapted: Done) -> None:
+    """From the controller's decision to the ranks' sockets, as the agent measured it."""
+    log = (adapted.out / "logs" / "rank-0.log").read_text()
+    taken = [int(ms) for ms in re.findall(r"to 4 ranks (\d+) ms after it was issued", log)]
+    print(f"directive → ranks: {taken} ms")
+    assert len(taken) == len(adapted.report["adaptations"])
+    assert median(taken) < 200
+
+
+def test_the_timeline_opens_in_a_trace_viewer(adapted: Done) -> None:
+    trace = json.loads((adapted.out / "timeline.json").read_text())
+    ops = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert len(ops) == ITERATIONS * STAGES * MICROBATCHES * 3
+    assert all(event["ts"] >= 0 and event["dur"] > 0 for event in ops)
+    marks = [event["name"] for event in trace["traceEvents"] if event["ph"] == "i"]
+    assert "epoch 1 in force" in marks
+    assert trace["otherData"]["emulated"] is True
+    assert (adapted.out / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_rank_that_is_killed_ends_the_run_with_what_the_others_waited_for(
+    tmp_path: Path,
+) -> None:
+    host = subprocess.Popen(
+        command(tmp_path, manifest()),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert host.stdout is not None
+    said = []
+    for line in host.stdout:
+        said.append(line)
+        if "iteration 2 of" in line or "iteration 3 of" in line:
+            break
+    victim = next(
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit() and _is_rank(int(entry.name), host.pid, 2)
+    )
+    os.kill(victim, signal.SIGKILL)
+    rest, _ = host.communicate(timeout=60)
+    output = "".join(said) + rest
+    assert host.returncode == 1, output
+    assert "rank 2 (stage 2) was killed by SIGKILL" in output
+    # Its neighbours say which message they missed, also if they noticed by themselves.
+    for peer, link in ((1, 1), (3, 2)):
+        waited = rf"rank {peer} \(stage {peer}\) waited [\d.]+ s for .* on link {link}"
+        assert re.search(waited, output), output
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["completed"] is False
+    assert len(report["iterations"]) >= 2
+
+
+def test_ctrl_c_in_mid_training(tmp_path: Path) -> None:
+    checkpoint = {"directory": str(tmp_path / "checkpoints"), "every": 100}
+    host = subprocess.Popen(
+        command(tmp_path, manifest(checkpoint=checkpoint)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert host.stdout is not None
+    for line in host.stdout:
+        if "iteration 1 of" in line or "iteration 2 of" in line:
+            break
+    host.send_signal(signal.SIGINT)
+    output, _ = host.communicate(timeout=60)
+    assert host.returncode == 130, output
+    assert "to go on from the newest checkpoint" in output
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["completed"] is False and len(report["iterations"]) >= 1
+
+
+def _is_rank(pid: int, host: int, rank: int) -> bool:
+    """Whether a process is that rank of that host (and not something the rank started)."""
+    try:
+        environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return False
+    return f"RANK={rank}".encode() in environ and parent == host
