@@ -1,0 +1,307 @@
+"""Progress, traces and pictures of a local run, without starting one."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipemorph.control.health import Health, LinkHealth
+from pipemorph.control.records import AdaptationRecord, Decision
+from pipemorph.local import timeline as timeline_module
+from pipemorph.local.journal import Journal, View
+from pipemorph.local.outputs import OutFolder
+from pipemorph.local.progress import Progress, headline, links_phrase
+from pipemorph.local.report import RunRecord, write_report
+from pipemorph.local.supervise import End, Ending
+from pipemorph.local.timeline import choose_panels, messages, write_timeline
+from pipemorph.local.traces import StageTrace, TraceIndex, read_faults
+from pipemorph.planning.ir import OpKind
+from pipemorph.planning.simulator import TimedOp
+from pipemorph.spec import Fault, PipeMorphJob
+from pipemorph.wire import IterationSample
+
+STAGES, MICROBATCHES = 2, 3
+
+
+def job(**spec: Any) -> PipeMorphJob:
+    base: dict[str, Any] = {
+        "parallelism": {"stages": STAGES},
+        "schedule": {"microbatches": MICROBATCHES},
+        "trainer": {"module": "m", "iterations": 40},
+    }
+    return PipeMorphJob.model_validate(
+        {
+            "apiVersion": "pipemorph.io/v1alpha1",
+            "kind": "PipeMorphJob",
+            "metadata": {"name": "j"},
+            "spec": base | spec,
+        }
+    )
+
+
+def emulated(**spec: Any) -> PipeMorphJob:
+    times = {"forward": 1.0, "backwardInput": 1.0, "backwardWeight": 1.0}
+    emulation = {"stageTimes": [times], "messageBytes": 1 << 18, "standsForBytes": 1 << 24}
+    return job(emulation=emulation, **spec)
+
+
+def sample(index: int, *, epoch: int = 0) -> IterationSample:
+    return IterationSample(index=index, seconds=1.5, loss=2.25, epoch=epoch, bubble_fraction=0.125)
+
+
+def record(**fields: Any) -> AdaptationRecord:
+    values: dict[str, Any] = {
+        "epoch": 1,
+        "kind": "adapt",
+        "detected_at": 100.0,
+        "detected_at_iteration": 5,
+        "detectable_at": 4,
+        "applied_at_iteration": 6,
+        "reason": "link 0 is slow",
+        "links": [{"link": 0, "health": "slow", "delay": 0.03}],
+        "warmup_before": [2, 1],
+        "warmup_after": [3, 1],
+        "paths": ["delegated"],
+        "predicted_seconds_before": 2.0,
+        "predicted_seconds_after": 1.0,
+    }
+    return AdaptationRecord(**values | fields)
+
+
+# --- progress --------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def show(stream: io.StringIO, view: View, samples: list[IterationSample], **kind: Any) -> str:
+    journal = Journal(view=view, _unseen=samples)
+    progress = Progress(stream, kind.get("job", job()), journal, clock=lambda: 0.0)
+    progress.update()
+    progress.close()
+    return stream.getvalue()
+
+
+def test_a_plain_line_has_it_all() -> None:
+    links = (LinkHealth(0, Health.SLOW, delay=0.0301),)
+    shown = show(io.StringIO(), View(links=links), [sample(11, epoch=3)])
+    assert shown == (
+        "iteration 11 of 40  loss 2.2500  1.500 s/it  bubble 12%  slow link 0 +30 ms  epoch 3\n"
+    )
+
+
+def test_plain_lines_of_a_fast_job_are_thinned_but_the_last_is_there() -> None:
+    journal, stream, now = Journal(), io.StringIO(), 0.0
+    progress = Progress(stream, job(), journal, clock=lambda: now)
+    for index in range(40):
+        journal._unseen.append(sample(index))
+        now = index * 0.1
+        progress.update()
+    progress.close()
+    lines = stream.getvalue().splitlines()
+    assert len(lines) <= 10
+    assert lines[0].startswith("iteration 0 ") and lines[-1].startswith("iteration 39 ")
+
+
+def test_a_terminal_has_one_live_line_and_events_above_it() -> None:
+    decision = Decision(at=1.0, iteration=5, kind="adapt", reason="link 0 is slow", epoch=1)
+    view = View(decisions=(decision,), adaptations=(record(),))
+    stream = Terminal()
+    journal = Journal(_unseen=[sample(4)])
+    progress = Progress(stream, job(), journal)
+    progress.update()
+    journal.view = view
+    progress.update()
+    progress.update()
+    progress.close()
+    shown = stream.getvalue()
+    assert shown.count("epoch 1: link 0 is slow\n") == 1
+    assert shown.count("epoch 1: in force since iteration 6\n") == 1
+    assert shown.count("\n") == 3
+    assert "\r\x1b[2Kepoch 1: link" in shown, "the live line is erased before an event"
+
+
+def test_emulation_is_never_silent() -> None:
+    assert "EMULATED" in headline(emulated())
+    assert "256 KB in place of 16 MB" in headline(emulated())
+    assert show(io.StringIO(), View(), [sample(0)], job=emulated()).startswith("EMULATED ")
+    assert "EMULATED" not in headline(job())
+
+
+@pytest.mark.parametrize(
+    ("links", "phrase"),
+    [
+        ((), ""),
+        ((LinkHealth(0, Health.HEALTHY), LinkHealth(1, Health.HEALTHY)), "links healthy"),
+        (
+            (LinkHealth(0, Health.HEALTHY), LinkHealth(1, Health.UNKNOWN)),
+            "links: 1 of 2 unknown",
+        ),
+        (
+            tuple(LinkHealth(i, Health.SLOW, delay=i / 100) for i in range(1, 6)),
+            "slow links 5 +50 ms, 4 +40 ms, 3 +30 ms and 2 more",
+        ),
+    ],
+)
+def test_links_in_words(links: tuple[LinkHealth, ...], phrase: str) -> None:
+    assert links_phrase(links) == phrase
+
+
+# --- traces ----------------------------------------------------------------------------------
+
+
+def write_trace(folder: Path, iterations: int, *, ranks: int = STAGES) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank in range(ranks):
+        with (folder / f"ops-rank{rank}.jsonl").open("a") as file:
+            for index in range(iterations):
+                ops = [["F", m, m * 0.1, m * 0.1 + 0.05] for m in range(MICROBATCHES)]
+                ops += [["BW", m, 0.5 + m * 0.1, 0.55 + m * 0.1] for m in range(MICROBATCHES)]
+                line = {
+                    "rank": rank,
+                    "stage": rank % STAGES,
+                    "replica": rank // STAGES,
+                    "iteration": index,
+                    "epoch": 0,
+                    "origin": 1000.0 + index,
+                    "ops": ops,
+                    "waits": [],
+                }
+                file.write(json.dumps(line) + "\n")
+
+
+def test_only_iterations_of_all_ranks_count(tmp_path: Path) -> None:
+    write_trace(tmp_path, 4)
+    with (tmp_path / "ops-rank1.jsonl").open("a") as file:
+        file.write('{"rank": 1, "stage": 1, "replica": 0, "iteration": 4, "epoch": 0, "ori')
+    index = TraceIndex.of(tmp_path)
+    assert index.iterations() == [0, 1, 2, 3]
+    stages = index.read([2])[2]
+    assert [stage.stage for stage in stages] == [0, 1]
+    assert stages[0].ops[1] == TimedOp(OpKind.F, 1, 1002.1, 1002.15)
+
+
+def test_the_last_attempt_of_an_iteration_counts(tmp_path: Path) -> None:
+    write_trace(tmp_path, 3)
+    for path in tmp_path.glob("*.jsonl"):
+        line = json.loads(path.read_text().splitlines()[1]) | {"origin": 5000.0}
+        with path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    assert TraceIndex.of(tmp_path).read([1])[1][0].ops[0].start == 5000.0
+
+
+def test_faults_of_all_ranks_are_merged(tmp_path: Path) -> None:
+    for rank in (10, 2):
+        content = {"rank": rank, "stage": rank, "replica": 0, "faults": [{"link": 2}]}
+        (tmp_path / f"faults-rank{rank}.json").write_text(json.dumps(content))
+    (tmp_path / "faults-rank3.json").write_text('{"rank": 3, "fau')
+    merged = read_faults(tmp_path)
+    assert [fault["rank"] for fault in merged] == [2, 10]
+    assert merged[0]["link"] == 2
+
+
+# --- timeline --------------------------------------------------------------------------------
+
+
+def run_record(of: PipeMorphJob, iterations: int = 8) -> RunRecord:
+    run = RunRecord(of, 1.0)
+    attempt = run.begin_attempt(2.0)
+    ending = Ending(End.COMPLETED)
+    attempt.end(ending, 3.0)
+    run.finish(ending, [sample(i) for i in range(iterations)], [record()])
+    return run
+
+
+def test_timeline_and_report_of_a_run(tmp_path: Path) -> None:
+    folder = OutFolder.claim(tmp_path / "out", force=False)
+    write_trace(folder.trace, 8)
+    run = run_record(emulated())
+    said: list[str] = []
+    write_report(folder, run)
+    write_timeline(folder, run, said.append)
+    trace = json.loads(folder.timeline.read_text())
+    ops = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert len(ops) == 8 * STAGES * MICROBATCHES * 2
+    assert min(event["ts"] for event in ops) == 0
+    assert {(event["pid"], event["tid"]) for event in ops} == {(0, 0), (0, 1)}
+    (mark,) = [event for event in trace["traceEvents"] if event["ph"] == "i"]
+    assert mark["name"] == "epoch 1 in force" and mark["ts"] == pytest.approx(6e6)
+    assert "EMULATED" in trace["otherData"]["title"]
+    assert folder.picture.read_bytes().startswith(b"\x89PNG")
+    report = json.loads(folder.report.read_text())
+    assert report["completed"] is True and report["emulated"] is True
+    assert report["attempts"][0]["end"] == "completed"
+    assert report["adaptations"][0]["paths"] == ["delegated"]
+    assert said == [f"timeline: {folder.timeline}, {folder.picture}"]
+
+
+def test_replicas_are_processes_of_the_trace(tmp_path: Path) -> None:
+    folder = OutFolder.claim(tmp_path / "out", force=False)
+    write_trace(folder.trace, 2, ranks=2 * STAGES)
+    run = run_record(job(parallelism={"stages": STAGES, "replicas": 2}), 2)
+    write_timeline(folder, run, lambda _: None)
+    events = json.loads(folder.timeline.read_text())["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {0: "j, replica 0", 1: "j, replica 1"}
+
+
+def test_a_long_run_keeps_what_is_worth_a_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    per_iteration = STAGES * MICROBATCHES * 2
+    monkeypatch.setattr(timeline_module, "MOST_EVENTS", 30 * per_iteration)
+    folder = OutFolder.claim(tmp_path / "out", force=False)
+    write_trace(folder.trace, 500)
+    run = run_record(job(), 500)
+    run.adaptations = [record(detectable_at=200, applied_at_iteration=202)]
+    write_timeline(folder, run, lambda _: None)
+    kept = json.loads(folder.timeline.read_text())["otherData"]
+    assert kept["iterations_recorded"] == 500
+    assert len(kept["iterations"]) == 30
+    assert {0, 1, 2, 199, 200, 201, 202, 203, 499} <= set(kept["iterations"])
+
+
+def test_no_trace_is_said_and_not_drawn(tmp_path: Path) -> None:
+    folder = OutFolder.claim(tmp_path / "out", force=False)
+    said: list[str] = []
+    write_timeline(folder, run_record(job(), 0), said.append)
+    assert json.loads(folder.timeline.read_text())["traceEvents"] == []
+    assert not folder.picture.exists()
+    assert "no timeline" in said[0]
+
+
+def test_panels_show_the_change_before_during_and_after() -> None:
+    panels = choose_panels(list(range(20)), [record()], [])
+    assert [(p.iteration, p.label) for p in panels] == [
+        (3, "undisturbed"),
+        (5, "disturbed, old plan"),
+        (7, "disturbed, plan of epoch 1"),
+    ]
+    assert panels[1].delays == {0: 0.03}
+
+
+def test_panels_of_a_fault_no_plan_answered() -> None:
+    fault = Fault(link=0, from_iteration=5, to_iteration=9, delay_ms=30.0)
+    panels = choose_panels(list(range(20)), [], [fault])
+    assert [(p.iteration, p.delays) for p in panels] == [(4, {}), (6, {0: 0.03})]
+
+
+def test_a_panel_where_nothing_happened() -> None:
+    assert [p.iteration for p in choose_panels([3, 4, 5], [], [])] == [4]
+
+
+def test_a_message_arrives_when_the_wait_for_it_ended() -> None:
+    sender = StageTrace(0, 0, 0, 0, 0, (TimedOp(OpKind.F, 0, 0, 1), TimedOp(OpKind.F, 1, 1, 2)))
+    receiver = StageTrace(
+        1, 1, 0, 0, 0,
+        ops=(TimedOp(OpKind.F, 0, 7, 8), TimedOp(OpKind.F, 1, 8, 9)),
+        waits=(TimedOp(OpKind.F, 0, 0, 7),),
+    )  # fmt: skip
+    found = messages([sender, receiver], {0: 5.0})
+    assert [(m.microbatch, m.sent, m.arrived) for m in found] == [(0, 1, 7), (1, 2, 7.0)]
