@@ -541,3 +541,8 @@ def current_name(body: Mapping[str, Any]) -> str | None:
     number = (body.get("status") or {}).get("attempt") or 0
     metadata = body["metadata"]
     return attempt_name(metadata["name"], metadata["uid"], number, ranks)
+
+
+def refuse(seen: Observed, config: OperatorConfig, reason: str, message: str) -> Decision:
+    """The decision after the API server has refused an attempt's objects for good."""
+    return _Step(seen, config).fail(reason, message)

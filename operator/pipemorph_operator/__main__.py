@@ -1,0 +1,130 @@
+"""``python -m pipemorph_operator``: the reconciling process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+
+import aiohttp
+import kopf
+
+from pipemorph_operator import serve
+from pipemorph_operator.api import ApiRefused, Cluster, path
+from pipemorph_operator.config import OperatorConfig
+from pipemorph_operator.handlers import Key, Watched, registry
+from pipemorph_operator.metrics import RECONCILES
+from pipemorph_operator.reconcile import Reconciler
+from pipemorph_operator.workqueue import WorkQueue
+
+log = logging.getLogger("pipemorph.operator")
+
+WORKERS = 16
+GAP_SECONDS = 0.25
+"""Between two turns of one job: a thousand pods that start make a few turns, not a thousand."""
+RESYNC_SECONDS = 600.0
+"""All jobs get a turn this often, should a watch have died without a word."""
+
+
+async def work(queue: WorkQueue[Key], reconciler: Reconciler) -> None:
+    """Give jobs their turns, for ever."""
+    while True:
+        key = await queue.get()
+        started = time.monotonic()
+        failed = False
+        again: float | None = None
+        try:
+            again = await reconciler.reconcile(*key)
+        except (ApiRefused, aiohttp.ClientError, TimeoutError, OSError) as error:
+            failed = True
+            log.warning("%s/%s: will be tried again: %s", *key, error or type(error).__name__)
+        except Exception:
+            # One job's surprise must not stop the others.
+            failed = True
+            log.exception("%s/%s: reconcile failed", *key)
+        RECONCILES.labels(result="error" if failed else "ok").observe(time.monotonic() - started)
+        queue.done(key, failed=failed)
+        if again is not None and not failed:
+            queue.add_after(key, max(again, GAP_SECONDS))
+
+
+async def resync(queue: WorkQueue[Key], cluster: Cluster, namespaces: list[str]) -> None:
+    """Ask for every job's turn now and then."""
+    everywhere: list[str | None] = [None]
+    while True:
+        await asyncio.sleep(RESYNC_SECONDS)
+        for namespace in [*namespaces] or everywhere:
+            try:
+                for body in await cluster.list(path("PipeMorphJob", namespace)):
+                    queue.add((body["metadata"]["namespace"], body["metadata"]["name"]))
+            except (ApiRefused, aiohttp.ClientError, TimeoutError, OSError) as error:
+                log.warning("the jobs could not be listed again: %s", error)
+
+
+async def run(options: argparse.Namespace) -> None:
+    """Run until SIGTERM or SIGINT."""
+    config = OperatorConfig(
+        ingest_url=options.ingest_url,
+        ca_pem=Path(options.ingest_ca).read_text() if options.ingest_ca else "",
+        trainer_image=options.trainer_image,
+        trainer_pull_policy=options.trainer_pull_policy,
+    )
+    queue: WorkQueue[Key] = WorkQueue(gap=GAP_SECONDS)
+    watched = Watched()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with await Cluster.configured() as cluster:
+        reconciler = Reconciler(cluster, config, watched.jobs)
+        http = await serve.start(options.host, options.metrics_port, lambda: watched.synced)
+        tasks = [asyncio.create_task(work(queue, reconciler)) for _ in range(options.workers)]
+        tasks.append(asyncio.create_task(resync(queue, cluster, options.namespace)))
+        try:
+            # kopf leaves alone tasks that were there before it.
+            await kopf.operator(
+                registry=registry(queue, watched),
+                standalone=True,
+                clusterwide=not options.namespace,
+                namespaces=options.namespace,
+                stop_flag=stop,
+            )
+        finally:
+            for task in tasks:
+                task.cancel()
+            for task in tasks:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+            await http.cleanup()
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="pipemorph-operator", description=__doc__)
+    made.add_argument(
+        "--namespace", action="append", default=[], help="serve only this one; may be repeated"
+    )
+    made.add_argument("--ingest-url", required=True, help="where ranks reach the ingest")
+    made.add_argument("--ingest-ca", help="PEM file ranks trust the ingest's certificate by")
+    made.add_argument("--trainer-image", default="", help="image of jobs that name none")
+    made.add_argument("--trainer-pull-policy", default="", help="pull policy of that image")
+    made.add_argument("--host", default="0.0.0.0", help="address of metrics and probes")
+    made.add_argument("--metrics-port", type=int, default=8080)
+    made.add_argument("--workers", type=int, default=WORKERS, help="jobs reconciled at a time")
+    return made
+
+
+def main() -> None:
+    logging.basicConfig(
+        level=os.environ.get("PIPEMORPH_LOG", "INFO").upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    logging.getLogger("kopf").setLevel(logging.WARNING)
+    asyncio.run(run(parser().parse_args()))
+
+
+if __name__ == "__main__":
+    main()

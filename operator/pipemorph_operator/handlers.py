@@ -1,0 +1,87 @@
+"""kopf: watches, credentials and the index of Jobs. Every change of a job or of one of its Jobs
+asks for that job's turn; what the change was does not matter.
+
+Only event handlers and an index: kopf adds no finalizer and no annotation to anybody's objects.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import kopf
+
+from pipemorph_operator.crd import PLURAL, VERSION
+from pipemorph_operator.facts import JobFacts
+from pipemorph_operator.names import API_GROUP, LABEL_JOB
+from pipemorph_operator.workqueue import WorkQueue
+
+INACTIVITY_SECONDS = 90.0
+"""Bookmarks come every minute: a watch that is silent for longer is dead."""
+
+Key = tuple[str, str]
+
+
+class Watched:
+    """What kopf keeps for us: the Jobs of every PipeMorphJob, by namespace and UID."""
+
+    def __init__(self) -> None:
+        self._index: kopf.Index[Key, JobFacts] | None = None
+
+    @property
+    def synced(self) -> bool:
+        """Whether the first list has been taken in."""
+        return self._index is not None
+
+    def use(self, index: kopf.Index[Key, JobFacts]) -> None:
+        self._index = index
+
+    def jobs(self, namespace: str, uid: str) -> Sequence[JobFacts]:
+        if self._index is None:
+            raise RuntimeError("a job was reconciled before the Jobs were listed")
+        return list(self._index.get((namespace, uid), ()))
+
+
+def registry(queue: WorkQueue[Key], watched: Watched) -> kopf.OperatorRegistry:
+    """The handlers."""
+    made = kopf.OperatorRegistry()
+
+    @kopf.on.startup(registry=made)
+    async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
+        settings.posting.enabled = False
+        settings.scanning.disabled = True
+        settings.watching.inactivity_timeout = INACTIVITY_SECONDS
+        settings.watching.label_selectors["batch", "jobs"] = LABEL_JOB
+        settings.networking.request_timeout = 60
+
+    @kopf.on.login(registry=made)
+    async def login(**kwargs: Any) -> kopf.ConnectionInfo | None:
+        # As api.Cluster: KUBECONFIG, else the pod's service account.
+        if "KUBECONFIG" not in os.environ and "KUBERNETES_SERVICE_HOST" in os.environ:
+            return kopf.login_with_service_account(**kwargs)
+        return kopf.login_with_kubeconfig(**kwargs)
+
+    @kopf.index("batch", "v1", "jobs", labels={LABEL_JOB: kopf.PRESENT}, registry=made, id="owned")
+    async def owned(body: kopf.Body, **_: Any) -> dict[Key, JobFacts]:
+        facts = JobFacts.of(body)
+        return {(str(body["metadata"]["namespace"]), facts.owner_uid): facts}
+
+    @kopf.on.event(API_GROUP, VERSION, PLURAL, registry=made)
+    async def job_changed(
+        namespace: str | None, name: str, owned: kopf.Index[Key, JobFacts] | Any = None, **_: Any
+    ) -> None:
+        watched.use(owned)
+        queue.add((str(namespace), name))
+
+    @kopf.on.event("batch", "v1", "jobs", labels={LABEL_JOB: kopf.PRESENT}, registry=made)
+    async def child_changed(
+        namespace: str | None,
+        labels: kopf.Labels,
+        owned: kopf.Index[Key, JobFacts] | Any = None,
+        **_: Any,
+    ) -> None:
+        watched.use(owned)
+        queue.add((str(namespace), labels[LABEL_JOB]))
+
+    return made

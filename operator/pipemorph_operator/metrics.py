@@ -1,0 +1,91 @@
+"""Metrics of both processes. Never one series per pair of ranks; a job's go when it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import Counter, Gauge, Histogram
+
+_BY_NAMESPACE = ["job_namespace"]
+_BY_JOB = ["namespace", "name"]
+_FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+
+API_REQUESTS = Counter(
+    "pipemorph_api_requests_total", "Requests to the Kubernetes API.", ["verb", "code"]
+)
+
+# --- operator -----------------------------------------------------------------------------
+
+JOBS = {
+    what: Counter(f"pipemorph_operator_jobs_{what}_total", f"Jobs {what}.", _BY_NAMESPACE)
+    for what in ("created", "successful", "failed", "restarted")
+}
+RECONCILES = Histogram(
+    "pipemorph_operator_reconcile_seconds", "Time of one reconcile.", ["result"], buckets=_FAST
+)
+QUEUED = Gauge("pipemorph_operator_queue_depth", "Jobs that wait for a reconcile.")
+
+# --- ingest -------------------------------------------------------------------------------
+
+REPORTS = Counter(
+    "pipemorph_ingest_requests_total", "Reports and polls, by answer.", ["kind", "code"]
+)
+REFUSED = Counter("pipemorph_ingest_refused_total", "Callers turned away, by reason.", ["reason"])
+REPORT_SECONDS = Histogram(
+    "pipemorph_ingest_request_seconds", "Time to answer a report.", buckets=_FAST
+)
+DIRECTIVES = Counter("pipemorph_ingest_directives_total", "Directives persisted and served.")
+PERSIST_SECONDS = Histogram(
+    "pipemorph_ingest_persist_seconds", "Time to persist a directive.", buckets=_FAST
+)
+STATUS_WRITES = Counter("pipemorph_ingest_status_writes_total", "Writes to status.", ["result"])
+JOBS_HELD = Gauge("pipemorph_ingest_jobs", "Jobs that may report.")
+TOKEN_REVIEWS = Counter("pipemorph_ingest_token_reviews_total", "TokenReviews asked for.")
+
+# --- per job ------------------------------------------------------------------------------
+
+JOB_GAUGES = {
+    "iteration": Gauge("pipemorph_job_iteration", "Iteration in progress.", _BY_JOB),
+    "iteration_seconds": Gauge(
+        "pipemorph_job_iteration_seconds", "Median time of the newest iterations.", _BY_JOB
+    ),
+    "bubble_fraction": Gauge(
+        "pipemorph_job_bubble_fraction", "Idle time over stages × iteration time.", _BY_JOB
+    ),
+    "slow_links": Gauge("pipemorph_job_slow_links", "Links that are slow now.", _BY_JOB),
+    "unknown_links": Gauge("pipemorph_job_unknown_links", "Links without recent samples.", _BY_JOB),
+    "worst_link_delay_seconds": Gauge(
+        "pipemorph_job_worst_link_delay_seconds", "Largest one-way delay above normal.", _BY_JOB
+    ),
+    "wanted_epoch": Gauge("pipemorph_job_wanted_epoch", "Epoch of the newest directive.", _BY_JOB),
+    "applied_epoch": Gauge("pipemorph_job_applied_epoch", "Epoch of the plan that runs.", _BY_JOB),
+    "adaptations": Gauge("pipemorph_job_adaptations", "Changes of plan so far.", _BY_JOB),
+    "peak_memory_bytes": Gauge(
+        "pipemorph_job_peak_memory_bytes", "Highest peak of any stage.", _BY_JOB
+    ),
+    "last_report_timestamp_seconds": Gauge(
+        "pipemorph_job_last_report_timestamp_seconds", "When the newest report came.", _BY_JOB
+    ),
+}
+
+
+def set_job(namespace: str, name: str, values: Iterable[tuple[str, float | None]]) -> None:
+    """Set a job's gauges; one that is not known now has no series."""
+    for key, value in values:
+        if value is None:
+            _drop(JOB_GAUGES[key], namespace, name)
+        else:
+            JOB_GAUGES[key].labels(namespace=namespace, name=name).set(value)
+
+
+def forget_job(namespace: str, name: str) -> None:
+    """The job is gone: so are its series."""
+    for gauge in JOB_GAUGES.values():
+        _drop(gauge, namespace, name)
+
+
+def _drop(gauge: Gauge, namespace: str, name: str) -> None:
+    try:
+        gauge.remove(namespace, name)
+    except KeyError:
+        return  # It had none.

@@ -1,0 +1,170 @@
+"""One job's turn: get, decide, create or apply, status once, then what the status allows.
+
+The order makes every crash harmless. Objects first: an attempt's objects are found again by
+name. Then status: a new attempt's number is on record before the old attempt's Job goes. Then
+deletions: what a crash leaves is seen as left over. Events last: they are for people.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from pipemorph.status import JobStatus
+from pipemorph_operator import names
+from pipemorph_operator.api import ApiRefused, Cluster, path
+from pipemorph_operator.children.attempt import secret
+from pipemorph_operator.config import OperatorConfig
+from pipemorph_operator.decide import (
+    Decision,
+    Event,
+    Observed,
+    current_name,
+    decide,
+    dump,
+    operator_part,
+    refuse,
+)
+from pipemorph_operator.facts import JobFacts, PodFacts, format_time
+from pipemorph_operator.metrics import JOBS
+
+log = logging.getLogger("pipemorph.operator")
+
+OwnedJobs = Callable[[str, str], Sequence[JobFacts]]
+"""Jobs of a namespace and a PipeMorphJob's UID, as last seen."""
+
+PERMANENT = frozenset({400, 404, 413, 422})
+"""Answers to an apply that the same objects will get again."""
+SECRET_BYTES = 32
+
+
+class Reconciler:
+    """Carries decisions out."""
+
+    def __init__(self, cluster: Cluster, config: OperatorConfig, owned: OwnedJobs) -> None:
+        self._cluster = cluster
+        self._config = config
+        self._owned = owned
+
+    async def reconcile(self, namespace: str, name: str) -> float | None:
+        """One turn. Returns in how many seconds another is due at the latest, if one is.
+
+        Raises :class:`ApiRefused` and connection errors: come again later.
+        """
+        body = await self._cluster.get(path("PipeMorphJob", namespace, name))
+        if body is None:
+            return None
+        seen = await self._observe(body)
+        decision = decide(seen, self._config)
+        if decision.needs_pods:
+            pods = await self._pods(namespace, body["metadata"]["uid"], seen)
+            seen = Observed(seen.body, seen.now, seen.current, seen.others, pods)
+            decision = decide(seen, self._config)
+        return await self._carry_out(seen, decision)
+
+    # --- read -----------------------------------------------------------------------------
+
+    async def _observe(self, body: Mapping[str, Any]) -> Observed:
+        metadata = body["metadata"]
+        namespace, uid = metadata["namespace"], metadata["uid"]
+        wanted = current_name(body)
+        found = await self._cluster.get(path("Job", namespace, wanted))
+        current = JobFacts.of(found) if found is not None else None
+        others = [job for job in self._owned(namespace, uid) if job.name != wanted]
+        return Observed(body, datetime.now(UTC), current, others)
+
+    async def _pods(self, namespace: str, uid: str, seen: Observed) -> list[PodFacts]:
+        attempt = seen.current.attempt if seen.current else 0
+        selector = f"{names.LABEL_JOB_UID}={uid},{names.LABEL_ATTEMPT}={attempt}"
+        pods = await self._cluster.list(path("Pod", namespace), labels=selector)
+        return [PodFacts.of(pod) for pod in pods]
+
+    # --- write ----------------------------------------------------------------------------
+
+    async def _carry_out(self, seen: Observed, decision: Decision) -> float | None:
+        metadata = seen.body["metadata"]
+        namespace, uid = metadata["namespace"], metadata["uid"]
+        if decision.create is not None:
+            decision = await self._create(seen, decision)
+        if decision.status is not None:
+            await self._write_status(seen.body, decision.status)
+        for job in decision.delete_jobs:
+            await self._cluster.delete(path("Job", namespace, job), propagation="Foreground")
+        for name in decision.delete_attempts:
+            for kind in ("Secret", "ConfigMap"):
+                await self._cluster.delete(path(kind, namespace, name))
+        if decision.delete_self:
+            await self._cluster.delete(path("PipeMorphJob", namespace, metadata["name"]), uid=uid)
+        for what in decision.counts:
+            JOBS[what].labels(job_namespace=namespace).inc()
+        for event in decision.events:
+            log.info("%s/%s: %s: %s", namespace, metadata["name"], event.reason, event.message)
+            await self._tell(seen.body, event)
+        return decision.again_in
+
+    async def _create(self, seen: Observed, decision: Decision) -> Decision:
+        """Make an attempt's objects; what the API server will never take makes the job Failed."""
+        attempt, status = decision.create, decision.status
+        assert attempt is not None and status is not None
+        try:
+            key = secrets.token_hex(SECRET_BYTES)
+            await self._cluster.create(secret(attempt, key), names.OPERATOR_OWNER)
+            for obj in decision.apply:
+                made = await self._cluster.apply(obj, names.OPERATOR_OWNER)
+                if obj["kind"] == "Job":
+                    status.job_uid = made["metadata"]["uid"]
+        except ApiRefused as refused:
+            if refused.status not in PERMANENT:
+                raise
+            return refuse(seen, self._config, names.R_REFUSED, refused.message)
+        return decision
+
+    async def _write_status(self, body: Mapping[str, Any], status: JobStatus) -> None:
+        if dump(operator_part(body)) == dump(status):
+            return
+        metadata = body["metadata"]
+        await self._cluster.apply(
+            {
+                "apiVersion": names.API_VERSION,
+                "kind": names.KIND,
+                # With the UID: a job that was created again under the name is another job.
+                "metadata": {k: metadata[k] for k in ("name", "namespace", "uid")},
+                "status": dump(status),
+            },
+            names.OPERATOR_OWNER,
+            subresource="status",
+        )
+
+    async def _tell(self, body: Mapping[str, Any], event: Event) -> None:
+        metadata = body["metadata"]
+        now = format_time(datetime.now(UTC))
+        try:
+            await self._cluster.create(
+                {
+                    "apiVersion": "v1",
+                    "kind": "Event",
+                    "metadata": {
+                        "generateName": f"{metadata['name']}.",
+                        "namespace": metadata["namespace"],
+                    },
+                    "involvedObject": {
+                        "apiVersion": names.API_VERSION,
+                        "kind": names.KIND,
+                        **{k: metadata[k] for k in ("name", "namespace", "uid")},
+                    },
+                    "type": event.kind,
+                    "reason": event.reason,
+                    "message": event.message[:1024],
+                    "source": {"component": names.OPERATOR_OWNER},
+                    "firstTimestamp": now,
+                    "lastTimestamp": now,
+                    "count": 1,
+                },
+                names.OPERATOR_OWNER,
+            )
+        except ApiRefused as refused:
+            # The transition itself is in status; a namespace that is being deleted takes no event.
+            log.warning("event %s was refused: %s", event.reason, refused)

@@ -1,0 +1,99 @@
+"""Which jobs to reconcile next: each once, however often it was asked for; never twice at a time.
+
+Failures come back after a growing delay, without holding up anybody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+from pipemorph_operator.metrics import QUEUED
+
+FIRST_RETRY_SECONDS = 0.2
+LAST_RETRY_SECONDS = 60.0
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class WorkQueue(Generic[Key]):
+    """Keys to work on, for one event loop. ``gap``: least seconds between two turns of a key."""
+
+    def __init__(self, *, gap: float = 0.0) -> None:
+        self._gap = gap
+        self._ready: asyncio.Queue[Key] = asyncio.Queue()
+        self._waiting: set[Key] = set()
+        self._working: set[Key] = set()
+        self._again: set[Key] = set()
+        self._timers: dict[Key, asyncio.TimerHandle] = {}
+        self._failures: dict[Key, int] = {}
+        self._ended: dict[Key, float] = {}
+
+    def add(self, key: Key) -> None:
+        """Work on ``key`` as soon as possible."""
+        if key in self._working:
+            self._again.add(key)
+            return
+        if key in self._waiting:
+            return
+        rested = self._ended.get(key)
+        wait = rested + self._gap - self._now() if rested is not None else 0.0
+        if wait > 0.001:
+            self.add_after(key, wait)
+            return
+        self._cancel(key)
+        self._waiting.add(key)
+        self._ready.put_nowait(key)
+        QUEUED.set(self._ready.qsize())
+
+    def add_after(self, key: Key, seconds: float) -> None:
+        """Work on ``key`` in ``seconds``, or earlier if something else asks for it."""
+        when = self._now() + max(0.0, seconds)
+        timer = self._timers.get(key)
+        if timer is not None and timer.when() <= when:
+            return
+        self._cancel(key)
+        self._timers[key] = asyncio.get_running_loop().call_at(when, self._due, key)
+
+    async def get(self) -> Key:
+        """The next key. Call :meth:`done` when finished with it."""
+        key = await self._ready.get()
+        QUEUED.set(self._ready.qsize())
+        self._waiting.discard(key)
+        self._working.add(key)
+        return key
+
+    def done(self, key: Key, *, failed: bool = False) -> None:
+        """The turn is over; after a failure the key comes back by itself."""
+        self._working.discard(key)
+        if self._gap > 0:
+            self._ended[key] = self._now()
+            asyncio.get_running_loop().call_later(self._gap, self._rested, key)
+        again = key in self._again
+        self._again.discard(key)
+        if failed:
+            count = self._failures[key] = self._failures.get(key, 0) + 1
+            delay = min(LAST_RETRY_SECONDS, FIRST_RETRY_SECONDS * 2.0 ** min(count - 1, 16))
+            self.add_after(key, delay)
+            return
+        self._failures.pop(key, None)
+        if again:
+            self.add(key)
+
+    def _due(self, key: Key) -> None:
+        self._timers.pop(key, None)
+        self.add(key)
+
+    def _rested(self, key: Key) -> None:
+        ended = self._ended.get(key)
+        if ended is not None and ended + self._gap <= self._now() + 0.001:
+            self._ended.pop(key, None)
+
+    def _cancel(self, key: Key) -> None:
+        timer = self._timers.pop(key, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
