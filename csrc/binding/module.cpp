@@ -82,7 +82,7 @@ struct PyLink {
 // What a memoryview of a slot refers to. It keeps the slot mapped, so that a view used after
 // `release` may show another message but never faults.
 struct SlotView {
-    std::shared_ptr<Memory> memory;
+    std::shared_ptr<void> keep;
     uint8_t* data;
     size_t bytes;
 };
@@ -112,7 +112,7 @@ class PyMessage {
     nb::object view() const {
         check();
         nb::object holder =
-            nb::cast(SlotView{arrived_.memory, arrived_.data != nullptr ? arrived_.data : &empty_,
+            nb::cast(SlotView{arrived_.keep, arrived_.data != nullptr ? arrived_.data : &empty_,
                               arrived_.info.bytes});
         return nb::steal(PyMemoryView_FromObject(holder.ptr()));
     }
@@ -132,7 +132,7 @@ class PyMessage {
     void release() {
         if (std::exchange(released_, true)) return;
         if (arrived_.slot) link_.link->release(*arrived_.slot, arrived_.serial);
-        arrived_.memory.reset();
+        arrived_.keep.reset();
     }
 
   private:
@@ -186,6 +186,15 @@ nb::object receive(const PyLink& self, const KeyTuple& key, double timeout) {
         while (!(arrived = link.receive(k, deadline, kSlice, timeout))) check_signals();
     }
     return wrap(self, std::move(arrived));
+}
+
+void post_receive(const PyLink& self, const KeyTuple& key, nb::handle destination) {
+    Link& link = self.use();
+    const Key k = to_key(key);
+    Buffer buffer(destination, PyBUF_WRITABLE);
+    Destination to{buffer.data(), buffer.size(), nullptr};
+    to.hold = hold(self.graveyard, buffer.take());
+    link.post_receive(k, std::move(to));
 }
 
 void reserve(const PyLink& self, int direction, int64_t slots, int64_t slot_bytes) {
@@ -366,6 +375,7 @@ NB_MODULE(_engine, m) {
             },
             "key"_a)
         .def("receive", &receive, "key"_a, "timeout"_a)
+        .def("post_receive", &post_receive, "key"_a, "destination"_a)
         .def(
             "arrived",
             [](const PyLink& self, const KeyTuple& key) { return self.use().arrived(to_key(key)); },

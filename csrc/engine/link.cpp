@@ -162,12 +162,46 @@ std::string Link::nothing_arrived(const Key& key, double timeout) const {
            std::to_string(slots) + " slots free";
 }
 
+// Takes a message out of the mailbox. If its destination was posted too late for it to be put
+// there, it is copied now, by the caller's thread and without the lock.
+std::optional<Arrived> Link::take(Lock& lock, const Key& key) {
+    auto message = in_.take(key);
+    if (!message || !message->copy_to) return message;
+    Arrived& a = *message;
+    const Destination to = std::move(*a.copy_to);
+    a.copy_to.reset();
+    const bool fits = to.bytes == a.info.bytes;
+    lock.unlock();
+    if (fits && to.bytes > 0) std::memcpy(to.data, a.data, to.bytes);
+    lock.lock();
+    if (a.slot) {
+        const auto next = in_.release(*a.slot, a.serial);
+        if (next && !over()) grant({*next});
+    }
+    a.slot.reset();
+    a.data = to.data;
+    a.keep = to.hold;
+    if (!fits)
+        throw EngineError(describe() + ": " + key.describe() + " has " +
+                          std::to_string(a.info.bytes) + " bytes, the destination posted for it " +
+                          std::to_string(to.bytes));
+    return message;
+}
+
+void Link::post_receive(const Key& key, Destination destination) {
+    const Lock lock(mu_);
+    if (over() && !in_.has(key)) throw_over();
+    if (!in_.post(key, std::move(destination)))
+        throw EngineError(describe() + ": a destination is posted for " + key.describe() +
+                          " already");
+}
+
 std::optional<Arrived> Link::receive(const Key& key, int64_t deadline_ns, int64_t slice_ns,
                                      double timeout) {
     const int64_t slice_end = steady_ns() + slice_ns;
     Lock lock(mu_);
     for (;;) {
-        if (auto message = in_.take(key)) return message;
+        if (auto message = take(lock, key)) return message;
         if (over()) throw_over();
         const int64_t now = steady_ns();
         if (now >= deadline_ns) throw EngineTimeout(nothing_arrived(key, timeout));
@@ -177,8 +211,8 @@ std::optional<Arrived> Link::receive(const Key& key, int64_t deadline_ns, int64_
 }
 
 std::optional<Arrived> Link::try_receive(const Key& key) {
-    const Lock lock(mu_);
-    auto message = in_.take(key);
+    Lock lock(mu_);
+    auto message = take(lock, key);
     // What had arrived before the link died is still good.
     if (!message && over()) throw_over();
     return message;
@@ -440,6 +474,7 @@ void Link::finish(State state, const std::string& why) {
         for (Path& p : paths_)
             if (p.live) paths.push_back(std::exchange(p.live, nullptr));
         out_.abandon();
+        in_.abandon();
         changed();
     }
     for (const auto& path : paths) path->close();
@@ -973,11 +1008,14 @@ ChunkSink Link::begin_chunk(const ChunkHeader& header) {
 
 void Link::finish_chunk(const ChunkSink& sink, bool intact) {
     const Lock lock(mu_);
+    if (over()) return;
     const auto finished = in_.finish_chunk(sink, intact, wall_ns());
     if (!finished.message_complete) return;
     ++messages_received_;
     bytes_received_ += finished.bytes;
-    if (!over()) send_frame(AckFrame{finished.message});
+    stream_.send(AckFrame{finished.message});
+    if (finished.grant) stream_.send(GrantFrame{{*finished.grant}});
+    flush();
     changed();
 }
 

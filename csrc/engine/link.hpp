@@ -66,6 +66,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     std::optional<Arrived> receive(const Key& key, int64_t deadline_ns, int64_t slice_ns,
                                    double timeout);
     std::optional<Arrived> try_receive(const Key& key);
+    void post_receive(const Key& key, Destination destination);
     bool arrived(const Key& key) const;
     void release(uint32_t slot, uint64_t serial);
     uint64_t send_slots(int direction) const;
@@ -133,6 +134,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     bool over() const { return state_ == State::dead || state_ == State::closed; }
     [[noreturn]] void throw_over() const;
     void changed();  // wake every waiter, ring the bell
+    std::optional<Arrived> take(Lock& lock, const Key& key);
     void wait_slice(Lock& lock, int64_t deadline_ns, int64_t slice_ns);
     std::string nothing_arrived(const Key& key, double timeout) const;
 

@@ -76,9 +76,10 @@ void Greeting::on_event() {
         return;
     }
     const bool fine = handshake_.feed({buffer, static_cast<size_t>(n)});
+    if (!fine) log(handshake_.failure());
     if (!send_output()) return;
     if (!fine) {
-        end(handshake_.failure());
+        end("");
         return;
     }
     if (!handshake_.needs_decision()) return;
@@ -109,9 +110,14 @@ bool Greeting::send_output() {
     return false;
 }
 
+// Before the peer hears of it: whoever sees its error finds the reason here.
+void Greeting::log(const std::string& why) {
+    listener_.refusals_.add(from_.text(false) + ": " + why);
+}
+
 void Greeting::end(const std::string& why) {
     if (!fd_) return;
-    if (!why.empty()) listener_.refusals_.add(from_.text(false) + ": " + why);
+    if (!why.empty()) log(why);
     auto self = shared_from_this();
     release();
     fd_.reset();
@@ -137,8 +143,9 @@ Fd Greeting::accept(const HelloReply& reply) {
 void Greeting::refuse(Verdict verdict, const std::string& reason) {
     auto self = shared_from_this();
     if (!fd_) return;
+    log(reason);
     handshake_.refuse(verdict, reason);
-    if (send_output()) end(reason);
+    if (send_output()) end("");
 }
 
 Listener::Listener(Runtime& runtime, RefusalLog& refusals, const Address& address, Decide decide)

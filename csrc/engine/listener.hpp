@@ -45,6 +45,7 @@ class Greeting : public std::enable_shared_from_this<Greeting> {
     void start();
     void on_event();
     bool send_output();
+    void log(const std::string& why);
     void end(const std::string& why);
     void release();
 

@@ -125,6 +125,19 @@ void set_no_delay(const Fd& socket) {
     set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);
 }
 
+bool is_local(const Fd& socket) {
+    Address own;
+    own.size = sizeof own.storage;
+    if (getsockname(socket.get(), reinterpret_cast<sockaddr*>(&own.storage), &own.size) != 0)
+        return false;
+    return own.text(false) == peer_address(socket).text(false);
+}
+
+void set_buffers(const Fd& socket, int send_bytes, int receive_bytes) {
+    set_option(socket, SOL_SOCKET, SO_SNDBUF, send_bytes);
+    set_option(socket, SOL_SOCKET, SO_RCVBUF, receive_bytes);
+}
+
 void set_unacked_limit(const Fd& socket, int64_t ns) {
     set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(ns / kMillisecond));
     set_option(socket, SOL_SOCKET, SO_KEEPALIVE, 1);

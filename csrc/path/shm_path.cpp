@@ -133,7 +133,10 @@ bool ShmPath::header_received() {
         fail("protocol error");
         return false;
     }
-    if (sink.verdict == ChunkSink::Verdict::take) host_->finish_chunk(sink, true);
+    if (sink.verdict == ChunkSink::Verdict::take) {
+        if (sink.data != sink.slot_data) std::memcpy(sink.data, sink.slot_data, header->length());
+        host_->finish_chunk(sink, true);
+    }
     return true;
 }
 

@@ -16,20 +16,25 @@ class TcpPath final : public StreamPath {
     void drop_work() override;
 
     bool header_received();
-    bool payload_received(size_t bytes);
+    bool chunk_received();
+    void payload_received(size_t bytes);
 
-    // Sending.
+    // Sending: header, payload, trailer.
     std::optional<ChunkTask> task_;
     std::array<uint8_t, kChunkHeaderSize> header_out_{};
-    size_t sent_ = 0;  // of header and payload together
+    std::array<uint8_t, kChunkTrailerSize> trailer_out_{};
+    size_t sent_ = 0;    // of the three together
+    size_t summed_ = 0;  // of the payload
+    uint32_t crc_out_ = 0;
 
-    // Receiving. The header buffer fills first, then the payload.
-    std::array<uint8_t, kChunkHeaderSize> header_in_{};
-    size_t header_have_ = 0;
+    // Receiving. A chunk's trailer and the next one's header are read together. Before the first
+    // chunk there is no trailer, so the buffer starts out as if it had been read.
+    std::array<uint8_t, kChunkTrailerSize + kChunkHeaderSize> between_{};
+    size_t between_have_ = kChunkTrailerSize;
     std::optional<ChunkHeader> chunk_;
     ChunkSink sink_;
     uint64_t payload_have_ = 0;
-    uint32_t crc_ = 0;
+    uint32_t crc_in_ = 0;
     std::vector<uint8_t> waste_;  // where dropped payloads go
 };
 

@@ -68,6 +68,12 @@ ChunkSink Inbox::begin_chunk(const ChunkHeader& h) {
             s.claimed = Bitmap(h.chunks());
             s.here = Bitmap(h.chunks());
             receiving_[h.message.id] = h.slot;
+            s.destination.reset();
+            if (const auto it = posted_.find(h.message.key);
+                it != posted_.end() && it->second.bytes == h.message.bytes) {
+                s.destination = std::move(it->second);
+                posted_.erase(it);
+            }
             break;
         case State::receiving:
             if (s.message.id != h.message.id || s.message.bytes != h.message.bytes ||
@@ -85,8 +91,16 @@ ChunkSink Inbox::begin_chunk(const ChunkHeader& h) {
     sink.slot = h.slot;
     sink.serial = h.serial;
     sink.index = h.index;
-    sink.memory = segments_[s.segment];
-    sink.data = sink.memory->data() + s.offset + h.offset();
+    const auto& memory = segments_[s.segment];
+    uint8_t* in_slot = memory->data() + s.offset + h.offset();
+    sink.slot_data = in_slot;
+    if (s.destination) {
+        sink.data = s.destination->data + h.offset();
+        sink.keep = s.destination->hold;
+    } else {
+        sink.data = in_slot;
+        sink.keep = memory;
+    }
     return sink;
 }
 
@@ -98,17 +112,25 @@ Inbox::Finished Inbox::finish_chunk(const ChunkSink& sink, bool intact, int64_t 
     s.claimed.clear(sink.index);
     if (!intact || !s.here.set(sink.index) || !s.here.full()) return {};
 
-    s.state = State::full;
     receiving_.erase(s.message.id);
+    Finished finished{true, s.message.id, s.message.bytes, std::nullopt};
     Arrived a;
     a.info = s.message;
     a.arrived_ns = now_wall_ns;
-    a.memory = segments_[s.segment];
-    a.data = a.memory->data() + s.offset;
-    a.slot = sink.slot;
-    a.serial = s.serial;
+    if (s.destination) {
+        a.data = s.destination->data;
+        a.keep = std::move(s.destination->hold);
+        s.destination.reset();
+        finished.grant = grant(sink.slot);
+    } else {
+        s.state = State::full;
+        a.data = segments_[s.segment]->data() + s.offset;
+        a.keep = segments_[s.segment];
+        a.slot = sink.slot;
+        a.serial = s.serial;
+    }
     mailbox_[a.info.key].push_back(std::move(a));
-    return {true, s.message.id, s.message.bytes};
+    return finished;
 }
 
 void Inbox::deliver_empty(MessageInfo info, int64_t now_wall_ns) {
@@ -140,7 +162,20 @@ std::optional<Arrived> Inbox::take(const Key& key) {
     it->second.pop_front();
     if (it->second.empty()) mailbox_.erase(it);
     if (a.slot) slots_[*a.slot].state = State::held;
+    if (const auto posted = posted_.find(key); posted != posted_.end()) {
+        a.copy_to = std::move(posted->second);
+        posted_.erase(posted);
+    }
     return a;
+}
+
+void Inbox::abandon() {
+    posted_.clear();
+    for (Slot& s : slots_) s.destination.reset();
+}
+
+bool Inbox::post(const Key& key, Destination destination) {
+    return posted_.try_emplace(key, std::move(destination)).second;
 }
 
 std::optional<SlotGrant> Inbox::release(uint32_t slot, uint64_t serial) {

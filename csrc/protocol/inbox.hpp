@@ -17,25 +17,35 @@
 
 namespace pipemorph {
 
-// A message that is all here. `memory` keeps the slot mapped while anybody looks at it.
+// Memory of the application's that a message is to be put into.
+struct Destination {
+    uint8_t* data = nullptr;
+    uint64_t bytes = 0;
+    std::shared_ptr<void> hold;  // keeps `data` alive
+};
+
+// A message that is all here. `keep` keeps its bytes mapped while anybody looks at them.
 struct Arrived {
     MessageInfo info;
     int64_t arrived_ns = 0;  // wall clock
     uint8_t* data = nullptr;
-    std::optional<uint32_t> slot;  // an empty message has none
+    std::optional<uint32_t> slot;  // empty messages and those in a destination have none
     uint64_t serial = 0;
-    std::shared_ptr<Memory> memory;
+    std::shared_ptr<void> keep;
+    // Posted when the message was on its way into a slot already: it has to be copied.
+    std::optional<Destination> copy_to;
 };
 
 // Where a chunk's bytes go while they are being read, without the lock.
 struct ChunkSink {
     enum class Verdict { take, duplicate, stale, invalid };
     Verdict verdict = Verdict::invalid;
-    uint8_t* data = nullptr;  // only for `take`; the others are read and dropped
+    uint8_t* data = nullptr;             // only for `take`; the others are read and dropped
+    const uint8_t* slot_data = nullptr;  // where a shared-memory sender has put it
     uint32_t slot = 0;
     uint64_t serial = 0;
     uint32_t index = 0;
-    std::shared_ptr<Memory> memory;
+    std::shared_ptr<void> keep;
 };
 
 class Inbox {
@@ -56,9 +66,16 @@ class Inbox {
         bool message_complete = false;
         uint64_t message = 0;
         uint64_t bytes = 0;
+        std::optional<SlotGrant> grant;  // the message is not in the slot: it is free again
     };
     Finished finish_chunk(const ChunkSink& sink, bool intact, int64_t now_wall_ns);
     void deliver_empty(MessageInfo info, int64_t now_wall_ns);
+
+    // The message with this key shall be put there. What comes from now on goes there directly.
+    // False: that was asked for already.
+    bool post(const Key& key, Destination destination);
+    // The link is dead: let go of every destination.
+    void abandon();
 
     std::vector<ChunkReport> report(const std::vector<uint64_t>& messages) const;
 
@@ -87,6 +104,7 @@ class Inbox {
         uint64_t serial = 0;
         MessageInfo message;
         uint32_t chunk_bytes = 0;
+        std::optional<Destination> destination;
         Bitmap claimed;  // being read right now
         Bitmap here;
     };
@@ -97,6 +115,7 @@ class Inbox {
     std::vector<std::shared_ptr<Memory>> segments_;
     std::unordered_map<uint64_t, uint32_t> receiving_;  // message → slot, until it is complete
     std::unordered_map<Key, std::deque<Arrived>, KeyHash> mailbox_;
+    std::unordered_map<Key, Destination, KeyHash> posted_;
 };
 
 }  // namespace pipemorph

@@ -10,6 +10,9 @@
 namespace pipemorph {
 
 constexpr size_t kChunkHeaderSize = 224;
+// Over TCP the payload's CRC32C follows it. Behind and not in front, so that the sender can sum
+// and send piece by piece while the bytes are in its cache.
+constexpr size_t kChunkTrailerSize = 4;
 
 struct ChunkHeader {
     enum class Type : uint8_t { chunk = 1, segment = 2 };
@@ -21,7 +24,6 @@ struct ChunkHeader {
     uint64_t serial = 0;  // of the slot's grant: tells this use of the slot from earlier ones
     uint32_t index = 0;
     uint32_t chunk_bytes = 0;
-    uint32_t crc = 0;
     MessageInfo message;  // for Type::segment only `bytes` counts: the segment's size
 
     uint64_t chunks() const {

@@ -97,6 +97,15 @@ class Link:
     def try_receive(self, key: tuple[int, int, int, int, int]) -> Message | None:
         """The message with this key if it has arrived. Raises EngineError if the link is dead."""
     def receive(self, key: tuple[int, int, int, int, int], timeout: float) -> Message: ...
+    def post_receive(self, key: tuple[int, int, int, int, int], destination: Buffer) -> None:
+        """Say ahead where a message is to be put; ask for it with ``receive`` as usual.
+
+        Then it is received straight into ``destination`` (over shared memory: copied chunk by
+        chunk as it comes), which its :class:`Message` refers to, and its slot is free again as
+        soon as it is whole. Posted after its first chunk has come, it is copied by ``receive``.
+        The engine holds ``destination`` until the message is released or the link is dead;
+        ``receive`` raises EngineError if the sizes differ.
+        """
     def arrived(self, key: tuple[int, int, int, int, int]) -> bool: ...
     def send_slots(self, direction: int) -> int:
         """Slots that the peer has granted for ``direction`` and no message has taken yet."""

@@ -1,0 +1,348 @@
+"""The transfer engine against gloo and memcpy: 16 MB messages between two processes.
+
+    python benchmarks/engine.py [--size 16777216] [--messages 24] [--window 4] [--rounds 7]
+                                [--json FILE] [--check]
+
+What is counted. The bytes of the payloads, over the time from the moment the receiver says "go"
+until the last message is delivered to it. *Delivered* means: in a torch tensor of the user's own.
+The receiver names that tensor ahead (`irecv` for gloo, `post_receive` for the engine); the rows
+called "copied" receive into a slot and then `copy_into` the tensor; the rows called "view" stop
+at a zero-copy view of the slot. The sender's tensors are the user's as well: nobody gets to
+place or register them. Every payload byte over TCP carries a CRC32C, checked on arrival; gloo
+has none.
+
+Streaming keeps up to `window` messages under way, on both sides and for every contender alike
+(isend/irecv for gloo, slots for the engine). One at a time sends the next message when the
+receiver has said (by an empty message; gloo: one byte) that it has the one before.
+
+memcpy is one thread in one process copying as many bytes between as many tensors. Contenders
+take turns in every round; a row is the median over the rounds, and a ratio the median of the
+ratios within a round, so that a machine that gets slower in between slows both sides. "CPU" is
+the processor time of both processes together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipemorph_trainer._engine import Engine, Link
+
+TIMEOUT = 120.0
+THRESHOLDS = (
+    ("tcp", "gloo", 1.2),
+    ("shm", "gloo", 2.0),
+    ("shm", "memcpy", 0.5),
+)
+
+
+def memory(tensor: torch.Tensor) -> Any:
+    """A tensor's bytes, without a copy."""
+    return tensor.numpy()
+
+
+class Side:
+    """What both processes know: links, process group, tensors."""
+
+    def __init__(self, rank: int, options: argparse.Namespace, ports: Any) -> None:
+        torch.set_num_threads(1)
+        self.rank = rank
+        self.count: int = options.messages
+        self.window: int = options.window
+        self.tensors = [
+            torch.full((options.size,), i, dtype=torch.uint8) for i in range(options.window)
+        ]
+        self.engines = {
+            name: Engine(job="benchmark", rank=rank, secret=b"s", host="127.0.0.1", transport=name)
+            for name in ("tcp", "shm")
+        }
+        theirs = ports({name: e.port for name, e in self.engines.items()})
+        self.links: dict[str, Link] = {}
+        for name, engine in self.engines.items():
+            if rank == 0:
+                self.links[name] = engine.connect(
+                    peer_rank=1, link_id=0, host="127.0.0.1", port=theirs[name], timeout=TIMEOUT
+                )
+            else:
+                self.links[name] = engine.accept(peer_rank=0, link_id=0, timeout=TIMEOUT)
+                self.links[name].reserve(0, options.window, options.size)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{options.store_port}",
+            rank=rank,
+            world_size=2,
+        )
+        self.token = torch.zeros(1, dtype=torch.uint8)
+        self.round = 0
+
+    def close(self) -> None:
+        for engine in self.engines.values():
+            engine.close()
+        dist.destroy_process_group()
+
+    # --- gloo ---
+
+    def gloo_send(self, window: int) -> None:
+        work: list[Any] = []
+        for i in range(self.count):
+            if len(work) == window:
+                work.pop(0).wait()
+            work.append(dist.isend(self.tensors[i % self.window], 1))
+            if window == 1:
+                dist.recv(self.token, 1)
+        for w in work:
+            w.wait()
+
+    def gloo_receive(self, window: int) -> None:
+        def post(i: int) -> Any:
+            return dist.irecv(self.tensors[i % self.window], 0)
+
+        work = [post(i) for i in range(min(window, self.count))]
+        for i in range(self.count):
+            work.pop(0).wait()
+            if i + window < self.count:
+                work.append(post(i + window))
+            if window == 1:
+                dist.send(self.token, 0)
+
+    # --- engine ---
+
+    def engine_send(self, name: str, window: int) -> None:
+        link = self.links[name]
+        tickets: list[int] = []
+        for i in range(self.count):
+            if len(tickets) == window:
+                link.wait_sent(tickets.pop(0), TIMEOUT)
+            tickets.append(
+                link.send((0, self.round, i, 0, 0), memory(self.tensors[i % self.window]))
+            )
+            if window == 1:
+                link.receive((0, self.round, i, 1, 0), TIMEOUT)
+        for t in tickets:
+            link.wait_sent(t, TIMEOUT)
+
+    def engine_receive(self, name: str, window: int, way: str) -> None:
+        link = self.links[name]
+
+        def post(i: int) -> None:
+            if way == "posted" and i < self.count:
+                link.post_receive((0, self.round, i, 0, 0), memory(self.tensors[i % self.window]))
+
+        for i in range(window):
+            post(i)
+        for i in range(self.count):
+            m = link.receive((0, self.round, i, 0, 0), TIMEOUT)
+            if way == "copied":
+                m.copy_into(memory(self.tensors[i % self.window]))
+            else:
+                assert len(m.view()) == m.nbytes
+            m.release()
+            post(i + window)
+            if window == 1:
+                link.send((0, self.round, i, 1, 0), b"")
+
+    # --- memcpy ---
+
+    def memcpy(self, sources: list[torch.Tensor]) -> None:
+        for i in range(self.count):
+            self.tensors[i % self.window].copy_(sources[i % self.window])
+
+
+# Which transport, whether one at a time, and how a message is delivered.
+CONTENDERS = {
+    "gloo": ("gloo", False, ""),
+    "tcp": ("tcp", False, "posted"),
+    "tcp, copied": ("tcp", False, "copied"),
+    "tcp, view": ("tcp", False, "view"),
+    "shm": ("shm", False, "posted"),
+    "shm, copied": ("shm", False, "copied"),
+    "shm, view": ("shm", False, "view"),
+    "gloo, one at a time": ("gloo", True, ""),
+    "tcp, one at a time": ("tcp", True, "posted"),
+    "shm, one at a time": ("shm", True, "posted"),
+}
+
+
+def play(side: Side, contender: str) -> None:
+    kind, single, way = CONTENDERS[contender]
+    window = 1 if single else side.window
+    side.round += 1
+    if kind == "gloo" and side.rank == 0:
+        side.gloo_send(window)
+    elif kind == "gloo":
+        side.gloo_receive(window)
+    elif side.rank == 0:
+        side.engine_send(kind, window)
+    else:
+        side.engine_receive(kind, window, way)
+
+
+def sender(connection: Connection, options: argparse.Namespace) -> None:
+    def ports(own: dict[str, int]) -> Any:
+        connection.send(own)
+        return connection.recv()
+
+    side = Side(0, options, ports)
+    while (contender := connection.recv()) is not None:
+        start = time.process_time()
+        play(side, contender)
+        connection.send(time.process_time() - start)
+    side.close()
+
+
+Times = dict[str, list[float]]
+
+
+def measure(options: argparse.Namespace) -> tuple[Times, Times]:
+    """Seconds per contender and round, of the clock and of both processors together.
+
+    This process receives; another one sends.
+    """
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        options.store_port = s.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=sender, args=(theirs, options), daemon=True)
+    process.start()
+
+    def ports(own: dict[str, int]) -> Any:
+        ours.send(own)
+        return ours.recv()
+
+    side = Side(1, options, ports)
+    sources = [t.clone() for t in side.tensors]
+
+    def timed(run: Callable[[], None]) -> tuple[float, float]:
+        wall, cpu = time.perf_counter(), time.process_time()
+        run()
+        return time.perf_counter() - wall, time.process_time() - cpu
+
+    def contest(contender: str) -> tuple[float, float]:
+        if contender == "memcpy":
+            return timed(lambda: side.memcpy(sources))
+
+        def run() -> None:
+            ours.send(contender)
+            play(side, contender)
+
+        seconds, cpu = timed(run)
+        cpu += ours.recv()
+        for i, tensor in enumerate(side.tensors):
+            assert int(tensor[0]) == int(tensor[-1]) == i
+        return seconds, cpu
+
+    names = ["memcpy", *CONTENDERS]
+    for name in names:
+        contest(name)  # warm-up: buffers, pages, congestion windows
+    times: Times = {name: [] for name in names}
+    cpu: Times = {name: [] for name in names}
+    for r in range(options.rounds):
+        # Another order every round, so that nobody always runs after the same neighbour.
+        for name in names[r % len(names) :] + names[: r % len(names)]:
+            seconds, busy = contest(name)
+            times[name].append(seconds)
+            cpu[name].append(busy)
+    ours.send(None)
+    side.close()
+    process.join(TIMEOUT)
+    return times, cpu
+
+
+def ratio(times: Times, name: str, base: str) -> float:
+    return median(b / t for t, b in zip(times[name], times[base], strict=True))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--size", type=int, default=16 << 20, help="bytes per message")
+    parser.add_argument("--messages", type=int, default=24, help="per contender and round")
+    parser.add_argument("--window", type=int, default=4, help="messages under way")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--check", action="store_true", help="exit 1 below the promised ratios")
+    options = parser.parse_args()
+
+    times, cpu = measure(options)
+    volume = options.size * options.messages
+    rows: list[dict[str, Any]] = [
+        {
+            "contender": name,
+            "gb_per_s": volume / median(seconds) / 1e9,
+            "slowest": volume / max(seconds) / 1e9,
+            "fastest": volume / min(seconds) / 1e9,
+            "of_gloo": ratio(times, name, "gloo, one at a time" if "one" in name else "gloo"),
+            "of_memcpy": ratio(times, name, "memcpy"),
+            "cpu_ns_per_kb": median(cpu[name]) / volume * 1e12,
+        }
+        for name, seconds in times.items()
+    ]
+    print(
+        f"{options.messages} messages of {options.size / 2**20:g} MiB, {options.window} under way,"
+        f" two processes, {os.cpu_count()} cores, {options.rounds} rounds,"
+        f" load {os.getloadavg()[0]:.1f}\n"
+    )
+    print("| contender | GB/s (median) | slowest – fastest | × gloo | × memcpy | CPU ns/kB |")
+    print("|---|---:|---:|---:|---:|---:|")
+    for row in rows:
+        print(
+            "| {contender} | {gb_per_s:.2f} | {slowest:.2f} – {fastest:.2f} "
+            "| {of_gloo:.2f} | {of_memcpy:.2f} | {cpu_ns_per_kb:.0f} |".format(**row)
+        )
+    print()
+    checks: list[dict[str, Any]] = [
+        {
+            "contender": name,
+            "base": base,
+            "promised": least,
+            "measured": (measured := ratio(times, name, base)),
+            "holds": measured >= least,
+        }
+        for name, base, least in THRESHOLDS
+    ]
+    for c in checks:
+        print(
+            "{contender} ≥ {promised} × {base}: {measured:.2f} ".format(**c)
+            + ("holds" if c["holds"] else "DOES NOT HOLD")
+        )
+    if options.json:
+        options.json.write_text(
+            json.dumps(
+                {
+                    "size": options.size,
+                    "messages": options.messages,
+                    "window": options.window,
+                    "rounds": options.rounds,
+                    "cores": os.cpu_count(),
+                    "machine": platform.platform(),
+                    "torch": torch.__version__,
+                    "rows": rows,
+                    "checks": checks,
+                    "seconds": times,
+                    "cpu_seconds": cpu,
+                },
+                indent=1,
+            )
+            + "\n",
+            encoding="utf-8",
+        )
+    return 1 if options.check and not all(c["holds"] for c in checks) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
