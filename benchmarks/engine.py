@@ -1,6 +1,6 @@
 """The transfer engine against gloo and memcpy: 16 MB messages between two processes.
 
-    python benchmarks/engine.py [--size 16777216] [--messages 24] [--window 4] [--rounds 7]
+    python benchmarks/engine.py [--size 16777216] [--messages 12] [--window 4] [--rounds 21]
                                 [--json FILE] [--check]
 
 What is counted. The bytes of the payloads, over the time from the moment the receiver says "go"
@@ -271,9 +271,9 @@ def ratio(times: Times, name: str, base: str) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--size", type=int, default=16 << 20, help="bytes per message")
-    parser.add_argument("--messages", type=int, default=24, help="per contender and round")
+    parser.add_argument("--messages", type=int, default=12, help="per contender and round")
     parser.add_argument("--window", type=int, default=4, help="messages under way")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--check", action="store_true", help="exit 1 below the promised ratios")
     options = parser.parse_args()

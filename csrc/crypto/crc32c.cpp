@@ -4,7 +4,7 @@
 #include <cstring>
 
 #if defined(__x86_64__)
-#include <nmmintrin.h>
+#include <immintrin.h>
 #endif
 
 namespace pipemorph {
@@ -105,6 +105,78 @@ __attribute__((target("sse4.2"))) uint32_t advance_hardware(uint32_t r, const ui
     return r;
 }
 
+// Where there are 512-bit carry-less multiplications, 256 bytes are folded at once: a block B
+// that lies D bits before another adds B * x^D (mod P) to it, and the 16 bytes left at the end
+// have the same remainder as everything before them.
+//
+// A reflected product is one bit short, hence the x^(n-1); 32-bit remainders sit in the upper
+// half of the 64-bit operand.
+struct Fold {
+    uint64_t low;   // for the half that came first
+    uint64_t high;  // for the half that came second
+
+    explicit Fold(int bits) : low(power(bits + 63)), high(power(bits - 1)) {}
+
+    // x^n mod P
+    static uint64_t power(int n) {
+        uint32_t r = 0x80000000;
+        for (int i = 0; i < n; ++i) r = (r >> 1) ^ (r & 1 ? kPolynomial : 0);
+        return uint64_t{r} << 32;
+    }
+};
+
+#define PIPEMORPH_WIDE __attribute__((target("avx512f,vpclmulqdq,pclmul,sse4.2")))
+
+PIPEMORPH_WIDE inline __m512i constant(const Fold& f) {
+    const auto low = static_cast<long long>(f.low);
+    const auto high = static_cast<long long>(f.high);
+    return _mm512_set_epi64(high, low, high, low, high, low, high, low);
+}
+
+PIPEMORPH_WIDE inline __m512i fold(__m512i block, __m512i by, __m512i onto) {
+    const __m512i first = _mm512_clmulepi64_epi128(block, by, 0x00);
+    const __m512i second = _mm512_clmulepi64_epi128(block, by, 0x11);
+    return _mm512_xor_si512(_mm512_xor_si512(first, second), onto);
+}
+
+PIPEMORPH_WIDE uint32_t advance_wide(uint32_t r, const uint8_t* p, size_t n) {
+    static const Fold by_2048(2048), by_512(512), by_128(128);
+    if (n >= 512) {
+        __m512i a[4];
+        for (int i = 0; i < 4; ++i) a[i] = _mm512_loadu_si512(p + 64 * i);
+        a[0] =
+            _mm512_xor_si512(a[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(r))));
+        p += 256;
+        n -= 256;
+        const __m512i far = constant(by_2048);
+        for (; n >= 256; p += 256, n -= 256)
+            for (int i = 0; i < 4; ++i) a[i] = fold(a[i], far, _mm512_loadu_si512(p + 64 * i));
+        const __m512i near = constant(by_512);
+        for (int i = 1; i < 4; ++i) a[i] = fold(a[i - 1], near, a[i]);
+        alignas(64) uint64_t lanes[8];
+        _mm512_store_si512(lanes, a[3]);
+        __m128i last = _mm_load_si128(reinterpret_cast<const __m128i*>(lanes));
+        const __m128i by =
+            _mm_set_epi64x(static_cast<long long>(by_128.high), static_cast<long long>(by_128.low));
+        for (int i = 1; i < 4; ++i) {
+            const __m128i next = _mm_load_si128(reinterpret_cast<const __m128i*>(lanes + 2 * i));
+            last = _mm_xor_si128(_mm_xor_si128(_mm_clmulepi64_si128(last, by, 0x00),
+                                               _mm_clmulepi64_si128(last, by, 0x11)),
+                                 next);
+        }
+        const auto first = static_cast<uint64_t>(_mm_cvtsi128_si64(last));
+        const auto second = static_cast<uint64_t>(_mm_extract_epi64(last, 1));
+        r = static_cast<uint32_t>(_mm_crc32_u64(_mm_crc32_u64(0, first), second));
+    }
+    return advance_hardware(r, p, n);
+}
+
+bool has_wide() {
+    static const bool yes =
+        __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq");
+    return yes;
+}
+
 #endif
 
 }  // namespace
@@ -122,11 +194,18 @@ uint32_t crc32c_software(uint32_t crc, Bytes data) {
     return ~advance_software(~crc, data.data(), data.size());
 }
 
-uint32_t crc32c(uint32_t crc, Bytes data) {
+uint32_t crc32c_narrow(uint32_t crc, Bytes data) {
 #if defined(__x86_64__)
     if (crc32c_is_accelerated()) return ~advance_hardware(~crc, data.data(), data.size());
 #endif
     return crc32c_software(crc, data);
+}
+
+uint32_t crc32c(uint32_t crc, Bytes data) {
+#if defined(__x86_64__)
+    if (has_wide()) return ~advance_wide(~crc, data.data(), data.size());
+#endif
+    return crc32c_narrow(crc, data);
 }
 
 }  // namespace pipemorph
