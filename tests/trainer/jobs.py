@@ -27,8 +27,9 @@ WIDTH, VOCABULARY, LENGTH = 8, 11, 3
 
 
 class Stage(nn.Module):
-    """A stage with what real ones have: a nonlinearity, a norm, a residual, a dead branch,
-    and a second output, an integer mask that travels forward only."""
+    """A stage with what real ones have: a nonlinearity, a norm, a residual; and with what is
+    awkward between stages: an integer mask, which travels forward only, and a 0-dim output
+    that the next stage does not use, whose gradient is None."""
 
     def __init__(self, index: int, stages: int) -> None:
         super().__init__()
@@ -42,14 +43,14 @@ class Stage(nn.Module):
         if self.last:
             self.head = nn.Linear(WIDTH, VOCABULARY)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+    def forward(self, x: Tensor, mask: Tensor | None = None, unused: Any = None) -> Any:
         if self.index == 0:
             mask = (x % 2).to(torch.int32)
             x = self.embedding(x)
         assert mask is not None
         hidden = torch.tanh(self.up(self.norm(x)))
         x = x + self.down(hidden) * self.scale * (1 + mask.unsqueeze(-1))
-        return self.head(x) if self.last else (x, mask)
+        return self.head(x) if self.last else (x, mask, hidden.sum())
 
 
 def make_stage(index: int, stages: int, dtype: torch.dtype) -> Stage:

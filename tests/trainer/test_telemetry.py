@@ -194,3 +194,32 @@ def test_a_directive_in_mid_iteration_is_in_force_two_iterations_later() -> None
     versions: list[Any] = run_ranks(2, switching)
     assert versions[0] == versions[1]
     assert versions[0] in ([0, 0, 0, 5, 5, 5], [0, 0, 0, 0, 5, 5])
+
+
+def fourth_forward(context: TrainerContext, path: str) -> float:
+    """Seconds from the end of stage 0's F0 to the start of its F3."""
+    with Pipeline(
+        EmulatedStage(*TIMES, message_bytes=4096),
+        context=context,
+        microbatches=6,
+        policy="gpipe",
+        path=path,  # type: ignore[arg-type]
+        faults=[Fault(link=0, delay_ms=60.0)],
+    ) as pipe:
+        pipe.step()
+    assert context.trace_dir is not None
+    trace = (context.trace_dir / f"ops-rank{context.rank}.jsonl").read_text()
+    forwards = [op for op in json.loads(trace)["ops"] if op[0] == "F"]
+    return float(forwards[3][2] - forwards[0][3])
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_slow_direct_link_blocks_compute_and_a_delegated_one_does_not(
+    path: str, tmp_path: FilePath
+) -> None:
+    """Head of line: the third send waits for the first, 60 ms, before F3 can start."""
+    gap = run_ranks(2, fourth_forward, path, context={"trace_dir": tmp_path})[0]
+    if path == "direct":
+        assert gap >= 0.055
+    else:
+        assert gap < 0.050
