@@ -8,6 +8,14 @@ from pipemorph.planning.policies import fit_warmup
 from pipemorph.planning.problem import Problem
 
 
+def paper_warmup(problem: Problem) -> tuple[int, ...]:
+    """Adapted counts if a link has a delay; else the initial plan's, if memory is known."""
+    undisturbed = not any(link.delay for link in problem.links)
+    if undisturbed and problem.stages[0].in_flight_limit is not None:
+        return initial_warmup(problem)
+    return adapted_warmup(problem)
+
+
 def adapted_warmup(problem: Problem) -> tuple[int, ...]:
     """``x_{S-1} = 1``, then backwards the slackness that absorbs each link's delay.
 

@@ -1,6 +1,6 @@
 """The pipemorph policy: a search over ways to list-schedule, which knows when it is done.
 
-1. The paper's algorithm: adapted warm-up, then B before F before W.
+1. The paper's algorithm: its warm-up, then B before F before W.
 2. The list scheduler by urgency, with a few tunings that do well on most problems.
 3. A local search that bends urgency and caps stage by stage.
 4. The same makespan with fewer microbatches in flight, if that is to be had.
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from pipemorph.planning.adapt import adapted_warmup
+from pipemorph.planning.adapt import paper_warmup
 from pipemorph.planning.bounds import hard_caps, heads, machine_bound, tails
 from pipemorph.planning.costs import INF, Costs
 from pipemorph.planning.dispatch import Rules, dispatch
@@ -88,7 +88,7 @@ class _Search:
 
     def _paper(self) -> None:
         """The paper's algorithm, so that the result is never worse."""
-        warmup = self.problem.warmup or adapted_warmup(self.problem)
+        warmup = self.problem.warmup or paper_warmup(self.problem)
         exact = self.problem.warmup is not None
         found = dispatch(self.costs, Rules.of(self.problem, warmup, exact_warmup=exact))
         if found.makespan < self.makespan * (1 - SAME):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil
 
-from pipemorph.planning.adapt import adapted_warmup
+from pipemorph.planning.adapt import paper_warmup
 from pipemorph.planning.bounds import hard_caps, tails
 from pipemorph.planning.costs import Costs
 from pipemorph.planning.ir import Schedule
@@ -33,7 +33,7 @@ def slim(problem: Problem, schedule: Schedule, tuning: Tuning | None, table: OpT
     """``schedule`` or a leaner one that is no longer.
 
     ``tuning`` is what made it, None for the paper's order. First the warm-up is held to the
-    adapted counts, then the caps are lowered as far as they go.
+    counts of the paper's rules, then the caps are lowered as far as they go.
     """
     costs = Costs.of(problem)
     tuning = tuning or uniform(costs, hard_caps(problem), IN_ORDER, problem.warmup)
@@ -51,7 +51,7 @@ def slim(problem: Problem, schedule: Schedule, tuning: Tuning | None, table: OpT
             return None
         return found
 
-    warmup = problem.warmup or adapted_warmup(problem)
+    warmup = problem.warmup or paper_warmup(problem)
     held = replace(tuning, warmup=warmup, caps=tuple(map(max, tuning.caps, warmup)))
     if problem.warmup is None and (found := attempt(held)) is not None:
         schedule, tuning = found, held

@@ -1,0 +1,167 @@
+"""Executions written another way than the simulator's, slowly and plainly."""
+
+from __future__ import annotations
+
+from pipemorph.planning import OpKind, Problem, Schedule
+
+Key = tuple[int, OpKind, int]
+
+
+def runs_to_the_end(schedule: Schedule) -> bool:
+    """Exhaustive execution: let any stage whose next op is ready run it, until none can."""
+    position = [0] * schedule.stage_count
+    done: set[tuple[int, str, int]] = set()
+    last = schedule.stage_count - 1
+    moved = True
+    while moved:
+        moved = False
+        for i, ops in enumerate(schedule.stages):
+            if position[i] == len(ops):
+                continue
+            kind, m = ops[position[i]]
+            if kind is OpKind.F:
+                ready = i == 0 or (i - 1, "F", m) in done
+            elif kind is OpKind.W:
+                ready = True
+            else:
+                ready = (i, "F", m) in done if i == last else (i + 1, "B", m) in done
+            if ready:
+                done.add((i, "B" if kind is OpKind.BW else kind.value, m))
+                position[i] += 1
+                moved = True
+    return all(position[i] == len(ops) for i, ops in enumerate(schedule.stages))
+
+
+def fixpoint_ends(schedule: Schedule, problem: Problem) -> dict[Key, float]:
+    """End of every op as the least fixpoint of its constraints (Bellman-Ford, all edges).
+
+    Each constraint reads "this is not before that plus so much": ops after the op before
+    them on the stage and after their message; a message after its send, the message before
+    it in its queue, and the bound on sends; compute after the bound on sends.
+    """
+    end: dict[Key, float] = {}
+    arrival: dict[Key, float] = {}
+    for i, ops in enumerate(schedule.stages):
+        for kind, m in ops:
+            end[i, kind, m] = 0.0
+            arrival[i, kind, m] = 0.0
+    last = schedule.stage_count - 1
+    kinds_up = (OpKind.B, OpKind.BW)
+    changed = True
+    rounds = 0
+    while changed:
+        changed = False
+        rounds += 1
+        assert rounds < 10_000, "no fixpoint: the schedule deadlocks"
+        for i, ops in enumerate(schedule.stages):
+            times = problem.stages[i]
+            took = {
+                OpKind.F: times.forward,
+                OpKind.B: times.backward_input,
+                OpKind.W: times.backward_weight,
+                OpKind.BW: times.backward_input + times.backward_weight,
+            }
+            free = 0.0
+            for kind, m in ops:
+                start = free
+                if kind is OpKind.F and i > 0:
+                    start = max(start, arrival[i - 1, kind, m])
+                elif kind is not OpKind.F and kind is not OpKind.W:
+                    source = (i, OpKind.F, m)
+                    if i < last:
+                        below = OpKind.BW if (i + 1, OpKind.BW, m) in end else OpKind.B
+                        start = max(start, arrival[i + 1, below, m])
+                    else:
+                        start = max(start, end[source])
+                finish = start + took[kind]
+                free = finish
+                if finish > end[i, kind, m]:
+                    end[i, kind, m] = finish
+                    changed = True
+                link = i if kind is OpKind.F else i - 1
+                if kind is OpKind.W or not 0 <= link < last:
+                    continue
+                way = problem.links[link]
+
+                direction = kinds_up if kind is not OpKind.F else (OpKind.F,)
+                history = {
+                    other: arrival[i, same, other]
+                    for other in range(m)
+                    for same in direction
+                    if (i, same, other) in arrival
+                }
+                if way.outstanding is not None and m >= way.outstanding:
+                    free = max(free, history[m - way.outstanding])
+                leaves = free
+                if way.queues is not None and m >= way.queues:
+                    leaves = max(leaves, history[m - way.queues])
+                if leaves + way.delay > arrival[i, kind, m]:
+                    arrival[i, kind, m] = leaves + way.delay
+                    changed = True
+    return end
+
+
+def optimum(problem: Problem) -> float:
+    """The shortest makespan of a split schedule under pure latency, by branch and bound.
+
+    Appends one op to some stage at a time, as early as it can start, which reaches every
+    order. Only for two or three stages and microbatches.
+    """
+    n, count = problem.microbatches, problem.stage_count
+    caps = [n if k is None else min(n, k) for k in problem.in_flight_limits()]
+    delays = [link.delay for link in problem.links]
+    best = float("inf")
+    seen: dict[tuple[tuple[int, int, int], ...], list[list[float]]] = {}
+
+    def extend(
+        done: tuple[tuple[int, int, int], ...],
+        free: tuple[float, ...],
+        ends: dict[tuple[int, str, int], float],
+    ) -> None:
+        """``done[i]`` are the F, B and W run on stage i; ``free[i]`` is when it ended."""
+        nonlocal best
+        left = [
+            (n - f) * times.forward
+            + (n - b) * times.backward_input
+            + (n - w) * times.backward_weight
+            for (f, b, w), times in zip(done, problem.stages, strict=True)
+        ]
+        if max(map(sum, zip(free, left, strict=True))) >= best:
+            return
+        if all(w == n for _, _, w in done):
+            best = max(free)
+            return
+        # What is still waited for. No better than a state seen with the same ops: no use.
+        state = [*free]
+        for i, (f, b, _) in enumerate(done):
+            received = done[i + 1][0] if i < count - 1 else b
+            state += [ends[i, "F", m] for m in range(received, f)]
+            state += [ends[i, "B", m] for m in range(done[i - 1][1] if i else b, b)]
+        earlier = seen.setdefault(done, [])
+        if any(all(a <= z for a, z in zip(old, state, strict=True)) for old in earlier):
+            return
+        earlier.append(state)
+        for i, (f, b, w) in enumerate(done):
+            times = problem.stages[i]
+            choices = []
+            if f < n and f - w < caps[i] and (i == 0 or (i - 1, "F", f) in ends):
+                ready = ends[i - 1, "F", f] + delays[i - 1] if i else 0.0
+                choices.append(("F", f, ready, times.forward, (f + 1, b, w)))
+            if b < f and i == count - 1:
+                ready = ends[i, "F", b]
+                choices.append(("B", b, ready, times.backward_input, (f, b + 1, w)))
+            elif b < f and (i + 1, "B", b) in ends:
+                ready = ends[i + 1, "B", b] + delays[i]
+                choices.append(("B", b, ready, times.backward_input, (f, b + 1, w)))
+            if w < b:
+                choices.append(("W", w, 0.0, times.backward_weight, (f, b, w + 1)))
+            for kind, m, ready, took, after in choices:
+                end = max(ready, free[i]) + took
+                extend(
+                    (*done[:i], after, *done[i + 1 :]),
+                    (*free[:i], end, *free[i + 1 :]),
+                    {**ends, (i, kind, m): end},
+                )
+
+    extend(((0, 0, 0),) * count, (0.0,) * count, {})
+    return best

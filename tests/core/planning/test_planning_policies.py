@@ -1,0 +1,211 @@
+"""Every plan of every policy: valid, within its caps, not below the bound."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from planning_reference import optimum
+from planning_strategies import problems
+
+from pipemorph.errors import InputError
+from pipemorph.planning import (
+    Dispatch,
+    Link,
+    Path,
+    Policy,
+    Problem,
+    StageTimes,
+    link_on,
+    lower_bound,
+    plan,
+    plan_for,
+    predict,
+    validate,
+)
+from pipemorph.planning.adapt import adapted_warmup, initial_warmup, paper_warmup
+from pipemorph.planning.costs import Costs
+from pipemorph.planning.dispatch import Rules, dispatch
+from pipemorph.planning.simulator import from_runs
+
+TEN = StageTimes(forward=10, backward_input=10, backward_weight=10)
+LLM_14B = StageTimes(forward=10, backward_input=10.5, backward_weight=5.5)
+POLICIES = (Policy.GPIPE, Policy.ONE_F_ONE_B, Policy.ZERO_BUBBLE, Policy.PIPEMORPH)
+
+
+def uniform(
+    times: StageTimes, stages: int, microbatches: int, delays: dict[int, float], limit: int | None
+) -> Problem:
+    return Problem(
+        microbatches=microbatches,
+        stages=(times.model_copy(update={"in_flight_limit": limit}),) * stages,
+        links=tuple(Link(delay=delays.get(i, 0.0)) for i in range(stages - 1)),
+    )
+
+
+@given(problem=problems(half_duplex=True))
+@settings(max_examples=200, deadline=None)
+def test_every_plan_is_valid_and_not_below_the_bound(problem: Problem) -> None:
+    limits = problem.in_flight_limits()
+    for policy in POLICIES:
+        if policy is Policy.GPIPE and any(k and k < problem.microbatches for k in limits):
+            with pytest.raises(InputError, match="in_flight_limit is"):
+                plan(problem, policy)
+            continue
+        planned = plan(problem, policy)
+        validate(planned.schedule, limits)
+        assert planned.makespan >= lower_bound(problem)
+        assert planned.lower_bound == lower_bound(problem)
+        peaks = planned.schedule.in_flight_peak()
+        assert all(k is None or peak <= k for peak, k in zip(peaks, limits, strict=True))
+        again = plan(problem, policy)
+        assert again.schedule == planned.schedule, "planning must not depend on anything else"
+
+
+@given(problem=problems(half_duplex=True))
+@settings(max_examples=100, deadline=None)
+def test_pipemorph_is_never_worse_than_the_papers_algorithm(problem: Problem) -> None:
+    paper = dispatch(Costs.of(problem), Rules.of(problem, paper_warmup(problem)))
+    assert plan(problem, Policy.PIPEMORPH).makespan <= paper.makespan * (1 + 1e-9)
+
+
+@given(problem=problems(max_stages=3, max_microbatches=3, queues=False))
+@settings(max_examples=150, deadline=None)
+def test_bound_is_not_above_the_optimum(problem: Problem) -> None:
+    assume(problem.stage_count * problem.microbatches <= 6)
+    best = optimum(problem)
+    assert lower_bound(problem) <= best <= plan(problem).makespan
+
+
+def test_bound_on_three_stages_and_microbatches() -> None:
+    stages = tuple(
+        StageTimes(forward=f, backward_input=b, backward_weight=w, in_flight_limit=k)
+        for f, b, w, k in ((3, 4, 2, 2), (5, 3, 3, None), (2, 6, 1, 2))
+    )
+    problem = Problem(microbatches=3, stages=stages, links=(Link(delay=7), Link(delay=2)))
+    best = optimum(problem)
+    assert lower_bound(problem) <= best == plan(problem).makespan
+
+
+@given(problem=problems(), data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_fixed_warmup_is_kept(problem: Problem, data: st.DataObject) -> None:
+    warmup: list[int] = []
+    most = problem.microbatches
+    for limit in problem.in_flight_limits():
+        most = data.draw(st.integers(1, min(most, limit or most)))
+        warmup.append(most)
+    fixed = problem.with_warmup(warmup)
+    for policy in (Policy.ONE_F_ONE_B, Policy.ZERO_BUBBLE, Policy.PIPEMORPH):
+        assert plan(fixed, policy).schedule.warmup() == tuple(warmup)
+
+
+def test_contract_example() -> None:
+    for limit in (None, 8):
+        planned = plan(uniform(TEN, 4, 12, {0: 20}, limit))
+        assert planned.makespan == planned.lower_bound == 410
+        assert planned.schedule.warmup() == (8, 5, 3, 1)
+        assert planned.schedule.slackness() == (3, 2, 2)
+        assert planned.simulation.bubble_fraction == pytest.approx(0.122, abs=5e-4)
+
+
+def test_in_flight_limits_that_matter() -> None:
+    """Less memory, longer iteration; a limit of 1 is one microbatch after the other."""
+    spans = [plan(uniform(TEN, 4, 12, {0: 20}, limit)).makespan for limit in (1, 2, 4, 6, 8)]
+    assert spans == sorted(spans, reverse=True)
+    assert spans[-1] == 410
+    # F down and B up the pipeline with the link twice, and stage 0's W before its next F.
+    assert spans[0] == 12 * (4 * 20 + 40 + 10)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 5])
+@pytest.mark.parametrize("microbatches", [1, 2, 4, 9])
+def test_short_pipelines(stages: int, microbatches: int) -> None:
+    """N ≤ 2S, where the paper's bound N - 2S on slackness is not positive."""
+    for policy in POLICIES:
+        planned = plan(uniform(TEN, stages, microbatches, {0: 20}, None), policy)
+        validate(planned.schedule)
+
+
+def test_14b_profile() -> None:
+    """What the figures of the README rest on: 60 ms on the last of seven links."""
+
+    def iteration(policy: Policy, path: Path, delay: float, *, half: bool = False) -> float:
+        links = [
+            *[link_on(path, 0.0, half_duplex=half)] * 6,
+            link_on(path, delay, half_duplex=half),
+        ]
+        problem = Problem(microbatches=24, stages=(LLM_14B,) * 8, links=tuple(links))
+        return plan(problem, policy).makespan
+
+    adapted = iteration(Policy.PIPEMORPH, Path.DELEGATED, 60)
+    assert adapted <= 1.15 * iteration(Policy.PIPEMORPH, Path.DIRECT, 0)
+    assert 3 * adapted <= iteration(Policy.ZERO_BUBBLE, Path.DIRECT, 60, half=True)
+    assert 2 * adapted <= iteration(Policy.ZERO_BUBBLE, Path.DIRECT, 60)
+
+
+def test_certified_on_the_profiles_people_run() -> None:
+    for delay in (0.0, 30.0, 60.0):
+        for limit in (None, 16):
+            planned = plan(uniform(LLM_14B, 8, 32, {3: delay}, limit))
+            assert planned.makespan <= planned.lower_bound * 1.01, (delay, limit)
+
+
+def test_adapted_warmup_absorbs_each_delay() -> None:
+    """Absorbed iff tF + tB + 2c ≤ Δ (tF' + tB'); two where nothing is to be absorbed."""
+    assert adapted_warmup(uniform(TEN, 4, 12, {}, None)) == (7, 5, 3, 1)
+    assert adapted_warmup(uniform(TEN, 4, 12, {0: 20}, None)) == (8, 5, 3, 1)
+    assert adapted_warmup(uniform(TEN, 4, 12, {2: 60}, None)) == (12, 10, 8, 1)
+    assert adapted_warmup(uniform(TEN, 4, 12, {2: 60}, 6)) == (6, 6, 6, 1)
+    assert adapted_warmup(uniform(TEN, 4, 12, {2: 1e9}, None)) == (12, 12, 12, 1)
+    idle = StageTimes(forward=0, backward_input=0, backward_weight=0)
+    assert adapted_warmup(uniform(idle, 2, 3, {}, None))[1] == 1
+
+
+def test_initial_warmup_spreads_slackness() -> None:
+    assert initial_warmup(uniform(TEN, 4, 12, {}, 8)) == (8, 6, 4, 1)
+    assert initial_warmup(uniform(TEN, 4, 12, {}, 2)) == (2, 2, 2, 1)
+    assert initial_warmup(uniform(TEN, 1, 12, {}, 2)) == (1,)
+
+
+def test_initial_plan_spends_the_memory_it_is_given() -> None:
+    """Known memory and no slow link yet: slackness for whichever link will be."""
+    planned = plan(uniform(TEN, 4, 16, {}, 12))
+    assert planned.makespan == planned.lower_bound
+    assert planned.schedule.warmup() == (12, 9, 5, 1)
+
+
+def test_exact_is_refused_not_replaced() -> None:
+    with pytest.raises(InputError, match="exact is not part of this build"):
+        plan(uniform(TEN, 2, 2, {}, None), Policy.EXACT)
+
+
+def test_gpipe_refuses_a_warmup_that_is_not_its_own() -> None:
+    with pytest.raises(InputError, match="gpipe runs all 3 F first"):
+        plan(uniform(TEN, 2, 3, {}, None).with_warmup([2, 1]), Policy.GPIPE)
+
+
+def test_plan_for_takes_any_unit_and_carries_over_to_a_plan() -> None:
+    """Seconds in, seconds out; the same order as for milliseconds."""
+    seconds = StageTimes(forward=0.010, backward_input=0.010, backward_weight=0.010)
+    paths = (Path.DELEGATED, Path.DIRECT, Path.DIRECT)
+    planned = plan_for(12, [seconds] * 4, [0.02, 0, 0], paths)
+    assert planned.makespan == pytest.approx(0.410)
+    directive = planned.to_plan(7, paths)
+    assert directive.version == 7
+    assert directive.schedule is planned.schedule
+    assert directive.dispatch is Dispatch.STATIC
+    assert directive.in_flight_limits == (None,) * 4
+
+
+@pytest.mark.parametrize("times", [TEN, LLM_14B])
+@pytest.mark.parametrize("delay", [0.0, 30.0])
+def test_plans_stand_messages_that_are_a_little_late(times: StageTimes, delay: float) -> None:
+    """Holding fewer microbatches must not make a plan brittle."""
+    problem = uniform(times, 8, 32, {6: delay}, None)
+    late = problem.with_delays([link.delay + 4.0 for link in problem.links])
+    ran = dispatch(Costs.of(problem), Rules.of(problem, paper_warmup(problem)))
+    fattest = from_runs(ran.runs, 32).schedule()
+    leaner = plan(problem).schedule
+    assert sum(leaner.in_flight_peak()) <= sum(fattest.in_flight_peak())
+    assert predict(leaner, late) <= 1.02 * predict(fattest, late)

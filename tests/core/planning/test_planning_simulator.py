@@ -1,0 +1,167 @@
+"""The simulator against an execution written another way, and online dispatch."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_reference import fixpoint_ends
+from planning_strategies import problems, random_schedule
+
+from pipemorph.errors import InputError
+from pipemorph.planning import (
+    Dispatch,
+    Link,
+    OpKind,
+    Policy,
+    Problem,
+    Schedule,
+    ScheduleError,
+    StageTimes,
+    plan,
+    predict,
+    simulate,
+    validate,
+)
+from pipemorph.planning.costs import Costs
+from pipemorph.planning.dispatch import Rules, dispatch
+from pipemorph.planning.simulator import from_runs, run_static
+
+TEN = StageTimes(forward=10, backward_input=10, backward_weight=10)
+
+
+@given(problem=problems(limits=False), seed=st.integers(0, 2**32))
+@settings(max_examples=150, deadline=None)
+def test_static_equals_the_fixpoint_of_its_constraints(problem: Problem, seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(20):
+        schedule = random_schedule(rng, problem.stage_count, min(4, problem.microbatches))
+        problem = problem.model_copy(update={"microbatches": schedule.microbatches})
+        try:
+            validate(schedule)
+        except ScheduleError:
+            with pytest.raises(ScheduleError, match="waits for ever"):
+                run_static(schedule, Costs.of(problem))
+            continue
+        ends = fixpoint_ends(schedule, problem)
+        simulation = simulate(schedule, problem)
+        for i, ops in enumerate(simulation.stages):
+            for op in ops:
+                assert op.end == ends[i, op.kind, op.microbatch]
+        assert simulation.makespan == predict(schedule, problem) == max(ends.values())
+
+
+@given(problem=problems(half_duplex=True))
+@settings(max_examples=150, deadline=None)
+def test_plans_equal_the_fixpoint_of_their_constraints(problem: Problem) -> None:
+    full = [link.model_copy(update={"half_duplex": False}) for link in problem.links]
+    problem = problem.model_copy(update={"links": tuple(full)})
+    for policy in (Policy.ONE_F_ONE_B, Policy.ZERO_BUBBLE, Policy.PIPEMORPH):
+        schedule = plan(problem, policy).schedule
+        assert predict(schedule, problem) == max(fixpoint_ends(schedule, problem).values())
+
+
+def test_the_third_send_blocks_compute_until_the_first_has_arrived() -> None:
+    """F0, F1, F2 end at 1, 2, 3; F0 arrives at 11, so F3 starts at 11, not at 3."""
+    stages = (
+        StageTimes(forward=1, backward_input=0, backward_weight=0),
+        StageTimes(forward=0, backward_input=0, backward_weight=0),
+    )
+    schedule = Schedule.decode(4, ["F0 F1 F2 F3 BW0 BW1 BW2 BW3", "F0 F1 F2 F3 BW0 BW1 BW2 BW3"])
+
+    def forwards(link: Link) -> tuple[list[float], list[float]]:
+        problem = Problem(microbatches=4, stages=stages, links=(link,))
+        simulation = simulate(schedule, problem)
+        return tuple(  # type: ignore[return-value]
+            [op.start for op in ops if op.kind is OpKind.F] for ops in simulation.stages
+        )
+
+    assert forwards(Link(delay=10)) == ([0, 1, 2, 3], [11, 12, 13, 14])
+    assert forwards(Link(delay=10, queues=1)) == ([0, 1, 2, 3], [11, 21, 31, 41])
+    assert forwards(Link(delay=10, queues=1, outstanding=2)) == ([0, 1, 2, 11], [11, 21, 31, 41])
+    assert forwards(Link(delay=10, queues=2)) == ([0, 1, 2, 3], [11, 12, 21, 22])
+
+
+def test_figures_of_the_paper() -> None:
+    """S=4, N=12: 390 at no delay; kept as it is, 400 at 10 and 440 at 20 ms on link 0."""
+    problem = Problem(microbatches=12, stages=(TEN,) * 4, links=(Link(),) * 3)
+    planned = plan(problem.with_warmup([7, 5, 3, 1]), Policy.ZERO_BUBBLE)
+    assert planned.schedule.warmup() == (7, 5, 3, 1)
+    assert [
+        simulate(planned.schedule, problem.with_delays([delay, 0, 0])).makespan
+        for delay in (0, 10, 20)
+    ] == [390, 400, 440]
+    online = simulate(planned.schedule, problem.with_delays([20, 0, 0]), Dispatch.ONLINE)
+    assert online.makespan == 410
+
+
+def test_bubble_fraction_is_idle_time_over_all_time() -> None:
+    problem = Problem(microbatches=12, stages=(TEN,) * 4, links=(Link(),) * 3)
+    simulation = plan(problem, Policy.ZERO_BUBBLE).simulation
+    assert simulation.makespan == 390
+    assert simulation.bubble_fraction == pytest.approx((390 - 360) / 390)
+    nothing = StageTimes(forward=0, backward_input=0, backward_weight=0)
+    still = Problem(microbatches=3, stages=(nothing,) * 2, links=(Link(),))
+    assert plan(still).simulation.bubble_fraction == 0.0
+
+
+@given(problem=problems(half_duplex=True), seed=st.integers(0, 2**32))
+@settings(max_examples=200, deadline=None)
+def test_online_inside_the_condition_never_deadlocks(problem: Problem, seed: int) -> None:
+    """Warm-up, caps and slots at the edge of the condition, any delays, split and fused."""
+    rng = random.Random(seed)
+    caps = [k or problem.microbatches for k in problem.in_flight_limits()]
+    warmup: list[int] = []
+    for i in range(problem.stage_count):
+        most = min(caps[: i + 1])
+        warmup.append(rng.randint(1, min([most, *warmup[-1:]])))
+    slots = [max(1, warmup[i] - warmup[i + 1]) for i in range(len(problem.links))]
+    fused = [rng.random() < 0.3 for _ in problem.stages]
+    rules = Rules.of(problem, warmup, fused=fused, slots=slots)
+    costs = Costs.of(problem)
+    ran = dispatch(costs, rules)
+    schedule = from_runs(ran.runs, problem.microbatches).schedule()
+    validate(schedule, problem.in_flight_limits())
+    reached = zip(schedule.warmup(), warmup, strict=True)
+    assert all(x >= min(y, problem.microbatches) for x, y in reached)
+    # The order it found, run as a plan, starts no op later: it never had to choose.
+    if not any(costs.half_duplex):
+        assert predict(schedule, problem) <= ran.makespan
+
+
+def test_online_outside_the_condition_can_deadlock() -> None:
+    """Rising warm-up: stage 1 wants two forwards before stage 0 may send the second."""
+    problem = Problem(microbatches=3, stages=(TEN,) * 2, links=(Link(),))
+    with pytest.raises(InputError, match="waits for ever"):
+        dispatch(Costs.of(problem), Rules(warmup=(1, 2), caps=(1, 3)))
+    with pytest.raises(ScheduleError):
+        Rules.of(problem, [1, 2])
+
+
+@given(problem=problems(limits=False, half_duplex=True))
+@settings(max_examples=100, deadline=None)
+def test_online_and_static_agree_where_there_is_nothing_to_choose(problem: Problem) -> None:
+    """One microbatch: every stage runs F, B, W."""
+    problem = problem.model_copy(update={"microbatches": 1})
+    schedule = plan(problem, Policy.ZERO_BUBBLE).schedule
+    online = simulate(schedule, problem, Dispatch.ONLINE)
+    assert online == simulate(schedule, problem)
+
+
+def test_a_plan_must_fit_the_problem() -> None:
+    problem = Problem(microbatches=2, stages=(TEN,) * 2, links=(Link(),))
+    schedule = plan(problem).schedule
+    with pytest.raises(InputError, match="the plan has 2 stages, the problem 1"):
+        simulate(schedule, Problem(microbatches=2, stages=(TEN,)))
+    with pytest.raises(InputError, match="the plan has 2 microbatches, the problem 3"):
+        simulate(schedule, problem.model_copy(update={"microbatches": 3}))
+
+
+def test_a_stage_with_both_backward_forms_has_no_online_order() -> None:
+    problem = Problem(microbatches=2, stages=(TEN,))
+    mixed = Schedule.decode(2, ["F0 F1 BW0 B1 W1"])
+    simulate(mixed, problem)
+    with pytest.raises(ScheduleError, match="one form per stage"):
+        simulate(mixed, problem, Dispatch.ONLINE)

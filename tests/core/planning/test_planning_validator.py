@@ -1,0 +1,114 @@
+"""The validator: what it names, and that its deadlock criterion is the truth."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from planning_reference import runs_to_the_end
+from planning_strategies import random_schedule
+
+from pipemorph.errors import InputError
+from pipemorph.planning import Schedule, ScheduleError, validate, validate_online
+
+
+def check(stages: list[str], microbatches: int, limits: list[int | None] | None = None) -> None:
+    validate(Schedule.decode(microbatches, stages), limits)
+
+
+def test_accepts_split_fused_and_both_on_one_stage() -> None:
+    check(["F0 F1 B0 W0 B1 W1", "F0 BW0 F1 BW1"], 2, [2, 1])
+    check(["F0 F1 BW0 B1 W1"], 2)
+
+
+@pytest.mark.parametrize(
+    ("stages", "stage", "position", "words"),
+    [
+        (["F0 B0 W0 F1 B1"], 0, None, "the ops end after 1 of 2 W; expected W1"),
+        (["F0 B0 W0"], 0, None, "the ops end after 1 of 2 F; expected F1"),
+        (["F0 F0 B0 W0 F1 B1 W1"], 0, 1, "found F0; expected F1"),
+        (["F1 F0 B0 W0 B1 W1"], 0, 0, "found F1; expected F0"),
+        (["F0 F1 F2 B0 B1 W0 W1"], 0, 2, "found F2; expected no more of this kind"),
+        (["B0 F0 W0 F1 B1 W1"], 0, 0, "found B0; expected F0 before it"),
+        (["F0 W0 B0 F1 B1 W1"], 0, 1, "found W0; expected B0 before it"),
+        (["F0 F1 B1 B0 W0 W1"], 0, 2, "found B1; expected B0"),
+        (["F0 F1 B0 B1 W1 W0"], 0, 4, "found W1; expected W0"),
+        (["F0 F1 B0 BW1 W0"], 0, 3, "found BW1; expected W0 first"),
+        (["F0 F1 BW0 W0 B1 W1"], 0, 3, "found W0; expected W1"),
+        (["F0 B0 W0 F1 B1 W1", "F0 F1 B0 W0 B1 W1"], 0, 1, "at least 2 F before it"),
+    ],
+)
+def test_names_the_offending_op(
+    stages: list[str], stage: int, position: int | None, words: str
+) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        check(stages, 2)
+    assert (caught.value.stage, caught.value.position) == (stage, position)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_names_the_op_that_exceeds_a_cap() -> None:
+    with pytest.raises(ScheduleError, match="stage 0, position 2: found F2 with 2 microbatches"):
+        check(["F0 F1 F2 B0 W0 B1 W1 B2 W2"], 3, [2])
+    check(["F0 F1 F2 B0 W0 B1 W1 B2 W2"], 3, [3])
+    check(["F0 F1 F2 B0 W0 B1 W1 B2 W2"], 3, [None])
+
+
+def test_in_flight_ends_at_w_not_at_b() -> None:
+    with pytest.raises(ScheduleError, match="found F1"):
+        check(["F0 B0 F1 W0 B1 W1"], 2, [1])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "limits", "words"),
+    [
+        (Schedule(0, ((),)), None, "at least 1 microbatch"),
+        (Schedule(1, ()), None, "at least one stage"),
+        (Schedule.decode(1, ["F0 B0 W0"]), [1, 1], "2 in-flight limits for 1 stages"),
+    ],
+)
+def test_refuses_what_is_no_schedule(
+    schedule: Schedule, limits: list[int | None] | None, words: str
+) -> None:
+    with pytest.raises(InputError, match=words):
+        validate(schedule, limits)
+
+
+def test_deadlock_criterion_equals_exhaustive_execution() -> None:
+    rng = random.Random(3)
+    deadlocks = 0
+    for _ in range(4000):
+        schedule = random_schedule(rng, rng.randint(1, 4), rng.randint(1, 4))
+        try:
+            validate(schedule)
+            passed = True
+        except ScheduleError:
+            passed = False
+        assert passed == runs_to_the_end(schedule), schedule.encode()
+        deadlocks += not passed
+    assert 400 < deadlocks < 3600, f"{deadlocks} of 4000: one side is hardly tested"
+
+
+@pytest.mark.parametrize(
+    ("warmup", "limits", "slots", "words"),
+    [
+        ([2, 3], [None, None], None, "stage 1: warm-up is 3; expected at most 2"),
+        ([3, 1], [2, None], None, "stage 0: warm-up is 3; expected at most 2"),
+        ([2, 2], [2, 1], None, "stage 1: warm-up is 2; expected at most 1"),
+        ([2, 2], [1, 2], None, "stage 0: warm-up is 2; expected at most 1"),
+        ([0], [None], None, "expected at least 1"),
+        ([4, 1], [None, None], [2], "link 0 has 2 forward slots; expected at least 3"),
+        ([1, 1], [None, None], [0], "link 0 has 0 forward slots; expected at least 1"),
+    ],
+)
+def test_online_condition(
+    warmup: list[int], limits: list[int | None], slots: list[int | None] | None, words: str
+) -> None:
+    with pytest.raises(ScheduleError, match=words):
+        validate_online(warmup, limits, slots)
+
+
+def test_online_condition_at_its_edge() -> None:
+    validate_online([4, 2, 1], [4, 2, 1], [2, 1])
+    validate_online([4, 2, 1], [None, None, None], [None, None])
