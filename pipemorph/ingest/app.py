@@ -11,6 +11,7 @@ import asyncio
 import logging
 import socket
 import ssl
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -23,6 +24,9 @@ from pipemorph.ingest.seats import Authenticator, JobStore, Refused
 from pipemorph.wire import MAX_REPORT_BYTES
 
 log = logging.getLogger("pipemorph.ingest")
+
+OnAnswer = Callable[[str, int, float], None]
+"""Hears of an answer: ``report`` or ``poll``, HTTP status, seconds it took."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,12 @@ def make_app(
     authenticator: Authenticator,
     *,
     timeouts: Timeouts | None = None,
+    on_answer: OnAnswer | None = None,
 ) -> web.Application:
-    """The application, for a host that has an aiohttp server already."""
+    """The application, for a host that has an aiohttp server already.
+
+    ``on_answer`` hears of every answer, for metrics.
+    """
     limits = timeouts or Timeouts()
     peers = _Peers()
 
@@ -120,10 +128,14 @@ def make_app(
         )
 
     def answering(
-        decide: Callable[[web.Request], Awaitable[Reply]],
+        kind: str, decide: Callable[[web.Request], Awaitable[Reply]]
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def respond(request: web.Request) -> web.Response:
-            return _response(await decide(request))
+            began = time.monotonic()
+            reply = await decide(request)
+            if on_answer is not None:
+                on_answer(kind, reply.status, time.monotonic() - began)
+            return _response(reply)
 
         return respond
 
@@ -142,8 +154,8 @@ def make_app(
 
     app = web.Application(middlewares=[one_line_errors], client_max_size=MAX_REPORT_BYTES)
     app[_HANDLER], app[_PEERS] = handler, peers
-    app.router.add_post("/v1/jobs/{namespace}/{name}/reports", answering(reports))
-    app.router.add_get("/v1/jobs/{namespace}/{name}/directive", answering(directive))
+    app.router.add_post("/v1/jobs/{namespace}/{name}/reports", answering("report", reports))
+    app.router.add_get("/v1/jobs/{namespace}/{name}/directive", answering("poll", directive))
     app.on_shutdown.append(_release_polls)
     return app
 
@@ -184,12 +196,14 @@ class IngestServer:
         tls: ssl.SSLContext | None = None,
         limits: Limits | None = None,
         timeouts: Timeouts | None = None,
+        on_answer: OnAnswer | None = None,
     ) -> None:
         self.handler = IngestHandler(store, limits=limits)
         self._authenticator = authenticator
         self._address = (host, port)
         self._tls = tls
         self._timeouts = timeouts or Timeouts()
+        self._on_answer = on_answer
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
 
@@ -204,7 +218,12 @@ class IngestServer:
 
     async def start(self) -> None:
         """Bind and serve. Raises OSError if the address is taken."""
-        app = make_app(self.handler, self._authenticator, timeouts=self._timeouts)
+        app = make_app(
+            self.handler,
+            self._authenticator,
+            timeouts=self._timeouts,
+            on_answer=self._on_answer,
+        )
         runner = web.AppRunner(
             app,
             access_log=None,
