@@ -53,10 +53,10 @@ def run_job(manifest: str, out: Path, *, force: bool = False, stream: TextIO = s
     folder = OutFolder.claim(out, force=force)
 
     journal, events = Journal(), Events()
-    progress = Progress(stream, job, journal)
     run = RunRecord(job, time.time())
     with ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts(events))
+        progress = Progress(stream, job, journal, on_closed=interrupts.output_closed)
         refresh = stack.enter_context(collected_logs(progress))
         service = stack.enter_context(ControlService(job, journal))
         warden = Warden()
@@ -109,7 +109,11 @@ class _Host:
         self.warden.tell("keep", str(private.root))
         try:
             with RankSet(self.warden, self._rank_exited) as ranks:
-                self._start_ranks(ranks, number, private)
+                try:
+                    self._start_ranks(ranks, number, private)
+                except OSError as error:
+                    started = f"only {len(ranks.ranks)} of the ranks could be started: {error}"
+                    return record.end(Ending(End.FAILED, started), time.time())
                 ending = supervise(
                     ranks,
                     self.events,
@@ -122,8 +126,7 @@ class _Host:
         finally:
             private.remove()
             self.warden.tell("drop", str(private.root))
-        record.end(ending, time.time())
-        return ending
+        return record.end(ending, time.time())
 
     def tries_again(self, ending: Ending, run: RunRecord) -> bool:
         """Whether ``spec.failurePolicy`` grants another attempt; says so if it does."""
@@ -135,9 +138,7 @@ class _Host:
         self.progress.note(describe(ending))
         checkpoint = self.job.spec.checkpoint
         where = "the newest checkpoint" if checkpoint and checkpoint.resume else "the beginning"
-        self.progress.note(
-            f"attempt {len(run.attempts)} of at most {restarts} restarts begins from {where}"
-        )
+        self.progress.note(f"restart {len(run.attempts)} of at most {restarts}, from {where}")
         return True
 
     def _start_ranks(self, ranks: RankSet, number: int, private: PrivateFolder) -> None:

@@ -1,4 +1,7 @@
-"""Ctrl-C, SIGTERM and a closed terminal, as events of the run instead of exceptions."""
+"""Ctrl-C, SIGTERM and a closed terminal, as events of the run instead of exceptions.
+
+A signal that was ignored when the run began stays ignored: ``nohup`` asks for that.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,13 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         for number in SIGNALS:
-            self._previous[number] = signal.signal(number, self._handle)
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._handle)
         return self
+
+    def output_closed(self) -> None:
+        """Nobody reads our output any more (``| head``): as if SIGPIPE had come."""
+        self._handle(signal.SIGPIPE, None)
 
     def __exit__(self, *_: Any) -> None:
         for number, handler in self._previous.items():

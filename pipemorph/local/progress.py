@@ -73,7 +73,10 @@ def links_phrase(links: tuple[LinkHealth, ...]) -> str:
 
 
 class Progress:
-    """Shows a journal as it fills. ``update`` it a few times a second."""
+    """Shows a journal as it fills. ``update`` it a few times a second.
+
+    ``on_closed`` is called once if ``stream`` cannot be written any more.
+    """
 
     def __init__(
         self,
@@ -81,9 +84,12 @@ class Progress:
         job: PipeMorphJob,
         journal: Journal,
         *,
+        on_closed: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = stream
+        self._on_closed = on_closed
+        self._closed = False
         self._live = stream.isatty()
         self._job = job
         self._journal = journal
@@ -155,8 +161,14 @@ class Progress:
             self._write(ERASE_LINE + shown)
 
     def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+        if self._closed:
+            return
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except OSError:
+            self._closed = True
+            self._on_closed()
 
 
 def _columns(stream: TextIO) -> int:

@@ -26,8 +26,10 @@ class AttemptRecord:
     ended_at: float | None = None
     ending: Ending | None = None
 
-    def end(self, ending: Ending, now: float) -> None:
+    def end(self, ending: Ending, now: float) -> Ending:
+        """Note how it ended; returns ``ending``."""
         self.ending, self.ended_at = ending, now
+        return ending
 
     def record(self) -> dict[str, Any]:
         return {

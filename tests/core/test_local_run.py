@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from local_support import DEADLINE, LocalRun, until
+from local_support import DEADLINE, MARK, LocalRun, until
+
+from pipemorph.local import run_job
+from pipemorph.local.ranks import RankSet, Seat
 
 Runs = Callable[..., LocalRun]
 
@@ -207,6 +212,26 @@ def test_ranks_go_with_the_host_even_without_its_warden(runs: Runs) -> None:
     until(lambda: not run.processes(), f"ranks gone, left: {run.processes()}", 10)
 
 
+def test_a_machine_that_cannot_start_all_ranks(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = runs(others="wait", env={})
+    start = RankSet.start
+
+    def limited(self: RankSet, seat: Seat, *rest: Any) -> None:
+        if seat.rank == 2:
+            raise OSError("Resource temporarily unavailable")
+        start(self, seat, *rest)
+
+    monkeypatch.setattr(RankSet, "start", limited)
+    monkeypatch.chdir(run.folder)
+    monkeypatch.setenv(MARK, run.mark)
+    monkeypatch.setattr(tempfile, "tempdir", str(run.folder / "tmp"))
+    stream = io.StringIO()
+    assert run_job("job.yaml", Path("out"), stream=stream) == 1
+    assert "only 2 of the ranks could be started: Resource" in stream.getvalue()
+    assert run.report()["completed"] is False
+    assert run.processes() == [] and run.leftovers() == []
+
+
 def test_a_job_whose_time_is_over(runs: Runs) -> None:
     run = runs(others="wait", spec={"activeDeadlineSeconds": 2})
     status, output = run.finish()
@@ -220,7 +245,7 @@ def test_a_restart_is_a_new_attempt_with_a_new_secret(runs: Runs) -> None:
     run = runs({2: "recover"}, others="recover", spec={"failurePolicy": {"maxRestarts": 2}})
     status, output = run.finish()
     assert status == 0, output
-    assert "begins from the beginning" in output
+    assert "restart 1 of at most 2, from the beginning" in output
     attempts = run.report()["attempts"]
     assert [(a["number"], a["end"]) for a in attempts] == [(0, "failed"), (1, "completed")]
     first, second = run.seen_by(0, 0), run.seen_by(0, 1)
@@ -330,16 +355,29 @@ def test_an_out_folder_that_cannot_be_made(runs: Runs) -> None:
     assert output.count("\n") == 1 and "--out out cannot be used" in output
 
 
-def test_the_job_may_be_started_from_a_pipe(runs: Runs) -> None:
-    """A closed reader (``| head``) must not leave ranks behind."""
-    run = runs(others="wait")
+def test_a_reader_that_goes_away_ends_the_run(runs: Runs) -> None:
+    """``| head``: nobody would see how it ends, but the report is there."""
+    run = runs({1: "die 3"}, others="wait", spec={"failurePolicy": {"maxRestarts": 1000}})
     host = run.start()
     assert host.stdout is not None
     host.stdout.close()
-    host.send_signal(signal.SIGTERM)
     host.wait(DEADLINE)
-    until(lambda: not run.processes(), "ranks gone", 10)
-    assert run.leftovers() == []
+    assert host.returncode != 0
+    assert run.report()["completed"] is False
+    assert_clean(run)
+
+
+def test_nohup_is_heeded(runs: Runs) -> None:
+    run = runs(others="wait")
+    with_nohup = ["nohup", *run.command()]
+    run.command = lambda *extra: with_nohup  # type: ignore[method-assign]
+    host = run.start()
+    host.send_signal(signal.SIGHUP)
+    host.send_signal(signal.SIGTERM)
+    status, output = ended(run)
+    assert status == 130
+    assert "SIGTERM: stopping" in output and "SIGHUP" not in output
+    assert_clean(run)
 
 
 def test_usage_is_one_line() -> None:
