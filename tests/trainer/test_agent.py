@@ -85,7 +85,10 @@ class Ingest:
         self.loop.call_soon_threadsafe(self._issue, epoch)
 
     def _issue(self, epoch: int) -> None:
-        self.directive = directive(epoch)
+        self._serve(directive(epoch))
+
+    def _serve(self, newest: Directive) -> None:
+        self.directive = newest
         self._changed.set()
 
     async def _up(self) -> None:
@@ -498,3 +501,36 @@ def test_windows_of_a_link_arrive_in_the_order_they_were_measured(
     one.publish(telemetry(1, links=[sample(p50=p50, iteration=7) for p50 in series]))
     until(lambda: len(ingest.links()) == len(series), "every window")
     assert [link.wire.p50 for link in ingest.links()] == series
+
+
+def test_a_rank_that_does_not_read_holds_up_nobody(
+    ingest: Ingest, line: Callable[[int], AgentClient]
+) -> None:
+    """Its plans wait in the agent; a plan of many stages is larger than a socket's buffer."""
+    zero, deaf = line(0), line(1)
+    for epoch in range(1, 6):
+        large = Directive(
+            epoch=epoch,
+            issued_at=time.time(),
+            reason="large",
+            plan=PlanMessage.of(plan(epoch, stages=32, microbatches=256)),
+        )
+        ingest.loop.call_soon_threadsafe(ingest._serve, large)
+        found = until(zero.newest_plan, "the plan at rank 0")
+        assert found.version == epoch
+    assert until(deaf.newest_plan, "a plan at the deaf rank, once it reads").version >= 1
+    until(lambda: deaf.newest_plan() is not None or deaf._seen_version == 5, "the newest plan")
+
+
+def test_a_full_queue_drops_finished_iterations_last() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = AgentClient(0, SECRET, "127.0.0.1", silent.getsockname()[1])
+        for index in range(2 * QUEUED_MESSAGES):
+            done = finished(index) if index % 4 == 0 else None
+            client.publish(telemetry(0, iteration=index, finished_iteration=done))
+        kept = [json.loads(payload[4:]) for _, payload in client._queue]
+        client.close()
+    assert len(kept) == QUEUED_MESSAGES and client.dropped >= QUEUED_MESSAGES
+    left = [m["iteration"] for m in kept if m["finished_iteration"] is not None]
+    assert left == list(range(0, 2 * QUEUED_MESSAGES, 4))
+    assert kept[-1]["iteration"] == 2 * QUEUED_MESSAGES - 1
