@@ -7,6 +7,7 @@ seconds. Times that come out are in the unit of the times that went in.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -219,10 +220,18 @@ def describe(error: ValidationError) -> str:
     return f"{name}: {shown(found)} {wrong}" if name else f"{shown(found)} {wrong}"
 
 
+def _load(text: str) -> object:
+    try:
+        # Not left to YAML, which takes JSON's 1e3 for a string and is slow.
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return yaml.safe_load(text)
+
+
 def read_mapping(text: str, *, what: str) -> dict[str, Any]:
     """YAML or JSON text as a mapping. Raises :class:`InputError` of one line."""
     try:
-        data = yaml.safe_load(text)
+        data = _load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""

@@ -1,0 +1,92 @@
+"""Text, PNG and Chrome traces of timelines, simulated and measured."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pipemorph.pictures import Message, Timeline, chrome_trace, render_png, render_text
+from pipemorph.pictures.timeline import idle_fraction, in_flight
+from pipemorph.planning import Link, OpKind, Policy, Problem, StageTimes, TimedOp, plan
+
+TEN = StageTimes(forward=10, backward_input=10, backward_weight=10)
+
+
+def timeline(policy: Policy = Policy.ZERO_BUBBLE, delay: float = 0.0) -> Timeline:
+    links = (Link(delay=delay), Link())
+    planned = plan(Problem(microbatches=4, stages=(TEN,) * 3, links=links), policy)
+    return Timeline.of_simulation(planned.simulation, planned.problem, title="three stages")
+
+
+def test_simulated_times_are_seconds() -> None:
+    drawn = timeline()
+    assert drawn.begin == 0
+    assert drawn.end == pytest.approx(0.140)
+    assert drawn.messages == ()
+
+
+def test_delayed_messages_are_drawn_both_ways() -> None:
+    messages = timeline(delay=20).messages
+    assert {m.link for m in messages} == {0}
+    assert sum(m.forward for m in messages) == sum(not m.forward for m in messages) == 4
+    assert messages[0] == Message(0, True, 0, pytest.approx(0.01), pytest.approx(0.03))
+
+
+def test_in_flight_goes_from_f_start_to_w_end() -> None:
+    ops = [
+        TimedOp(OpKind.F, 0, 0, 1),
+        TimedOp(OpKind.F, 1, 1, 2),
+        TimedOp(OpKind.BW, 0, 2, 4),
+        TimedOp(OpKind.B, 1, 4, 5),
+        TimedOp(OpKind.W, 1, 6, 7),
+    ]
+    assert in_flight(ops) == [(0, 1), (1, 2), (4, 1), (7, 0)]
+    assert idle_fraction(ops, 0, 7) == pytest.approx(1 / 7)
+    assert idle_fraction([], 0, 0) == 0
+
+
+def test_text_shows_each_op_and_each_bubble() -> None:
+    lines = render_text(timeline(), width=14).splitlines()
+    assert lines[0] == "three stages"
+    assert lines[1].startswith("stage 0 |FfFf·")
+    assert lines[3].startswith("stage 2 |··FB")
+    assert all(len(line.split("|")[1]) == 14 for line in lines[1:4])
+    assert lines[4].endswith("140 ms")
+    assert "X fused backward" in render_text(timeline(Policy.ONE_F_ONE_B))
+
+
+def test_text_of_nothing() -> None:
+    assert "stage 0" in render_text(Timeline([[]]))
+
+
+def test_chrome_trace_is_what_the_viewer_reads() -> None:
+    trace = json.loads(json.dumps(chrome_trace(timeline(delay=20))))
+    events = trace["traceEvents"]
+    ops = [e for e in events if e["ph"] == "X"]
+    assert len(ops) == 3 * 4 * 3
+    first = ops[0]
+    assert (first["name"], first["ts"], first["dur"], first["tid"]) == ("F0", 0, 10_000, 0)
+    sent = {e["id"]: e for e in events if e["ph"] == "s"}
+    received = {e["id"]: e for e in events if e["ph"] == "f"}
+    assert len(sent) == 8 and sent.keys() == received.keys()
+    assert all(received[k]["ts"] - sent[k]["ts"] == 20_000 for k in sent)
+    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {
+        "stage 0",
+        "stage 1",
+        "stage 2",
+    }
+
+
+def test_a_measured_timeline_starts_anywhere_and_has_marks() -> None:
+    ops = [TimedOp(OpKind.F, 0, 1000.0, 1000.5), TimedOp(OpKind.BW, 0, 1001.0, 1002.0)]
+    measured = Timeline([ops], marks=[(1001.0, "epoch 2")])
+    assert (measured.begin, measured.end) == (1000.0, 1002.0)
+    mark = next(e for e in chrome_trace(measured)["traceEvents"] if e["ph"] == "i")
+    assert (mark["name"], mark["ts"]) == ("epoch 2", 1e6)
+
+
+@pytest.mark.parametrize("policy", [Policy.ZERO_BUBBLE, Policy.ONE_F_ONE_B])
+def test_png_is_a_png(policy: Policy) -> None:
+    pytest.importorskip("matplotlib")
+    assert render_png(timeline(policy, delay=20)).startswith(b"\x89PNG")
