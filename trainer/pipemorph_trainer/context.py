@@ -11,6 +11,7 @@ PIPEMORPH_ATTEMPT      attempt number, from 0
 PIPEMORPH_SECRET_FILE  file with the attempt's engine secret
 PIPEMORPH_INGEST_URL   base URL of the ingest; without it there is no agent
 PIPEMORPH_TOKEN_FILE   file with the bearer token for the ingest
+PIPEMORPH_CA_FILE      PEM file the agent trusts the ingest's certificate by
 PIPEMORPH_TRACE_DIR    folder for per-rank op traces; without it none are written
 ====================== ==========================================================
 
