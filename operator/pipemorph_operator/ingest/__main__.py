@@ -1,0 +1,173 @@
+"""``python -m pipemorph_operator.ingest``: the ingest's process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import ssl
+from pathlib import Path
+
+from pipemorph.ingest import IngestServer
+from pipemorph_operator import serve
+from pipemorph_operator.api import Cluster, path
+from pipemorph_operator.ingest.auth import PodTokenAuthenticator
+from pipemorph_operator.ingest.store import ClusterStore
+from pipemorph_operator.metrics import REPORT_SECONDS, REPORTS
+
+log = logging.getLogger("pipemorph.ingest")
+
+TICK_SECONDS = 1.0
+CERTIFICATE_SECONDS = 60.0
+"""Between two looks at the certificate's files, which are renewed in place."""
+SLICE = 50
+"""Jobs looked at before reports get a turn again."""
+
+
+def certificate(options: argparse.Namespace) -> ssl.SSLContext | None:
+    """TLS as the files say. Raises OSError or ssl.SSLError if they cannot be used."""
+    if options.plain_http:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(options.tls_cert, options.tls_key)
+    return context
+
+
+async def renew(context: ssl.SSLContext, cert: str, key: str) -> None:
+    """Take up a renewed certificate, for connections from then on."""
+
+    def stamp() -> tuple[int, int]:
+        return Path(cert).stat().st_mtime_ns, Path(key).stat().st_mtime_ns
+
+    used = stamp()
+    while True:
+        await asyncio.sleep(CERTIFICATE_SECONDS)
+        try:
+            found = stamp()
+            if found != used:
+                context.load_cert_chain(cert, key)
+                used = found
+                log.info("the certificate was renewed")
+        except (OSError, ssl.SSLError) as error:
+            log.error("the certificate could not be renewed, the old one stays: %s", error)
+
+
+async def follow(cluster: Cluster, store: ClusterStore, namespace: str | None) -> None:
+    """Keep the store's jobs those of the API server."""
+
+    def lost(error: Exception) -> None:
+        log.warning("the watch of jobs broke off: %s", str(error) or type(error).__name__)
+
+    async for kind, body in cluster.watch(path("PipeMorphJob", namespace), lost):
+        try:
+            store.changed(kind, body, namespace)
+        except Exception:
+            # One job's surprise must not stop the others.
+            log.exception("a job could not be taken in")
+
+
+async def tick(server: IngestServer, store: ClusterStore) -> None:
+    """Let time pass for every job, and write what is due."""
+    busy: dict[tuple[str, str], asyncio.Task[None]] = {}
+    while True:
+        for i, key in enumerate(store.keys):
+            if i % SLICE == SLICE - 1:
+                await asyncio.sleep(0)
+            if key in busy:
+                continue
+            # Each in a task: a slow API server holds one job's write, not the others' time.
+            busy[key] = task = asyncio.create_task(_look(server, store, key))
+            task.add_done_callback(lambda _, key=key: busy.pop(key, None))
+        await asyncio.sleep(TICK_SECONDS)
+
+
+async def _look(server: IngestServer, store: ClusterStore, key: tuple[str, str]) -> None:
+    try:
+        await server.handler.tick(*key)
+        await store.look(key)
+    except Exception:
+        log.exception("%s/%s could not be looked at", *key)
+
+
+def heard(kind: str, status: int, seconds: float) -> None:
+    """Count an answer."""
+    REPORTS.labels(kind=kind, code=str(status)).inc()
+    if kind == "report":
+        REPORT_SECONDS.observe(seconds)
+
+
+async def run(options: argparse.Namespace) -> None:
+    """Run until SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    context = certificate(options)
+    async with await Cluster.configured() as cluster:
+        store = ClusterStore(cluster, namespaces=options.namespace)
+        server = IngestServer(
+            store,
+            PodTokenAuthenticator(cluster, store.expected),
+            host=options.host,
+            port=options.port,
+            tls=context,
+            on_answer=heard,
+        )
+        http = await serve.start(options.host, options.metrics_port, lambda: store.synced)
+        everywhere: list[str | None] = [None]
+        tasks = [
+            asyncio.create_task(follow(cluster, store, namespace))
+            for namespace in [*options.namespace] or everywhere
+        ]
+        if context is not None:
+            tasks.append(asyncio.create_task(renew(context, options.tls_cert, options.tls_key)))
+        try:
+            async with server:
+                log.info("serving at %s", server.url)
+                tasks.append(asyncio.create_task(tick(server, store)))
+                stopping = asyncio.create_task(stop.wait())
+                # A task that ends before the process is asked to is a fault: end with it.
+                await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
+                for task in tasks:
+                    if task.done():
+                        task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+            await http.cleanup()
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="pipemorph-ingest", description=__doc__)
+    made.add_argument(
+        "--namespace", action="append", default=[], help="serve only this one; may be repeated"
+    )
+    made.add_argument("--host", default="0.0.0.0", help="address to serve at")
+    made.add_argument("--port", type=int, default=8443)
+    made.add_argument("--tls-cert", help="PEM file with the certificate chain")
+    made.add_argument("--tls-key", help="PEM file with its key")
+    made.add_argument(
+        "--plain-http", action="store_true", help="no TLS: for tests, or behind a mesh that has it"
+    )
+    made.add_argument("--metrics-port", type=int, default=8081)
+    return made
+
+
+def main() -> None:
+    logging.basicConfig(
+        level=os.environ.get("PIPEMORPH_LOG", "INFO").upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    options = parser().parse_args()
+    if not options.plain_http and not (options.tls_cert and options.tls_key):
+        parser().error("give --tls-cert and --tls-key, or --plain-http")
+    asyncio.run(run(options))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,341 @@
+"""The jobs that may report, and the ingest's part of their status.
+
+Filled by a watch of PipeMorphJobs: a job is held while it has an attempt and has not ended. The
+ingest owns ``training``, ``control`` and three conditions (field owner ``pipemorph-ingest``),
+so the operator's writes and these never undo each other; every write carries all it owns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from pipemorph.control import JobController
+from pipemorph.errors import InputError
+from pipemorph.ingest import ControlledJob
+from pipemorph.spec import JobSpec
+from pipemorph.status import Condition, ControlState, JobStatus, TrainingStatus, condition
+from pipemorph.wire import LinkHealthReport
+from pipemorph_operator import names
+from pipemorph_operator.api import ApiRefused, Cluster
+from pipemorph_operator.children.attempt import audience
+from pipemorph_operator.decide import read_job
+from pipemorph_operator.ingest import pace, saved
+from pipemorph_operator.ingest.auth import Expected
+from pipemorph_operator.ingest.summary import Source, judge, summarize
+from pipemorph_operator.metrics import (
+    DIRECTIVES,
+    JOBS_HELD,
+    PERSIST_SECONDS,
+    STATUS_WRITES,
+    forget_job,
+    set_job,
+)
+from pipemorph_operator.policy.managed import is_ours
+
+log = logging.getLogger("pipemorph.ingest")
+
+Key = tuple[str, str]
+
+
+@dataclass
+class Ear:
+    """Hears of a job's accepted reports."""
+
+    clock: Callable[[], float]
+    reported_at: float | None = None
+    news: bool = True
+    """Something has come since status was last looked at."""
+
+    def hear(self, _: LinkHealthReport) -> None:
+        self.reported_at = self.clock()
+        self.news = True
+
+
+@dataclass
+class Held:
+    """One job that may report."""
+
+    namespace: str
+    name: str
+    uid: str
+    generation: int
+    controller: JobController
+    control: ControlState | None
+    conditions: list[Condition]
+    ear: Ear
+    written: TrainingStatus | None = None
+    turn: pace.Turn | None = None
+    written_at: float = float("-inf")
+    looked_at: float = float("-inf")
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def source(self) -> Source:
+        return Source(self.controller, self.ear.reported_at, self.generation)
+
+
+class ClusterStore:
+    """A :class:`~pipemorph.ingest.JobStore` over the API."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        namespaces: Sequence[str] = (),
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cluster = cluster
+        self._clock = clock
+        self._monotonic = monotonic
+        self._held: dict[Key, Held] = {}
+        self._listed: set[Key] = set()
+        self._last_words: set[asyncio.Task[None]] = set()
+        self._unlisted: set[str | None] = set(namespaces) or {None}
+
+    # --- what the ingest asks -------------------------------------------------------------
+
+    def lookup(self, namespace: str, job: str) -> ControlledJob | None:
+        held = self._held.get((namespace, job))
+        return held.controller if held is not None else None
+
+    def expected(self, namespace: str, job: str) -> Expected | None:
+        held = self._held.get((namespace, job))
+        if held is None:
+            return None
+        return Expected(held.uid, audience(namespace, job, held.uid))
+
+    async def persist(self, namespace: str, job: str, snapshot: Mapping[str, Any]) -> None:
+        """Write the directive and the summary. Raises if either did not reach the API server."""
+        held = self._held.get((namespace, job))
+        if held is None:
+            raise LookupError(f"the job {namespace}/{job} is gone")
+        started = self._monotonic()
+        async with held.writing:
+            held.control = saved.pack(snapshot)
+            await self._write(held)
+        DIRECTIVES.inc()
+        PERSIST_SECONDS.observe(self._monotonic() - started)
+
+    @property
+    def keys(self) -> list[Key]:
+        return list(self._held)
+
+    # --- what the watch says --------------------------------------------------------------
+
+    @property
+    def synced(self) -> bool:
+        """Whether every watch has listed its jobs once."""
+        return not self._unlisted
+
+    def changed(self, kind: str, body: Mapping[str, Any], watched: str | None = None) -> None:
+        """Take in one event of the watch of a namespace, or of all (None)."""
+        if kind == "SYNCED":
+            listed = {key for key in self._listed if watched in (None, key[0])}
+            for key in self.keys:
+                if watched in (None, key[0]) and key not in listed:
+                    self._drop(key)
+            self._listed -= listed
+            self._unlisted.discard(watched)
+            return
+        metadata = body["metadata"]
+        key = (metadata["namespace"], metadata["name"])
+        if kind == "DELETED":
+            self._drop(key)
+            return
+        if kind == "LISTED":
+            self._listed.add(key)
+        self._take(key, body)
+
+    def _take(self, key: Key, body: Mapping[str, Any]) -> None:
+        metadata, raw = body["metadata"], body.get("status") or {}
+        held = self._held.get(key)
+        if held is not None and held.uid != metadata["uid"]:
+            self._drop(key)
+            held = None
+        ended = any(
+            c.get("type") in (names.COMPLETE, names.FAILED) and c.get("status") == "True"
+            for c in raw.get("conditions") or ()
+        )
+        attempt = raw.get("attempt")
+        ours = is_ours((body.get("spec") or {}).get("managedBy"))
+        if ended or attempt is None or not ours or "deletionTimestamp" in metadata:
+            if held is not None:
+                self._drop(key, last_word="deletionTimestamp" not in metadata)
+            return
+        if held is None:
+            self._hold(key, body, attempt)
+            return
+        if held.generation != metadata["generation"]:
+            held.generation = metadata["generation"]
+            self._respec(held, body)
+        if attempt > held.controller.attempt:
+            held.controller.begin_attempt(attempt)
+            held.ear.reported_at = None
+            held.ear.news = True
+
+    def _hold(self, key: Key, body: Mapping[str, Any], attempt: int) -> None:
+        spec = self._spec(key, body)
+        if spec is None:
+            return
+        status = JobStatus.model_validate(body.get("status") or {})
+        ear = Ear(self._clock)
+        try:
+            controller, problem = saved.restore(spec, status.control, attempt, ear.hear)
+        except InputError as error:
+            log.error("%s/%s takes no reports: %s", *key, error)
+            return
+        if problem:
+            log.error("%s/%s: %s", *key, problem)
+        metadata = body["metadata"]
+        own = [c for k in names.INGEST_CONDITIONS if (c := condition(status, k)) is not None]
+        held = Held(
+            namespace=key[0],
+            name=key[1],
+            uid=metadata["uid"],
+            generation=metadata["generation"],
+            controller=controller,
+            control=status.control,
+            conditions=own,
+            ear=ear,
+        )
+        self._held[key] = held
+        JOBS_HELD.set(len(self._held))
+
+    def _respec(self, held: Held, body: Mapping[str, Any]) -> None:
+        """The spec was edited. Of what may be, only ``adaptation`` is the controller's."""
+        spec = self._spec((held.namespace, held.name), body)
+        if spec is None or spec.adaptation == held.controller.spec.adaptation:
+            return
+        held.controller = JobController.restore(
+            spec, held.controller.snapshot(), on_report=held.ear.hear
+        )
+        log.info(
+            "%s/%s: adaptation was edited; links are measured again", held.namespace, held.name
+        )
+
+    @staticmethod
+    def _spec(key: Key, body: Mapping[str, Any]) -> JobSpec | None:
+        try:
+            return read_job(body).spec
+        except InputError as error:
+            log.warning("%s/%s takes no reports: %s", *key, error)
+            return None
+
+    def _drop(self, key: Key, *, last_word: bool = False) -> None:
+        held = self._held.pop(key, None)
+        JOBS_HELD.set(len(self._held))
+        forget_job(*key)
+        if held is not None and last_word:
+            task = asyncio.create_task(self._say_last(held))
+            self._last_words.add(task)
+            task.add_done_callback(self._last_words.discard)
+
+    async def _say_last(self, held: Held) -> None:
+        """The job has ended: its last figures go to status."""
+        async with held.writing:
+            try:
+                await self._write(held)
+            except (ApiRefused, aiohttp.ClientError, TimeoutError, OSError) as error:
+                log.warning(
+                    "%s/%s: last status was not written: %s", held.namespace, held.name, error
+                )
+
+    # --- status ---------------------------------------------------------------------------
+
+    async def look(self, key: Key) -> None:
+        """Write the job's status if it is time. Failures are logged and tried again."""
+        held = self._held.get(key)
+        now = self._monotonic()
+        if held is None or held.writing.locked():
+            return
+        # A silent job is looked at now and then, as its links become unknown.
+        if not held.ear.news and now - held.looked_at < pace.PROGRESS_SECONDS:
+            return
+        held.looked_at, held.ear.news = now, False
+        training, conditions = self._summary(held)
+        self._gauge(held, training)
+        turn = pace.Turn.of(training, conditions)
+        changed = training != held.written or conditions != held.conditions
+        if not pace.is_due(turn != held.turn, changed, now - held.written_at, len(self._held)):
+            held.ear.news = held.ear.news or changed
+            return
+        async with held.writing:
+            try:
+                if turn != held.turn and training.adaptations and held.control is not None:
+                    held.control = saved.pack(held.controller.snapshot())
+                await self._write(held)
+            except (
+                ApiRefused,
+                aiohttp.ClientError,
+                TimeoutError,
+                OSError,
+                saved.TooLarge,
+            ) as error:
+                held.ear.news = True
+                held.written_at = self._monotonic()
+                log.warning("%s/%s: status was not written: %s", *key, error)
+
+    def _summary(self, held: Held) -> tuple[TrainingStatus, list[Condition]]:
+        now = self._clock()
+        return summarize(held.source, now), judge(held.source, held.conditions, now)
+
+    async def _write(self, held: Held) -> None:
+        training, conditions = self._summary(held)
+        status = JobStatus(conditions=conditions, training=training, control=held.control)
+        try:
+            await self._cluster.apply(
+                {
+                    "apiVersion": names.API_VERSION,
+                    "kind": names.KIND,
+                    "metadata": {
+                        "name": held.name,
+                        "namespace": held.namespace,
+                        # Another job of the same name is not this one.
+                        "uid": held.uid,
+                    },
+                    "status": status.model_dump(
+                        mode="json",
+                        by_alias=True,
+                        exclude_none=True,
+                        include={"conditions", "training", "control"},
+                    ),
+                },
+                names.INGEST_OWNER,
+                subresource="status",
+            )
+        except BaseException:
+            STATUS_WRITES.labels(result="error").inc()
+            raise
+        STATUS_WRITES.labels(result="ok").inc()
+        held.written, held.conditions = training, conditions
+        held.turn = pace.Turn.of(training, conditions)
+        held.written_at = self._monotonic()
+
+    @staticmethod
+    def _gauge(held: Held, training: TrainingStatus) -> None:
+        worst = max((link.delay_ms for link in training.slow_links), default=0.0)
+        set_job(
+            held.namespace,
+            held.name,
+            (
+                ("iteration", training.iteration),
+                ("iteration_seconds", training.iteration_seconds),
+                ("bubble_fraction", training.bubble_fraction),
+                ("slow_links", training.slow_link_count),
+                ("unknown_links", training.unknown_link_count),
+                ("worst_link_delay_seconds", worst / 1e3),
+                ("wanted_epoch", training.wanted_epoch),
+                ("applied_epoch", training.applied_epoch),
+                ("adaptations", training.adaptations),
+                ("peak_memory_bytes", max(training.peak_memory, default=0) or None),
+                ("last_report_timestamp_seconds", held.ear.reported_at),
+            ),
+        )

@@ -1,0 +1,185 @@
+"""A job's controller as status: the ingest's part, and its three conditions. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from pipemorph.control import AdaptationRecord, Health, JobController, JobView, LinkHealth
+from pipemorph.planning import Path
+from pipemorph.status import (
+    MAX_SLOW_LINKS,
+    AdaptationSummary,
+    Condition,
+    ConditionStatus,
+    SlowLink,
+    TrainingStatus,
+)
+from pipemorph_operator import names
+from pipemorph_operator.facts import format_time
+from pipemorph_operator.policy.conditions import updated
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a summary is made from. ``reported_at``: wall clock of the newest report."""
+
+    controller: JobController
+    reported_at: float | None
+    generation: int | None
+
+
+def summarize(source: Source, now: float) -> TrainingStatus:
+    """The job in numbers; at most ``MAX_SLOW_LINKS`` slow links, slowest first."""
+    view = source.controller.view(now)
+    records = source.controller.records
+    slow = sorted(_slow(view), key=lambda link: -link.delay)
+    return TrainingStatus(
+        attempt=source.controller.attempt,
+        state=view.state,
+        message=view.message,
+        last_report_time=_time(source.reported_at),
+        iteration=view.iteration,
+        iteration_seconds=_round(view.iteration_seconds),
+        bubble_fraction=_round(view.bubble_fraction),
+        loss=view.loss,
+        warmup=list(view.warmup),
+        paths=[path.value for path in view.paths],
+        wanted_epoch=view.wanted_epoch,
+        observed_epoch=view.observed_epoch,
+        applied_epoch=view.applied_epoch,
+        slow_link_count=len(slow),
+        slow_links=[
+            SlowLink(
+                link=link.link,
+                replica=link.replica,
+                direction=link.direction,
+                delay_ms=round(link.delay * 1e3, 3),
+                wire_time_ms=round(link.wire_time * 1e3, 3),
+                confidence=round(link.confidence, 3),
+            )
+            for link in slow[:MAX_SLOW_LINKS]
+        ],
+        unknown_link_count=sum(link.health is Health.UNKNOWN for link in view.links),
+        peak_memory=_memory(view.peak_memory),
+        adaptations=len(records),
+        last_adaptation=_adaptation(records[-1]) if records else None,
+    )
+
+
+def judge(source: Source, old: Sequence[Condition], now: float) -> list[Condition]:
+    """``LinksHealthy``, ``ScheduleAdapted`` and ``Offloaded``."""
+    view = source.controller.view(now)
+    conditions = [c for c in old if c.type in names.INGEST_CONDITIONS]
+    when = datetime.fromtimestamp(now, UTC)
+    for kind, (status, reason, message) in (
+        (names.LINKS_HEALTHY, _links_healthy(source, view, now)),
+        (names.SCHEDULE_ADAPTED, _schedule_adapted(source, view)),
+        (names.OFFLOADED, _offloaded(source, view)),
+    ):
+        conditions = updated(
+            conditions, kind, status, reason, message, generation=source.generation, now=when
+        )
+    return conditions
+
+
+Verdict = tuple[ConditionStatus, str, str]
+"""Status, reason, message."""
+
+
+def _links_healthy(source: Source, view: JobView, now: float) -> Verdict:
+    stale_after = source.controller.spec.adaptation.stale_after_seconds
+    if source.reported_at is None:
+        return "Unknown", names.R_NO_REPORTS, "no rank of this attempt has reported yet"
+    silent = now - source.reported_at
+    if silent > stale_after:
+        # Not how long ago: that would be another status every second.
+        return "Unknown", names.R_STALE, f"no report for more than {stale_after:g} s"
+    slow, links = _slow(view), view.links
+    if slow:
+        shown = sorted(slow, key=lambda link: -link.delay)[:5]
+        more = f" and {len(slow) - len(shown)} more" if len(slow) > len(shown) else ""
+        return "False", names.R_LINKS_SLOW, f"{', '.join(map(_name, shown))}{more} slow"
+    unknown = [link.link for link in links if link.health is Health.UNKNOWN]
+    if unknown:
+        return (
+            "Unknown",
+            names.R_LINKS_UNKNOWN,
+            f"{len(unknown)} of {len(links)} links have no recent samples",
+        )
+    return "True", names.R_LINKS_OK, f"{len(links)} links as normal"
+
+
+def _schedule_adapted(source: Source, view: JobView) -> Verdict:
+    records = source.controller.records
+    if view.wanted_epoch == 0 or not records:
+        return "False", names.R_INITIAL_PLAN, "the ranks run the plan of the spec"
+    newest = records[-1]
+    if view.applied_epoch < view.wanted_epoch:
+        return (
+            "False",
+            names.R_ADAPTING,
+            f"epoch {view.wanted_epoch} is wanted, {view.applied_epoch} is in effect",
+        )
+    if newest.kind == "return":
+        return "False", names.R_RETURNED, f"epoch {newest.epoch}: {newest.reason}"
+    return "True", names.R_ADAPTED, f"epoch {newest.epoch}: {newest.reason}"
+
+
+def _offloaded(source: Source, view: JobView) -> Verdict:
+    moved = [i for i, path in enumerate(view.paths) if path is Path.DELEGATED]
+    if source.controller.spec.transport.path != "auto":
+        fixed = source.controller.spec.transport.path
+        return "False", names.R_FIXED_PATH, f"transport.path is {fixed} for all links"
+    if moved and view.applied_epoch < view.wanted_epoch:
+        return "False", names.R_ADAPTING, f"links {_list(moved)} are about to be delegated"
+    if moved:
+        return "True", names.R_DELEGATED, f"links {_list(moved)} go through the engine"
+    return "False", names.R_DIRECT, "all links are direct"
+
+
+def _slow(view: JobView) -> list[LinkHealth]:
+    return [link for link in view.links if link.health is Health.SLOW]
+
+
+def _name(link: LinkHealth) -> str:
+    # To the millisecond: the message must not change with every sample.
+    return f"link {link.link} (+{link.delay * 1e3:.0f} ms {link.direction})"
+
+
+def _list(links: Sequence[int]) -> str:
+    shown = ", ".join(map(str, links[:20]))
+    return shown if len(links) <= 20 else f"{shown} and {len(links) - 20} more"
+
+
+def _adaptation(record: AdaptationRecord) -> AdaptationSummary:
+    return AdaptationSummary(
+        epoch=record.epoch,
+        kind=record.kind,
+        reason=record.reason,
+        detected_at=format_time(datetime.fromtimestamp(record.detected_at, UTC)),
+        detected_at_iteration=record.detected_at_iteration,
+        applied_at_iteration=record.applied_at_iteration,
+        links=[int(link["link"]) for link in record.links],
+        warmup_before=list(record.warmup_before),
+        warmup_after=list(record.warmup_after),
+        iteration_seconds_before=_round(record.iteration_seconds_before),
+        iteration_seconds_after=_round(record.iteration_seconds_after),
+        bubble_before=_round(record.bubble_before),
+        bubble_after=_round(record.bubble_after),
+        peak_memory_before=_memory(record.peak_memory_before),
+        peak_memory_after=_memory(record.peak_memory_after),
+    )
+
+
+def _memory(peaks: Sequence[int | None]) -> list[int]:
+    return [peak or 0 for peak in peaks]
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None else round(value, 6)
+
+
+def _time(wall: float | None) -> str | None:
+    return None if wall is None else format_time(datetime.fromtimestamp(wall, UTC))
