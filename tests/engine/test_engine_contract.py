@@ -532,8 +532,8 @@ import sys
 sys.path[:0] = {sys.path!r}
 import pairs
 with pairs.in_process() as p:
-    print("ready", flush=True)
     try:
+        print("ready", flush=True)
         p.accepted.receive((0, 0, 0, 0, 0), 60.0)
     except KeyboardInterrupt:
         print("interrupted", flush=True)
