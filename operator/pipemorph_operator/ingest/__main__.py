@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import ssl
+from functools import partial
 from pathlib import Path
 
 from pipemorph.ingest import IngestServer
@@ -81,8 +82,14 @@ async def tick(server: IngestServer, store: ClusterStore) -> None:
                 continue
             # Each in a task: a slow API server holds one job's write, not the others' time.
             busy[key] = task = asyncio.create_task(_look(server, store, key))
-            task.add_done_callback(lambda _, key=key: busy.pop(key, None))
+            task.add_done_callback(partial(_not_busy, busy, key))
         await asyncio.sleep(TICK_SECONDS)
+
+
+def _not_busy(
+    busy: dict[tuple[str, str], asyncio.Task[None]], key: tuple[str, str], _: asyncio.Task[None]
+) -> None:
+    busy.pop(key, None)
 
 
 async def _look(server: IngestServer, store: ClusterStore, key: tuple[str, str]) -> None:

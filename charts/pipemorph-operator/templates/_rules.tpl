@@ -1,0 +1,55 @@
+{{/* What the operator does with jobs and their children. It never reads a Secret. */}}
+{{- define "pipemorph.operatorRules" -}}
+- apiGroups: [pipemorph.io]
+  resources: [pipemorphjobs]
+  verbs: [get, list, watch, delete]
+- apiGroups: [pipemorph.io]
+  resources: [pipemorphjobs/status]
+  verbs: [patch]
+# For blockOwnerDeletion in owner references, where the admission plugin guards it.
+- apiGroups: [pipemorph.io]
+  resources: [pipemorphjobs/finalizers]
+  verbs: [update]
+# Server-side apply of an object that does not exist yet needs create beside patch.
+- apiGroups: [batch]
+  resources: [jobs]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [""]
+  resources: [services]
+  verbs: [create, patch]
+- apiGroups: [""]
+  resources: [configmaps]
+  verbs: [create, patch, delete]
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [create, delete]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [list]
+- apiGroups: [""]
+  resources: [events]
+  verbs: [create]
+{{- if .Values.rbac.volcano }}
+- apiGroups: [scheduling.volcano.sh]
+  resources: [podgroups]
+  verbs: [create, patch]
+{{- end }}
+{{- if .Values.rbac.coscheduling }}
+- apiGroups: [scheduling.x-k8s.io]
+  resources: [podgroups]
+  verbs: [create, patch]
+{{- end }}
+{{- end -}}
+
+{{/* What the ingest does: follow jobs, write its part of their status, look up the callers' pods. */}}
+{{- define "pipemorph.ingestRules" -}}
+- apiGroups: [pipemorph.io]
+  resources: [pipemorphjobs]
+  verbs: [get, list, watch]
+- apiGroups: [pipemorph.io]
+  resources: [pipemorphjobs/status]
+  verbs: [patch]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [get]
+{{- end -}}

@@ -1,0 +1,102 @@
+"""``python -m pipemorph_trainer.preflight [--rdma] [--memlock] [--shm=8Gi] -- COMMAND…``
+
+Checks that the pod is what the job's placement asked for, then becomes COMMAND. Without it a
+missing device or a memory limit would show as a slow link, since everything has a fallback.
+
+Exits 78 with one line per fault, also in the pod's termination message; the operator makes
+that the condition PreflightPassed=False.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+EXIT_UNFIT = 78
+"""sysexits.h EX_CONFIG."""
+TERMINATION_LOG = Path("/dev/termination-log")
+DEVICES = Path("/dev/infiniband")
+SHARED_MEMORY = Path("/dev/shm")
+LEAST_LOCKED_BYTES = 1 << 30
+"""Registered buffers of a stage; a usual default of 64 KiB to 8 MiB is far below."""
+
+_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS |= {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
+
+
+def faults(
+    *,
+    rdma: bool,
+    memlock: bool,
+    shm_bytes: int | None,
+    devices: Path = DEVICES,
+    shared_memory: Path = SHARED_MEMORY,
+    locked_limit: Callable[[], int] = lambda: resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+) -> list[str]:
+    """What is wrong here, one line each; empty if nothing is."""
+    found = []
+    if rdma and not any(devices.glob("uverbs*")):
+        found.append(
+            f"no RDMA device: {devices} has no uverbs; check the device plugin and"
+            " placement.rdma.resourceName"
+        )
+    if memlock:
+        limit = locked_limit()
+        if limit != resource.RLIM_INFINITY and limit < LEAST_LOCKED_BYTES and not _may_lock():
+            found.append(
+                f"locked memory is limited to {limit} bytes, RDMA needs {LEAST_LOCKED_BYTES};"
+                " allow IPC_LOCK or raise LimitMEMLOCK of the container runtime"
+            )
+    if shm_bytes is not None:
+        stat = os.statvfs(shared_memory)
+        size = stat.f_frsize * stat.f_blocks
+        if size < shm_bytes:
+            found.append(
+                f"{shared_memory} holds {size} bytes, the job asked for {shm_bytes}; is another"
+                " volume mounted there?"
+            )
+    return found
+
+
+def _may_lock(status: Path = Path("/proc/self/status")) -> bool:
+    """Whether this process has CAP_IPC_LOCK, which lifts the limit."""
+    ipc_lock = 14
+    for line in status.read_text().splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> ipc_lock & 1)
+    return False
+
+
+def quantity(text: str) -> int:
+    """Bytes of a Kubernetes quantity. Raises ValueError."""
+    number = text.rstrip("kKMGTi")
+    return int(float(number) * _UNITS[text[len(number) :]])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="preflight", description=__doc__)
+    parser.add_argument("--rdma", action="store_true")
+    parser.add_argument("--memlock", action="store_true")
+    parser.add_argument("--shm", type=quantity)
+    parser.add_argument("command", nargs="+")
+    options = parser.parse_args(argv)
+    found = faults(rdma=options.rdma, memlock=options.memlock, shm_bytes=options.shm)
+    if found:
+        text = "\n".join(found) + "\n"
+        sys.stderr.write(text)
+        if TERMINATION_LOG.exists():
+            TERMINATION_LOG.write_text(text)
+        raise SystemExit(EXIT_UNFIT)
+    try:
+        os.execvp(options.command[0], options.command)
+    except OSError as error:
+        sys.stderr.write(f"{options.command[0]}: cannot be run: {error.strerror}\n")
+        raise SystemExit(EXIT_UNFIT) from None
+
+
+if __name__ == "__main__":
+    main()
