@@ -65,6 +65,10 @@ bool TcpPath::send_some() {
         const ssize_t n = ::sendmsg(fd_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
         if (n < 0) return would_block_or_fail("sending");
         sent_ += static_cast<size_t>(n);
+        // A short count means that the buffer is full: asking again would only say so.
+        size_t offered = 0;
+        for (size_t i = 0; i < parts; ++i) offered += iov[i].iov_len;
+        if (static_cast<size_t>(n) < offered) return true;
     }
     task_.reset();
     return true;
@@ -102,11 +106,14 @@ void TcpPath::receive_some() {
             return;
         }
         const auto got = static_cast<size_t>(n);
+        size_t offered = 0;
+        for (size_t i = 0; i < parts; ++i) offered += iov[i].iov_len;
         turn += got;
         payload_received(std::min(got, room));
         between_have_ += got - std::min(got, room);
         if (chunk_ && between_have_ >= kChunkTrailerSize && !chunk_received()) return;
         if (between_have_ == between_.size() && !header_received()) return;
+        if (got < offered) return;  // nothing more is here yet
     }
 }
 

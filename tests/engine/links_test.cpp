@@ -119,7 +119,7 @@ void all_sizes(Transport transport) {
 
 // Both directions under load while data and control connections are cut at random.
 void storm(Transport transport, uint32_t seed) {
-    constexpr int64_t kMessages = 150;
+    constexpr int64_t kMessages = 300;
     Two two(transport);
     two.accepted->reserve(0, 4, 1 << 20);
     two.dialled->reserve(1, 3, 1 << 20);
@@ -149,7 +149,16 @@ void storm(Transport transport, uint32_t seed) {
     };
     const auto receiver = [&](Link& link, int64_t direction) {
         return [&link, direction] {
-            for (int64_t i = 0; i < kMessages; ++i)
+            // Every other message goes to a destination that was posted a little ahead.
+            constexpr int64_t kAhead = 6;
+            const auto post = [&](int64_t i) {
+                if (i % 2 == 0 || i >= kMessages) return;
+                auto into = std::make_shared<std::vector<uint8_t>>(size_of(i));
+                uint8_t* at = into->data();
+                link.post_receive({0, 0, i, direction, 0}, {at, size_of(i), std::move(into)});
+            };
+            for (int64_t i = 0; i < kAhead; ++i) post(i);
+            for (int64_t i = 0; i < kMessages; post(i++ + kAhead))
                 check_and_release(link, receive(link, {0, 0, i, direction, 0}, 60.0), size_of(i));
         };
     };
@@ -175,7 +184,7 @@ void storm(Transport transport, uint32_t seed) {
         ++cuts;
         // Let some bytes through between two cuts.
         const auto before = two.dialled->stats();
-        const int64_t give_up = steady_ns() + 100 * kMillisecond;
+        const int64_t give_up = steady_ns() + 40 * kMillisecond;
         while (running > 0 && steady_ns() < give_up &&
                two.dialled->stats().messages_sent < before.messages_sent + 3)
             std::this_thread::yield();

@@ -1,0 +1,193 @@
+// A TCP path against a hand-written peer: what is on the wire, byte by byte.
+#include <sys/socket.h>
+
+#include <condition_variable>
+#include <cstring>
+#include <mutex>
+
+#include "check.hpp"
+#include "crypto/crc32c.hpp"
+#include "os/clock.hpp"
+#include "path/tcp_path.hpp"
+
+using namespace pipemorph;
+
+namespace {
+
+constexpr uint32_t kBytes = 1000;
+
+// A link of one slot.
+struct FakeHost final : PathHost {
+    std::mutex mu;
+    std::condition_variable changed;
+    std::vector<uint8_t> slot = std::vector<uint8_t>(kBytes);
+    int taken = 0;
+    int intact = 0;
+    int broken = 0;
+    int stale = 0;
+    std::string lost;
+    std::string protocol;
+
+    std::optional<ChunkTask> next_chunk(uint32_t, uint32_t) override { return std::nullopt; }
+    ChunkSink begin_chunk(const ChunkHeader& h) override {
+        const std::lock_guard lock(mu);
+        ++taken;
+        changed.notify_all();
+        ChunkSink sink;
+        sink.verdict = h.slot == 0 ? ChunkSink::Verdict::take : ChunkSink::Verdict::invalid;
+        if (h.slot == 0) sink.data = slot.data();
+        return sink;
+    }
+    void finish_chunk(const ChunkSink&, bool ok) override {
+        const std::lock_guard lock(mu);
+        ++(ok ? intact : broken);
+        changed.notify_all();
+    }
+    void stale_chunk() override {
+        const std::lock_guard lock(mu);
+        ++stale;
+        changed.notify_all();
+    }
+    void path_lost(uint32_t, uint32_t, const std::string& why) override {
+        const std::lock_guard lock(mu);
+        lost = why;
+        changed.notify_all();
+    }
+    void protocol_error(const std::string& why) override {
+        const std::lock_guard lock(mu);
+        protocol = why;
+        changed.notify_all();
+    }
+    std::optional<Segment> next_segment_to_offer() override { return std::nullopt; }
+    void segment_offered(uint32_t, uint64_t, Fd) override {}
+    std::shared_ptr<Memory> peer_segment(uint32_t) override { return nullptr; }
+
+    template <typename F>
+    void until(F&& condition) {
+        std::unique_lock lock(mu);
+        const auto end = std::chrono::system_clock::now() + std::chrono::seconds(20);
+        CHECK(changed.wait_until(lock, end, condition));
+    }
+};
+
+struct Wire {
+    Reactor reactor{"test"};
+    std::shared_ptr<FakeHost> host = std::make_shared<FakeHost>();
+    Fd peer;
+    std::shared_ptr<TcpPath> path;
+
+    Wire() {
+        int fds[2];
+        CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, fds) == 0);
+        peer = Fd(fds[0]);
+        path = std::make_shared<TcpPath>(reactor, host, 2, 5, Fd(fds[1]));
+        path->start();
+    }
+    ~Wire() { reactor.stop(); }
+
+    void say(Bytes bytes) {
+        CHECK(::send(peer.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL) ==
+              static_cast<ssize_t>(bytes.size()));
+    }
+    void on_reactor(std::function<void()> what) {
+        std::mutex mu;
+        std::condition_variable changed;
+        bool done = false;
+        reactor.post([&] {
+            what();
+            const std::lock_guard lock(mu);
+            done = true;
+            changed.notify_all();
+        });
+        std::unique_lock lock(mu);
+        changed.wait(lock, [&] { return done; });
+    }
+};
+
+ChunkHeader header() {
+    ChunkHeader h;
+    h.path = 2;
+    h.epoch = 5;
+    h.chunk_bytes = 4096;
+    h.message.id = 1;
+    h.message.bytes = kBytes;
+    return h;
+}
+
+std::vector<uint8_t> chunk(const ChunkHeader& h, uint8_t fill, uint32_t crc_change = 0) {
+    std::array<uint8_t, kChunkHeaderSize> head;
+    encode_chunk(h, head);
+    std::vector<uint8_t> out(head.begin(), head.end());
+    const std::vector<uint8_t> payload(kBytes, fill);
+    Writer w(out);
+    w.raw(payload);
+    w.u32(crc32c(0, payload) ^ crc_change);
+    return out;
+}
+
+}  // namespace
+
+TEST(path_takes_chunks_however_they_are_cut) {
+    Wire wire;
+    auto both = chunk(header(), 7);
+    const auto second = chunk(header(), 8);
+    both.insert(both.end(), second.begin(), second.end());
+    for (size_t at = 0; at < both.size(); at += 97)
+        wire.say(Bytes(both).subspan(at, std::min<size_t>(97, both.size() - at)));
+    wire.host->until([&] { return wire.host->intact == 2; });
+    CHECK(wire.host->slot == std::vector<uint8_t>(kBytes, 8) && wire.host->lost.empty());
+}
+
+TEST(path_with_a_wrong_checksum_is_given_up_and_the_chunk_not_counted) {
+    Wire wire;
+    wire.say(chunk(header(), 7, 1));
+    wire.host->until([&] { return !wire.host->lost.empty(); });
+    CHECK(wire.host->broken == 1 && wire.host->intact == 0);
+    CHECK(wire.host->lost.find("checksum") != std::string::npos);
+}
+
+TEST(path_drops_what_comes_after_its_fence) {
+    Wire wire;
+    const auto first = chunk(header(), 7);
+    wire.say(Bytes(first).first(kChunkHeaderSize + 100));
+    wire.host->until([&] { return wire.host->taken == 1; });
+    wire.on_reactor([&] { wire.path->retire(); });
+    const auto before = wire.host->slot;
+    CHECK(wire.host->broken == 1 && wire.host->stale == 1);
+    wire.say(Bytes(first).subspan(kChunkHeaderSize + 100));
+    wire.say(chunk(header(), 9));
+    wire.host->until([&] { return wire.host->stale == 2; });
+    wire.on_reactor([] {});
+    // Not a byte of either reached the slot, and nobody was told of a loss: it had been fenced.
+    CHECK(wire.host->slot == before && wire.host->taken == 1 && wire.host->intact == 0);
+    CHECK(wire.host->lost.empty());
+}
+
+TEST(path_refuses_headers_of_another_path_or_epoch) {
+    for (const int which : {0, 1}) {
+        Wire wire;
+        ChunkHeader h = header();
+        ++(which == 0 ? h.path : h.epoch);
+        wire.say(chunk(h, 7));
+        wire.host->until([&] { return !wire.host->lost.empty(); });
+        CHECK(wire.host->taken == 0);
+    }
+}
+
+TEST(path_reports_a_chunk_for_a_slot_that_is_not_granted) {
+    Wire wire;
+    ChunkHeader h = header();
+    h.slot = 1;
+    wire.say(chunk(h, 7));
+    wire.host->until([&] { return !wire.host->protocol.empty(); });
+    CHECK(wire.host->protocol.find("slot") != std::string::npos);
+}
+
+TEST(path_end_of_stream_lets_go_of_a_half_received_chunk) {
+    Wire wire;
+    wire.say(Bytes(chunk(header(), 7)).first(kChunkHeaderSize + 1));
+    wire.host->until([&] { return wire.host->taken == 1; });
+    wire.peer.reset();
+    wire.host->until([&] { return !wire.host->lost.empty(); });
+    CHECK(wire.host->broken == 1 && wire.host->intact == 0);
+}
