@@ -116,6 +116,9 @@ def _draw_ops(axes: Any, timeline: Timeline, begin: float, span: float, rows: fl
     stages = len(timeline.stages)
     # A label must fit into its op: about 0.075 inch per character at 6 points.
     inches_per_ms = (INCHES_WIDE - 1.5) / span
+    count = max(len(ops) for ops in timeline.stages)
+    # White edges tell ops apart, and wash them out where they are a few pixels wide.
+    edge = 0.4 if count < 40 * INCHES_WIDE / 2 else 0.0
     for i, ops in enumerate(timeline.stages):
         axes.broken_barh([(0, _span(timeline))], (i - 0.45, 0.9), facecolor=BUBBLE)
         for kind in OpKind:
@@ -127,7 +130,7 @@ def _draw_ops(axes: Any, timeline: Timeline, begin: float, span: float, rows: fl
             if not bars:
                 continue
             axes.broken_barh(
-                bars, (i - 0.45, 0.9), facecolor=FILL[kind], edgecolor="white", linewidth=0.4
+                bars, (i - 0.45, 0.9), facecolor=FILL[kind], edgecolor="white", linewidth=edge
             )
         for op in ops:
             text = str(op.microbatch)
@@ -199,4 +202,4 @@ def _draw_in_flight(axes: Any, timeline: Timeline, begin: float) -> None:
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
     axes.grid(axis="y", linewidth=0.3)
-    axes.legend(loc="upper right", fontsize=7, ncols=4, frameon=False)
+    axes.legend(loc="upper right", fontsize=7, ncols=4, edgecolor="none", framealpha=0.8)

@@ -11,17 +11,15 @@ from dataclasses import replace
 from math import ceil
 
 from pipemorph.planning.adapt import paper_warmup
-from pipemorph.planning.bounds import hard_caps, tails
+from pipemorph.planning.bounds import Times, hard_caps, tails
 from pipemorph.planning.costs import Costs
 from pipemorph.planning.ir import Schedule
-from pipemorph.planning.listing import Bias, OpTable, Tuning, list_schedule, mean_op, uniform
+from pipemorph.planning.listing import Bias, OpTable, Tuning, list_schedule, mean_op, scale, uniform
 from pipemorph.planning.problem import Problem
 from pipemorph.planning.simulator import makespan_of, run_static
 
 # With every message late by LATE mean ops, at most LATE_COST more than the fatter plan.
 LATE, LATE_COST = 0.5, 0.02
-# Of the way from the fewest a plan can do with to what it has, tried in this order.
-SHARES = (0.0, 0.5, 0.75)
 # What a makespan may differ by and still be the same: sums of times in another order.
 SAME = 1e-9
 
@@ -29,21 +27,32 @@ SAME = 1e-9
 IN_ORDER = Bias(forward=1e6, backward=2e6)
 
 
-def slim(problem: Problem, schedule: Schedule, tuning: Tuning | None, table: OpTable) -> Schedule:
+def slim(
+    problem: Problem,
+    schedule: Schedule,
+    makespan: float,
+    *,
+    tuning: Tuning | None,
+    tail: Times,
+    table: OpTable,
+) -> Schedule:
     """``schedule`` or a leaner one that is no longer.
 
-    ``tuning`` is what made it, None for the paper's order. First the warm-up is held to the
-    counts of the paper's rules, then the caps are lowered as far as they go.
+    ``tuning`` is what made it, None for the paper's order; ``tail`` are the problem's tails.
+    First the warm-up is held to the counts of the paper's rules, then the caps are lowered:
+    halfway to the fewest worth trying, and from there one step on or back.
     """
     costs = Costs.of(problem)
     tuning = tuning or uniform(costs, hard_caps(problem), IN_ORDER, problem.warmup)
-    within = makespan_of(schedule, run_static(schedule, costs), costs) * (1 + SAME)
+    by_urgency = tuning.biases[0].forward < scale(IN_ORDER, mean_op(costs)).forward
     late = costs._replace(delay=[delay + LATE * mean_op(costs) for delay in costs.delay])
+    within = makespan * (1 + SAME)
     within_late = makespan_of(schedule, run_static(schedule, late), late) * (1 + LATE_COST)
 
     def attempt(candidate: Tuning) -> Schedule | None:
-        tail = tails(costs, candidate.caps)
-        found = list_schedule(costs, tail, candidate, table, within).schedule
+        # Lower caps make other ops urgent. Looser tails are still true, to give up by.
+        known = tails(costs, candidate.caps) if by_urgency else tail
+        found = list_schedule(costs, known, candidate, table, within).schedule
         if found is None or makespan_of(found, run_static(found, late), late) > within_late:
             return None
         # The list scheduler takes the directions of a link for independent.
@@ -59,14 +68,15 @@ def slim(problem: Problem, schedule: Schedule, tuning: Tuning | None, table: OpT
     fewest = fewest_in_flight(costs, warmup, peaks)
     if fewest == peaks:
         return schedule
-    for share in SHARES:
-        caps = tuple(
-            low + ceil(share * (peak - low)) for low, peak in zip(fewest, peaks, strict=True)
-        )
-        found = attempt(replace(tuning, caps=caps))
-        if found is not None:
-            return found
-    return schedule
+
+    def with_share(share: float) -> Schedule | None:
+        caps = (low + ceil(share * (peak - low)) for low, peak in zip(fewest, peaks, strict=True))
+        return attempt(replace(tuning, caps=tuple(caps)))
+
+    half = with_share(0.5)
+    if half is None:
+        return with_share(0.75) or schedule
+    return with_share(0.0) or half
 
 
 def fewest_in_flight(

@@ -160,6 +160,7 @@ BAD_PROBLEMS = [
 
 def fails(capsys: pytest.CaptureFixture[str], words: str, *arguments: str) -> None:
     """Exit 2, nothing on stdout, one line on stderr with ``words``."""
+    status: object
     try:
         status = main(arguments)
     except SystemExit as exit_:
