@@ -81,7 +81,8 @@ async def run(options: argparse.Namespace) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with await Cluster.configured() as cluster:
         reconciler = Reconciler(cluster, config, watched.jobs)
-        http = await serve.start(options.host, options.metrics_port, lambda: watched.synced)
+        ready = asyncio.Event()
+        http = await serve.start(options.host, options.metrics_port, ready.is_set)
         tasks = [asyncio.create_task(work(queue, reconciler)) for _ in range(options.workers)]
         tasks.append(asyncio.create_task(resync(queue, cluster, options.namespace)))
         try:
@@ -92,6 +93,7 @@ async def run(options: argparse.Namespace) -> None:
                 clusterwide=not options.namespace,
                 namespaces=options.namespace,
                 stop_flag=stop,
+                ready_flag=ready,
             )
         finally:
             for task in tasks:

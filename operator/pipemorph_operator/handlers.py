@@ -29,11 +29,6 @@ class Watched:
     def __init__(self) -> None:
         self._index: kopf.Index[Key, JobFacts] | None = None
 
-    @property
-    def synced(self) -> bool:
-        """Whether the first list has been taken in."""
-        return self._index is not None
-
     def use(self, index: kopf.Index[Key, JobFacts]) -> None:
         self._index = index
 
@@ -48,7 +43,12 @@ def registry(queue: WorkQueue[Key], watched: Watched) -> kopf.OperatorRegistry:
     made = kopf.OperatorRegistry()
 
     @kopf.on.startup(registry=made)
-    async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
+    async def configure(
+        settings: kopf.OperatorSettings, owned: kopf.Index[Key, JobFacts] | Any = None, **_: Any
+    ) -> None:
+        watched.use(owned)
+        settings.queueing.idle_timeout = 1.0
+        settings.queueing.exit_timeout = 0.5
         settings.posting.enabled = False
         settings.scanning.disabled = True
         settings.watching.inactivity_timeout = INACTIVITY_SECONDS
@@ -68,20 +68,11 @@ def registry(queue: WorkQueue[Key], watched: Watched) -> kopf.OperatorRegistry:
         return {(str(body["metadata"]["namespace"]), facts.owner_uid): facts}
 
     @kopf.on.event(API_GROUP, VERSION, PLURAL, registry=made)
-    async def job_changed(
-        namespace: str | None, name: str, owned: kopf.Index[Key, JobFacts] | Any = None, **_: Any
-    ) -> None:
-        watched.use(owned)
+    async def job_changed(namespace: str | None, name: str, **_: Any) -> None:
         queue.add((str(namespace), name))
 
     @kopf.on.event("batch", "v1", "jobs", labels={LABEL_JOB: kopf.PRESENT}, registry=made)
-    async def child_changed(
-        namespace: str | None,
-        labels: kopf.Labels,
-        owned: kopf.Index[Key, JobFacts] | Any = None,
-        **_: Any,
-    ) -> None:
-        watched.use(owned)
+    async def child_changed(namespace: str | None, labels: kopf.Labels, **_: Any) -> None:
         queue.add((str(namespace), labels[LABEL_JOB]))
 
     return made

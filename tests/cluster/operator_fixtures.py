@@ -1,0 +1,32 @@
+"""Fixtures of the operator's tests; test modules name this file in `pytest_plugins`."""
+
+from collections.abc import Iterator
+
+import pytest
+from operator_support import CHART, RELEASE, SYSTEM, Installation, Jobs
+from testbed import Cluster
+
+
+@pytest.fixture(scope="session")
+def installation(
+    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Installation]:
+    """The chart, installed once, with both programs running. A test that kills one starts it."""
+    cluster.helm("install", RELEASE, str(CHART), "--namespace", SYSTEM, "--create-namespace")
+    cluster.wait("crds", "pipemorphjobs.pipemorph.io", "Established")
+    made = Installation(cluster, tmp_path_factory.mktemp("operator"))
+    made.operator.start()
+    made.ingest.start()
+    yield made
+    made.operator.process.stop()
+    made.ingest.process.stop()
+    cluster.helm("uninstall", RELEASE, "--namespace", SYSTEM)
+
+
+@pytest.fixture
+def jobs(installation: Installation, namespace: str) -> Iterator[Jobs]:
+    """What a test does with jobs, in a namespace of its own; both programs run when it starts."""
+    for program in (installation.operator, installation.ingest):
+        if not program.process.running:
+            program.start()
+    yield Jobs(installation, namespace)

@@ -1,0 +1,383 @@
+"""The operator and its ingest against a real API server: installed by the chart, run as processes.
+
+`Installation` is the chart in the test cluster. There is no kubelet at the API level, so the two
+processes run beside it, each with a token of its own service account: what the chart's roles do
+not grant is refused. `Ranks` stands for the trainer, over HTTPS as rank 0's agent would.
+"""
+
+import base64
+import http.client
+import json
+import socket
+import ssl
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+from testbed import Cluster, wait_for
+from testbed.processes import Process
+
+from pipemorph.control import initial_plan
+from pipemorph.planning import Path as LinkPath
+from pipemorph.planning import Plan, StageTimes, problem_for, simulate
+from pipemorph.spec import JobSpec
+from pipemorph.wire import (
+    Directive,
+    DirectiveEnvelope,
+    IterationSample,
+    LinkHealthReport,
+    LinkSample,
+    StageProfile,
+    WireTime,
+)
+from pipemorph_operator.children.attempt import audience
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "charts/pipemorph-operator"
+RELEASE, SYSTEM = "pm", "pipemorph-system"
+FULL_NAME = f"{RELEASE}-pipemorph-operator"
+
+Object = dict[str, Any]
+
+OP = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}
+STEP = StageTimes(forward=0.01, backward_input=0.01, backward_weight=0.01)
+
+
+def manifest(name: str, stages: int = 4, **spec: Any) -> Object:
+    """A PipeMorphJob. Nobody schedules its pods but the test."""
+    container = {"name": "trainer", "image": "none.invalid/trainer"}
+    return {
+        "apiVersion": "pipemorph.io/v1alpha1",
+        "kind": "PipeMorphJob",
+        "metadata": {"name": name},
+        "spec": {
+            "parallelism": {"stages": stages},
+            "schedule": {"microbatches": 12, "stageTimes": [OP] * stages},
+            "trainer": {"module": "pipemorph_trainer.examples.emulated", "iterations": 100},
+            "template": {"spec": {"schedulerName": "nobody", "containers": [container]}},
+        }
+        | spec,
+    }
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+class Program:
+    """One of the two processes; it can be killed and started again."""
+
+    def __init__(self, name: str, module: str, arguments: Sequence[str], folder: Path, kube: Path):
+        self.metrics_port = free_port()
+        command = [sys.executable, "-m", module, *arguments, "--host=127.0.0.1"]
+        command.append(f"--metrics-port={self.metrics_port}")
+        path = f"{ROOT / 'operator'}:{ROOT / 'trainer'}:{ROOT}"
+        environment = {"KUBECONFIG": str(kube), "PYTHONPATH": path}
+        self.process = Process(name, command, folder / f"{name}.log", environment=environment)
+
+    def start(self) -> None:
+        self.process.start()
+        self.process.wait_until("it is ready", self._ready, 60.0)
+
+    def kill(self) -> None:
+        """As a node's end would: without a word."""
+        self.process.stop(grace=0)
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples with these labels."""
+        total = 0.0
+        for family in text_string_to_metric_families(self._get("/metrics")[1]):
+            for sample in family.samples:
+                if sample.name == name and labels.items() <= sample.labels.items():
+                    total += sample.value
+        return total
+
+    def _ready(self) -> bool:
+        try:
+            return self._get("/readyz")[0] == 200
+        except OSError:
+            return False
+
+    def _get(self, path: str) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.metrics_port, timeout=10)
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+        finally:
+            connection.close()
+
+
+class Installation:
+    """The chart in a cluster, and its two programs outside of it."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self.cluster = cluster
+        self.folder = folder
+        secret = cluster.client.get("secrets", f"{FULL_NAME}-ingest-tls", SYSTEM)["data"]
+        for key, value in secret.items():
+            (folder / key).write_bytes(base64.b64decode(value))
+        self.trust = ssl.create_default_context(cafile=str(folder / "ca.crt"))
+        self.port = free_port()
+        self.operator = Program(
+            "operator",
+            "pipemorph_operator",
+            ["--ingest-url=https://ingest:8443", f"--ingest-ca={folder / 'ca.crt'}"],
+            folder,
+            self._account(FULL_NAME),
+        )
+        self.ingest = Program(
+            "ingest",
+            "pipemorph_operator.ingest",
+            [
+                f"--port={self.port}",
+                f"--tls-cert={folder / 'tls.crt'}",
+                f"--tls-key={folder / 'tls.key'}",
+            ],
+            folder,
+            self._account(f"{FULL_NAME}-ingest"),
+        )
+
+    def _account(self, name: str) -> Path:
+        token = self.cluster.service_account_token(SYSTEM, name, seconds=7200)
+        return self.cluster.kubeconfig_of_token(token, name)
+
+    def request(
+        self, method: str, path: str, *, token: str | None = None, body: bytes | None = None
+    ) -> tuple[int, Object]:
+        """One request to the ingest, over TLS that the chart's authority vouches for."""
+        connection = _Tunnel(
+            f"{FULL_NAME}-ingest.{SYSTEM}.svc", self.port, context=self.trust, timeout=40
+        )
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        try:
+            connection.request(method, path, body=body, headers=headers)
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read() or b"{}")
+        finally:
+            connection.close()
+
+
+class _Tunnel(http.client.HTTPSConnection):
+    """To this machine, by the name in the certificate."""
+
+    def connect(self) -> None:
+        sock = socket.create_connection(("127.0.0.1", self.port), self.timeout)
+        self.sock = self._context.wrap_socket(sock, server_hostname=self.host)  # type: ignore[attr-defined]
+
+
+class Jobs:
+    """Jobs of one namespace and their pods, whose kubelet the test is."""
+
+    def __init__(self, installation: Installation, namespace: str) -> None:
+        self.installation = installation
+        self.cluster = installation.cluster
+        self.namespace = namespace
+
+    def apply(self, job: Object) -> None:
+        self.cluster.apply(job, f"--namespace={self.namespace}")
+
+    def patch(self, name: str, spec: Object) -> None:
+        self.cluster.client.patch("pipemorphjobs", name, {"spec": spec}, self.namespace)
+
+    def get(self, name: str) -> Object:
+        return self.cluster.client.get("pipemorphjobs", name, self.namespace)
+
+    def wait(self, name: str, condition: Any, deadline: float = 60.0) -> Object:
+        if isinstance(condition, str) and condition in STATES:
+            wanted = condition
+
+            def condition(job: Object) -> bool:
+                return bool(job.get("status", {}).get("state") == wanted)
+
+        return self.cluster.wait(
+            "pipemorphjobs", name, condition, deadline, namespace=self.namespace
+        )
+
+    def batch_jobs(self, name: str) -> list[Object]:
+        return self.cluster.client.list(
+            "jobs", self.namespace, labels=f"pipemorph.io/job-name={name}"
+        )
+
+    def pods(self, name: str, count: int, attempt: int = 0, deadline: float = 60.0) -> list[Object]:
+        """The attempt's pods, by rank, once there are so many."""
+        labels = f"pipemorph.io/job-name={name},pipemorph.io/attempt={attempt}"
+
+        def look() -> list[Object] | None:
+            found = self.cluster.client.list("pods", self.namespace, labels=labels)
+            alive = [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
+            return alive if len(alive) == count else None
+
+        found = wait_for(
+            f"{count} pods of attempt {attempt} of {name}",
+            look,
+            deadline,
+            details=lambda: (
+                json.dumps(self.get(name).get("status", {}), indent=1)
+                + self.installation.operator.process.log_end()
+            ),
+        )
+        index = "batch.kubernetes.io/job-completion-index"
+        return sorted(found, key=lambda pod: int(pod["metadata"]["annotations"][index]))
+
+    def run(self, name: str, count: int, attempt: int = 0) -> list[Object]:
+        """Report all pods of an attempt as running, and wait until the job is."""
+        pods = self.pods(name, count, attempt)
+        for pod in pods:
+            self.cluster.fake_pod_running(self.namespace, pod["metadata"]["name"])
+        self.wait(name, "Running")
+        return pods
+
+    def succeed(self, pods: Sequence[Object]) -> None:
+        for pod in pods:
+            self.cluster.fake_pod_succeeded(self.namespace, pod["metadata"]["name"])
+
+    def expect_event(self, name: str, text: str) -> None:
+        """Events follow status, so they are waited for."""
+        wait_for(
+            f"event {text} of {name}",
+            lambda: text in self.cluster.events("pipemorphjobs", name, self.namespace),
+            10.0,
+        )
+
+    def token(self, name: str, pod: Object, **more: Any) -> str:
+        """A token as the kubelet projects it into a rank's pod."""
+        uid = self.get(name)["metadata"]["uid"]
+        wanted = {"audience": audience(self.namespace, name, uid)} | more
+        return self.cluster.service_account_token(
+            self.namespace, "default", bound_pod=pod["metadata"]["name"], **wanted
+        )
+
+    def ranks(self, name: str, pod: Object, attempt: int = 0) -> "Ranks":
+        spec = JobSpec.model_validate(self.get(name)["spec"])
+        return Ranks(self, name, spec, self.token(name, pod), attempt)
+
+
+STATES = frozenset(
+    {"Pending", "Queued", "Starting", "Running", "Restarting", "Suspended", "Complete", "Failed"}
+)
+
+
+class Ranks:
+    """A trainer in simulation, reporting to the real ingest. ``delays``: the truth, seconds."""
+
+    def __init__(self, jobs: Jobs, name: str, spec: JobSpec, token: str, attempt: int) -> None:
+        self.jobs, self.name, self.spec, self.token = jobs, name, spec, token
+        self.attempt = attempt
+        self.delays = [0.0] * (spec.parallelism.stages - 1)
+        self.plan: Plan = initial_plan(spec)
+        self.next: Directive | None = None
+        self.iteration = self.sequence = self.observed = 0
+        self.seconds: list[float] = []
+
+    def run(self, iterations: int) -> None:
+        """Train; a directive takes effect at the next iteration."""
+        for _ in range(iterations):
+            self._iterate()
+
+    def until(self, condition: str, most: int = 60) -> Object:
+        """Train until the job's status says so, for so many iterations at most."""
+        kind, _, status = condition.partition("=")
+        for _ in range(most):
+            self._iterate()
+            found = self.jobs.get(self.name)
+            if _condition(found, kind)["status"] == status:
+                return found
+        raise AssertionError(f"no {condition} in {most} iterations: {json.dumps(found['status'])}")
+
+    def _iterate(self) -> None:
+        if self.next is not None:
+            self.plan, self.next = self.next.plan.plan(), None
+        felt = [
+            0.002 + (delay if path is LinkPath.DIRECT else 0.0)
+            for delay, path in zip(self.delays, self.plan.paths, strict=True)
+        ]
+        stages = self.spec.parallelism.stages
+        problem = problem_for(
+            self.spec.schedule.microbatches, [STEP] * stages, felt, self.plan.paths, queues=8
+        )
+        result = simulate(self.plan.schedule, problem)
+        for _ in range(3):
+            links = [
+                self._sample(link, direction, wire)
+                for link, wire in enumerate(felt)
+                for direction in ("forward", "backward")
+            ]
+            self.send(links=links)
+        self.seconds.append(result.makespan)
+        self.iteration += 1
+        self.send(
+            stages=[
+                StageProfile(
+                    stage=i, forward=0.01, backward_input=0.01, backward_weight=0.01,
+                    split="emulated", peak_memory=1 << 20,
+                )
+                for i in range(stages)
+            ],
+            iterations=[
+                IterationSample(
+                    index=self.iteration - 1, seconds=result.makespan, loss=1.0,
+                    epoch=self.plan.version, bubble_fraction=result.bubble_fraction,
+                )
+            ],
+        )  # fmt: skip
+
+    def _sample(self, link: int, direction: Any, wire: float) -> LinkSample:
+        times = dict.fromkeys(("min", "p50", "p99", "mean"), wire)
+        return LinkSample(
+            link=link, direction=direction, path=self.plan.paths[link], transport="gloo",
+            iteration=self.iteration, bytes=1 << 20,
+            wire=WireTime(count=2, exact=2, **times), queue_p50=0.0,
+        )  # fmt: skip
+
+    def report(self, **fields: Any) -> LinkHealthReport:
+        values = {
+            "job": self.name,
+            "namespace": self.jobs.namespace,
+            "attempt": self.attempt,
+            "sequence": self.sequence,
+            "sent_at": 1.0,
+            "state": "training",
+            "iteration": self.iteration,
+            "observed_epoch": self.observed,
+            "applied_epoch": self.plan.version,
+        }
+        return LinkHealthReport.model_validate(values | fields)
+
+    def send(self, **fields: Any) -> None:
+        """Post a report, which must be taken, and take up what is answered."""
+        self.sequence += 1
+        body = self.report(**fields).model_dump_json().encode()
+        status, answer = self.post(body)
+        assert status == 200, answer
+        directive = DirectiveEnvelope.model_validate(answer).directive
+        if directive is not None:
+            self.observed, self.next = directive.epoch, directive
+
+    def post(self, body: bytes, token: str | None = None) -> tuple[int, Object]:
+        path = f"/v1/jobs/{self.jobs.namespace}/{self.name}/reports"
+        return self.jobs.installation.request(
+            "POST", path, token=self.token if token is None else token, body=body
+        )
+
+
+def _condition(job: Object, kind: str) -> Object:
+    found = job.get("status", {}).get("conditions", [])
+    return next((c for c in found if c["type"] == kind), {"status": "", "reason": ""})
+
+
+def condition(job: Object, kind: str) -> tuple[str, str]:
+    """Status and reason."""
+    found = _condition(job, kind)
+    return found["status"], found["reason"]
+
+
+__all__ = ["Installation", "Jobs", "Program", "Ranks", "condition", "manifest"]

@@ -1,0 +1,251 @@
+"""The life of a job on a real API server and Job controller, by an operator with its own rights."""
+
+import json
+
+import pytest
+from operator_support import Jobs, condition, manifest
+from testbed import TestbedError, wait_for
+
+pytest_plugins = ("operator_fixtures",)
+pytestmark = pytest.mark.cluster
+
+
+def children(jobs: Jobs) -> list[str]:
+    """Everything that is left of jobs in the namespace."""
+    kinds = "jobs,pods,services,secrets,configmaps,pipemorphjobs"
+    found = jobs.cluster.kubectl("get", kinds, "-n", jobs.namespace, "-o", "name").split()
+    return [name for name in found if name != "configmap/kube-root-ca.crt"]
+
+
+def test_a_job_runs_completes_and_leaves_nothing(jobs: Jobs) -> None:
+    jobs.apply(manifest("one", stages=2, parallelism={"stages": 2, "replicas": 2}))
+    pods = jobs.pods("one", 4)
+    spec = pods[3]["spec"]
+    env = {v["name"]: v.get("value") or v["valueFrom"] for v in spec["containers"][0]["env"]}
+    path = env["RANK"]["fieldRef"]["fieldPath"]
+    assert path == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    assert env["WORLD_SIZE"] == "4"
+    assert env["MASTER_ADDR"].startswith(f"{pods[0]['spec']['hostname']}.{spec['subdomain']}.")
+    assert jobs.wait("one", "Starting")["status"]["ready"] == "0/4"
+    jobs.run("one", 4)
+    jobs.succeed(pods)
+    done = jobs.wait("one", "Complete")
+    assert condition(done, "Complete") == ("True", "AllRanksFinished")
+    assert done["status"]["ready"] == "4/4"
+    shown = jobs.cluster.kubectl("get", "pmj", "one", "-n", jobs.namespace)
+    assert shown.split()[:6] == ["NAME", "STATE", "READY", "ITERATION", "SLOW-LINKS", "EPOCH"]
+    assert "Complete" in shown
+    for reason in ("AttemptStarted", "Running", "Complete"):
+        jobs.expect_event("one", f"Normal {reason}:")
+    jobs.cluster.kubectl("delete", "pmj", "one", "-n", jobs.namespace)
+    wait_for("nothing to be left", lambda: not children(jobs), 60.0)
+
+
+def test_kopf_leaves_no_finalizer_and_no_annotation(jobs: Jobs) -> None:
+    jobs.apply(manifest("clean", stages=2))
+    jobs.pods("clean", 2)
+    metadata = jobs.wait("clean", "Starting")["metadata"]
+    assert "finalizers" not in metadata
+    assert [k for k in metadata.get("annotations", {}) if "kopf" in k] == []
+
+
+def test_a_lost_pod_restarts_all_ranks_once_under_another_number(jobs: Jobs) -> None:
+    jobs.apply(manifest("lost", stages=2, failurePolicy={"maxRestarts": 1}))
+    old = jobs.run("lost", 2)
+    jobs.cluster.client.delete("pods", old[1]["metadata"]["name"], jobs.namespace)
+    new = jobs.run("lost", 2, attempt=1)
+    status = jobs.get("lost")["status"]
+    assert (status["attempt"], status["restarts"]) == (1, 1)
+    assert status["attempts"][0]["reason"] == "RankFailed"
+    names = {pod["metadata"]["name"].rsplit("-", 2)[0] for pod in (*old, *new)}
+    assert len(names) == 2, "both attempts' pods have the same Job"
+    mounted = [
+        next(v for v in pod["spec"]["volumes"] if v["name"] == "pipemorph-secret")
+        for pod in (old[0], new[0])
+    ]
+    assert mounted[0] != mounted[1], "a late pod of the old attempt holds the new secret"
+    jobs.succeed(new)
+    jobs.wait("lost", "Complete")
+
+
+def test_when_every_attempt_is_used_the_job_is_failed_and_stays_so(jobs: Jobs) -> None:
+    jobs.apply(manifest("spent", stages=2, failurePolicy={"maxRestarts": 1}))
+    for attempt in (0, 1):
+        pods = jobs.pods("spent", 2, attempt)
+        jobs.cluster.fake_pod_failed(jobs.namespace, pods[1]["metadata"]["name"], exit_code=3)
+    failed = jobs.wait("spent", "Failed")
+    assert condition(failed, "Failed") == ("True", "MaxRestartsExceeded")
+    message = next(c for c in failed["status"]["conditions"] if c["type"] == "Failed")["message"]
+    assert "rank 1 (stage 1, replica 0)" in message
+    assert "exited with code 3" in message
+    jobs.expect_event("spent", "Warning MaxRestartsExceeded")
+    # Terminal state wins: neither an edit nor a restart of the operator runs it again.
+    jobs.patch("spent", {"failurePolicy": {"maxRestarts": 9}})
+    jobs.installation.operator.restart()
+    jobs.apply(manifest("after", stages=1))
+    jobs.pods("after", 1)
+    assert jobs.get("spent")["status"]["attempt"] == failed["status"]["attempt"]
+    assert jobs.get("spent")["status"]["state"] == "Failed"
+
+
+def test_input_that_cannot_be_used_is_not_tried_again(jobs: Jobs) -> None:
+    jobs.apply(manifest("input", stages=2, failurePolicy={"maxRestarts": 5}))
+    pods = jobs.pods("input", 2)
+    jobs.cluster.fake_pod_failed(jobs.namespace, pods[0]["metadata"]["name"], exit_code=2)
+    failed = jobs.wait("input", "Failed")
+    assert condition(failed, "Failed") == ("True", "InvalidInput")
+    assert failed["status"].get("restarts", 0) == 0
+
+
+def test_a_failed_preflight_is_a_condition(jobs: Jobs) -> None:
+    jobs.apply(manifest("fit", stages=1, placement={"sharedMemory": "1Gi"}))
+    pods = jobs.pods("fit", 1)
+    command = pods[0]["spec"]["containers"][0]["command"]
+    assert command[:4] == ["python", "-m", "pipemorph_trainer.preflight", "--shm=1Gi"]
+    jobs.cluster.fake_pod_failed(jobs.namespace, pods[0]["metadata"]["name"], exit_code=78)
+    failed = jobs.wait("fit", "Failed")
+    assert condition(failed, "PreflightPassed") == ("False", "PreflightFailed")
+
+
+def test_a_lost_node_is_not_held_against_the_job(jobs: Jobs) -> None:
+    jobs.apply(manifest("node", stages=2))
+    pods = jobs.run("node", 2)
+    jobs.cluster.fake_pod_failed(
+        jobs.namespace, pods[0]["metadata"]["name"], exit_code=137, disruption="DeletionByPodGC"
+    )
+    jobs.run("node", 2, attempt=1)
+    status = jobs.get("node")["status"]
+    assert (status["disruptions"], status["restarts"]) == (1, 0)
+    assert status["attempts"][0]["counted"] is False
+
+
+@pytest.mark.parametrize("when", ["from the start", "starting", "running"])
+def test_suspend_stops_all_ranks_and_resume_starts_an_attempt(jobs: Jobs, when: str) -> None:
+    name = when.replace(" ", "-")
+    job = manifest(name, stages=2)
+    if when == "from the start":
+        job["spec"]["suspend"] = True
+    jobs.apply(job)
+    started = 0
+    if when != "from the start":
+        jobs.pods(name, 2)
+        jobs.wait(name, "Starting")
+        if when == "running":
+            jobs.run(name, 2)
+        jobs.patch(name, {"suspend": True})
+        started = 1
+    stopped = jobs.wait(name, "Suspended")
+    assert condition(stopped, "Suspended") == ("True", "SuspendedBySpec")
+    jobs.pods(name, 0, attempt=0)
+    assert jobs.batch_jobs(name) == []
+    jobs.patch(name, {"suspend": False})
+    pods = jobs.run(name, 2, attempt=started)
+    assert jobs.get(name)["status"]["restarts"] == 0
+    jobs.succeed(pods)
+    jobs.wait(name, "Complete")
+    jobs.patch(name, {"suspend": True})
+    jobs.installation.operator.restart()
+    assert jobs.get(name)["status"]["state"] == "Complete"
+
+
+def test_a_deadline_counts_over_attempts_and_ends_the_ranks(jobs: Jobs) -> None:
+    jobs.apply(manifest("late", stages=2, activeDeadlineSeconds=5))
+    jobs.run("late", 2)
+    failed = jobs.wait("late", "Failed")
+    assert condition(failed, "Failed") == ("True", "DeadlineExceeded")
+    jobs.pods("late", 0)
+
+
+def test_a_finished_job_is_deleted_after_its_time(jobs: Jobs) -> None:
+    jobs.apply(manifest("brief", stages=1, ttlSecondsAfterFinished=2))
+    jobs.succeed(jobs.run("brief", 1))
+    jobs.wait("brief", "deleted")
+    wait_for("nothing to be left", lambda: not children(jobs), 60.0)
+
+
+def test_jobs_managed_by_others_are_left_alone(jobs: Jobs) -> None:
+    jobs.apply(manifest("theirs", stages=1, managedBy="kueue.x-k8s.io/multikueue"))
+    jobs.apply(manifest("ours", stages=1, managedBy="pipemorph.io/operator"))
+    jobs.pods("ours", 1)
+    assert "status" not in jobs.get("theirs")
+    with pytest.raises(TestbedError, match="managedBy is immutable"):
+        jobs.apply(manifest("theirs", stages=1, managedBy="pipemorph.io/operator"))
+
+
+def test_two_jobs_of_one_name_in_two_namespaces(jobs: Jobs) -> None:
+    with jobs.cluster.namespace() as elsewhere:
+        other = Jobs(jobs.installation, elsewhere)
+        for each in (jobs, other):
+            each.apply(manifest("same", stages=2))
+        pods = jobs.run("same", 2)
+        other.run("same", 2)
+        jobs.succeed(pods)
+        jobs.wait("same", "Complete")
+        assert other.get("same")["status"]["state"] == "Running"
+
+
+def test_a_job_deleted_while_it_is_created_leaves_nothing(jobs: Jobs) -> None:
+    for i in range(5):
+        jobs.apply(manifest(f"gone-{i}", stages=2))
+        jobs.cluster.client.delete("pipemorphjobs", f"gone-{i}", jobs.namespace)
+    # And again under the same names: the old ones' remains must not be taken for the new ones'.
+    for i in range(5):
+        jobs.apply(manifest(f"gone-{i}", stages=2))
+    for i in range(5):
+        jobs.run(f"gone-{i}", 2)
+        jobs.cluster.client.delete("pipemorphjobs", f"gone-{i}", jobs.namespace)
+    wait_for("nothing to be left", lambda: not children(jobs), 60.0)
+
+
+def test_a_job_object_deleted_by_hand_is_another_attempt(jobs: Jobs) -> None:
+    jobs.apply(manifest("hand", stages=1, failurePolicy={"maxRestarts": 1}))
+    jobs.run("hand", 1)
+    name = jobs.batch_jobs("hand")[0]["metadata"]["name"]
+    jobs.cluster.kubectl("delete", "job", name, "-n", jobs.namespace, "--wait=false")
+    jobs.run("hand", 1, attempt=1)
+    assert jobs.get("hand")["status"]["attempts"][0]["reason"] == "JobDeleted"
+
+
+def test_what_only_the_operator_can_know_is_failed_with_a_reason(jobs: Jobs) -> None:
+    bad = {
+        "image": manifest(
+            "image", stages=1, template={"spec": {"containers": [{"name": "trainer"}]}}
+        ),
+        "limits": manifest("limits", stages=2),
+        "restart": manifest("restart", stages=1),
+        "pod": manifest("pod", stages=1),
+    }
+    bad["limits"]["spec"]["schedule"]["inFlightLimit"] = [0, "x"]
+    bad["restart"]["spec"]["template"]["spec"]["restartPolicy"] = "Always"
+    bad["pod"]["spec"]["template"]["spec"]["containers"][0]["ports"] = [{"containerPort": -1}]
+    for job in bad.values():
+        jobs.apply(job)
+    for name, reason, words in (
+        ("image", "NoTrainerImage", "no image"),
+        ("limits", "InvalidSpec", "spec.schedule.inFlightLimit"),
+        ("restart", "InvalidSpec", "restartPolicy"),
+        ("pod", "ObjectRefused", "containerPort"),
+    ):
+        failed = jobs.wait(name, "Failed")
+        found = next(c for c in failed["status"]["conditions"] if c["type"] == "Failed")
+        assert found["reason"] == reason
+        assert words in found["message"]
+        jobs.expect_event(name, f"Warning {reason}")
+
+
+def test_conflicting_writes_are_set_right(jobs: Jobs) -> None:
+    jobs.apply(manifest("fought", stages=2))
+    jobs.run("fought", 2)
+    generation = jobs.get("fought")["metadata"]["generation"]
+    wrong = {"status": {"state": "Failed", "attempt": 0, "ready": "9/9"}}
+    jobs.cluster.client.patch(
+        "pipemorphjobs", "fought", wrong, jobs.namespace, subresource="status"
+    )
+    right = jobs.wait("fought", lambda job: job["status"]["ready"] == "2/2")
+    assert right["status"]["state"] == "Running"
+    assert right["metadata"]["generation"] == generation
+    status = json.dumps(right["status"])
+    jobs.cluster.client.patch(
+        "pipemorphjobs", "fought", {"metadata": {"labels": {"a": "b"}}}, jobs.namespace
+    )
+    assert json.dumps(jobs.get("fought")["status"]) == status
