@@ -1,6 +1,6 @@
 """How well slow links are found: simulated wire times with known faults.
 
-    python benchmarks/detector.py [--seeds 100] [--json]
+    python benchmarks/detector.py [--seeds 100] [--json FILE]
 
 A window is 50 ms. Normal wire time is 6 ms with 8% noise, and one window in a hundred is an
 outlier of up to 20 times that, as on a shared machine. Each scenario runs with many seeds,
@@ -18,6 +18,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import exp, lgamma, log, log1p, pi
+from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
 from typing import Protocol
@@ -252,7 +253,7 @@ def false_alarms(judge: Callable[[], Judge], seeds: int, outliers: float) -> tup
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=100, help="runs per scenario (default 100)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     scenarios: list[tuple[str, Callable[[random.Random], Series], float]] = [
         *((f"step {ms} ms", step(ms / 1e3), ms / 1e3) for ms in (3, 10, 30, 60)),
@@ -283,8 +284,8 @@ def main() -> None:
             )
     if args.json:
         faults = [vars(f) for f in figures]
-        print(json.dumps({"window_seconds": WINDOW, "faults": faults, "quiet": quiet_figures}))
-        return
+        result = {"window_seconds": WINDOW, "faults": faults, "quiet": quiet_figures}
+        args.json.write_text(json.dumps(result, indent=1))
     print(f"{'scenario':26}{'detector':>10}{'found':>8}{'windows to alarm':>18}"
           f"{'to clear':>10}{'extra':>7}{'error':>9}")  # fmt: skip
     for f in figures:

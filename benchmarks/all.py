@@ -1,0 +1,66 @@
+"""Every figure the README quotes, one after another: ``python benchmarks/all.py``.
+
+About half an hour on two cores. Leaves ``NAME.json`` and ``NAME.md`` in the folder given with
+--out. Goes on when one of them fails, and exits 1 at the end if any did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+DEADLINE_SECONDS = 1200
+NAMES = (
+    "schedules",
+    "detector",
+    "split",
+    "engine",
+    "torch_peer",
+    "emulated",
+    "gpt_losses",
+    "slow_link",
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("bench-out"))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: {' '.join(NAMES)}")
+    args = parser.parse_args()
+    if unknown := sorted(set(args.names) - set(NAMES)):
+        parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(NAMES)}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    failed = []
+    for name in args.names or NAMES:
+        print(f"\n== {name}", flush=True)
+        began = time.monotonic()
+        command = [
+            sys.executable,
+            str(HERE / f"{name}.py"),
+            "--json",
+            str(args.out / f"{name}.json"),
+        ]
+        try:
+            done = subprocess.run(
+                command, stdout=subprocess.PIPE, text=True, check=False, timeout=DEADLINE_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            print(f"{name} was not done after {DEADLINE_SECONDS} s")
+            failed.append(name)
+            continue
+        print(done.stdout)
+        (args.out / f"{name}.md").write_text(done.stdout)
+        if done.returncode:
+            failed.append(name)
+        print(f"({name}: {time.monotonic() - began:.0f} s, exit {done.returncode})", flush=True)
+    if failed:
+        print(f"\nfailed: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
