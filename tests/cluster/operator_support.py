@@ -11,6 +11,7 @@ import json
 import socket
 import ssl
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ FULL_NAME = f"{RELEASE}-pipemorph-operator"
 Object = dict[str, Any]
 
 OP = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}
+REPORT_INTERVAL = 0.05
 STEP = StageTimes(forward=0.01, backward_input=0.01, backward_weight=0.01)
 
 
@@ -273,10 +275,13 @@ class Ranks:
         self.jobs, self.name, self.spec, self.token = jobs, name, spec, token
         self.attempt = attempt
         self.delays = [0.0] * (spec.parallelism.stages - 1)
+        self.avoidable = False
+        """Whether the delegated path knows nothing of the delays."""
         self.plan: Plan = initial_plan(spec)
         self.next: Directive | None = None
         self.iteration = self.sequence = self.observed = 0
         self.seconds: list[float] = []
+        self.due = 0.0
 
     def run(self, iterations: int) -> None:
         """Train; a directive takes effect at the next iteration."""
@@ -297,7 +302,7 @@ class Ranks:
         if self.next is not None:
             self.plan, self.next = self.next.plan.plan(), None
         felt = [
-            0.002 + (delay if path is LinkPath.DIRECT else 0.0)
+            0.002 + (delay if path is LinkPath.DIRECT or not self.avoidable else 0.0)
             for delay, path in zip(self.delays, self.plan.paths, strict=True)
         ]
         stages = self.spec.parallelism.stages
@@ -354,6 +359,7 @@ class Ranks:
 
     def send(self, **fields: Any) -> None:
         """Post a report, which must be taken, and take up what is answered."""
+        self._pace()
         self.sequence += 1
         body = self.report(**fields).model_dump_json().encode()
         status, answer = self.post(body)
@@ -361,6 +367,13 @@ class Ranks:
         directive = DirectiveEnvelope.model_validate(answer).directive
         if directive is not None:
             self.observed, self.next = directive.epoch, directive
+
+    def _pace(self) -> None:
+        """At most 20 reports a second, as rank 0's agent."""
+        left = self.due - time.monotonic()
+        if left > 0:
+            time.sleep(left)
+        self.due = time.monotonic() + REPORT_INTERVAL
 
     def post(self, body: bytes, token: str | None = None) -> tuple[int, Object]:
         path = f"/v1/jobs/{self.jobs.namespace}/{self.name}/reports"

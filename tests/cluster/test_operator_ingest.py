@@ -1,0 +1,269 @@
+"""The ingest on a real API server: whom it believes, what it takes, what it never forgets."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from operator_support import Jobs, condition, manifest
+from testbed import wait_for
+
+from pipemorph.wire import DirectiveEnvelope
+
+pytest_plugins = ("operator_fixtures",)
+pytestmark = pytest.mark.cluster
+
+SLOW = 0.06
+
+
+def test_a_slow_link_is_told_adapted_to_and_told_well_again(jobs: Jobs) -> None:
+    jobs.apply(manifest("story"))
+    pods = jobs.run("story", 4)
+    assert condition(
+        jobs.wait("story", lambda job: condition(job, "LinksHealthy")[0] == "Unknown"),
+        "LinksHealthy",
+    ) == ("Unknown", "NoReportsYet")
+    ranks = jobs.ranks("story", pods[0])
+    ranks.until("LinksHealthy=True")
+    normal = ranks.seconds[-1]
+    ranks.delays[1] = SLOW
+    ranks.run(1)
+    disturbed = ranks.seconds[-1]
+    assert disturbed > 1.2 * normal
+    ranks.until("LinksHealthy=False")
+    job = ranks.until("ScheduleAdapted=True")
+    assert ranks.seconds[-1] < 0.85 * disturbed
+    training = job["status"]["training"]
+    assert training["slowLinkCount"] == 1
+    assert training["slowLinks"][0]["link"] == 1
+    assert abs(training["slowLinks"][0]["delayMs"] - 60) < 10
+    assert training["appliedEpoch"] == training["wantedEpoch"] >= 1
+    ranks.run(8)
+    told = jobs.wait(
+        "story", lambda job: job["status"]["training"]["lastAdaptation"].get("bubbleAfter")
+    )["status"]["training"]["lastAdaptation"]
+    assert told["iterationSecondsAfter"] < told["iterationSecondsBefore"]
+    assert told["warmupAfter"] != told["warmupBefore"] or told["kind"] == "adapt"
+    ranks.delays[1] = 0.0
+    ranks.until("LinksHealthy=True")
+    back = ranks.until("ScheduleAdapted=False")
+    assert condition(back, "ScheduleAdapted")[1] in ("ReturnedToInitialPlan", "PlanOnItsWay")
+    shown = jobs.cluster.kubectl("get", "pmj", "story", "-n", jobs.namespace).splitlines()[1]
+    assert shown.split()[1:3] == ["Running", "4/4"]
+
+
+def test_a_link_whose_delay_the_engine_avoids_is_offloaded_and_comes_back(jobs: Jobs) -> None:
+    jobs.apply(manifest("moved"))
+    ranks = jobs.ranks("moved", jobs.run("moved", 4)[0])
+    ranks.avoidable = True
+    ranks.run(4)
+    ranks.delays[1] = 4 * SLOW
+    moved = ranks.until("Offloaded=True")
+    assert condition(moved, "Offloaded")[1] == "LinksDelegated"
+    assert moved["status"]["training"]["paths"] == ["direct", "delegated", "direct"]
+    ranks.delays[1] = 0.0
+    back = ranks.until("Offloaded=False")
+    assert back["status"]["training"]["paths"] == ["direct"] * 3
+
+
+def test_an_epoch_outlives_the_ingest_and_only_grows(jobs: Jobs) -> None:
+    jobs.apply(manifest("epoch", failurePolicy={"maxRestarts": 1}))
+    pods = jobs.run("epoch", 4)
+    ranks = jobs.ranks("epoch", pods[0])
+    ranks.run(4)
+    ranks.delays[1] = SLOW
+    ranks.until("ScheduleAdapted=True")
+    before = jobs.get("epoch")["status"]["control"]["epoch"]
+    assert before == ranks.observed
+    jobs.installation.ingest.restart()
+    # A new agent asks from the start, and is given the directive again.
+    path = f"/v1/jobs/{jobs.namespace}/epoch/directive?attempt=0&after=0"
+    status, answer = jobs.installation.request("GET", path, token=ranks.token)
+    directive = DirectiveEnvelope.model_validate(answer).directive
+    assert status == 200
+    assert directive is not None
+    assert directive.epoch == before
+    # Soft state is rebuilt from reports: the link is known to be slow, then to be well.
+    ranks.run(3)
+    ranks.delays[1] = 0.0
+    ranks.until("LinksHealthy=True")
+    ranks.until("ScheduleAdapted=False")
+    wait_for("another directive", lambda: ranks.observed > before or ranks.run(1), 30.0)
+    # Over attempts as well.
+    newest = ranks.observed
+    jobs.cluster.client.delete("pods", pods[1]["metadata"]["name"], jobs.namespace)
+    again = jobs.ranks("epoch", jobs.run("epoch", 4, attempt=1)[0], attempt=1)
+    jobs.wait("epoch", lambda job: job["status"]["training"]["attempt"] == 1)
+    again.run(4)
+    again.delays[2] = SLOW
+    again.until("ScheduleAdapted=True")
+    assert again.observed > newest
+
+
+def test_what_was_served_is_in_status(jobs: Jobs) -> None:
+    """A directive is persisted before anybody sees it: with the API server away there is none."""
+    cluster = jobs.cluster
+    if cluster.control_plane is None:
+        pytest.skip("the control plane is not ours to stop")
+    jobs.apply(manifest("away"))
+    pods = jobs.run("away", 4)
+    ranks = jobs.ranks("away", pods[0])
+    ranks.run(4)
+    cluster.control_plane.stop_apiserver()
+    try:
+        ranks.delays[1] = SLOW
+        # Reports are taken meanwhile: the token was checked before, and training goes on.
+        ranks.run(8)
+        assert ranks.observed == 0, "a directive was served that is in no status"
+    finally:
+        cluster.control_plane.start_apiserver()
+    ranks.until("ScheduleAdapted=True")
+    assert jobs.get("away")["status"]["control"]["epoch"] == ranks.observed > 0
+
+
+def test_only_a_pod_of_the_job_may_speak_for_it(jobs: Jobs) -> None:
+    for name in ("mine", "other"):
+        jobs.apply(manifest(name, stages=1))
+    mine, other = jobs.run("mine", 1)[0], jobs.run("other", 1)[0]
+    stranger = {
+        "metadata": {"name": "stranger"},
+        "spec": {
+            "schedulerName": "nobody",
+            "containers": [{"name": "a", "image": "none.invalid/a"}],
+        },
+    }
+    jobs.cluster.client.create("pods", stranger, jobs.namespace)
+    ranks = jobs.ranks("mine", mine)
+    ranks.run(2)
+    good = ranks.report(sequence=99).model_dump_json().encode()
+    forged = ranks.token[:-4] + ("AAAA" if not ranks.token.endswith("AAAA") else "BBBB")
+    unbound = jobs.cluster.service_account_token(
+        jobs.namespace,
+        "default",
+        audience=f"pipemorph.io/jobs/{jobs.namespace}/mine/{jobs.get('mine')['metadata']['uid']}",
+    )
+    metric = jobs.installation.ingest.metric
+    cases = [
+        ("review", 401, forged),
+        ("malformed", 401, "not.a-token"),
+        ("audience", 401, jobs.token("other", other)),
+        ("audience", 401, jobs.token("mine", mine, audience="https://kubernetes.default.svc")),
+        ("pod", 403, jobs.token("mine", stranger)),
+        ("pod", 403, jobs.token("mine", other)),
+        ("unbound", 403, unbound),
+    ]
+    if jobs.cluster.control_plane is not None:
+        cases.append(("expired", 401, jobs.cluster.expired(ranks.token)))
+    for reason, expected, token in cases:
+        counted = metric("pipemorph_ingest_refused_total", reason=reason)
+        status, answer = ranks.post(good, token=token)
+        assert (reason, status) == (reason, expected), answer
+        assert metric("pipemorph_ingest_refused_total", reason=reason) == counted + 1
+    counted = metric("pipemorph_ingest_requests_total", kind="report", code="401")
+    assert ranks.post(good, token="")[0] == 401
+    assert metric("pipemorph_ingest_requests_total", kind="report", code="401") == counted + 1
+    # None of it left a trace: the good one is still news.
+    assert ranks.post(good)[0] == 200
+
+
+def test_what_is_no_good_report_changes_nothing(jobs: Jobs) -> None:
+    jobs.apply(manifest("strict", stages=2))
+    ranks = jobs.ranks("strict", jobs.run("strict", 2)[0])
+    ranks.run(2)
+    jobs.wait("strict", lambda job: job["status"]["training"]["iteration"] > 0)
+    replayed = ranks.report().model_dump_json().encode()
+    fresh = json.loads(ranks.report(sequence=500).model_dump_json())
+    for expected, body in (
+        (409, replayed),
+        (400, b"{"),
+        (422, json.dumps(fresh | {"links": [{"link": 0}]}).encode()),
+        (422, json.dumps(fresh | {"unknown": 1}).encode()),
+        (403, json.dumps(fresh | {"job": "other"}).encode()),
+        (403, json.dumps(fresh | {"attempt": 7}).encode()),
+        (413, b"x" * (64 * 1024 + 1)),
+    ):
+        status, answer = ranks.post(body)
+        assert status == expected, answer
+        assert "\n" not in answer["error"]
+    ranks.run(1)
+
+
+def test_silence_makes_links_unknown_and_a_report_known_again(jobs: Jobs) -> None:
+    jobs.apply(manifest("quiet", adaptation={"staleAfterSeconds": 3.0}))
+    ranks = jobs.ranks("quiet", jobs.run("quiet", 4)[0])
+    ranks.until("LinksHealthy=True")
+    stale = ("Unknown", "ReportsStale")
+    jobs.wait("quiet", lambda job: condition(job, "LinksHealthy") == stale)
+    ranks.until("LinksHealthy=True")
+
+
+def test_a_storm_of_one_job_does_not_delay_another(jobs: Jobs) -> None:
+    for name in ("storm", "calm"):
+        jobs.apply(manifest(name, stages=2))
+    storm = jobs.ranks("storm", jobs.run("storm", 2)[0])
+    calm = jobs.ranks("calm", jobs.run("calm", 2)[0])
+    body = b"{" + b" " * 30_000
+    calm.run(1)
+
+    def hit(_: int) -> int:
+        return storm.post(body)[0]
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = pool.map(hit, range(300))
+        calm.run(3)
+        codes = set(answers)
+    assert codes <= {400, 429}
+    assert 429 in codes, "the storm was not limited"
+
+
+def test_adaptation_can_be_switched_off_while_it_runs(jobs: Jobs) -> None:
+    jobs.apply(manifest("switch"))
+    ranks = jobs.ranks("switch", jobs.run("switch", 4)[0])
+    ranks.run(4)
+    jobs.patch("switch", {"adaptation": {"enabled": False}})
+    jobs.wait("switch", lambda job: job["status"]["observedGeneration"] == 2)
+    ranks.delays[1] = SLOW
+    ranks.until("LinksHealthy=False")
+    ranks.run(6)
+    assert ranks.observed == 0
+
+
+def test_nodes_whose_links_stay_sick_are_avoided(jobs: Jobs) -> None:
+    placement = {"nodeExclusion": {"afterAttempts": 2}}
+    jobs.apply(manifest("sick", failurePolicy={"maxRestarts": 3}, placement=placement))
+    cluster = jobs.cluster
+    nodes = [f"{jobs.namespace}-{i}" for i in range(6)]
+    for node in nodes:
+        cluster.fake_node(node)
+    seats = {0: [0, 1, 2, 3], 1: [4, 1, 5, 3]}  # link 1 is slow: ranks 1 and 2; node 1 stays
+    for attempt, seat in seats.items():
+        pods = jobs.pods("sick", 4, attempt)
+        for pod, node in zip(pods, seat, strict=True):
+            cluster.fake_pod_running(jobs.namespace, pod["metadata"]["name"], node=nodes[node])
+        jobs.wait("sick", "Running")
+        ranks = jobs.ranks("sick", pods[0], attempt)
+        ranks.run(4)
+        ranks.delays[1] = SLOW
+        ranks.until("LinksHealthy=False")
+        jobs.wait(
+            "sick",
+            lambda job, a=attempt: any(a in n["attempts"] for n in job["status"]["nodes"]),
+        )
+        cluster.fake_pod_failed(jobs.namespace, pods[3]["metadata"]["name"])
+        for pod in pods[:3]:
+            wait_for(
+                "the Job controller to stop the others",
+                lambda p=pod: (
+                    "deletionTimestamp"
+                    in cluster.client.get("pods", p["metadata"]["name"], jobs.namespace)["metadata"]
+                ),
+                30.0,
+            )
+            cluster.fake_pod_gone(jobs.namespace, pod["metadata"]["name"])
+    third = jobs.pods("sick", 4, attempt=2)[0]
+    terms = third["spec"]["affinity"]["nodeAffinity"][
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    ]["nodeSelectorTerms"]
+    assert terms[0]["matchFields"] == [
+        {"key": "metadata.name", "operator": "NotIn", "values": [nodes[1]]}
+    ]
+    jobs.expect_event("sick", "Warning NodeExcluded")
