@@ -50,6 +50,8 @@ def rank_environment(
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(job.spec.trainer.threads),
     }
+    # A crash in C++ then says where each thread was.
+    env.setdefault("PYTHONFAULTHANDLER", "1")
     # The name of this machine may resolve to an address that is down or behind a firewall.
     env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     env = _with_template(env, template_env(job).values)

@@ -13,9 +13,11 @@ from queue import Empty, SimpleQueue
 from pipemorph.local.ranks import RankProcess, RankSet
 
 REFRESH_SECONDS = 0.1
+NOTICE_SECONDS = 1.0
+"""For the peers of a rank that died to notice, and to say so in full, before they are asked."""
 AGENT_SECONDS = 2.5
 """For rank 0's agent to send the last report after rank 0 has ended."""
-LAST_LINES = 15
+LAST_LINES = 20
 MOST_PEERS = 16
 _WAITING = re.compile(
     r".*((?:rank|stage) \d+(?: \([^)]*\))? (?:waited [\d.]+ s|was (?:not )?waiting) for .*)"
@@ -77,7 +79,7 @@ def supervise(
     if ending.end is End.INTERRUPTED:
         note(f"{ending.reason}: stopping {len(ranks.running)} ranks; once more kills them")
     if ending.end is not End.COMPLETED:
-        killed = _stop(ranks, events, refresh, grace)
+        killed = _stop(ending, ranks, events, refresh, grace)
         ending = _with_peers(ending, ranks, killed, grace)
     ranks.settle(AGENT_SECONDS)
     refresh()
@@ -132,11 +134,19 @@ def _failure(rank: RankProcess) -> Ending:
 
 
 def _stop(
-    ranks: RankSet, events: Events, refresh: Callable[[], None], grace: float
+    ending: Ending, ranks: RankSet, events: Events, refresh: Callable[[], None], grace: float
 ) -> list[RankProcess]:
     """Ask all ranks to stop and wait. Returns those that had to be killed."""
+    if ending.end is End.FAILED and _wait(ranks, events, refresh, NOTICE_SECONDS):
+        return ranks.running
     ranks.terminate()
-    end = time.monotonic() + grace
+    _wait(ranks, events, refresh, grace)
+    return ranks.running
+
+
+def _wait(ranks: RankSet, events: Events, refresh: Callable[[], None], seconds: float) -> bool:
+    """Wait until no rank runs, at most ``seconds``. True if a signal cut it short."""
+    end = time.monotonic() + seconds
     while ranks.running and time.monotonic() < end:
         try:
             event = events.get(timeout=REFRESH_SECONDS)
@@ -144,27 +154,33 @@ def _stop(
             refresh()
             continue
         if isinstance(event, Signalled):
-            break
+            return True
         ranks.ranks[event.rank].status = event.status
-    return ranks.running
+    return False
 
 
 def _with_peers(ending: Ending, ranks: RankSet, killed: list[RankProcess], grace: float) -> Ending:
     """Add what the ranks were waiting for, in their own words."""
     details = list(ending.details)
     told = "\n".join(details)
-    waits = [wait for rank in ranks.ranks if (wait := _last_wait(rank)) and wait not in told]
-    if waits:
+    words = [word for rank in ranks.ranks if (word := _last_word(rank)) and word not in told]
+    if words:
         details.append("what the ranks were waiting for:")
-        details += [f"  {wait}" for wait in waits[:MOST_PEERS]]
-    if len(waits) > MOST_PEERS:
-        details.append(f"  and {len(waits) - MOST_PEERS} more, in their logs")
+        details += [f"  {word}" for word in words[:MOST_PEERS]]
+    if len(words) > MOST_PEERS:
+        details.append(f"  and {len(words) - MOST_PEERS} more, in their logs")
     if killed:
         names = ", ".join(str(rank.seat) for rank in killed)
         details.append(f"killed, since they did not stop within {grace:g} s: {names}")
     return Ending(ending.end, ending.reason, tuple(details), ending.retry)
 
 
-def _last_wait(rank: RankProcess) -> str | None:
-    found = [match.group(1) for line in rank.lines() if (match := _WAITING.match(line))]
-    return found[-1].strip() if found else None
+def _last_word(rank: RankProcess) -> str | None:
+    """The wait a rank was ended in; of one that failed by itself without such, its last line."""
+    lines = [line.strip() for line in rank.lines() if line.strip()]
+    waits = [match.group(1) for line in lines if (match := _WAITING.match(line))]
+    if waits:
+        return waits[-1]
+    if lines and rank.status is not None and rank.status > 0:
+        return f"{rank.seat} {rank.outcome()}: {lines[-1]}"
+    return None

@@ -104,6 +104,8 @@ class Ingest:
     async def _down(self) -> None:
         if self._runner is not None:
             await self._runner.cleanup()
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
 
     def _authorized(self, request: web.Request) -> bool:
         if request.headers.get("Authorization") == f"Bearer {self.token}":
