@@ -107,7 +107,8 @@ def test_profiles_and_iterations() -> None:
             assert profile.split == "emulated"
             measured = (profile.forward, profile.backward_input, profile.backward_weight)
             for value, wanted in zip(measured, TIMES, strict=True):
-                assert wanted * 0.8 <= value < wanted + 0.02
+                # An op is shorter by what the one before it ran over, 2 ms at most.
+                assert wanted - 0.002 <= value < wanted + 0.02
             assert profile.peak_memory > 1 << 20
         assert messages[0].state == "starting"
         assert messages[-1].state == "finished"
