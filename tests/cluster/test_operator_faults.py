@@ -1,0 +1,98 @@
+"""The operator is killed in the middle of everything; the API server goes away and comes back."""
+
+import random
+import time
+
+import pytest
+from operator_support import Jobs, manifest
+from testbed import wait_for
+
+pytest_plugins = ("operator_fixtures",)
+pytestmark = pytest.mark.cluster
+
+
+class Killer:
+    """Kills the operator a random moment after a change, and starts it again."""
+
+    def __init__(self, jobs: Jobs, seed: int) -> None:
+        self.jobs = jobs
+        self.random = random.Random(seed)
+        self.kills = 0
+
+    def strike(self) -> None:
+        # A moment inside a reconcile, which takes some tens of milliseconds.
+        time.sleep(self.random.uniform(0.0, 0.15))
+        self.jobs.installation.operator.kill()
+        self.kills += 1
+        self.jobs.installation.operator.start()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_in_the_middle_of_every_transition(jobs: Jobs, seed: int) -> None:
+    killer = Killer(jobs, seed)
+    name = "killed"
+    jobs.apply(manifest(name, stages=2, failurePolicy={"maxRestarts": 1}))
+    killer.strike()  # creation
+    pods = jobs.pods(name, 2)
+    for pod in pods:
+        jobs.cluster.fake_pod_running(jobs.namespace, pod["metadata"]["name"])
+    killer.strike()  # running
+    jobs.wait(name, "Running")
+    jobs.patch(name, {"suspend": True})
+    killer.strike()  # suspending
+    jobs.wait(name, "Suspended")
+    assert jobs.batch_jobs(name) == []
+    jobs.patch(name, {"suspend": False})
+    killer.strike()  # resuming
+    pods = jobs.run(name, 2, attempt=1)
+    jobs.cluster.client.delete("pods", pods[0]["metadata"]["name"], jobs.namespace)
+    killer.strike()  # restarting
+    pods = jobs.run(name, 2, attempt=2)
+    status = jobs.get(name)["status"]
+    assert (status["attempt"], status["restarts"]) == (2, 1), "an attempt was counted twice"
+    assert [a["attempt"] for a in status["attempts"]] == [0, 1]
+    jobs.succeed(pods)
+    killer.strike()  # completing
+    done = jobs.wait(name, "Complete")
+    assert done["status"]["attempt"] == 2
+    jobs.cluster.client.delete("pipemorphjobs", name, jobs.namespace)
+    killer.strike()  # deleting
+    jobs.wait(name, "deleted")
+    wait_for("no Job to be left", lambda: not jobs.batch_jobs(name), 60.0)
+    assert killer.kills == 7
+
+
+def test_one_attempt_at_a_time(jobs: Jobs) -> None:
+    """The next attempt waits for the last one's ranks, which here have a kubelet that is slow."""
+    jobs.apply(manifest("waits", stages=2, failurePolicy={"maxRestarts": 1}))
+    node = f"{jobs.namespace}-slow"
+    jobs.cluster.fake_node(node)
+    pods = jobs.pods("waits", 2)
+    for pod in pods:
+        jobs.cluster.fake_pod_running(jobs.namespace, pod["metadata"]["name"], node=node)
+    jobs.wait("waits", "Running")
+    jobs.cluster.fake_pod_failed(jobs.namespace, pods[0]["metadata"]["name"])
+    jobs.wait("waits", "Restarting")
+    assert len(jobs.batch_jobs("waits")) == 1, "two attempts at a time"
+    jobs.cluster.fake_pod_gone(jobs.namespace, pods[1]["metadata"]["name"])
+    jobs.run("waits", 2, attempt=1)
+
+
+def test_the_api_server_goes_away_and_comes_back(jobs: Jobs) -> None:
+    plane = jobs.cluster.control_plane
+    if plane is None:
+        pytest.skip("the control plane is not ours to stop")
+    jobs.apply(manifest("before", stages=2))
+    pods = jobs.run("before", 2)
+    ranks = jobs.ranks("before", pods[0])
+    ranks.run(2)
+    plane.restart_apiserver()
+    ranks.run(2)
+    plane.wait_for_controllers()
+    jobs.apply(manifest("after", stages=2))
+    jobs.run("after", 2)
+    jobs.succeed(pods)
+    jobs.wait("before", "Complete")
+    for program in (jobs.installation.operator, jobs.installation.ingest):
+        assert program.process.running, program.process.log_end()
