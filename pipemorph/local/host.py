@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -63,10 +63,13 @@ def run_job(manifest: str, out: Path, *, force: bool = False, stream: TextIO = s
         stack.callback(warden.close)
         host = _Host(job, folder, progress, service, warden, events, interrupts, refresh, grace)
         host.announce()
-        while True:
-            ending = host.attempt(run)
-            if not host.tries_again(ending, run):
+        ending = host.attempt(run)
+        while host.may_restart(ending, run):
+            if interrupts.received is not None:
+                ending = replace(ending, end=End.INTERRUPTED)
                 break
+            host.announce_restart(ending, run)
+            ending = host.attempt(run)
         run.finish(ending, journal.iterations(), service.adaptations())
     progress.close()
 
@@ -128,18 +131,17 @@ class _Host:
             self.warden.tell("drop", str(private.root))
         return record.end(ending, time.time())
 
-    def tries_again(self, ending: Ending, run: RunRecord) -> bool:
-        """Whether ``spec.failurePolicy`` grants another attempt; says so if it does."""
-        restarts = self.job.spec.failure_policy.max_restarts
-        if ending.end is not End.FAILED or not ending.retry or self.interrupts.received:
-            return False
-        if len(run.attempts) > restarts:
-            return False
-        self.progress.note(describe(ending))
+    def may_restart(self, ending: Ending, run: RunRecord) -> bool:
+        """Whether ``spec.failurePolicy`` grants another attempt."""
+        left = self.job.spec.failure_policy.max_restarts - (len(run.attempts) - 1)
+        return ending.end is End.FAILED and ending.retry and left > 0
+
+    def announce_restart(self, ending: Ending, run: RunRecord) -> None:
         checkpoint = self.job.spec.checkpoint
         where = "the newest checkpoint" if checkpoint and checkpoint.resume else "the beginning"
-        self.progress.note(f"restart {len(run.attempts)} of at most {restarts}, from {where}")
-        return True
+        most = self.job.spec.failure_policy.max_restarts
+        self.progress.note(describe(ending))
+        self.progress.note(f"restart {len(run.attempts)} of at most {most}, from {where}")
 
     def _start_ranks(self, ranks: RankSet, number: int, private: PrivateFolder) -> None:
         parallelism = self.job.spec.parallelism

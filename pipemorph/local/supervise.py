@@ -163,7 +163,8 @@ def _with_peers(ending: Ending, ranks: RankSet, killed: list[RankProcess], grace
     """Add what the ranks were waiting for, in their own words."""
     details = list(ending.details)
     told = "\n".join(details)
-    words = [word for rank in ranks.ranks if (word := _last_word(rank)) and word not in told]
+    peers = [rank for rank in ranks.ranks if f"{rank.seat} {rank.outcome()}" != ending.reason]
+    words = [word for rank in peers if (word := _last_word(rank)) and word not in told]
     if words:
         details.append("what the ranks were waiting for:")
         details += [f"  {word}" for word in words[:MOST_PEERS]]
