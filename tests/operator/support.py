@@ -1,0 +1,132 @@
+"""Jobs, Jobs' Jobs and pods as values, for tests of decisions."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from pipemorph_operator.children.naming import attempt_name
+from pipemorph_operator.config import OperatorConfig
+from pipemorph_operator.decide import Decision, Observed, decide, dump
+from pipemorph_operator.facts import Ended, JobFacts, PodFacts
+
+T0 = datetime(2026, 1, 1, tzinfo=UTC)
+UID = "0b7c9d2e-1111-2222-3333-444455556666"
+CONFIG = OperatorConfig(ingest_url="https://ingest:8443", ca_pem="PEM", trainer_image="trainer:1")
+OP = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 5.0}
+
+Object = dict[str, Any]
+
+
+def body(name: str = "gpt", stages: int = 2, **spec: Any) -> Object:
+    """A PipeMorphJob as the API server gives it."""
+    return {
+        "apiVersion": "pipemorph.io/v1alpha1",
+        "kind": "PipeMorphJob",
+        "metadata": {"name": name, "namespace": "team", "uid": UID, "generation": 1},
+        "spec": {
+            "parallelism": {"stages": stages, "replicas": 1},
+            "schedule": {"microbatches": 4, "stageTimes": [OP] * stages},
+            "trainer": {"module": "a.b", "iterations": 3},
+        }
+        | spec,
+    }
+
+
+def job_facts(attempt: int = 0, *, stages: int = 2, **changes: Any) -> JobFacts:
+    values: dict[str, Any] = {
+        "name": attempt_name("gpt", UID, attempt, stages),
+        "uid": f"job-{attempt}",
+        "owner": "gpt",
+        "owner_uid": UID,
+        "attempt": attempt,
+        "active": stages,
+    }
+    return JobFacts(**(values | changes))
+
+
+def failed(message: str = "", reason: str = "BackoffLimitExceeded") -> Ended:
+    return Ended(reason, message, T0)
+
+
+def pod(index: int, **changes: Any) -> PodFacts:
+    values: dict[str, Any] = {"name": f"p{index}", "index": index, "phase": "Running"}
+    return PodFacts(**(values | changes))
+
+
+class World:
+    """A job, its Jobs and the clock; carries decisions out as the reconciler would."""
+
+    def __init__(self, job: Object, config: OperatorConfig = CONFIG) -> None:
+        self.body = job
+        self.config = config
+        self.now = T0
+        self.jobs: dict[int, JobFacts] = {}
+        self.pods: list[PodFacts] = []
+        self.looked = 0
+        self.events: list[str] = []
+        self.counts: list[str] = []
+
+    @property
+    def status(self) -> Object:
+        status: Object = self.body.get("status", {})
+        return status
+
+    def condition(self, kind: str) -> tuple[str, str]:
+        for found in self.status.get("conditions", []):
+            if found["type"] == kind:
+                return found["status"], found["reason"]
+        return "", ""
+
+    def message(self, kind: str) -> str:
+        return next(c["message"] for c in self.status["conditions"] if c["type"] == kind)
+
+    def observe(self) -> Observed:
+        number = self.status.get("attempt", 0)
+        return Observed(
+            self.body,
+            self.now,
+            self.jobs.get(number),
+            [job for attempt, job in self.jobs.items() if attempt != number],
+        )
+
+    def turn(self, *, write_status: bool = True) -> Decision:
+        """One reconcile. Without ``write_status`` the operator dies before it."""
+        seen = self.observe()
+        decision = decide(seen, self.config)
+        if decision.needs_pods:
+            self.looked += 1
+            seen = Observed(seen.body, seen.now, seen.current, seen.others, self.pods)
+            decision = decide(seen, self.config)
+            assert not decision.needs_pods, "the pods were given and are asked for again"
+        if decision.create is not None:
+            number = decision.create.number
+            self.jobs.setdefault(number, job_facts(number, stages=decision.create.ranks))
+            assert decision.status is not None
+            decision.status.job_uid = self.jobs[number].uid
+        if not write_status:
+            return decision
+        if decision.status is not None:
+            self.body["status"] = dump(decision.status) | {
+                k: v for k, v in self.status.items() if k == "training"
+            }
+        for name in decision.delete_jobs:
+            self.jobs = {n: j for n, j in self.jobs.items() if j.name != name}
+        self.events += [event.reason for event in decision.events]
+        self.counts += decision.counts
+        return decision
+
+    def settle(self, most: int = 8) -> Decision:
+        """Turns until nothing is due at once."""
+        for _ in range(most):
+            decision = self.turn()
+            if decision.again_in != 0.0:
+                return decision
+        raise AssertionError("it never settles")
+
+    def later(self, seconds: float) -> None:
+        self.now += timedelta(seconds=seconds)
+
+    def running(self, attempt: int = 0, ranks: int = 2) -> None:
+        self.jobs[attempt] = job_facts(attempt, stages=ranks, ready=ranks)
+        self.settle()
