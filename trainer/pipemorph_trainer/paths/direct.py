@@ -38,6 +38,7 @@ from pipemorph_trainer.profile import LinkRecorder
 MAX_OUTSTANDING = 2
 POSTED_AHEAD = 3
 """Receives posted before they are needed: covers an op that holds the interpreter."""
+JOIN_SECONDS = 5.0
 
 
 class DirectIncoming:
@@ -112,7 +113,12 @@ class DirectIncoming:
         return [t if note.present >> k & 1 else None for k, t in enumerate(tensors)]
 
     def close(self) -> None:
+        """End the receiver thread. One that is caught inside torch when the interpreter ends
+        takes the process down with it, so wait for it; it waits for nothing unless a peer is
+        lost."""
         self._batches.put(None)
+        if self._thread is not None:
+            self._thread.join(JOIN_SECONDS)
 
     def _receive_all(self) -> None:
         """The receiver thread: keep a few receives posted, wait for the oldest, ring."""
