@@ -1,0 +1,229 @@
+"""What users meet first: the chart, `kubectl explain`, good manifests taken, bad ones refused."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from operator_support import CHART, FULL_NAME, RELEASE, ROOT, SYSTEM, Jobs, manifest
+from testbed import TestbedError
+
+pytest_plugins = ("operator_fixtures",)
+pytestmark = pytest.mark.cluster
+
+EXAMPLES = sorted((ROOT / "examples/kubernetes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_are_taken(jobs: Jobs, path: Path) -> None:
+    jobs.cluster.kubectl("apply", "--dry-run=server", "-n", jobs.namespace, "-f", str(path))
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """A good manifest with one field made bad."""
+    job = copy.deepcopy(manifest("bad"))
+    node: Any = job["spec"]
+    *way, last = path.split(".")
+    for part in way:
+        node = node.setdefault(part, {})
+    node[last] = value
+    return job
+
+
+TRAINER = {"name": "trainer", "image": "i"}
+CONTAINERS = "spec.template.spec.containers"
+BAD = [
+    ("parallelism.stages", 0, "spec.parallelism.stages"),
+    ("parallelism.stages", "four", "spec.parallelism.stages"),
+    ("parallelism.stages", 513, "spec.parallelism.stages"),
+    ("parallelism.layers", 7, "spec.parallelism.layers"),
+    ("parallelism", {"stages": 512, "replicas": 4096}, "spec.parallelism.replicas"),
+    ("schedule.microbatches", 0, "spec.schedule.microbatches"),
+    ("schedule.policy", "exact", "spec.schedule.policy"),
+    ("schedule.policy", "fast", "spec.schedule.policy"),
+    ("schedule.globalBatchSize", 13, "spec.schedule.globalBatchSize"),
+    ("schedule.warmup", [4, 3, 2], "spec.schedule.warmup"),
+    ("schedule.warmup", [99, 3, 2, 1], "spec.schedule.warmup"),
+    ("schedule.inFlightLimit", 0, "spec.schedule.inFlightLimit"),
+    ("schedule.stageTimes", [], "spec.schedule.stageTimes"),
+    ("trainer.module", "no module", "spec.trainer.module"),
+    ("trainer.iterations", 0, "spec.trainer.iterations"),
+    ("adaptation.minGain", 1.0, "spec.adaptation.minGain"),
+    ("adaptation.minGian", 0.5, "spec.adaptation.minGian"),
+    ("faults", [{"link": 3, "delayMs": 1}], "spec.faults"),
+    ("faults", [{"link": 0}], "spec.faults[0]"),
+    ("faults", [{"link": 0, "delayMs": 1, "fromIteration": 4, "toIteration": 4}], "spec.faults[0]"),
+    ("faults", [{"link": 0, "delayMs": 1}] * 257, "spec.faults"),
+    ("placement.rdma", {"resourceName": "nodomain"}, "spec.placement.rdma.resourceName"),
+    ("placement.gang", {}, "spec.placement.gang"),
+    ("placement.gang", {"kueue": {"queue": "a"}, "volcano": {}}, "spec.placement.gang"),
+    ("placement.sharedMemory", "lots", "spec.placement.sharedMemory"),
+    ("template", {"spec": {"containers": [TRAINER | {"name": "x"}]}}, CONTAINERS),
+    ("template", {"spec": {"containers": []}}, CONTAINERS),
+    (
+        "template",
+        {"spec": {"containers": [TRAINER | {"env": [{"name": "PIPEMORPH_X", "value": "1"}]}]}},
+        CONTAINERS,
+    ),
+    ("failurePolicy.maxRestarts", -1, "spec.failurePolicy.maxRestarts"),
+    ("ttlSecondsAfterFinished", -1, "spec.ttlSecondsAfterFinished"),
+    ("suspend", "yes", "spec.suspend"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "field"), BAD, ids=[f"{p}={str(v)[:30]}" for p, v, _ in BAD]
+)
+def test_a_bad_manifest_is_refused_and_the_field_named(
+    jobs: Jobs, path: str, value: Any, field: str
+) -> None:
+    with pytest.raises(TestbedError) as refused:
+        jobs.apply(changed(path, value))
+    assert field in str(refused.value)
+
+
+def test_a_name_that_is_no_label_is_refused(jobs: Jobs) -> None:
+    with pytest.raises(TestbedError, match=r"metadata\.name must be at most 63"):
+        jobs.apply(manifest("a" * 64))
+    jobs.apply(manifest("a" * 63, stages=1))
+    jobs.pods("a" * 63, 1)
+
+
+def test_a_name_that_starts_with_a_digit_runs(jobs: Jobs) -> None:
+    jobs.apply(manifest("7b-model", stages=1))
+    jobs.run("7b-model", 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("parallelism.replicas", 2),
+        ("schedule.microbatches", 13),
+        ("schedule.inFlightLimit", 9),
+        ("trainer.args", {"x": 2}),
+        ("trainer.iterations", 101),
+        ("transport", {"path": "direct"}),
+        ("checkpoint", {"directory": "/x", "every": 1}),
+        ("faults", [{"link": 0, "delayMs": 1}]),
+        ("managedBy", "other.io/x"),
+    ],
+)
+def test_edits_that_running_ranks_cannot_follow_are_refused(
+    jobs: Jobs, path: str, value: Any
+) -> None:
+    jobs.apply(manifest("bad"))
+    with pytest.raises(TestbedError, match=f"{path.partition('.')[0]} is immutable"):
+        jobs.apply(changed(path, value))
+
+
+def test_edits_that_can_be_followed_are_taken(jobs: Jobs) -> None:
+    jobs.apply(manifest("bad"))
+    for path, value in (
+        ("suspend", True),
+        ("adaptation.minGain", 0.2),
+        ("failurePolicy.maxRestarts", 4),
+        ("activeDeadlineSeconds", 900),
+        ("ttlSecondsAfterFinished", 900),
+        ("placement.onePodPerNode", True),
+    ):
+        jobs.apply(changed(path, value))
+
+
+@pytest.mark.parametrize(
+    "path", ["", ".spec", ".spec.placement.gang", ".spec.faults", ".status", ".status.training"]
+)
+def test_kubectl_explains(jobs: Jobs, path: str) -> None:
+    said = jobs.cluster.kubectl("explain", f"pmjs{path}")
+    assert "DESCRIPTION:" in said
+    lines = said.splitlines()
+    fields = [i for i, line in enumerate(lines) if line.startswith("  ") and "\t<" in line]
+    assert fields
+    bare = [
+        lines[i].split()[0]
+        for i in fields
+        if not lines[i + 1].strip() and lines[i].split()[0] not in ("metadata",)
+    ]
+    assert not bare, f"fields without a word: {bare}"
+
+
+def test_the_chart_is_upgraded_with_its_crd_and_keeps_its_authority(jobs: Jobs) -> None:
+    cluster = jobs.cluster
+    before = cluster.client.get("secrets", f"{FULL_NAME}-ingest-tls", SYSTEM)["data"]
+    crd = cluster.client.get("crds", "pipemorphjobs.pipemorph.io")
+    columns = crd["spec"]["versions"][0]["additionalPrinterColumns"]
+    crd["spec"]["versions"][0]["additionalPrinterColumns"] = columns[:1]
+    cluster.client.request(
+        "PUT", f"{cluster.client.path('crds', None, 'pipemorphjobs.pipemorph.io')}", crd
+    )
+    # An edit by hand is a conflict under server-side apply; the chart's word holds.
+    cluster.helm("upgrade", RELEASE, str(CHART), "--namespace", SYSTEM, "--force-conflicts")
+    after = cluster.client.get("secrets", f"{FULL_NAME}-ingest-tls", SYSTEM)["data"]
+    assert after == before, "running ranks would no longer trust the ingest"
+    crd = cluster.client.get("crds", "pipemorphjobs.pipemorph.io")
+    assert len(crd["spec"]["versions"][0]["additionalPrinterColumns"]) == len(columns)
+
+
+def rendered(jobs: Jobs, **values: Any) -> list[dict[str, Any]]:
+    sets = [f"--set-json={key}={json.dumps(value)}" for key, value in values.items()]
+    text = jobs.cluster.helm("template", "x", str(CHART), "--namespace", "sys", *sets)
+    return [document for document in yaml.safe_load_all(text) if document]
+
+
+def test_the_chart_grants_no_more_than_it_must(jobs: Jobs) -> None:
+    for document in rendered(jobs):
+        for rule in document.get("rules") or ():
+            assert "*" not in rule["verbs"] + rule["resources"] + rule["apiGroups"]
+            if "secrets" in rule["resources"]:
+                assert set(rule["verbs"]) == {"create", "delete"}, "the operator reads secrets"
+        if document["kind"] == "Deployment":
+            pod = document["spec"]["template"]["spec"]
+            assert pod["securityContext"]["runAsNonRoot"] is True
+            for container in pod["containers"]:
+                assert container["securityContext"]["readOnlyRootFilesystem"] is True
+                assert container["securityContext"]["allowPrivilegeEscalation"] is False
+                assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+                assert {"livenessProbe", "readinessProbe", "resources"} <= set(container)
+
+
+def test_a_namespaced_installation_has_no_rights_elsewhere(jobs: Jobs) -> None:
+    made = rendered(jobs, watchNamespaces=["a", "b"])
+    bound = [
+        document["roleRef"]["name"] for document in made if document["kind"] == "ClusterRoleBinding"
+    ]
+    assert bound == [f"{FULL_NAME.replace(RELEASE, 'x')}-sys-tokenreview"]
+    assert {d["metadata"]["namespace"] for d in made if d["kind"] == "Role"} == {"a", "b"}
+    arguments = [
+        argument
+        for document in made
+        if document["kind"] == "Deployment"
+        for argument in document["spec"]["template"]["spec"]["containers"][0]["args"]
+    ]
+    assert arguments.count("--namespace=a") == 2
+
+
+def test_values_that_do_not_exist_are_refused(jobs: Jobs) -> None:
+    for key, value in (("imagee", 1), ("operator.workers", 0), ("crds.enabled", "yes")):
+        with pytest.raises(TestbedError, match="schema"):
+            rendered(jobs, **{key: value})
+
+
+def test_everything_the_chart_can_make_is_taken_by_the_api_server(jobs: Jobs) -> None:
+    made = rendered(
+        jobs,
+        **{
+            "networkPolicy.enabled": True,
+            "metrics.dashboard.enabled": True,
+            "rbac.volcano": True,
+            "rbac.coscheduling": True,
+            "crds.enabled": False,
+        },
+    )
+    for document in made:
+        if document["metadata"].get("namespace") == "sys":
+            document["metadata"]["namespace"] = jobs.namespace
+    text = yaml.safe_dump_all(made)
+    jobs.cluster.kubectl("apply", "--dry-run=server", "-f", "-", input=text)
+    dashboard = next(d for d in made if d["metadata"]["name"].endswith("dashboard"))
+    assert json.loads(dashboard["data"]["pipemorph.json"])["panels"]

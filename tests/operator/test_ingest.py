@@ -1,0 +1,263 @@
+"""The ingest's own parts: tokens, saved state, summaries, pacing. No cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import random
+from typing import Any
+
+import pytest
+from support import UID, body
+
+from pipemorph.control import JobController
+from pipemorph.ingest import Refused
+from pipemorph.spec import JobSpec
+from pipemorph.status import JobStatus
+from pipemorph.wire import LinkHealthReport
+from pipemorph_operator.ingest import pace, saved
+from pipemorph_operator.ingest.auth import (
+    KEPT_SECONDS,
+    POD_NAME,
+    POD_UID,
+    Expected,
+    PodTokenAuthenticator,
+)
+from pipemorph_operator.ingest.summary import Source, judge, summarize
+
+AUDIENCE = f"pipemorph.io/jobs/team/gpt/{UID}"
+
+
+def token(**claims: Any) -> str:
+    values = {"aud": [AUDIENCE], "exp": 2000} | claims
+    middle = base64.urlsafe_b64encode(json.dumps(values).encode()).decode().rstrip("=")
+    return f"head.{middle}.signature"
+
+
+class Api:
+    """An API server that knows one pod and its token."""
+
+    def __init__(self) -> None:
+        self.reviews = 0
+        self.status: dict[str, Any] = {
+            "authenticated": True,
+            "audiences": [AUDIENCE],
+            "user": {
+                "username": "system:serviceaccount:team:default",
+                "extra": {POD_NAME: ["p0"], POD_UID: ["uid-p0"]},
+            },
+        }
+        self.pod: dict[str, Any] | None = {
+            "metadata": {
+                "uid": "uid-p0",
+                "labels": {"pipemorph.io/job-uid": UID},
+                "ownerReferences": [{"kind": "Job", "controller": True}],
+            }
+        }
+
+    async def post(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
+        self.reviews += 1
+        await asyncio.sleep(0)
+        return {"status": self.status}
+
+    async def get(self, url: str) -> dict[str, Any] | None:
+        assert url == "/api/v1/namespaces/team/pods/p0"
+        return self.pod
+
+
+class Door:
+    def __init__(self) -> None:
+        self.api = Api()
+        self.now = 1000.0
+        self.known: dict[tuple[str, str], Expected] = {("team", "gpt"): Expected(UID, AUDIENCE)}
+        self.authenticator = PodTokenAuthenticator(
+            self.api, lambda ns, name: self.known.get((ns, name)), clock=lambda: self.now
+        )
+
+    def knock(self, text: str, namespace: str = "team", job: str = "gpt") -> int:
+        async def ask() -> int:
+            try:
+                await self.authenticator.authenticate(text, namespace, job)
+            except Refused as refused:
+                return refused.status
+            return 200
+
+        return asyncio.run(ask())
+
+
+def test_a_rank_is_let_in_and_asked_about_once_a_minute() -> None:
+    door = Door()
+    assert [door.knock(token()) for _ in range(5)] == [200] * 5
+    assert door.api.reviews == 1
+    door.now += KEPT_SECONDS + 1
+    assert door.knock(token()) == 200
+    assert door.api.reviews == 2
+
+
+def test_callers_with_one_token_share_one_review() -> None:
+    door = Door()
+
+    async def crowd() -> None:
+        await asyncio.gather(
+            *(door.authenticator.authenticate(token(), "team", "gpt") for _ in range(50))
+        )
+
+    asyncio.run(crowd())
+    assert door.api.reviews == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ("garbage", 401),
+        ("a.b.c", 401),
+        (token(aud=["other"]), 401),
+        (token(aud="other"), 401),
+        (token(exp=999), 401),
+        ("x" * 100_000, 401),
+    ],
+)
+def test_what_cannot_be_right_never_reaches_the_api_server(text: str, status: int) -> None:
+    door = Door()
+    assert door.knock(text) == status
+    assert door.api.reviews == 0
+
+
+def change(api: Api, what: str) -> None:
+    user = api.status["user"]
+    match what:
+        case "unknown":
+            api.status = {"authenticated": False}
+        case "audience":
+            api.status["audiences"] = ["https://kubernetes.default.svc"]
+        case "unbound":
+            user["extra"] = {}
+        case "namespace":
+            user["username"] = "system:serviceaccount:other:default"
+        case "human":
+            user["username"] = "alice"
+        case "gone":
+            api.pod = None
+        case "replaced" | "label" | "owner":
+            assert api.pod is not None
+            metadata = api.pod["metadata"]
+            metadata |= {
+                "replaced": {"uid": "another"},
+                "label": {"labels": {"pipemorph.io/job-uid": "another"}},
+                "owner": {"ownerReferences": []},
+            }[what]
+
+
+@pytest.mark.parametrize(
+    ("what", "status"),
+    [
+        ("unknown", 401), ("audience", 401), ("unbound", 403), ("namespace", 403),
+        ("human", 403), ("gone", 403), ("replaced", 403), ("label", 403), ("owner", 403),
+    ],
+)  # fmt: skip
+def test_who_is_turned_away(what: str, status: int) -> None:
+    door = Door()
+    change(door.api, what)
+    assert door.knock(token()) == status
+
+
+def test_a_token_of_one_job_is_none_of_another() -> None:
+    door = Door()
+    door.known["team", "other"] = Expected("other-uid", AUDIENCE)
+    assert door.knock(token()) == 200
+    assert door.knock(token(), job="other") == 403, "the answer for another job was taken"
+    assert door.knock(token(), job="none") == 403
+
+
+# --- saved state ------------------------------------------------------------------------------
+
+
+def spec(stages: int = 4) -> JobSpec:
+    return JobSpec.model_validate(body(stages=stages)["spec"])
+
+
+def report(sequence: int, **changes: Any) -> LinkHealthReport:
+    values = {
+        "job": "gpt", "namespace": "team", "attempt": 0, "sequence": sequence, "sent_at": 1.0,
+        "state": "training", "iteration": 0, "observed_epoch": 0, "applied_epoch": 0,
+    }  # fmt: skip
+    return LinkHealthReport.model_validate(values | changes)
+
+
+def test_saved_state_comes_back_and_attempts_go_on() -> None:
+    controller = JobController(spec())
+    controller.report(report(5, observed_epoch=7), 1000.0)
+    state = saved.pack(controller.snapshot())
+    epoch = controller.epoch
+    assert state.epoch == epoch > 7
+    back, problem = saved.restore(spec(), state, 0, lambda _: None)
+    assert (back.epoch, back.attempt, problem) == (epoch, 0, "")
+    later, _ = saved.restore(spec(), state, 3, lambda _: None)
+    assert (later.epoch, later.attempt) == (epoch, 3)
+
+
+@pytest.mark.parametrize("damage", ["", "!!", "AAAA", base64.b64encode(b"{}").decode()])
+def test_damaged_state_still_gives_its_epoch(damage: str) -> None:
+    state = saved.pack(JobController(spec()).snapshot()).model_copy(
+        update={"snapshot": damage, "epoch": 9}
+    )
+    back, problem = saved.restore(spec(), state, 0, lambda _: None)
+    assert back.epoch == 9
+    assert "only its epoch is kept" in problem
+
+
+def test_a_large_plan_fits_into_status() -> None:
+    many = JobSpec.model_validate(body(stages=128)["spec"] | {"schedule": {"microbatches": 512}})
+    controller = JobController(many)
+    snapshot = controller.snapshot()
+    plan = {"stages": ["".join(f"F{i}B{i}W{i}" for i in range(512))] * 128}
+    state = saved.pack(snapshot | {"bases": plan})
+    assert len(state.snapshot) < saved.MAX_PACKED / 4
+
+
+def test_what_does_not_fit_is_refused() -> None:
+
+    noise = random.Random(1).randbytes(saved.MAX_PACKED).hex()
+    with pytest.raises(saved.TooLarge, match="fit into status"):
+        saved.pack({"attempt": 0, "epoch": 0, "noise": noise})
+
+
+# --- summaries --------------------------------------------------------------------------------
+
+
+def test_conditions_before_with_and_after_reports() -> None:
+    controller = JobController(spec())
+    found = judge(Source(controller, None, 1), [], 1000.0)
+    assert {c.type: (c.status, c.reason) for c in found} == {
+        "LinksHealthy": ("Unknown", "NoReportsYet"),
+        "ScheduleAdapted": ("False", "InitialPlan"),
+        "Offloaded": ("False", "AllLinksDirect"),
+    }
+    controller.report(report(1), 1000.0)
+    found = judge(Source(controller, 1000.0, 1), found, 1001.0)
+    assert found[0].reason == "NoRecentSamples"
+    found = judge(Source(controller, 1000.0, 1), found, 1060.0)
+    assert (found[0].status, found[0].reason) == ("Unknown", "ReportsStale")
+
+
+def test_a_summary_is_status_as_the_crd_has_it() -> None:
+    controller = JobController(spec())
+    controller.report(report(1, iteration=12), 1000.0)
+    summary = summarize(Source(controller, 1000.0, 1), 1000.0)
+    dumped = JobStatus(training=summary).model_dump(mode="json", by_alias=True, exclude_none=True)
+    training = dumped["training"]
+    assert training["iteration"] == 12
+    assert training["lastReportTime"] == "1970-01-01T00:16:40Z"
+    assert training["paths"] == ["direct"] * 3
+    assert len(training["warmup"]) == 4
+
+
+def test_turns_are_written_at_once_and_progress_now_and_then() -> None:
+    assert pace.is_due(turned=True, changed=True, since_write=0.0, jobs=5000)
+    assert not pace.is_due(turned=False, changed=True, since_write=1.0, jobs=1)
+    assert pace.is_due(turned=False, changed=True, since_write=5.0, jobs=1)
+    assert not pace.is_due(turned=False, changed=False, since_write=1e9, jobs=1)
+    assert not pace.is_due(turned=False, changed=True, since_write=20.0, jobs=1000)
+    writes_per_second = 1000 / pace.progress_interval(1000)
+    assert writes_per_second <= pace.WRITES_PER_SECOND

@@ -1,0 +1,141 @@
+"""Each policy by itself."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from support import T0, failed, pod
+
+from pipemorph.spec_cluster import NodeExclusion
+from pipemorph.status import MAX_NODES_KEPT, Condition, NodeRecord, SlowLink
+from pipemorph_operator import names
+from pipemorph_operator.facts import format_time
+from pipemorph_operator.policy import conditions, deadline, exclusion, managed, restart, state, ttl
+
+
+def test_managed_by() -> None:
+    assert [managed.is_ours(x) for x in (None, "", names.CONTROLLER, "other/x")] == [
+        True, True, True, False,
+    ]  # fmt: skip
+
+
+def test_a_transition_time_moves_with_the_status_only() -> None:
+    later = T0 + timedelta(seconds=9)
+    first = conditions.updated([], "A", "True", "R", "m", generation=1, now=T0)
+    same = conditions.updated(first, "A", "True", "Other", "n", generation=2, now=later)
+    assert same[0].last_transition_time == format_time(T0)
+    assert (same[0].reason, same[0].observed_generation) == ("Other", 2)
+    turned = conditions.updated(same, "A", "False", "R", "m", generation=2, now=later)
+    assert turned[0].last_transition_time == format_time(later)
+    assert conditions.is_true(first, "A")
+    assert not conditions.is_true(turned, "A")
+    assert len(conditions.updated(turned, "B", "True", "R", "", generation=1, now=T0)) == 2
+
+
+@pytest.mark.parametrize("left", [deadline.seconds_left, ttl.seconds_left])
+def test_seconds_left(left: object) -> None:
+    assert callable(left)
+    assert left(None, T0, T0) is None
+    assert left(10, None, T0) is None
+    assert left(10, T0, T0) == 10
+    assert left(10, T0, T0 + timedelta(seconds=12)) == -2
+
+
+def of(kind: str, status: str = "True", reason: str = "R") -> Condition:
+    values = {"type": kind, "status": status, "reason": reason, "message": ""}
+    return Condition.model_validate(values | {"lastTransitionTime": format_time(T0)})
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ([], "Pending"),
+        ([of("Running")], "Running"),
+        ([of("Running", "False", names.R_WAITING_FOR_PODS)], "Starting"),
+        ([of("Running", "False", names.R_QUEUED)], "Queued"),
+        ([of("Running", "False", names.R_RESTARTING)], "Restarting"),
+        ([of("Running", "False", names.R_DRAINING)], "Restarting"),
+        ([of("Running"), of("Suspended")], "Suspended"),
+        ([of("Suspended"), of("Failed")], "Failed"),
+        ([of("Failed"), of("Complete")], "Complete"),
+    ],
+)
+def test_state_in_one_word(found: list[Condition], expected: str) -> None:
+    assert state.scalar(found) == expected
+
+
+def test_the_first_rank_to_fail_is_named_in_its_own_words() -> None:
+    pods = [
+        pod(0, exit_code=1, finished_at=T0 + timedelta(seconds=2), message="peer lost"),
+        pod(5, exit_code=4, finished_at=T0, message="out of memory", node="n5"),
+        pod(1, exit_code=0),
+        pod(2),
+    ]
+    cause = restart.classify(failed(), pods, stages=4)
+    assert cause.reason == names.R_RANK_FAILED
+    assert cause.message == (
+        "rank 5 (stage 1, replica 1) on node n5 exited with code 4: out of memory"
+    )
+    assert cause.counted
+    assert cause.retry
+
+
+def test_unusable_input_wins_over_what_followed_from_it() -> None:
+    pods = [pod(0, exit_code=1, finished_at=T0), pod(1, exit_code=2), pod(2, disrupted=True)]
+    cause = restart.classify(failed(), pods, stages=4)
+    assert (cause.reason, cause.retry) == (names.R_INVALID_INPUT, False)
+
+
+def test_a_disruption_is_known_by_the_pod_or_by_the_rule() -> None:
+    by_pod = restart.classify(failed(), [pod(0, disrupted=True, exit_code=137)], stages=2)
+    by_rule = restart.classify(
+        failed("Pod a/b has condition DisruptionTarget matching FailJob rule at index 0"), [], 2
+    )
+    assert {by_pod.reason, by_rule.reason} == {names.R_DISRUPTED}
+    assert not by_pod.counted
+    assert not by_rule.counted
+    other = restart.classify(failed("exit code 1 matching FailJob rule at index 1"), [], 2)
+    assert other.counted
+
+
+def test_delays_grow_and_end() -> None:
+    delays = [restart.delay_seconds(n) for n in range(20)]
+    assert delays[:5] == [0, 0, 1, 2, 4]
+    assert delays == sorted(delays)
+    assert delays[-1] == restart.LAST_DELAY_SECONDS
+
+
+def link(number: int, replica: int = 0) -> SlowLink:
+    return SlowLink(
+        link=number, replica=replica, direction="forward", delay_ms=1, wire_time_ms=1, confidence=1
+    )
+
+
+def test_ends_of_a_link() -> None:
+    assert exclusion.ends(link(1), stages=4) == (1, 2)
+    assert exclusion.ends(link(0, replica=2), stages=4) == (8, 9)
+
+
+def test_a_node_accused_in_several_attempts_is_excluded() -> None:
+    rule = NodeExclusion(after_attempts=2, max_nodes=1)
+    records = exclusion.accuse([], {"a", "b"}, 0, rule)
+    records = exclusion.accuse(records, {"a"}, 0, rule)
+    assert not any(r.excluded for r in records), "one attempt counted twice"
+    records = exclusion.accuse(records, {"b", "c"}, 1, rule)
+    assert [r.name for r in records if r.excluded] == ["b"]
+    records = exclusion.accuse(records, {"a"}, 2, rule)
+    assert [r.name for r in records if r.excluded] == ["b"], "more than maxNodes"
+
+
+def test_exclusion_can_be_off_and_is_bounded() -> None:
+    off = NodeExclusion(enabled=False, after_attempts=1)
+    assert not any(r.excluded for r in exclusion.accuse([], {"a"}, 0, off))
+    many = exclusion.accuse(
+        [NodeRecord(name="z", attempts=[0, 1], excluded=True)],
+        {f"n{i}" for i in range(200)},
+        0,
+        NodeExclusion(),
+    )
+    assert len(many) == MAX_NODES_KEPT
+    assert many[0].name == "z"
