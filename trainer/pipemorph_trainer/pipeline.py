@@ -63,7 +63,7 @@ PathChoice = Literal["auto", "direct", "delegated"]
 SWITCH_SECONDS = 1e-3
 """How soon a receiver thread gets the interpreter; the default of 5 ms is half an op. Shorter
 costs CPU: a thread that waits for the interpreter wakes up this often."""
-PLAN_POLL_SECONDS = 0.005
+PLAN_POLL_SECONDS = 0.02
 SPARE_SLOTS = 4
 """Engine slots beyond a link's slackness: messages that a delay keeps on their way."""
 

@@ -58,6 +58,8 @@ class DirectIncoming:
         device: torch.device,
     ) -> None:
         self._group, self._peer = group, peer
+        # What dist.isend and dist.irecv look up at every call.
+        self._peer_in_group = dist.get_group_rank(group, peer)
         self._direction = direction
         self._line, self._bell = line, bell
         self._op_clock, self._peer_clock, self._recorder = op_clock, peer_clock, recorder
@@ -147,9 +149,7 @@ class DirectIncoming:
 
     def _post(self, batch: Batch) -> tuple[list[Tensor], list[Any]]:
         tensors = [meta.empty(self._device) for meta in batch.metas]
-        works = [
-            dist.irecv(t, self._peer, group=self._group, tag=int(self._direction)) for t in tensors
-        ]
+        works = [self._group.recv([t], self._peer_in_group, int(self._direction)) for t in tensors]
         return tensors, works
 
     def _synchronize(self) -> None:
@@ -172,6 +172,8 @@ class DirectOutgoing:
         on_block: Callable[[int], None],
     ) -> None:
         self._group, self._peer = group, peer
+        # What dist.isend and dist.irecv look up at every call.
+        self._peer_in_group = dist.get_group_rank(group, peer)
         self._direction = direction
         self._line, self._shaper = line, shaper
         self._on_block = on_block
@@ -208,8 +210,7 @@ class DirectOutgoing:
         self._line.send_note(self._direction, note)
         try:
             works: list[Any] = [
-                dist.isend(t, self._peer, group=self._group, tag=int(self._direction))
-                for t in payload
+                self._group.send([t], self._peer_in_group, int(self._direction)) for t in payload
             ]
         except RuntimeError as error:
             raise self._failed(microbatch, error) from error
