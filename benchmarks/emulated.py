@@ -159,7 +159,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=4, help="per variant and round")
-    parser.add_argument("--message-bytes", type=int, default=1 << 18)
+    parser.add_argument("--message-bytes", type=int, default=1 << 16)
     parser.add_argument("--json", type=FilePath, help="write the figures here")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -31,7 +31,7 @@ from pipemorph.planning import Policy, StageTimes, plan, predict, problem_for
 
 STAGES, MICROBATCHES = 8, 24
 TIMES = {"forward": 10.0, "backwardInput": 10.5, "backwardWeight": 5.5}
-MESSAGE_BYTES, STANDS_FOR = 1 << 18, 1 << 24
+MESSAGE_BYTES, STANDS_FOR = 1 << 16, 1 << 24
 DELAYS_MS = (0.0, 30.0, 60.0)
 PHASE, SETTLE = 8, 4
 """Iterations per delay, and how many of them at its start are not counted: detection, and
