@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -85,15 +86,26 @@ def test_the_service_gives_names_before_pods_are_ready() -> None:
     assert made == service(attempt(4)), "the service changes with the attempt"
 
 
+def expanded(value: str, env: dict[str, str]) -> str:
+    """Kubernetes' rule: ``$$`` is a dollar, ``$(NAME)`` the variable if there is one."""
+
+    def one(found: re.Match[str]) -> str:
+        return "$" if found[0] == "$$" else env.get(found[1], found[0])
+
+    return re.sub(r"\$\$|\$\((\w+)\)", one, value)
+
+
 def test_the_environment_is_what_the_trainers_context_reads(tmp_path: Any) -> None:
-    made = attempt(7, trainer={"module": "a.b", "iterations": 3, "args": {"x": "$(HOME)"}})
+    made = attempt(
+        7, trainer={"module": "a.b", "iterations": 3, "args": {"x": "$(RANK) $$(RANK) $"}}
+    )
     env = {v["name"]: v.get("value", "1") for v in trainer(made)["env"]}
     mounts = {m["mountPath"]: m["name"] for m in trainer(made)["volumeMounts"]}
     assert mounts["/etc/pipemorph/job"] == "pipemorph-job"
     (tmp_path / "job.json").write_text(config_map(made, CONFIG)["data"]["job.json"])
     (tmp_path / "engine").write_text(secret(made, "s3cret")["stringData"]["engine"])
     # As the kubelet expands and mounts it.
-    env["PIPEMORPH_ARGS"] = env["PIPEMORPH_ARGS"].replace("$$(", "$(")
+    env = {name: expanded(value, env) for name, value in env.items()}
     env["PIPEMORPH_JOB_FILE"] = str(tmp_path / "job.json")
     env["PIPEMORPH_SECRET_FILE"] = str(tmp_path / "engine")
     context = TrainerContext.from_env(env)
@@ -102,7 +114,7 @@ def test_the_environment_is_what_the_trainers_context_reads(tmp_path: Any) -> No
     assert context.namespace == "team"
     assert context.secret == b"s3cret"
     assert context.ingest_url == CONFIG.ingest_url
-    assert context.args == {"x": "$(HOME)"}
+    assert context.args == {"x": "$(RANK) $$(RANK) $"}
     assert str(context.token_file) == "/etc/pipemorph/token/token"
     assert context.job is not None
     assert context.job.spec.schedule == made.job.spec.schedule

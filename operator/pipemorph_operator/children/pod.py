@@ -151,8 +151,8 @@ def is_reserved(name: str) -> bool:
 
 def _variable(name: str, value: str | Object) -> Object:
     if isinstance(value, str):
-        # Kubernetes expands $(NAME); what is meant literally doubles the dollar.
-        return {"name": name, "value": value.replace("$(", "$$(")}
+        # Kubernetes expands $(NAME) and makes one dollar of two: what is meant stands doubled.
+        return {"name": name, "value": value.replace("$", "$$")}
     return {"name": name, "valueFrom": value}
 
 
