@@ -9,6 +9,10 @@ All variants run in the same processes, in rounds, so that what disturbs the mac
 all of them. Zero-bubble runs on two kinds of direct path: with one queue per pair of ranks a
 send waits for what the neighbour sends, as on the NCCL stream torch.distributed gives a pair
 of ranks, and as the published baseline behaves; with one queue per direction it does better.
+
+Simulated is given twice. *Nominal*: the op times above and a network that takes no time but the
+delay. *Measured costs*: op, hop and boundary times as traced in the undisturbed zero-bubble
+iterations of this run (``calibrate.py``), from which all other cells are predicted.
 Exits 1 if a promise of the README is not kept.
 """
 
@@ -19,10 +23,12 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path as FilePath
 
+from calibrate import Costs, calibrate
 from ranks import run_ranks
 
 from pipemorph.planning import Path, Plan, Policy, StageTimes, plan, predict, problem_for
@@ -47,10 +53,11 @@ class Variant:
 
 
 BASELINE = "zero-bubble, queue per pair of ranks"
+CALIBRATION = "zero-bubble, queue per direction"
 VARIANTS = (
     Variant("1F1B, queue per direction", "1f1b", delegated=False, adapted=False),
     Variant(BASELINE, "zero-bubble", delegated=False, adapted=False, half_duplex=True),
-    Variant("zero-bubble, queue per direction", "zero-bubble", delegated=False, adapted=False),
+    Variant(CALIBRATION, "zero-bubble", delegated=False, adapted=False),
     Variant("zero-bubble, delegated", "zero-bubble", delegated=True, adapted=False),
     Variant("pipemorph", "pipemorph", delegated=True, adapted=True),
 )
@@ -60,16 +67,21 @@ VARIANTS = (
 class Row:
     variant: str
     delay_ms: float
+    nominal: float
+    """Seconds: simulated with the nominal op times and no cost of a hop."""
     simulated: float
-    """Seconds."""
+    """Seconds: simulated with the costs measured in this run."""
     measured: float
     """Seconds, median over all rounds."""
     iterations: list[float]
     warmup: list[int]
 
 
-def make(variant: Variant, delay_ms: float) -> tuple[Plan, float]:
-    """The plan of a variant under a delay, and its simulated iteration time in seconds."""
+def make(
+    variant: Variant, delay_ms: float, costs: Costs | None = None
+) -> tuple[Plan, float, float]:
+    """The plan of a variant under a delay, and its simulated iteration time in seconds:
+    nominal, and with measured costs (0 without)."""
     forward, backward_input, backward_weight = (t / 1e3 for t in TIMES_MS)
     stages = [
         StageTimes(forward=forward, backward_input=backward_input, backward_weight=backward_weight)
@@ -82,26 +94,43 @@ def make(variant: Variant, delay_ms: float) -> tuple[Plan, float]:
     unaware = problem_for(MICROBATCHES, stages, [0.0] * (STAGES - 1))
     problem = real if variant.adapted and delay_ms else unaware
     planned = plan(problem, Policy(variant.policy))
-    return planned.to_plan(0, paths), predict(planned.schedule, real)
+    as_measured = 0.0
+    if costs is not None:
+        timed = StageTimes(
+            forward=costs.ops["F"],
+            backward_input=costs.ops["B"],
+            backward_weight=costs.ops["W"],
+        )
+        hops = [delay + costs.hop for delay in delays]
+        full = problem_for(
+            MICROBATCHES, [timed] * STAGES, hops, paths, half_duplex=variant.half_duplex
+        )
+        as_measured = predict(planned.schedule, full) + costs.boundary
+    return planned.to_plan(0, paths), predict(planned.schedule, real), as_measured
 
 
-def rank_main(rounds: int, iterations: int, message_bytes: int) -> None:
+def rank_main(rounds: int, iterations: int, message_bytes: int, traces: FilePath) -> None:
     """What every rank runs; rank 0 prints one line of JSON per measurement."""
     from pipemorph.spec import Fault
     from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
 
     context = TrainerContext.from_env()
     stage = EmulatedStage(*(t / 1e3 for t in TIMES_MS), message_bytes, STANDS_FOR_BYTES)
-    for _ in range(rounds):
+    for round_ in range(rounds):
         for variant in VARIANTS:
             for delay_ms in DELAYS_MS:
-                plan, _ = make(variant, delay_ms)
+                plan, _, _ = make(variant, delay_ms)
+                calibrates = variant.name == CALIBRATION and not delay_ms
+                folder = traces / str(round_) if calibrates else None
+                if folder is not None:
+                    folder.mkdir(exist_ok=True)
                 faults = [Fault(link=SLOW_LINK, delay_ms=delay_ms)] if delay_ms else []
                 times = []
                 duplex = "half" if variant.half_duplex else "full"
                 with Pipeline(
-                    stage, context=context, plan=plan, faults=faults, direct_duplex=duplex
-                ) as pipe:
+                    stage, context=replace(context, trace_dir=folder), plan=plan, faults=faults,
+                    direct_duplex=duplex,
+                ) as pipe:  # fmt: skip
                     for _ in range(iterations + 1):
                         began = time.monotonic()
                         pipe.step()
@@ -113,16 +142,35 @@ def rank_main(rounds: int, iterations: int, message_bytes: int) -> None:
 
 
 def measure(
-    rounds: int, iterations: int, message_bytes: int
+    rounds: int, iterations: int, message_bytes: int, traces: FilePath
 ) -> dict[tuple[str, float], list[float]]:
-    """Iteration times in seconds by variant and delay."""
-    arguments = {"rounds": rounds, "iterations": iterations, "message-bytes": message_bytes}
+    """Iteration times in seconds by variant and delay, round after round."""
+    arguments = {
+        "rounds": rounds,
+        "iterations": iterations,
+        "message-bytes": message_bytes,
+        "traces": traces,
+    }
     flags = [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
     found: dict[tuple[str, float], list[float]] = {}
     for line in run_ranks(__file__, STAGES, flags, DEADLINE_SECONDS).splitlines():
         name, delay_ms, times = json.loads(line)
         found.setdefault((name, delay_ms), []).extend(times)
     return found
+
+
+def calibrate_all(traces: FilePath, times: list[float], iterations: int) -> Costs:
+    """Median costs over all rounds."""
+    rounds = [
+        # The first iteration of a round is traced but not in its times.
+        calibrate(folder, [0.0, *times[k * iterations : (k + 1) * iterations]])
+        for k, folder in enumerate(sorted(traces.iterdir(), key=lambda p: int(p.name)))
+    ]
+    return Costs(
+        {kind: statistics.median(c.ops[kind] for c in rounds) for kind in rounds[0].ops},
+        statistics.median(c.hop for c in rounds),
+        statistics.median(c.boundary for c in rounds),
+    )
 
 
 def promises(rows: list[Row]) -> list[tuple[str, bool]]:
@@ -143,11 +191,11 @@ def promises(rows: list[Row]) -> list[tuple[str, bool]]:
 
 
 def table(rows: list[Row]) -> str:
-    head = "".join(f" {d:g} ms simulated | measured |" for d in DELAYS_MS)
-    lines = [f"| policy (emulated stages) |{head}", "|---|" + "---:|---:|" * len(DELAYS_MS)]
+    head = "".join(f" {d:g} ms nominal | simulated | measured |" for d in DELAYS_MS)
+    lines = [f"| policy (emulated stages) |{head}", "|---|" + "---:|---:|---:|" * len(DELAYS_MS)]
     for variant in VARIANTS:
         cells = [
-            f"{row.simulated * 1e3:.0f} ms | {row.measured * 1e3:.0f} ms"
+            f"{row.nominal * 1e3:.0f} | {row.simulated * 1e3:.0f} | {row.measured * 1e3:.0f} ms"
             for row in rows
             if row.variant == variant.name
         ]
@@ -162,24 +210,32 @@ def main() -> int:
     parser.add_argument("--message-bytes", type=int, default=1 << 16)
     parser.add_argument("--json", type=FilePath, help="write the figures here")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--traces", type=FilePath, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
-        rank_main(args.rounds, args.iterations, args.message_bytes)
+        rank_main(args.rounds, args.iterations, args.message_bytes, args.traces)
         return 0
-    found = measure(args.rounds, args.iterations, args.message_bytes)
+    with tempfile.TemporaryDirectory(prefix="pipemorph-bench-") as scratch:
+        found = measure(args.rounds, args.iterations, args.message_bytes, FilePath(scratch))
+        costs = calibrate_all(FilePath(scratch), found[CALIBRATION, 0.0], args.iterations)
     rows = []
     for variant in VARIANTS:
         for delay_ms in DELAYS_MS:
-            plan, simulated = make(variant, delay_ms)
+            plan, nominal, simulated = make(variant, delay_ms, costs)
             times = found[variant.name, delay_ms]
             rows.append(
-                Row(variant.name, delay_ms, simulated, statistics.median(times), times,
+                Row(variant.name, delay_ms, nominal, simulated, statistics.median(times), times,
                     list(plan.warmup))
             )  # fmt: skip
     print(
         f"{STAGES} emulated stages, {MICROBATCHES} microbatches, {TIMES_MS} ms; messages of "
         f"{args.message_bytes} bytes stand for {STANDS_FOR_BYTES}; load {os.getloadavg()[0]:.1f} "
         f"on {os.cpu_count()} cores"
+    )
+    shown = ", ".join(f"{kind} {seconds * 1e3:.2f}" for kind, seconds in costs.ops.items())
+    print(
+        f"measured costs, undisturbed: {shown}, hop {costs.hop * 1e3:.2f}, "
+        f"boundary {costs.boundary * 1e3:.2f} ms"
     )
     print(table(rows))
     kept = promises(rows)
