@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import random
+import ssl
 import time
 from collections.abc import Callable, Coroutine
 from http import HTTPStatus
@@ -71,14 +73,14 @@ class Uplink:
 
     async def run(self) -> None:
         """Report and poll until cancelled."""
-        async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as tasks:
+        async with _session() as session, asyncio.TaskGroup() as tasks:
             tasks.create_task(self._with_backoff("report", self._report_loop, session))
             tasks.create_task(self._with_backoff("directive poll", self._poll_loop, session))
 
     async def flush(self, timeout: float) -> None:
         """Send what is left, until it is sent or ``timeout`` seconds have passed."""
         with contextlib.suppress(TimeoutError, aiohttp.ClientError, Refused, OSError):
-            async with asyncio.timeout(timeout), aiohttp.ClientSession() as session:
+            async with asyncio.timeout(timeout), _session() as session:
                 await self._post(session)
                 while self._merger.dirty:
                     await self._post(session)
@@ -169,6 +171,15 @@ class Uplink:
         if self._token_file is None:
             return {}
         return {"Authorization": f"Bearer {self._token_file.read_text().strip()}"}
+
+
+def _session() -> aiohttp.ClientSession:
+    """On a cluster the ingest's certificate is signed by an authority of its own."""
+    authority = os.environ.get("PIPEMORPH_CA_FILE")
+    if not authority:
+        return aiohttp.ClientSession()
+    trust = ssl.create_default_context(cafile=authority)
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trust))
 
 
 async def _envelope(answer: aiohttp.ClientResponse) -> DirectiveEnvelope:
