@@ -1,0 +1,118 @@
+"""The real trainer with the environment its pods were given: what a kubelet would run, run here.
+
+Only addresses are replaced, as there is no pod network: rank 0's and the ingest's name become
+this machine's. Job file, secret, authority and token are those of the cluster.
+"""
+
+import base64
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from operator_support import ROOT, Jobs, condition, free_port, manifest
+from testbed import wait_for
+from testbed.processes import Process
+
+pytest_plugins = ("operator_fixtures",)
+pytestmark = [pytest.mark.cluster, pytest.mark.multiprocess]
+
+Object = dict[str, Any]
+
+
+class Rank:
+    """One rank as a process of this machine."""
+
+    def __init__(self, jobs: Jobs, name: str, pod: Object, folder: Path, port: int) -> None:
+        spec = pod["spec"]
+        container = spec["containers"][0]
+        rank = pod["metadata"]["annotations"]["batch.kubernetes.io/job-completion-index"]
+        env = {v["name"]: v.get("value", rank).replace("$$", "$") for v in container["env"]}
+        mounts = {m["name"]: m["mountPath"] for m in container["volumeMounts"]}
+        here = folder / f"rank-{rank}"
+        here.mkdir()
+        for volume in spec["volumes"]:
+            where = here / mounts.get(volume["name"], "/nowhere").lstrip("/")
+            where.mkdir(parents=True, exist_ok=True)
+            for file, data in self._files(jobs, name, pod, volume).items():
+                (where / file).write_bytes(data)
+        for key, value in env.items():
+            if value.startswith("/etc/pipemorph/"):
+                env[key] = str(here / value.lstrip("/"))
+        env |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "PIPEMORPH_INGEST_URL": f"https://localhost:{jobs.installation.port}",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONPATH": f"{ROOT / 'trainer'}:{ROOT}",
+        }
+        command = [sys.executable if part == "python" else part for part in container["command"]]
+        self.pod = pod
+        self.process = Process(
+            f"rank {rank}", command, folder / f"rank-{rank}.log", environment=env
+        )
+
+    @staticmethod
+    def _files(jobs: Jobs, name: str, pod: Object, volume: Object) -> dict[str, bytes]:
+        client, namespace = jobs.cluster.client, jobs.namespace
+        if "configMap" in volume:
+            data = client.get("configmaps", volume["configMap"]["name"], namespace)["data"]
+            return {key: value.encode() for key, value in data.items()}
+        if "secret" in volume:
+            data = client.get("secrets", volume["secret"]["secretName"], namespace)["data"]
+            return {key: base64.b64decode(value) for key, value in data.items()}
+        if "projected" in volume:
+            token = volume["projected"]["sources"][0].get("serviceAccountToken")
+            if token is not None and token["audience"].startswith("pipemorph.io/"):
+                text = jobs.token(name, pod, audience=token["audience"])
+                return {token["path"]: text.encode()}
+        return {}
+
+
+@pytest.mark.timeout(300)
+def test_the_real_trainer_adapts_to_a_slow_link_and_the_job_completes(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    times = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 5.0}
+    job = manifest(
+        "real",
+        stages=3,
+        schedule={"microbatches": 8},
+        emulation={"stageTimes": [times], "messageBytes": 16384},
+        trainer={"module": "pipemorph_trainer.examples.emulated", "iterations": 40},
+        faults=[{"link": 1, "fromIteration": 8, "toIteration": 24, "delayMs": 60.0}],
+    )
+    jobs.apply(job)
+    port = free_port()
+    ranks = [Rank(jobs, "real", pod, tmp_path, port) for pod in jobs.run("real", 3)]
+    try:
+        for rank in ranks:
+            rank.process.start()
+        jobs.wait("real", lambda job: condition(job, "LinksHealthy")[0] == "False", 120.0)
+        adapted = jobs.wait(
+            "real", lambda job: condition(job, "ScheduleAdapted")[0] == "True", 60.0
+        )
+        slow = adapted["status"]["training"]["lastAdaptation"]
+        assert slow["links"] == [1]
+        assert adapted["status"]["training"]["appliedEpoch"] >= 1
+        jobs.wait("real", lambda job: condition(job, "LinksHealthy")[0] == "True", 120.0)
+        for rank in ranks:
+            _ended_well(rank)
+            jobs.cluster.fake_pod_succeeded(jobs.namespace, rank.pod["metadata"]["name"])
+        done = jobs.wait("real", "Complete")
+        assert condition(done, "PreflightPassed")[0] == "True"
+        training = done["status"]["training"]
+        assert training["state"] == "finished" or training["iteration"] >= 38
+    finally:
+        for rank in ranks:
+            rank.process.stop()
+
+
+def _ended_well(rank: Rank) -> None:
+    wait_for(
+        f"{rank.process.name} to end",
+        lambda: rank.process.returncode is not None,
+        120.0,
+        details=rank.process.log_end,
+    )
+    assert rank.process.returncode == 0, rank.process.log_end()
