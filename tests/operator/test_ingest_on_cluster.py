@@ -254,10 +254,10 @@ def test_a_summary_is_status_as_the_crd_has_it() -> None:
 
 
 def test_turns_are_written_at_once_and_progress_now_and_then() -> None:
-    assert pace.is_due(turned=True, changed=True, since_write=0.0, jobs=5000)
-    assert not pace.is_due(turned=False, changed=True, since_write=1.0, jobs=1)
-    assert pace.is_due(turned=False, changed=True, since_write=5.0, jobs=1)
-    assert not pace.is_due(turned=False, changed=False, since_write=1e9, jobs=1)
-    assert not pace.is_due(turned=False, changed=True, since_write=20.0, jobs=1000)
+    assert pace.is_due(turned=True, since_write=0.0, jobs=5000)
+    assert not pace.is_due(turned=False, since_write=1.0, jobs=1)
+    assert pace.is_due(turned=False, since_write=5.0, jobs=1)
+    assert not pace.is_due(turned=False, since_write=20.0, jobs=1000)
+    assert pace.look_interval(1) == pace.LOOK_SECONDS
     writes_per_second = 1000 / pace.progress_interval(1000)
     assert writes_per_second <= pace.WRITES_PER_SECOND

@@ -16,16 +16,14 @@ from pipemorph.ingest import IngestServer
 from pipemorph_operator import serve
 from pipemorph_operator.api import Cluster, path
 from pipemorph_operator.ingest.auth import PodTokenAuthenticator
+from pipemorph_operator.ingest.pace import look_interval
 from pipemorph_operator.ingest.store import ClusterStore
 from pipemorph_operator.metrics import REPORT_SECONDS, REPORTS
 
 log = logging.getLogger("pipemorph.ingest")
 
-TICK_SECONDS = 1.0
 CERTIFICATE_SECONDS = 60.0
 """Between two looks at the certificate's files, which are renewed in place."""
-SLICE = 50
-"""Jobs looked at before reports get a turn again."""
 
 
 def certificate(options: argparse.Namespace) -> ssl.SSLContext | None:
@@ -74,16 +72,19 @@ async def follow(cluster: Cluster, store: ClusterStore, namespace: str | None) -
 async def tick(server: IngestServer, store: ClusterStore) -> None:
     """Let time pass for every job, and write what is due."""
     busy: dict[tuple[str, str], asyncio.Task[None]] = {}
+    clock = asyncio.get_running_loop().time
     while True:
-        for i, key in enumerate(store.keys):
-            if i % SLICE == SLICE - 1:
-                await asyncio.sleep(0)
-            if key in busy:
-                continue
-            # Each in a task: a slow API server holds one job's write, not the others' time.
-            busy[key] = task = asyncio.create_task(_look(server, store, key))
-            task.add_done_callback(partial(_not_busy, busy, key))
-        await asyncio.sleep(TICK_SECONDS)
+        keys = store.keys
+        round_seconds = look_interval(len(keys))
+        start = clock()
+        for i, key in enumerate(keys):
+            if key not in busy:
+                # Each in a task: a slow API server holds one job's write, not the others' time.
+                busy[key] = task = asyncio.create_task(_look(server, store, key))
+                task.add_done_callback(partial(_not_busy, busy, key))
+            # Evenly over the round: reports between two looks wait for one of them at most.
+            await asyncio.sleep(start + round_seconds * (i + 1) / len(keys) - clock())
+        await asyncio.sleep(start + round_seconds - clock())
 
 
 def _not_busy(

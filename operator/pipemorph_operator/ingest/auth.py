@@ -83,22 +83,25 @@ class PodTokenAuthenticator:
         if expected is None:
             self._count("job")
             raise Refused(403, f"no job {namespace}/{job} takes reports here now")
-        try:
-            claims.check(token, expected.audience, self._clock())
-        except claims.Unfit as unfit:
-            self._count(unfit.reason)
-            raise Refused(401, str(unfit)) from None
-        answer = await self._answer(token, namespace, expected)
+        key = hashlib.sha256(f"{expected.uid}\0{token}".encode("utf-8", "replace")).digest()
+        kept = self._known.get(key)
+        answer = kept[1] if kept is not None and kept[0] > self._clock() else None
+        if answer is None:
+            try:
+                claims.check(token, expected.audience, self._clock())
+            except claims.Unfit as unfit:
+                self._count(unfit.reason)
+                raise Refused(401, str(unfit)) from None
+            answer = await self._answer(key, token, namespace, expected)
         if isinstance(answer, _Refusal):
             self._count(answer.reason)
             raise Refused(answer.status, answer.message)
         return answer
 
-    async def _answer(self, token: str, namespace: str, expected: Expected) -> Identity | _Refusal:
-        key = hashlib.sha256(f"{expected.uid}\0{token}".encode("utf-8", "replace")).digest()
-        kept = self._known.get(key)
-        if kept is not None and kept[0] > self._clock():
-            return kept[1]
+    async def _answer(
+        self, key: bytes, token: str, namespace: str, expected: Expected
+    ) -> Identity | _Refusal:
+        """Callers with one token share one question."""
         task = self._asking.get(key)
         if task is None:
             task = asyncio.create_task(self._ask(key, token, namespace, expected))

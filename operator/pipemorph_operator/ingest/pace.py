@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipemorph.status import Condition, TrainingStatus
+from pipemorph.control import Health, JobView
+from pipemorph_operator.ingest.summary import Source, verdicts
 
 PROGRESS_SECONDS = 5.0
 WRITES_PER_SECOND = 40.0
 """Of progress, all jobs together."""
+LOOK_SECONDS = 1.0
+LOOKS_PER_SECOND = 400.0
+"""All jobs together: leaves most of a processor to reports."""
 
 
 @dataclass(frozen=True)
@@ -27,16 +31,26 @@ class Turn:
     measured: bool
 
     @staticmethod
-    def of(training: TrainingStatus, conditions: list[Condition]) -> Turn:
-        newest = training.last_adaptation
+    def of(source: Source, view: JobView, now: float) -> Turn:
+        records = source.controller.records
         return Turn(
-            state=training.state,
-            attempt=training.attempt,
-            epochs=(training.wanted_epoch, training.applied_epoch),
-            slow=frozenset((link.link, link.replica) for link in training.slow_links),
-            conditions=tuple((c.type, c.status, c.reason) for c in conditions),
-            measured=newest is not None and newest.iteration_seconds_after is not None,
+            state=view.state,
+            attempt=source.controller.attempt,
+            epochs=(view.wanted_epoch, view.applied_epoch),
+            slow=frozenset(
+                (link.link, link.replica) for link in view.links if link.health is Health.SLOW
+            ),
+            conditions=tuple(
+                (kind, status, reason)
+                for kind, (status, reason, _) in verdicts(source, view, now).items()
+            ),
+            measured=bool(records) and records[-1].iteration_seconds_after is not None,
         )
+
+
+def look_interval(jobs: int) -> float:
+    """Seconds between two looks at one job: a look costs a fraction of a millisecond."""
+    return max(LOOK_SECONDS, jobs / LOOKS_PER_SECOND)
 
 
 def progress_interval(jobs: int) -> float:
@@ -44,6 +58,6 @@ def progress_interval(jobs: int) -> float:
     return max(PROGRESS_SECONDS, jobs / WRITES_PER_SECOND)
 
 
-def is_due(turned: bool, changed: bool, since_write: float, jobs: int) -> bool:
-    """Whether to write now."""
-    return turned or (changed and since_write >= progress_interval(jobs))
+def is_due(turned: bool, since_write: float, jobs: int) -> bool:
+    """Whether to write now, if anything is new."""
+    return turned or since_write >= progress_interval(jobs)

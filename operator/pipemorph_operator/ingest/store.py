@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from pipemorph.control import JobController
+from pipemorph.control import JobController, JobView
 from pipemorph.errors import InputError
 from pipemorph.ingest import ControlledJob
 from pipemorph.spec import JobSpec
@@ -259,13 +259,16 @@ class ClusterStore:
         # A silent job is looked at now and then, as its links become unknown.
         if not held.ear.news and now - held.looked_at < pace.PROGRESS_SECONDS:
             return
-        held.looked_at, held.ear.news = now, False
-        training, conditions = self._summary(held)
+        held.looked_at = now
+        wall = self._clock()
+        view = held.controller.view(wall)
+        turn = pace.Turn.of(held.source, view, wall)
+        if not pace.is_due(turn != held.turn, now - held.written_at, len(self._held)):
+            return
+        held.ear.news = False
+        training, conditions = self._summary(held, view, wall)
         self._gauge(held, training)
-        turn = pace.Turn.of(training, conditions)
-        changed = training != held.written or conditions != held.conditions
-        if not pace.is_due(turn != held.turn, changed, now - held.written_at, len(self._held)):
-            held.ear.news = held.ear.news or changed
+        if training == held.written and conditions == held.conditions:
             return
         async with held.writing:
             try:
@@ -283,12 +286,16 @@ class ClusterStore:
                 held.written_at = self._monotonic()
                 log.warning("%s/%s: status was not written: %s", *key, error)
 
-    def _summary(self, held: Held) -> tuple[TrainingStatus, list[Condition]]:
-        now = self._clock()
-        return summarize(held.source, now), judge(held.source, held.conditions, now)
+    @staticmethod
+    def _summary(held: Held, view: JobView, now: float) -> tuple[TrainingStatus, list[Condition]]:
+        source = held.source
+        return summarize(source, now, view), judge(source, held.conditions, now, view)
 
     async def _write(self, held: Held) -> None:
-        training, conditions = self._summary(held)
+        wall = self._clock()
+        view = held.controller.view(wall)
+        turn = pace.Turn.of(held.source, view, wall)
+        training, conditions = self._summary(held, view, wall)
         status = JobStatus(conditions=conditions, training=training, control=held.control)
         try:
             await self._cluster.apply(
@@ -316,7 +323,7 @@ class ClusterStore:
             raise
         STATUS_WRITES.labels(result="ok").inc()
         held.written, held.conditions = training, conditions
-        held.turn = pace.Turn.of(training, conditions)
+        held.turn = turn
         held.written_at = self._monotonic()
 
     @staticmethod

@@ -30,9 +30,9 @@ class Source:
     generation: int | None
 
 
-def summarize(source: Source, now: float) -> TrainingStatus:
+def summarize(source: Source, now: float, view: JobView | None = None) -> TrainingStatus:
     """The job in numbers; at most ``MAX_SLOW_LINKS`` slow links, slowest first."""
-    view = source.controller.view(now)
+    view = view or source.controller.view(now)
     records = source.controller.records
     slow = sorted(_slow(view), key=lambda link: -link.delay)
     return TrainingStatus(
@@ -68,20 +68,27 @@ def summarize(source: Source, now: float) -> TrainingStatus:
     )
 
 
-def judge(source: Source, old: Sequence[Condition], now: float) -> list[Condition]:
+def judge(
+    source: Source, old: Sequence[Condition], now: float, view: JobView | None = None
+) -> list[Condition]:
     """``LinksHealthy``, ``ScheduleAdapted`` and ``Offloaded``."""
-    view = source.controller.view(now)
+    view = view or source.controller.view(now)
     conditions = [c for c in old if c.type in names.INGEST_CONDITIONS]
     when = datetime.fromtimestamp(now, UTC)
-    for kind, (status, reason, message) in (
-        (names.LINKS_HEALTHY, _links_healthy(source, view, now)),
-        (names.SCHEDULE_ADAPTED, _schedule_adapted(source, view)),
-        (names.OFFLOADED, _offloaded(source, view)),
-    ):
+    for kind, (status, reason, message) in verdicts(source, view, now).items():
         conditions = updated(
             conditions, kind, status, reason, message, generation=source.generation, now=when
         )
     return conditions
+
+
+def verdicts(source: Source, view: JobView, now: float) -> dict[str, Verdict]:
+    """The three conditions as values: cheap enough to look at with every report."""
+    return {
+        names.LINKS_HEALTHY: _links_healthy(source, view, now),
+        names.SCHEDULE_ADAPTED: _schedule_adapted(source, view),
+        names.OFFLOADED: _offloaded(source, view),
+    }
 
 
 Verdict = tuple[ConditionStatus, str, str]
