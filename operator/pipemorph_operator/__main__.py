@@ -68,12 +68,17 @@ async def resync(queue: WorkQueue[Key], cluster: Cluster, namespaces: list[str])
 
 async def run(options: argparse.Namespace) -> None:
     """Run until SIGTERM or SIGINT."""
-    config = OperatorConfig(
-        ingest_url=options.ingest_url,
-        ca_pem=Path(options.ingest_ca).read_text() if options.ingest_ca else "",
-        trainer_image=options.trainer_image,
-        trainer_pull_policy=options.trainer_pull_policy,
-    )
+
+    def config() -> OperatorConfig:
+        # The authority's file is renewed in place; new attempts get what it holds then.
+        return OperatorConfig(
+            ingest_url=options.ingest_url,
+            ca_pem=Path(options.ingest_ca).read_text() if options.ingest_ca else "",
+            trainer_image=options.trainer_image,
+            trainer_pull_policy=options.trainer_pull_policy,
+        )
+
+    config()  # A file that is missing ends the process at once, with its name.
     queue: WorkQueue[Key] = WorkQueue(gap=GAP_SECONDS)
     watched = Watched()
     stop = asyncio.Event()

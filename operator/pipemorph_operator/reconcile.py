@@ -44,7 +44,9 @@ SECRET_BYTES = 32
 class Reconciler:
     """Carries decisions out."""
 
-    def __init__(self, cluster: Cluster, config: OperatorConfig, owned: OwnedJobs) -> None:
+    def __init__(
+        self, cluster: Cluster, config: Callable[[], OperatorConfig], owned: OwnedJobs
+    ) -> None:
         self._cluster = cluster
         self._config = config
         self._owned = owned
@@ -58,12 +60,13 @@ class Reconciler:
         if body is None:
             return None
         seen = await self._observe(body)
-        decision = decide(seen, self._config)
+        config = self._config()
+        decision = decide(seen, config)
         if decision.needs_pods:
             pods = await self._pods(namespace, body["metadata"]["uid"], seen)
             seen = Observed(seen.body, seen.now, seen.current, seen.others, pods)
-            decision = decide(seen, self._config)
-        return await self._carry_out(seen, decision)
+            decision = decide(seen, config)
+        return await self._carry_out(seen, decision, config)
 
     # --- read -----------------------------------------------------------------------------
 
@@ -84,11 +87,13 @@ class Reconciler:
 
     # --- write ----------------------------------------------------------------------------
 
-    async def _carry_out(self, seen: Observed, decision: Decision) -> float | None:
+    async def _carry_out(
+        self, seen: Observed, decision: Decision, config: OperatorConfig
+    ) -> float | None:
         metadata = seen.body["metadata"]
         namespace, uid = metadata["namespace"], metadata["uid"]
         if decision.create is not None:
-            decision = await self._create(seen, decision)
+            decision = await self._create(seen, decision, config)
         if decision.status is not None:
             await self._write_status(seen.body, decision.status)
         for job in decision.delete_jobs:
@@ -105,7 +110,7 @@ class Reconciler:
             await self._tell(seen.body, event)
         return decision.again_in
 
-    async def _create(self, seen: Observed, decision: Decision) -> Decision:
+    async def _create(self, seen: Observed, decision: Decision, config: OperatorConfig) -> Decision:
         """Make an attempt's objects; what the API server will never take makes the job Failed."""
         attempt, status = decision.create, decision.status
         assert attempt is not None and status is not None
@@ -119,7 +124,7 @@ class Reconciler:
         except ApiRefused as refused:
             if refused.status not in PERMANENT:
                 raise
-            return refuse(seen, self._config, names.R_REFUSED, refused.message)
+            return refuse(seen, config, names.R_REFUSED, refused.message)
         return decision
 
     async def _write_status(self, body: Mapping[str, Any], status: JobStatus) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from operator_support import CHART, FULL_NAME, RELEASE, ROOT, SYSTEM, Jobs, manifest
+from operator_support import CHART, FULL_NAME, RELEASE, ROOT, SYSTEM, Jobs, Program, manifest
 from testbed import TestbedError
 
 pytest_plugins = ("operator_fixtures",)
@@ -201,6 +201,38 @@ def test_a_namespaced_installation_has_no_rights_elsewhere(jobs: Jobs) -> None:
         for argument in document["spec"]["template"]["spec"]["containers"][0]["args"]
     ]
     assert arguments.count("--namespace=a") == 2
+
+
+def test_a_namespaced_operator_runs_with_those_rights_alone(jobs: Jobs, tmp_path: Path) -> None:
+    cluster = jobs.cluster
+    jobs.installation.operator.kill()
+    values = ["crds.enabled=false", f"watchNamespaces={{{jobs.namespace}}}"]
+    release = f"ns-{jobs.namespace}"
+    account = f"{release}-pipemorph-operator"
+    cluster.helm(
+        "install", release, str(CHART), "-n", jobs.namespace, *(f"--set={v}" for v in values)
+    )
+    token = cluster.service_account_token(jobs.namespace, account)
+    program = Program(
+        "namespaced",
+        "pipemorph_operator",
+        ["--ingest-url=https://ingest:8443", f"--namespace={jobs.namespace}"],
+        tmp_path,
+        cluster.kubeconfig_of_token(token, release),
+    )
+    program.start()
+    try:
+        jobs.apply(manifest("inside", stages=2))
+        with cluster.namespace() as elsewhere:
+            outside = Jobs(jobs.installation, elsewhere)
+            outside.apply(manifest("outside", stages=1))
+            pods = jobs.run("inside", 2)
+            jobs.cluster.client.delete("pods", pods[0]["metadata"]["name"], jobs.namespace)
+            jobs.wait("inside", "Failed")
+            assert "status" not in outside.get("outside")
+    finally:
+        program.process.stop()
+        cluster.helm("uninstall", release, "-n", jobs.namespace)
 
 
 def test_values_that_do_not_exist_are_refused(jobs: Jobs) -> None:
