@@ -29,4 +29,11 @@ def jobs(installation: Installation, namespace: str) -> Iterator[Jobs]:
     for program in (installation.operator, installation.ingest):
         if not program.process.running:
             program.start()
-    yield Jobs(installation, namespace)
+    made = Jobs(installation, namespace)
+    yield made
+    # A node without a kubelet that stays would be given the pods of later tests.
+    client = made.cluster.client
+    for node in client.list("nodes"):
+        name = node["metadata"]["name"]
+        if name.startswith(f"{namespace}-"):
+            client.delete("nodes", name)
