@@ -13,6 +13,7 @@
 #include "binding/payload.hpp"
 #include "engine/engine.hpp"
 #include "os/clock.hpp"
+#include "os/copy.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -126,7 +127,7 @@ class PyMessage {
                                    " bytes, the destination " + std::to_string(to.size()))
                                       .c_str());
         const nb::gil_scoped_release no_gil;
-        if (to.size() > 0) std::memcpy(to.data(), arrived_.data, to.size());
+        if (to.size() > 0) copy_past_caches(to.data(), arrived_.data, to.size());
     }
 
     void release() {

@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "os/clock.hpp"
+#include "os/copy.hpp"
 #include "path/shm_path.hpp"
 #include "path/tcp_path.hpp"
 
@@ -172,7 +173,7 @@ std::optional<Arrived> Link::take(Lock& lock, const Key& key) {
     a.copy_to.reset();
     const bool fits = to.bytes == a.info.bytes;
     lock.unlock();
-    if (fits && to.bytes > 0) std::memcpy(to.data, a.data, to.bytes);
+    if (fits && to.bytes > 0) copy_past_caches(to.data, a.data, to.bytes);
     lock.lock();
     if (a.slot) {
         const auto next = in_.release(*a.slot, a.serial);

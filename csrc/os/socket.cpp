@@ -133,9 +133,8 @@ bool is_local(const Fd& socket) {
     return own.text(false) == peer_address(socket).text(false);
 }
 
-void set_buffers(const Fd& socket, int send_bytes, int receive_bytes) {
-    set_option(socket, SOL_SOCKET, SO_SNDBUF, send_bytes);
-    set_option(socket, SOL_SOCKET, SO_RCVBUF, receive_bytes);
+void set_send_buffer(const Fd& socket, int bytes) {
+    set_option(socket, SOL_SOCKET, SO_SNDBUF, bytes);
 }
 
 void set_unacked_limit(const Fd& socket, int64_t ns) {

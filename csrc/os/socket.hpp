@@ -38,7 +38,7 @@ int connect_error(const Fd& socket);
 void set_no_delay(const Fd& socket);
 // Whether both ends are on this host.
 bool is_local(const Fd& socket);
-void set_buffers(const Fd& socket, int send_bytes, int receive_bytes);
+void set_send_buffer(const Fd& socket, int bytes);
 // Give up on data that stays unacknowledged this long: a pulled cable sends no reset.
 void set_unacked_limit(const Fd& socket, int64_t ns);
 // Close the way a broken cable looks from afar: nothing more is sent, what was queued is lost.

@@ -6,6 +6,8 @@
 #include <cerrno>
 #include <cstring>
 
+#include "os/copy.hpp"
+
 namespace pipemorph {
 namespace {
 
@@ -134,7 +136,8 @@ bool ShmPath::header_received() {
         return false;
     }
     if (sink.verdict == ChunkSink::Verdict::take) {
-        if (sink.data != sink.slot_data) std::memcpy(sink.data, sink.slot_data, header->length());
+        if (sink.data != sink.slot_data)
+            copy_past_caches(sink.data, sink.slot_data, header->length());
         host_->finish_chunk(sink, true);
     }
     return true;

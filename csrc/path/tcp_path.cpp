@@ -15,12 +15,11 @@ namespace {
 // Bytes to read before other sockets of the same thread get their turn.
 constexpr size_t kReadTurn = size_t{2} << 20;
 // Bytes to sum and then send, or to receive and then sum: few enough to stay in a core's cache.
-constexpr size_t kPiece = size_t{256} << 10;
+constexpr size_t kPiece = size_t{512} << 10;
 constexpr size_t kWaste = size_t{64} << 10;
-// Between two processes of one host, what waits in socket buffers only pushes payloads out of the
-// cache. Between hosts the kernel sizes them by bandwidth and delay.
+// Between two processes of one host, what waits to be sent only pushes payloads out of the cache.
+// Between hosts the kernel sizes the buffer by bandwidth and delay.
 constexpr int kLocalSendBuffer = 256 << 10;
-constexpr int kLocalReceiveBuffer = 512 << 10;
 
 }  // namespace
 
@@ -28,7 +27,7 @@ TcpPath::TcpPath(Reactor& reactor, std::shared_ptr<PathHost> host, uint32_t inde
                  Fd fd)
     : StreamPath(reactor, std::move(host), index, epoch, std::move(fd)) {
     set_no_delay(fd_);
-    if (is_local(fd_)) set_buffers(fd_, kLocalSendBuffer, kLocalReceiveBuffer);
+    if (is_local(fd_)) set_send_buffer(fd_, kLocalSendBuffer);
 }
 
 bool TcpPath::send_some() {

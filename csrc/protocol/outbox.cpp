@@ -71,7 +71,8 @@ void Outbox::granted(const SlotGrant& grant) {
     assign_credits(static_cast<int>(d));
 }
 
-// The oldest waiting message that fits takes the smallest slot that holds it.
+// The oldest waiting message that fits takes the smallest slot that holds it, of several the one
+// released last: it may still be in a cache.
 void Outbox::assign_credits(int direction) {
     auto& waiting = waiting_[size_t(direction)];
     auto& credits = credits_[size_t(direction)];
@@ -85,7 +86,7 @@ void Outbox::assign_credits(int direction) {
         }
         auto best = credits.end();
         for (auto c = credits.begin(); c != credits.end(); ++c)
-            if (c->bytes >= m->info.bytes && (best == credits.end() || c->bytes < best->bytes))
+            if (c->bytes >= m->info.bytes && (best == credits.end() || c->bytes <= best->bytes))
                 best = c;
         if (best == credits.end()) {
             ++it;
