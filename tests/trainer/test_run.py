@@ -199,11 +199,11 @@ def test_a_rank_that_is_killed_ends_the_run_with_what_the_others_waited_for(
     output = "".join(said) + rest
     assert host.returncode == 1, output
     assert "rank 2 (stage 2) was killed by SIGKILL" in output
-    # The stage before it misses its gradient, whether it noticed by itself or was asked; the
-    # last stage may be past its last message and miss something else of this iteration.
-    upstream = r"rank 1 \(stage 1\) (waited [\d.]+ s for .* on link 1|exited .* rank 2)"
-    assert re.search(upstream, output), output
-    assert re.search(r"rank 3 \(stage 3\) (waited [\d.]+ s for|exited .* rank 2)", output), output
+    # Killed in mid-schedule, its neighbours miss its messages; killed at the end of an iteration,
+    # what all ranks agree on then. Whoever it was, each says what it waited for, or who is gone.
+    for neighbour in (1, 3):
+        waited = rf"rank {neighbour} \(stage {neighbour}\) (waited [\d.]+ s for \S|exited .* rank 2)"
+        assert re.search(waited, output), output
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["completed"] is False
     assert len(report["iterations"]) >= 2
