@@ -1,8 +1,8 @@
 #include "engine/engine.hpp"
 
 #include <algorithm>
-#include <cstdio>
 
+#include "engine/text.hpp"
 #include "os/clock.hpp"
 
 namespace pipemorph {
@@ -22,16 +22,6 @@ std::string random_name() {
         name += hex;
     }
     return name;
-}
-
-std::string seconds_text(double seconds) {
-    char text[32];
-    std::snprintf(text, sizeof text, "%.1f s", seconds);
-    return text;
-}
-
-std::string rank_text(uint32_t rank) {
-    return "rank " + std::to_string(rank);
 }
 
 // By the wall clock, see Link::wait_slice.

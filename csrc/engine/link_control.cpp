@@ -1,0 +1,252 @@
+// The control connection of a link: frames in and out.
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "engine/link.hpp"
+#include "os/clock.hpp"
+
+namespace pipemorph {
+
+uint32_t Link::control_epoch() const {
+    const Lock lock(mu_);
+    return control_epoch_;
+}
+
+uint64_t Link::control_received() const {
+    const Lock lock(mu_);
+    return stream_.last_received();
+}
+
+void Link::attach_control(Fd fd, uint32_t epoch, uint64_t peer_received) {
+    auto connection = std::make_shared<Connection>();
+    connection->fd = std::move(fd);
+    set_unacked_limit(connection->fd, runtime_->peer_deadline_ns);
+    std::shared_ptr<Connection> before;
+    bool agreed = true;
+    {
+        const Lock lock(mu_);
+        if (over()) return;
+        agreed = stream_.resume(peer_received);
+        before = std::exchange(control_, connection);
+        control_epoch_ = epoch;
+        heard_ns_ = steady_ns();
+        refused_since_ns_ = 0;
+        redial_backoff_ns_ = 0;
+        if (state_ != State::connecting) {
+            state_ = State::up;
+            ++reconnects_;
+        }
+    }
+    if (before && before->fd) {
+        runtime_->control.remove(before->fd.get());
+        const Lock lock(mu_);
+        before->fd.reset();
+    }
+    if (!agreed) {
+        die(describe() + " is dead: rank " + std::to_string(identity_.peer_rank) +
+            " resumed from where it cannot be");
+        return;
+    }
+    runtime_->control.add(connection->fd.get(), EPOLLIN,
+                          [weak = weak_from_this(), connection](uint32_t events) {
+                              if (const auto self = weak.lock())
+                                  self->on_control(connection, events);
+                          });
+    const Lock lock(mu_);
+    flush();
+    changed();
+}
+
+void Link::confirm() {
+    {
+        const Lock lock(mu_);
+        if (state_ != State::connecting) return;
+        state_ = State::up;
+        if (identity_.dials && control_)
+            append_frame(control_->out, encode_frame(ConfirmFrame{transport_}), 0, 0);
+        flush();
+        changed();
+    }
+    if (identity_.dials) dial_paths();
+}
+
+void Link::send_frame(const Frame& frame) {
+    stream_.send(frame);
+    flush();
+}
+
+void Link::flush() {
+    constexpr size_t kBatch = size_t{256} << 10;
+    if (!control_ || !control_->fd || state_ == State::connecting) return;
+    Connection& c = *control_;
+    for (;;) {
+        if (c.out_done == c.out.size()) {
+            c.out.clear();
+            c.out_done = 0;
+            stream_.write(c.out, kBatch);
+            if (c.out.empty()) return;
+        }
+        const ssize_t n = ::send(c.fd.get(), c.out.data() + c.out_done, c.out.size() - c.out_done,
+                                 MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (n < 0) {
+            // An error is the reader's to notice: it gets an event for it.
+            if (errno == EAGAIN || errno == EINTR) watch_write();
+            return;
+        }
+        c.out_done += static_cast<size_t>(n);
+    }
+}
+
+void Link::watch_write() {
+    if (std::exchange(control_->watching_write, true)) return;
+    runtime_->control.post([self = shared_from_this(), connection = control_] {
+        if (connection->fd)
+            self->runtime_->control.modify(connection->fd.get(), EPOLLIN | EPOLLOUT);
+    });
+}
+
+void Link::on_control(const std::shared_ptr<Connection>& connection, uint32_t events) {
+    if (!connection->fd) return;
+    if (events & EPOLLOUT) {
+        const Lock lock(mu_);
+        connection->watching_write = false;
+        runtime_->control.modify(connection->fd.get(), EPOLLIN);
+        flush();
+    }
+    if (events & ~uint32_t{EPOLLOUT}) read_control(connection);
+}
+
+bool Link::read_control(const std::shared_ptr<Connection>& connection) {
+    uint8_t buffer[65536];
+    const ssize_t n = ::recv(connection->fd.get(), buffer, sizeof buffer, MSG_DONTWAIT);
+    if (n < 0 && (errno == EAGAIN || errno == EINTR)) return true;
+    if (n <= 0) {
+        control_lost(connection, n == 0 ? "rank " + std::to_string(identity_.peer_rank) +
+                                              " closed the connection"
+                                        : std::string("connection broke: ") + std::strerror(errno));
+        return false;
+    }
+    {
+        const Lock lock(mu_);
+        heard_ns_ = steady_ns();
+    }
+    auto& in = connection->in;
+    in.insert(in.end(), buffer, buffer + n);
+    size_t at = 0;
+    const char* trouble = nullptr;
+    while (in.size() - at >= kFrameHeaderSize) {
+        const Bytes rest = Bytes(in).subspan(at);
+        const auto header = decode_frame_header(rest.first(kFrameHeaderSize));
+        if (!header) {
+            trouble = "a malformed frame";
+            break;
+        }
+        if (rest.size() < kFrameHeaderSize + header->body_bytes) break;
+        auto frame = decode_frame(header->type, rest.subspan(kFrameHeaderSize, header->body_bytes));
+        at += kFrameHeaderSize + header->body_bytes;
+        if (!frame) {
+            trouble = "a malformed frame";
+            break;
+        }
+        bool deliver = true;
+        {
+            const Lock lock(mu_);
+            if (control_ != connection) return false;  // superseded or over
+            if (!stream_.acknowledged(header->acknowledged)) trouble = "an impossible counter";
+            if (header->sequence != 0) {
+                const auto verdict = stream_.received(header->sequence);
+                deliver = verdict == ReliableStream::Verdict::deliver;
+                if (verdict == ReliableStream::Verdict::gap) trouble = "a gap in the frames";
+            }
+        }
+        if (trouble != nullptr) break;
+        if (deliver) handle(std::move(*frame));
+    }
+    in.erase(in.begin(), in.begin() + static_cast<std::ptrdiff_t>(at));
+    if (trouble != nullptr) {
+        protocol_error(std::string(trouble) + " on the control connection");
+        return false;
+    }
+    return true;
+}
+
+void Link::handle(Frame frame) {
+    if (const auto* f = std::get_if<GrantFrame>(&frame)) {
+        const Lock lock(mu_);
+        for (const SlotGrant& slot : f->slots) out_.granted(slot);
+        changed_.notify_all();
+        kick_paths();
+    } else if (auto* f = std::get_if<InlineFrame>(&frame)) {
+        const Lock lock(mu_);
+        const uint64_t id = f->message.id;
+        in_.deliver_empty(std::move(f->message), wall_ns());
+        ++messages_received_;
+        send_frame(AckFrame{id});
+        changed();
+    } else if (const auto* f = std::get_if<AckFrame>(&frame)) {
+        const Lock lock(mu_);
+        out_.acknowledged(f->message, steady_ns());
+        send_empty_messages();
+        changed();
+    } else if (const auto* f = std::get_if<FenceFrame>(&frame)) {
+        fence_requested(*f);
+    } else if (const auto* f = std::get_if<BitmapFrame>(&frame)) {
+        const Lock lock(mu_);
+        out_.fenced(*f);
+        kick_paths();
+    } else if (const auto* f = std::get_if<MappedFrame>(&frame)) {
+        if (!f->error.empty()) {
+            die(describe() + " is dead: rank " + std::to_string(identity_.peer_rank) +
+                " cannot map shared memory: " + f->error);
+            return;
+        }
+        const Lock lock(mu_);
+        if (unmapped_segments_.erase(f->segment) > 0) grant(in_.grant_segment(f->segment));
+    } else if (const auto* f = std::get_if<PingFrame>(&frame)) {
+        const int64_t now = wall_ns();
+        const Lock lock(mu_);
+        if (!control_) return;
+        append_frame(control_->out,
+                     encode_frame(PongFrame{f->sent_steady_ns, f->sent_wall_ns, now, wall_ns()}), 0,
+                     stream_.last_received());
+        flush();
+    } else if (const auto* f = std::get_if<PongFrame>(&frame)) {
+        const int64_t now_steady = steady_ns();
+        const int64_t now_wall = wall_ns();
+        const Lock lock(mu_);
+        const int64_t rtt =
+            now_steady - f->ping_steady_ns - (f->sent_wall_ns - f->received_wall_ns);
+        const int64_t peer_minus_ours =
+            ((f->received_wall_ns - f->ping_wall_ns) + (f->sent_wall_ns - now_wall)) / 2;
+        if (rtt >= 0) echo_.add(rtt, peer_minus_ours);
+    } else if (const auto* f = std::get_if<ByeFrame>(&frame)) {
+        die(describe() + " is dead: rank " + std::to_string(identity_.peer_rank) + " closed it" +
+            (f->reason.empty() ? "" : " with " + f->reason));
+    } else if (const auto* f = std::get_if<ConfirmFrame>(&frame)) {
+        confirmed(f->transport);
+    }
+}
+
+void Link::confirmed(Transport transport) {
+    {
+        const Lock lock(mu_);
+        if (identity_.dials || state_ != State::connecting) return;
+    }
+    if (transport != this->transport()) {
+        // The dialler could not reach our shared memory after all (another network namespace).
+        if (runtime_->config.transport == Transport::shm) {
+            protocol_error("it chose tcp where shm is required");
+            return;
+        }
+        const Lock lock(mu_);
+        transport_ = transport;
+        paths_.assign(wanted_paths_, {});
+    }
+    confirm();
+    if (on_confirm) on_confirm();
+}
+
+}  // namespace pipemorph

@@ -1,0 +1,102 @@
+// A data path that broke: its epoch is fenced, and what it lost moves to the others.
+#include <algorithm>
+
+#include "engine/link.hpp"
+#include "os/clock.hpp"
+
+namespace pipemorph {
+
+void Link::lose_path(Path& p) {
+    p.live.reset();
+    const int64_t now = steady_ns();
+    // A path that breaks as soon as it is up must not be remade in a tight loop.
+    p.backoff_ns = now - p.up_since_ns > kSecond
+                       ? 0
+                       : std::clamp<int64_t>(p.backoff_ns * 2, 20 * kMillisecond, kSecond);
+    p.next_try_ns = now + p.backoff_ns;
+}
+
+// The path's epoch is over on this side: ask what of it arrived, and let the peer do the same.
+void Link::send_fence(uint32_t index, uint32_t epoch) {
+    constexpr size_t kPerFrame = 4096;
+    const auto messages = out_.entrusted_to(index, epoch);
+    size_t at = 0;
+    do {
+        FenceFrame fence{index, epoch, {}};
+        for (; at < messages.size() && fence.messages.size() < kPerFrame; ++at)
+            fence.messages.push_back(messages[at]);
+        stream_.send(fence);
+    } while (at < messages.size());
+    flush();
+}
+
+void Link::path_lost(uint32_t index, uint32_t epoch, const std::string& why) {
+    {
+        const Lock lock(mu_);
+        Path& p = paths_[index];
+        if (over() || !p.live || p.epoch != epoch) return;
+        last_trouble_ = "data path " + std::to_string(index) + ": " + why;
+        lose_path(p);
+        send_fence(index, epoch);
+    }
+    if (identity_.dials)
+        runtime_->control.post([self = shared_from_this()] { self->dial_paths(); });
+}
+
+void Link::fence_requested(const FenceFrame& fence) {
+    bool known = false;
+    {
+        const Lock lock(mu_);
+        if (over()) return;
+        known = fence.path < paths_.size();
+        if (known) {
+            uint32_t& fenced = paths_[fence.path].fenced;
+            fenced = std::max(fenced, fence.epoch);
+        }
+    }
+    if (!known) {
+        protocol_error("a fence for a path that does not exist");
+        return;
+    }
+    // On the path's own thread, so that no byte of the fenced epoch can reach a slot after the
+    // bitmaps have been read.
+    runtime_->data(fence.path).post([self = shared_from_this(), fence] {
+        std::shared_ptr<DataPath> live;
+        bool lost = false;
+        {
+            const Lock lock(self->mu_);
+            if (self->over()) return;
+            Path& p = self->paths_[fence.path];
+            if (p.live && p.epoch <= fence.epoch) {
+                live = p.live;
+                lost = true;
+            }
+        }
+        if (live) live->retire();
+        {
+            const Lock lock(self->mu_);
+            if (self->over()) return;
+            Path& p = self->paths_[fence.path];
+            if (lost && p.live == live) {
+                self->lose_path(p);
+                self->send_fence(live->index, live->epoch);
+            }
+            constexpr size_t kMaxBits = size_t{256} << 10;
+            BitmapFrame answer{fence.path, fence.epoch, {}};
+            size_t bits = 0;
+            for (ChunkReport& r : self->in_.report(fence.messages)) {
+                bits += r.bits.size() + 16;
+                answer.reports.push_back(std::move(r));
+                if (bits < kMaxBits) continue;
+                self->stream_.send(std::exchange(answer, {fence.path, fence.epoch, {}}));
+                bits = 0;
+            }
+            if (!answer.reports.empty()) self->stream_.send(answer);
+            self->flush();
+        }
+        if (lost && self->identity_.dials)
+            self->runtime_->control.post([self] { self->dial_paths(); });
+    });
+}
+
+}  // namespace pipemorph

@@ -1,0 +1,122 @@
+// What a link receives: slots granted, messages out.
+#include "engine/link.hpp"
+#include "engine/text.hpp"
+#include "os/clock.hpp"
+#include "os/copy.hpp"
+
+namespace pipemorph {
+
+void Link::reserve(int direction, uint32_t slots, uint64_t slot_bytes) {
+    uint32_t missing = 0;
+    bool shared = false;
+    {
+        const Lock lock(mu_);
+        if (over()) throw_over();
+        missing = in_.missing_slots(direction, slots, slot_bytes);
+        shared = transport_ == Transport::shm;
+    }
+    if (missing == 0) return;
+    // Page-aligned slots: two never share a page, so neither do their copies.
+    const uint64_t stride = (slot_bytes + 4095) / 4096 * 4096;
+    // Prefaulting takes a while, so it is done without the lock.
+    auto memory =
+        shared ? Memory::shareable(stride * missing) : Memory::anonymous(stride * missing);
+    const Lock lock(mu_);
+    if (over()) throw_over();
+    const uint32_t segment = in_.add_segment(direction, missing, slot_bytes, std::move(memory));
+    if (!shared) {
+        grant(in_.grant_segment(segment));
+        return;
+    }
+    unmapped_segments_.insert(segment);
+    segments_to_offer_.push_back(segment);
+    kick_paths();
+}
+
+std::string Link::nothing_arrived(const Key& key, double timeout) const {
+    const auto direction = static_cast<int>(key.direction);
+    std::string s = describe() + ": nothing arrived for " + key.describe() + " within " +
+                    seconds_text(timeout) + "; ";
+    if (const auto progress = in_.progress(key))
+        s += std::to_string(progress->chunks) + " of " + std::to_string(progress->of) +
+             " chunks are here; ";
+    s += state_ == State::up ? "link is up, " : "link is reconnecting (" + last_trouble_ + "), ";
+    const uint32_t slots = in_.slots(direction);
+    return s + std::to_string(slots - in_.slots_in_use(direction)) + " of " +
+           std::to_string(slots) + " slots free";
+}
+
+// Takes a message out of the mailbox. If its destination was posted too late for it to be put
+// there, it is copied now, by the caller's thread and without the lock.
+std::optional<Arrived> Link::take(Lock& lock, const Key& key) {
+    auto message = in_.take(key);
+    if (!message || !message->copy_to) return message;
+    Arrived& a = *message;
+    const Destination to = std::move(*a.copy_to);
+    a.copy_to.reset();
+    const bool fits = to.bytes == a.info.bytes;
+    lock.unlock();
+    if (fits && to.bytes > 0) copy_past_caches(to.data, a.data, to.bytes);
+    lock.lock();
+    if (a.slot) {
+        const auto next = in_.release(*a.slot, a.serial);
+        if (next && !over()) grant({*next});
+    }
+    a.slot.reset();
+    a.data = to.data;
+    a.keep = to.hold;
+    if (!fits)
+        throw EngineError(describe() + ": " + key.describe() + " has " +
+                          std::to_string(a.info.bytes) + " bytes, the destination posted for it " +
+                          std::to_string(to.bytes));
+    return message;
+}
+
+void Link::post_receive(const Key& key, Destination destination) {
+    const Lock lock(mu_);
+    if (over() && !in_.has(key)) throw_over();
+    if (!in_.post(key, std::move(destination)))
+        throw EngineError(describe() + ": a destination is posted for " + key.describe() +
+                          " already");
+}
+
+std::optional<Arrived> Link::receive(const Key& key, int64_t deadline_ns, int64_t slice_ns,
+                                     double timeout) {
+    const int64_t slice_end = steady_ns() + slice_ns;
+    Lock lock(mu_);
+    for (;;) {
+        if (auto message = take(lock, key)) return message;
+        if (over()) throw_over();
+        const int64_t now = steady_ns();
+        if (now >= deadline_ns) throw EngineTimeout(nothing_arrived(key, timeout));
+        if (now >= slice_end) return std::nullopt;
+        wait_slice(lock, deadline_ns, slice_end - now);
+    }
+}
+
+std::optional<Arrived> Link::try_receive(const Key& key) {
+    Lock lock(mu_);
+    auto message = take(lock, key);
+    // What had arrived before the link died is still good.
+    if (!message && over()) throw_over();
+    return message;
+}
+
+bool Link::arrived(const Key& key) const {
+    const Lock lock(mu_);
+    if (in_.has(key)) return true;
+    if (over()) throw_over();
+    return false;
+}
+
+void Link::release(uint32_t slot, uint64_t serial) {
+    const Lock lock(mu_);
+    const auto next = in_.release(slot, serial);
+    if (next && !over()) grant({*next});
+}
+
+void Link::grant(const std::vector<SlotGrant>& grants) {
+    if (!grants.empty()) send_frame(GrantFrame{grants});
+}
+
+}  // namespace pipemorph

@@ -1,0 +1,183 @@
+// A control connection that broke: dialling again, and telling a dead peer from a dead cable.
+#include <sys/epoll.h>
+
+#include <algorithm>
+#include <cerrno>
+
+#include "engine/link.hpp"
+#include "engine/text.hpp"
+#include "os/clock.hpp"
+
+namespace pipemorph {
+
+void Link::sever_control() {
+    runtime_->control.post([self = shared_from_this()] {
+        std::shared_ptr<Connection> connection;
+        {
+            const Lock lock(self->mu_);
+            connection = self->control_;
+        }
+        if (!connection) return;
+        self->runtime_->control.remove(connection->fd.get());
+        {
+            const Lock lock(self->mu_);
+            reset_connection(connection->fd);
+        }
+        self->control_lost(connection, "severed on request");
+    });
+}
+
+void Link::control_lost(const std::shared_ptr<Connection>& connection, const std::string& why) {
+    if (connection->fd) runtime_->control.remove(connection->fd.get());
+    bool never_up = false;
+    {
+        const Lock lock(mu_);
+        connection->fd.reset();
+        if (control_ != connection) return;
+        control_.reset();
+        last_trouble_ = why;
+        down_since_ns_ = steady_ns();
+        next_redial_ns_ = 0;
+        if (state_ == State::up) state_ = State::reconnecting;
+        changed();
+        never_up = state_ == State::connecting;
+        if (!never_up && state_ != State::reconnecting) return;
+    }
+    if (never_up)
+        die(describe() + " never came up: " + why);
+    else if (identity_.dials)
+        redial_control();
+    else
+        probe_peer();
+}
+
+void Link::redial_control() {
+    Hello h;
+    Address address;
+    {
+        const Lock lock(mu_);
+        if (state_ != State::reconnecting || redialling_ || leaving_) return;
+        redialling_ = true;
+        h = hello(Purpose::control);
+        h.resume = true;
+        h.epoch = control_epoch_ + 1;
+        h.received = stream_.last_received();
+        h.sockets = static_cast<uint16_t>(paths_.size());
+        address = peer_address_;
+    }
+    const uint32_t epoch = h.epoch;
+    const int64_t limit = std::min<int64_t>(runtime_->peer_deadline_ns / 2, 2 * kSecond);
+    dial(*runtime_, address, std::move(h), limit, [weak = weak_from_this(), epoch](DialResult r) {
+        const auto self = weak.lock();
+        if (!self) return;
+        {
+            const Lock lock(self->mu_);
+            self->redialling_ = false;
+            const int64_t now = steady_ns();
+            if (!r.fd) {
+                self->last_trouble_ = r.error;
+                // The peer may have taken this epoch before the connection broke.
+                self->control_epoch_ = std::max(self->control_epoch_, epoch);
+                self->redial_backoff_ns_ = std::clamp<int64_t>(
+                    self->redial_backoff_ns_ * 2, 20 * kMillisecond,
+                    std::min<int64_t>(500 * kMillisecond, self->runtime_->peer_deadline_ns / 10));
+                self->next_redial_ns_ = now + self->redial_backoff_ns_;
+                if (!r.nobody_there)
+                    self->refused_since_ns_ = 0;
+                else if (self->refused_since_ns_ == 0)
+                    self->refused_since_ns_ = now;
+            }
+        }
+        if (r.fd)
+            self->attach_control(std::move(r.fd), epoch, r.reply.received);
+        else if (r.refused)
+            self->die(self->describe() + " is dead: " + r.error);
+    });
+}
+
+// The acceptor cannot dial back in, but it can see whether anybody still listens over there: a
+// process that is gone refuses, a network that is gone does not answer.
+void Link::probe_peer() {
+    Address address;
+    {
+        const Lock lock(mu_);
+        if (state_ != State::reconnecting || redialling_ || leaving_) return;
+        redialling_ = true;
+        address = peer_address_;
+    }
+    auto fd = std::make_shared<Fd>(start_connect(address));
+    const auto done = [weak = weak_from_this(), fd](int error) {
+        const auto self = weak.lock();
+        if (!self) return;
+        const Lock lock(self->mu_);
+        self->redialling_ = false;
+        const int64_t now = steady_ns();
+        self->next_redial_ns_ = now + self->runtime_->peer_deadline_ns / 40;
+        if (error != ECONNREFUSED)
+            self->refused_since_ns_ = 0;
+        else if (self->refused_since_ns_ == 0)
+            self->refused_since_ns_ = now;
+    };
+    if (!*fd) {
+        done(errno);
+        return;
+    }
+    Reactor& reactor = runtime_->control;
+    const auto timer = std::make_shared<uint64_t>(0);
+    const auto end = [&reactor, fd, done, timer](int error) {
+        if (!*fd) return;
+        reactor.cancel(*timer);
+        reactor.remove(fd->get());
+        fd->reset();
+        done(error);
+    };
+    *timer = reactor.after(runtime_->peer_deadline_ns / 5, [end] { end(ETIMEDOUT); });
+    reactor.add(fd->get(), EPOLLOUT, [end, fd](uint32_t) { end(connect_error(*fd)); });
+}
+
+void Link::tick() {
+    const int64_t now = steady_ns();
+    const int64_t deadline = runtime_->peer_deadline_ns;
+    std::shared_ptr<Connection> silent;
+    std::string dead;
+    bool reconnect = false;
+    bool live = false;
+    {
+        const Lock lock(mu_);
+        if (state_ == State::up && control_) {
+            live = true;
+            if (now - heard_ns_ > deadline / 2) {
+                silent = control_;
+            } else if (now >= next_ping_ns_) {
+                next_ping_ns_ = now + 100 * kMillisecond;
+                append_frame(control_->out, encode_frame(PingFrame{now, wall_ns()}), 0,
+                             stream_.last_received());
+                flush();
+            }
+        } else if (state_ == State::reconnecting && !leaving_) {
+            const std::string peer = "rank " + std::to_string(identity_.peer_rank);
+            // It was silent before it counted as down, so the whole silence counts.
+            const int64_t since = std::min(down_since_ns_, heard_ns_ + deadline / 2);
+            if (refused_since_ns_ != 0 && now - refused_since_ns_ > deadline * 2 / 5)
+                dead = peer + " is gone: nobody listens at " + peer_address_.text() + " any more";
+            else if (now - since > deadline)
+                dead = "no control connection to " + peer + " (" + peer_address_.text(false) +
+                       ") for " + seconds_text(to_seconds(now - since)) +
+                       " (last: " + last_trouble_ + ")";
+            reconnect = now >= next_redial_ns_;
+        }
+    }
+    if (silent)
+        control_lost(silent, "nothing was heard for " + seconds_text(to_seconds(deadline / 2)));
+    if (!dead.empty()) {
+        die(describe() + " is dead: " + dead);
+    } else if (reconnect) {
+        if (identity_.dials)
+            redial_control();
+        else
+            probe_peer();
+    }
+    if (live && identity_.dials) dial_paths();
+}
+
+}  // namespace pipemorph
