@@ -39,9 +39,11 @@ def main() -> int:
     losses = [iteration["loss"] for iteration in report["iterations"]]
     print(f"loss {losses[0]:.3f} → {losses[-1]:.3f} nats/byte in {len(losses)} iterations")
     for adaptation in report["adaptations"]:
+        at = adaptation["applied_at_iteration"]
+        when = "never in force, a newer plan came first" if at is None else f"iteration {at}"
         print(
-            f"  iteration {adaptation['applied_at_iteration']}: warm-up "
-            f"{adaptation['warmup_before']} → {adaptation['warmup_after']}: {adaptation['reason']}"
+            f"  {when}: warm-up {adaptation['warmup_before']} → "
+            f"{adaptation['warmup_after']}: {adaptation['reason']}"
         )
 
     step("2. A slow last link, five ways to run (emulated stages: nothing is computed)")
