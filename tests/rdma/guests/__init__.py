@@ -1,0 +1,7 @@
+"""Two virtual machines with Soft-RoCE: real verbs, real packets, real faults, without hardware."""
+
+from guests.fabric import Fabric, Rail
+from guests.guest import Done, Guest, GuestError, Task
+from guests.kernel import missing_for_guests
+
+__all__ = ["Done", "Fabric", "Guest", "GuestError", "Rail", "Task", "missing_for_guests"]

@@ -1,0 +1,155 @@
+"""Two guests, the cables between them, and what can go wrong with those.
+
+a ── control (eth0, 10.77.0.1/2) ── b      TCP: control connections and the fallback
+a ── rail 0  (eth1, 10.77.1.1/2) ── b      Soft-RoCE rxe0
+a ── rail 1  (eth2, 10.77.2.1/2) ── b      Soft-RoCE rxe1
+"""
+
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from guests.guest import Guest, Nic
+from guests.kernel import Kernel, Say, kernel
+
+AGENT = Path(__file__).with_name("agent.py")
+ROCE_PORT = 4791
+# Without crc32 `rdma link add` fails with "No such file".
+_MODULES = (
+    "crc32_generic", "ib_core", "ib_uverbs", "rdma_rxe", "sch_netem", "sch_ingress", "cls_u32",
+    "act_gact", "ipv6",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rail:
+    """One RDMA device of one guest and the cable it is plugged into."""
+
+    guest: Guest
+    number: int
+
+    @property
+    def netdev(self) -> str:
+        return f"eth{self.number + 1}"
+
+    @property
+    def device(self) -> str:
+        return f"rxe{self.number}"
+
+    @property
+    def address(self) -> str:
+        return f"10.77.{self.number + 1}.{1 if self.guest.name == 'a' else 2}"
+
+    def counter(self, name: str) -> int:
+        """One of rxe's counters, such as link_downed or completer_retry_err."""
+        path = f"/sys/class/infiniband/{self.device}/ports/1/hw_counters/{name}"
+        return int(self.guest.read(path))
+
+    def unplug(self) -> None:
+        self.guest.run("ip", "link", "set", self.netdev, "down")
+
+    def plug(self) -> None:
+        self.guest.run("ip", "link", "set", self.netdev, "up")
+        self.guest.run("ip", "address", "replace", f"{self.address}/24", "dev", self.netdev)
+
+    def drop_outgoing(self) -> None:
+        """Lose every RoCE packet that leaves here; the cable and TCP stay as they are."""
+        self.guest.sh(
+            f"tc qdisc replace dev {self.netdev} clsact; "
+            f"tc filter add dev {self.netdev} egress protocol ip u32 "
+            f"match ip protocol 17 0xff match ip dport {ROCE_PORT} 0xffff action drop"
+        )
+
+    def dropped(self) -> int:
+        """Packets lost by :meth:`drop_outgoing` so far."""
+        said = self.guest.run("tc", "-s", "filter", "show", "dev", self.netdev, "egress")
+        found = re.search(r"Sent \d+ bytes \d+ pkt \(dropped (\d+)", said)
+        assert found is not None, said
+        return int(found.group(1))
+
+    def deliver_again(self) -> None:
+        self.guest.run("tc", "qdisc", "del", "dev", self.netdev, "clsact")
+
+    def slow(self, rate: str) -> None:
+        """Limit what leaves here, e.g. to 20mbit."""
+        self.guest.run("tc", "qdisc", "replace", "dev", self.netdev, "root", "netem", "rate", rate)
+
+    def at_full_speed(self) -> None:
+        self.guest.run("tc", "qdisc", "del", "dev", self.netdev, "root")
+
+    def gids(self) -> list[str]:
+        """Valid entries of the GID table, in order."""
+        folder = f"/sys/class/infiniband/{self.device}/ports/1/gids"
+        said = self.guest.sh(f"for i in 0 1 2 3 4 5 6 7; do cat {folder}/$i; done")
+        return [gid for gid in said.split() if gid.strip("0:")]
+
+
+@dataclass(frozen=True)
+class Fabric:
+    a: Guest
+    b: Guest
+
+    CONTROL = {"a": "10.77.0.1", "b": "10.77.0.2"}
+
+    def rail(self, guest: Guest, number: int) -> Rail:
+        return Rail(guest, number)
+
+    @property
+    def rails(self) -> list[Rail]:
+        return [Rail(guest, number) for number in (0, 1) for guest in (self.a, self.b)]
+
+    def restore(self) -> None:
+        """As it was when it came up, whatever the last test did."""
+        for guest in (self.a, self.b):
+            for n in range(3):
+                guest.try_run("tc", "qdisc", "del", "dev", f"eth{n}", "clsact")
+                guest.try_run("tc", "qdisc", "del", "dev", f"eth{n}", "root")
+        for rail in self.rails:
+            rail.guest.run("ip", "-4", "address", "flush", "dev", rail.netdev)
+            rail.plug()
+
+    def logs(self) -> str:
+        return "\n".join(f"guest {g.name}:\n{g.logs()}" for g in (self.a, self.b))
+
+    @classmethod
+    @contextmanager
+    def started(cls, say: Say) -> Iterator["Fabric"]:
+        with ExitStack() as stack:
+            # Short: a unix socket's path has at most 107 characters.
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pmg")))
+            from_host = kernel(say, f"{sys.executable} {AGENT}")
+            stack.callback(from_host.ramdisk.unlink)
+            guests = [
+                Guest(name, directory, from_host, list(_nics(directory, name))) for name in "ab"
+            ]
+            for guest in guests:
+                stack.callback(guest.stop)
+                guest.start()
+            for guest in guests:
+                guest.wait_ready()
+            fabric = cls(*guests)
+            for guest in guests:
+                _set_up(guest, from_host)
+            yield fabric
+
+
+def _nics(directory: Path, name: str) -> Iterator[Nic]:
+    for number in range(3):
+        side = 1 if name == "a" else 2
+        yield Nic(directory / f"n{number}", name == "a", f"52:54:00:77:{number:02x}:{side:02x}")
+
+
+def _set_up(guest: Guest, from_host: Kernel) -> None:
+    for module in _MODULES:
+        guest.try_run("modprobe", "-d", str(from_host.root), module)
+    guest.run("modprobe", "-d", str(from_host.root), "virtio_net")
+    guest.run("ip", "link", "set", "eth0", "up")
+    guest.run("ip", "address", "add", f"{Fabric.CONTROL[guest.name]}/24", "dev", "eth0")
+    for number in (0, 1):
+        rail = Rail(guest, number)
+        rail.plug()
+        guest.run("rdma", "link", "add", rail.device, "type", "rxe", "netdev", rail.netdev)
