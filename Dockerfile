@@ -26,24 +26,52 @@ CMD ["python", "-m", "pipemorph_operator", "--help"]
 # --- the wheel, with the engine compiled --------------------------------------------------------
 FROM ${BASE} AS wheel
 ARG PIP_INDEX_URL=
-RUN command -v c++ >/dev/null || (apt-get update && apt-get install -y --no-install-recommends g++ \
+# A compiler and Python's headers, where BASE lacks them (a distribution's own Python does).
+RUN command -v c++ >/dev/null || missing=g++; \
+    python3 -c "import pathlib, sys, sysconfig; \
+sys.exit(not pathlib.Path(sysconfig.get_paths()['include'], 'Python.h').exists())" || missing="$missing python3-dev"; \
+    [ -z "$missing" ] || (apt-get update && apt-get install -y --no-install-recommends $missing \
  && rm -rf /var/lib/apt/lists/*)
 WORKDIR /src
-RUN python3 -m venv /opt/build
-COPY . .
-RUN /opt/build/bin/pip wheel --no-cache-dir --no-deps -w /wheels .
+COPY pyproject.toml ./
+# Not in an environment that pip makes anew for each build: what is compiled could not be kept.
+RUN python3 -m venv /opt/build \
+ && /opt/build/bin/python -c "import tomllib; print('\n'.join( \
+tomllib.load(open('pyproject.toml', 'rb'))['build-system']['requires'] + ['cmake', 'ninja']))" > /tmp/requirements.txt \
+ && /opt/build/bin/pip install --no-cache-dir -r /tmp/requirements.txt
+ENV PATH=/opt/build/bin:$PATH
+COPY CMakeLists.txt README.md LICENSE ./
+COPY csrc ./csrc
+# The engine alone, in a layer that stays while only Python changes.
+RUN mkdir -p pipemorph trainer/pipemorph_trainer operator/pipemorph_operator \
+ && pip wheel --no-build-isolation --no-cache-dir --no-deps -w /tmp/engine .
+COPY pipemorph ./pipemorph
+COPY trainer/pipemorph_trainer ./trainer/pipemorph_trainer
+COPY operator/pipemorph_operator ./operator/pipemorph_operator
+RUN pip wheel --no-build-isolation --no-cache-dir --no-deps -w /wheels .
 
 # --- trainer: what runs in every rank -----------------------------------------------------------
 FROM ${BASE} AS trainer
 ARG PIP_INDEX_URL=
-# Where torch comes from; https://download.pytorch.org/whl/cpu saves some GB where there is no GPU.
+# pip: torch is installed here. base: BASE brings it, as vendors' images do, or the node mounts it.
+ARG TORCH=pip
+# Where pip finds torch; https://download.pytorch.org/whl/cpu saves some GB where there is no GPU.
 ARG TORCH_INDEX=
-RUN python3 -m venv /opt/pipemorph
+COPY pyproject.toml /tmp/
+# torch, the gigabytes, in a layer that stays while only our own code changes.
+RUN case "$TORCH" in pip) site= ;; base) site=--system-site-packages ;; \
+      *) echo "TORCH is $TORCH; expected pip or base" >&2; exit 1 ;; esac \
+ && python3 -m venv $site /opt/pipemorph \
+ && /opt/pipemorph/bin/python -c "import sys, tomllib; p = tomllib.load(open('/tmp/pyproject.toml', 'rb'))['project']; \
+print('\n'.join(r for r in p['dependencies'] + p['optional-dependencies']['trainer'] \
+if sys.argv[1] == 'pip' or not r.startswith('torch')))" "$TORCH" > /tmp/requirements.txt \
+ && /opt/pipemorph/bin/pip install --no-cache-dir ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} \
+      -r /tmp/requirements.txt && rm /tmp/requirements.txt /tmp/pyproject.toml
 ENV PATH=/opt/pipemorph/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 COPY --from=wheel /wheels /wheels
-RUN wheel="$(ls /wheels/pipemorph-*.whl)" \
- && pip install --no-cache-dir ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$wheel[trainer]" \
- && rm -rf /wheels && python -c "import torch, pipemorph_trainer.agent"
+RUN pip install --no-cache-dir --no-deps /wheels/pipemorph-*.whl \
+ && python -c "import pipemorph_trainer.agent, pipemorph_trainer._engine" \
+ && { [ "$TORCH" = base ] || python -c "import torch, pipemorph_trainer"; }
 WORKDIR /work
 USER 65532:65532
 CMD ["python", "-m", "pipemorph_trainer.preflight", "--help"]
