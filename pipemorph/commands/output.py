@@ -9,17 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from pipemorph.errors import InputError
-from pipemorph.pictures import Timeline, render_png, render_text
+from pipemorph.pictures import Timeline, render_html, render_png, render_text
 from pipemorph.planning.problem import Problem
 from pipemorph.planning.simulator import Simulation
+
+FORMATS = ("json", "text", "html", "png")
+# By how the name given with --out ends.
+ENDINGS = {".json": "json", ".txt": "text", ".html": "html", ".htm": "html", ".png": "png"}
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output",
-        choices=["json", "text", "png"],
-        default="json",
-        help="what to print (default: %(default)s); png needs --out",
+        choices=FORMATS,
+        help="what to print (default: by how FILE ends, else json); html is one file with "
+        "details of every op",
     )
     parser.add_argument("--out", metavar="FILE", help="write to FILE, not to stdout")
 
@@ -28,16 +32,51 @@ def write(
     fields: dict[str, Any], simulation: Simulation, problem: Problem, args: argparse.Namespace
 ) -> None:
     """Print what was asked for. Raises :class:`InputError` if ``--out`` cannot be written."""
-    if args.output == "json":
-        _emit((json.dumps(fields) + "\n").encode(), args.out)
+    output = format_of(args)
+    if output == "json":
+        emit((json.dumps(fields) + "\n").encode(), args.out)
         return
     timeline = Timeline.of_simulation(simulation, problem, title=headline(fields))
-    if args.output == "text":
-        _emit((render_text(timeline) + "\n").encode(), args.out)
-        return
-    if args.out is None:
-        raise InputError("--output png needs --out FILE")
-    _emit(render_png(timeline), args.out)
+    match output:
+        case "text":
+            emit((render_text(timeline) + "\n").encode(), args.out)
+        case "html":
+            emit(render_html(timeline, stats(fields)).encode(), args.out)
+        case _:
+            if args.out is None and sys.stdout.isatty():
+                raise InputError("--output png needs --out FILE where stdout is a terminal")
+            emit(render_png(timeline), args.out)
+
+
+def format_of(args: argparse.Namespace) -> str:
+    """What ``--output`` says, else the ending of ``--out``, else json."""
+    if args.output is not None:
+        return str(args.output)
+    return ENDINGS.get(Path(args.out).suffix.lower(), "json") if args.out else "json"
+
+
+def stats(fields: dict[str, Any]) -> list[tuple[str, str]]:
+    """What stands above the picture."""
+    makespan, bound = fields["makespan"], fields["lower_bound"]
+    near = (
+        "proven shortest" if makespan <= bound else f"≤ {makespan / bound - 1:.1%} above shortest"
+    )
+    if not bound:
+        near = "no bound"
+    return [
+        ("iteration", f"{makespan:g} ms"),
+        ("lower bound", f"{bound:g} ms, {near}"),
+        ("idle", f"{fields['bubble_fraction']:.1%}"),
+        ("stages × microbatches", f"{len(fields['stages'])} × {fields['microbatches']}"),
+        ("warm-up", few(fields["warmup"])),
+        ("dispatch", fields["dispatch"]),
+    ]
+
+
+def few(values: list[int]) -> str:
+    """``7-5-3-1``; the middle left out of long lists."""
+    shown = [str(value) for value in values]
+    return "-".join(shown if len(shown) <= 12 else [*shown[:5], "…", *shown[-5:]])
 
 
 def headline(fields: dict[str, Any]) -> str:
@@ -48,7 +87,7 @@ def headline(fields: dict[str, Any]) -> str:
     )
 
 
-def _emit(data: bytes, out: str | None) -> None:
+def emit(data: bytes, out: str | None) -> None:
     if out is None:
         sys.stdout.buffer.write(data)
         return

@@ -7,20 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipemorph.errors import InputError
+from pipemorph.pictures.colours import BUBBLE, DELAY, FILL, IDLE, IDLE_NAMES, INK, NAMES
 from pipemorph.pictures.timeline import Timeline, idle_fraction, in_flight
+from pipemorph.planning.bubbles import Cause
 from pipemorph.planning.ir import OpKind
 
-# Told apart in grey and by the colour-blind: F dark, B middle, W light.
-FILL = {OpKind.F: "#3b6fb6", OpKind.B: "#e08a3c", OpKind.W: "#9ccf8e", OpKind.BW: "#c8553d"}
-INK = {OpKind.F: "white", OpKind.B: "black", OpKind.W: "black", OpKind.BW: "white"}
-NAMES = {
-    OpKind.F: "F forward",
-    OpKind.B: "B backward, input",
-    OpKind.W: "W backward, weights",
-    OpKind.BW: "BW fused backward",
-}
-BUBBLE = "#f1e6e6"
-DELAY = "#8a2be2"
 # Above this many, arrows hide the ops they belong to.
 MOST_ARROWS = 160
 INCHES_WIDE = 14.0
@@ -35,14 +26,7 @@ def render_png(timeline: Timeline) -> bytes:
     span = _span(timeline)
     _draw_panel(top, timeline, span, rows)
     handles = _legend([timeline])
-    top.legend(
-        handles=handles,
-        loc="lower right",
-        bbox_to_anchor=(1, 1),
-        ncols=len(handles),
-        fontsize=8,
-        frameon=False,
-    )
+    figure.legend(handles=handles, loc="outside lower left", ncols=5, fontsize=8, frameon=False)
     _draw_in_flight(bottom, timeline, timeline.begin)
     for time, _ in timeline.marks:
         bottom.axvline((time - timeline.begin) * 1e3, color="black", linewidth=0.8, linestyle=":")
@@ -68,7 +52,11 @@ def render_panels(title: str, timelines: Sequence[Timeline]) -> bytes:
     figure.suptitle(title, fontsize=12, x=0.01, ha="left")
     handles = _legend(timelines)
     figure.legend(
-        handles=handles, loc="outside lower left", ncols=len(handles), fontsize=8, frameon=False
+        handles=handles,
+        loc="outside lower left",
+        ncols=min(5, len(handles)),
+        fontsize=8,
+        frameon=False,
     )
     return _png(figure)
 
@@ -121,6 +109,13 @@ def _draw_ops(axes: Any, timeline: Timeline, begin: float, span: float, rows: fl
     edge = 0.4 if count < 40 * INCHES_WIDE / 2 else 0.0
     for i, ops in enumerate(timeline.stages):
         axes.broken_barh([(0, _span(timeline))], (i - 0.45, 0.9), facecolor=BUBBLE)
+        for cause in _causes([timeline]):
+            idle = [
+                ((bubble.start - begin) * 1e3, (bubble.end - bubble.start) * 1e3)
+                for bubble in timeline.bubbles[i]
+                if bubble.cause is cause
+            ]
+            axes.broken_barh(idle, (i - 0.45, 0.9), facecolor=IDLE[cause])
         for kind in OpKind:
             bars = [
                 ((op.start - begin) * 1e3, (op.end - op.start) * 1e3)
@@ -163,10 +158,21 @@ def _legend(timelines: Sequence[Timeline]) -> list[Any]:
 
     kinds = {op.kind for timeline in timelines for ops in timeline.stages for op in ops}
     patches = [Patch(facecolor=FILL[kind], label=NAMES[kind]) for kind in OpKind if kind in kinds]
-    patches.append(Patch(facecolor=BUBBLE, label="bubble"))
+    causes = _causes(timelines)
+    if not all(timeline.bubbles for timeline in timelines):
+        patches.append(Patch(facecolor=BUBBLE, label="bubble"))
+    patches += [Patch(facecolor=IDLE[cause], label=IDLE_NAMES[cause]) for cause in causes]
     if any(timeline.messages for timeline in timelines):
         patches.append(Patch(facecolor=DELAY, label="message on a slow link"))
     return patches
+
+
+def _causes(timelines: Sequence[Timeline]) -> list[Cause]:
+    """The causes of idle time there are in any of ``timelines``, in one order."""
+    found = {
+        bubble.cause for timeline in timelines for bubbles in timeline.bubbles for bubble in bubbles
+    }
+    return [cause for cause in Cause if cause in found]
 
 
 def _draw_arrows(axes: Any, timeline: Timeline, begin: float) -> None:
@@ -190,16 +196,40 @@ def _draw_in_flight(axes: Any, timeline: Timeline, begin: float) -> None:
     shades = colormaps["viridis"]
     for i, ops in enumerate(timeline.stages):
         curve = in_flight(ops)
+        colour = shades(0.9 * i / max(1, stages - 1))
         axes.step(
             [0.0] + [(time - begin) * 1e3 for time, _ in curve],
             [0] + [now for _, now in curve],
             where="post",
             linewidth=1.0,
-            color=shades(0.9 * i / max(1, stages - 1)),
+            color=colour,
             label=f"stage {i}" if i in (0, stages - 1) or stages <= 8 else None,
         )
+    limits = [limit for limit in timeline.limits if limit is not None]
+    for limit in sorted(set(limits)):
+        whose = [i for i, other in enumerate(timeline.limits) if other == limit]
+        everyone = len(whose) == stages
+        axes.axhline(
+            limit,
+            color="#d3222a" if everyone else shades(0.9 * whose[0] / max(1, stages - 1)),
+            linewidth=1.0,
+            linestyle="--",
+            label=f"cap {limit}" if everyone else f"cap {limit}, stage {_ranges(whose)}",
+        )
     axes.set_ylabel("in flight", fontsize=8)
-    axes.set_ylim(bottom=0)
+    # Room for the legend above the curves.
+    axes.set_ylim(bottom=0, top=1.3 * max(1.0, axes.get_ylim()[1]))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
     axes.grid(axis="y", linewidth=0.3)
     axes.legend(loc="upper right", fontsize=7, ncols=4, edgecolor="none", framealpha=0.8)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``[0, 1, 2, 5]`` → ``"0-2, 5"``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipemorph.pictures.timeline import Timeline, idle_fraction, in_flight
+from pipemorph.planning.bubbles import Cause
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.simulator import TimedOp
 
@@ -34,9 +35,22 @@ def render_text(timeline: Timeline, width: int = 100) -> str:
         OpKind.W: "W backward for the weights",
         OpKind.BW: "X fused backward",
     }
+    if timeline.bubbles and (idle := _by_cause(timeline)):
+        lines.append(margin + "idle by cause: " + idle)
     legend = [text for kind, text in names.items() if kind in kinds] + [f"{IDLE} idle"]
     lines.append(margin + ", ".join(legend) + "; case changes with the microbatch")
     return "\n".join(lines)
+
+
+def _by_cause(timeline: Timeline) -> str:
+    """``fill 3.1%, link 2.0%``: shares of all stages' time, largest first."""
+    whole = len(timeline.stages) * (timeline.end - timeline.begin)
+    shares = {
+        cause: sum(b.end - b.start for row in timeline.bubbles for b in row if b.cause is cause)
+        for cause in Cause
+    }
+    ordered = sorted(shares, key=lambda cause: -shares[cause])
+    return ", ".join(f"{cause} {shares[cause] / whole:.1%}" for cause in ordered if shares[cause])
 
 
 def _row(ops: Sequence[TimedOp], begin: float, end: float, width: int) -> str:

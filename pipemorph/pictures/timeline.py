@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
+from pipemorph.planning.bubbles import Bubble, explain
 from pipemorph.planning.ir import OpKind
+from pipemorph.planning.messages import Message
 from pipemorph.planning.problem import Problem
 from pipemorph.planning.simulator import Simulation, TimedOp
 
 MILLISECOND = 1e-3
-
-
-class Message(NamedTuple):
-    """One send over link *i*, in seconds. ``forward``: from stage *i* to *i+1*, else back."""
-
-    link: int
-    forward: bool
-    microbatch: int
-    sent: float
-    arrived: float
 
 
 @dataclass(frozen=True)
@@ -29,12 +20,15 @@ class Timeline:
 
     A measured timeline may hold several iterations; ``marks`` are moments worth a line
     (an iteration's end, a new plan). ``messages`` are those whose delay is worth drawing.
+    ``bubbles`` and ``limits`` (in-flight caps), per stage, are empty where they are not known.
     """
 
     stages: Sequence[Sequence[TimedOp]]
     title: str = ""
     messages: Sequence[Message] = ()
     marks: Sequence[tuple[float, str]] = ()
+    bubbles: Sequence[Sequence[Bubble]] = ()
+    limits: Sequence[int | None] = ()
 
     @property
     def begin(self) -> float:
@@ -57,23 +51,21 @@ class Timeline:
             [TimedOp(op.kind, op.microbatch, op.start * unit, op.end * unit) for op in ops]
             for ops in simulation.stages
         ]
-        delays = [link.delay * unit for link in problem.links]
-        return Timeline(stages, title, delayed_messages(stages, delays))
-
-
-def delayed_messages(
-    stages: Sequence[Sequence[TimedOp]], delays: Sequence[float]
-) -> tuple[Message, ...]:
-    """The messages of one iteration on links with a delay, as if each took just that."""
-    messages = []
-    for link, delay in enumerate(delays):
-        if delay <= 0:
-            continue
-        for sender, forward in ((link, True), (link + 1, False)):
-            for op in stages[sender]:
-                if op.kind is not OpKind.W and (op.kind is OpKind.F) is forward:
-                    messages.append(Message(link, forward, op.microbatch, op.end, op.end + delay))
-    return tuple(messages)
+        bubbles, messages = explain(simulation, problem)
+        return Timeline(
+            stages,
+            title,
+            tuple(
+                message._replace(sent=message.sent * unit, arrived=message.arrived * unit)
+                for message in messages
+                if problem.links[message.link].delay > 0
+            ),
+            bubbles=[
+                [Bubble(each.start * unit, each.end * unit, each.cause) for each in idle]
+                for idle in bubbles
+            ],
+            limits=problem.in_flight_limits(),
+        )
 
 
 def in_flight(ops: Sequence[TimedOp]) -> list[tuple[float, int]]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from pipemorph.errors import InputError
+from pipemorph.planning.bubbles import explain
 from pipemorph.planning.ir import Dispatch, Op, OpKind, Policy, Schedule
 from pipemorph.planning.problem import Count, Problem, describe, integer, read_text, shown
 from pipemorph.planning.simulator import Simulation
@@ -24,6 +25,7 @@ def report(
 ) -> dict[str, Any]:
     """The contracted fields. Times in milliseconds, as in the problem file."""
     schedule = simulation.schedule()
+    idle = explain(simulation, problem).by_cause()
     return {
         "policy": policy.value,
         "dispatch": dispatch.value,
@@ -36,6 +38,9 @@ def report(
         "in_flight_peak": list(schedule.in_flight_peak()),
         "in_flight_limit": list(problem.in_flight_limits()),
         "planning_ms": round(planning_seconds * 1e3, 3),
+        "bubbles": {
+            cause.value: [_rounded(time) for time in per_stage] for cause, per_stage in idle.items()
+        },
         "stages": [
             [
                 {

@@ -93,6 +93,35 @@ def test_text_and_png(example: Any, capsys: Any, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_name_of_the_file_says_what_to_write(example: Any, capsys: Any, tmp_path: Path) -> None:
+    for name, begins in (
+        ("a.html", "<!doctype html>"),
+        ("a.txt", "pipemorph: 410 ms"),
+        ("a.json", '{"policy"'),
+        ("a", '{"policy"'),
+    ):
+        assert main(["plan", example(20), "--out", str(tmp_path / name)]) == 0
+        assert (tmp_path / name).read_text().startswith(begins)
+    assert main(["plan", example(20), "--output", "text", "--out", str(tmp_path / "b.json")]) == 0
+    assert (tmp_path / "b.json").read_text().startswith("pipemorph: 410 ms")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_picture_is_not_printed_to_a_terminal(
+    example: Any, capsys: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    words = "--output png needs --out FILE where stdout is a terminal"
+    fails(capsys, words, "plan", example(), "--output", "png")
+
+
+def test_idle_time_by_cause_adds_up(example: Any, capsys: Any) -> None:
+    found = output(capsys, "plan", example(20))
+    idle = sum(sum(per_stage) for per_stage in found["bubbles"].values())
+    assert idle == pytest.approx(found["bubble_fraction"] * 4 * found["makespan"])
+    assert set(found["bubbles"]) == {"fill", "drain", "dependency", "link", "cap", "order"}
+
+
 def test_reads_json_numbers(tmp_path: Path, capsys: Any) -> None:
     """1e1 is a number in JSON, and a string in YAML 1.1."""
     file = tmp_path / "problem.json"
@@ -217,7 +246,6 @@ def test_files_that_cannot_be_used(example: Any, tmp_path: Path, capsys: Any) ->
 
 
 def test_arguments_that_cannot_be_used(example: Any, capsys: Any) -> None:
-    fails(capsys, "--output png needs --out FILE", "plan", example(), "--output", "png")
     fails(capsys, "--warmup: 'x' in '7,x' is not", "plan", example(), "--warmup", "7,x")
     fails(capsys, "4 stages need 4", "plan", example(), "--warmup", "7")
     fails(capsys, "warmup[1] is 3, more than warmup[0]", "plan", example(), "--warmup", "1,3,1,1")

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pipemorph.pictures import Timeline, chrome_trace, render_png, render_text
+from pipemorph.pictures import Timeline, chrome_trace, render_html, render_png, render_text
 from pipemorph.pictures.timeline import idle_fraction, in_flight
 from pipemorph.planning import Link, OpKind, Policy, Problem, StageTimes, TimedOp, plan
 
@@ -91,3 +91,35 @@ def test_a_measured_timeline_starts_anywhere_and_has_marks() -> None:
 def test_png_is_a_png(policy: Policy) -> None:
     pytest.importorskip("matplotlib")
     assert render_png(timeline(policy, delay=20)).startswith(b"\x89PNG")
+
+
+def test_the_page_holds_everything_and_loads_nothing() -> None:
+    drawn = timeline(delay=20)
+    page = render_html(drawn, [("warm-up", "<5>")])
+    data = json.loads(page.split('type="application/json">')[1].split("</script>")[0])
+    assert [len(stage["ops"]) for stage in data["stages"]] == [12] * 3
+    assert data["stages"][0]["ops"][0] == ["F", 0, 0, 10]
+    assert data["span"] == pytest.approx((drawn.end - drawn.begin) * 1e3)
+    assert len(data["messages"]) == 8 and data["messages"][0][:3] == [0, True, 0]
+    assert data["stages"][1]["bubbles"][0] == ["fill", 0, 30]
+    assert data["stats"] == [["warm-up", "&lt;5>"]]
+    assert data["stages"][0]["flight"][0] == [0, 1]
+    for reference in ("http", "src=", "href=", "@import", "url(", "fetch("):
+        assert reference not in page, reference
+
+
+def test_a_title_cannot_end_the_page() -> None:
+    page = render_html(Timeline([[TimedOp(OpKind.F, 0, 0, 1)]], title="</script><b>x"))
+    assert page.count("</script>") == 2
+    assert "<b>x" not in page
+
+
+def test_caps_are_drawn_per_stage() -> None:
+    pytest.importorskip("matplotlib")
+    stages = (TEN.model_copy(update={"in_flight_limit": 2}), TEN)
+    planned = plan(Problem(microbatches=4, stages=stages, links=(Link(delay=20),)))
+    drawn = Timeline.of_simulation(planned.simulation, planned.problem)
+    assert drawn.limits == (2, None)
+    assert render_png(drawn).startswith(b"\x89PNG")
+    assert '"limit":2' in render_html(drawn)
+    assert "idle by cause: " in render_text(drawn)

@@ -1,0 +1,78 @@
+"""A timeline as one HTML file: nothing to install, nothing loaded from anywhere.
+
+``page.html`` beside this module is the page; the timeline is put into it as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pipemorph.pictures.colours import DELAY, FILL, IDLE, IDLE_NAMES, INK, NAMES
+from pipemorph.pictures.timeline import Timeline, in_flight
+from pipemorph.planning.bubbles import Cause
+from pipemorph.planning.ir import OpKind
+
+MARK = "{{DATA}}"
+
+
+def render_html(timeline: Timeline, stats: Sequence[tuple[str, str]] = ()) -> str:
+    """The page. ``stats``: names and values shown above the picture, as plain text."""
+    text = json.dumps(_data(timeline, stats), separators=(",", ":"))
+    # As JSON the same; in HTML the end of a script, or a comment, cannot begin in it.
+    return _page().replace(MARK, text.replace("<", "\\u003c"))
+
+
+@cache
+def _page() -> str:
+    return Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+
+
+def _data(timeline: Timeline, stats: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    zero = timeline.begin
+    kinds = {op.kind for ops in timeline.stages for op in ops}
+
+    def at(seconds: float) -> float:
+        """Milliseconds from the begin, to the nanosecond."""
+        return round((seconds - zero) * 1e3, 6)
+
+    stages = []
+    for i, ops in enumerate(timeline.stages):
+        curve = in_flight(ops)
+        stages.append(
+            {
+                "name": f"stage {i}",
+                "ops": [[op.kind.value, op.microbatch, at(op.start), at(op.end)] for op in ops],
+                "bubbles": [
+                    [bubble.cause.value, at(bubble.start), at(bubble.end)]
+                    for bubble in (timeline.bubbles[i] if timeline.bubbles else ())
+                ],
+                "flight": [[at(time), now] for time, now in curve],
+                "peak": max((now for _, now in curve), default=0),
+                "limit": timeline.limits[i] if timeline.limits else None,
+            }
+        )
+    return {
+        "title": timeline.title,
+        "span": at(timeline.end),
+        "stats": [[_plain(name), _plain(value)] for name, value in stats],
+        "stages": stages,
+        "messages": [
+            [each.link, each.forward, each.microbatch, at(each.sent), at(each.arrived)]
+            for each in timeline.messages
+        ],
+        "kinds": {
+            kind.value: {"name": NAMES[kind], "fill": FILL[kind], "ink": INK[kind]}
+            for kind in OpKind
+            if kind in kinds
+        },
+        "causes": {c.value: {"name": IDLE_NAMES[c], "fill": IDLE[c]} for c in Cause},
+        "delay": DELAY,
+    }
+
+
+def _plain(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;")
