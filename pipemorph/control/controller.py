@@ -21,12 +21,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipemorph.control.detector import Thresholds
 from pipemorph.control.errors import ReplayedReport, ReportMismatch, WrongAttempt
-from pipemorph.control.forecast import Forecast, Option, Situation, best, runnable
+from pipemorph.control.forecast import Option, Situation
 from pipemorph.control.health import Health, LinkBook, LinkHealth
 from pipemorph.control.initial import initial_paths, initial_problem, initial_schedule
 from pipemorph.control.pacing import Pacing
 from pipemorph.control.profile import StageBook, expected_times, in_flight_limits
 from pipemorph.control.records import AdaptationRecord, Decision, Ledger
+from pipemorph.control.replan import Cause, Proposal, Replan, propose, shown_paths, shown_time
 from pipemorph.errors import InputError
 from pipemorph.planning import Path, Plan, Policy, StageTimes
 from pipemorph.spec import JobSpec
@@ -35,7 +36,9 @@ from pipemorph.wire import Directive, LinkHealthReport, PlanMessage
 WARM_UP = 3
 """Iterations before measured op times are held against those planned with."""
 PROFILE_EVERY = 50
-"""Iterations between two such comparisons."""
+"""Iterations between two plans for op times that changed."""
+COMPARE_EVERY = 5
+"""Iterations between two comparisons that found nothing."""
 MATERIAL = 0.25
 """Change of a delay, as a fraction of it, that is worth another look."""
 MATERIAL_OP = 0.2
@@ -44,8 +47,6 @@ MATERIAL_OP = 0.2
 STEADY = 4
 """Holds after which a delay that has not moved is looked at once more: on a path first used
 while the link was slow, what is left may be the path's own normal time."""
-
-Cause = Literal["slow", "worse", "eased", "recovered", "steady", "profile", "restart"]
 
 
 class Snapshot(BaseModel):
@@ -86,11 +87,23 @@ class JobView:
     peak_memory: list[int | None]
 
 
+@dataclass(frozen=True)
+class _Pending:
+    """A decision that waits for its proposal, and what its record will say."""
+
+    replan: Replan
+    links: tuple[LinkHealth, ...]
+    why: str
+    detectable_at: int
+
+
 class JobController:
     """One job's loop. ``spec`` must have passed :func:`pipemorph.manifest.load_job`.
 
-    ``on_report`` hears of every accepted report, after it was taken in. Raises
-    :class:`~pipemorph.errors.InputError` if the spec allows no plan at all.
+    ``on_report`` hears of every accepted report, after it was taken in. With ``deferred``,
+    decisions wait in :attr:`replan` for the host to have them made elsewhere, instead of being
+    made inside of :meth:`report`. Raises :class:`~pipemorph.errors.InputError` if the spec
+    allows no plan at all.
     """
 
     def __init__(
@@ -99,14 +112,18 @@ class JobController:
         *,
         attempt: int = 0,
         on_report: Callable[[LinkHealthReport], None] | None = None,
+        deferred: bool = False,
     ) -> None:
         self.spec = spec
+        # What a decision needs of it; a pod template need not travel between processes.
+        self._rules = spec.model_copy(update={"template": None, "placement": None})
+        self._deferred = deferred
         self.attempt = attempt
         self._on_report = on_report
         self._epoch = 0
         self._ledger = Ledger()
         self._limits = in_flight_limits(spec)
-        self._first_schedule = initial_schedule(spec).schedule
+        self._first_schedule = initial_schedule(spec)
         self._first_paths = initial_paths(spec)
         self._start()
 
@@ -141,12 +158,14 @@ class JobController:
         )
         self._assumed_times = expected_times(spec) is None
         self._profiled_at: int | None = None
+        self._compare_from = 0
         self._judged_after: int | None = None
         self._looked_at_steady = False
         self._foreign_plan = False
         self._heard = False
         self._pacing = Pacing()
         self._noted: set[str] = set()
+        self._pending: _Pending | None = None
 
     # --- what is wanted -------------------------------------------------------------------
 
@@ -273,8 +292,11 @@ class JobController:
 
     def _consider(self, now: float) -> None:
         """Decide if there is a cause, and if it is time."""
-        if self._state != "training":
+        if self._state != "training" or self._pending is not None:
             return
+        quiet = not (self._foreign_plan or any(self._judged.slow) or self._links.any_slow)
+        if quiet and not self._profile_is_due():
+            return  # As nearly always: every other cause has a slow link before or now.
         links = self.links(now)
         refusal = self._may_not_adapt()
         if refusal is not None:
@@ -353,15 +375,18 @@ class JobController:
         return any(now.slow) and waited >= STEADY * self._pacing.hold
 
     def _profile_is_due(self) -> bool:
-        if not self._stages.measured:
-            return False
+        """Whether to hold op times against those planned with: every few iterations, since that
+        takes longer than all else a report does while the links are well."""
         last = self._ledger.last_iteration
+        if not self._stages.measured or last < self._compare_from:
+            return False
         if self._profiled_at is None:
-            return self._ledger.finished_since(0) >= WARM_UP
+            return self._ledger.finished >= WARM_UP
         return last - self._profiled_at >= PROFILE_EVERY
 
     def _differs(self, now: Situation) -> bool:
         """Whether op times or normal wire times are not what was planned with."""
+        self._compare_from = self._ledger.last_iteration + COMPARE_EVERY
         if self._assumed_times and self._profiled_at is None:
             return True
         before = self._judged
@@ -405,116 +430,73 @@ class JobController:
     def _decide(
         self, cause: Cause, situation: Situation, links: Sequence[LinkHealth], now: float
     ) -> None:
-        """Judge the situation: predict, choose, issue or keep, and record why."""
+        """Judge the situation: at once, or leave it to the host to have it judged."""
         turned = [
             link.since_iteration
             for link, was, is_slow in zip(links, self._judged.slow, situation.slow, strict=True)
             if was != is_slow and link.since_iteration is not None
         ]
-        # Other causes have no first window: they are seen when they are looked for.
-        detectable_at = min([*turned, self._iteration])
         self._judged, self._judged_after = situation, self._ledger.last_iteration
         self._looked_at_steady = cause == "steady"
         if cause == "profile":
             self._profiled_at = self._ledger.last_iteration
-        forecast = Forecast(self.spec, situation)
-        try:
-            # After a lost state the ranks run a plan that is not known here: nothing to compare.
-            lost = self._foreign_plan
-            present = None if lost else forecast.of(self._schedule, self._paths)
-            chosen, kind = self._choose(cause, forecast, situation, present)
-        except InputError as error:
-            self._keep(now, f"{_why(cause, links)}; no plan was found: {error}")
-            return
-        why = _why(cause, links)
-        if chosen is None:
-            assert present is not None
-            self._keep(now, f"{why}; {kind}")
-            return
-        broken = runnable(chosen.schedule, self._limits, self.spec.schedule.dispatch_kind)
-        if broken is not None:
-            self._keep(now, f"{why}; the plan for it must not run: {broken}")
-            return
-        self._issue(
-            cause, chosen, present, why=why, links=links, detectable_at=detectable_at, now=now
+        self._pending = _Pending(
+            Replan(
+                spec=self._rules,
+                cause=cause,
+                situation=situation,
+                schedule=self._schedule,
+                paths=self._paths,
+                home=self._home,
+                first_paths=self._first_paths,
+                in_flight_limits=self._limits,
+                # After a lost state the ranks run a plan not known here: nothing to compare.
+                lost=self._foreign_plan,
+            ),
+            links=tuple(links),
+            why=_why(cause, links),
+            # Other causes have no first window: they are seen when they are looked for.
+            detectable_at=min([*turned, self._iteration]),
         )
-        if cause == "profile" and not any(situation.slow):
-            self._home = chosen.schedule
+        if not self._deferred:
+            self.settle(self._pending.replan, propose(self._pending.replan), now)
 
-    def _choose(
-        self, cause: Cause, forecast: Forecast, situation: Situation, present: Option | None
-    ) -> tuple[Option | None, str]:
-        """The option to change to, or None and why not."""
-        choices = forecast.path_choices(self._paths, self._first_paths)
-        options = []
-        for paths in choices:
-            options += [forecast.of(self._home, paths), forecast.fresh(paths)]
-        if not any(situation.slow) and not any(situation.unknown):
-            return self._choose_home(forecast, options, present)
-        quickest = best(options)
-        if present is None:
-            return quickest, ""
-        gain = 1 - quickest.seconds / present.seconds if present.seconds > 0 else 0.0
-        if gain >= self.spec.adaptation.min_gain and gain > 0:
-            return quickest, ""
-        # Not quicker; but a link that is well again need not stay off its direct path.
-        lighter = [
-            option
-            for option in options
-            if option.delegated < present.delegated
-            and option.seconds <= present.seconds
-            and (cause == "steady" or (cause == "recovered" and _keeps_slow(option, situation)))
-        ]
-        if lighter:
-            return best(lighter), ""
-        return None, self._not_worth(present, gain)
+    @property
+    def replan(self) -> Replan | None:
+        """The decision that waits for :meth:`settle`, in a controller that defers them. Until
+        then reports are taken in, and no other decision is asked for."""
+        return self._pending.replan if self._pending is not None else None
 
-    def _choose_home(
-        self, forecast: Forecast, options: list[Option], present: Option | None
-    ) -> tuple[Option | None, str]:
-        """All links are well: the plan of the start, unless measured times ask for another."""
-        home = forecast.of(self._home, self._first_paths)
-        least = 1 - self.spec.adaptation.min_gain
-        quickest = best([home, *options])
-        target = quickest if quickest.seconds < home.seconds * least else home
-        if present is None:
-            return target, ""
-        if (target.schedule, target.paths) == (present.schedule, present.paths):
-            return None, "kept the plan: it is the one for links that are well"
-        returns = target is home and (home.schedule, home.paths) != (self._schedule, self._paths)
-        if returns or target.seconds < present.seconds * least:
-            return target, ""
-        return None, self._not_worth(present, 1 - target.seconds / present.seconds)
+    def settle(self, asked: Replan, proposal: Proposal, now: float) -> None:
+        """Act on what :func:`~pipemorph.control.replan.propose` made of ``asked``. One that is
+        no longer waited for, since another attempt began, is dropped."""
+        pending = self._pending
+        if pending is None or pending.replan is not asked:
+            return
+        self._pending = None
+        if proposal.chosen is None:
+            self._keep(now, f"{pending.why}; {proposal.reason}")
+            return
+        self._issue(pending, proposal.chosen, proposal.present, now)
+        if asked.cause == "profile" and not any(asked.situation.slow):
+            self._home = proposal.chosen.schedule
 
-    def _not_worth(self, present: Option, gain: float) -> str:
-        return (
-            f"kept the plan, predicted {_time(present.seconds)} per iteration: the best other"
-            f" one saves {max(0.0, gain):.1%}, less than minGain"
-            f" {self.spec.adaptation.min_gain:.1%}"
-        )
-
-    def _issue(
-        self,
-        cause: Cause,
-        chosen: Option,
-        present: Option | None,
-        *,
-        why: str,
-        links: Sequence[LinkHealth],
-        detectable_at: int,
-        now: float,
-    ) -> None:
+    def _issue(self, pending: _Pending, chosen: Option, present: Option | None, now: float) -> None:
         """Make the chosen option the wanted plan, under a new epoch."""
+        cause = pending.replan.cause
         before = self._schedule.warmup()
         moved_back = chosen.delegated < sum(path is Path.DELEGATED for path in self._paths)
         returns = cause not in ("slow", "worse", "profile") and (chosen.schedule, chosen.paths) == (
             self._home,
             self._first_paths,
         )
-        old = f"{_time(present.seconds)} with the present plan" if present else "unknown before"
+        old = (
+            f"{shown_time(present.seconds)} with the present plan" if present else "unknown before"
+        )
         reason = (
-            f"{why}; predicted per iteration {old}, {_time(chosen.seconds)} with warm-up"
-            f" {'-'.join(map(str, chosen.schedule.warmup()))} and {_paths(chosen.paths)}"
+            f"{pending.why}; predicted per iteration {old}, {shown_time(chosen.seconds)} with"
+            f" warm-up {'-'.join(map(str, chosen.schedule.warmup()))} and"
+            f" {shown_paths(chosen.paths)}"
         )
         self._epoch += 1
         self._schedule, self._paths = chosen.schedule, chosen.paths
@@ -536,9 +518,11 @@ class JobController:
                 kind=kind,
                 detected_at=now,
                 detected_at_iteration=self._iteration,
-                detectable_at=detectable_at,
+                detectable_at=pending.detectable_at,
                 reason=reason,
-                links=[link.record() for link in links if link.health is not Health.HEALTHY],
+                links=[
+                    link.record() for link in pending.links if link.health is not Health.HEALTHY
+                ],
                 warmup_before=list(before),
                 warmup_after=list(chosen.schedule.warmup()),
                 paths=list(chosen.paths),
@@ -603,6 +587,7 @@ class JobController:
         snapshot: Mapping[str, Any],
         *,
         on_report: Callable[[LinkHealthReport], None] | None = None,
+        deferred: bool = False,
     ) -> JobController:
         """A controller that goes on where a snapshot was taken. Link health refills from the
         next reports. Raises :class:`InputError` if the snapshot cannot be used."""
@@ -612,7 +597,7 @@ class JobController:
             first = error.errors(include_url=False)[0]
             where = ".".join(map(str, first["loc"]))
             raise InputError(f"the saved state is unusable: {where}: {first['msg']}") from None
-        self = cls(spec, attempt=saved.attempt, on_report=on_report)
+        self = cls(spec, attempt=saved.attempt, on_report=on_report, deferred=deferred)
         self._epoch, self._sequence = saved.epoch, saved.sequence
         self._ledger.records.extend(saved.records)
         self._pacing.flaps = saved.flaps
@@ -636,15 +621,6 @@ class JobController:
         return self
 
 
-def _keeps_slow(option: Option, situation: Situation) -> bool:
-    """Whether every slow link is delegated."""
-    return all(
-        path is Path.DELEGATED
-        for path, slow in zip(option.paths, situation.slow, strict=True)
-        if slow
-    )
-
-
 def _within(field: str, value: int, count: int, what: str) -> None:
     if value >= count:
         raise ReportMismatch(field, f"is {value}; the job has {count} {what}")
@@ -654,20 +630,9 @@ def _ops(stage: StageTimes) -> tuple[float, float, float]:
     return stage.forward, stage.backward_input, stage.backward_weight
 
 
-def _time(seconds: float) -> str:
-    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
-
-
-def _paths(paths: Sequence[Path]) -> str:
-    moved = [str(i) for i, path in enumerate(paths) if path is Path.DELEGATED]
-    if not moved:
-        return "all links direct"
-    return f"link{'s' * (len(moved) > 1)} {', '.join(moved)} delegated"
-
-
 def _describe(slow: Sequence[LinkHealth]) -> str:
     return ", ".join(
-        f"link {link.link} is slow by {_time(link.delay)} one way"
+        f"link {link.link} is slow by {shown_time(link.delay)} one way"
         f" ({link.direction}, {link.confidence:.0%} sure)"
         for link in slow
     )

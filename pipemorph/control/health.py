@@ -125,6 +125,11 @@ class LinkBook:
         """Whether no link has been heard of for the time after which samples are stale."""
         return all(now - s.seen_at > self._stale_after for s in self._series.values())
 
+    @property
+    def any_slow(self) -> bool:
+        """Whether any direction of any link is taken for slow, heard of lately or not."""
+        return any(s.detector.level is Level.SLOW for s in self._series.values())
+
     def states(self, now: float) -> tuple[LinkHealth, ...]:
         """One state per link."""
         by_link: dict[int, list[tuple[Key, _Series]]] = {}

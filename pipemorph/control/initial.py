@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from pipemorph.control.profile import expected_times, in_flight_limits
 from pipemorph.planning import (
     Link,
     Path,
     Plan,
-    PlannedSchedule,
     Problem,
+    Schedule,
     StageTimes,
     plan,
 )
@@ -39,10 +41,17 @@ def initial_problem(spec: JobSpec) -> Problem:
     )
 
 
-def initial_schedule(spec: JobSpec) -> PlannedSchedule:
+@lru_cache(maxsize=64)
+def _schedule(problem: Problem) -> Schedule:
+    """A host asks for the same plan when it checks a job and again when it controls it, and
+    jobs of one kind can share one: a schedule is never changed."""
+    return plan(problem).schedule
+
+
+def initial_schedule(spec: JobSpec) -> Schedule:
     """Schedule of version 0. Raises :class:`~pipemorph.errors.InputError` if the spec allows
     none, as a fixed warm-up above an in-flight limit."""
-    return plan(initial_problem(spec))
+    return _schedule(initial_problem(spec))
 
 
 def initial_plan(spec: JobSpec) -> Plan:
@@ -50,4 +59,11 @@ def initial_plan(spec: JobSpec) -> Plan:
 
     Raises :class:`~pipemorph.errors.InputError`, one line.
     """
-    return initial_schedule(spec).to_plan(0, initial_paths(spec), spec.schedule.dispatch_kind)
+    return Plan(
+        version=0,
+        policy=spec.schedule.policy_kind,
+        schedule=initial_schedule(spec),
+        paths=initial_paths(spec),
+        in_flight_limits=in_flight_limits(spec),
+        dispatch=spec.schedule.dispatch_kind,
+    )

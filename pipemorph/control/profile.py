@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from statistics import median
 
 from pipemorph.planning.problem import StageTimes
@@ -45,43 +44,66 @@ def in_flight_limits(spec: JobSpec) -> tuple[int | None, ...]:
     return (limit,) * spec.parallelism.stages
 
 
+class _Windows:
+    """Newest profiles of one stage of one replica: op times only, as a host has many jobs."""
+
+    __slots__ = ("ops", "peak_memory")
+
+    def __init__(self) -> None:
+        self.ops: deque[tuple[float, float, float]] = deque(maxlen=WINDOWS)
+        self.peak_memory = 0
+
+
 class StageBook:
     """Medians of measured op times, per stage: the slowest replica's, since all wait for it."""
 
     def __init__(self, spec: JobSpec) -> None:
         self._limits = in_flight_limits(spec)
         self._expected = expected_times(spec)
-        self._profiles: dict[tuple[int, int], deque[StageProfile]] = {}
+        self._stages: list[dict[int, _Windows]] = [{} for _ in self._limits]
+        self._times: tuple[StageTimes, ...] | None = None
 
     def observe(self, profile: StageProfile) -> None:
-        key = (profile.stage, profile.replica)
-        self._profiles.setdefault(key, deque(maxlen=WINDOWS)).append(profile)
+        replicas = self._stages[profile.stage]
+        windows = replicas.get(profile.replica)
+        if windows is None:
+            windows = replicas[profile.replica] = _Windows()
+        windows.ops.append((profile.forward, profile.backward_input, profile.backward_weight))
+        windows.peak_memory = profile.peak_memory
+        self._times = None
 
     @property
     def measured(self) -> bool:
         """Whether every stage has reported."""
-        return {stage for stage, _ in self._profiles} == set(range(len(self._limits)))
+        return all(self._stages)
 
     def times(self) -> tuple[StageTimes, ...] | None:
         """Seconds per op and stage; None while neither measured nor stated."""
         if not self.measured:
             return self._expected
-        return tuple(self._stage(stage) for stage in range(len(self._limits)))
+        if self._times is None:
+            self._times = tuple(self._stage(stage) for stage in range(len(self._limits)))
+        return self._times
 
     def _stage(self, stage: int) -> StageTimes:
-        windows = [w for (s, _), w in self._profiles.items() if s == stage]
-        return StageTimes(
-            forward=_slowest([[p.forward for p in w] for w in windows]),
-            backward_input=_slowest([[p.backward_input for p in w] for w in windows]),
-            backward_weight=_slowest([[p.backward_weight for p in w] for w in windows]),
+        replicas = [list(zip(*w.ops, strict=True)) for w in self._stages[stage].values()]
+        forward, backward_input, backward_weight = (
+            max(median(ops[kind]) for ops in replicas) for kind in range(3)
+        )
+        # Not checked again: every profile was, and this is done once per iteration and stage.
+        return StageTimes.model_construct(
+            forward=forward,
+            backward_input=backward_input,
+            backward_weight=backward_weight,
             in_flight_limit=self._limits[stage],
         )
 
     def longest_op(self, stage: int) -> float:
         """Longest op of a stage, seconds; infinite while nothing is known."""
-        windows = [w[-1] for (s, _), w in self._profiles.items() if s == stage]
-        if windows:
-            return max(max(p.forward, p.backward_input + p.backward_weight) for p in windows)
+        replicas = self._stages[stage].values()
+        if replicas:
+            newest = (w.ops[-1] for w in replicas)
+            return max(max(forward, b + w) for forward, b, w in newest)
         if self._expected is not None:
             known = self._expected[stage]
             return max(known.forward, known.backward_input + known.backward_weight)
@@ -89,11 +111,7 @@ class StageBook:
 
     def peak_memory(self) -> list[int | None]:
         """Newest peak per stage, bytes, the highest replica's; None where not reported."""
-        peaks: list[int | None] = [None] * len(self._limits)
-        for (stage, _), windows in self._profiles.items():
-            peaks[stage] = max(peaks[stage] or 0, windows[-1].peak_memory)
-        return peaks
-
-
-def _slowest(replicas: Sequence[Sequence[float]]) -> float:
-    return max(median(values) for values in replicas)
+        return [
+            max((w.peak_memory for w in replicas.values()), default=None)
+            for replicas in self._stages
+        ]

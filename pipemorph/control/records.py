@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
@@ -20,7 +21,11 @@ AFTER = 8
 """Iterations under the new plan that its figures are the median of."""
 BEFORE = 8
 """Most iterations under the old plan that its figures are the median of."""
-KEPT_ITERATIONS = 256
+KEPT_ITERATIONS = 32
+"""Enough for what is asked of them: those before a change, after it, and the newest. A host has
+thousands of jobs, and their history is in the reports' receivers and in metrics."""
+OPEN_RECORDS = 4
+"""Newest records whose figures may still be coming in."""
 KEPT_RECORDS = 256
 KEPT_DECISIONS = 64
 
@@ -71,30 +76,43 @@ class Decision(BaseModel):
     epoch: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """One finished iteration, in as few bytes as it takes."""
+
+    index: int
+    seconds: float
+    loss: float | None
+    epoch: int
+    bubble_fraction: float
+
+
 class Ledger:
     """Iterations seen and adaptations made, kept bounded; fills records in as figures come."""
 
     def __init__(self) -> None:
         self.records: deque[AdaptationRecord] = deque(maxlen=KEPT_RECORDS)
         self.decisions: deque[Decision] = deque(maxlen=KEPT_DECISIONS)
-        self._iterations: dict[int, IterationSample] = {}
+        self._iterations: dict[int, Finished] = {}
+        self._last = -1
 
     @property
     def last_iteration(self) -> int:
         """Index of the newest finished iteration; -1 before the first."""
-        return max(self._iterations, default=-1)
+        return self._last
 
     def recent_seconds(self, count: int = 5) -> float | None:
         """Median time of the newest iterations."""
         newest = sorted(self._iterations)[-count:]
         return _median(self._iterations[i].seconds for i in newest)
 
-    def newest(self) -> IterationSample | None:
-        return self._iterations[self.last_iteration] if self._iterations else None
+    def newest(self) -> Finished | None:
+        return self._iterations.get(self._last)
 
-    def finished_since(self, index: int) -> int:
-        """How many iterations at or after ``index`` have finished."""
-        return sum(1 for i in self._iterations if i >= index)
+    @property
+    def finished(self) -> int:
+        """How many iterations of this attempt are known to have finished, bounded."""
+        return len(self._iterations)
 
     def add(
         self, samples: Iterable[IterationSample], peak_memory: Callable[[], list[int | None]]
@@ -102,18 +120,24 @@ class Ledger:
         """Take in finished iterations and complete the records they belong to."""
         changed = False
         for sample in samples:
-            self._iterations[sample.index] = sample
+            self._iterations[sample.index] = Finished(
+                sample.index, sample.seconds, sample.loss, sample.epoch, sample.bubble_fraction
+            )
+            self._last = max(self._last, sample.index)
             changed = True
         if not changed:
             return
-        for stale in sorted(self._iterations)[:-KEPT_ITERATIONS]:
-            del self._iterations[stale]
-        for record in list(self.records)[-4:]:
+        for record in list(self.records)[-OPEN_RECORDS:]:
             self._complete(record, peak_memory)
+        # After that: a report may bring more iterations at once than are kept.
+        if len(self._iterations) > KEPT_ITERATIONS:
+            for stale in sorted(self._iterations)[:-KEPT_ITERATIONS]:
+                del self._iterations[stale]
 
     def new_attempt(self) -> None:
         """Iterations start again; what was decided stays on record."""
         self._iterations.clear()
+        self._last = -1
 
     def _complete(
         self, record: AdaptationRecord, peak_memory: Callable[[], list[int | None]]
@@ -134,7 +158,7 @@ class Ledger:
         record.bubble_after = _median(s.bubble_fraction for s in after)
         record.peak_memory_after = peak_memory()
 
-    def _before(self, detectable_at: int, applied_at: int) -> list[IterationSample]:
+    def _before(self, detectable_at: int, applied_at: int) -> list[Finished]:
         earlier = [i for i in sorted(self._iterations) if i < applied_at]
         if earlier:  # Of the plan that was replaced, not of one before it.
             epoch = self._iterations[earlier[-1]].epoch

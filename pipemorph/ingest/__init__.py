@@ -6,6 +6,7 @@ plugs in: who may speak for a job, where jobs are found, how a directive is pers
 
 from pipemorph.ingest.app import IngestServer, make_app
 from pipemorph.ingest.handler import IngestHandler, Limits, Reply
+from pipemorph.ingest.planner import Planner, PlannerLost, ProcessPlanner
 from pipemorph.ingest.seats import (
     Authenticator,
     BearerAuthenticator,
@@ -26,6 +27,9 @@ __all__ = [
     "JobStore",
     "Limits",
     "MemoryStore",
+    "Planner",
+    "PlannerLost",
+    "ProcessPlanner",
     "Refused",
     "Reply",
     "make_app",

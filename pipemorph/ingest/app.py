@@ -20,6 +20,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestPayloadError
 
 from pipemorph.ingest.handler import IngestHandler, Limits, Reply
+from pipemorph.ingest.planner import Planner
 from pipemorph.ingest.seats import Authenticator, JobStore, Refused
 from pipemorph.wire import MAX_REPORT_BYTES
 
@@ -103,7 +104,10 @@ def make_app(
         if (request.content_length or 0) > MAX_REPORT_BYTES:
             return too_long
         try:
-            body = await asyncio.wait_for(request.read(), limits.body)
+            if request.content.is_eof():
+                body = await request.read()  # It came with the head, as nearly always.
+            else:
+                body = await asyncio.wait_for(request.read(), limits.body)
         except web.HTTPRequestEntityTooLarge:
             return too_long
         except TimeoutError:
@@ -196,9 +200,10 @@ class IngestServer:
         tls: ssl.SSLContext | None = None,
         limits: Limits | None = None,
         timeouts: Timeouts | None = None,
+        planner: Planner | None = None,
         on_answer: OnAnswer | None = None,
     ) -> None:
-        self.handler = IngestHandler(store, limits=limits)
+        self.handler = IngestHandler(store, limits=limits, planner=planner)
         self._authenticator = authenticator
         self._address = (host, port)
         self._tls = tls

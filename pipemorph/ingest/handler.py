@@ -36,6 +36,7 @@ from weakref import WeakKeyDictionary
 from pydantic import ValidationError
 
 from pipemorph.control.errors import ReplayedReport, ReportMismatch, WrongAttempt
+from pipemorph.ingest.planner import Planner, PlannerLost
 from pipemorph.ingest.seats import ControlledJob, JobStore
 from pipemorph.wire import (
     MAX_REPORT_BYTES,
@@ -65,7 +66,12 @@ class Reply(NamedTuple):
 
     @staticmethod
     def envelope(directive: Directive | None) -> Reply:
+        if directive is None:
+            return _NO_NEWS
         return Reply(200, DirectiveEnvelope(directive=directive).model_dump_json().encode())
+
+
+_NO_NEWS = Reply(200, DirectiveEnvelope().model_dump_json().encode())
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,7 @@ class _Seat:
     served: Directive | None
     tokens: float
     refilled: float
+    planning: bool = False
     publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
     waiters: set[asyncio.Future[None]] = field(default_factory=set)
 
@@ -113,7 +120,9 @@ class _Seat:
 class IngestHandler:
     """Decides every answer of the ingest. One event loop; no locks but its own.
 
-    ``clock`` is the wall clock given to controllers; ``monotonic`` times rate limits.
+    ``planner`` makes the decisions that controllers defer; a report is answered without waiting
+    for it, and what comes of it goes to the polls and the next report. ``clock`` is the wall
+    clock given to controllers; ``monotonic`` times rate limits.
     """
 
     def __init__(
@@ -121,15 +130,18 @@ class IngestHandler:
         store: JobStore,
         *,
         limits: Limits | None = None,
+        planner: Planner | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
+        self._planner = planner
         self._limits = limits or Limits()
         self._clock = clock
         self._monotonic = monotonic
         self._seats: WeakKeyDictionary[ControlledJob, _Seat] = WeakKeyDictionary()
         self._closing = False
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def report(self, namespace: str, name: str, body: bytes) -> Reply:
         """Answer to ``POST …/reports``. Never raises on account of ``body``."""
@@ -162,6 +174,7 @@ class IngestHandler:
             return Reply.error(409, str(error), field="sequence")
         except ReportMismatch as error:
             return Reply.error(422, str(error), field=error.field)
+        self._plan(namespace, name, job, seat)
         await self._publish(namespace, name, job, seat)
         return Reply.envelope(seat.above(parsed.observed_epoch))
 
@@ -217,11 +230,15 @@ class IngestHandler:
         job = self._store.lookup(namespace, name)
         if job is not None:
             job.tick(self._clock())
-            await self._publish(namespace, name, job, self._seat(job))
+            seat = self._seat(job)
+            self._plan(namespace, name, job, seat)
+            await self._publish(namespace, name, job, seat)
 
     def close(self) -> None:
-        """Answer every waiting poll now, and let later ones not wait."""
+        """Answer every waiting poll now, and let later ones not wait. Plans no more."""
         self._closing = True
+        for task in self._tasks:
+            task.cancel()
         for seat in self._seats.values():
             seat.release()
 
@@ -232,6 +249,31 @@ class IngestHandler:
             seat = _Seat(job.directive(), float(self._limits.burst), self._monotonic())
             self._seats[job] = seat
         return seat
+
+    def _plan(self, namespace: str, name: str, job: ControlledJob, seat: _Seat) -> None:
+        """Have a decision made that the job waits for, one at a time."""
+        if job.replan is None or self._planner is None or seat.planning or self._closing:
+            return
+        seat.planning = True
+        task = asyncio.create_task(self._settle(namespace, name, job, seat))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _settle(self, namespace: str, name: str, job: ControlledJob, seat: _Seat) -> None:
+        asked = job.replan
+        assert asked is not None
+        assert self._planner is not None
+        try:
+            proposal = await self._planner(asked)
+        except (PlannerLost, OSError) as error:
+            # The next report or tick asks again.
+            log.error("%s/%s: %s", namespace, name, error)
+            return
+        finally:
+            seat.planning = False
+        job.settle(asked, proposal, self._clock())
+        if self._store.lookup(namespace, name) is job:
+            await self._publish(namespace, name, job, seat)
 
     async def _publish(self, namespace: str, name: str, job: ControlledJob, seat: _Seat) -> None:
         """Persist the job's newest directive, then let it be served."""

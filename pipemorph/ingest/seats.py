@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from pipemorph.control.replan import Proposal, Replan
 from pipemorph.wire import Directive, LinkHealthReport
 
 
@@ -45,6 +46,11 @@ class ControlledJob(Protocol):
     def report(self, report: LinkHealthReport, now: float) -> None: ...
 
     def tick(self, now: float) -> None: ...
+
+    @property
+    def replan(self) -> Replan | None: ...
+
+    def settle(self, asked: Replan, proposal: Proposal, now: float) -> None: ...
 
     def directive(self, after: int = 0) -> Directive | None: ...
 

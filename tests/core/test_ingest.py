@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipemorph.control import JobController
+from pipemorph.control.replan import Proposal, Replan
 from pipemorph.ingest import (
     BearerAuthenticator,
     Identity,
@@ -100,6 +101,11 @@ class Scripted:
     def directive(self, after: int = 0) -> Directive | None:
         wanted = self._directive
         return wanted if wanted is not None and wanted.epoch > after else None
+
+    replan = None
+
+    def settle(self, asked: Replan, proposal: Proposal, now: float) -> None:
+        raise AssertionError("nothing was asked")
 
     def snapshot(self) -> dict[str, Any]:
         return {"epoch": self.epoch}

@@ -9,10 +9,12 @@ import logging
 import os
 import signal
 import ssl
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
-from pipemorph.ingest import IngestServer
+from prometheus_client import Counter
+
+from pipemorph.ingest import IngestServer, ProcessPlanner
 from pipemorph_operator import serve
 from pipemorph_operator.api import Cluster, path
 from pipemorph_operator.ingest.auth import PodTokenAuthenticator
@@ -101,9 +103,15 @@ async def _look(server: IngestServer, store: ClusterStore, key: tuple[str, str])
         log.exception("%s/%s could not be looked at", *key)
 
 
+@cache
+def _answers(kind: str, status: int) -> Counter:
+    """Looking a series up costs more than counting; there are few."""
+    return REPORTS.labels(kind=kind, code=str(status))
+
+
 def heard(kind: str, status: int, seconds: float) -> None:
     """Count an answer."""
-    REPORTS.labels(kind=kind, code=str(status)).inc()
+    _answers(kind, status).inc()
     if kind == "report":
         REPORT_SECONDS.observe(seconds)
 
@@ -116,12 +124,14 @@ async def run(options: argparse.Namespace) -> None:
     context = certificate(options)
     async with await Cluster.configured() as cluster:
         store = ClusterStore(cluster, namespaces=options.namespace)
+        planner = ProcessPlanner()
         server = IngestServer(
             store,
             PodTokenAuthenticator(cluster, store.expected),
             host=options.host,
             port=options.port,
             tls=context,
+            planner=planner,
             on_answer=heard,
         )
         http = await serve.start(options.host, options.metrics_port, lambda: store.synced)
@@ -147,6 +157,7 @@ async def run(options: argparse.Namespace) -> None:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
+            await planner.close()
             await http.cleanup()
 
 

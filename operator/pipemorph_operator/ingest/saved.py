@@ -59,16 +59,17 @@ def restore(
     on_report: Callable[[LinkHealthReport], None],
 ) -> tuple[JobController, str]:
     """A controller for an attempt that goes on where ``state`` was saved, and what was wrong
-    with it, if anything. Its epoch is never below the saved one, damaged or not."""
+    with it, if anything. Its epoch is never below the saved one, damaged or not. It defers its
+    decisions: the ingest has them made in another process."""
     if state is None:
-        return JobController(spec, attempt=attempt, on_report=on_report), ""
+        return JobController(spec, attempt=attempt, on_report=on_report, deferred=True), ""
     problem = ""
     try:
-        controller = JobController.restore(spec, unpack(state), on_report=on_report)
+        controller = JobController.restore(spec, unpack(state), on_report=on_report, deferred=True)
     except (ValueError, InputError) as error:
         problem = f"the saved control state is unusable, only its epoch is kept: {error}"
         bare = {"attempt": state.attempt, "epoch": state.epoch, "sequence": 0}
-        controller = JobController.restore(spec, bare, on_report=on_report)
+        controller = JobController.restore(spec, bare, on_report=on_report, deferred=True)
     if attempt > controller.attempt:
         controller.begin_attempt(attempt)
     return controller, problem

@@ -215,7 +215,7 @@ class ClusterStore:
         if spec is None or spec.adaptation == held.controller.spec.adaptation:
             return
         held.controller = JobController.restore(
-            spec, held.controller.snapshot(), on_report=held.ear.hear
+            spec, held.controller.snapshot(), on_report=held.ear.hear, deferred=True
         )
         log.info(
             "%s/%s: adaptation was edited; links are measured again", held.namespace, held.name

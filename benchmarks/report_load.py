@@ -1,0 +1,257 @@
+"""Load for the ingest: reports of many jobs from a process of its own, as cheap as they can be.
+
+Used by operator_scale.py, which runs it as ``python benchmarks/report_load.py`` with a JSON
+object on standard input (:class:`Load`) and reads one of figures from standard output. HTTP is
+written by hand over asyncio, so that most of the processor is left to what is measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import ssl
+import sys
+import time
+from collections.abc import Awaitable, Sequence
+from dataclasses import asdict, dataclass, field
+
+NORMAL, SLOW = 0.002, 0.08
+"""Wire times, seconds."""
+WINDOWS = 2
+"""Of each direction, in a report: what half a second of a real job's messages makes at least."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job's seat: what it needs to speak for itself."""
+
+    namespace: str
+    name: str
+    token: str
+
+
+@dataclass(frozen=True)
+class Load:
+    """What to do. ``slow_from``, ``slow_over``: turns from and over which each job's link goes
+    slow; with ``period`` 0 every connection is kept busy for ``seconds``, up to ``rate`` reports
+    a second of each."""
+
+    port: int
+    server_name: str
+    ca_file: str
+    jobs: list[dict[str, str]]
+    period: float = 0.0
+    turns: int = 0
+    slow_from: int = 0
+    slow_over: int = 0
+    seconds: float = 0.0
+    rate: float = 35.0
+
+
+class Line(asyncio.Protocol):
+    """One connection: a request at a time."""
+
+    def __init__(self) -> None:
+        self._buffer = b""
+        self._answer: asyncio.Future[tuple[int, bytes]] | None = None
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(ConnectionError("the ingest hung up"))
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        head, found, rest = self._buffer.partition(b"\r\n\r\n")
+        if not found or self._answer is None:
+            return
+        fields = head.lower()
+        start = fields.index(b"content-length:") + 15
+        length = int(fields[start:].split(b"\r\n", 1)[0])
+        if len(rest) < length:
+            return
+        self._buffer = b""
+        self._answer.set_result((int(head[9:12]), rest[:length]))
+
+    async def ask(self, request: bytes) -> tuple[int, bytes]:
+        """Status and body of the answer."""
+        if self._transport is None:
+            raise ConnectionError("the ingest hung up")
+        self._answer = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        return await self._answer
+
+
+class Reporter:
+    """Rank 0's agent of one job: one connection for reports, one for the long poll."""
+
+    def __init__(self, load: Load, trust: ssl.SSLContext, job: Job) -> None:
+        self._load, self._trust, self._job = load, trust, job
+        self._base = f"/v1/jobs/{job.namespace}/{job.name}"
+        self._end = f"Host: {load.server_name}\r\nAuthorization: Bearer {job.token}\r\n"
+        self._sequence = 0
+        self.observed = 0
+        self.asked_at: float | None = None
+        """When the first report of the slow link was sent that a directive was not yet seen for."""
+
+    async def line(self) -> Line:
+        _, line = await asyncio.get_running_loop().create_connection(
+            Line, "127.0.0.1", self._load.port, ssl=self._trust,
+            server_hostname=self._load.server_name, ssl_handshake_timeout=120,
+        )  # fmt: skip
+        return line
+
+    def request(self, wire: float) -> bytes:
+        """The next report: two windows of both directions and a finished iteration."""
+        self._sequence += 1
+        at = self._sequence
+        times = f'"min":{wire},"p50":{wire},"p99":{wire},"mean":{wire}'
+        links = ",".join(
+            f'{{"link":0,"direction":"{direction}","path":"direct","transport":"gloo",'
+            f'"iteration":{at},"bytes":1048576,"queue_p50":0.0,'
+            f'"wire":{{"count":2,"exact":2,{times}}}}}'
+            for direction in ("forward", "backward")
+            for _ in range(WINDOWS)
+        )
+        stages = ",".join(
+            f'{{"stage":{stage},"forward":0.01,"backward_input":0.01,"backward_weight":0.01,'
+            f'"split":"emulated","peak_memory":1048576}}'
+            for stage in range(2)
+        )
+        body = (
+            f'{{"protocol":1,"job":"{self._job.name}","namespace":"{self._job.namespace}",'
+            f'"attempt":0,"sequence":{at},"sent_at":1.0,"state":"training","iteration":{at},'
+            f'"observed_epoch":{self.observed},"applied_epoch":{self.observed},'
+            f'"iterations":[{{"index":{at - 1},"seconds":0.5,"loss":1.0,'
+            f'"epoch":{self.observed},"bubble_fraction":0.1}}],'
+            f'"links":[{links}],"stages":[{stages}]}}'
+        )
+        return (
+            f"POST {self._base}/reports HTTP/1.1\r\n{self._end}"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}"
+        ).encode()
+
+    async def send(self, line: Line, wire: float) -> float:
+        """Seconds to the answer."""
+        request = self.request(wire)
+        started = time.monotonic()
+        if wire == SLOW and self.asked_at is None and not self.observed:
+            self.asked_at = started
+        self.take(*await line.ask(request))
+        return time.monotonic() - started
+
+    async def poll(self, line: Line) -> None:
+        """Wait for a directive, as long as a poll may."""
+        query = f"attempt=0&after={self.observed}&wait=25"
+        self.take(
+            *await line.ask(
+                f"GET {self._base}/directive?{query} HTTP/1.1\r\n{self._end}\r\n".encode()
+            )
+        )
+
+    def take(self, status: int, body: bytes) -> None:
+        if status != 200:
+            raise RuntimeError(f"{self._job.name} was answered {status}: {body!r}")
+        if b'"epoch"' in body:
+            self.observed = max(self.observed, json.loads(body)["directive"]["epoch"])
+
+
+@dataclass
+class Figures:
+    """What was seen. Seconds. ``directives``: from the report that completes the evidence (the
+    last one sent before the directive) to the directive; ``evidence``: from the first report of
+    the slow link, which no detector could act on alone."""
+
+    reports: int = 0
+    wall: float = 0.0
+    own_cpu: float = 0.0
+    late: float = 0.0
+    """Most seconds a report left after it was due: above some ms, this process is the bound."""
+    answers: list[float] = field(default_factory=list)
+    directives: list[float] = field(default_factory=list)
+    evidence: list[float] = field(default_factory=list)
+
+
+async def steady(load: Load, reporters: Sequence[Reporter], out: Figures) -> None:
+    """Every job reports once per period and holds a long poll; link after link goes slow."""
+    began = time.monotonic() + 1.0
+
+    async def one(number: int, reporter: Reporter) -> None:
+        line, polled = await reporter.line(), await reporter.line()
+        await reporter.send(line, NORMAL)  # Opens the connection, asks for a TokenReview.
+        start = began + load.period * number / len(reporters)
+        while start < time.monotonic():
+            start += load.period
+        slow_from = load.slow_from + number % load.slow_over
+        last_sent = 0.0
+
+        async def wait_for_directive() -> None:
+            while not reporter.observed:
+                await reporter.poll(polled)
+            now = time.monotonic()
+            out.directives.append(now - last_sent)
+            if reporter.asked_at is not None:
+                out.evidence.append(now - reporter.asked_at)
+
+        waiting = asyncio.create_task(wait_for_directive())
+        for turn in range(load.turns):
+            due = start + turn * load.period
+            await asyncio.sleep(due - time.monotonic())
+            last_sent = time.monotonic()
+            out.late = max(out.late, last_sent - due)
+            took = await reporter.send(line, NORMAL if turn < slow_from else SLOW)
+            out.reports += 1
+            out.answers.append(took)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+    await _all(one(i, reporter) for i, reporter in enumerate(reporters))
+
+
+async def full(load: Load, reporters: Sequence[Reporter], out: Figures) -> None:
+    """All connections busy, each within its job's limit."""
+    lines = []
+    for reporter in reporters:
+        lines.append(await reporter.line())
+        await reporter.send(lines[-1], NORMAL)
+    out.own_cpu = -time.process_time()
+    started = time.monotonic()
+    stop = started + load.seconds
+
+    async def one(reporter: Reporter, line: Line) -> None:
+        due = time.monotonic()
+        while due < stop:
+            out.answers.append(await reporter.send(line, NORMAL))
+            out.reports += 1
+            due = max(due + 1 / load.rate, time.monotonic())
+            await asyncio.sleep(due - time.monotonic())
+
+    await _all(one(r, line) for r, line in zip(reporters, lines, strict=True))
+    out.wall = time.monotonic() - started
+    out.own_cpu += time.process_time()
+
+
+async def _all(work: Sequence[Awaitable[None]] | object) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        for each in work:  # type: ignore[attr-defined]
+            tasks.create_task(each)
+
+
+def main() -> None:
+    asked = json.load(sys.stdin)
+    load = Load(**asked)
+    trust = ssl.create_default_context(cafile=load.ca_file)
+    reporters = [Reporter(load, trust, Job(**job)) for job in load.jobs]
+    out = Figures()
+    asyncio.run((steady if load.period else full)(load, reporters, out))
+    json.dump(asdict(out) | {"pid": os.getpid()}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

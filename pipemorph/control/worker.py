@@ -1,0 +1,59 @@
+"""``python -m pipemorph.control.worker``: makes proposals for a host that has no time to.
+
+Reads pickled :class:`~pipemorph.control.replan.Replan` from standard input, writes pickled
+:class:`~pipemorph.control.replan.Proposal` to standard output, each after its length in 8 bytes,
+and ends when its input does. Both ends are one program of one version, joined by a pipe.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import sys
+from typing import BinaryIO
+
+from pipemorph.control.replan import Proposal, Replan, propose
+
+HEADER_BYTES = 8
+
+log = logging.getLogger("pipemorph.planner")
+
+
+def frame(value: Replan | Proposal) -> bytes:
+    """As it goes through the pipe."""
+    data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    return len(data).to_bytes(HEADER_BYTES, "big") + data
+
+
+def answer(asked: Replan) -> Proposal:
+    """The proposal; a fault of the planner is one more reason to keep the plan."""
+    try:
+        return propose(asked)
+    except Exception as error:
+        log.exception("a plan could not be made")
+        return Proposal(None, None, f"no plan was found: {type(error).__name__}: {error}")
+
+
+def serve(questions: BinaryIO, answers: BinaryIO) -> None:
+    """Answer until there is nothing more to read."""
+    while len(header := questions.read(HEADER_BYTES)) == HEADER_BYTES:
+        asked: Replan = pickle.loads(questions.read(int.from_bytes(header, "big")))
+        answers.write(frame(answer(asked)))
+        answers.flush()
+
+
+def main() -> None:
+    logging.basicConfig(
+        level=os.environ.get("PIPEMORPH_LOG", "INFO").upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    # The host ends us by closing the pipe, also when it is interrupted.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    serve(sys.stdin.buffer, sys.stdout.buffer)
+
+
+if __name__ == "__main__":
+    main()

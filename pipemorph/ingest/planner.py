@@ -1,0 +1,103 @@
+"""Who makes decisions for the ingest: processes of their own, so that reports never wait for one.
+
+A decision takes up to a thousand times what a report takes, and in Python a thread that
+computes holds up the event loop as the loop itself would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import pickle
+import sys
+from collections.abc import Awaitable, Callable
+from typing import cast
+
+from pipemorph.control.replan import Proposal, Replan
+from pipemorph.control.worker import HEADER_BYTES, frame
+
+log = logging.getLogger("pipemorph.ingest")
+
+Planner = Callable[[Replan], Awaitable[Proposal]]
+"""Makes a proposal. Raises :class:`PlannerLost` if it should be asked again."""
+
+PROCESSES = 2
+"""One large job must not hold up all others."""
+LIMIT_SECONDS = 60.0
+"""A plan that takes longer than this is one for a network that has changed since."""
+
+
+class PlannerLost(Exception):
+    """The process that was at it ended."""
+
+
+class ProcessPlanner:
+    """A :data:`Planner` over up to ``processes`` worker processes, started when first needed.
+
+    Requests wait their turn, first come, first served. Close it when done; a worker whose
+    host dies without closing ends by itself.
+    """
+
+    def __init__(self, processes: int = PROCESSES, *, limit_seconds: float = LIMIT_SECONDS) -> None:
+        self._limit = limit_seconds
+        self._turns = asyncio.Semaphore(processes)
+        self._idle: list[asyncio.subprocess.Process] = []
+        self._busy: set[asyncio.subprocess.Process] = set()
+
+    @property
+    def running(self) -> list[asyncio.subprocess.Process]:
+        """The processes there are now."""
+        return [*self._busy, *self._idle]
+
+    async def __call__(self, asked: Replan) -> Proposal:
+        async with self._turns:
+            process = self._idle.pop() if self._idle else await self._start()
+            self._busy.add(process)
+            try:
+                async with asyncio.timeout(self._limit):
+                    proposal = await _ask(process, asked)
+            except TimeoutError:
+                await self._end(process)
+                return Proposal(None, None, f"no plan was found within {self._limit:g} s")
+            except (OSError, asyncio.IncompleteReadError):
+                await self._end(process)
+                raise PlannerLost(f"the planner ended ({process.returncode})") from None
+            except BaseException:
+                # Half a question is in the pipe: of no more use.
+                await self._end(process)
+                raise
+            self._busy.discard(process)
+            self._idle.append(process)
+            return proposal
+
+    async def close(self) -> None:
+        """End the processes. What waits for them is lost."""
+        for process in self.running:
+            await self._end(process)
+        self._idle.clear()
+
+    @staticmethod
+    async def _start() -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "pipemorph.control.worker",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        self._busy.discard(process)
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def _ask(process: asyncio.subprocess.Process, asked: Replan) -> Proposal:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(frame(asked))
+    await process.stdin.drain()
+    length = int.from_bytes(await process.stdout.readexactly(HEADER_BYTES), "big")
+    return cast(Proposal, pickle.loads(await process.stdout.readexactly(length)))
