@@ -73,5 +73,7 @@ RUN pip install --no-cache-dir --no-deps /wheels/pipemorph-*.whl \
  && python -c "import pipemorph_trainer.agent, pipemorph_trainer._engine" \
  && { [ "$TORCH" = base ] || python -c "import torch, pipemorph_trainer"; }
 WORKDIR /work
+# The user has no entry in /etc/passwd: who asks for its name or its home must get an answer.
+ENV USER=pipemorph HOME=/tmp
 USER 65532:65532
 CMD ["python", "-m", "pipemorph_trainer.preflight", "--help"]

@@ -8,8 +8,10 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import kopf
@@ -82,6 +84,7 @@ async def run(options: argparse.Namespace) -> None:
     queue: WorkQueue[Key] = WorkQueue(gap=GAP_SECONDS)
     watched = Watched()
     stop = asyncio.Event()
+    identity: Any = socket.gethostname()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with await Cluster.configured() as cluster:
@@ -94,6 +97,8 @@ async def run(options: argparse.Namespace) -> None:
             # kopf leaves alone tasks that were there before it.
             await kopf.operator(
                 registry=registry(queue, watched),
+                # kopf would ask for the user's name, which a container's user need not have.
+                identity=identity,
                 standalone=True,
                 clusterwide=not options.namespace,
                 namespaces=options.namespace,
