@@ -10,12 +10,21 @@ from typing import Any
 
 from pipemorph.errors import InputError
 from pipemorph.pictures import Timeline, render_html, render_png, render_text
+from pipemorph.planning.interleaved import InterleavedSchedule, InterleavedSimulation
 from pipemorph.planning.problem import Problem
 from pipemorph.planning.simulator import Simulation
+from pipemorph.planning.torch_csv import dump_csv
 
-FORMATS = ("json", "text", "html", "png")
+FORMATS = ("json", "text", "html", "png", "csv")
 # By how the name given with --out ends.
-ENDINGS = {".json": "json", ".txt": "text", ".html": "html", ".htm": "html", ".png": "png"}
+ENDINGS = {
+    ".json": "json",
+    ".txt": "text",
+    ".html": "html",
+    ".htm": "html",
+    ".png": "png",
+    ".csv": "csv",
+}
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,20 +32,31 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         choices=FORMATS,
         help="what to print (default: by how FILE ends, else json); html is one file with "
-        "details of every op",
+        "details of every op, csv is torch.distributed.pipelining's compute-only form",
     )
     parser.add_argument("--out", metavar="FILE", help="write to FILE, not to stdout")
 
 
-def write(
-    fields: dict[str, Any], simulation: Simulation, problem: Problem, args: argparse.Namespace
-) -> None:
+Ran = Simulation | InterleavedSimulation
+
+
+def write(fields: dict[str, Any], ran: Ran, problem: Problem, args: argparse.Namespace) -> None:
     """Print what was asked for. Raises :class:`InputError` if ``--out`` cannot be written."""
     output = format_of(args)
     if output == "json":
         emit((json.dumps(fields) + "\n").encode(), args.out)
         return
-    timeline = Timeline.of_simulation(simulation, problem, title=headline(fields))
+    if output == "csv":
+        if isinstance(ran, Simulation):
+            order = InterleavedSchedule.of(ran.schedule())
+        else:
+            order = ran.schedule
+        emit(dump_csv(order).encode(), args.out)
+        return
+    if isinstance(ran, Simulation):
+        timeline = Timeline.of_simulation(ran, problem, title=headline(fields))
+    else:
+        timeline = Timeline.of_interleaved(ran, problem, title=headline(fields))
     match output:
         case "text":
             emit((render_text(timeline) + "\n").encode(), args.out)

@@ -7,10 +7,11 @@ from typing import Any
 
 from pipemorph.commands.output import add_output_arguments, write
 from pipemorph.errors import InputError
+from pipemorph.planning.chunks import plan_interleaved
 from pipemorph.planning.ir import Policy
 from pipemorph.planning.planner import plan
-from pipemorph.planning.problem import load_problem
-from pipemorph.planning.report import report
+from pipemorph.planning.problem import Problem, load_problem
+from pipemorph.planning.report import report, report_interleaved
 
 
 def add_parser(subparsers: Any) -> None:
@@ -33,7 +34,16 @@ def run(args: argparse.Namespace) -> int:
     problem = load_problem(args.problem)
     if args.warmup is not None:
         problem = problem.with_warmup(parse_warmup(args.warmup))
-    planned = plan(problem, Policy(args.policy) if args.policy else None)
+    policy = Policy(args.policy) if args.policy else problem.policy
+    if policy.interleaved:
+        _plan_interleaved(problem, policy, args)
+        return 0
+    if problem.ranks is not None and problem.ranks != problem.stage_count:
+        raise InputError(
+            f"ranks is {problem.ranks}; policy {policy.value} has one stage per rank, and stages"
+            f" has {problem.stage_count} entries"
+        )
+    planned = plan(problem, policy)
     write(
         report(
             planned.simulation,
@@ -47,6 +57,18 @@ def run(args: argparse.Namespace) -> int:
         args,
     )
     return 0
+
+
+def _plan_interleaved(problem: Problem, policy: Policy, args: argparse.Namespace) -> None:
+    planned = plan_interleaved(problem, policy)
+    fields = report_interleaved(
+        planned.simulation,
+        problem,
+        policy=policy,
+        lower_bound=planned.lower_bound,
+        planning_seconds=planned.planning_seconds,
+    )
+    write(fields, planned.simulation, problem, args)
 
 
 def parse_warmup(text: str) -> list[int]:

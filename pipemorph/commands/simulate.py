@@ -8,9 +8,11 @@ from typing import Any
 from pipemorph.commands.output import add_output_arguments, write
 from pipemorph.errors import InputError
 from pipemorph.planning.bounds import lower_bound
+from pipemorph.planning.chunks import interleaved_bound
+from pipemorph.planning.interleaved import InterleavedSchedule, simulate_interleaved
 from pipemorph.planning.ir import Dispatch
-from pipemorph.planning.problem import load_problem
-from pipemorph.planning.report import load_plan_file, report
+from pipemorph.planning.problem import Problem, load_problem
+from pipemorph.planning.report import LoadedPlan, load_plan, report, report_interleaved
 from pipemorph.planning.simulator import simulate
 
 
@@ -18,9 +20,10 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "simulate",
         help="run a plan under the delays of another problem",
-        description="Run PLAN, as `pipemorph plan --output json` prints it, under PROBLEM.",
+        description="Run PLAN, as `pipemorph plan --output json` prints it or as a .csv of "
+        "torch.distributed.pipelining, under PROBLEM.",
     )
-    parser.add_argument("plan", metavar="PLAN", help="JSON file; - reads stdin")
+    parser.add_argument("plan", metavar="PLAN", help="JSON or .csv file; - reads JSON from stdin")
     parser.add_argument("problem", metavar="PROBLEM", help="YAML or JSON file; - reads stdin")
     parser.add_argument(
         "--dispatch",
@@ -34,17 +37,21 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.plan == args.problem == "-":
         raise InputError("only one of PLAN and PROBLEM can be read from standard input")
-    plan_file = load_plan_file(args.plan)
+    loaded = load_plan(args.plan)
     problem = load_problem(args.problem)
     dispatch = Dispatch(args.dispatch)
-    simulation = simulate(plan_file.schedule(), problem, dispatch)
+    if loaded.interleaved is not None:
+        _simulate_interleaved(loaded, loaded.interleaved, problem, args)
+        return 0
+    assert loaded.schedule is not None
+    simulation = simulate(loaded.schedule, problem, dispatch)
     write(
         report(
             simulation,
             problem,
-            policy=plan_file.policy,
+            policy=loaded.policy,
             lower_bound=min(lower_bound(problem), simulation.makespan),
-            planning_seconds=plan_file.planning_ms / 1e3,
+            planning_seconds=loaded.planning_seconds,
             dispatch=dispatch,
         ),
         simulation,
@@ -52,3 +59,19 @@ def run(args: argparse.Namespace) -> int:
         args,
     )
     return 0
+
+
+def _simulate_interleaved(
+    loaded: LoadedPlan, order: InterleavedSchedule, problem: Problem, args: argparse.Namespace
+) -> None:
+    if Dispatch(args.dispatch) is Dispatch.ONLINE:
+        raise InputError("--dispatch online needs a plan with one stage per rank; use static")
+    ran = simulate_interleaved(order, problem)
+    fields = report_interleaved(
+        ran,
+        problem,
+        policy=loaded.policy,
+        lower_bound=min(interleaved_bound(problem, ran.placement), ran.makespan),
+        planning_seconds=loaded.planning_seconds,
+    )
+    write(fields, ran, problem, args)

@@ -44,8 +44,9 @@ def _data(timeline: Timeline, stats: Sequence[tuple[str, str]]) -> dict[str, Any
         curve = in_flight(ops)
         stages.append(
             {
-                "name": f"stage {i}",
+                "name": timeline.name(i),
                 "ops": [[op.kind.value, op.microbatch, at(op.start), at(op.end)] for op in ops],
+                "of": timeline.stage_of[i] if timeline.stage_of else None,
                 "bubbles": [
                     [bubble.cause.value, at(bubble.start), at(bubble.end)]
                     for bubble in (timeline.bubbles[i] if timeline.bubbles else ())
@@ -60,6 +61,7 @@ def _data(timeline: Timeline, stats: Sequence[tuple[str, str]]) -> dict[str, Any
         "span": at(timeline.end),
         "stats": [[_plain(name), _plain(value)] for name, value in stats],
         "stages": stages,
+        "placement": timeline.placement or list(range(len(stages))),
         "messages": [
             [each.link, each.forward, each.microbatch, at(each.sent), at(each.arrived)]
             for each in timeline.messages

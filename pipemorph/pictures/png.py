@@ -144,7 +144,7 @@ def _draw_ops(axes: Any, timeline: Timeline, begin: float, span: float, rows: fl
     axes.set_yticks(range(0, stages, every))
     axes.set_yticklabels(
         [
-            f"stage {i}  idle {idle_fraction(timeline.stages[i], begin, timeline.end):.0%}"
+            f"{timeline.name(i)}  idle {idle_fraction(timeline.stages[i], begin, timeline.end):.0%}"
             for i in range(0, stages, every)
         ],
         fontsize=8,
@@ -162,7 +162,7 @@ def _legend(timelines: Sequence[Timeline]) -> list[Any]:
     if not all(timeline.bubbles for timeline in timelines):
         patches.append(Patch(facecolor=BUBBLE, label="bubble"))
     patches += [Patch(facecolor=IDLE[cause], label=IDLE_NAMES[cause]) for cause in causes]
-    if any(timeline.messages for timeline in timelines):
+    if any(timeline.messages and not timeline.placement for timeline in timelines):
         patches.append(Patch(facecolor=DELAY, label="message on a slow link"))
     return patches
 
@@ -176,6 +176,8 @@ def _causes(timelines: Sequence[Timeline]) -> list[Cause]:
 
 
 def _draw_arrows(axes: Any, timeline: Timeline, begin: float) -> None:
+    if timeline.placement:
+        return  # rows are ranks, and a link joins any two of them
     every = max(1, -(-len(timeline.messages) // MOST_ARROWS))
     for message in timeline.messages[::every]:
         low, high = message.link + 0.45, message.link + 0.55
@@ -203,7 +205,7 @@ def _draw_in_flight(axes: Any, timeline: Timeline, begin: float) -> None:
             where="post",
             linewidth=1.0,
             color=colour,
-            label=f"stage {i}" if i in (0, stages - 1) or stages <= 8 else None,
+            label=timeline.name(i) if i in (0, stages - 1) or stages <= 8 else None,
         )
     limits = [limit for limit in timeline.limits if limit is not None]
     for limit in sorted(set(limits)):

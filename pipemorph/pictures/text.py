@@ -18,14 +18,14 @@ def render_text(timeline: Timeline, width: int = 100) -> str:
     """One row per stage, ``width`` columns of equal time; each shows what took most of it."""
     begin, end = timeline.begin, timeline.end
     lines = [timeline.title] if timeline.title else []
-    digits = len(str(len(timeline.stages) - 1))
+    wide = max(len(timeline.name(i)) for i in range(len(timeline.stages)))
     for i, ops in enumerate(timeline.stages):
         peak = max((now for _, now in in_flight(ops)), default=0)
         lines.append(
-            f"stage {i:>{digits}} |{_row(ops, begin, end, width)}|"
+            f"{_padded(timeline.name(i), wide)} |{_row(ops, begin, end, width)}|"
             f" idle {idle_fraction(ops, begin, end):4.0%}, in flight ≤ {peak}"
         )
-    margin = " " * (len("stage ") + digits + 2)
+    margin = " " * (wide + 2)
     last = f"{(end - begin) * 1e3:g} ms"
     lines.append(f"{margin}0{last:>{width - 1}}")
     kinds = {op.kind for ops in timeline.stages for op in ops}
@@ -40,6 +40,12 @@ def render_text(timeline: Timeline, width: int = 100) -> str:
     legend = [text for kind, text in names.items() if kind in kinds] + [f"{IDLE} idle"]
     lines.append(margin + ", ".join(legend) + "; case changes with the microbatch")
     return "\n".join(lines)
+
+
+def _padded(name: str, wide: int) -> str:
+    """Numbers of stages right-aligned, as they stand under each other."""
+    word, number = name.split(" ", 1)
+    return f"{word} {number:>{wide - len(word) - 1}}"
 
 
 def _by_cause(timeline: Timeline) -> str:

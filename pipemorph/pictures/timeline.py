@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipemorph.planning.bubbles import Bubble, explain
+from pipemorph.planning.bubbles import Bubble, explain, explain_interleaved
+from pipemorph.planning.interleaved import InterleavedSimulation
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.messages import Message
 from pipemorph.planning.problem import Problem
@@ -29,6 +30,10 @@ class Timeline:
     marks: Sequence[tuple[float, str]] = ()
     bubbles: Sequence[Sequence[Bubble]] = ()
     limits: Sequence[int | None] = ()
+    placement: Sequence[int] = ()
+    """Where ranks have several stages: ``stages`` are the ranks' ops, this the rank of each
+    stage, and ``stage_of`` the stage of each op."""
+    stage_of: Sequence[Sequence[int]] = ()
 
     @property
     def begin(self) -> float:
@@ -55,17 +60,56 @@ class Timeline:
         return Timeline(
             stages,
             title,
-            tuple(
-                message._replace(sent=message.sent * unit, arrived=message.arrived * unit)
-                for message in messages
-                if problem.links[message.link].delay > 0
-            ),
-            bubbles=[
-                [Bubble(each.start * unit, each.end * unit, each.cause) for each in idle]
-                for idle in bubbles
-            ],
+            _scaled(messages, problem, unit),
+            bubbles=_bubbles(bubbles, unit),
             limits=problem.in_flight_limits(),
         )
+
+    @staticmethod
+    def of_interleaved(
+        ran: InterleavedSimulation,
+        problem: Problem,
+        *,
+        title: str = "",
+        unit: float = MILLISECOND,
+    ) -> Timeline:
+        """A simulated iteration of ranks with several stages: a row per rank."""
+        bubbles, messages = explain_interleaved(ran, problem)
+        rows = ran.by_rank()
+        return Timeline(
+            [
+                [op._replace(start=op.start * unit, end=op.end * unit) for _, op in row]
+                for row in rows
+            ],
+            title,
+            _scaled(messages, problem, unit),
+            bubbles=_bubbles(bubbles, unit),
+            placement=ran.placement,
+            stage_of=[[stage for stage, _ in row] for row in rows],
+        )
+
+    def name(self, row: int) -> str:
+        """Of a row: a stage, or a rank with its stages."""
+        if not self.placement:
+            return f"stage {row}"
+        own = [str(stage) for stage, rank in enumerate(self.placement) if rank == row]
+        return f"rank {row} ({', '.join(own)})"
+
+
+def _scaled(messages: Sequence[Message], problem: Problem, unit: float) -> tuple[Message, ...]:
+    """Those on links with a delay."""
+    return tuple(
+        message._replace(sent=message.sent * unit, arrived=message.arrived * unit)
+        for message in messages
+        if problem.links[message.link].delay > 0
+    )
+
+
+def _bubbles(bubbles: Sequence[Sequence[Bubble]], unit: float) -> list[list[Bubble]]:
+    return [
+        [Bubble(each.start * unit, each.end * unit, each.cause) for each in idle]
+        for idle in bubbles
+    ]
 
 
 def in_flight(ops: Sequence[TimedOp]) -> list[tuple[float, int]]:

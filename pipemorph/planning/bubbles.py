@@ -22,6 +22,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from pipemorph.planning.costs import INF
+from pipemorph.planning.interleaved import InterleavedSimulation
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.messages import Delivery, Message, deliver
 from pipemorph.planning.problem import Problem
@@ -167,3 +168,43 @@ def _split(start: float, end: float, state: _State) -> list[Bubble]:
         joins = bool(pieces) and pieces[-1].cause is cause
         pieces.append(Bubble(pieces.pop().start if joins else left, right, cause))
     return pieces
+
+
+def explain_interleaved(ran: InterleavedSimulation, problem: Problem) -> Explanation:
+    """Same for ranks with several stages: ``bubbles[rank]``. No causes but fill, drain,
+    dependency and link; caps and orders are of stages, and idle is the rank."""
+    last = problem.stage_count - 1
+    messages: list[Message] = []
+    made: dict[tuple[int, bool, int], float] = {}
+    for stage, ops in enumerate(ran.simulation.stages):
+        for kind, m, _, end in ops:
+            if kind is OpKind.W:
+                continue
+            forward = kind is OpKind.F
+            to = stage + 1 if forward else stage - 1
+            if forward and stage == last:
+                made[stage, False, m] = end
+            elif to >= 0:
+                made[to, forward, m] = end
+                link = min(stage, to)
+                away = ran.placement[stage] != ran.placement[to]
+                delay = problem.links[link].delay if away else 0.0
+                if away:
+                    messages.append(Message(link, forward, m, end, end + delay))
+    bubbles = []
+    for ops_of_rank in ran.by_rank():
+        idle: list[Bubble] = []
+        now = 0.0
+        for stage, op in ops_of_rank:
+            if op.start > now:
+                known = made.get((stage, op.kind is OpKind.F, op.microbatch), -INF)
+                state = _State(op, -INF if op.kind is OpKind.W else known, -INF, INF, INF)
+                first = op is ops_of_rank[0][1]
+                idle += (
+                    [Bubble(0.0, op.start, Cause.FILL)] if first else _split(now, op.start, state)
+                )
+            now = op.end
+        if ran.makespan > now:
+            idle.append(Bubble(now, ran.makespan, Cause.DRAIN))
+        bubbles.append(idle)
+    return Explanation(bubbles, messages)

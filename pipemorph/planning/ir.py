@@ -34,6 +34,14 @@ class Policy(StrEnum):
     ZERO_BUBBLE = "zero-bubble"
     PIPEMORPH = "pipemorph"
     EXACT = "exact"
+    # Several stages per rank; see pipemorph.planning.interleaved.
+    ONE_F_ONE_B_INTERLEAVED = "1f1b-interleaved"
+    ZERO_BUBBLE_V = "zero-bubble-v"
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether a rank has several stages."""
+        return self in (Policy.ONE_F_ONE_B_INTERLEAVED, Policy.ZERO_BUBBLE_V)
 
 
 class Dispatch(StrEnum):

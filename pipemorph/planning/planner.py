@@ -87,6 +87,11 @@ def _made_by_hand(problem: Problem, policy: Policy) -> Schedule:
             return one_f_one_b(problem)
         case Policy.ZERO_BUBBLE:
             return zero_bubble(problem)
+        case Policy.ONE_F_ONE_B_INTERLEAVED | Policy.ZERO_BUBBLE_V:
+            raise InputError(
+                f"policy {policy.value} puts several stages on a rank; a plan made here has one"
+                " (pipemorph.planning.chunks.plan_interleaved makes the other)"
+            )
         case _:
             raise InputError(
                 "policy exact is not part of this build; use pipemorph, which prints how far"

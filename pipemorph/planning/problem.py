@@ -90,6 +90,8 @@ class Problem(_Model):
     """What a schedule is planned for. ``links[i]`` joins ``stages[i]`` and ``stages[i+1]``.
 
     ``warmup`` fixes ``x_i``, the forwards stage *i* runs before its first backward.
+    ``ranks``: how many ranks share the stages, for policies with several stages per rank;
+    links are along the model all the same.
     Raises :class:`pydantic.ValidationError`; :func:`parse_problem` words it for a user.
     """
 
@@ -98,6 +100,7 @@ class Problem(_Model):
     links: tuple[Link, ...] = ()
     policy: Policy = Policy.PIPEMORPH
     warmup: tuple[Count, ...] | None = None
+    ranks: Count | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> Problem:

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from pipemorph.errors import InputError
-from pipemorph.planning.bubbles import explain
+from pipemorph.planning.bubbles import Explanation, explain, explain_interleaved
+from pipemorph.planning.interleaved import InterleavedSchedule, InterleavedSimulation
 from pipemorph.planning.ir import Dispatch, Op, OpKind, Policy, Schedule
 from pipemorph.planning.problem import Count, Problem, describe, integer, read_text, shown
 from pipemorph.planning.simulator import Simulation
+from pipemorph.planning.torch_csv import dump_csv, parse_csv
 
 
 def report(
     simulation: Simulation,
     problem: Problem,
     *,
-    policy: Policy,
+    policy: str,
     lower_bound: float,
     planning_seconds: float,
     dispatch: Dispatch = Dispatch.STATIC,
 ) -> dict[str, Any]:
-    """The contracted fields. Times in milliseconds, as in the problem file."""
+    """The contracted fields. Times in milliseconds, as in the problem file.
+
+    ``policy``: a :class:`Policy`, or ``IMPORTED``.
+    """
     schedule = simulation.schedule()
-    idle = explain(simulation, problem).by_cause()
     return {
-        "policy": policy.value,
+        "policy": str(policy),
         "dispatch": dispatch.value,
         "microbatches": schedule.microbatches,
         "makespan": _rounded(simulation.makespan),
@@ -38,22 +42,61 @@ def report(
         "in_flight_peak": list(schedule.in_flight_peak()),
         "in_flight_limit": list(problem.in_flight_limits()),
         "planning_ms": round(planning_seconds * 1e3, 3),
-        "bubbles": {
-            cause.value: [_rounded(time) for time in per_stage] for cause, per_stage in idle.items()
-        },
-        "stages": [
-            [
-                {
-                    "op": op.kind.value,
-                    "microbatch": op.microbatch,
-                    "start": _rounded(op.start),
-                    "end": _rounded(op.end),
-                }
-                for op in ops
-            ]
-            for ops in simulation.stages
-        ],
+        "bubbles": _bubbles(explain(simulation, problem)),
+        "stages": _stages(simulation),
     }
+
+
+def report_interleaved(
+    ran: InterleavedSimulation,
+    problem: Problem,
+    *,
+    policy: str,
+    lower_bound: float,
+    planning_seconds: float,
+) -> dict[str, Any]:
+    """The same fields where ranks have several stages. ``bubbles`` are the ranks';
+    ``ranks`` is the rank of each stage, ``order`` what each rank runs, in torch's notation."""
+    schedule = ran.simulation.schedule()
+    return {
+        "policy": str(policy),
+        "dispatch": Dispatch.STATIC.value,
+        "microbatches": schedule.microbatches,
+        "makespan": _rounded(ran.makespan),
+        "lower_bound": _rounded(lower_bound),
+        "bubble_fraction": _rounded(ran.bubble_fraction),
+        "warmup": list(schedule.warmup()),
+        "slackness": list(schedule.slackness()),
+        "in_flight_peak": list(schedule.in_flight_peak()),
+        "in_flight_limit": list(problem.in_flight_limits()),
+        "planning_ms": round(planning_seconds * 1e3, 3),
+        "bubbles": _bubbles(explain_interleaved(ran, problem)),
+        "ranks": list(ran.placement),
+        "order": dump_csv(ran.schedule).splitlines(),
+        "stages": _stages(ran.simulation),
+    }
+
+
+def _bubbles(idle: Explanation) -> dict[str, list[float]]:
+    return {
+        cause.value: [_rounded(time) for time in per_stage]
+        for cause, per_stage in idle.by_cause().items()
+    }
+
+
+def _stages(simulation: Simulation) -> list[list[dict[str, Any]]]:
+    return [
+        [
+            {
+                "op": op.kind.value,
+                "microbatch": op.microbatch,
+                "start": _rounded(op.start),
+                "end": _rounded(op.end),
+            }
+            for op in ops
+        ]
+        for ops in simulation.stages
+    ]
 
 
 def _rounded(value: float) -> float:
@@ -68,15 +111,34 @@ class _PlannedOp(BaseModel):
     microbatch: Annotated[int, BeforeValidator(integer), Field(ge=0)]
 
 
+IMPORTED = "imported"
+"""The policy of a plan whose file does not say how it was made."""
+_KNOWN = (*(policy.value for policy in Policy), IMPORTED)
+
+
+def _known_policy(value: object) -> object:
+    if value not in _KNOWN:
+        raise ValueError(f"is not one of {', '.join(_KNOWN)}")
+    return value
+
+
 class PlanFile(BaseModel):
-    """The part of a printed plan that says what to run; times in it are not read."""
+    """The part of a printed plan that says what to run; times in it are not read.
+
+    ``order`` only where ranks have several stages.
+    """
 
     model_config = ConfigDict(extra="ignore")
 
-    policy: Policy
+    policy: Annotated[str, BeforeValidator(_known_policy)]
     microbatches: Count | None = None
     planning_ms: float = 0.0
     stages: tuple[tuple[_PlannedOp, ...], ...] = Field(min_length=1)
+    order: tuple[str, ...] | None = None
+
+    def interleaved(self) -> InterleavedSchedule | None:
+        """The order of ranks with several stages, None where each has one. Not validated."""
+        return parse_csv("\n".join(self.order)) if self.order is not None else None
 
     def schedule(self) -> Schedule:
         """The order of the ops. Not validated."""
@@ -100,6 +162,24 @@ def parse_plan_file(text: str) -> PlanFile:
         raise InputError(f"the plan: {describe(error)}") from None
 
 
-def load_plan_file(path: str) -> PlanFile:
-    """A plan from a file (``-``: standard input). Raises :class:`InputError` of one line."""
-    return parse_plan_file(read_text(path))
+class LoadedPlan(NamedTuple):
+    """A plan from a file: ``schedule`` where each rank has one stage, else ``interleaved``."""
+
+    policy: str
+    planning_seconds: float
+    schedule: Schedule | None
+    interleaved: InterleavedSchedule | None
+
+
+def load_plan(path: str) -> LoadedPlan:
+    """A plan from a file (``-``: standard input): what ``pipemorph plan`` prints, or torch's
+    compute-only CSV where the name ends in ``.csv``. Raises :class:`InputError` of one line."""
+    text = read_text(path)
+    if path.lower().endswith(".csv"):
+        found = parse_csv(text)
+        single = found.single()
+        return LoadedPlan(IMPORTED, 0.0, single, found if single is None else None)
+    plan = parse_plan_file(text)
+    order = plan.interleaved()
+    schedule = plan.schedule() if order is None else None
+    return LoadedPlan(plan.policy, plan.planning_ms / 1e3, schedule, order)

@@ -96,7 +96,7 @@ def predict(schedule: Schedule, problem: Problem) -> float:
 def makespan_of(schedule: Schedule, starts: Sequence[Sequence[float]], costs: Costs) -> float:
     """End of the last op anywhere, given the start of each."""
     return max(
-        begin[-1] + _duration(costs, i, ops[-1].kind)
+        begin[-1] + op_time(costs, i, ops[-1].kind)
         for i, (ops, begin) in enumerate(zip(schedule.stages, starts, strict=True))
     )
 
@@ -200,7 +200,8 @@ def _starts(schedule: Schedule, costs: Costs) -> list[list[float]]:
     return starts
 
 
-def _duration(costs: Costs, stage: int, kind: OpKind) -> float:
+def op_time(costs: Costs, stage: int, kind: OpKind) -> float:
+    """What one op takes; a fused backward takes B and W."""
     if kind is OpKind.F:
         return costs.forward[stage]
     if kind is OpKind.B:
@@ -214,7 +215,7 @@ def timed(schedule: Schedule, starts: Sequence[Sequence[float]], costs: Costs) -
     """A simulation from a schedule and the start of each of its ops."""
     stages = []
     for i, (ops, begin) in enumerate(zip(schedule.stages, starts, strict=True)):
-        took = {kind: _duration(costs, i, kind) for kind in OpKind}
+        took = {kind: op_time(costs, i, kind) for kind in OpKind}
         stages.append(
             tuple(
                 TimedOp(op.kind, op.microbatch, at, at + took[op.kind])

@@ -19,8 +19,10 @@ from pipemorph.planning.ir import Op, OpKind, Schedule
 class ScheduleError(InputError):
     """A schedule that must not run. ``stage`` and ``position`` point at the offending op."""
 
-    def __init__(self, stage: int, position: int | None, message: str) -> None:
-        where = f"stage {stage}" if position is None else f"stage {stage}, position {position}"
+    def __init__(
+        self, stage: int, position: int | None, message: str, *, place: str = "stage"
+    ) -> None:
+        where = f"{place} {stage}" if position is None else f"{place} {stage}, position {position}"
         super().__init__(f"{where}: {message}")
         self.stage = stage
         self.position = position
@@ -40,16 +42,16 @@ def validate(schedule: Schedule, in_flight_limits: Sequence[int | None] | None =
             f"{len(in_flight_limits)} in-flight limits for {schedule.stage_count} stages"
         )
     forwards_before = [
-        _check_stage(i, ops, schedule.microbatches) for i, ops in enumerate(schedule.stages)
+        check_stage(i, ops, schedule.microbatches) for i, ops in enumerate(schedule.stages)
     ]
     _check_deadlock(schedule, forwards_before)
     if in_flight_limits is not None:
         for i, limit in enumerate(in_flight_limits):
             if limit is not None:
-                _check_cap(i, schedule.stages[i], limit)
+                check_cap(i, schedule.stages[i], limit)
 
 
-def _check_stage(stage: int, ops: Sequence[Op], microbatches: int) -> list[int]:
+def check_stage(stage: int, ops: Sequence[Op], microbatches: int) -> list[int]:
     """Check rules 1 and 2 on one stage; return ``a(k)``, forwards before the k-th backward."""
     forwards = backwards = weights = 0
     forwards_before: list[int] = []
@@ -128,7 +130,8 @@ def _backward(ops: Sequence[Op], k: int) -> Op:
     return ops[backward_position(ops, k)]
 
 
-def _check_cap(stage: int, ops: Sequence[Op], limit: int) -> None:
+def check_cap(stage: int, ops: Sequence[Op], limit: int) -> None:
+    """Raise :class:`ScheduleError` at the first F over the cap of a stage."""
     in_flight = 0
     for position, op in enumerate(ops):
         if op.kind is OpKind.F:

@@ -1,0 +1,233 @@
+"""Several stages per rank: the rules, the simulation, the CSV, the commands."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_strategies import problems, random_schedule
+
+from pipemorph.cli import main
+from pipemorph.errors import InputError
+from pipemorph.pictures import Timeline, render_html, render_png, render_text
+from pipemorph.planning import Link, Policy, Problem, StageTimes, plan, simulate, validate
+from pipemorph.planning.bubbles import explain_interleaved
+from pipemorph.planning.chunks import plan_interleaved
+from pipemorph.planning.interleaved import (
+    InterleavedSchedule,
+    simulate_interleaved,
+    validate_interleaved,
+)
+from pipemorph.planning.torch_csv import dump_csv, parse_csv
+
+TEN = StageTimes(forward=10, backward_input=10, backward_weight=10)
+
+
+def problem(stages: int, microbatches: int, delay: float = 0.0, **more: Any) -> Problem:
+    """``delay`` on the first link."""
+    links = tuple(Link(delay=0.0 if i else delay) for i in range(stages - 1))
+    return Problem(microbatches=microbatches, stages=(TEN,) * stages, links=links, **more)
+
+
+def test_one_stage_per_rank_has_the_same_rules() -> None:
+    rng = random.Random(5)
+    broken = 0
+    for _ in range(2000):
+        schedule = random_schedule(rng, rng.randint(1, 4), rng.randint(1, 4))
+
+        def passes(check: Any, given: object) -> bool:
+            try:
+                check(given)
+            except InputError:
+                return False
+            return True
+
+        found = passes(validate, schedule)
+        assert found == passes(validate_interleaved, InterleavedSchedule.of(schedule))
+        broken += not found
+    assert 200 < broken < 1800
+
+
+@given(problem=problems(queues=False), seed=st.integers(0, 2**32))
+@settings(max_examples=100, deadline=None)
+def test_one_stage_per_rank_takes_the_same_time(problem: Problem, seed: int) -> None:
+    for policy in (Policy.ONE_F_ONE_B, Policy.ZERO_BUBBLE):
+        schedule = plan(problem, policy).schedule
+        ran = simulate_interleaved(InterleavedSchedule.of(schedule), problem)
+        assert ran.simulation == simulate(schedule, problem)
+        assert ran.bubble_fraction == ran.simulation.bubble_fraction
+
+
+@given(
+    ranks=st.integers(1, 4),
+    microbatches=st.integers(1, 12),
+    source=st.randoms(use_true_random=False),
+    policy=st.sampled_from([Policy.ONE_F_ONE_B_INTERLEAVED, Policy.ZERO_BUBBLE_V]),
+)
+@settings(max_examples=100, deadline=None)
+def test_plans_keep_the_rules_and_never_beat_the_bound(
+    ranks: int, microbatches: int, source: random.Random, policy: Policy
+) -> None:
+    def time() -> float:
+        return source.randrange(25) / 2
+
+    rounds = max(1, microbatches // ranks)
+    stages = 2 * ranks
+    found = plan_interleaved(
+        Problem(
+            microbatches=microbatches // rounds * rounds,
+            stages=tuple(
+                StageTimes(forward=time(), backward_input=time(), backward_weight=time())
+                for _ in range(stages)
+            ),
+            links=tuple(Link(delay=time()) for _ in range(stages - 1)),
+            policy=policy,
+            ranks=ranks,
+        )
+    )
+    validate_interleaved(found.schedule)
+    ran = found.simulation
+    assert found.lower_bound <= ran.makespan
+    # Ranks run one op at a time, and each op after what it needs; all idle time has a cause.
+    for row, idle in zip(ran.by_rank(), explain_interleaved(ran, found.problem)[0], strict=True):
+        pieces = [(op.start, op.end) for _, op in row if op.end > op.start]
+        at = 0.0
+        for start, end in sorted(pieces + [(b.start, b.end) for b in idle]):
+            assert start == at
+            at = end
+        assert at == ran.makespan
+    for stage, ops in enumerate(ran.simulation.stages[1:], 1):
+        above = {op.microbatch: op.end for op in ran.simulation.stages[stage - 1] if op.kind == "F"}
+        away = ran.placement[stage] != ran.placement[stage - 1]
+        delay = found.problem.links[stage - 1].delay if away else 0.0
+        for op in ops:
+            if op.kind == "F":
+                assert op.start >= above[op.microbatch] + delay
+
+
+def test_a_rank_that_waits_for_itself() -> None:
+    with pytest.raises(InputError) as caught:
+        validate_interleaved(parse_csv("1F0,0F0,1B0,0B0"))
+    assert str(caught.value) == (
+        "rank 0, position 0: F0 of stage 1 waits for ever for microbatch 0 of stage 0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "the plan has no ops"),
+        (",,\n", "the plan has no ops"),
+        ("0F0,0B0\n\n1F0,1B0", "rank 1 has no ops"),
+        ("0F0,0SEND_F0,0B0", "rank 0, column 1: found '0SEND_F0'; expected a compute-only"),
+        ("0F0,0X0", "rank 0, column 1: found '0X0'; expected a"),
+        ("0F0\n1F", "rank 1, column 0: found '1F'; expected a"),
+        ("0F-1", "found '0F-1'; expected a stage, F, I, W or B"),
+        ("F0", "found 'F0'; expected a stage"),
+        ("0F99999999999", "found '0F99999999999'"),
+        ('"0F0', "the plan is not CSV"),
+        ("0F0,0I0\n0W0", "stage 0 is on rank 0 and on rank 1"),
+        ("0F0,2F0,0B0,2B0", "ops of 2 stages but none of stage 1"),
+        ("0F0,0I0", "the ops end after 0 of 1 W"),
+        ("0F0,0W0,0I0", "found W0; expected B0 before it"),
+        ("0F0,0F2,0B0,0B2", "found F2; expected F1"),
+    ],
+)
+def test_bad_csv(text: str, words: str, tmp_path: Path, capsys: Any) -> None:
+    file, source = tmp_path / "plan.csv", tmp_path / "problem.json"
+    file.write_text(text)
+    stages = 1 if "\n" not in text.strip() else 2
+    source.write_text(problem(stages, 1).model_dump_json(exclude_none=True))
+    if "2F0" in text:
+        source.write_text(problem(2, 1).model_dump_json(exclude_none=True))
+    if "F2" in text:
+        source.write_text(problem(1, 3).model_dump_json(exclude_none=True))
+    assert main(["simulate", str(file), str(source)]) == 2
+    found = capsys.readouterr()
+    assert words in found.err and found.err.count("\n") == 1 and found.out == ""
+
+
+def test_overlapped_ops_run_one_after_another() -> None:
+    read = parse_csv("0F0,0F1,(0B0;0F2)OVERLAP_F_B,,0B1,0B2\r\n")
+    assert dump_csv(read) == "0F0,0F1,0B0,0F2,0B1,0B2\r\n"
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (problem(8, 8), "ranks is missing; policy 1f1b-interleaved"),
+        (problem(7, 8, ranks=4), "stages has 7 entries for 4 ranks"),
+        (problem(8, 9, ranks=4), "microbatches is 9; policy 1f1b-interleaved on 4 ranks runs 2"),
+        (problem(7, 8, policy="zero-bubble-v"), "stages has 7 entries for 3 ranks"),
+        (problem(8, 8, ranks=8, policy="zero-bubble-v"), "stages has 8 entries for 8 ranks"),
+        (problem(8, 8, ranks=4, warmup=(1,) * 8), "policy 1f1b-interleaved has its own"),
+        (problem(8, 8, ranks=4, policy="pipemorph"), "ranks is 4; policy pipemorph has one stage"),
+        (
+            problem(8, 8, ranks=4).model_copy(
+                update={"links": (Link(delay=1, queues=2), *[Link()] * 6)}
+            ),
+            "links[0] has queues or outstanding",
+        ),
+        (
+            problem(8, 8, ranks=4).model_copy(
+                update={"stages": (TEN.model_copy(update={"in_flight_limit": 2}), *[TEN] * 7)}
+            ),
+            "in_flight_limit is 2",
+        ),
+    ],
+)
+def test_what_cannot_be_interleaved(made: Problem, words: str, tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "problem.json"
+    file.write_text(made.model_dump_json(exclude_none=True))
+    policy = "1f1b-interleaved" if made.policy is Policy.PIPEMORPH else made.policy.value
+    chosen = [] if "policy pipemorph" in words else ["--policy", policy]
+    assert main(["plan", str(file), *chosen]) == 2
+    found = capsys.readouterr()
+    assert words in found.err and found.err.count("\n") == 1 and found.out == ""
+
+
+def test_plan_and_simulate_print_the_contracted_fields(tmp_path: Path, capsys: Any) -> None:
+    source, planned = tmp_path / "problem.json", tmp_path / "plan.json"
+    source.write_text(problem(8, 8, policy="zero-bubble-v").model_dump_json(exclude_none=True))
+    assert main(["plan", str(source), "--out", str(planned)]) == 0
+    found = json.loads(planned.read_text())
+    assert found["makespan"] == found["lower_bound"] == 8 * 2 * 30 + 30
+    assert found["ranks"] == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert found["order"][0].startswith("0F0,0F1,0F2,0F3,0F4,0F5,0F6,7F0,7I0,7W0")
+    assert [len(stage) for stage in found["stages"]] == [24] * 8
+    assert len(found["bubbles"]["fill"]) == 4
+    idle = sum(map(sum, found["bubbles"].values()))
+    assert idle == pytest.approx(found["bubble_fraction"] * 4 * found["makespan"])
+    slow = tmp_path / "slow.json"
+    made = problem(8, 8).with_delays([20, 0, 0, 50, 0, 0, 0])
+    slow.write_text(made.model_dump_json(exclude_none=True))
+    assert main(["simulate", str(planned), str(slow)]) == 0
+    again = json.loads(capsys.readouterr().out)
+    # The fourth link is within rank 3 and takes no time.
+    assert again["makespan"] > found["makespan"]
+    assert (
+        again["makespan"]
+        == simulate_interleaved(
+            parse_csv("\n".join(found["order"])), made.with_delays([20, 0, 0, 0, 0, 0, 0])
+        ).makespan
+    )
+    assert main(["simulate", str(planned), str(slow), "--dispatch", "online"]) == 2
+    assert "needs a plan with one stage per rank" in capsys.readouterr().err
+
+
+def test_pictures_have_a_row_per_rank() -> None:
+    found = plan_interleaved(problem(4, 4, policy="zero-bubble-v", delay=5.0))
+    drawn = Timeline.of_interleaved(found.simulation, found.problem, title="v")
+    text = render_text(drawn)
+    assert "rank 0 (0, 3) |" in text and "rank 1 (1, 2) |" in text
+    page = render_html(drawn)
+    data = json.loads(page.split('type="application/json">')[1].split("</script>")[0])
+    assert data["placement"] == [0, 1, 1, 0]
+    assert set(data["stages"][0]["of"]) == {0, 3}
+    pytest.importorskip("matplotlib")
+    assert render_png(drawn).startswith(b"\x89PNG")
