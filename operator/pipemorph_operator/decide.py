@@ -117,10 +117,10 @@ def read_job(body: Mapping[str, Any]) -> PipeMorphJob:
     except ValidationError as error:
         raise InputError(describe(error)) from None
     # Late: the planner is not needed for anything else here.
-    from pipemorph.control.initial import initial_schedule
+    from pipemorph.control.initial import check_plan
 
     try:
-        initial_schedule(job.spec)
+        check_plan(job.spec)
     except (InputError, ValidationError) as error:
         raise InputError(f"spec.schedule: {error}") from None
     return job

@@ -6,15 +6,16 @@ Only event handlers and an index: kopf adds no finalizer and no annotation to an
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import kopf
 
 from pipemorph_operator.crd import PLURAL, VERSION
 from pipemorph_operator.facts import JobFacts
-from pipemorph_operator.names import API_GROUP, LABEL_JOB
+from pipemorph_operator.names import API_GROUP, INGEST_CONDITIONS, LABEL_JOB
 from pipemorph_operator.workqueue import WorkQueue
 
 INACTIVITY_SECONDS = 90.0
@@ -22,12 +23,16 @@ INACTIVITY_SECONDS = 90.0
 
 Key = tuple[str, str]
 
+_OTHERS = frozenset({"training", "control", "conditions"})
+
 
 class Watched:
-    """What kopf keeps for us: the Jobs of every PipeMorphJob, by namespace and UID."""
+    """What kopf keeps for us: the Jobs of every PipeMorphJob, by namespace and UID; and what of
+    a job has been asked a turn for."""
 
     def __init__(self) -> None:
         self._index: kopf.Index[Key, JobFacts] | None = None
+        self._seen: dict[Key, int] = {}
 
     def use(self, index: kopf.Index[Key, JobFacts]) -> None:
         self._index = index
@@ -36,6 +41,33 @@ class Watched:
         if self._index is None:
             raise RuntimeError("a job was reconciled before the Jobs were listed")
         return list(self._index.get((namespace, uid), ()))
+
+    def is_news(self, key: Key, kind: str | None, body: Mapping[str, Any]) -> bool:
+        """Whether an event of a job can change what is decided. ``kind`` None: it was listed."""
+        if kind == "DELETED":
+            self._seen.pop(key, None)
+            return True
+        now = hash(json.dumps(what_matters(body), sort_keys=True))
+        known = self._seen.get(key)
+        self._seen[key] = now
+        return kind != "MODIFIED" or now != known
+
+
+def what_matters(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a job a decision may depend on: not the ingest's figures, which it writes every
+    few seconds."""
+    metadata, status = body["metadata"], body.get("status") or {}
+    training = status.get("training") or {}
+    return {
+        "metadata": {k: metadata.get(k) for k in ("uid", "generation", "labels")},
+        "deleting": "deletionTimestamp" in metadata,
+        "status": {k: v for k, v in status.items() if k not in _OTHERS},
+        "conditions": [
+            c for c in status.get("conditions") or () if c.get("type") not in INGEST_CONDITIONS
+        ],
+        "training": {k: training.get(k) for k in ("attempt", "state")},
+        "slow": sorted((k["link"], k.get("replica", 0)) for k in training.get("slowLinks") or ()),
+    }
 
 
 def registry(queue: WorkQueue[Key], watched: Watched) -> kopf.OperatorRegistry:
@@ -68,8 +100,12 @@ def registry(queue: WorkQueue[Key], watched: Watched) -> kopf.OperatorRegistry:
         return {(str(body["metadata"]["namespace"]), facts.owner_uid): facts}
 
     @kopf.on.event(API_GROUP, VERSION, PLURAL, registry=made)
-    async def job_changed(namespace: str | None, name: str, **_: Any) -> None:
-        queue.add((str(namespace), name))
+    async def job_changed(
+        namespace: str | None, name: str, type: str | None, body: kopf.Body, **_: Any
+    ) -> None:
+        key = (str(namespace), name)
+        if watched.is_news(key, type, body):
+            queue.add(key)
 
     @kopf.on.event("batch", "v1", "jobs", labels={LABEL_JOB: kopf.PRESENT}, registry=made)
     async def child_changed(namespace: str | None, labels: kopf.Labels, **_: Any) -> None:

@@ -54,6 +54,17 @@ def initial_schedule(spec: JobSpec) -> Schedule:
     return _schedule(initial_problem(spec))
 
 
+@lru_cache(maxsize=1024)
+def _can_be_planned(problem: Problem) -> None:
+    _schedule(problem)
+
+
+def check_plan(spec: JobSpec) -> None:
+    """Raise :class:`~pipemorph.errors.InputError` if the spec allows no plan. What was found
+    good is remembered: a reconciler asks with every turn, and a large plan takes a second."""
+    _can_be_planned(initial_problem(spec))
+
+
 def initial_plan(spec: JobSpec) -> Plan:
     """Plan of version 0, the same on every machine: nothing but the spec goes in.
 

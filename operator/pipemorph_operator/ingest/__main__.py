@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import ssl
+from asyncio import sslproto
 from functools import cache, partial
 from pathlib import Path
 
@@ -24,6 +25,9 @@ from pipemorph_operator.metrics import REPORT_SECONDS, REPORTS
 
 log = logging.getLogger("pipemorph.ingest")
 
+TLS_READ_BYTES = 16 * 1024
+"""A record of TLS is no longer. asyncio sets aside 256 KiB per connection to read into, and every
+job has two."""
 CERTIFICATE_SECONDS = 60.0
 """Between two looks at the certificate's files, which are renewed in place."""
 
@@ -182,6 +186,7 @@ def main() -> None:
         level=os.environ.get("PIPEMORPH_LOG", "INFO").upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
+    sslproto.SSLProtocol.max_size = TLS_READ_BYTES
     options = parser().parse_args()
     if not options.plain_http and not (options.tls_cert and options.tls_key):
         parser().error("give --tls-cert and --tls-key, or --plain-http")

@@ -96,6 +96,7 @@ class ClusterStore:
         self._clock = clock
         self._monotonic = monotonic
         self._held: dict[Key, Held] = {}
+        self._budget = pace.Budget(monotonic())
         self._listed: set[Key] = set()
         self._last_words: set[asyncio.Task[None]] = set()
         self._unlisted: set[str | None] = set(namespaces) or {None}
@@ -118,6 +119,7 @@ class ClusterStore:
         if held is None:
             raise LookupError(f"the job {namespace}/{job} is gone")
         started = self._monotonic()
+        self._budget.charge(started)
         async with held.writing:
             held.control = saved.pack(snapshot)
             await self._write(held)
@@ -263,16 +265,20 @@ class ClusterStore:
         wall = self._clock()
         view = held.controller.view(wall)
         turn = pace.Turn.of(held.source, view, wall)
-        if not pace.is_due(turn != held.turn, now - held.written_at, len(self._held)):
+        turned = turn != held.turn
+        if not pace.is_due(turned, now - held.written_at, len(self._held)):
             return
-        held.ear.news = False
         training, conditions = self._summary(held, view, wall)
         self._gauge(held, training)
         if training == held.written and conditions == held.conditions:
+            held.ear.news = False
             return
+        if not self._budget.allows(now, turned=turned):
+            return
+        held.ear.news = False
         async with held.writing:
             try:
-                if turn != held.turn and training.adaptations and held.control is not None:
+                if turned and training.adaptations and held.control is not None:
                     held.control = saved.pack(held.controller.snapshot())
                 await self._write(held)
             except (
