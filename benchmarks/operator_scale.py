@@ -10,18 +10,20 @@ pods      apply of one job of RANKS ranks until all its pods exist, against a pl
           the same pods in the same run (goal: at most 1.2 times)
 jobs      JOBS jobs of two ranks: API requests of the operator per job, its memory, and the time
           a restarted operator needs until it has looked at all of them
-reports   JOBS jobs report every 2 s: time to answer a report, p50 and p99, and time of the report
-          that brings a directive, persisted in status before it is answered
-capacity  reports one ingest process answers per second, with every connection busy (goal: 2,000)
+reports   JOBS jobs report every 2 s and hold a long poll: time to answer a report, and from the
+          report that completes the evidence to the directive at the agent, persisted in status
+          before; memory of the ingest
+capacity  reports one ingest process answers per second, with every connection busy (goal: 2,000),
+          by the clock and per second of its own processor time
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import copy
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -33,7 +35,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests/cluster"), str(ROOT / "operator")]
 
-import aiohttp  # noqa: E402
 from operator_support import CHART, RELEASE, SYSTEM, Installation, Jobs, manifest  # noqa: E402
 from testbed import Cluster, tools, wait_for  # noqa: E402
 
@@ -41,6 +42,8 @@ DEADLINE = 1800.0
 PERIOD = 2.0
 SLOW_AFTER = 6
 """Reports of a job before its link goes slow, at the earliest."""
+MORE_THAN_SENT = 1_000_000
+"""A sequence number above those of the load before."""
 SPREAD = 30
 """Reports over which the links of all jobs go slow: a minute."""
 
@@ -188,80 +191,35 @@ def tokens(jobs: Jobs, count: int) -> dict[str, str]:
         return dict(pool.map(one, range(count)))
 
 
-class Reporter:
-    """One job's reports, from the least code that can make them."""
-
-    def __init__(self, jobs: Jobs, name: str, token: str) -> None:
-        self.url = f"/v1/jobs/{jobs.namespace}/{name}/reports"
-        self.headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-        self.sequence = self.iteration = self.observed = 0
-        self.report: dict[str, Any] = {
-            "job": name, "namespace": jobs.namespace, "attempt": 0, "sent_at": 1.0,
-            "state": "training",
-            "stages": [
-                {"stage": s, "forward": 0.01, "backward_input": 0.01, "backward_weight": 0.01,
-                 "split": "emulated", "peak_memory": 1 << 20}
-                for s in range(2)
-            ],
-        }  # fmt: skip
-
-    def body(self, wire: float) -> bytes:
-        self.sequence += 1
-        self.iteration += 1
-        times = dict.fromkeys(("min", "p50", "p99", "mean"), wire)
-        links = [
-            {"link": 0, "direction": direction, "path": "direct", "transport": "gloo",
-             "iteration": self.iteration, "bytes": 1 << 20, "queue_p50": 0.0,
-             "wire": {"count": 2, "exact": 2, **times}}
-            for direction in ("forward", "backward")
-            for _ in range(2)
-        ]  # fmt: skip
-        finished = {
-            "index": self.iteration - 1, "seconds": 0.5, "loss": 1.0,
-            "epoch": self.observed, "bubble_fraction": 0.1,
-        }  # fmt: skip
-        whole = self.report | {
-            "sequence": self.sequence, "iteration": self.iteration, "links": links,
-            "iterations": [finished], "observed_epoch": self.observed,
-            "applied_epoch": self.observed,
-        }  # fmt: skip
-        return json.dumps(whole).encode()
-
-    async def send(self, session: aiohttp.ClientSession, wire: float) -> tuple[float, bool]:
-        """Seconds to the answer, and whether it brought a directive."""
-        body = self.body(wire)
-        started = time.monotonic()
-        async with session.post(self.url, data=body, headers=self.headers) as answer:
-            said = await answer.json()
-            if answer.status != 200:
-                raise RuntimeError(f"{answer.status}: {said}")
-        directive = said["directive"]
-        if directive is not None:
-            self.observed = directive["epoch"]
-        return time.monotonic() - started, directive is not None
-
-
-def session(installation: Installation) -> aiohttp.ClientSession:
-    connector = aiohttp.TCPConnector(
-        limit=0, ssl=installation.trust, resolver=_Here(), keepalive_timeout=60
+def load(
+    installation: Installation, jobs: Jobs, made: dict[str, str], **what: float
+) -> dict[str, Any]:
+    """Reports of these jobs, from a process of its own: see report_load.py."""
+    asked = {
+        "port": installation.port,
+        "server_name": f"pm-pipemorph-operator-ingest.{SYSTEM}.svc",
+        "ca_file": str(installation.folder / "ca.crt"),
+        "jobs": [
+            {"namespace": jobs.namespace, "name": name, "token": token}
+            for name, token in made.items()
+        ],
+    } | what
+    ended = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks/report_load.py")],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE,
     )
-    name = f"pm-pipemorph-operator-ingest.{SYSTEM}.svc"
-    return aiohttp.ClientSession(f"https://{name}:{installation.port}", connector=connector)
+    if ended.returncode != 0:
+        raise RuntimeError(f"report_load.py: {ended.stderr[-2000:]}")
+    figures: dict[str, Any] = json.loads(ended.stdout)
+    return figures
 
 
-class _Here(aiohttp.abc.AbstractResolver):
-    """The ingest's name is this machine's."""
-
-    async def resolve(
-        self, host: str, port: int = 0, family: Any = 0
-    ) -> list[aiohttp.abc.ResolveResult]:
-        return [
-            {"hostname": host, "host": "127.0.0.1", "port": port,
-             "family": family, "proto": 0, "flags": 0}
-        ]  # fmt: skip
-
-    async def close(self) -> None:
-        return None
+def milliseconds(name: str, values: Sequence[float]) -> Result:
+    return {f"{name}_p{100 * q:g}_ms": 1e3 * quantile(values, q) for q in (0.5, 0.99)}
 
 
 def quantile(values: Sequence[float], q: float) -> float:
@@ -269,62 +227,57 @@ def quantile(values: Sequence[float], q: float) -> float:
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
 
 
-async def steady(installation: Installation, reporters: Sequence[Reporter]) -> Result:
-    """Every job reports every two seconds; spread over a minute, every link goes slow."""
-    answers: list[float] = []
-    directives: list[float] = []
-
-    async def one(number: int, reporter: Reporter, client: aiohttp.ClientSession) -> None:
-        start = time.monotonic() + PERIOD * number / len(reporters)
-        slow_after = SLOW_AFTER + number % SPREAD
-        for turn in range(SLOW_AFTER + SPREAD + 8):
-            await asyncio.sleep(max(0.0, start + turn * PERIOD - time.monotonic()))
-            took, news = await reporter.send(client, 0.002 if turn < slow_after else 0.08)
-            if turn > 0:  # The first opens the connection and asks for a TokenReview.
-                (directives if news else answers).append(took)
-
-    async with session(installation) as client:
-        await asyncio.gather(*(one(i, r, client) for i, r in enumerate(reporters)))
-    if len(directives) < len(reporters) / 2:
-        raise RuntimeError(f"{len(directives)} directives for {len(reporters)} slow links")
+def steady(installation: Installation, jobs: Jobs, made: dict[str, str], bare: int) -> Result:
+    """Every job reports every two seconds; spread over a minute, every link goes slow.
+    ``bare``: bytes of an ingest that has no job."""
+    ingest = installation.ingest
+    used = cpu_seconds(ingest.process.pid)
+    writes = ingest.metric("pipemorph_ingest_status_writes_total")
+    found = load(
+        installation, jobs, made, period=PERIOD, turns=SLOW_AFTER + SPREAD + 8,
+        slow_from=SLOW_AFTER, slow_over=SPREAD, first=MORE_THAN_SENT,
+    )  # fmt: skip
+    used = cpu_seconds(ingest.process.pid) - used
+    count = len(made)
+    if len(found["directives"]) < 0.99 * count:
+        raise RuntimeError(f"{len(found['directives'])} directives for {count} slow links")
     return {
-        "jobs": len(reporters),
-        "reports": len(answers) + len(directives),
-        "answer_p50_ms": 1e3 * quantile(answers, 0.5),
-        "answer_p99_ms": 1e3 * quantile(answers, 0.99),
-        "directives": len(directives),
-        "directive_p50_ms": 1e3 * quantile(directives, 0.5),
-        "directive_p99_ms": 1e3 * quantile(directives, 0.99),
+        "jobs": count,
+        "reports": found["reports"],
+        **milliseconds("answer", found["answers"]),
+        "directives": len(found["directives"]),
+        # From the report that completes the evidence to the directive at the agent.
+        **milliseconds("directive", found["directives"]),
+        # From the first report of a slow link; one report every two seconds is most of it.
+        **milliseconds("evidence", found["evidence"]),
+        "status_writes": ingest.metric("pipemorph_ingest_status_writes_total") - writes,
+        "ingest_cpu_seconds": used,
+        "memory_mib": resident_bytes(ingest.process.pid) / 2**20,
+        "memory_per_job_mib": (resident_bytes(ingest.process.pid) - bare) / 2**20 / count,
+        "load_generator_late_ms": 1e3 * found["late"],
     }
 
 
-async def full(installation: Installation, reporters: Sequence[Reporter], seconds: float) -> Result:
+def full(
+    installation: Installation, jobs: Jobs, made: dict[str, str], connections: int, seconds: float
+) -> Result:
     """All connections busy, each within its job's limit."""
-    sent = 0
     pid = installation.ingest.process.pid
-    stop = time.monotonic() + seconds
-
-    async def one(reporter: Reporter, client: aiohttp.ClientSession) -> None:
-        nonlocal sent
-        due = time.monotonic()
-        while time.monotonic() < stop:
-            await reporter.send(client, 0.002)
-            sent += 1
-            due += 1 / 35  # Under the limit of one job.
-            await asyncio.sleep(max(0.0, due - time.monotonic()))
-            due = max(due, time.monotonic())
-
-    async with session(installation) as client:
-        started, used = time.monotonic(), cpu_seconds(pid)
-        await asyncio.gather(*(one(r, client) for r in reporters))
-        used = cpu_seconds(pid) - used
-        rate = sent / (time.monotonic() - started)
+    used = cpu_seconds(pid)
+    some = dict(list(made.items())[:connections])
+    found = load(installation, jobs, some, seconds=seconds)
+    used = cpu_seconds(pid) - used
     return {
-        "connections": len(reporters),
-        "reports_per_second": rate,
-        # What the machine's other work takes away does not count here.
-        "reports_per_cpu_second": sent / used,
-        "memory_mib": resident_bytes(pid) / 2**20,
+        "connections": len(some),
+        # As measured here, beside whatever else this machine's processors have to do …
+        "reports_per_second_wall": found["reports"] / found["wall"],
+        **milliseconds("answer", found["answers"]),
+        # … and per second of processor time of the ingest alone, handshakes included.
+        "reports_per_cpu_second": found["reports"] / used,
+        "ingest_cpu_share": used / found["wall"],
+        "load_generator_cpu_share": found["own_cpu"] / found["wall"],
+        "machine_load": os.getloadavg()[0],
+        "processors": os.cpu_count() or 0,
     }
 
 
@@ -346,6 +299,7 @@ def run(options: argparse.Namespace) -> dict[str, Result]:
         installation = Installation(cluster, Path(folder) / "operator")
         installation.operator.start()
         installation.ingest.start()
+        bare = resident_bytes(installation.ingest.process.pid)
         try:
             section("pods", pods(installation, options.ranks))
             installation.operator.restart()
@@ -353,9 +307,8 @@ def run(options: argparse.Namespace) -> dict[str, Result]:
                 jobs = Jobs(installation, namespace)
                 section("jobs", many(installation, jobs, options.jobs))
                 made = tokens(jobs, options.jobs)
-                reporters = [Reporter(jobs, name, token) for name, token in made.items()]
-                section("reports", asyncio.run(steady(installation, reporters)))
-                section("capacity", asyncio.run(full(installation, reporters[:120], 15.0)))
+                section("capacity", full(installation, jobs, made, 120, 15.0))
+                section("reports", steady(installation, jobs, made, bare))
         finally:
             installation.operator.process.stop()
             installation.ingest.process.stop()

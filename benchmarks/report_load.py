@@ -13,7 +13,7 @@ import os
 import ssl
 import sys
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
 NORMAL, SLOW = 0.002, 0.08
@@ -47,6 +47,8 @@ class Load:
     slow_over: int = 0
     seconds: float = 0.0
     rate: float = 35.0
+    first: int = 1
+    """Sequence number of a job's first report."""
 
 
 class Line(asyncio.Protocol):
@@ -95,7 +97,7 @@ class Reporter:
         self._load, self._trust, self._job = load, trust, job
         self._base = f"/v1/jobs/{job.namespace}/{job.name}"
         self._end = f"Host: {load.server_name}\r\nAuthorization: Bearer {job.token}\r\n"
-        self._sequence = 0
+        self._sequence = load.first - 1
         self.observed = 0
         self.asked_at: float | None = None
         """When the first report of the slow link was sent that a directive was not yet seen for."""
@@ -237,9 +239,9 @@ async def full(load: Load, reporters: Sequence[Reporter], out: Figures) -> None:
     out.own_cpu += time.process_time()
 
 
-async def _all(work: Sequence[Awaitable[None]] | object) -> None:
+async def _all(work: Iterable[Coroutine[None, None, None]]) -> None:
     async with asyncio.TaskGroup() as tasks:
-        for each in work:  # type: ignore[attr-defined]
+        for each in work:
             tasks.create_task(each)
 
 
