@@ -26,17 +26,22 @@ def run(*command: object, env: dict[str, str] | None = None) -> str:
     return done.stdout
 
 
-def build_and_run(name: str, *settings: str) -> None:
-    # Kept between runs, so that only what changed is compiled.
-    build = ROOT / "build" / name
+def build(name: str, *settings: str) -> pathlib.Path:
+    """Builds the suite into a folder that is kept between runs, and returns the folder."""
+    folder = ROOT / "build" / name
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
     run(
-        *("cmake", "-S", ROOT, "-B", build, *generator),
+        *("cmake", "-S", ROOT, "-B", folder, *generator),
         *("-DPIPEMORPH_MODULE=OFF", "-DPIPEMORPH_TESTS=ON", "-DPIPEMORPH_WERROR=ON"),
         *(f"-D{s}" for s in settings),
     )
-    run("cmake", "--build", build, "--parallel", "2")
-    assert " 0 failed" in run(build / "engine_tests", env=os.environ | ENVIRONMENT)
+    run("cmake", "--build", folder, "--parallel", "2")
+    return folder
+
+
+def build_and_run(name: str, *settings: str) -> None:
+    folder = build(name, *settings)
+    assert " 0 failed" in run(folder / "engine_tests", env=os.environ | ENVIRONMENT)
 
 
 @pytest.mark.slow

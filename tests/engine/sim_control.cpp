@@ -1,0 +1,210 @@
+// The application on both ends, and the control connection between them.
+#include "sim_model.hpp"
+
+namespace sim {
+
+void World::post(int side) {
+    End& e = end(side);
+    if (e.to_send == 0) return;
+    --e.to_send;
+    Sent m;
+    m.key = {0, 0, static_cast<int64_t>(e.to_send), side == kLow ? 0 : 1, 0};
+    const uint32_t bytes = random_(8) == 0 ? 0 : 1 + random_(uint32_t{kSlotBytes});
+    Random fill(options_.seed * 64 + e.to_send * 2 + uint64_t(side));
+    m.content.resize(bytes);
+    for (uint8_t& b : m.content) b = static_cast<uint8_t>(fill(256));
+    m.hash = hash(m.content.data(), bytes);
+    // Its own copy, scribbled over when the engine lets go of it: whoever still reads it then
+    // sends rubbish.
+    auto payload = std::shared_ptr<std::vector<uint8_t>>(
+        new std::vector<uint8_t>(m.content), [](std::vector<uint8_t>* p) {
+            std::fill(p->begin(), p->end(), uint8_t{0xdd});
+            delete p;
+        });
+    MessageInfo info;
+    info.key = m.key;
+    info.bytes = bytes;
+    const uint8_t* data = payload->data();
+    m.id = e.out.post(info, data, std::move(payload), 1)->info.id;
+    trace("%d posts message %llu of %u bytes", side, (unsigned long long)m.id, bytes);
+    ++tally_.messages;
+    ++undelivered_;
+    e.sent.emplace(m.id, std::move(m));
+    send_empty(side);
+}
+
+void World::send_empty(int side) {
+    while (auto m = end(side).out.next_inline(2, 2))
+        end(side).stream.send(InlineFrame{std::move(*m)});
+    flush(side);
+}
+
+Sent& World::pick(int side) {
+    auto& sent = end(side).sent;
+    return std::next(sent.begin(), random_(static_cast<uint32_t>(sent.size())))->second;
+}
+
+void World::receive(int side) {
+    End& e = end(side);
+    if (!e.held.empty() && random_(2) == 0) {
+        const size_t i = random_(static_cast<uint32_t>(e.held.size()));
+        const auto [slot, serial] = e.held[i];
+        e.held.erase(e.held.begin() + static_cast<std::ptrdiff_t>(i));
+        give_back(side, slot, serial);
+        return;
+    }
+    if (end(1 - side).sent.empty()) return;
+    Sent& m = pick(1 - side);
+    if (!m.asked && !m.delivered && !m.content.empty() && random_(4) == 0) {
+        m.asked = true;
+        ++tally_.posted_destinations;
+        m.destination.assign(m.content.size(), 0xcc);
+        require(e.in.post(m.key, {m.destination.data(), m.destination.size(), nullptr}),
+                "a destination was refused");
+    }
+    const auto arrived = e.in.take(m.key);
+    if (!arrived) return;
+    trace("%d takes message %llu", side, (unsigned long long)m.id);
+    if (m.delivered) fail("message " + std::to_string(m.id) + " was delivered twice");
+    m.delivered = true;
+    --undelivered_;
+    require(arrived->info.id == m.id, "another message came under this key");
+    require(arrived->info.bytes == m.content.size(), "a message changed its size");
+    if (hash(arrived->data, arrived->info.bytes) != m.hash)
+        fail("message " + std::to_string(m.id) + " arrived with another content");
+    if (arrived->slot) e.held.push_back({*arrived->slot, arrived->serial});
+}
+
+void World::give_back(int side, uint32_t slot, uint64_t serial) {
+    const auto next = end(side).in.release(slot, serial);
+    require(next.has_value(), "a slot could not be released");
+    grant(side, *next);
+    require(!end(side).in.release(slot, serial), "a slot was released twice");
+}
+
+void World::grant(int side, const SlotGrant& g) {
+    End& e = end(side);
+    End::Use& use = e.slots[g.slot];
+    require(g.serial > use.serial, "a slot's serial number did not rise");
+    require(!use.open, "a slot was granted while it was granted");
+    use = {g.serial, true};
+    std::memset(e.in.segment(g.segment)->data() + g.offset, 0xee, g.bytes);
+    e.stream.send(GrantFrame{{g}});
+    flush(side);
+}
+
+void World::flush(int side) {
+    End& e = end(side);
+    if (e.control != 0 && e.control == end(1 - side).control) e.stream.write(e.outgoing, 4096);
+}
+
+void World::deliver_control(int side) {
+    End& from = end(1 - side);
+    End& to = end(side);
+    if (to.control == 0 || to.control != from.control || from.outgoing.empty()) return;
+    const auto size = static_cast<uint32_t>(from.outgoing.size());
+    const uint32_t n = random_(3) == 0 ? 1 + random_(size) : size;
+    to.incoming.insert(to.incoming.end(), from.outgoing.begin(), from.outgoing.begin() + n);
+    from.outgoing.erase(from.outgoing.begin(), from.outgoing.begin() + n);
+    read_control(side);
+}
+
+void World::read_control(int side) {
+    End& e = end(side);
+    size_t used = 0;
+    const auto bytes = std::exchange(e.incoming, {});
+    while (bytes.size() - used >= kFrameHeaderSize) {
+        const Bytes rest = Bytes(bytes).subspan(used);
+        const auto header = decode_frame_header(rest.first(kFrameHeaderSize));
+        require(header.has_value(), "a malformed frame header");
+        if (rest.size() < kFrameHeaderSize + header->body_bytes) break;
+        auto frame = decode_frame(header->type, rest.subspan(kFrameHeaderSize, header->body_bytes));
+        require(frame.has_value(), "a malformed frame");
+        used += kFrameHeaderSize + header->body_bytes;
+        require(e.stream.acknowledged(header->acknowledged), "an impossible counter");
+        const auto verdict = e.stream.received(header->sequence);
+        require(verdict != ReliableStream::Verdict::gap, "a gap in the frames");
+        // Both ends say where to resume before anything is written, so nothing is repeated.
+        require(verdict == ReliableStream::Verdict::deliver, "a frame was repeated");
+        handle(side, *frame);
+    }
+    e.incoming.assign(bytes.begin() + static_cast<std::ptrdiff_t>(used), bytes.end());
+}
+
+void World::handle(int side, const Frame& frame) {
+    End& e = end(side);
+    if (const auto* grants = std::get_if<GrantFrame>(&frame)) {
+        for (const SlotGrant& g : grants->slots) e.out.granted(g);
+    } else if (const auto* empty = std::get_if<InlineFrame>(&frame)) {
+        whole(side, empty->message.id);
+        e.in.deliver_empty(empty->message, 3);
+        e.stream.send(AckFrame{empty->message.id});
+        flush(side);
+    } else if (const auto* ack = std::get_if<AckFrame>(&frame)) {
+        require(e.out.acknowledged(ack->message, 3), "an acknowledgement came twice");
+        require(e.sent.at(ack->message).complete, "a message completed that had not arrived");
+        send_empty(side);
+    } else if (const auto* fence = std::get_if<FenceFrame>(&frame)) {
+        fence_requested(side, *fence);
+    } else if (const auto* report = std::get_if<BitmapFrame>(&frame)) {
+        e.out.fenced(*report);
+    } else {
+        fail("an unexpected frame");
+    }
+}
+
+void World::whole(int side, uint64_t id) {
+    Sent& m = end(1 - side).sent.at(id);
+    if (m.complete) fail("message " + std::to_string(id) + " became whole twice");
+    m.complete = true;
+}
+
+void World::lose_control() {
+    ++tally_.controls_lost;
+    for (int side = 0; side < 2; ++side) {
+        End& from = end(side);
+        from.outgoing.resize(chaos_(static_cast<uint32_t>(from.outgoing.size()) + 1));
+        deliver_rest(1 - side);
+        end(1 - side).incoming.clear();
+    }
+    end(kLow).control = 0;
+    if (chaos_(2) == 0) end(1).control = 0;
+    trace("the control connection breaks");
+}
+
+void World::deliver_rest(int side) {
+    End& from = end(1 - side);
+    End& to = end(side);
+    if (to.control != 0 && to.control == from.control) {
+        to.incoming.insert(to.incoming.end(), from.outgoing.begin(), from.outgoing.end());
+        from.outgoing.clear();
+        read_control(side);
+    }
+    from.outgoing.clear();
+}
+
+bool World::resume_control(bool half) {
+    End& low = end(kLow);
+    End& high = end(1);
+    if (low.control != 0) return false;
+    const uint64_t number = next_control_++;
+    const uint64_t low_received = low.stream.last_received();  // in the hello
+    high.outgoing.clear();
+    high.incoming.clear();
+    high.control = number;
+    const uint64_t high_received = high.stream.last_received();  // in the reply
+    require(high.stream.resume(low_received), "the acceptor cannot resume");
+    // It writes at once. On a half resume nobody will ever read that.
+    high.stream.write(high.outgoing, 4096);
+    if (half) return true;
+    ++tally_.resumes;
+    low.outgoing.clear();
+    low.incoming.clear();
+    low.control = number;
+    require(low.stream.resume(high_received), "the dialler cannot resume");
+    flush(kLow);
+    trace("the control connection is resumed");
+    return true;
+}
+
+}  // namespace sim

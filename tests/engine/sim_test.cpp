@@ -1,0 +1,144 @@
+// 100,000 schedules of sim_world, with faults at random and at every step. PIPEMORPH_SIM_SCHEDULES
+// asks for another number; PIPEMORPH_SIM_SEED replays one and says what happened in it.
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <mutex>
+#include <thread>
+
+#include "check.hpp"
+#include "sim_world.hpp"
+
+using namespace sim;
+
+namespace {
+
+constexpr unsigned kThreads = 2;
+
+uint64_t wanted(uint64_t normally) {
+    const char* given = std::getenv("PIPEMORPH_SIM_SCHEDULES");
+    return given == nullptr ? normally : std::strtoull(given, nullptr, 10);
+}
+
+Options random_schedule(uint64_t seed, const Rules& rules) {
+    Options o;
+    o.seed = seed;
+    o.rules = rules;
+    o.random_faults = static_cast<int>(seed % 9);
+    return o;
+}
+
+struct Outcome {
+    Tally tally;
+    std::string violation;  // with its seed; the first that a thread came across
+};
+
+// Several threads, each with schedules of its own: the protocol's classes share nothing.
+Outcome play_random(uint64_t schedules, const Rules& rules = {}) {
+    std::mutex mu;
+    Outcome outcome;
+    std::atomic<bool> stop{false};
+    const auto work = [&](uint64_t first) {
+        Tally tally;
+        for (uint64_t seed = first; seed < schedules && !stop; seed += kThreads) {
+            const std::string why = play(random_schedule(seed, rules), tally);
+            if (why.empty()) continue;
+            stop = true;
+            const std::lock_guard lock(mu);
+            if (outcome.violation.empty())
+                outcome.violation = "schedule " + std::to_string(seed) + ": " + why;
+        }
+        const std::lock_guard lock(mu);
+        outcome.tally += tally;
+    };
+    std::vector<std::thread> threads;
+    for (unsigned i = 0; i < kThreads; ++i) threads.emplace_back(work, i);
+    for (std::thread& t : threads) t.join();
+    return outcome;
+}
+
+void print(const Tally& t) {
+    std::printf(
+        "        %llu schedules, %llu steps, %llu messages (%llu into destinations); lost: %llu "
+        "paths, %llu control connections (%llu resumed), %llu half dials; chunks: %llu resent, "
+        "%llu duplicate, %llu stale, %llu dropped, %llu damaged; writes after their sender gave "
+        "up: %llu landed in time, %llu stopped by the fence\n",
+        (unsigned long long)t.schedules, (unsigned long long)t.steps,
+        (unsigned long long)t.messages, (unsigned long long)t.posted_destinations,
+        (unsigned long long)t.paths_lost, (unsigned long long)t.controls_lost,
+        (unsigned long long)t.resumes, (unsigned long long)t.half_dials,
+        (unsigned long long)t.chunks_resent, (unsigned long long)t.duplicates,
+        (unsigned long long)t.stale, (unsigned long long)t.dropped, (unsigned long long)t.damaged,
+        (unsigned long long)t.late_writes, (unsigned long long)t.fenced_writes);
+}
+
+[[noreturn]] void report(const std::string& violation) {
+    check::fail(__FILE__, __LINE__, violation + " (PIPEMORPH_SIM_SEED=N replays a schedule)");
+}
+
+}  // namespace
+
+TEST(sim_random_faults_deliver_every_message_once) {
+    if (const char* seed = std::getenv("PIPEMORPH_SIM_SEED")) {
+        Tally tally;
+        Options o = random_schedule(std::strtoull(seed, nullptr, 10), {});
+        o.trace = true;
+        if (const std::string why = play(o, tally); !why.empty()) report(why);
+        return;
+    }
+    const uint64_t schedules = wanted(100'000);
+    const Outcome outcome = play_random(schedules);
+    print(outcome.tally);
+    if (!outcome.violation.empty()) report(outcome.violation);
+    // All of it happened, and often.
+    const Tally& t = outcome.tally;
+    CHECK(t.schedules == schedules);
+    for (const uint64_t count :
+         {t.paths_lost, t.half_dials, t.controls_lost, t.resumes, t.chunks_resent, t.duplicates,
+          t.stale, t.dropped, t.damaged, t.late_writes, t.fenced_writes, t.posted_destinations})
+        CHECK(count > schedules / 100);
+    for (const uint64_t count : t.faults) CHECK(count > schedules / 100);
+}
+
+// The same schedule again and again, each time with one fault one step later.
+TEST(sim_each_fault_at_every_step) {
+    Tally tally;
+    const uint64_t seeds = wanted(100'000) >= 100'000 ? 4 : 1;
+    for (uint64_t seed = 0; seed < seeds; ++seed) {
+        Options o;
+        o.seed = seed * 7919 + 3;
+        uint64_t steps = 0;
+        CHECK(play(o, tally, &steps).empty());
+        for (uint64_t step = 0; step < steps; ++step) {
+            for (int fault = 0; fault < kFaults; ++fault) {
+                o.planned = {step, static_cast<Fault>(fault)};
+                if (const std::string why = play(o, tally); !why.empty())
+                    report("seed " + std::to_string(o.seed) + ", fault " + std::to_string(fault) +
+                           " at step " + std::to_string(step) + ": " + why);
+            }
+        }
+    }
+    print(tally);
+    CHECK(tally.schedules > seeds * 1000);
+}
+
+TEST(sim_notices_a_report_before_the_fence) {
+    Rules rules;
+    rules.retire_before_report = false;
+    const Outcome outcome = play_random(20'000, rules);
+    CHECK(outcome.violation.find("was written into slot") != std::string::npos);
+}
+
+TEST(sim_notices_a_replaced_path_that_is_not_retired_before_the_report) {
+    Rules rules;
+    rules.fence_retires_replaced = false;
+    const Outcome outcome = play_random(20'000, rules);
+    CHECK(!outcome.violation.empty());
+}
+
+TEST(sim_notices_chunks_sent_again_without_asking) {
+    Rules rules;
+    rules.ask_before_resend = false;
+    const Outcome outcome = play_random(20'000, rules);
+    CHECK(!outcome.violation.empty());
+}

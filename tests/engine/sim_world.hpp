@@ -1,0 +1,74 @@
+// A link between two ranks without sockets, threads or clocks: the real Outbox, Inbox and
+// ReliableStream on both ends, and a network in between that does its worst, driven by a seed.
+//
+// What the real classes do not hold is modelled here with the rules of engine/link_*.cpp, function
+// by function: a path's epochs and its `fenced` mark, `path_lost`, `fence_requested`,
+// `attach_data`, the FIFO of a path's thread, and resuming the control connection. `Rules` takes
+// single rules away, to show that the simulation notices.
+//
+// Two kinds of path. A *stream* (TCP) delivers chunks in order and the receiver puts them into the
+// slot. A *one-sided* path (RDMA, and shared memory) writes into the slot without asking the
+// receiver, in any order and in pieces, and tells of it afterwards; what was posted may land long
+// after its sender has given the path up, until the receiver has retired its end.
+#pragma once
+
+#include <map>
+#include <random>
+#include <string>
+
+#include "protocol/inbox.hpp"
+#include "protocol/outbox.hpp"
+#include "protocol/reliable.hpp"
+
+namespace sim {
+
+using namespace pipemorph;
+
+constexpr uint32_t kChunkBytes = 8;
+
+struct Rules {
+    // The receiver retires its end of a fenced path before it says what it has.
+    bool retire_before_report = true;
+    // ... also if a newer epoch has taken the path's place meanwhile.
+    bool fence_retires_replaced = true;
+    // The sender asks the receiver before it sends a lost path's chunks again.
+    bool ask_before_resend = true;
+};
+
+enum class Fault {
+    sender_loses_path,    // completion error, missed deadline: the receiver knows nothing of it
+    receiver_loses_path,  // end of stream, port down
+    cut,                  // both notice, each in its own time; what was under way may be lost
+    drop,                 // one chunk is lost, the sender's deadline will notice
+    damage,               // one chunk's checksum will be wrong
+    duplicate,            // one chunk comes twice
+    half_dial,            // the acceptor takes a path that the dialler has given up
+    control,              // the control connection breaks, in mid-frame or between two
+    half_resume,          // the acceptor resumes on a connection that the dialler never gets
+};
+constexpr int kFaults = 9;
+
+struct Options {
+    uint64_t seed = 0;
+    Rules rules;
+    int random_faults = 0;
+    // One fault at one step, beside the random ones; the steps before it do not depend on it.
+    std::optional<std::pair<uint64_t, Fault>> planned;
+    bool trace = false;
+};
+
+// How often what happened, over all schedules of a run: a fault that never happens tests nothing.
+struct Tally {
+    uint64_t schedules = 0, steps = 0, messages = 0, posted_destinations = 0;
+    uint64_t paths_lost = 0, half_dials = 0, controls_lost = 0, resumes = 0;
+    uint64_t chunks_resent = 0, duplicates = 0, stale = 0, dropped = 0, damaged = 0;
+    uint64_t late_writes = 0;    // landed after the sender had given the path up: allowed
+    uint64_t fenced_writes = 0;  // would have landed after that, but for the fence
+    uint64_t faults[kFaults] = {};
+    Tally& operator+=(const Tally& other);
+};
+
+// Plays one schedule to its end. Returns what went wrong, or nothing. `steps`: how many it took.
+std::string play(const Options& options, Tally& tally, uint64_t* steps = nullptr);
+
+}  // namespace sim
