@@ -15,6 +15,7 @@ from pipemorph.errors import InputError
 # Each module has ``add_parser(subparsers)`` and ``run(args) -> int``. One that is named on
 # the command line is imported alone, so that `plan` does not pay for what `run` needs.
 COMMANDS = {
+    "advise": "pipemorph.commands.advise",
     "plan": "pipemorph.commands.plan",
     "run": "pipemorph.commands.run",
     "simulate": "pipemorph.commands.simulate",

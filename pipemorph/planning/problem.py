@@ -22,6 +22,7 @@ from pipemorph.planning.ir import Policy
 # Large enough for any pipeline there is; small enough that a slip of the keyboard in
 # `microbatches` is an error message and not a machine that swaps.
 MAX_OPS = 1_000_000
+MAX_LAYERS = 4096
 
 
 def _number(value: object) -> object:
@@ -50,12 +51,27 @@ class StageTimes(_Model):
 
     A fused backward (BW) takes ``backward_input + backward_weight``. ``in_flight_limit``
     bounds the microbatches whose F has started and whose W has not finished; None: no bound.
+
+    Only `pipemorph advise` reads the rest: ``activation_bytes`` is what one microbatch holds
+    between its F and its W, ``offload_copy`` the time to copy that to host memory, or back.
     """
 
     forward: Time
     backward_input: Time
     backward_weight: Time
     in_flight_limit: Count | None = None
+    activation_bytes: Count | None = None
+    offload_copy: Time | None = None
+
+
+class Layers(_Model):
+    """``count`` equal layers of the model that follow each other; times of one of them."""
+
+    forward: Time
+    backward_input: Time
+    backward_weight: Time
+    activation_bytes: Count | None = None
+    count: Annotated[Count, Field(le=4096)] = 1
 
 
 class Link(_Model):
@@ -91,7 +107,8 @@ class Problem(_Model):
 
     ``warmup`` fixes ``x_i``, the forwards stage *i* runs before its first backward.
     ``ranks``: how many ranks share the stages, for policies with several stages per rank;
-    links are along the model all the same.
+    links are along the model all the same. ``layers`` are those of the whole model and
+    ``layer_split`` how many of them each stage has, for `pipemorph advise`.
     Raises :class:`pydantic.ValidationError`; :func:`parse_problem` words it for a user.
     """
 
@@ -101,6 +118,8 @@ class Problem(_Model):
     policy: Policy = Policy.PIPEMORPH
     warmup: tuple[Count, ...] | None = None
     ranks: Count | None = None
+    layers: tuple[Layers, ...] | None = Field(default=None, min_length=1)
+    layer_split: tuple[Count, ...] | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> Problem:
@@ -116,6 +135,8 @@ class Problem(_Model):
             )
         if self.warmup is not None:
             _check_warmup(self.warmup, self)
+        if self.layers is not None or self.layer_split is not None:
+            _check_layers(self.layers, self.layer_split, count)
         return self
 
     @property
@@ -175,6 +196,22 @@ def _check_warmup(warmup: Sequence[int], problem: Problem) -> None:
             cap = limit if cap is None else min(cap, limit)
         if cap is not None and x > cap:
             raise ValueError(f"warmup[{i}] is {x}; in_flight_limit allows {cap} up to stage {i}")
+
+
+def _check_layers(
+    layers: Sequence[Layers] | None, split: Sequence[int] | None, stages: int
+) -> None:
+    """Raise ValueError unless the layers are those of the split, and as many stages."""
+    if layers is None or split is None:
+        missing = "layers" if layers is None else "layer_split"
+        raise ValueError(f"{missing} is missing; layers and layer_split belong together")
+    if len(split) != stages:
+        raise ValueError(f"layer_split has {_entries(len(split))}; {stages} stages need {stages}")
+    total = sum(each.count for each in layers)
+    if total > MAX_LAYERS:
+        raise ValueError(f"layers has {total} layers; at most {MAX_LAYERS} can be split")
+    if sum(split) != total:
+        raise ValueError(f"layer_split is {list(split)}, {sum(split)} layers; layers has {total}")
 
 
 # --- reading -------------------------------------------------------------------------------

@@ -1,0 +1,140 @@
+"""``pipemorph advise PROBLEM``: what more microbatches, another split or offload would give."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from pipemorph.commands.output import emit
+from pipemorph.planning.advice import Advice, Option, advise
+from pipemorph.planning.problem import Problem, load_problem
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "advise",
+        help="compare more microbatches, another split and offload with today",
+        description="Plan PROBLEM as it is and with each of three levers: more microbatches, "
+        "another split of the layers, offload of activations. The report.json of `pipemorph run` "
+        "serves as a problem too: op times are those measured, from the timeline.json beside it.",
+    )
+    parser.add_argument("problem", metavar="PROBLEM", help="YAML or JSON file; - reads stdin")
+    parser.add_argument(
+        "--output", choices=["text", "json"], default="text", help="default: %(default)s"
+    )
+    parser.add_argument("--out", metavar="FILE", help="write to FILE, not to stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    problem, source, measured = _load(args.problem)
+    advice = advise(problem)
+    if args.output == "json":
+        text = json.dumps(fields(advice, source, measured))
+    else:
+        text = table(advice, source, measured)
+    emit((text + "\n").encode(), args.out)
+    return 0
+
+
+def _load(path: str) -> tuple[Problem, str, float | None]:
+    """The problem, what its times are, and the measured iteration time in ms if it is a run's."""
+    from pipemorph.local.measured import is_report, measured_problem
+
+    if is_report(path):
+        found = measured_problem(path)
+        return found.problem, found.source, found.iteration_ms
+    return load_problem(path), "times of the problem", None
+
+
+def fields(advice: Advice, source: str, measured: float | None) -> dict[str, Any]:
+    """For programs: ``today`` and ``options`` in the same form; times in milliseconds."""
+    best = advice.best
+    return {
+        "source": source,
+        "measured_iteration_ms": measured,
+        "today": _fields(advice.options[0]),
+        "options": [_fields(option) for option in advice.options[1:]],
+        "best": advice.options.index(best) - 1 if best is not None else None,
+        "missing": list(advice.missing),
+    }
+
+
+def _fields(option: Option) -> dict[str, Any]:
+    return {
+        "lever": option.lever,
+        "change": option.change,
+        "makespan": round(option.makespan, 9),
+        "batch": option.batch,
+        "makespan_per_batch": round(option.makespan / option.batch, 9),
+        "gain": round(option.gain, 9),
+        "bubble_fraction": round(option.bubble_fraction, 9),
+        "in_flight_peak": list(option.in_flight),
+        "memory": round(option.memory, 9),
+        "activation_bytes": option.activation_bytes,
+        "host_bytes": option.host_bytes,
+        "note": option.note or None,
+    }
+
+
+def table(advice: Advice, source: str, measured: float | None) -> str:
+    """Side by side, today first."""
+    head = ("lever", "change", "iteration", "per sample", "bubble", "memory", "")
+    rows = [head]
+    for option in advice.options:
+        rows.append(
+            (
+                option.lever,
+                option.change,
+                f"{option.makespan:.1f} ms",
+                "" if option.lever == "today" else _change(option.gain),
+                f"{option.bubble_fraction:.1%}",
+                _memory(option),
+                option.note,
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = [f"{source}; memory: activations on the stage that needs most"]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if 2 <= column <= 5 else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    if measured is not None:
+        share = measured / advice.options[0].makespan - 1
+        lines.append(f"measured today: {measured:.1f} ms ({share:+.1%} against as it is)")
+    lines += [f"- {text}" for text in advice.missing]
+    best = advice.best
+    if best is None:
+        lines.append("best: as it is; with the same batch and memory nothing here saves 1%")
+    else:
+        note = f" ({best.note})" if best.note else ""
+        lines.append(
+            f"best with the same batch and no more memory: {best.lever}, {best.change}{note}:"
+            f" {best.gain:.1%} less time per sample"
+        )
+    return "\n".join(lines)
+
+
+def _change(gain: float) -> str:
+    """Of the time per sample: ``-8.3%`` is less of it."""
+    return f"{-gain:+.1%}" if abs(gain) >= 0.0005 else "same"
+
+
+def _memory(option: Option) -> str:
+    text = f"{option.memory:.2f}×"
+    if option.activation_bytes is not None:
+        text += f" {_size(option.activation_bytes)}"
+    if option.host_bytes is not None:
+        text += f" + {_size(option.host_bytes)} host"
+    return text
+
+
+def _size(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} TiB"

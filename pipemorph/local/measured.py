@@ -1,0 +1,133 @@
+"""A finished run as a planning problem: its op times as measured, its links as last seen."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pydantic import ValidationError
+
+from pipemorph.control.initial import initial_paths
+from pipemorph.control.profile import expected_times, in_flight_limits
+from pipemorph.errors import InputError
+from pipemorph.planning.ir import Path as LinkPath
+from pipemorph.planning.planner import link_on
+from pipemorph.planning.problem import Problem, StageTimes, describe, read_mapping, read_text
+from pipemorph.spec import JobSpec
+
+LAST = 8
+"""Iterations a run's own time is the median of."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """``problem`` in milliseconds; ``iteration_ms`` is the median of the last iterations."""
+
+    problem: Problem
+    source: str
+    iteration_ms: float | None
+
+
+def is_report(path: str) -> bool:
+    """Whether a file is the report of a run, not a problem."""
+    if not path.endswith(".json"):
+        return False
+    try:
+        found = json.loads(read_text(path))
+    except (ValueError, RecursionError):
+        return False  # whoever reads it as a problem says what is wrong
+    return isinstance(found, dict) and "spec" in found and "iterations" in found
+
+
+def measured_problem(path: str) -> Measured:
+    """The problem a run was. Raises :class:`InputError` of one line."""
+    report = read_mapping(read_text(path), what="the report")
+    try:
+        spec = JobSpec.model_validate(report["spec"])
+    except ValidationError as error:
+        raise InputError(f"the report: spec.{describe(error)}") from None
+    timeline = Path(path).with_name("timeline.json")
+    stages = _from_timeline(timeline, spec) if timeline.exists() else None
+    source = "op times measured in the run"
+    if stages is None:
+        stated = expected_times(spec)
+        if stated is None:
+            raise InputError(
+                f"the report states no op times and there is no {timeline} to take them from"
+            )
+        stages = tuple(_in_ms(stage) for stage in stated)
+        source = "op times stated in the job"
+    if report.get("emulated"):
+        source += " (EMULATED)"
+    try:
+        delays, paths = _links(report, spec)
+        iterations = [float(each["seconds"]) for each in report["iterations"]]
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise InputError(f"the report does not read as one of `pipemorph run`: {error!r}") from None
+    half = spec.transport.direct_duplex == "half"
+    links = [
+        link_on(path, delay, queues=spec.transport.queues, half_duplex=half)
+        for path, delay in zip(paths, delays, strict=True)
+    ]
+    problem = Problem(
+        microbatches=spec.schedule.microbatches,
+        stages=stages,
+        links=tuple(links),
+        policy=spec.schedule.policy_kind,
+    )
+    return Measured(problem, source, median(iterations[-LAST:]) * 1e3 if iterations else None)
+
+
+def _in_ms(stage: StageTimes) -> StageTimes:
+    times = {
+        kind: getattr(stage, kind) * 1e3
+        for kind in ("forward", "backward_input", "backward_weight")
+    }
+    return stage.model_copy(update=times)
+
+
+def _links(report: dict[str, Any], spec: JobSpec) -> tuple[list[float], list[LinkPath]]:
+    """Delay in ms and path of each link, as the last plan had them."""
+    paths = list(initial_paths(spec))
+    delays = [0.0] * len(paths)
+    applied = [a for a in report["adaptations"] if a.get("applied_at_iteration") is not None]
+    if applied:
+        paths = [LinkPath(path) for path in applied[-1]["paths"]]
+        for link in applied[-1]["links"]:
+            where = int(link["link"])
+            delays[where] = max(delays[where], float(link["delay"]) * 1e3)
+    return delays, paths
+
+
+def _from_timeline(path: Path, spec: JobSpec) -> tuple[StageTimes, ...] | None:
+    """Median op times of every stage in a run's Chrome trace; None if it has no ops of one.
+
+    A fused backward counts as B: it cannot be told how much of it is W.
+    """
+    trace = read_mapping(read_text(str(path)), what=str(path))
+    limits = in_flight_limits(spec)
+    took: list[dict[str, list[float]]] = [defaultdict(list) for _ in limits]
+    try:
+        for event in trace["traceEvents"]:
+            if event["ph"] == "X" and event["cat"] in ("F", "B", "W", "BW"):
+                took[event["tid"]][event["cat"]].append(float(event["dur"]) / 1e3)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise InputError(f"{path} does not read as a run's timeline: {error!r}") from None
+    stages = []
+    for ops, limit in zip(took, limits, strict=True):
+        backward = ops["B"] or ops["BW"]
+        if not ops["F"] or not backward:
+            return None
+        stages.append(
+            StageTimes(
+                forward=median(ops["F"]),
+                backward_input=median(backward),
+                backward_weight=median(ops["W"]) if ops["W"] else 0.0,
+                in_flight_limit=limit,
+            )
+        )
+    return tuple(stages)

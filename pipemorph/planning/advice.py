@@ -1,0 +1,337 @@
+"""What would help: more microbatches, another split of the layers, or offload.
+
+Each lever is a change to the problem that is planned like the problem itself, so that its
+bubble, its iteration time and its memory stand beside today's. A lever that lowers the bubble
+and takes memory that is not there is no win: in-flight caps hold for every lever, in bytes
+where a microbatch or a stage changes its size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import ceil, floor
+
+from pipemorph.errors import InputError
+from pipemorph.planning.ir import Policy
+from pipemorph.planning.partition import split_layers
+from pipemorph.planning.planner import PlannedSchedule, plan
+from pipemorph.planning.problem import Problem, StageTimes
+
+DEVICE_BUFFERS = 2
+"""Microbatches an offloading stage has on the device: one in use, one being copied."""
+FACTORS = (2, 4)
+"""How many times the microbatches."""
+EVEN = 1.02
+"""Slowest stage over the mean stage up to which another split is not worth a line."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """Today, or one change. Times in the problem's unit.
+
+    ``batch`` is how many of today's batches an iteration trains. ``memory`` is the activation
+    memory of the stage that needs most over today's; ``activation_bytes`` the same in bytes,
+    ``host_bytes`` what offload keeps in host memory on the stage that keeps most; None where
+    no stage says how many bytes a microbatch takes.
+    """
+
+    lever: str
+    change: str
+    makespan: float
+    bubble_fraction: float
+    in_flight: tuple[int, ...]
+    batch: float
+    memory: float
+    activation_bytes: int | None
+    host_bytes: int | None
+    gain: float
+    """Share of the time per sample that the change saves; negative if it costs."""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """``options[0]`` is today. ``missing``: what could not be worked out, and what it takes."""
+
+    options: tuple[Option, ...]
+    missing: tuple[str, ...]
+
+    @property
+    def best(self) -> Option | None:
+        """The option that saves most with the same batch and no more memory; None if none
+        saves a percent."""
+        today = self.options[0]
+        helpful = [
+            option
+            for option in self.options[1:]
+            if option.gain >= 0.01
+            and option.batch == 1
+            and option.memory <= today.memory * (1 + 1e-9)
+        ]
+        return max(helpful, key=lambda option: option.gain, default=None)
+
+
+def advise(problem: Problem) -> Advice:
+    """Plan the problem as it is and with each lever, and compare.
+
+    Raises :class:`InputError` if the problem cannot be planned as it is.
+    """
+    policy = problem.policy
+    if policy.interleaved:
+        raise InputError(
+            f"policy {policy.value} has several stages per rank, which advise cannot change yet;"
+            " use pipemorph, zero-bubble, 1f1b or gpipe"
+        )
+    advisor = _Advisor(problem, plan(problem, policy))
+    options, missing = [advisor.today], []
+    for lever in (advisor.microbatches, advisor.split, advisor.offload):
+        for found in lever():
+            if isinstance(found, Option):
+                options.append(found)
+            else:
+                missing.append(found)
+    return Advice(tuple(options), tuple(missing))
+
+
+class _Advisor:
+    def __init__(self, problem: Problem, planned: PlannedSchedule) -> None:
+        self.problem = problem
+        self.today_makespan = planned.makespan
+        known = all(stage.activation_bytes for stage in problem.stages)
+        self.sized = known
+        # Without bytes, every stage's microbatch counts for one.
+        self.units = [
+            float(stage.activation_bytes or 1) if known else 1.0 for stage in problem.stages
+        ]
+        peaks = planned.schedule.in_flight_peak()
+        self.today_memory = max(p * u for p, u in zip(peaks, self.units, strict=True))
+        self.today = self._option("today", "as it is", planned, self.units)
+
+    # --- the levers: options, or a line about what is missing ---------------------------------
+
+    def microbatches(self) -> Iterator[Option | str]:
+        """More of the same size (a larger batch), and of a part of the size (the same batch)."""
+        n = self.problem.microbatches
+        for factor in FACTORS:
+            larger = self._changed(self.problem, microbatches=n * factor)
+            yield from self._plan(
+                "microbatches",
+                f"{n} → {n * factor}, batch {factor}×",
+                larger,
+                self.units,
+                batch=factor,
+            )
+        for factor in FACTORS:
+            stages = tuple(_shrunk(stage, factor) for stage in self.problem.stages)
+            smaller = self._changed(self.problem, microbatches=n * factor, stages=stages)
+            yield from self._plan(
+                "microbatches",
+                f"{n} → {n * factor} of 1/{factor} the size",
+                smaller,
+                [unit / factor for unit in self.units],
+                note=f"if a microbatch of 1/{factor} the size takes 1/{factor} the time",
+            )
+
+    def split(self) -> Iterator[Option | str]:
+        """Other layers per stage; without layers, at best the mean on every stage."""
+        problem = self.problem
+        totals = [_total(stage) for stage in problem.stages]
+        mean = sum(totals) / len(totals)
+        uneven = max(totals) / mean if mean else 1.0
+        if problem.layers is None or problem.layer_split is None:
+            if uneven <= EVEN:
+                return
+            even = tuple(
+                stage.model_copy(update=_scaled(problem.stages)) for stage in problem.stages
+            )
+            yield from self._plan(
+                "split",
+                f"even stages (slowest is {uneven:.2f}× the mean)",
+                self._changed(problem, stages=even),
+                self.units,
+                note="at best",
+            )
+            yield "give layers and layer_split for a split that exists"
+            return
+        yield from self._split_of_layers(problem.layer_split)
+
+    def _split_of_layers(self, today: Sequence[int]) -> Iterator[Option | str]:
+        problem = self.problem
+        layers = [each for each in problem.layers or () for _ in range(each.count)]
+        times = [_total(layer) for layer in layers]
+        old = _parts(today)
+        # What a stage takes beside its layers (embedding, loss) stays where it is.
+        fixed = [
+            max(0.0, _total(stage) - sum(times[part]))
+            for stage, part in zip(problem.stages, old, strict=True)
+        ]
+        counts = split_layers(times, fixed)
+        if counts == tuple(today):
+            yield f"the split {_few(today)} is the best for its slowest stage"
+            return
+        sized = self.sized and all(layer.activation_bytes for layer in layers)
+        stages, units = [], []
+        for stage, unit, was, now in zip(
+            problem.stages, self.units, old, _parts(counts), strict=True
+        ):
+            update: dict[str, float | int | None] = {
+                kind: max(
+                    0.0, getattr(stage, kind) - sum(getattr(layer, kind) for layer in layers[was])
+                )
+                + sum(getattr(layer, kind) for layer in layers[now])
+                for kind in ("forward", "backward_input", "backward_weight")
+            }
+            if sized:
+                grows = sum(layer.activation_bytes or 0 for layer in layers[now])
+                shrinks = sum(layer.activation_bytes or 0 for layer in layers[was])
+                size = max(1.0, unit - shrinks + grows)
+            else:
+                size = unit * (now.stop - now.start) / (was.stop - was.start)
+            if stage.in_flight_limit is not None:
+                update["in_flight_limit"] = max(
+                    1, floor(stage.in_flight_limit * unit / size + 1e-9)
+                )
+            if stage.offload_copy is not None:
+                update["offload_copy"] = stage.offload_copy * size / unit
+            stages.append(stage.model_copy(update=update))
+            units.append(size)
+        note = "" if sized else "memory by the number of layers"
+        yield from self._plan(
+            "split",
+            f"layers {_few(today)} → {_few(counts)}",
+            self._changed(problem, stages=tuple(stages), layers=None, layer_split=None),
+            units,
+            note=note,
+        )
+
+    def offload(self) -> Iterator[Option | str]:
+        """Activations in host memory: no cap on the device, two copies per microbatch."""
+        problem = self.problem
+        if problem.policy is Policy.GPIPE or all(k is None for k in problem.in_flight_limits()):
+            yield "offload saves memory, not time: no in_flight_limit holds anything back"
+        copies = [stage.offload_copy for stage in problem.stages]
+        stages = tuple(
+            stage.model_copy(
+                update={
+                    "in_flight_limit": None,
+                    "forward": stage.forward + (copy or 0.0),
+                    "backward_input": stage.backward_input + (copy or 0.0),
+                }
+            )
+            for stage, copy in zip(problem.stages, copies, strict=True)
+        )
+        complete = all(copy is not None for copy in copies)
+        if not complete:
+            yield "give offload_copy of every stage for what the copies of offload cost"
+        note = "copies not overlapped" if complete else "if its copies cost nothing"
+        yield from self._plan(
+            "offload",
+            "activations to host memory, no cap",
+            self._changed(problem, stages=stages),
+            self.units,
+            note=note,
+            on_device=DEVICE_BUFFERS,
+        )
+
+    # --- planning one ----------------------------------------------------------------------
+
+    def _changed(self, problem: Problem, **update: object) -> Problem:
+        """A fixed warm-up is not kept: it was fixed for today."""
+        return problem.model_copy(update={"warmup": None, **update})
+
+    def _plan(
+        self,
+        lever: str,
+        change: str,
+        problem: Problem,
+        units: Sequence[float],
+        *,
+        batch: float = 1.0,
+        note: str = "",
+        on_device: int | None = None,
+    ) -> Iterator[Option | str]:
+        try:
+            checked = Problem.model_validate(problem.model_dump())
+            planned = plan(checked, checked.policy)
+        except (InputError, ValueError) as error:
+            yield f"{lever}, {change}: {_one_line(error)}"
+            return
+        yield self._option(
+            lever, change, planned, units, batch=batch, note=note, on_device=on_device
+        )
+
+    def _option(
+        self,
+        lever: str,
+        change: str,
+        planned: PlannedSchedule,
+        units: Sequence[float],
+        *,
+        batch: float = 1.0,
+        note: str = "",
+        on_device: int | None = None,
+    ) -> Option:
+        peaks = planned.schedule.in_flight_peak()
+        held = [p if on_device is None else min(p, on_device) for p in peaks]
+        memory = max(p * u for p, u in zip(held, units, strict=True))
+        host = max(p * u for p, u in zip(peaks, units, strict=True))
+        per_batch = planned.makespan / batch
+        today = self.today_makespan
+        return Option(
+            lever=lever,
+            change=change,
+            makespan=planned.makespan,
+            bubble_fraction=planned.simulation.bubble_fraction,
+            in_flight=tuple(held),
+            batch=batch,
+            memory=memory / self.today_memory,
+            activation_bytes=ceil(memory) if self.sized else None,
+            host_bytes=ceil(host) if self.sized and on_device is not None else None,
+            gain=1.0 - per_batch / today if today else 0.0,
+            note=note,
+        )
+
+
+def _total(times: object) -> float:
+    """F, B and W together."""
+    kinds = ("forward", "backward_input", "backward_weight")
+    return float(sum(getattr(times, kind) for kind in kinds))
+
+
+def _scaled(stages: Sequence[StageTimes]) -> dict[str, float]:
+    """The mean of every time."""
+    return {
+        kind: sum(getattr(stage, kind) for stage in stages) / len(stages)
+        for kind in ("forward", "backward_input", "backward_weight")
+    }
+
+
+def _shrunk(stage: StageTimes, factor: int) -> StageTimes:
+    """For microbatches of ``1/factor`` the size: as many more fit under the cap."""
+    limit, size = stage.in_flight_limit, stage.activation_bytes
+    return stage.model_copy(
+        update={
+            "forward": stage.forward / factor,
+            "backward_input": stage.backward_input / factor,
+            "backward_weight": stage.backward_weight / factor,
+            "in_flight_limit": None if limit is None else limit * factor,
+            "activation_bytes": None if size is None else max(1, size // factor),
+            "offload_copy": None if stage.offload_copy is None else stage.offload_copy / factor,
+        }
+    )
+
+
+def _parts(counts: Sequence[int]) -> list[slice]:
+    ends = list(accumulate(counts))
+    return [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+def _few(values: Sequence[int]) -> str:
+    shown = [str(value) for value in values]
+    return "-".join(shown if len(shown) <= 16 else [*shown[:7], "…", *shown[-7:]])
+
+
+def _one_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

@@ -1,0 +1,270 @@
+"""`pipemorph advise`: the split is optimal, levers keep the caps, reports are read back."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import accumulate, combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipemorph.cli import main
+from pipemorph.planning import Link, Problem, StageTimes, plan
+from pipemorph.planning.advice import Option, advise
+from pipemorph.planning.partition import split_layers
+from pipemorph.planning.problem import Layers
+
+
+def slowest(times: list[float], fixed: list[float], cuts: list[int]) -> float:
+    parts = pairwise(cuts)
+    return max(f + sum(times[a:b]) for f, (a, b) in zip(fixed, parts, strict=True))
+
+
+def test_the_split_is_the_best_of_all() -> None:
+    """Against every split there is, with layers that take no time and stages with more to do."""
+    rng = random.Random(1)
+    for _ in range(600):
+        stages = rng.randint(1, 4)
+        layers = rng.randint(stages, 8)
+        times = [rng.choice([0, 1, 2, 3.5, 7, rng.random() * 10]) for _ in range(layers)]
+        fixed = [float(rng.choice([0, 0, 1, 5])) for _ in range(stages)]
+        counts = split_layers(times, fixed)
+        assert len(counts) == stages and sum(counts) == layers and min(counts) >= 1
+        best = min(
+            slowest(times, fixed, [0, *cut, layers])
+            for cut in combinations(range(1, layers), stages - 1)
+        )
+        assert slowest(times, fixed, [0, *accumulate(counts)]) == pytest.approx(best)
+
+
+def test_the_other_stages_are_even_too() -> None:
+    """One layer of 5 is the slowest stage however the rest is cut."""
+    assert split_layers([1.0, 1.0, 1.0, 1.0, 5.0], [0.0] * 3) == (2, 2, 1)
+
+
+def test_fewer_layers_than_stages() -> None:
+    with pytest.raises(ValueError, match="there are 1 layers for 2 stages"):
+        split_layers([1.0], [0.0, 0.0])
+
+
+GIB = 1 << 30
+
+
+def stage(scale: float = 1.0, **more: Any) -> StageTimes:
+    return StageTimes(
+        forward=10 * scale, backward_input=10 * scale, backward_weight=10 * scale, **more
+    )
+
+
+def problem(stages: tuple[StageTimes, ...], **more: Any) -> Problem:
+    links = (Link(delay=20), *[Link()] * (len(stages) - 2))
+    return Problem(microbatches=12, stages=stages, links=links, **more)
+
+
+def by_lever(options: tuple[Option, ...], lever: str) -> list[Option]:
+    return [option for option in options if option.lever == lever]
+
+
+def test_today_is_the_plan_of_the_problem() -> None:
+    given = problem((stage(in_flight_limit=6, activation_bytes=GIB),) * 4)
+    today = advise(given).options[0]
+    planned = plan(given)
+    assert (today.makespan, today.gain, today.memory) == (planned.makespan, 0, 1)
+    assert today.in_flight == planned.schedule.in_flight_peak()
+    assert today.activation_bytes == 6 * GIB
+
+
+def test_more_microbatches() -> None:
+    given = problem((stage(in_flight_limit=6, activation_bytes=GIB),) * 4)
+    found = by_lever(advise(given).options, "microbatches")
+    assert [option.batch for option in found] == [2, 4, 1, 1]
+    for option in found:
+        assert option.bubble_fraction < 0.122
+        assert option.memory <= 1
+    twice = plan(given.model_copy(update={"microbatches": 24}))
+    assert found[0].makespan == twice.makespan
+    assert found[0].gain == pytest.approx(1 - twice.makespan / 2 / 410)
+    # Half the size: twice as many fit into the same bytes.
+    assert max(found[2].in_flight) > 6 and found[2].activation_bytes <= 6 * GIB
+
+
+def test_another_split_and_what_it_takes_of_memory() -> None:
+    """Stage 0 has an embedding worth four layers. Caps follow the size of a stage."""
+    layers = (Layers(forward=1, backward_input=1, backward_weight=1, count=40),)
+    stages = (stage(1.4, in_flight_limit=10), *[stage(in_flight_limit=10)] * 3)
+    given = problem(stages, layers=layers, layer_split=(10, 10, 10, 10))
+    (found,) = by_lever(advise(given).options, "split")
+    assert found.change == "layers 10-10-10-10 → 7-11-11-11"
+    assert found.gain > 0.05
+    even = stage(1.1, in_flight_limit=9)
+    assert found.makespan == plan(problem((even, even, even, even))).makespan
+
+
+def test_a_split_that_is_the_best_already() -> None:
+    layers = (Layers(forward=1, backward_input=1, backward_weight=1, count=40),)
+    given = problem((stage(),) * 4, layers=layers, layer_split=(10, 10, 10, 10))
+    advice = advise(given)
+    assert not by_lever(advice.options, "split")
+    assert "the split 10-10-10-10 is the best for its slowest stage" in advice.missing
+
+
+def test_uneven_stages_without_layers() -> None:
+    advice = advise(problem((stage(2), stage(), stage(), stage())))
+    (found,) = by_lever(advice.options, "split")
+    assert found.note == "at best" and found.gain > 0.2
+    assert any("layer_split" in text for text in advice.missing)
+
+
+def test_offload_lifts_the_cap_and_pays_its_copies() -> None:
+    tight = stage(in_flight_limit=3, activation_bytes=GIB)
+    free = advise(problem((tight,) * 4))
+    (dear,) = by_lever(
+        advise(problem((tight.model_copy(update={"offload_copy": 5.0}),) * 4)).options, "offload"
+    )
+    (cheap,) = by_lever(free.options, "offload")
+    assert cheap.makespan == plan(problem((stage(),) * 4)).makespan
+    assert cheap.gain > dear.gain
+    assert max(cheap.in_flight) == 2 and cheap.activation_bytes == 2 * GIB
+    assert cheap.host_bytes is not None and cheap.host_bytes > 3 * GIB
+    assert any("offload_copy" in text for text in free.missing)
+    assert free.best is not None and free.best.gain >= cheap.gain
+
+
+def test_the_best_takes_no_more_memory_and_keeps_the_batch() -> None:
+    advice = advise(problem((stage(),) * 4))
+    best = advice.best
+    assert best is None or (best.memory <= 1 and best.batch == 1)
+    assert any(option.batch == 4 and option.gain > 0.05 for option in advice.options)
+
+
+def write(tmp_path: Path, given: Problem) -> str:
+    file = tmp_path / "problem.json"
+    file.write_text(given.model_dump_json(exclude_none=True))
+    return str(file)
+
+
+def test_the_command_prints_a_table_and_json(tmp_path: Path, capsys: Any) -> None:
+    file = write(tmp_path, problem((stage(in_flight_limit=6, activation_bytes=GIB),) * 4))
+    assert main(["advise", file]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["lever", "change", "iteration", "per", "sample", "bubble", "memory"]
+    assert lines[2].split() == [
+        "today", "as", "it", "is", "410.0", "ms", "12.2%", "1.00×", "6", "GiB",
+    ]  # fmt: skip
+    assert main(["advise", file, "--output", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["today"]["makespan"] == 410
+    assert {option["lever"] for option in found["options"]} == {"microbatches", "offload"}
+    assert set(found["options"][0]) == set(found["today"])
+    assert found["measured_iteration_ms"] is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"layers": [{"forward": 1, "backward_input": 1, "backward_weight": 1}]}, "layer_split is"),
+        ({"layer_split": [1, 1]}, "layers is missing"),
+        (
+            {
+                "layers": [{"forward": 1, "backward_input": 1, "backward_weight": 1, "count": 3}],
+                "layer_split": [1, 1],
+            },
+            "layer_split is [1, 1], 2 layers; layers has 3",
+        ),
+        ({"policy": "zero-bubble-v"}, "policy zero-bubble-v has several stages per rank"),
+    ],
+)
+def test_bad_problems(change: dict[str, Any], words: str, tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "problem.json"
+    file.write_text(json.dumps(json.loads(problem((stage(),) * 2).model_dump_json()) | change))
+    assert main(["advise", str(file)]) == 2
+    found = capsys.readouterr()
+    assert words in found.err and found.err.count("\n") == 1 and found.out == ""
+
+
+def report(**changes: Any) -> dict[str, Any]:
+    base = {
+        "emulated": True,
+        "iterations": [{"index": i, "seconds": s} for i, s in enumerate([9.0, *[0.5] * 9])],
+        "adaptations": [
+            {
+                "applied_at_iteration": 4,
+                "paths": ["delegated"],
+                "links": [{"link": 0, "delay": 0.01}, {"link": 0, "delay": 0.02}],
+            },
+            {"applied_at_iteration": None, "paths": ["direct"], "links": []},
+        ],
+        "spec": {
+            "parallelism": {"stages": 2},
+            "schedule": {"microbatches": 8, "inFlightLimit": 4},
+            "trainer": {"module": "pipemorph_trainer.examples.emulated", "iterations": 10},
+            "emulation": {
+                "messageBytes": 1024,
+                "stageTimes": [{"forward": 1, "backwardInput": 1, "backwardWeight": 1}],
+            },
+        },
+    }
+    return base | changes
+
+
+def timeline() -> dict[str, Any]:
+    durations = {"F": 3000, "B": 4000, "W": 2000}
+    return {
+        "traceEvents": [{"ph": "M", "name": "process_name"}]
+        + [
+            {"ph": "X", "cat": kind, "tid": stage, "ts": 0, "dur": took * (1 + stage) + noise}
+            for stage in range(2)
+            for kind, took in durations.items()
+            for noise in (0, 0, 70_000)
+        ]
+    }
+
+
+def test_a_report_is_a_problem(tmp_path: Path, capsys: Any) -> None:
+    """Op times from its timeline, delays and paths from its last plan in force."""
+    from pipemorph.local.measured import measured_problem
+
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(report()))
+    found = measured_problem(str(file))
+    assert found.source == "op times stated in the job (EMULATED)"
+    assert found.problem.stages[0].forward == 1
+    (tmp_path / "timeline.json").write_text(json.dumps(timeline()))
+    found = measured_problem(str(file))
+    assert found.source == "op times measured in the run (EMULATED)"
+    assert [s.forward for s in found.problem.stages] == [3, 6]
+    assert [s.backward_weight for s in found.problem.stages] == [2, 4]
+    assert found.problem.in_flight_limits() == (4, 4)
+    assert found.problem.links[0].delay == pytest.approx(20) and found.problem.links[0].queues == 8
+    assert found.iteration_ms == 500
+    assert main(["advise", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "measured today: 500.0 ms" in out and "EMULATED" in out
+
+
+@pytest.mark.parametrize(
+    ("content", "trace", "words"),
+    [
+        (report(spec={"parallelism": {}}), None, "the report: spec."),
+        (
+            report(spec={k: v for k, v in report()["spec"].items() if k != "emulation"}),
+            None,
+            "states no op times and there is no",
+        ),
+        (report(iterations=[{"index": 1}]), None, "does not read as one of `pipemorph run`"),
+        (report(), {"traceEvents": [{"ph": "X"}]}, "does not read as a run's timeline"),
+        (report(), {"events": []}, "does not read as a run's timeline"),
+    ],
+)
+def test_bad_reports(
+    content: dict[str, Any], trace: Any, words: str, tmp_path: Path, capsys: Any
+) -> None:
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(content))
+    if trace is not None:
+        (tmp_path / "timeline.json").write_text(json.dumps(trace))
+    assert main(["advise", str(file)]) == 2
+    found = capsys.readouterr()
+    assert words in found.err and found.err.count("\n") == 1 and found.out == ""
