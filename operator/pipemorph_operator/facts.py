@@ -71,6 +71,8 @@ class JobFacts:
             for c in status.get("conditions") or ()
             if c.get("status") == "True"
         }
+        # Pods that have ended are counted a little later, and are not ready in between.
+        uncounted = status.get("uncountedTerminatedPods") or {}
         return JobFacts(
             name=metadata["name"],
             uid=metadata["uid"],
@@ -85,7 +87,7 @@ class JobFacts:
             active=status.get("active") or 0,
             ready=status.get("ready") or 0,
             terminating=status.get("terminating") or 0,
-            succeeded=status.get("succeeded") or 0,
+            succeeded=(status.get("succeeded") or 0) + len(uncounted.get("succeeded") or ()),
             failed_pods=status.get("failed") or 0,
             created_at=parse_time(metadata.get("creationTimestamp")),
         )

@@ -190,6 +190,24 @@ def test_a_command_of_the_user_stays() -> None:
     assert trainer(attempt(template=given))["command"] == ["x"]
 
 
+@pytest.mark.parametrize(
+    ("more", "shared"),
+    [
+        ({}, True),
+        ({"shareProcessNamespace": False}, False),
+        ({"initContainers": [{"name": "init", "image": "i"}]}, None),
+        ({"containers": [{"name": "trainer", "image": "i"}, {"name": "side", "image": "s"}]}, None),
+        ({"hostPID": True}, None),
+    ],
+)
+def test_a_rank_is_not_process_1_unless_others_could_see_it(
+    more: Object, shared: bool | None
+) -> None:
+    given = {"spec": {"containers": [{"name": "trainer", "image": "i"}]} | more}
+    made = template(attempt(template=given))
+    assert made["spec"].get("shareProcessNamespace") is shared
+
+
 def test_rdma_networks_and_memory() -> None:
     placement = {
         "rdma": {"resourceName": "rdma/hca_shared_devices_a", "count": 2},

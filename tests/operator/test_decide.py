@@ -7,7 +7,7 @@ from support import T0, World, body, failed, job_facts, pod
 
 from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.decide import DRAIN_SECONDS, STUCK_SECONDS, dump, operator_part
-from pipemorph_operator.facts import format_time
+from pipemorph_operator.facts import JobFacts, format_time
 
 
 def test_a_new_job_gets_the_objects_of_attempt_0() -> None:
@@ -52,6 +52,19 @@ def test_running_then_complete() -> None:
     assert world.status["state"] == "Complete"
     assert world.status["ready"] == "2/2"
     assert world.counts == ["created", "successful"]
+
+
+def test_ranks_that_have_ended_and_are_not_counted_yet_are_not_missing() -> None:
+    world = World(body())
+    world.running()
+    world.jobs[0] = JobFacts.of(
+        {
+            "metadata": {"name": world.jobs[0].name, "uid": "job-0"},
+            "status": {"active": 1, "ready": 1, "uncountedTerminatedPods": {"succeeded": ["u"]}},
+        }
+    )
+    world.settle()
+    assert (world.status["state"], world.status["ready"]) == ("Running", "2/2")
 
 
 @pytest.mark.parametrize("terminal", ["Complete", "Failed"])

@@ -50,6 +50,10 @@ def template(attempt: Attempt, config: OperatorConfig) -> Object:
     spec["subdomain"] = attempt.service
     spec.setdefault("enableServiceLinks", False)
     spec.setdefault("automountServiceAccountToken", False)
+    if _alone(spec):
+        # Process 1 is then the sandbox's. The kernel spares process 1 a SIGTERM that it does not
+        # handle, so that a rank deleted while it imports would stay for the whole grace period.
+        spec.setdefault("shareProcessNamespace", True)
     spec["volumes"] = [*(spec.get("volumes") or []), *_volumes(attempt)]
     trainer = next(c for c in spec["containers"] if c["name"] == CONTAINER)
     if "command" not in trainer:
@@ -60,6 +64,12 @@ def template(attempt: Attempt, config: OperatorConfig) -> Object:
     placement.place(attempt, out, trainer)
     gang.mark_pods(attempt, out)
     return out
+
+
+def _alone(spec: Object) -> bool:
+    """Whether no other container could see the trainer's processes in a shared namespace."""
+    others = [*spec["containers"][1:], *(spec.get("initContainers") or [])]
+    return not others and not spec.get("hostPID")
 
 
 def _start(attempt: Attempt, config: OperatorConfig) -> Object:
