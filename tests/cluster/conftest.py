@@ -10,13 +10,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from testbed import Cluster, TestbedError, tools
+from testbed import Cluster, TestbedError, project_images, tools
 from testbed.node import NodeCluster, missing_for_nodes
 
 FOREIGN = "PIPEMORPH_TEST_KUBECONFIG"
 SKIP = "PIPEMORPH_TEST_SKIP"
 
 BUILD_FAILED = pytest.StashKey[dict[str, str]]()
+IMAGES = "images"
+ARCHIVES = pytest.StashKey[dict[str, Path]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -52,14 +54,23 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             terminal.write_line(f"test cluster: {text}")
 
     wanted = _programs(session.items)
+    # Only some tests of the node level run the project's own images.
+    images = "node" in wanted and any(
+        "project_archives" in getattr(item, "fixturenames", ()) for item in session.items
+    )
     for level, names in wanted.items():
         try:
             if level == "node":
-                missing_for_nodes(say)
+                missing_for_nodes(say, project_images.NEEDED if images else {})
             tools.ensure(names, say)
         except TestbedError as error:
             # Reported by each test that needs it, as its own failure.
             config.stash[BUILD_FAILED][level] = str(error)
+    if images and "node" not in config.stash[BUILD_FAILED]:
+        try:
+            config.stash[ARCHIVES] = project_images.ensure(say)
+        except TestbedError as error:
+            config.stash[BUILD_FAILED][IMAGES] = str(error)
 
 
 def _programs(items: Sequence[pytest.Item]) -> dict[str, Sequence[str]]:
@@ -117,8 +128,20 @@ def node_cluster(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[NodeCluster]:
     _refuse_or_skip(request.config, "node")
-    with NodeCluster.started(tmp_path_factory.mktemp("nodes")) as nodes:
+    with NodeCluster.started(
+        tmp_path_factory.mktemp("nodes"), mounts=project_images.torch_mounts()
+    ) as nodes:
         yield nodes
+
+
+@pytest.fixture(scope="session")
+def project_archives(request: pytest.FixtureRequest) -> dict[str, Path]:
+    """The images of the project's Dockerfile, built before the first test."""
+    _refuse_or_skip(request.config, "node")
+    failed = request.config.stash[BUILD_FAILED].get(IMAGES)
+    if failed is not None:
+        pytest.fail(f"no images: {failed}", pytrace=False)
+    return request.config.stash[ARCHIVES]
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """The testbed by hand: build its programs, or keep a cluster open to look around in.
 
 PYTHONPATH=tests/cluster python -m testbed build [api|node|kwok|PROGRAM ...]
-PYTHONPATH=tests/cluster python -m testbed up [api|node]
+PYTHONPATH=tests/cluster python -m testbed up [api|node [--images]]
 """
 
 import argparse
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from testbed import tools
+from testbed import project_images, tools
 from testbed.cluster import Cluster
 from testbed.errors import TestbedError
 from testbed.node import NodeCluster, missing_for_nodes
@@ -25,11 +25,15 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def opened(level: str, directory: Path) -> Iterator[Cluster]:
+def opened(level: str, directory: Path, images: bool) -> Iterator[Cluster]:
     if level == "node":
-        missing_for_nodes(say)
+        missing_for_nodes(say, project_images.NEEDED if images else {})
         tools.ensure(tools.NODE_TOOLS, say)
-        with NodeCluster.started(directory) as cluster:
+        archives = project_images.ensure(say) if images else {}
+        mounts = project_images.torch_mounts() if images else ()
+        with NodeCluster.started(directory, mounts=mounts) as cluster:
+            for archive in archives.values():
+                cluster.import_image(archive)
             yield cluster
         return
     tools.ensure(tools.API_TOOLS, say)
@@ -45,6 +49,7 @@ def main() -> int:
     build.add_argument("--jobs", type=int, help="compilers at a time (half the processors)")
     up = commands.add_parser("up", help="start a cluster and keep it until Ctrl-C")
     up.add_argument("level", nargs="?", choices=sorted(GROUPS), default="api")
+    up.add_argument("--images", action="store_true", help="with the project's own images (node)")
     arguments = parser.parse_args()
     try:
         if arguments.command == "build":
@@ -57,7 +62,7 @@ def main() -> int:
             return 0
         with (
             tempfile.TemporaryDirectory(prefix="testbed-") as folder,
-            opened(arguments.level, Path(folder)) as cluster,
+            opened(arguments.level, Path(folder), arguments.images) as cluster,
         ):
             print(f"Kubernetes {cluster.version}; Ctrl-C ends it", file=sys.stderr)
             print(f"export KUBECONFIG={cluster.admin}", flush=True)

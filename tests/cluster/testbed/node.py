@@ -13,7 +13,7 @@ import shutil
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ipaddress import IPv4Network, ip_network
 from pathlib import Path
@@ -28,6 +28,7 @@ from testbed.errors import TestbedError
 from testbed.images import PAUSE, base_images
 from testbed.kwok import scheduler
 from testbed.processes import Process, output, run
+from testbed.project_images import HostMount
 from testbed.waiting import NotYet
 
 RESOURCE = "rdma/hca_shared_devices_a"
@@ -56,13 +57,17 @@ _NEEDED = {
 }
 
 
-def missing_for_nodes(say: tools.Say) -> None:
-    """Refuse a machine that cannot run pods; install what root on Debian can install."""
+def missing_for_nodes(say: tools.Say, more: Mapping[str, str] | None = None) -> None:
+    """Refuse a machine that cannot run pods; install what root on Debian can install.
+
+    `more`: further programs and their packages.
+    """
     if sys.platform != "linux":
         raise TestbedError(f"found {sys.platform}, and pods need Linux")
     if os.geteuid() != 0:
         raise TestbedError("found a user who is not root, and namespaces and cgroups need root")
-    missing = {program: package for program, package in _NEEDED.items() if not _found(program)}
+    needed = _NEEDED | dict(more or {})
+    missing = {program: package for program, package in needed.items() if not _found(program)}
     if not missing:
         return
     packages = sorted(set(missing.values()))
@@ -299,7 +304,9 @@ class Node:
             ],
         }
         folder = self._write("cni/10-testbed.conflist", json.dumps(network)).parent
-        self._containerd = self._write("containerd.toml", _containerd_config(folder))
+        self._container_base = self._write("container.json", json.dumps(self._base_of_containers()))
+        config = _containerd_config(folder, self._container_base)
+        self._containerd = self._write("containerd.toml", config)
         node_name = f"system:node:{self.name}"
         self._kubelet_kubeconfig = plane.kubeconfig(self.name, node_name, ["system:nodes"])
         serving = plane.authority.issue(
@@ -363,6 +370,22 @@ class Node:
         }
         self._proxy_config = self._write("kube-proxy.yaml", yaml.safe_dump(proxy))
 
+    def _base_of_containers(self) -> Object:
+        """What every container starts from, before its pod has a say: the host's mounts."""
+        base: Object = json.loads(self.run("ctr", "oci", "spec"))
+        # The limit on open files would be that of an example, not this machine's.
+        base["process"].pop("rlimits", None)
+        base["mounts"] += [
+            {
+                "type": "bind",
+                "source": str(mount.source),
+                "destination": str(mount.target),
+                "options": ["rbind", "ro"],
+            }
+            for mount in self.cluster.mounts
+        ]
+        return base
+
     def _containerd_answers(self) -> bool:
         done = run([*self._enter(), "ctr", "version"])
         if done.returncode != 0:
@@ -421,7 +444,7 @@ class Node:
         return [self._holder, *self._started]
 
 
-def _containerd_config(cni: Path) -> str:
+def _containerd_config(cni: Path, container_base: Path) -> str:
     return f"""
 version = 2
 oom_score = 0
@@ -441,6 +464,7 @@ oom_score = 0
   default_runtime_name = "runc"
 [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
   runtime_type = "io.containerd.runc.v2"
+  base_runtime_spec = "{container_base}"
 [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
   SystemdCgroup = false
 """
@@ -458,8 +482,9 @@ def _snapshotter(folder: Path) -> str:
 class NodeCluster(Cluster):
     """A cluster with a scheduler, DNS, and nodes that run pods."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, mounts: Sequence[HostMount] = ()) -> None:
         remove_leftovers()
+        self.mounts = mounts
         self.network = _free_network()
         self.host = str(self.network.network_address + 1)
         self.bridge = f"{BRIDGE_PREFIX}{os.getpid()}"
@@ -485,8 +510,10 @@ class NodeCluster(Cluster):
 
     @classmethod
     @contextmanager
-    def started(cls, directory: Path, nodes: int = 1) -> Iterator["NodeCluster"]:
-        made = cls(directory)
+    def started(
+        cls, directory: Path, nodes: int = 1, mounts: Sequence[HostMount] = ()
+    ) -> Iterator["NodeCluster"]:
+        made = cls(directory, mounts)
         try:
             made.start(nodes)
             yield made

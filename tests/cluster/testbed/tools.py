@@ -208,7 +208,7 @@ def ensure(
 
 
 @contextmanager
-def _locked(path: Path, say: Say, deadline: float) -> Iterator[None]:
+def locked(path: Path, say: Say, deadline: float) -> Iterator[None]:
     """Hold a lock between test runs; the kernel releases it when its holder dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
@@ -232,7 +232,7 @@ def _build(module: str, names: list[str], say: Say, jobs: int | None) -> None:
     program, version, platform = _go()
     folder = build_folder(module)
     end = time.monotonic() + BUILD_DEADLINE
-    with _locked(folder.parent.parent / "lock", say, BUILD_DEADLINE):
+    with locked(folder.parent.parent / "lock", say, BUILD_DEADLINE):
         scratch = folder.parent / "building"
         # Left there by a run that was killed: we hold the lock, so nobody works in it.
         shutil.rmtree(scratch, ignore_errors=True)
@@ -259,7 +259,7 @@ def _build(module: str, names: list[str], say: Say, jobs: int | None) -> None:
             )
             child.start()
             try:
-                _watch(child, title, say, start, end)
+                watch(child, title, say, start, end)
                 if child.returncode != 0:
                     raise TestbedError(f"cannot build {title}: {child.log_end(30)}")
             finally:
@@ -270,7 +270,8 @@ def _build(module: str, names: list[str], say: Say, jobs: int | None) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _watch(child: Process, title: str, say: Say, start: float, end: float) -> None:
+def watch(child: Process, title: str, say: Say, start: float, end: float) -> None:
+    """Wait for the end of a build that began at `start`, with a word now and then, until `end`."""
     next_word = start + SAY_EVERY
 
     def ended() -> bool:

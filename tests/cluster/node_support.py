@@ -1,0 +1,212 @@
+"""The chart and the project's images on real nodes; jobs whose ranks are real pods."""
+
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from testbed import ApiError, TestbedError, wait_for
+from testbed.node import RESOURCE, NodeCluster
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "charts/pipemorph-operator"
+RELEASE, SYSTEM = "pipemorph", "pipemorph-system"
+OPERATOR = f"{RELEASE}-pipemorph-operator"
+INGEST = f"{OPERATOR}-ingest"
+TRAINER_IMAGE = "pipemorph/trainer:0.1.0"
+# As in README and docs/operations.md, but for the registry.
+INSTALL = ("--namespace", SYSTEM, "--set", f"trainer.image={TRAINER_IMAGE}")
+COLLECTED = ("pods", "jobs", "services", "secrets", "configmaps")
+
+Object = dict[str, Any]
+
+
+def manifest(name: str, *, stages: int = 4, iterations: int, **spec: Any) -> Object:
+    """A job of emulated stages, each with one RDMA device. No template: the chart's image.
+
+    Not `ipcLock`: the image's user is not root, to whom alone a pod's capabilities are given.
+    """
+    times = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 5.0}
+    return {
+        "apiVersion": "pipemorph.io/v1alpha1",
+        "kind": "PipeMorphJob",
+        "metadata": {"name": name},
+        "spec": {
+            "parallelism": {"stages": stages},
+            "schedule": {"microbatches": 12, "stageTimes": [times] * stages},
+            "emulation": {"stageTimes": [times], "messageBytes": 65536},
+            "trainer": {
+                "module": "pipemorph_trainer.examples.emulated",
+                "iterations": iterations,
+            },
+            "placement": {"rdma": {"resourceName": RESOURCE, "ipcLock": False}},
+        }
+        | spec,
+    }
+
+
+class Jobs:
+    """Jobs of one namespace, run by the operator that the chart installed."""
+
+    def __init__(self, nodes: NodeCluster, namespace: str) -> None:
+        self.nodes = nodes
+        self.namespace = namespace
+
+    def apply(self, job: Object) -> None:
+        self.nodes.apply(job, f"--namespace={self.namespace}")
+
+    def get(self, name: str) -> Object:
+        return self.nodes.client.get("pipemorphjobs", name, self.namespace)
+
+    def patch(self, name: str, spec: Object) -> None:
+        self.nodes.client.patch("pipemorphjobs", name, {"spec": spec}, self.namespace)
+
+    def wait(self, name: str, wanted: str | Callable[[Object], object], deadline: float) -> Object:
+        """Wait for a state (`Running`), a condition (`LinksHealthy=False`) or what a function
+        of the job finds; a miss tells what the ranks and the operator said last."""
+        check: str | Callable[[Object], object] = wanted
+        if isinstance(wanted, str) and "=" not in wanted:
+
+            def check(job: Object) -> bool:
+                return bool(job.get("status", {}).get("state") == wanted)
+
+        try:
+            return self.nodes.wait("pipemorphjobs", name, check, deadline, namespace=self.namespace)
+        except TestbedError as error:
+            raise TestbedError(f"{wanted}: {error}\n{self.logs(name)}") from None
+
+    def pods(self, name: str, attempt: int | None = None) -> list[Object]:
+        """Pods of a job, or of one attempt, by rank."""
+        labels = f"pipemorph.io/job-name={name}"
+        if attempt is not None:
+            labels += f",pipemorph.io/attempt={attempt}"
+        index = "batch.kubernetes.io/job-completion-index"
+        found = self.nodes.client.list("pods", self.namespace, labels=labels)
+        return sorted(found, key=lambda pod: int(pod["metadata"]["annotations"][index]))
+
+    def logs(self, name: str, lines: int = 15) -> str:
+        """What the ranks and both processes of the operator said last."""
+        text = []
+        for pod in self.pods(name):
+            with suppress(TestbedError):
+                text.append(self._log(self.namespace, f"pod/{pod['metadata']['name']}", lines))
+        for deployment in (OPERATOR, INGEST):
+            with suppress(TestbedError):
+                text.append(self._log(SYSTEM, f"deployment/{deployment}", lines))
+        return "\n".join(text)
+
+    def _log(self, namespace: str, what: str, lines: int) -> str:
+        said = self.nodes.kubectl("logs", f"--namespace={namespace}", f"--tail={lines}", what)
+        return f"{what}:\n{said}"
+
+    def left(self, name: str) -> list[str]:
+        """What there still is of a job, as KIND/NAME."""
+        labels = f"pipemorph.io/job-name={name}"
+        return [
+            f"{kind}/{found['metadata']['name']}"
+            for kind in COLLECTED
+            for found in self.nodes.client.list(kind, self.namespace, labels=labels)
+        ]
+
+    def delete(self, name: str) -> None:
+        """Delete a job and wait until nothing of it is left, on the nodes either."""
+        uids = {pod["metadata"]["uid"] for pod in self.pods(name)}
+        self.nodes.client.delete("pipemorphjobs", name, self.namespace)
+        self.nodes.wait("pipemorphjobs", name, "deleted", 20.0, namespace=self.namespace)
+        wait_for(
+            f"all of {name} to go",
+            lambda: not self.left(name),
+            60.0,
+            details=lambda: f"found {self.left(name)}",
+        )
+        for node in self.nodes.nodes:
+            wait_for(
+                f"the sandboxes of {name} on {node.name} to go",
+                lambda node=node: not uids & set(sandboxes(node)),
+                30.0,
+            )
+
+
+def sandboxes(node: Any) -> list[str]:
+    """UIDs of the pods whose folders a node still has."""
+    folder = node.directory / "var-lib/kubelet/pods"
+    return [path.name for path in folder.iterdir()]
+
+
+def addresses(node: Any) -> list[str]:
+    """Addresses that the node's CNI plugin has given out and not got back."""
+    folder = node.directory / "var-lib/cni/networks/testbed"
+    return [path.name for path in folder.iterdir() if path.name[0].isdigit()]
+
+
+class Witness:
+    """Sees every status of a job that a poll can see; its history is for assertions."""
+
+    def __init__(self, jobs: Jobs, name: str) -> None:
+        self._jobs, self._name = jobs, name
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self.seen: list[Object] = []
+
+    def __enter__(self) -> "Witness":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._stop.wait(0.1):
+            try:
+                status = self._jobs.get(self._name).get("status", {})
+            except (ApiError, OSError):
+                continue  # what cannot be seen is not seen; tests assert on what was
+            if not self.seen or self.seen[-1] != status:
+                self.seen.append(status)
+
+    def numbers(self, *path: str) -> list[int]:
+        """A number of status over time, where it was there: `numbers("control", "epoch")`."""
+        found = []
+        for status in self.seen:
+            value: Any = status
+            for key in path:
+                value = value.get(key) if isinstance(value, Mapping) else None
+            if isinstance(value, int):
+                found.append(value)
+        return found
+
+    def conditions(self, kind: str) -> list[str]:
+        """The statuses a condition went through, each once."""
+        found: list[str] = []
+        for status in self.seen:
+            for entry in status.get("conditions", []):
+                if entry["type"] == kind and found[-1:] != [entry["status"]]:
+                    found.append(entry["status"])
+        return found
+
+    def never_back(self, *path: str) -> None:
+        found = self.numbers(*path)
+        assert found, f"{'.'.join(path)} was never there"
+        back = [(a, b) for a, b in pairwise(found) if b < a]
+        assert not back, f"{'.'.join(path)} went backwards: {back}"
+
+
+def follows(history: Sequence[str], *wanted: str) -> bool:
+    """Whether a history has these in this order, with others between them or not."""
+    rest = iter(history)
+    return all(entry in rest for entry in wanted)
+
+
+def condition(job: Object, kind: str) -> Object:
+    """A condition of a job; `{}` if it is not there."""
+    found = job.get("status", {}).get("conditions", [])
+    return next((entry for entry in found if entry["type"] == kind), {})
+
+
+def told(job: Object) -> str:
+    """A job's training status, for the message of an assertion."""
+    return json.dumps(job["status"].get("training"), indent=1)

@@ -1,0 +1,215 @@
+"""The project's own images, built from its Dockerfile without a registry or a container engine.
+
+buildah needs neither: it runs a build's steps in a chroot. The base image that the Dockerfile
+takes as an argument is a Debian root made by debootstrap. Built once per content of what
+`.dockerignore` lets through, and kept beside the test cluster's programs.
+
+torch is not in the trainer image of the tests: with its CUDA libraries it is 5 GB for x86-64,
+which every run would unpack anew. The image is built with `TORCH=base`, and the nodes mount the
+torch of the Python that runs the tests into their containers, as a vendor's base image would
+have brought it.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path, PurePosixPath
+
+from testbed import tools
+from testbed.errors import TestbedError
+from testbed.processes import Process, output
+from testbed.tools import Say
+
+ROOT = Path(__file__).resolve().parents[3]
+TARGETS = ("operator", "trainer")
+VERSION = "0.1.0"
+NEEDED = {"/usr/bin/buildah": "buildah", "/usr/sbin/debootstrap": "debootstrap"}
+# Debian's release with the same Python as the tests', whose torch it must be able to load.
+_SUITES = {(3, 11): "bookworm", (3, 13): "trixie"}
+_PACKAGES = "python3,python3-venv,ca-certificates"
+# Where a distribution's Python looks besides its own packages.
+_SITE = PurePosixPath("/usr/local/lib/python{}.{}/dist-packages".format(*sys.version_info))
+BUILD_DEADLINE = 1800.0
+_KEPT = 4
+_MOST_STORAGE = 8 << 30
+
+
+@dataclass(frozen=True)
+class HostMount:
+    """A file or folder of this machine that is there in every container of a node, read-only."""
+
+    source: Path
+    target: PurePosixPath
+
+
+def image_name(target: str) -> str:
+    """As the chart and the examples call it, with the registry that a name without one means."""
+    return f"docker.io/pipemorph/{target}:{VERSION}"
+
+
+def torch_mounts() -> list[HostMount]:
+    """torch and all it requires, as they are installed beside the tests; none without torch."""
+    mounts = {}
+    for name in _closure("torch"):
+        for file in distribution(name).files or ():
+            top = file.parts[0]
+            source = Path(str(distribution(name).locate_file(top)))
+            if top not in {"..", "__pycache__"} and not top.endswith(".pth"):
+                mounts[top] = HostMount(source, _SITE / top)
+    return [mounts[top] for top in sorted(mounts)]
+
+
+def _closure(root: str) -> Iterator[str]:
+    wanted, seen = [root], set()
+    while wanted:
+        name = re.sub(r"[-_.]+", "-", wanted.pop()).lower()
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            requirements = distribution(name).requires or []
+        except PackageNotFoundError:
+            continue  # required elsewhere only: by another Python or platform
+        yield name
+        wanted += [
+            re.split(r"[^A-Za-z0-9._-]", line, maxsplit=1)[0]
+            for line in requirements
+            if "extra ==" not in line
+        ]
+
+
+def ensure(say: Say) -> dict[str, Path]:
+    """The images as archives for `NodeCluster.import_image`, by target; built if need be."""
+    folder = tools.cache_root() / "images"
+    key = _key()
+    archives = {target: folder / f"{target}-{key}.tar" for target in TARGETS}
+    if all(archive.is_file() for archive in archives.values()):
+        return archives
+    with tools.locked(folder / "lock", say, BUILD_DEADLINE):
+        builder = _Buildah(folder, say)
+        for target, archive in archives.items():
+            if not archive.is_file():  # the run we waited for may have built it
+                builder.image(target, archive)
+        builder.tidy()
+    return archives
+
+
+def _key() -> str:
+    digest = hashlib.sha256(json.dumps([_suite(), _PACKAGES, TARGETS]).encode())
+    for path in _context():
+        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def _context() -> list[Path]:
+    """The files that .dockerignore lets into a build, and the two that say how."""
+    lines = (ROOT / ".dockerignore").read_text().split()
+    found = [ROOT / "Dockerfile", ROOT / ".dockerignore"]
+    for line in lines:
+        path = ROOT / line.removeprefix("!")
+        if line.startswith("!") and path.exists():
+            found += path.rglob("*") if path.is_dir() else [path]
+    ignored = {line.removeprefix("**/") for line in lines if line.startswith("**/")}
+    return sorted(
+        path for path in found if path.is_file() and not ignored & {*path.parts, f"*{path.suffix}"}
+    )
+
+
+def _suite() -> str:
+    try:
+        return _SUITES[sys.version_info[:2]]
+    except KeyError:
+        raise TestbedError(
+            f"found Python {sys.version.split()[0]}, and torch for it runs in no base image that "
+            f"this testbed can make: run the tests with one of {sorted(_SUITES)}"
+        ) from None
+
+
+class _Buildah:
+    """One builder with a store of its own, so that layers are found again by the next build."""
+
+    def __init__(self, folder: Path, say: Say) -> None:
+        self.folder = folder
+        self.say = say
+        self.log = folder / "build.log"
+        self.log.unlink(missing_ok=True)
+        # Locks and mounts must not outlive a restart of the machine, so not in the cache.
+        self._command: list[str | Path] = ["buildah", "--root", folder / "storage"]
+        self._command += ["--runroot", Path("/run/pipemorph-buildah")]
+        self._command += ["--storage-driver", "overlay"]
+
+    def image(self, target: str, archive: Path) -> None:
+        """Build one target of the Dockerfile and write it as an archive, whole or not at all."""
+        arguments = {"BASE": self._base(), "TORCH": "base"}
+        if "PIP_INDEX_URL" in os.environ:
+            arguments["PIP_INDEX_URL"] = os.environ["PIP_INDEX_URL"]
+        options = [f"--build-arg={name}={value}" for name, value in arguments.items()]
+        # Whom this machine trusts, for package downloads; nothing of it stays in the image.
+        options += ["--volume=/etc/ssl/certs:/etc/ssl/certs:ro", f"--target={target}"]
+        self._build(f"the image {target}", [*options, f"--tag={image_name(target)}", ROOT])
+        scratch = archive.with_suffix(".building")
+        scratch.unlink(missing_ok=True)
+        name = image_name(target)
+        output(
+            [*self._command, "push", "--quiet", name, f"docker-archive:{scratch}:{name}"],
+            deadline=300.0,
+        )
+        scratch.rename(archive)
+
+    def _base(self) -> str:
+        name = f"localhost/pipemorph-testbed-base:{_suite()}"
+        known = json.loads(output([*self._command, "images", "--json"]) or "[]") or []
+        if any(name in (image.get("names") or ()) for image in known):
+            return name
+        scratch = self.folder / "base"
+        shutil.rmtree(scratch, ignore_errors=True)
+        context = scratch / "context"
+        context.mkdir(parents=True)
+        root = scratch / "root"
+        options = ["--variant=minbase", f"--include={_PACKAGES}"]
+        self._run("a Debian root for the base image", ["debootstrap", *options, _suite(), root])
+        for path in (*root.glob("var/cache/apt/archives/*.deb"), *root.glob("var/lib/apt/lists/*")):
+            if path.is_file():
+                path.unlink()
+        output(["tar", "-C", root, "-cf", context / "root.tar", "."], deadline=300.0)
+        (context / "Dockerfile").write_text("FROM scratch\nADD root.tar /\n")
+        self._build("the base image", [f"--tag={name}", context])
+        shutil.rmtree(scratch)
+        return name
+
+    def _build(self, what: str, options: Sequence[str | Path]) -> None:
+        self._run(what, [*self._command, "build", "--isolation=chroot", "--layers", *options])
+
+    def _run(self, what: str, command: Sequence[str | Path]) -> None:
+        nice = shutil.which("nice")
+        child = Process(what, [nice, "-n", "19", *command] if nice else command, self.log)
+        start = time.monotonic()
+        self.say(f"building {what}, once for this content, into {self.folder}")
+        child.start()
+        try:
+            tools.watch(child, what, self.say, start, start + BUILD_DEADLINE)
+            if child.returncode != 0:
+                raise TestbedError(f"cannot build {what}: {child.log_end(30)}")
+        finally:
+            child.stop(grace=1.0)
+        self.say(f"built {what} in {time.monotonic() - start:.0f} s")
+
+    def tidy(self) -> None:
+        """Keep the newest few archives, and let the store's layers not grow for ever."""
+        archives = sorted(self.folder.glob("*-*.tar"), key=lambda path: path.stat().st_mtime)
+        for old in archives[: -_KEPT * len(TARGETS)]:
+            old.unlink()
+        size = 0
+        for path in (self.folder / "storage").rglob("*"):
+            with suppress(FileNotFoundError):
+                size += 0 if path.is_symlink() else path.stat().st_size
+        if size > _MOST_STORAGE:
+            output([*self._command, "rmi", "--all", "--force"], deadline=300.0)
