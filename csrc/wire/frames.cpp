@@ -7,6 +7,9 @@ template <class... Ts>
 struct Overloaded : Ts... {
     using Ts::operator()...;
 };
+// Newer compilers deduce this themselves; clang before 17 does not.
+template <class... Ts>
+Overloaded(Ts...) -> Overloaded<Ts...>;
 
 void write_message(Writer& w, const MessageInfo& m) {
     w.u64(m.id);
