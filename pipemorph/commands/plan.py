@@ -8,10 +8,11 @@ from typing import Any
 from pipemorph.commands.output import add_output_arguments, write
 from pipemorph.errors import InputError
 from pipemorph.planning.chunks import plan_interleaved
-from pipemorph.planning.ir import Policy
+from pipemorph.planning.ir import Dispatch, Policy
 from pipemorph.planning.planner import plan
 from pipemorph.planning.problem import Problem, load_problem
 from pipemorph.planning.report import report, report_interleaved
+from pipemorph.planning.simulator import simulate
 
 
 def add_parser(subparsers: Any) -> None:
@@ -27,6 +28,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--warmup", metavar="X0,X1,…", help="forwards before the first backward, per stage"
     )
+    parser.add_argument(
+        "--dispatch",
+        choices=[d.value for d in Dispatch],
+        help="whether stages keep the plan's order or run what is ready, in place of the "
+        "problem's own",
+    )
     add_output_arguments(parser)
 
 
@@ -35,7 +42,13 @@ def run(args: argparse.Namespace) -> int:
     if args.warmup is not None:
         problem = problem.with_warmup(parse_warmup(args.warmup))
     policy = Policy(args.policy) if args.policy else problem.policy
+    dispatch = Dispatch(args.dispatch) if args.dispatch else problem.dispatch
     if policy.interleaved:
+        if dispatch is Dispatch.ONLINE:
+            raise InputError(
+                f"dispatch is online; policy {policy.value} has several stages per rank and runs"
+                " in a static order"
+            )
         _plan_interleaved(problem, policy, args)
         return 0
     if problem.ranks is not None and problem.ranks != problem.stage_count:
@@ -44,15 +57,19 @@ def run(args: argparse.Namespace) -> int:
             f" has {problem.stage_count} entries"
         )
     planned = plan(problem, policy)
+    simulation = planned.simulation
+    if dispatch is Dispatch.ONLINE:
+        simulation = simulate(planned.schedule, problem, dispatch)
     write(
         report(
-            planned.simulation,
+            simulation,
             problem,
             policy=planned.policy,
-            lower_bound=planned.lower_bound,
+            lower_bound=min(planned.lower_bound, simulation.makespan),
             planning_seconds=planned.planning_seconds,
+            dispatch=dispatch,
         ),
-        planned.simulation,
+        simulation,
         problem,
         args,
     )

@@ -28,8 +28,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--dispatch",
         choices=[d.value for d in Dispatch],
-        default=Dispatch.STATIC.value,
-        help="static keeps the order; online runs what is ready (default: %(default)s)",
+        help="static keeps the order; online runs what is ready (default: what PLAN says)",
     )
     add_output_arguments(parser)
 
@@ -39,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("only one of PLAN and PROBLEM can be read from standard input")
     loaded = load_plan(args.plan)
     problem = load_problem(args.problem)
-    dispatch = Dispatch(args.dispatch)
+    dispatch = Dispatch(args.dispatch) if args.dispatch else loaded.dispatch
     if loaded.interleaved is not None:
         _simulate_interleaved(loaded, loaded.interleaved, problem, args)
         return 0
@@ -64,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 def _simulate_interleaved(
     loaded: LoadedPlan, order: InterleavedSchedule, problem: Problem, args: argparse.Namespace
 ) -> None:
-    if Dispatch(args.dispatch) is Dispatch.ONLINE:
+    if args.dispatch == Dispatch.ONLINE.value:
         raise InputError("--dispatch online needs a plan with one stage per rank; use static")
     ran = simulate_interleaved(order, problem)
     fields = report_interleaved(

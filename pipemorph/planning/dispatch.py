@@ -63,7 +63,7 @@ class Rules:
             exact_warmup=exact_warmup,
             fused=tuple(fused) if fused is not None else None,
             slots=tuple(n if held is None else held for held in slots)
-            if slots is not None
+            if slots is not None and any(held is not None for held in slots)
             else None,
         )
 

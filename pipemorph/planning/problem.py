@@ -17,7 +17,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from pipemorph.errors import InputError
-from pipemorph.planning.ir import Policy
+from pipemorph.planning.ir import Dispatch, Policy
 
 # Large enough for any pipeline there is; small enough that a slip of the keyboard in
 # `microbatches` is an error message and not a machine that swaps.
@@ -84,6 +84,8 @@ class Link(_Model):
     holds up the *compute* of its stage until the oldest has (head-of-line blocking).
 
     With ``half_duplex`` both directions share the queues, first come, first served.
+    ``slots`` bounds the forward messages of the link that stage *i+1* has not begun to use;
+    online dispatch holds a forward back until there is one. A fixed order does not ask.
 
     A direct path under delay is ``queues=1, outstanding=2``, and ``half_duplex`` too where a
     pair of ranks has one communicator for both directions; a delegated path has ``queues=8``
@@ -94,6 +96,7 @@ class Link(_Model):
     queues: Count | None = None
     outstanding: Count | None = None
     half_duplex: bool = False
+    slots: Count | None = None
 
     @model_validator(mode="after")
     def _shares_something(self) -> Link:
@@ -106,6 +109,7 @@ class Problem(_Model):
     """What a schedule is planned for. ``links[i]`` joins ``stages[i]`` and ``stages[i+1]``.
 
     ``warmup`` fixes ``x_i``, the forwards stage *i* runs before its first backward.
+    ``dispatch``: whether stages keep the plan's order or run what is ready.
     ``ranks``: how many ranks share the stages, for policies with several stages per rank;
     links are along the model all the same. ``layers`` are those of the whole model and
     ``layer_split`` how many of them each stage has, for `pipemorph advise`.
@@ -117,6 +121,7 @@ class Problem(_Model):
     links: tuple[Link, ...] = ()
     policy: Policy = Policy.PIPEMORPH
     warmup: tuple[Count, ...] | None = None
+    dispatch: Dispatch = Dispatch.STATIC
     ranks: Count | None = None
     layers: tuple[Layers, ...] | None = Field(default=None, min_length=1)
     layer_split: tuple[Count, ...] | None = None

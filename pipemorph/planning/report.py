@@ -132,6 +132,7 @@ class PlanFile(BaseModel):
 
     policy: Annotated[str, BeforeValidator(_known_policy)]
     microbatches: Count | None = None
+    dispatch: Dispatch = Dispatch.STATIC
     planning_ms: float = 0.0
     stages: tuple[tuple[_PlannedOp, ...], ...] = Field(min_length=1)
     order: tuple[str, ...] | None = None
@@ -169,6 +170,7 @@ class LoadedPlan(NamedTuple):
     planning_seconds: float
     schedule: Schedule | None
     interleaved: InterleavedSchedule | None
+    dispatch: Dispatch = Dispatch.STATIC
 
 
 def load_plan(path: str) -> LoadedPlan:
@@ -182,4 +184,4 @@ def load_plan(path: str) -> LoadedPlan:
     plan = parse_plan_file(text)
     order = plan.interleaved()
     schedule = plan.schedule() if order is None else None
-    return LoadedPlan(plan.policy, plan.planning_ms / 1e3, schedule, order)
+    return LoadedPlan(plan.policy, plan.planning_ms / 1e3, schedule, order, plan.dispatch)

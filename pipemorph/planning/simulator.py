@@ -67,7 +67,8 @@ def simulate(
     """Execute ``schedule`` under the times, caps and links of ``problem``.
 
     STATIC keeps each stage's order. ONLINE keeps only the warm-up counts (``warmup``, or
-    those of the schedule) and whether a stage's backward is fused, and runs what is ready.
+    those of the schedule) and whether a stage's backward is fused, and runs what is ready
+    while the caps and the slots of the links allow it.
     Raises :class:`ScheduleError` if the schedule breaks a rule or a cap of the problem.
     """
     check_fits(schedule, problem)
@@ -80,6 +81,7 @@ def simulate(
         problem,
         warmup if warmup is not None else schedule.warmup(),
         fused=fused_stages(schedule),
+        slots=[link.slots for link in problem.links],
     )
     return from_runs(dispatch(costs, rules).runs, costs.microbatches)
 

@@ -70,6 +70,47 @@ def test_simulate_prints_the_same_fields(example: Any, capsys: Any, tmp_path: Pa
     assert found["lower_bound"] == 410.0
 
 
+def test_dispatch_is_a_choice_of_the_plan(example: Any, capsys: Any, tmp_path: Path) -> None:
+    """`dispatch: online` in the problem or on the command line; `simulate` keeps it."""
+    file = tmp_path / "online.yaml"
+    file.write_text(EXAMPLE.replace("DELAY", "0") + "dispatch: online\n")
+    fixed = ("--policy", "zero-bubble", "--warmup", "7,5,3,1")
+    online = output(capsys, "plan", str(file), *fixed)
+    assert online["dispatch"] == "online"
+    assert output(capsys, "plan", example(0), *fixed, "--dispatch", "online") | {
+        "planning_ms": 0
+    } == online | {"planning_ms": 0}
+    assert output(capsys, "plan", str(file), *fixed, "--dispatch", "static")["dispatch"] == "static"
+    planned = tmp_path / "plan.json"
+    planned.write_text(json.dumps(online))
+    assert output(capsys, "simulate", str(planned), example(20))["makespan"] == 410
+    held = output(capsys, "simulate", str(planned), example(20), "--dispatch", "static")
+    assert held["makespan"] == 440
+
+
+def test_slots_of_a_link_are_checked_and_kept(capsys: Any, tmp_path: Path) -> None:
+    """Online, a forward waits for a slot; fewer slots than slackness could deadlock."""
+    times = {"forward": 1, "backward_input": 5, "backward_weight": 1}
+    fixed = problem(stages=[times | {"forward": 1}, times], microbatches=6, warmup=[3, 1])
+    makespans = []
+    for slots in (None, 4, 2, 1):
+        link = {"delay": 3} if slots is None else {"delay": 3, "slots": slots}
+        file = tmp_path / "problem.json"
+        file.write_text(json.dumps(fixed | {"links": [link], "dispatch": "online"}))
+        if slots == 1:
+            words = "link 0 has 1 forward slots; expected at least 2"
+            fails(capsys, words, "plan", str(file), "--policy", "zero-bubble")
+            continue
+        found = output(capsys, "plan", str(file), "--policy", "zero-bubble")
+        makespans.append(found["makespan"])
+        sent = [op["end"] for op in found["stages"][0] if op["op"] == "F"]
+        used = [op["start"] for op in found["stages"][1] if op["op"] == "F"]
+        for m in range(6):
+            unused = sum(end <= sent[m] for end in sent) - sum(at < sent[m] for at in used)
+            assert unused <= (slots or 6)
+    assert makespans[0] <= makespans[1] <= makespans[2]
+
+
 def test_fused_backwards_are_bw(example: Any, capsys: Any) -> None:
     found = output(capsys, "plan", example(0), "--policy", "1f1b")
     assert {op["op"] for op in found["stages"][0]} == {"F", "BW"}
@@ -167,6 +208,12 @@ BAD_PROBLEMS = [
     (problem(links=[{"delay": -5}]), "links[0].delay: -5 is less than 0"),
     (problem(links=[{"lag": 5}]), "links[0].lag: 5 is not a known field"),
     (problem(links=[{"delay": 1, "queues": 0}]), "links[0].queues: 0 is less than 1"),
+    (problem(links=[{"delay": 1, "slots": 0}]), "links[0].slots: 0 is less than 1"),
+    (problem(dispatch="eager"), "dispatch: 'eager' is not one of static or online"),
+    (
+        problem(dispatch="online", policy="zero-bubble-v"),
+        "dispatch is online; policy zero-bubble-v has several stages per rank",
+    ),
     (problem(links=[{"delay": 1, "outstanding": 0}]), "links[0].outstanding: 0 is less than 1"),
     (problem(policy="fastest"), "policy: 'fastest' is not one of gpipe, 1f1b"),
     (problem(policy="exact"), "policy exact is not part of this build"),
