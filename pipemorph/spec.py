@@ -186,6 +186,13 @@ class Trainer(SpecModel):
     iterations: int = Field(ge=1, description="Iterations to train.")
     seed: int = Field(default=0, ge=0)
     threads: int = Field(default=1, ge=1, le=1024, description="torch intra-op threads per rank.")
+    metrics_port: int = Field(
+        default=9464,
+        ge=0,
+        le=65535,
+        description="Port of each rank's Prometheus metrics in its pod; 0 for none. On one machine "
+        "there are none.",
+    )
 
 
 class Emulation(SpecModel):

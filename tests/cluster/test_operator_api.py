@@ -241,6 +241,34 @@ def test_values_that_do_not_exist_are_refused(jobs: Jobs) -> None:
             rendered(jobs, **{key: value})
 
 
+def test_monitors_find_the_ports_and_pods_there_are(jobs: Jobs) -> None:
+    """Their kinds are the Prometheus operator's, which is not here to judge them."""
+    on = {"metrics.serviceMonitor.enabled": True, "metrics.podMonitor.enabled": True}
+    made = rendered(jobs, **on, watchNamespaces=["a", "b"])
+    by_kind = {document["kind"]: document for document in made}
+    pods = by_kind["PodMonitor"]["spec"]
+    assert pods["namespaceSelector"] == {"matchNames": ["a", "b"]}
+    (label,) = pods["selector"]["matchExpressions"]
+    jobs.apply(manifest("seen", stages=1))
+    pod = jobs.pods("seen", 1)[0]
+    assert label["key"] in pod["metadata"]["labels"]
+    ports = {port["name"] for port in pod["spec"]["containers"][0]["ports"]}
+    assert {endpoint["port"] for endpoint in pods["podMetricsEndpoints"]} <= ports
+    services = by_kind["ServiceMonitor"]["spec"]
+    found = [
+        document
+        for document in made
+        if document["kind"] == "Service"
+        and services["selector"]["matchLabels"].items() <= document["metadata"]["labels"].items()
+    ]
+    assert len(found) == 2, "operator and ingest"
+    assert {p["name"] for document in found for p in document["spec"]["ports"]} == {"metrics"}
+    everywhere = rendered(jobs, **on)
+    any_namespace = next(d for d in everywhere if d["kind"] == "PodMonitor")["spec"]
+    assert any_namespace["namespaceSelector"] == {"any": True}
+    assert not [d for d in rendered(jobs) if d["kind"].endswith("Monitor")]
+
+
 def test_everything_the_chart_can_make_is_taken_by_the_api_server(jobs: Jobs) -> None:
     made = rendered(
         jobs,

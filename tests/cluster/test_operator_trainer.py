@@ -6,11 +6,13 @@ this machine's. Job file, secret, authority and token are those of the cluster.
 
 import base64
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 from operator_support import ROOT, Jobs, condition, free_port, manifest
+from prometheus_client.parser import text_string_to_metric_families
 from testbed import wait_for
 from testbed.processes import Process
 
@@ -39,7 +41,9 @@ class Rank:
         for key, value in env.items():
             if value.startswith("/etc/pipemorph/"):
                 env[key] = str(here / value.lstrip("/"))
+        self.metrics_port = free_port()  # One machine has one port 9464.
         env |= {
+            "PIPEMORPH_METRICS_PORT": str(self.metrics_port),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "PIPEMORPH_INGEST_URL": f"https://localhost:{jobs.installation.port}",
@@ -51,6 +55,17 @@ class Rank:
         self.process = Process(
             f"rank {rank}", command, folder / f"rank-{rank}.log", environment=env
         )
+
+    def metrics(self) -> dict[str, float]:
+        """The largest value of each metric, as Prometheus would scrape it."""
+        url = f"http://127.0.0.1:{self.metrics_port}/metrics"
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            text = answer.read().decode()
+        values: dict[str, float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                values[sample.name] = max(values.get(sample.name, sample.value), sample.value)
+        return values
 
     @staticmethod
     def _files(jobs: Jobs, name: str, pod: Object, volume: Object) -> dict[str, bytes]:
@@ -95,6 +110,12 @@ def test_the_real_trainer_adapts_to_a_slow_link_and_the_job_completes(
         slow = adapted["status"]["training"]["lastAdaptation"]
         assert slow["links"] == [1]
         assert adapted["status"]["training"]["appliedEpoch"] >= 1
+        for rank in ranks:
+            told = rank.metrics()
+            assert told["pipemorph_rank_applied_epoch"] >= 1
+            assert told["pipemorph_rank_iteration_seconds"] > 0
+            assert told["pipemorph_rank_link_bytes_total"] > 0
+            assert told["pipemorph_rank_link_wire_seconds"] > 0
         jobs.wait("real", lambda job: condition(job, "LinksHealthy")[0] == "True", 120.0)
         for rank in ranks:
             _ended_well(rank)

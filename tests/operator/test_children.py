@@ -122,6 +122,27 @@ def test_the_environment_is_what_the_trainers_context_reads(tmp_path: Any) -> No
     assert config_map(made, CONFIG)["data"]["ca.crt"] == "PEM"
 
 
+def test_metrics_have_a_named_port_unless_the_user_wants_none() -> None:
+    made = trainer(attempt())
+    assert {"name": "pm-metrics", "containerPort": 9464} in made["ports"]
+    assert {"name": "PIPEMORPH_METRICS_PORT", "value": "9464"} in made["env"]
+    none = trainer(attempt(trainer={"module": "a.b", "iterations": 3, "metricsPort": 0}))
+    assert "ports" not in none
+    assert not [v for v in none["env"] if v["name"] == "PIPEMORPH_METRICS_PORT"]
+    theirs = {
+        "name": "trainer",
+        "image": "i",
+        "ports": [{"name": "pm-metrics", "containerPort": 1}],
+    }
+    given = attempt(template={"spec": {"containers": [theirs]}})
+    assert trainer(given)["ports"] == theirs["ports"]
+    plain = {"name": "trainer", "image": "i"}
+    on_the_node = {"spec": {"hostNetwork": True, "containers": [plain]}}
+    assert "ports" not in trainer(attempt(template=on_the_node)), "one rank per node could start"
+    nonsense = {"spec": {"containers": [plain | {"ports": "all"}]}}
+    assert trainer(attempt(template=nonsense))["ports"] == "all", "the API server's to refuse"
+
+
 def test_the_rank_is_the_completion_index() -> None:
     rank = next(v for v in trainer(attempt())["env"] if v["name"] == "RANK")
     assert rank["valueFrom"]["fieldRef"]["fieldPath"] == (

@@ -12,6 +12,7 @@ PIPEMORPH_SECRET_FILE  file with the attempt's engine secret
 PIPEMORPH_INGEST_URL   base URL of the ingest; without it there is no agent
 PIPEMORPH_TOKEN_FILE   file with the bearer token for the ingest
 PIPEMORPH_CA_FILE      PEM file the agent trusts the ingest's certificate by
+PIPEMORPH_METRICS_PORT port of the rank's Prometheus metrics; without it: none
 PIPEMORPH_TRACE_DIR    folder for per-rank op traces; without it none are written
 ====================== ==========================================================
 
@@ -48,6 +49,7 @@ class TrainerContext:
     ingest_url: str | None = None
     token_file: Path | None = None
     trace_dir: Path | None = None
+    metrics_port: int = 0
 
     @staticmethod
     def from_env(environ: Mapping[str, str] = os.environ) -> TrainerContext:
@@ -89,6 +91,7 @@ class TrainerContext:
             ingest_url=text("PIPEMORPH_INGEST_URL"),
             token_file=Path(token_file) if token_file else None,
             trace_dir=Path(trace_dir) if trace_dir else None,
+            metrics_port=number("PIPEMORPH_METRICS_PORT", 0),
         )
         if job is not None and job.spec.parallelism.world_size != world_size:
             want = job.spec.parallelism

@@ -32,6 +32,8 @@ CA_FILE = "ca.crt"
 SECRET_FILE = "engine"
 TOKEN_FILE = "token"
 MASTER_PORT = 29500
+METRICS_PORT = "pm-metrics"
+"""Name of the port of a rank's metrics."""
 TOKEN_SECONDS = 3600
 READABLE = 0o444
 """By any user of the container: it may run as one that owns nothing here."""
@@ -59,6 +61,7 @@ def template(attempt: Attempt, config: OperatorConfig) -> Object:
     if "command" not in trainer:
         trainer["command"] = _command(attempt)
     trainer["env"] = _environment(attempt, config, trainer.get("env") or [])
+    _open_metrics(attempt, spec, trainer)
     trainer["volumeMounts"] = [*(trainer.get("volumeMounts") or []), *_mounts()]
     trainer.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
     placement.place(attempt, out, trainer)
@@ -142,6 +145,8 @@ def _environment(attempt: Attempt, config: OperatorConfig, given: list[Object]) 
         "PIPEMORPH_INGEST_URL": config.ingest_url,
         "PIPEMORPH_TOKEN_FILE": f"{FOLDER}/token/{TOKEN_FILE}",
     }
+    if spec.trainer.metrics_port:
+        values["PIPEMORPH_METRICS_PORT"] = str(spec.trainer.metrics_port)
     if config.ca_pem:
         values["PIPEMORPH_CA_FILE"] = f"{FOLDER}/job/{CA_FILE}"
     ours = [_variable(name, value) for name, value in values.items()]
@@ -153,6 +158,20 @@ def _environment(attempt: Attempt, config: OperatorConfig, given: list[Object]) 
         *theirs,
         *(_variable(k, v) for k, v in defaults.items() if k not in names_given),
     ]
+
+
+def _open_metrics(attempt: Attempt, spec: Object, trainer: Object) -> None:
+    """Name the port of the rank's metrics, by which a PodMonitor finds it.
+
+    Not on the host's network: there a named port is the node's, and one pod per node has it.
+    """
+    port = attempt.job.spec.trainer.metrics_port
+    ports = trainer.get("ports") or []
+    readable = isinstance(ports, list) and all(isinstance(p, dict) for p in ports)
+    if not port or not readable or spec.get("hostNetwork"):
+        return
+    if not any(p.get("name") == METRICS_PORT or p.get("containerPort") == port for p in ports):
+        trainer["ports"] = [*ports, {"name": METRICS_PORT, "containerPort": port}]
 
 
 def is_reserved(name: str) -> bool:

@@ -1,0 +1,146 @@
+"""A rank's metrics: what it tells the agent, scraped over HTTP, and never a reason to stop."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import urllib.request
+from typing import Any
+
+import pytest
+
+from pipemorph.errors import InputError
+from pipemorph.planning import Op, OpKind, Path, Plan, Policy, Schedule
+from pipemorph.wire import LinkSample, StageProfile, WireTime
+from pipemorph_trainer.context import TrainerContext
+from pipemorph_trainer.control import NoControl, RankTelemetry
+from pipemorph_trainer.links import Seat
+from pipemorph_trainer.metrics import MeteredControl, RankMetrics, metered, serve
+
+WHO = {"name": "gpt", "stage": "1", "replica": "0"}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def telemetry(iteration: int, epoch: int = 2, **fields: Any) -> RankTelemetry:
+    return RankTelemetry(
+        rank=1, stage=1, replica=0, state="training", iteration=iteration, applied_epoch=epoch,
+        prepared_epoch=3, **fields,
+    )  # fmt: skip
+
+
+def sample(path: Path, wire: float, size: int = 1000) -> LinkSample:
+    times = dict.fromkeys(("min", "p50", "p99", "mean"), wire)
+    return LinkSample(
+        link=1, direction="forward", path=path, transport="gloo", iteration=0, bytes=size,
+        wire=WireTime(count=4, exact=4, **times), queue_p50=0.001,
+    )  # fmt: skip
+
+
+def read(metrics: RankMetrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(f"pipemorph_rank_{name}", WHO | labels)
+
+
+def plan_of(version: int, warmup: int) -> Plan:
+    """Four microbatches on two stages, ``warmup`` in flight on each."""
+    forwards = [Op(OpKind.F, i) for i in range(4)]
+    backwards = [Op(kind, i) for i in range(4) for kind in (OpKind.B, OpKind.W)]
+    ops = forwards[:warmup]
+    for i in range(4):
+        ops += backwards[2 * i : 2 * i + 2] + forwards[warmup + i : warmup + i + 1]
+    return Plan(
+        version, Policy.PIPEMORPH, Schedule(4, (tuple(ops),) * 2), (Path.DIRECT,), (None, None)
+    )
+
+
+def test_telemetry_becomes_metrics() -> None:
+    clock = Clock()
+    metrics = RankMetrics("gpt", 1, 0, clock=clock)
+    metrics.plan(plan_of(0, 1))
+    profile = StageProfile(
+        stage=1, forward=0.1, backward_input=0.05, backward_weight=0.05, split="module",
+        peak_memory=77,
+    )  # fmt: skip
+    metrics.hear(telemetry(5, links=[sample(Path.DIRECT, 0.004)]))
+    clock.now += 1.0
+    metrics.hear(telemetry(6))
+    metrics.hear(telemetry(6, profile=profile, links=[sample(Path.DELEGATED, 0.06, 500)]))
+    assert read(metrics, "iteration") == 6
+    assert read(metrics, "iteration_seconds") == 1.0
+    assert read(metrics, "bubble_fraction") == pytest.approx(0.2)
+    assert read(metrics, "applied_epoch") == 2
+    assert read(metrics, "prepared_epoch") == 3
+    assert read(metrics, "in_flight_peak") == 1
+    assert read(metrics, "peak_memory_bytes") == 77
+    direct = {"link": "1", "direction": "forward", "path": "direct"}
+    assert read(metrics, "link_wire_seconds", **direct) == 0.004
+    assert read(metrics, "link_bytes_total", **direct) == 1000
+    assert read(metrics, "link_wire_seconds", **direct | {"path": "delegated"}) == 0.06
+    assert read(metrics, "link_bytes_total", **direct | {"path": "delegated"}) == 500
+    assert read(metrics, "link_messages_total", **direct | {"path": "delegated"}) == 4
+    assert read(metrics, "reroutes_total", link="1") == 1
+
+
+def test_the_agent_still_hears_everything_and_plans_are_seen_when_they_take_effect() -> None:
+    heard: list[RankTelemetry] = []
+
+    class Inner:
+        closed = False
+
+        def publish(self, telemetry: RankTelemetry) -> None:
+            heard.append(telemetry)
+
+        def newest_plan(self) -> Plan | None:
+            return plan_of(2, 3)
+
+        def close(self) -> None:
+            self.closed = True
+
+    inner, metrics = Inner(), RankMetrics("gpt", 1, 0)
+    control = MeteredControl(inner, metrics, plan_of(0, 1))
+    control.publish(telemetry(1, epoch=0))
+    assert control.newest_plan() == plan_of(2, 3)
+    control.publish(telemetry(2, epoch=0))
+    assert read(metrics, "in_flight_peak") == 1, "a plan that is only prepared"
+    control.publish(telemetry(3, epoch=2))
+    assert read(metrics, "in_flight_peak") == 3
+    assert [t.iteration for t in heard] == [1, 2, 3]
+    control.close()
+    assert inner.closed
+
+
+def test_without_a_port_nothing_is_measured() -> None:
+    control, seat = NoControl(), Seat(rank=0, stage=0, stages=1, replica=0, replicas=1)
+    context = TrainerContext.from_env({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"})
+    assert metered(control, context, seat, plan_of(0, 1)) is control
+
+
+def test_they_are_served_over_http_and_a_taken_port_is_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with caplog.at_level(logging.WARNING):
+            assert serve("gpt", 1, 0, port) is None
+    assert f"port {port}" in caplog.text
+    assert "spec.trainer.metricsPort" in caplog.text
+    metrics = serve("gpt", 1, 0, port)
+    assert metrics is not None
+    metrics.hear(telemetry(9))
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    assert 'pipemorph_rank_iteration{name="gpt",replica="0",stage="1"} 9.0' in text
+
+
+def test_the_port_comes_from_the_environment() -> None:
+    base = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"}
+    assert TrainerContext.from_env(base).metrics_port == 0
+    assert TrainerContext.from_env(base | {"PIPEMORPH_METRICS_PORT": "9464"}).metrics_port == 9464
+    with pytest.raises(InputError, match="PIPEMORPH_METRICS_PORT"):
+        TrainerContext.from_env(base | {"PIPEMORPH_METRICS_PORT": "many"})

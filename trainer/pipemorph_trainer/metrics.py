@@ -1,0 +1,183 @@
+"""A rank's Prometheus metrics: what it tells the agent, at an HTTP port of its own.
+
+On in the pods the operator makes (``spec.trainer.metricsPort``, PIPEMORPH_METRICS_PORT), off
+elsewhere. A rank has two links at most, so the series of a job grow with its ranks and never
+with their pairs. Whatever goes wrong here costs metrics and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from pipemorph.planning import Plan
+from pipemorph_trainer.context import TrainerContext
+from pipemorph_trainer.control import ControlClient, RankTelemetry
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from pipemorph_trainer.links import Seat
+
+log = logging.getLogger("pipemorph.metrics")
+
+_RANK = ["name", "stage", "replica"]
+_LINK = [*_RANK, "link", "direction", "path"]
+
+
+class RankMetrics:
+    """The metrics of one rank, fed with its telemetry and its plans.
+
+    ``clock`` is monotonic, seconds. Raises ImportError without prometheus-client.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        stage: int,
+        replica: int,
+        *,
+        registry: CollectorRegistry | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        from prometheus_client import CollectorRegistry, Counter, Gauge
+
+        self.registry = registry or CollectorRegistry()
+        self._stage = stage
+        self._who = {"name": job, "stage": str(stage), "replica": str(replica)}
+        self._clock = clock
+        self._began: tuple[int, float] | None = None
+        self._microbatches = 0
+        self._seconds = 0.0
+        self._paths: dict[tuple[int, str], str] = {}
+
+        def gauge(name: str, text: str, labels: list[str] = _RANK) -> Gauge:
+            return Gauge(f"pipemorph_rank_{name}", text, labels, registry=self.registry)
+
+        def counter(name: str, text: str, labels: list[str] = _RANK) -> Counter:
+            return Counter(f"pipemorph_rank_{name}", text, labels, registry=self.registry)
+
+        self._iteration = gauge("iteration", "Iteration in progress.")
+        self._iteration_seconds = gauge("iteration_seconds", "Time of the newest iteration.")
+        self._bubble = gauge(
+            "bubble_fraction", "Part of the newest iteration in which this rank ran no op."
+        )
+        self._applied = gauge("applied_epoch", "Epoch of the plan of the iteration in progress.")
+        self._prepared = gauge("prepared_epoch", "Epoch of the newest plan this rank could run.")
+        self._in_flight = gauge(
+            "in_flight_peak", "Most microbatches in flight here under the plan in effect."
+        )
+        self._memory = gauge("peak_memory_bytes", "Peak memory of the newest iteration.")
+        self._wire = gauge(
+            "link_wire_seconds",
+            "First byte out to whole at the receiver: median of the newest window, with what is "
+            "normal for the message's size.",
+            _LINK,
+        )
+        self._queue = gauge(
+            "link_queue_seconds", "Wait before the first byte: median of the newest window.", _LINK
+        )
+        self._bytes = counter("link_bytes", "Payload sent.", _LINK)
+        self._messages = counter("link_messages", "Messages sent.", _LINK)
+        self._reroutes = counter("reroutes", "Changes of a link's path.", [*_RANK, "link"])
+
+    def plan(self, plan: Plan) -> None:
+        """A plan is in effect from the iteration that begins."""
+        self._microbatches = plan.schedule.microbatches
+        self._in_flight.labels(**self._who).set(plan.schedule.in_flight_peak()[self._stage])
+
+    def hear(self, telemetry: RankTelemetry) -> None:
+        """Take in one message of this rank to its agent."""
+        now = self._clock()
+        self._iteration.labels(**self._who).set(telemetry.iteration)
+        self._applied.labels(**self._who).set(telemetry.applied_epoch)
+        self._prepared.labels(**self._who).set(telemetry.prepared_epoch)
+        if self._began is None or telemetry.iteration != self._began[0]:
+            if self._began is not None and telemetry.iteration > self._began[0]:
+                self._seconds = (now - self._began[1]) / (telemetry.iteration - self._began[0])
+                self._iteration_seconds.labels(**self._who).set(self._seconds)
+            self._began = (telemetry.iteration, now)
+        profile = telemetry.profile
+        if profile is not None:
+            self._memory.labels(**self._who).set(profile.peak_memory)
+            busy = self._microbatches * (
+                profile.forward + profile.backward_input + profile.backward_weight
+            )
+            if self._seconds > 0 and busy > 0:
+                self._bubble.labels(**self._who).set(max(0.0, 1 - busy / self._seconds))
+        for sample in telemetry.links:
+            path = sample.path.value
+            where = {"link": str(sample.link), "direction": sample.direction, "path": path}
+            self._bytes.labels(**self._who, **where).inc(sample.bytes)
+            self._messages.labels(**self._who, **where).inc(sample.wire.count)
+            self._queue.labels(**self._who, **where).set(sample.queue_p50)
+            if sample.wire.count:
+                self._wire.labels(**self._who, **where).set(sample.wire.p50)
+            before = self._paths.setdefault((sample.link, sample.direction), path)
+            if before != path:
+                self._paths[sample.link, sample.direction] = path
+                self._reroutes.labels(**self._who, link=where["link"]).inc()
+
+
+class MeteredControl:
+    """A :class:`~pipemorph_trainer.control.ControlClient` whose messages are metrics as well.
+
+    ``first`` is the plan the rank starts with.
+    """
+
+    def __init__(self, inner: ControlClient, metrics: RankMetrics, first: Plan) -> None:
+        self._inner = inner
+        self._metrics = metrics
+        self._plans = {first.version: first}
+        self._metrics.plan(first)
+
+    def publish(self, telemetry: RankTelemetry) -> None:
+        plan = self._plans.get(telemetry.applied_epoch)
+        if plan is not None and len(self._plans) > 1:
+            self._metrics.plan(plan)
+            # Older ones do not come back; newer ones are on their way.
+            self._plans = {v: p for v, p in self._plans.items() if v >= plan.version}
+        self._metrics.hear(telemetry)
+        self._inner.publish(telemetry)
+
+    def newest_plan(self) -> Plan | None:
+        plan = self._inner.newest_plan()
+        if plan is not None:
+            self._plans[plan.version] = plan
+        return plan
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def metered(
+    control: ControlClient, context: TrainerContext, seat: Seat, plan: Plan
+) -> ControlClient:
+    """``control``, with metrics at the port the host gave the rank, if it gave one."""
+    if not context.metrics_port:
+        return control
+    job = context.job.metadata.name if context.job is not None else "job"
+    metrics = serve(job, seat.stage, seat.replica, context.metrics_port)
+    return control if metrics is None else MeteredControl(control, metrics, plan)
+
+
+def serve(job: str, stage: int, replica: int, port: int) -> RankMetrics | None:
+    """Metrics at ``port``, or None and a warning: a rank trains without them as well."""
+    try:
+        metrics = RankMetrics(job, stage, replica)
+        from prometheus_client import start_http_server
+
+        start_http_server(port, registry=metrics.registry)
+    except ImportError:
+        log.warning("no metrics: prometheus-client is not installed")
+        return None
+    except OSError as error:
+        log.warning(
+            "no metrics: port %d: %s; on a node with other ranks and hostNetwork, give"
+            " spec.trainer.metricsPort 0 or use placement.onePodPerNode",
+            port, error.strerror or error,
+        )  # fmt: skip
+        return None
+    return metrics
