@@ -80,7 +80,7 @@ _FINISH, _DECIDE = 0, 1
 """At one time what ends comes first: its message may be what another stage waits for."""
 
 
-def dispatch(costs: Costs, rules: Rules) -> Dispatched:
+def dispatch(costs: Costs, rules: Rules, wires: Wires | None = None) -> Dispatched:
     """Run one iteration. Raises :class:`InputError` if every stage waits for another.
 
     Events are ``(time, phase, stage)``. A stage decides when it becomes free and when a
@@ -91,7 +91,7 @@ def dispatch(costs: Costs, rules: Rules) -> Dispatched:
     fused = rules.fused or (False,) * stages
     warmup = [min(n, x) for x in rules.warmup]
     caps, slots, exact = rules.caps, rules.slots, rules.exact_warmup
-    wires = Wires(costs)
+    wires = Wires(costs) if wires is None else wires
     above, below = wires.above, wires.below
     forwards, backwards, weights = [0] * stages, [0] * stages, [0] * stages
     runs: list[Run] = [[] for _ in range(stages)]

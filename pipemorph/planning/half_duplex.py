@@ -18,11 +18,13 @@ _FINISH, _START = 0, 1
 """At one time what ends comes first: its message may be what another stage waits for."""
 
 
-def starts_in_time(schedule: Schedule, costs: Costs) -> list[list[float]]:
+def starts_in_time(
+    schedule: Schedule, costs: Costs, wires: Wires | None = None
+) -> list[list[float]]:
     """Start time of every op, in the schedule's order; short where a stage waits for ever."""
     stages = costs.stage_count
     last = stages - 1
-    wires = Wires(costs)
+    wires = Wires(costs) if wires is None else wires
     above, below = wires.above, wires.below
     starts: list[list[float]] = [[] for _ in range(stages)]
     running = [False] * stages

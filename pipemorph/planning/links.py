@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pipemorph.planning.costs import INF, Costs
+
+DelayAt = Callable[[int, float], float]
+"""Link and moment → delay, in the problem's unit."""
 
 
 def send(costs: Costs, link: int, arrivals: list[float], m: int, end: float) -> tuple[float, float]:
@@ -27,11 +32,15 @@ class Wires:
     ``above[i][m]``: arrival at stage *i* of the forward from stage *i-1*; ``below[i][m]``: of
     the gradient from stage *i+1*. INF until sent. What a stage has of its own is put in by
     who executes.
+
+    ``delay_at(link, sent)`` gives the delay of a message handed over at ``sent``, where delays
+    change within the iteration; by default those of ``costs``.
     """
 
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: Costs, delay_at: DelayAt | None = None) -> None:
         n, stages = costs.microbatches, costs.stage_count
         self.costs = costs
+        self.delay_at = delay_at
         self.above = [[INF] * n for _ in range(stages)]
         self.below = [[INF] * n for _ in range(stages)]
         self.above[0] = [0.0] * n
@@ -60,11 +69,12 @@ class Wires:
 
     def _enter(self, link: int, arrivals: list[float], m: int, now: float) -> float:
         queues = self.costs.queues[link]
+        delay = self.costs.delay[link] if self.delay_at is None else self.delay_at(link, now)
         if self.costs.half_duplex[link]:
             history = self._shared[link]
             busy = history[-queues] if queues and len(history) >= queues else now
-            history.append(max(now, busy) + self.costs.delay[link])
+            history.append(max(now, busy) + delay)
         else:
             busy = arrivals[m - queues] if queues and m >= queues else now
-        arrivals[m] = arrival = max(now, busy) + self.costs.delay[link]
+        arrivals[m] = arrival = max(now, busy) + delay
         return arrival
