@@ -8,6 +8,7 @@ from typing import Any
 from pipemorph.commands.output import add_output_arguments, write
 from pipemorph.errors import InputError
 from pipemorph.planning.chunks import plan_interleaved
+from pipemorph.planning.exact import TIME_LIMIT
 from pipemorph.planning.ir import Dispatch, Policy
 from pipemorph.planning.planner import plan
 from pipemorph.planning.problem import Problem, load_problem
@@ -34,6 +35,11 @@ def add_parser(subparsers: Any) -> None:
         help="whether stages keep the plan's order or run what is ready, in place of the "
         "problem's own",
     )
+    parser.add_argument(
+        "--time-limit",
+        metavar="SECONDS",
+        help=f"how long policy exact may search (default: {TIME_LIMIT:g})",
+    )
     add_output_arguments(parser)
 
 
@@ -43,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
         problem = problem.with_warmup(parse_warmup(args.warmup))
     policy = Policy(args.policy) if args.policy else problem.policy
     dispatch = Dispatch(args.dispatch) if args.dispatch else problem.dispatch
+    if args.time_limit is not None and policy is not Policy.EXACT:
+        raise InputError(f"--time-limit is for policy exact; the policy is {policy.value}")
     if policy.interleaved:
         if dispatch is Dispatch.ONLINE:
             raise InputError(
@@ -56,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
             f"ranks is {problem.ranks}; policy {policy.value} has one stage per rank, and stages"
             f" has {problem.stage_count} entries"
         )
-    planned = plan(problem, policy)
+    limit = parse_seconds(args.time_limit) if args.time_limit is not None else None
+    planned = plan(problem, policy, time_limit=limit)
     simulation = planned.simulation
     if dispatch is Dispatch.ONLINE:
         simulation = simulate(planned.schedule, problem, dispatch)
@@ -96,3 +105,14 @@ def parse_warmup(text: str) -> list[int]:
             raise InputError(f"--warmup: {part!r} in {text!r} is not a whole number")
         counts.append(int(part))
     return counts
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds above 0. Raises :class:`InputError` for anything else."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise InputError(f"--time-limit: {text!r} is not a number of seconds above 0")
+    return seconds

@@ -15,6 +15,9 @@ from typing import NamedTuple
 from pipemorph.planning.costs import INF, Costs
 from pipemorph.planning.problem import Problem
 
+# What a makespan may differ by and still be the same: sums of times in another order.
+SAME = 1e-9
+
 
 class Times(NamedTuple):
     """One number per op: ``forward[stage][microbatch]`` and so on."""

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from pipemorph.planning.bounds import Times
 from pipemorph.planning.costs import INF, Costs
-from pipemorph.planning.ir import Op, OpKind, Schedule
 from pipemorph.planning.links import send
+from pipemorph.planning.order import BACKWARD, FORWARD, WEIGHT, Order
 
 
 class Bias(NamedTuple):
@@ -37,34 +37,26 @@ class Bias(NamedTuple):
 class Tuning:
     """``biases`` and ``caps`` per stage. ``caps`` may be below the problem's, never above.
 
-    ``warmup[i]``, if given, is exactly how many F run before the first B.
+    ``warmup[i]``, if given, is exactly how many F run before the first B; with ``at_least`` more
+    may. With ``by_kind`` urgency is the bias alone, whatever must follow.
     """
 
     biases: tuple[Bias, ...]
     caps: tuple[int, ...]
     warmup: tuple[int, ...] | None = None
+    at_least: bool = False
+    by_kind: bool = False
 
 
 class Listing(NamedTuple):
-    """What a run of the list scheduler found. ``schedule`` is None if it gave up."""
+    """What a run of the list scheduler found. ``order`` is None if it gave up."""
 
-    schedule: Schedule | None
+    order: Order | None
     makespan: float
     ops_run: int
 
 
-class OpTable:
-    """Every op once, so that schedules share them."""
-
-    def __init__(self, microbatches: int) -> None:
-        self.forward = [Op(OpKind.F, m) for m in range(microbatches)]
-        self.backward = [Op(OpKind.B, m) for m in range(microbatches)]
-        self.weight = [Op(OpKind.W, m) for m in range(microbatches)]
-
-
-def list_schedule(
-    costs: Costs, tail: Times, tuning: Tuning, table: OpTable, bound: float = INF
-) -> Listing:
+def list_schedule(costs: Costs, tail: Times, tuning: Tuning, bound: float = INF) -> Listing:
     """Schedule one iteration; give up once the makespan cannot stay below ``bound``.
 
     Also gives up if stages wait for each other, which takes a ``warmup`` above a cap or one
@@ -82,13 +74,14 @@ def list_schedule(
     above[0] = [0.0] * n
     forwards, backwards, weights = [0] * stages, [0] * stages, [0] * stages
     left = [n * (forward_time[i] + backward_time[i] + weight_time[i]) for i in range(stages)]
-    order: list[list[Op]] = [[] for _ in range(stages)]
+    order: Order = [bytearray() for _ in range(stages)]
     # When each stage decides next. An idle stage may be woken earlier than it thought.
     wake = [0.0] * stages
     idle = [False] * stages
     events = [(0.0, i) for i in range(stages)]
     makespan = 0.0
     ops_run = 0
+    weigh = 0.0 if tuning.by_kind else 1.0
     while events:
         now, i = heappop(events)
         if now != wake[i]:
@@ -100,32 +93,35 @@ def list_schedule(
         if warmup is not None:
             if f < warmup[i]:
                 backward_at = INF
-            elif b == 0:
+            elif b == 0 and not tuning.at_least:
                 forward_at = INF
 
         # The most urgent op that is ready; at a tie B, then F, then W.
         kind, urgency, took, follows = None, -INF, 0.0, 0.0
         if backward_at <= now:
-            kind, took, follows = OpKind.B, backward_time[i], tail.backward[i][b]
-            urgency = follows + backward_bias
-        if forward_at <= now and tail.forward[i][f] + forward_bias > urgency:
-            kind, took, follows = OpKind.F, forward_time[i], tail.forward[i][f]
-            urgency = follows + forward_bias
-        if w < b and tail.weight[i][w] + weight_bias > urgency:
-            kind, took, follows = OpKind.W, weight_time[i], tail.weight[i][w]
-            urgency = follows + weight_bias
+            kind, took, follows = BACKWARD, backward_time[i], tail.backward[i][b]
+            urgency = weigh * follows + backward_bias
+        if forward_at <= now and weigh * tail.forward[i][f] + forward_bias > urgency:
+            kind, took, follows = FORWARD, forward_time[i], tail.forward[i][f]
+            urgency = weigh * follows + forward_bias
+        if w < b and weigh * tail.weight[i][w] + weight_bias > urgency:
+            kind, took, follows = WEIGHT, weight_time[i], tail.weight[i][w]
+            urgency = weigh * follows + weight_bias
 
         until = INF
         if kind is None:
             until = forward_at if forward_at < backward_at else backward_at
         elif patience:
             horizon = now + patience * took
-            if now < backward_at < horizon and tail.backward[i][b] + backward_bias > urgency:
+            if (
+                now < backward_at < horizon
+                and weigh * tail.backward[i][b] + backward_bias > urgency
+            ):
                 until = backward_at
             if (
                 now < forward_at < horizon
                 and forward_at < until
-                and tail.forward[i][f] + forward_bias > urgency
+                and weigh * tail.forward[i][f] + forward_bias > urgency
             ):
                 until = forward_at
         if kind is None or until < INF:
@@ -142,13 +138,12 @@ def list_schedule(
         left[i] -= took
         end = free = now + took
         makespan = max(makespan, end)
-        if kind is OpKind.W:
-            order[i].append(table.weight[w])
+        order[i].append(kind)
+        if kind == WEIGHT:
             weights[i] = w + 1
             receiver = -1
         else:
-            if kind is OpKind.F:
-                order[i].append(table.forward[f])
+            if kind == FORWARD:
                 forwards[i] = f + 1
                 receiver, link, m = i + 1, i, f
                 if i == last:
@@ -157,7 +152,6 @@ def list_schedule(
                 else:
                     arrivals = above[receiver]
             else:
-                order[i].append(table.backward[b])
                 backwards[i] = b + 1
                 receiver = link = i - 1
                 m = b
@@ -174,7 +168,19 @@ def list_schedule(
         heappush(events, (free, i))
     if ops_run < 3 * n * stages:
         return Listing(None, INF, ops_run)
-    return Listing(Schedule(n, tuple(map(tuple, order))), makespan, ops_run)
+    return Listing(order, makespan, ops_run)
+
+
+def in_order(
+    costs: Costs,
+    caps: Sequence[int],
+    warmup: tuple[int, ...] | None = None,
+    *,
+    at_least: bool = False,
+) -> Tuning:
+    """B, then F, then W, whatever is urgent: the paper's order."""
+    biases = (Bias(forward=1.0, backward=2.0),) * costs.stage_count
+    return Tuning(biases, tuple(caps), warmup, at_least=at_least, by_kind=True)
 
 
 def uniform(
@@ -184,15 +190,20 @@ def uniform(
     warmup: tuple[int, ...] | None = None,
 ) -> Tuning:
     """The same bias on every stage, its three times in units of the mean op."""
-    scaled = scale(bias, mean_op(costs))
+    unit = mean_op(costs)
+    scaled = Bias(bias.forward * unit, bias.backward * unit, bias.weight * unit, bias.patience)
     return Tuning((scaled,) * costs.stage_count, tuple(caps), warmup)
-
-
-def scale(bias: Bias, unit: float) -> Bias:
-    return Bias(bias.forward * unit, bias.backward * unit, bias.weight * unit, bias.patience)
 
 
 def mean_op(costs: Costs) -> float:
     """Mean duration of an op over kinds and stages."""
-    total = sum(costs.forward) + sum(costs.backward_input) + sum(costs.backward_weight)
+    total = _sum(costs.forward) + _sum(costs.backward_input) + _sum(costs.backward_weight)
     return total / (3 * costs.stage_count)
+
+
+def _sum(times: Sequence[float]) -> float:
+    """From left to right: what :func:`sum` does with floats depends on Python's version."""
+    total = 0.0
+    for time in times:
+        total += time
+    return total

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from pipemorph.errors import InputError
-from pipemorph.planning.bounds import lower_bound
 from pipemorph.planning.costs import Costs
 from pipemorph.planning.ir import Dispatch, Path, Plan, Policy, Schedule
+from pipemorph.planning.kernel import lower_bound, search
+from pipemorph.planning.order import to_schedule
 from pipemorph.planning.policies import gpipe, one_f_one_b, zero_bubble
 from pipemorph.planning.problem import Link, Problem, StageTimes
-from pipemorph.planning.search import search
 from pipemorph.planning.simulator import Simulation, run_static, timed
 from pipemorph.planning.validator import validate
 
@@ -53,16 +53,28 @@ class PlannedSchedule:
         )
 
 
-def plan(problem: Problem, policy: Policy | None = None) -> PlannedSchedule:
+def plan(
+    problem: Problem, policy: Policy | None = None, *, time_limit: float | None = None
+) -> PlannedSchedule:
     """Plan with ``policy``, or with the problem's own.
 
     The same problem gives the same schedule on every machine: nothing depends on the time
-    planning takes. Raises :class:`InputError` for a policy that cannot serve the problem.
+    planning takes. Policy exact is the exception: it stops after ``time_limit`` seconds (by
+    default :data:`pipemorph.planning.exact.TIME_LIMIT`), with what it has.
+
+    Raises :class:`InputError` for a policy that cannot serve the problem.
     """
     began = perf_counter()
     policy = problem.policy if policy is None else policy
     if policy is Policy.PIPEMORPH:
-        schedule, bound = search(problem)
+        found = search(problem)
+        schedule, bound = to_schedule(found.order, problem.microbatches), found.bound
+    elif policy is Policy.EXACT:
+        # OR-tools is slow to import and not always there.
+        from pipemorph.planning.exact import TIME_LIMIT, solve
+
+        solved = solve(problem, TIME_LIMIT if time_limit is None else time_limit)
+        schedule, bound = solved.schedule, solved.bound
     else:
         schedule, bound = _made_by_hand(problem, policy), lower_bound(problem)
     validate(schedule, problem.in_flight_limits())
@@ -93,10 +105,7 @@ def _made_by_hand(problem: Problem, policy: Policy) -> Schedule:
                 " (pipemorph.planning.chunks.plan_interleaved makes the other)"
             )
         case _:
-            raise InputError(
-                "policy exact is not part of this build; use pipemorph, which prints how far"
-                " it may be from the optimum (lower_bound)"
-            )
+            raise AssertionError(f"policy {policy.value} is not made by hand")
 
 
 def plan_for(

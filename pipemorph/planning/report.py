@@ -36,6 +36,7 @@ def report(
         "microbatches": schedule.microbatches,
         "makespan": _rounded(simulation.makespan),
         "lower_bound": _rounded(lower_bound),
+        "gap": _gap(simulation.makespan, lower_bound),
         "bubble_fraction": _rounded(simulation.bubble_fraction),
         "warmup": list(schedule.warmup()),
         "slackness": list(schedule.slackness()),
@@ -64,6 +65,7 @@ def report_interleaved(
         "microbatches": schedule.microbatches,
         "makespan": _rounded(ran.makespan),
         "lower_bound": _rounded(lower_bound),
+        "gap": _gap(ran.makespan, lower_bound),
         "bubble_fraction": _rounded(ran.bubble_fraction),
         "warmup": list(schedule.warmup()),
         "slackness": list(schedule.slackness()),
@@ -75,6 +77,11 @@ def report_interleaved(
         "order": dump_csv(ran.schedule).splitlines(),
         "stages": _stages(ran.simulation),
     }
+
+
+def _gap(makespan: float, lower_bound: float) -> float:
+    """How much longer than the bound, as a fraction of it; 0 is proven shortest."""
+    return _rounded(makespan / lower_bound - 1) if lower_bound > 0 else 0.0
 
 
 def _bubbles(idle: Explanation) -> dict[str, list[float]]:

@@ -4,33 +4,31 @@
    paper's algorithm with its warm-up, so that the result is never worse.
 2. The list scheduler by urgency, with a few tunings that do well on most problems.
 3. A local search that bends urgency and caps stage by stage.
-4. The same makespan with fewer microbatches in flight, if that is to be had.
+4. A local search on the order itself, along the critical path.
+5. The same makespan with fewer microbatches in flight, if that is to be had.
 
-It stops at the lower bound. Effort is counted in ops scheduled, never in time, so that
-every machine finds the same plan.
+It stops at the lower bound. Effort is counted in ops, never in time, so that every machine
+finds the same plan. This is the plain form of ``csrc/planner``, which finds the same order op by
+op, some fifty times as fast; :mod:`pipemorph.planning.kernel` picks the one that is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple
 
-from pipemorph.planning.adapt import paper_warmup
-from pipemorph.planning.bounds import hard_caps, heads, machine_bound, tails
+from pipemorph.planning.bounds import SAME, heads, machine_bound, tails
 from pipemorph.planning.costs import INF, Costs
-from pipemorph.planning.dispatch import Rules, dispatch
-from pipemorph.planning.ir import Schedule
-from pipemorph.planning.listing import Bias, OpTable, Tuning, list_schedule, mean_op, uniform
-from pipemorph.planning.policies import as_schedule
-from pipemorph.planning.problem import Problem
-from pipemorph.planning.simulator import makespan_of, run_static
-from pipemorph.planning.slim import IN_ORDER, SAME, slim
+from pipemorph.planning.dice import Dice
+from pipemorph.planning.execution import Executor
+from pipemorph.planning.listing import Bias, Tuning, in_order, list_schedule, mean_op, uniform
+from pipemorph.planning.order import Order
+from pipemorph.planning.shifting import shift
+from pipemorph.planning.slim import slim
 
-T = TypeVar("T")
-
-# Ops scheduled before the search settles for what it has: about 10 ms.
-EFFORT = 12_000
+# Ops the two local searches may run before they settle for what they have.
+LISTING_EFFORT = 120_000
+SHIFTING_EFFORT = 240_000
 
 # Even a problem larger than that gets this many tries.
 FEWEST_TRIES = 3
@@ -51,101 +49,126 @@ PORTFOLIO = (
 )
 
 
-def search(problem: Problem, effort: int = EFFORT) -> tuple[Schedule, float]:
-    """The best schedule found for a problem, and its lower bound, in the problem's unit."""
-    return _Search(problem, effort).run()
+class Task(NamedTuple):
+    """What is searched for.
+
+    ``caps`` are ``K_i``, N where there is none; ``warmup`` fixed counts or None;
+    ``paper_warmup`` the counts of the paper's rules, or the fixed ones; ``start`` an order to do
+    no worse than.
+    """
+
+    costs: Costs
+    caps: tuple[int, ...]
+    warmup: tuple[int, ...] | None
+    paper_warmup: tuple[int, ...]
+    start: Order | None = None
+    listing_effort: int = LISTING_EFFORT
+    shifting_effort: int = SHIFTING_EFFORT
+
+
+class Found(NamedTuple):
+    """The best order found, its makespan, and what no schedule can beat."""
+
+    order: Order
+    makespan: float
+    bound: float
+
+
+def search(task: Task) -> Found:
+    """Search in Python."""
+    return _Search(task).run()
 
 
 class _Search:
-    def __init__(self, problem: Problem, effort: int) -> None:
-        self.problem = problem
-        self.costs = Costs.of(problem)
-        self.caps = hard_caps(problem)
-        self.tails = tails(self.costs, self.caps)
-        self.bound = machine_bound(self.costs, heads(self.costs, self.caps), self.tails)
-        self.table = OpTable(problem.microbatches)
-        self.budget = effort
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.costs = costs = task.costs
+        self.tails = tails(costs, task.caps)
+        self.bound = machine_bound(costs, heads(costs, task.caps), self.tails)
+        self.unit = mean_op(costs)
+        self.executor = Executor(costs)
+        self.dice = Dice()
+        self.shared = any(costs.half_duplex)
+        self.budget = task.listing_effort
         self.tries = 0
         self.makespan = INF
-        self.schedule: Schedule | None = None
+        self.order: Order = []
         self.tuning: Tuning | None = None
+        if task.start is not None:
+            self.order, self.makespan = task.start, self.executor.run(task.start)
 
-    def run(self) -> tuple[Schedule, float]:
-        self._try(uniform(self.costs, self.caps, IN_ORDER, self.problem.warmup))
-        self.tuning = None  # nothing to bend: with these biases only the kind counts
-        if not self._done():
-            self._paper()
+    def run(self) -> Found:
+        self._in_order()
         for bias in PORTFOLIO:
             if self._done():
                 break
-            self._try(uniform(self.costs, self.caps, bias, self.problem.warmup))
+            self._try(uniform(self.costs, self.task.caps, bias, self.task.warmup))
         self._bend()
-        assert self.schedule is not None
-        schedule = slim(
-            self.problem,
-            self.schedule,
+        if not self._at_bound() and not self.shared and self._shift():
+            return Found(self.order, self.makespan, self.bound)
+        order = slim(
+            self.costs,
+            self.order,
             self.makespan,
-            tuning=self.tuning,
+            tuning=self.tuning or in_order(self.costs, self.task.caps, self.task.warmup),
+            warmup=self.task.paper_warmup,
+            free_warmup=self.task.warmup is None,
             tail=self.tails,
-            table=self.table,
+            executor=self.executor,
         )
-        return schedule, self.bound
+        return Found(order, self.makespan, self.bound)
+
+    def _at_bound(self) -> bool:
+        return self.makespan <= self.bound * (1 + SAME)
 
     def _done(self) -> bool:
-        if self.makespan <= self.bound * (1 + SAME):
-            return True
-        return self.budget <= 0 and self.tries >= FEWEST_TRIES
+        return self._at_bound() or (self.budget <= 0 and self.tries >= FEWEST_TRIES)
 
-    def _paper(self) -> None:
-        """The paper's algorithm, so that the result is never worse."""
-        warmup = self.problem.warmup or paper_warmup(self.problem)
-        exact = self.problem.warmup is not None
-        found = dispatch(self.costs, Rules.of(self.problem, warmup, exact_warmup=exact))
-        if found.makespan < self.makespan * (1 - SAME):
-            self.makespan = found.makespan
-            self.schedule = as_schedule(found.runs, self.problem)
-        self.budget -= 3 * self.problem.microbatches * self.problem.stage_count
+    def _in_order(self) -> None:
+        """The paper's order, with and without its warm-up."""
+        task = self.task
+        self._try(in_order(self.costs, task.caps, task.warmup))
+        if not self._done():
+            free = task.warmup is None
+            self._try(in_order(self.costs, task.caps, task.paper_warmup, at_least=free))
+        self.tuning = None  # nothing to bend: only the kind of an op counts
 
     def _try(self, tuning: Tuning, *, or_equal: bool = False) -> bool:
         """Keep what ``tuning`` gives if it is shorter, or as short with ``or_equal``."""
         bound = self.makespan * (1 + SAME if or_equal else 1 - SAME)
-        found = list_schedule(self.costs, self.tails, tuning, self.table, bound)
+        found = list_schedule(self.costs, self.tails, tuning, bound)
         self.budget -= found.ops_run
         self.tries += 1
-        if found.schedule is None:
+        if found.order is None:
             return False
         makespan = found.makespan
-        if any(self.costs.half_duplex):
+        if self.shared:
             # The list scheduler takes the directions of a link for independent.
-            makespan = makespan_of(
-                found.schedule, run_static(found.schedule, self.costs), self.costs
-            )
+            makespan = self.executor.run(found.order)
             if makespan >= bound:
                 return False
-        self.schedule, self.makespan = found.schedule, min(self.makespan, makespan)
+        self.order, self.makespan = found.order, min(self.makespan, makespan)
         self.tuning = tuning
         return True
 
     def _bend(self) -> None:
         """Local search: change a few stages' tuning, keep what is no longer."""
-        dice = _Dice()
-        unit = mean_op(self.costs)
-        tuning = self.tuning or uniform(self.costs, self.caps, PORTFOLIO[0], self.problem.warmup)
+        tuning = self.tuning or uniform(self.costs, self.task.caps, PORTFOLIO[0], self.task.warmup)
         while not self._done():
             candidate = tuning
-            for _ in range(dice.pick((1, 1, 2, 3))):
-                candidate = self._bent(candidate, dice, unit)
+            for _ in range(self.dice.pick((1, 1, 2, 3))):
+                candidate = self._bent(candidate)
             if self._try(candidate, or_equal=True):
                 tuning = candidate
 
-    def _bent(self, tuning: Tuning, dice: _Dice, unit: float) -> Tuning:
-        stages = self.costs.stage_count
+    def _bent(self, tuning: Tuning) -> Tuning:
+        dice, stages = self.dice, self.costs.stage_count
         stage = dice.below(stages)
         biases, caps = list(tuning.biases), list(tuning.caps)
         what = dice.below(20)
         if what < 9:
             kind = dice.below(3)
-            change = unit * dice.pick((-2.0, -1.0, -0.5, -0.25, 0.25, 0.5, 1.0, 2.0))
+            change = self.unit * dice.pick((-2.0, -1.0, -0.5, -0.25, 0.25, 0.5, 1.0, 2.0))
             first, last = stage, stage
             if dice.below(2):
                 first, last = sorted((stage, dice.below(stages)))
@@ -158,19 +181,23 @@ class _Search:
         else:
             least = tuning.warmup[stage] if tuning.warmup else 1
             cap = caps[stage] + dice.pick((-1, 1))
-            caps[stage] = min(self.caps[stage], max(least, cap))
+            caps[stage] = min(self.task.caps[stage], max(least, cap))
         return replace(tuning, biases=tuple(biases), caps=tuple(caps))
 
-
-class _Dice:
-    """A small generator of its own, so that every Python version rolls the same."""
-
-    def __init__(self) -> None:
-        self.state = 20250831
-
-    def below(self, count: int) -> int:
-        self.state = (self.state * 6364136223846793005 + 1442695040888963407) % 2**64
-        return (self.state >> 33) % count
-
-    def pick(self, choices: Sequence[T]) -> T:
-        return choices[self.below(len(choices))]
+    def _shift(self) -> bool:
+        """Local search on the order; whether it found a shorter one."""
+        listed = self.makespan
+        self.order, self.makespan = shift(
+            self.costs,
+            self.tails,
+            self.executor,
+            self.dice,
+            unit=self.unit,
+            bound=self.bound,
+            effort=self.task.shifting_effort,
+            warmup=self.task.warmup,
+            caps=self.task.caps,
+            order=self.order,
+            makespan=listed,
+        )
+        return self.makespan < listed

@@ -216,7 +216,6 @@ BAD_PROBLEMS = [
     ),
     (problem(links=[{"delay": 1, "outstanding": 0}]), "links[0].outstanding: 0 is less than 1"),
     (problem(policy="fastest"), "policy: 'fastest' is not one of gpipe, 1f1b"),
-    (problem(policy="exact"), "policy exact is not part of this build"),
     (problem(warmup=[2]), "warmup is [2], 1 entry; 2 stages need 2"),
     (problem(warmup=[1, 2]), "warmup[1] is 2, more than warmup[0], 1"),
     (problem(warmup=[9, 1]), "warmup[0] is 9; there are 4 microbatches"),
@@ -297,7 +296,10 @@ def test_arguments_that_cannot_be_used(example: Any, capsys: Any) -> None:
     fails(capsys, "4 stages need 4", "plan", example(), "--warmup", "7")
     fails(capsys, "warmup[1] is 3, more than warmup[0]", "plan", example(), "--warmup", "1,3,1,1")
     fails(capsys, "invalid choice: 'best'", "plan", example(), "--policy", "best")
-    fails(capsys, "exact is not part of this build", "plan", example(), "--policy", "exact")
+    limited = ("plan", example(), "--policy", "exact", "--time-limit")
+    fails(capsys, "--time-limit: '0' is not a number of seconds above 0", *limited, "0")
+    fails(capsys, "--time-limit: 'soon' is not a number of seconds above 0", *limited, "soon")
+    fails(capsys, "--time-limit is for policy exact", "plan", example(), "--time-limit", "5")
     fails(capsys, "unrecognized arguments: --fast", "plan", example(), "--fast")
     fails(capsys, "required: PROBLEM", "plan")
     fails(capsys, "required: COMMAND")

@@ -175,11 +175,6 @@ def test_initial_plan_spends_the_memory_it_is_given() -> None:
     assert planned.schedule.warmup() == (12, 9, 5, 1)
 
 
-def test_exact_is_refused_not_replaced() -> None:
-    with pytest.raises(InputError, match="exact is not part of this build"):
-        plan(uniform(TEN, 2, 2, {}, None), Policy.EXACT)
-
-
 def test_gpipe_refuses_a_warmup_that_is_not_its_own() -> None:
     with pytest.raises(InputError, match="gpipe runs all 3 F first"):
         plan(uniform(TEN, 2, 3, {}, None).with_warmup([2, 1]), Policy.GPIPE)

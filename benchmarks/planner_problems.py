@@ -1,0 +1,87 @@
+"""The seeded problems planners are judged on, and what is known of their optima.
+
+``problem_set()`` makes the same problems everywhere. ``planner_facts.json`` keeps, for each, the
+makespan and bound that policy exact found, whether that is proven the shortest, and the time
+limit it had; ``python benchmarks/planner.py --prove`` makes it anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipemorph.planning import Link, Problem, StageTimes
+
+FACTS = Path(__file__).with_name("planner_facts.json")
+SEED = 1
+PER_KIND = 30
+SHAPES = ("uniform", "uneven", "multi-link")
+CAPS: dict[str, Callable[[int], int | None]] = {
+    "none": lambda stages: None,
+    "2S": lambda stages: 2 * stages,
+    "S+2": lambda stages: stages + 2,
+}
+
+
+class Case(NamedTuple):
+    """One problem, milliseconds. ``key`` names it in the facts."""
+
+    key: str
+    shape: str
+    cap: str
+    problem: Problem
+
+
+def problem_set(per_kind: int = PER_KIND, seed: int = SEED) -> list[Case]:
+    """``per_kind`` problems for each shape under each cap.
+
+    S 2–8, N 6–24. uniform: stages alike, one slow link; uneven: op times 0.7–1.3 of each other,
+    one slow link; multi-link: stages uneven or not, two to four slow links.
+    """
+    cases = []
+    for shape in SHAPES:
+        for cap, limit in CAPS.items():
+            for index in range(per_kind):
+                key = f"{shape}/{cap}/{index}"
+                problem = _problem(random.Random(f"{seed}/{key}"), shape, limit)
+                cases.append(Case(key, shape, cap, problem))
+    return cases
+
+
+def _problem(rng: random.Random, shape: str, cap: Callable[[int], int | None]) -> Problem:
+    stages, microbatches = rng.randint(2, 8), rng.randint(6, 24)
+    uneven = shape == "uneven" or (shape == "multi-link" and rng.random() < 0.5)
+    slow = rng.randint(2, 4) if shape == "multi-link" else 1
+    base = (10.0, rng.choice((10.0, 10.5, 12.0, 20.0)), rng.choice((5.5, 8.0, 10.0)))
+    delays = [0.0] * (stages - 1)
+    for _ in range(slow):
+        delays[rng.randrange(stages - 1)] = rng.choice((10.0, 20.0, 30.0, 60.0))
+    times = []
+    for _ in range(stages):
+        f, b, w = (round(t * (rng.uniform(0.7, 1.3) if uneven else 1), 1) for t in base)
+        times.append(
+            StageTimes(forward=f, backward_input=b, backward_weight=w, in_flight_limit=cap(stages))
+        )
+    return Problem(
+        microbatches=microbatches,
+        stages=tuple(times),
+        links=tuple(Link(delay=delay) for delay in delays),
+    )
+
+
+def digest(problem: Problem) -> str:
+    """Tells a problem that is not the one a fact is about."""
+    return hashlib.sha256(problem.model_dump_json(exclude_none=True).encode()).hexdigest()[:12]
+
+
+def load_facts() -> dict[str, Any]:
+    """``{"seed", "per_kind", "problems": {key: {"digest", "optimum", "bound", "proven",
+    "time_limit", "seconds"}}}``; the problems empty where nothing was proven yet."""
+    if not FACTS.exists():
+        return {"seed": SEED, "per_kind": PER_KIND, "problems": {}}
+    facts: dict[str, Any] = json.loads(FACTS.read_text())
+    return facts

@@ -1,0 +1,27 @@
+// A small generator of its own, so that every implementation rolls the same. See dice.py.
+#pragma once
+
+#include <cstdint>
+
+namespace pipemorph::planner {
+
+class Dice {
+  public:
+    int below(int count) {
+        state_ = state_ * 6364136223846793005ULL + 1442695040888963407ULL;
+        return static_cast<int>((state_ >> 33) % static_cast<uint64_t>(count));
+    }
+
+    // In [0, 1), a multiple of 2^-20.
+    double unit() { return below(1 << 20) / static_cast<double>(1 << 20); }
+
+    template <typename T, int count>
+    T pick(const T (&choices)[count]) {
+        return choices[below(count)];
+    }
+
+  private:
+    uint64_t state_ = 20250831;
+};
+
+}  // namespace pipemorph::planner

@@ -1,0 +1,247 @@
+#include "planner/search.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+#include "planner/bounds.hpp"
+#include "planner/dice.hpp"
+#include "planner/execution.hpp"
+#include "planner/listing.hpp"
+#include "planner/shifting.hpp"
+
+namespace pipemorph::planner {
+namespace {
+
+// Even a problem larger than the effort gets this many tries.
+constexpr int kFewestTries = 3;
+
+struct Mix {
+    double forward, backward, weight, patience;  // in mean ops
+};
+constexpr Mix kPortfolio[] = {
+    {0, 0, 0, 0.3},   {0, 0, 0, 0},    {0, 0.5, 0, 0.3}, {-0.5, 0, 0, 0.3},
+    {0, 0, 0.5, 0.3}, {0, -1, 0, 0.3}, {0, 1, 0, 0.3},   {0, 0, 0, 0.6},
+    {0, 3, 0, 0.3},   {0, 0, 1, 0.3},  {0, 0, 0, 1},
+};
+constexpr double kChanges[] = {-2, -1, -0.5, -0.25, 0.25, 0.5, 1, 2};
+constexpr double kPatience[] = {0, 0.3, 0.6, 1};
+constexpr int kAtOnce[] = {1, 1, 2, 3};
+
+// With every message late by kLate mean ops, at most kLateCost more than the fatter plan.
+constexpr double kLate = 0.5, kLateCost = 0.02;
+
+double mean_op(const Costs& costs) {
+    double total[kKinds] = {0, 0, 0};
+    for (int kind = 0; kind < kKinds; ++kind)
+        for (const double took : costs.took[kind]) total[kind] += took;
+    return (total[0] + total[1] + total[2]) / (kKinds * costs.stages);
+}
+
+class Search {
+  public:
+    Search(const Costs& costs, const std::vector<int>& paper_warmup, const Order& start,
+           Effort effort)
+        : costs_(costs),
+          paper_warmup_(paper_warmup),
+          effort_(effort),
+          unit_(mean_op(costs)),
+          tails_(tails(costs, costs.caps)),
+          lister_(costs),
+          executor_(costs) {
+        found_.bound = machine_bound(costs, heads(costs, costs.caps), tails_);
+        if (!start.empty()) {
+            found_.order = start;
+            found_.makespan = executor_.run(start);
+        }
+    }
+
+    Found run() {
+        attempt(in_order());
+        tuned_ = false;  // nothing to bend: only the kind of an op counts
+        if (!done()) {
+            Tuning paper = in_order();
+            paper.warmup = paper_warmup_;
+            paper.at_least = costs_.warmup.empty();
+            attempt(paper);
+            tuned_ = false;
+        }
+        for (const Mix& mix : kPortfolio) {
+            if (done()) break;
+            attempt(uniform(mix));
+        }
+        bend();
+        if (!at_bound() && !costs_.shares_queues()) {
+            const double listed = found_.makespan;
+            found_.makespan = shift(costs_, tails_, executor_, dice_, unit_, found_.bound,
+                                    effort_.shifting, found_.order, listed);
+            if (found_.makespan < listed) return found_;
+        }
+        slim();
+        return found_;
+    }
+
+  private:
+    bool at_bound() const { return found_.makespan <= found_.bound * (1 + kSame); }
+    bool done() const { return at_bound() || (effort_.listing <= 0 && tries_ >= kFewestTries); }
+
+    Tuning in_order() const {
+        Tuning tuning;
+        tuning.by_kind = true;
+        tuning.biases.assign(costs_.stages, Bias{{1, 2, 0}, 0});
+        tuning.caps = costs_.caps;
+        tuning.warmup = costs_.warmup;
+        return tuning;
+    }
+
+    Tuning uniform(const Mix& mix) const {
+        Tuning tuning;
+        const Bias bias{{mix.forward * unit_, mix.backward * unit_, mix.weight * unit_},
+                        mix.patience};
+        tuning.biases.assign(costs_.stages, bias);
+        tuning.caps = costs_.caps;
+        tuning.warmup = costs_.warmup;
+        return tuning;
+    }
+
+    // Keep what `tuning` gives if it is shorter, or as short with `or_equal`.
+    bool attempt(const Tuning& tuning, bool or_equal = false) {
+        const double bound = found_.makespan * (or_equal ? 1 + kSame : 1 - kSame);
+        double makespan = lister_.run(tails_, tuning, bound);
+        effort_.listing -= lister_.ops_run();
+        ++tries_;
+        if (makespan == kNever) return false;
+        if (costs_.shares_queues()) {
+            // The list scheduler takes the directions of a link for independent.
+            makespan = executor_.run(lister_.order());
+            if (makespan >= bound) return false;
+        }
+        found_.order = lister_.order();
+        found_.makespan = std::min(found_.makespan, makespan);
+        tuning_ = tuning;
+        tuned_ = true;
+        return true;
+    }
+
+    void bend() {
+        Tuning tuning = tuned_ ? tuning_ : uniform(kPortfolio[0]);
+        while (!done()) {
+            Tuning candidate = tuning;
+            for (int change = dice_.pick(kAtOnce); change > 0; --change) bend(candidate);
+            if (attempt(candidate, true)) tuning = std::move(candidate);
+        }
+    }
+
+    void bend(Tuning& tuning) {
+        const int stages = costs_.stages, stage = dice_.below(stages), what = dice_.below(20);
+        if (what < 9) {
+            const int kind = dice_.below(kKinds);
+            const double change = unit_ * dice_.pick(kChanges);
+            int first = stage, last = stage;
+            if (dice_.below(2)) {
+                const int other = dice_.below(stages);
+                first = std::min(stage, other);
+                last = std::max(stage, other);
+            }
+            for (int i = first; i <= last; ++i) tuning.biases[i].of[kind] += change;
+        } else if (what < 16) {
+            tuning.biases[stage].patience = dice_.pick(kPatience);
+        } else {
+            const int least = tuning.warmup.empty() ? 1 : tuning.warmup[stage];
+            const int cap = tuning.caps[stage] + (dice_.below(2) ? 1 : -1);
+            tuning.caps[stage] = std::min(costs_.caps[stage], std::max(least, cap));
+        }
+    }
+
+    // As short, with fewer microbatches in flight, and not brittle. See slim.py.
+    void slim() {
+        Tuning tuning = tuned_ ? tuning_ : in_order();
+        late_ = costs_.delay;
+        for (double& delay : late_) delay += kLate * unit_;
+        within_ = found_.makespan * (1 + kSame);
+        within_late_ = executor_.run(found_.order, late_) * (1 + kLateCost);
+        if (costs_.warmup.empty()) {
+            Tuning held = tuning;
+            held.warmup = paper_warmup_;
+            for (int i = 0; i < costs_.stages; ++i)
+                held.caps[i] = std::max(held.caps[i], paper_warmup_[i]);
+            if (leaner(held)) tuning = held;
+        }
+        const std::vector<int> peaks = in_flight_peaks();
+        const std::vector<int> fewest = fewest_in_flight(peaks);
+        if (fewest == peaks) return;
+        const auto with_share = [&](double share) {
+            for (int i = 0; i < costs_.stages; ++i)
+                tuning.caps[i] =
+                    static_cast<int>(std::ceil(fewest[i] + share * (peaks[i] - fewest[i])));
+            return leaner(tuning);
+        };
+        if (with_share(0.5))
+            with_share(0.0);
+        else
+            with_share(0.75);
+    }
+
+    bool leaner(const Tuning& tuning) {
+        // Lower caps make other ops urgent. Looser tails are still true, to give up by.
+        const bool own_tails = !tuning.by_kind;
+        const double listed =
+            lister_.run(own_tails ? tails(costs_, tuning.caps) : tails_, tuning, within_);
+        if (listed == kNever) return false;
+        if (executor_.run(lister_.order(), late_) > within_late_) return false;
+        if (costs_.shares_queues() && executor_.run(lister_.order()) > within_) return false;
+        found_.order = lister_.order();
+        return true;
+    }
+
+    std::vector<int> in_flight_peaks() const {
+        std::vector<int> peaks;
+        for (const auto& kinds : found_.order) {
+            int now = 0, peak = 0;
+            for (const int kind : kinds) {
+                if (kind == kForward) peak = std::max(peak, ++now);
+                if (kind == kWeight) --now;
+            }
+            peaks.push_back(peak);
+        }
+        return peaks;
+    }
+
+    // Caps not worth going below: the warm-up, and enough W to fill the time after the last B.
+    std::vector<int> fewest_in_flight(const std::vector<int>& peaks) const {
+        std::vector<int> fewest;
+        double up = 0.0;  // from the end of a stage's last B to the end of the last op above it
+        for (int i = 0; i < costs_.stages; ++i) {
+            if (i) up += costs_.delay[i - 1] + costs_.took[kBackward][i - 1];
+            const double weight = costs_.took[kWeight][i], idle = up + costs_.took[kWeight][0];
+            const int fill = idle < peaks[i] * weight
+                                 ? static_cast<int>(std::ceil(idle / weight - kSame))
+                                 : peaks[i];
+            fewest.push_back(std::min(peaks[i], std::max(paper_warmup_[i], fill)));
+        }
+        return fewest;
+    }
+
+    const Costs& costs_;
+    const std::vector<int>& paper_warmup_;
+    Effort effort_;
+    double unit_;
+    Times tails_;
+    Lister lister_;
+    Executor executor_;
+    Dice dice_;
+    Found found_;
+    Tuning tuning_;
+    bool tuned_ = false;
+    int tries_ = 0;
+    std::vector<double> late_;
+    double within_ = 0.0, within_late_ = 0.0;
+};
+
+}  // namespace
+
+Found search(const Costs& costs, const std::vector<int>& paper_warmup, const Order& start,
+             Effort effort) {
+    return Search(costs, paper_warmup, start, effort).run();
+}
+
+}  // namespace pipemorph::planner

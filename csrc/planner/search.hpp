@@ -1,0 +1,28 @@
+// The pipemorph policy's search. The same, op by op, as pipemorph/planning/search.py.
+#pragma once
+
+#include "planner/costs.hpp"
+
+namespace pipemorph::planner {
+
+// What a makespan may differ by and still be the same: sums of times in another order.
+constexpr double kSame = 1e-9;
+// A step may lengthen the schedule by this many mean ops at first, by nothing at the end.
+constexpr double kHeat = 1.0;
+
+struct Effort {
+    long listing, shifting;  // ops
+};
+
+struct Found {
+    Order order;
+    double makespan = kNever;
+    double bound = 0.0;
+};
+
+// `paper_warmup` are the counts of the paper's rules; `start`, if not empty, a schedule to do no
+// worse than.
+Found search(const Costs& costs, const std::vector<int>& paper_warmup, const Order& start,
+             Effort effort);
+
+}  // namespace pipemorph::planner

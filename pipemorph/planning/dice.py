@@ -1,0 +1,27 @@
+"""A small generator of its own, so that every machine and the compiled core roll the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Dice:
+    """A linear congruential generator with a fixed seed: a plan depends on its problem alone."""
+
+    def __init__(self) -> None:
+        self.state = 20250831
+
+    def below(self, count: int) -> int:
+        """A number from 0 to ``count - 1``."""
+        self.state = (self.state * 6364136223846793005 + 1442695040888963407) % 2**64
+        return (self.state >> 33) % count
+
+    def pick(self, choices: Sequence[T]) -> T:
+        return choices[self.below(len(choices))]
+
+    def unit(self) -> float:
+        """A number in [0, 1), a multiple of 2^-20."""
+        return self.below(1 << 20) / (1 << 20)
