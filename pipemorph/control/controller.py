@@ -248,9 +248,8 @@ class JobController:
             self._foreign_plan = True
         for profile in report.stages:
             self._stages.observe(profile)
-        for sample in report.links:
-            self._links.observe(sample, now, op_time=self._stages.longest_op)
         if report.links:
+            self._links.observe(report.links, now, op_time=self._stages.longest_op)
             self._heard = True
             self._links.compare_peers()
         self._ledger.add(report.iterations, self._stages.peak_memory)

@@ -161,13 +161,30 @@ class DelayDetector:
 
     # --- evidence -------------------------------------------------------------------------
 
+    def is_late(self, value: float, *, path: str, slack: float = 0.0) -> bool | None:
+        """Whether a window is above the threshold; None where there is nothing to judge it by, or
+        the link is slow already. ``slack``: by so much ``value`` may be above the truth."""
+        known = self._bases.get(path)
+        if self.level is not Level.HEALTHY or known is None or path != self.path:
+            return None
+        return value - slack - known.value > self.thresholds.of(known.value, known.noise)
+
     def observe(
-        self, value: float, *, mark: int, path: str, exact: bool = True, slack: float = 0.0
+        self,
+        value: float,
+        *,
+        mark: int,
+        path: str,
+        exact: bool = True,
+        slack: float = 0.0,
+        weight: float = 1.0,
     ) -> None:
         """One window: its median wire time, the iteration it belongs to (``mark``), its path.
 
         ``exact=False``: ``value`` is an upper bound, at most ``slack`` (one op of the
         receiver) above the truth. It then says only what lies outside that interval.
+        ``weight``: what it counts for towards an alarm, where something else than this link may
+        have made it late.
         """
         if path != self.path:
             self._switch(path)
@@ -188,7 +205,7 @@ class DelayDetector:
         if self.level is Level.SLOW:
             self._observe_slow(known, value, mark, 0.0 if exact else slack)
         else:
-            self._observe_healthy(known, value, mark)
+            self._observe_healthy(known, value, mark, weight)
 
     def lower_base(self, base: float) -> bool:
         """Take ``base`` for normal, as the link's peers suggest, if that is less by enough.
@@ -264,10 +281,10 @@ class DelayDetector:
             self.level = Level.HEALTHY
         self._suspected_at = None
 
-    def _observe_healthy(self, known: _Base, value: float, mark: int) -> None:
+    def _observe_healthy(self, known: _Base, value: float, mark: int, weight: float) -> None:
         threshold = self.thresholds.of(known.value, known.noise)
-        step = (value - known.value) / threshold - 0.5
-        self._sum = max(0.0, self._sum + min(1.0, max(-1.0, step)))
+        step = min(1.0, max(-1.0, (value - known.value) / threshold - 0.5))
+        self._sum = max(0.0, self._sum + (step * weight if step > 0 else step))
         # Also from windows under suspicion: a shared machine has hiccups of many windows.
         deviation = min(abs(value - known.value), threshold)
         rate = NOISE_UP if deviation > known.noise else NOISE_DOWN

@@ -3,19 +3,31 @@
 A plan holds for all replicas and knows one one-way delay per link, so a link is as slow as
 its slowest direction on its slowest replica: an activation and the gradient that answers it
 pass it once each way, and the slower of the two decides how much slackness is needed.
+
+Links do not fail together, machines stall: a late window counts for little while most links of
+the job are late.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipemorph.control.detector import DelayDetector, Level, Thresholds
 from pipemorph.wire import LinkSample
 
 FORWARD, BACKWARD = "forward", "backward"
+
+FEW_LINKS = 4
+"""With fewer, most of them may well be slow at once."""
+TOGETHER_SECONDS = 0.15
+"""Windows that close within this time show the same moment: ranks report every 50 ms, each at
+its own."""
+COMMON_WEIGHT = 1 / 8
+"""What a late window counts for while most links are late: a machine that stalls, for tens of
+milliseconds and not for seconds. Should all links be slow indeed, that is 24 windows in a row."""
 
 
 class Health(StrEnum):
@@ -63,6 +75,20 @@ class LinkHealth:
 class _Series:
     detector: DelayDetector
     seen_at: float
+    judged_at: float = float("-inf")
+    late_at: float = float("-inf")
+    """When a window last could be judged, and when one was late."""
+
+
+class _Window(NamedTuple):
+    """One sample, as a detector takes it."""
+
+    series: _Series
+    value: float
+    mark: int
+    path: str
+    exact: bool
+    slack: float
 
 
 Key = tuple[int, int, str]
@@ -79,11 +105,34 @@ class LinkBook:
         self._series: dict[Key, _Series] = {}
         self._known_bases: dict[Key, dict[str, float]] = {}
 
-    def observe(self, sample: LinkSample, now: float, *, op_time: Callable[[int], float]) -> None:
-        """Take in one window. ``op_time(stage)``: longest op of a stage, seconds, infinite if
-        not known; by so much may a window without an exact arrival be too long."""
-        if sample.wire.count == 0:
-            return
+    def observe(
+        self, samples: Sequence[LinkSample], now: float, *, op_time: Callable[[int], float]
+    ) -> None:
+        """Take in the windows of a report. ``op_time(stage)``: longest op of a stage, seconds,
+        infinite if not known; by so much may a window without an exact arrival be too long."""
+        windows = [self._window(s, now, op_time) for s in samples if s.wire.count > 0]
+        any_late = False
+        for window in windows:
+            late = window.series.detector.is_late(
+                window.value, path=window.path, slack=window.slack
+            )
+            if late is not None:
+                window.series.judged_at = now
+            if late:
+                window.series.late_at = now
+                any_late = True
+        weight = COMMON_WEIGHT if any_late and self._most_are_late(now) else 1.0
+        for window in windows:
+            window.series.detector.observe(
+                window.value,
+                mark=window.mark,
+                path=window.path,
+                exact=window.exact,
+                slack=window.slack,
+                weight=weight,
+            )
+
+    def _window(self, sample: LinkSample, now: float, op_time: Callable[[int], float]) -> _Window:
         key = (sample.link, sample.replica, sample.direction)
         series = self._series.get(key)
         if series is None:
@@ -93,14 +142,23 @@ class LinkBook:
         series.seen_at = max(series.seen_at, now)
         receiver = sample.link + 1 if sample.direction == FORWARD else sample.link
         exact = sample.wire.exact > 0
-        series.detector.observe(
+        return _Window(
+            series,
             # Of upper bounds the least is the closest.
             sample.wire.p50 if exact else sample.wire.min,
-            mark=sample.iteration,
-            path=sample.path.value,
-            exact=exact,
-            slack=0.0 if exact else op_time(receiver),
+            sample.iteration,
+            sample.path.value,
+            exact,
+            0.0 if exact else op_time(receiver),
         )
+
+    def _most_are_late(self, now: float) -> bool:
+        """Whether most links were late at this moment, of those that are not slow already: then
+        it is what they share, the machine or the job, and not each of them."""
+        since = now - TOGETHER_SECONDS
+        judged = {key[0] for key, s in self._series.items() if s.judged_at >= since}
+        late = {key[0] for key, s in self._series.items() if s.late_at >= since}
+        return len(judged) >= FEW_LINKS and 2 * len(late) > len(judged)
 
     def compare_peers(self) -> None:
         """Find links that were slow from the start, when their own base was learned slow.

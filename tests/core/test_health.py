@@ -1,0 +1,120 @@
+"""What links of one job say together: a machine that stalls is not a link that is slow."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pipemorph.control.detector import Thresholds
+from pipemorph.control.health import FEW_LINKS, Health, LinkBook
+from pipemorph.planning import Path
+from pipemorph.wire import LinkSample, WireTime
+
+BASE = 0.006
+LINKS = 7
+
+
+class Job:
+    """A job's links, reported every 50 ms; ``late(link)`` seconds are added to a window."""
+
+    def __init__(self, links: int = LINKS, seed: int = 0) -> None:
+        self.links = links
+        self.book = LinkBook(links, thresholds=Thresholds(), stale_after=30.0)
+        self.rng = random.Random(seed)
+        self.now = 1000.0
+        self.windows = 0
+        self.slow_seen: set[int] = set()
+        self.run(60)
+        assert self.slow() == set()
+
+    def run(self, windows: int, late: Callable[[int], float] = lambda link: 0.0) -> None:
+        for _ in range(windows):
+            self.now += 0.05
+            self.windows += 1
+            self.report([self.sample(i, d, late(i)) for i in range(self.links) for d in (0, 1)])
+
+    def report(self, samples: list[LinkSample]) -> None:
+        self.book.observe(samples, self.now, op_time=lambda stage: 0.01)
+        self.slow_seen |= self.slow()
+
+    def sample(self, link: int, direction: int, late: float) -> LinkSample:
+        value = max(1e-4, self.rng.gauss(BASE, 0.0005)) + late
+        direction_name: Any = ("forward", "backward")[direction]
+        return LinkSample(
+            link=link, direction=direction_name, path=Path.DIRECT, transport="gloo",
+            iteration=self.windows, bytes=1, queue_p50=0.0,
+            wire=WireTime(count=2, exact=2, min=value, p50=value, p99=value, mean=value),
+        )  # fmt: skip
+
+    def slow(self) -> set[int]:
+        states = self.book.states(self.now)
+        return {s.link for s in states if s.health is Health.SLOW}
+
+    def until_slow(self, links: set[int], late: Callable[[int], float], most: int) -> int:
+        """Windows until these links, and no others, are slow."""
+        for window in range(1, most + 1):
+            self.run(1, late)
+            if self.slow() == links:
+                return window
+        raise AssertionError(f"{self.slow()} are slow after {most} windows, not {links}")
+
+
+def stalls(job: Job, count: int) -> None:
+    """Stalls of 10 to 40 ms for up to a third of a second, felt by most links, seconds apart."""
+    for _ in range(count):
+        victims = set(job.rng.sample(range(job.links), max(2, round(0.8 * job.links))))
+        job.run(
+            job.rng.randint(3, 6),
+            lambda link, v=victims: job.rng.uniform(0.01, 0.04) if link in v else 0.0,
+        )
+        job.run(job.rng.randint(30, 60))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_stalls_of_the_machine_are_no_slow_links(seed: int) -> None:
+    job = Job(seed=seed)
+    stalls(job, 20)
+    assert job.slow_seen == set()
+
+
+def test_reports_that_carry_few_links_each_show_the_same_moment() -> None:
+    """As ranks report: each every 50 ms, but not together."""
+    job = Job()
+    for _ in range(20):
+        for _ in range(5):
+            for link in range(job.links):
+                job.now += 0.05 / job.links
+                late = job.rng.uniform(0.01, 0.04)
+                job.report([job.sample(link, direction, late) for direction in (0, 1)])
+        job.run(40)
+    assert job.slow_seen == set()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_slow_link_is_found_as_quickly_as_alone(seed: int) -> None:
+    job = Job(seed=seed)
+    took = job.until_slow({3}, lambda link: 0.03 * (link == 3), 10)
+    assert took <= 5
+    job.run(60)
+    took = job.until_slow({0, 6}, lambda link: 0.03 * (link in (0, 6)), 40)
+    assert took <= 15, "3 recovers meanwhile"
+
+
+def test_a_link_that_goes_slow_in_a_stall_is_found_soon_after() -> None:
+    job = Job()
+    job.run(4, lambda link: 0.03)
+    assert job.slow() == set()
+    assert job.until_slow({2}, lambda link: 0.03 * (link == 2), 10) <= 8
+
+
+def test_a_network_that_is_slow_everywhere_is_believed_in_the_end() -> None:
+    job = Job()
+    assert job.until_slow(set(range(LINKS)), lambda link: 0.03, 40) >= 20
+
+
+def test_few_links_are_judged_one_by_one() -> None:
+    job = Job(links=FEW_LINKS - 1)
+    assert job.until_slow(set(range(FEW_LINKS - 1)), lambda link: 0.03, 10) <= 5
