@@ -1,0 +1,130 @@
+r"""Fuzzes the handshake and the control decoder with libFuzzer, from the corpus that is kept.
+
+Replaying the corpus needs no libFuzzer and is part of the C++ suite (`fuzz_test.cpp`). To renew the
+corpus after the wire format has changed, fuzz for longer and keep the smallest set of inputs that
+covers as much:
+
+    PIPEMORPH_FUZZ_SECONDS=600 PIPEMORPH_FUZZ_KEEP=1 \
+        python -m pytest tests/engine/test_engine_fuzz.py
+"""
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+
+import pytest
+import test_engine_cpp as suite
+
+SECONDS = int(os.environ.get("PIPEMORPH_FUZZ_SECONDS", "10"))
+KEEP = bool(os.environ.get("PIPEMORPH_FUZZ_KEEP"))
+CORPUS = suite.ROOT / "tests" / "engine" / "fuzz" / "corpus"
+PACKAGES = ("clang-14", "libclang-rt-14-dev")
+SOURCES = (
+    *("csrc/crypto/*.cpp", "csrc/wire/*.cpp", "csrc/protocol/reliable.cpp"),
+    *("tests/engine/fuzz_targets.cpp", "tests/engine/fuzz/libfuzzer.cpp"),
+)
+MAX_INPUT = 600
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def compiler() -> str:
+    """A clang++ with libFuzzer, installed where root on Debian can install it."""
+    found = _clang()
+    if found is None and shutil.which("apt-get") and os.geteuid() == 0:
+        apt = ["apt-get", "-q", "-o", "DPkg::Lock::Timeout=300"]
+        quiet = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+        suite.run(*apt, "update", env=quiet)
+        suite.run(*apt, "install", "--yes", "--no-install-recommends", *PACKAGES, env=quiet)
+        found = _clang()
+    assert found, f"no clang++ with libFuzzer: install one (Debian: {' '.join(PACKAGES)})"
+    return found
+
+
+def _clang() -> str | None:
+    for name in ("clang++", "clang++-19", "clang++-16", "clang++-15", "clang++-14"):
+        path = shutil.which(name)
+        if path is None:
+            continue
+        said = subprocess.run(
+            [path, "-print-resource-dir"], check=True, capture_output=True, text=True
+        ).stdout.strip()
+        if any(pathlib.Path(said).glob("lib/**/libclang_rt.fuzzer*.a")):
+            return path
+    return None
+
+
+@pytest.fixture(scope="module")
+def fuzzer() -> pathlib.Path:
+    """The fuzzer under ASan and UBSan; built anew when a source is newer."""
+    clang = compiler()
+    program = suite.ROOT / "build" / "fuzz" / "fuzzer"
+    program.parent.mkdir(parents=True, exist_ok=True)
+    sources = [path for pattern in SOURCES for path in sorted(suite.ROOT.glob(pattern))]
+    inputs = [*sources, *suite.ROOT.glob("csrc/*/*.hpp"), *suite.ROOT.glob("tests/engine/*.hpp")]
+    newest = max(path.stat().st_mtime for path in inputs)
+    if not program.exists() or program.stat().st_mtime < newest:
+        suite.run(
+            *(clang, "-std=c++20", "-O1", "-g", "-Wall", "-Wextra"),
+            *("-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=all"),
+            *(f"-I{suite.ROOT / folder}" for folder in ("csrc", "tests/engine")),
+            *(*sources, "-o", program),
+        )
+    return program
+
+
+def fuzz(program: pathlib.Path, target: str, *arguments: object, env: dict[str, str]) -> str:
+    done = subprocess.run(
+        [str(a) for a in (program, *arguments)],
+        env=os.environ | suite.ENVIRONMENT | env | {"PIPEMORPH_FUZZ_TARGET": target},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS + 300,
+    )
+    assert done.returncode == 0, f"{target}: {done.returncode}\n{done.stderr[-6000:]}"
+    return done.stderr
+
+
+@pytest.mark.parametrize("target", ["handshake", "control"])
+def test_nothing_is_found(fuzzer, target, tmp_path):
+    found, artifacts = tmp_path / "found", tmp_path / "artifacts"
+    found.mkdir()
+    artifacts.mkdir()
+    # New inputs go to the first folder; a crash says its bytes and leaves them in `artifacts`.
+    said = fuzz(
+        fuzzer,
+        target,
+        f"-max_total_time={SECONDS}",
+        *(f"-max_len={MAX_INPUT}", "-timeout=10", "-rss_limit_mb=1024"),
+        f"-artifact_prefix={artifacts}/",
+        *(found, CORPUS / target),
+        env={},
+    )
+    runs = re.search(r"Done (\d+) runs", said)
+    assert runs, said[-2000:]
+    assert int(runs[1]) > 1000 * min(SECONDS, 10)
+    # The kept corpus is worth something: most of what can be covered is from the start.
+    covered = [int(n) for n in re.findall(r"cov: (\d+)", said)]
+    assert covered[0] >= 0.9 * covered[-1], f"{target}: {covered[0]} at first, {covered[-1]} now"
+    if KEEP:
+        smallest = tmp_path / "smallest"
+        smallest.mkdir()
+        fuzz(fuzzer, target, "-merge=1", smallest, CORPUS / target, found, env={})
+        shutil.rmtree(CORPUS / target)
+        shutil.copytree(smallest, CORPUS / target)
+
+
+def test_a_target_that_there_is_not_is_refused(fuzzer):
+    done = subprocess.run(
+        [fuzzer],
+        env=os.environ | {"PIPEMORPH_FUZZ_TARGET": "handshakes"},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "handshakes, expected handshake or control" in done.stderr
