@@ -91,8 +91,11 @@ def _peer_main(
 class Peer:
     """A process with the other end of a link, which runs ``body(link, connection, *args)``."""
 
-    def __init__(self, process: Any, connection: Connection, own: Engine, link: Link) -> None:
+    def __init__(
+        self, process: Any, connection: Connection, own: Engine, link: Link, port: int
+    ) -> None:
         self.process = process
+        self.port = port
         self.connection = connection
         self.engine = own
         self.link = link
@@ -137,7 +140,7 @@ def with_peer(
         else:
             ours.send(own.port)
             link = own.accept(peer_rank=0, link_id=LINK, timeout=TIMEOUT)
-        yield Peer(process, ours, own, link)
+        yield Peer(process, ours, own, link, port)
     finally:
         own.close(0.0)
         process.join(10.0)
