@@ -11,6 +11,7 @@ import importlib.machinery
 import importlib.util
 import json
 import math
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
@@ -127,11 +128,32 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _number(text: str) -> float | int:
+    """A number with an exponent or a fraction. 1e3 is the integer 1000, as for Kubernetes."""
+    value = float(text)
+    whole = value.is_integer() and abs(value) < 1 << 63 and "e" in text.lower()
+    return int(value) if whole else value
+
+
+def _exponent(loader: _Loader, node: yaml.Node) -> float | int:
+    assert isinstance(node, yaml.ScalarNode)
+    return _number(str(loader.construct_scalar(node)))
+
+
+# YAML 1.1 takes 1e3 for text, since it has no dot and no sign after the e.
+_Loader.add_implicit_resolver(
+    "tag:pipemorph.io,2026:exponent",
+    re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
+_Loader.add_constructor("tag:pipemorph.io,2026:exponent", _exponent)
+
+
 def _document(text: str) -> object:
     """The only document in the text."""
     if text.lstrip().startswith("{"):
         try:
-            return json.loads(text)
+            return json.loads(text, parse_float=_number)
         except (ValueError, RecursionError):
             pass  # YAML may be written with braces too; its message will do.
     try:

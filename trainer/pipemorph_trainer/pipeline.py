@@ -44,6 +44,7 @@ from pipemorph_trainer.executor.loop import Executor, Inputs, Outcome
 from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.gradients import average_over_replicas, clip_global_norm
 from pipemorph_trainer.links import EngineOptions, LinkEnd, engine_module, meet
+from pipemorph_trainer.metrics import metered
 from pipemorph_trainer.paths.arrival import OpClock
 from pipemorph_trainer.paths.line import StepToken
 from pipemorph_trainer.paths.message import Batch, Direction, TensorMeta
@@ -152,6 +153,7 @@ class Pipeline:
         self._op_clock = OpClock()
         self._agent: AgentHandle | None = None
         self._control = control if control is not None else self._join_agent()
+        self._control = metered(self._control, context, self.seat, plan)
         self._neighbours = meet(
             self.seat,
             secret=self._world.secret,
