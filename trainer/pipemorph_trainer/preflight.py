@@ -16,13 +16,14 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from pipemorph.discovery.host import LEAST_LOCKED_BYTES, locked_limit
+from pipemorph.discovery.host import may_lock as _may_lock
+
 EXIT_UNFIT = 78
 """sysexits.h EX_CONFIG."""
 TERMINATION_LOG = Path("/dev/termination-log")
 DEVICES = Path("/dev/infiniband")
 SHARED_MEMORY = Path("/dev/shm")
-LEAST_LOCKED_BYTES = 1 << 30
-"""Registered buffers of a stage; a usual default of 64 KiB to 8 MiB is far below."""
 
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
@@ -35,7 +36,7 @@ def faults(
     shm_bytes: int | None,
     devices: Path = DEVICES,
     shared_memory: Path = SHARED_MEMORY,
-    locked_limit: Callable[[], int] = lambda: resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+    locked_limit: Callable[[], int] = locked_limit,
 ) -> list[str]:
     """What is wrong here, one line each; empty if nothing is."""
     found = []
@@ -60,15 +61,6 @@ def faults(
                 " volume mounted there?"
             )
     return found
-
-
-def _may_lock(status: Path = Path("/proc/self/status")) -> bool:
-    """Whether this process has CAP_IPC_LOCK, which lifts the limit."""
-    ipc_lock = 14
-    for line in status.read_text().splitlines():
-        if line.startswith("CapEff:"):
-            return bool(int(line.split()[1], 16) >> ipc_lock & 1)
-    return False
 
 
 def quantity(text: str) -> int:

@@ -1,0 +1,116 @@
+"""``pipemorph doctor``: what this host or pod can do for a job, and what to fix."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+from pipemorph.commands.table import table
+
+TRAINER_SECONDS = 120.0
+"""Importing torch from a cold disk takes long."""
+
+
+def add_parser(subparsers: Any) -> None:
+    from pipemorph.discovery.checks import NEEDS
+
+    parser = subparsers.add_parser(
+        "doctor",
+        help="say what this host or pod can do, and what to fix",
+        description="Look at RDMA devices, limits, memory and GPUs, and say what to fix. "
+        "Exit status: 0 unless something that --require names is missing, then 1.",
+    )
+    parser.add_argument(
+        "--require",
+        action="append",
+        choices=NEEDS,
+        default=[],
+        help="what the job cannot do without; may be given several times",
+    )
+    parser.add_argument(
+        "--output", choices=["text", "json"], default="text", help="default: %(default)s"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    # Late: the other subcommands do not look at the host.
+    from pipemorph.discovery.checks import checks
+
+    found = facts()
+    lines = checks(found, frozenset(args.require))
+    missing = [line.name for line in lines if line.verdict == "missing"]
+    if args.output == "json":
+        said = {
+            "ok": not missing,
+            "required": sorted(args.require),
+            "missing": missing,
+            "checks": [dataclasses.asdict(line) for line in lines],
+            "devices": None if found.devices is None else [_fields(d) for d in found.devices],
+        }
+        print(json.dumps(said, indent=1))
+    else:
+        rows = [[line.verdict, line.name, line.found, line.advice] for line in lines]
+        print(table(["verdict", "what", "found", "what to do"], rows))
+        if missing:
+            print(f"\nmissing: {', '.join(missing)}")
+    return 1 if missing else 0
+
+
+def _fields(device: Any) -> dict[str, Any]:
+    """A device for JSON. What cannot be read says so: null is too easily taken for 0."""
+    from pipemorph.discovery.checks import UNAVAILABLE
+
+    fields = dataclasses.asdict(device)
+    for port in fields["ports"]:
+        port["active_mtu"] = port["active_mtu"] or UNAVAILABLE
+        port["counters"] = {
+            name: UNAVAILABLE if n is None else n for name, n in port["counters"].items()
+        } or UNAVAILABLE
+    return fields
+
+
+def facts() -> Any:
+    """Everything there is to see here, as :class:`pipemorph.discovery.checks.Facts`."""
+    from pipemorph.discovery import host, rdma, verbs
+    from pipemorph.discovery.checks import Facts
+
+    seen = verbs.look()
+    trainer, error = trainer_facts()
+    return Facts(
+        devices=verbs.with_mtus(rdma.devices(), seen),
+        verbs=seen,
+        uverbs=host.verbs_devices(),
+        locked_bytes=host.locked_limit(),
+        may_lock=host.may_lock(),
+        huge_pages=host.huge_pages(),
+        transparent_huge_pages=host.transparent_huge_pages(),
+        shared_memory=host.shared_memory(),
+        modules=host.loaded_modules(),
+        trainer=trainer,
+        trainer_error=error,
+    )
+
+
+def trainer_facts() -> tuple[dict[str, Any] | None, str | None]:
+    """What torch and the engine say, or why they cannot: asked in a process of its own."""
+    command = [sys.executable, "-m", "pipemorph_trainer.devices"]
+    try:
+        done = subprocess.run(
+            command,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=TRAINER_SECONDS,
+            env=os.environ,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return None, str(error)
+    if done.returncode != 0:
+        last = done.stderr.strip().splitlines()
+        return None, last[-1] if last else f"exit status {done.returncode}"
+    return json.loads(done.stdout), None

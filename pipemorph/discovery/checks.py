@@ -1,0 +1,251 @@
+"""What `pipemorph doctor` says: one line per thing, with a verdict and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pipemorph.discovery import host
+from pipemorph.discovery.rdma import Device, Port, ports
+from pipemorph.discovery.verbs import Verbs
+
+Need = Literal["engine", "gpu", "rdma"]
+NEEDS: tuple[Need, ...] = ("engine", "gpu", "rdma")
+Verdict = Literal["ok", "warning", "missing", "absent", "unavailable"]
+"""``missing`` is what is absent and was required; ``unavailable`` cannot be seen from here."""
+UNAVAILABLE = "unavailable"
+LEAST_SHARED_MEMORY = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    found: str
+    verdict: Verdict
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything the checks look at. ``trainer`` is None where the trainer cannot be asked."""
+
+    devices: list[Device] | None
+    verbs: Verbs
+    uverbs: list[tuple[str, bool]]
+    locked_bytes: int
+    may_lock: bool
+    huge_pages: list[host.HugePages] | None
+    transparent_huge_pages: str | None
+    shared_memory: tuple[int, int] | None
+    modules: list[str] | None
+    trainer: dict[str, Any] | None
+    trainer_error: str | None
+
+
+def checks(facts: Facts, required: frozenset[Need] = frozenset()) -> list[Check]:
+    """All lines, those about RDMA first."""
+    rdma = "rdma" in required
+    lacking: Verdict = "missing" if rdma else "absent"
+    return [
+        *_devices(facts.devices, lacking, rdma),
+        *_access(facts, lacking),
+        _locked_memory(facts, lacking if facts.devices or rdma else "warning"),
+        _huge_pages(facts),
+        _shared_memory(facts.shared_memory),
+        _modules(facts.modules),
+        *_trainer(facts, required),
+    ]
+
+
+def _devices(found: list[Device] | None, lacking: Verdict, rdma: bool) -> Iterator[Check]:
+    if not found:
+        what = "the kernel has no InfiniBand" if found is None else "the kernel shows no device"
+        yield Check(
+            "RDMA devices",
+            f"none: {what}",
+            lacking,
+            "links run over TCP or shared memory; for RDMA load the NIC's driver, in a pod ask"
+            " for the device plugin's resource (placement.rdma.resourceName)",
+        )
+        return
+    cards = {device.pci or device.name for device in found}
+    names = ", ".join(f"{d.name} ({d.pci or 'software'})" for d in found)
+    usable = [port for port in ports(found) if port.usable]
+    yield Check(
+        "RDMA devices",
+        f"{names}; {len(usable)} usable ports on {len(cards)} cards",
+        "ok" if usable else lacking,
+        "" if usable else "no port is active with a routable RoCE v2 GID: see the lines below",
+    )
+    for port in ports(found):
+        # One good port is enough for a job; the others are worth a word.
+        yield from _port(port, "warning" if usable or not rdma else "missing")
+
+
+def _port(port: Port, lacking: Verdict) -> Iterator[Check]:
+    mtu = f"MTU {port.active_mtu}" if port.active_mtu else f"MTU {UNAVAILABLE}"
+    state = " ".join(filter(None, (port.state, port.physical_state))) or UNAVAILABLE
+    yield Check(
+        f"port {port}",
+        ", ".join(filter(None, (state, port.link_layer, port.rate, mtu))),
+        "ok" if port.active else lacking,
+        "" if port.active else "check cable, switch port and `ip link`",
+    )
+    if port.link_layer != "InfiniBand":
+        yield _gids(port, lacking)
+    yield _counters(port)
+
+
+def _gids(port: Port, lacking: Verdict) -> Check:
+    name = f"port {port} GIDs"
+    if not port.gids:
+        return Check(
+            name, "none", lacking, "give the interface an address; in a pod, a secondary network"
+        )
+    best = port.gids[0]
+    found = (
+        f"best is index {best.index}: {best.shown}, {best.type or f'type {UNAVAILABLE}'}, "
+        f"{best.netdev or 'no interface'} ({best.kind}); {len(port.gids)} in all"
+    )
+    if best.kind == "link-local":
+        return Check(name, found, lacking, "only link-local: give the interface a routable address")
+    if best.type != "RoCE v2":
+        return Check(name, found, lacking, "RoCE v1 is not routed: enable RoCE v2 on the device")
+    return Check(name, found, "ok")
+
+
+def _counters(port: Port) -> Check:
+    name = f"port {port} counters"
+    read = {counter: n for counter, n in port.counters.items() if n is not None}
+    if not read:
+        return Check(
+            name,
+            UNAVAILABLE,
+            "unavailable",
+            "health is judged by in-band measurements alone; pods often do not see counters",
+        )
+    said = ", ".join(f"{counter} {n}" for counter, n in read.items() if n) or "all 0"
+    unread = [counter for counter, n in port.counters.items() if n is None]
+    if unread:
+        said += f"; {UNAVAILABLE}: {', '.join(unread)}"
+    return Check(name, f"{len(read)} read: {said}", "ok")
+
+
+def _access(facts: Facts, lacking: Verdict) -> Iterator[Check]:
+    usable = [name for name, allowed in facts.uverbs if allowed]
+    denied = [name for name, allowed in facts.uverbs if not allowed]
+    if usable:
+        yield Check("verbs devices", ", ".join(usable), "ok")
+    elif denied:
+        yield Check(
+            "verbs devices",
+            f"no access to {', '.join(denied)}",
+            lacking,
+            "let this user read and write /dev/infiniband/uverbs*",
+        )
+    else:
+        yield Check(
+            "verbs devices",
+            "none in /dev/infiniband",
+            lacking,
+            "load ib_uverbs; in a pod ask for the device plugin's resource",
+        )
+    verbs = facts.verbs
+    yield Check(
+        "libibverbs",
+        "can be loaded" if verbs.library else f"cannot be loaded: {verbs.library_error}",
+        "ok" if verbs.library else lacking,
+        "" if verbs.library else "install it and the providers (Debian: ibverbs-providers)",
+    )
+    yield Check(
+        "pyverbs",
+        "can be imported" if verbs.pyverbs else f"cannot be imported: {verbs.pyverbs_error}",
+        "ok" if verbs.pyverbs else "absent",
+        "" if verbs.pyverbs else "only the MTU is not shown without it (Debian: python3-pyverbs)",
+    )
+
+
+def _locked_memory(facts: Facts, lacking: Verdict) -> Check:
+    limit = "unlimited" if facts.locked_bytes == host.UNLIMITED else size(facts.locked_bytes)
+    found = f"limit {limit}" + (", lifted by CAP_IPC_LOCK" if facts.may_lock else "")
+    if host.enough_locked_memory(facts.locked_bytes, facts.may_lock):
+        return Check("locked memory", found, "ok")
+    return Check(
+        "locked memory",
+        found,
+        lacking,
+        f"RDMA registers memory, {size(host.LEAST_LOCKED_BYTES)} or more: raise `ulimit -l`, or"
+        " LimitMEMLOCK of the container runtime (Kubernetes has no field for it, and IPC_LOCK"
+        " does nothing for a user other than root)",
+    )
+
+
+def _huge_pages(facts: Facts) -> Check:
+    explicit = [p for p in facts.huge_pages or () if p.total]
+    said = [f"{p.free} of {p.total} free of {size(p.page_bytes)}" for p in explicit]
+    if facts.transparent_huge_pages:
+        said.append(f"transparent: {facts.transparent_huge_pages}")
+    if facts.huge_pages is None and not said:
+        return Check("huge pages", UNAVAILABLE, "unavailable")
+    fine = bool(explicit) or facts.transparent_huge_pages in ("always", "madvise")
+    return Check(
+        "huge pages",
+        "; ".join(said) or "none",
+        "ok" if fine else "warning",
+        "" if fine else "slots take small pages: set transparent_hugepage/enabled to madvise",
+    )
+
+
+def _shared_memory(found: tuple[int, int] | None) -> Check:
+    if found is None:
+        return Check("/dev/shm", "not mounted", "warning", "mount a tmpfs for data loaders")
+    total, free = found
+    fine = total >= LEAST_SHARED_MEMORY
+    return Check(
+        "/dev/shm",
+        f"{size(total)}, {size(free)} free",
+        "ok" if fine else "warning",
+        "" if fine else "data loaders of torch need more: placement.sharedMemory, or --shm-size",
+    )
+
+
+def _modules(found: list[str] | None) -> Check:
+    if found is None:
+        return Check("kernel modules", UNAVAILABLE, "unavailable")
+    return Check("kernel modules", ", ".join(found) or "none for RDMA or GPUs", "ok")
+
+
+def _trainer(facts: Facts, required: frozenset[Need]) -> Iterator[Check]:
+    def lacking(need: Need) -> Verdict:
+        return "missing" if need in required else "absent"
+
+    trainer = facts.trainer
+    if trainer is None:
+        why = f"cannot be asked: {facts.trainer_error}"
+        advice = "install pipemorph[trainer]"
+        yield Check("transfer engine", why, lacking("engine"), advice)
+        yield Check("GPUs", why, lacking("gpu"), advice)
+        return
+    yield Check(
+        "transfer engine",
+        "built" if trainer["engine"] else "not built",
+        "ok" if trainer["engine"] else lacking("engine"),
+        "" if trainer["engine"] else "links stay direct; install from source with a C++ compiler",
+    )
+    gpus = [f"{g['name']} ({size(g['bytes'])}, {g['pci']})" for g in trainer["gpus"]]
+    yield Check(
+        "GPUs",
+        ", ".join(gpus) or f"torch {trainer['torch']} sees none",
+        "ok" if gpus else lacking("gpu"),
+        "" if gpus else "stages run on the CPU; in a pod ask for nvidia.com/gpu",
+    )
+
+
+def size(n: int) -> str:
+    """``1073741824`` → ``"1 GiB"``."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (1 << 10, "KiB")):
+        if n >= unit:
+            return f"{n / unit:.4g} {name}"
+    return f"{n} bytes"

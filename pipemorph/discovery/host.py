@@ -1,0 +1,105 @@
+"""Limits and facilities of this host or pod that a job's links depend on."""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+LEAST_LOCKED_BYTES = 1 << 30
+"""Registered buffers of a stage; a usual default of 64 KiB to 8 MiB is far below."""
+UNLIMITED = resource.RLIM_INFINITY
+_CAP_IPC_LOCK = 14
+
+MODULES = (
+    *("ib_core", "ib_uverbs", "rdma_cm", "rdma_ucm"),
+    *("mlx5_ib", "mlx4_ib", "irdma", "bnxt_re", "efa", "erdma", "hns_roce", "rdma_rxe", "siw"),
+    *("nvidia", "nvidia_peermem", "gdrdrv"),
+)
+"""Kernel modules that are looked for: the RDMA core, its drivers, and what joins GPUs to it."""
+
+
+def locked_limit() -> int:
+    """Bytes this process may lock; :data:`UNLIMITED` for no limit."""
+    return resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+
+
+def may_lock(status: Path = Path("/proc/self/status")) -> bool:
+    """Whether this process has CAP_IPC_LOCK, which lifts the limit."""
+    for line in status.read_text().splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> _CAP_IPC_LOCK & 1)
+    return False
+
+
+def enough_locked_memory(limit: int, capable: bool) -> bool:
+    return capable or limit == UNLIMITED or limit >= LEAST_LOCKED_BYTES
+
+
+@dataclass(frozen=True)
+class HugePages:
+    """One size of explicit huge pages."""
+
+    page_bytes: int
+    total: int
+    free: int
+
+
+def huge_pages(sysfs: Path = Path("/sys/kernel/mm/hugepages")) -> list[HugePages] | None:
+    """Explicit huge pages by size. None where the kernel does not show them."""
+    try:
+        folders = sorted(sysfs.glob("hugepages-*kB"))
+        if not folders:
+            return None
+        return [
+            HugePages(
+                page_bytes=int(folder.name.removeprefix("hugepages-").removesuffix("kB")) << 10,
+                total=int((folder / "nr_hugepages").read_text()),
+                free=int((folder / "free_hugepages").read_text()),
+            )
+            for folder in folders
+        ]
+    except (OSError, ValueError):
+        return None
+
+
+def transparent_huge_pages(
+    path: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled"),
+) -> str | None:
+    """``always``, ``madvise`` or ``never``; None where the kernel has none."""
+    try:
+        text = path.read_text()
+    except OSError:
+        return None
+    chosen = [word[1:-1] for word in text.split() if word.startswith("[")]
+    return chosen[0] if chosen else None
+
+
+def shared_memory(path: Path = Path("/dev/shm")) -> tuple[int, int] | None:
+    """Size and free bytes of /dev/shm. None where it is not mounted."""
+    try:
+        stat = os.statvfs(path)
+    except OSError:
+        return None
+    return stat.f_frsize * stat.f_blocks, stat.f_frsize * stat.f_bavail
+
+
+def loaded_modules(
+    proc: Path = Path("/proc/modules"), sysfs: Path = Path("/sys/module")
+) -> list[str] | None:
+    """Of :data:`MODULES` those that are loaded or built in. None where neither is shown."""
+    try:
+        loaded = {line.split()[0] for line in proc.read_text().splitlines()}
+    except OSError:
+        if not sysfs.is_dir():
+            return None
+        loaded = set()
+    return [name for name in MODULES if name in loaded or (sysfs / name).is_dir()]
+
+
+def verbs_devices(folder: Path = Path("/dev/infiniband")) -> list[tuple[str, bool]]:
+    """The character devices that verbs go through, and whether this process may open them."""
+    return [
+        (path.name, os.access(path, os.R_OK | os.W_OK)) for path in sorted(folder.glob("uverbs*"))
+    ]

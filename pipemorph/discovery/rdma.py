@@ -1,0 +1,203 @@
+"""RDMA devices, their ports, GIDs and counters, as the kernel shows them in sysfs.
+
+sysfs, because it is there in every pod that sees a device; what only verbs know (the active MTU)
+comes from pyverbs where it can be imported. Whatever cannot be read is None and shown as
+"unavailable": never 0, which would read as healthy.
+
+Sources: Documentation/ABI/stable/sysfs-class-infiniband of the Linux kernel; for RoCE address
+types InfiniBand Architecture Specification, annexes A16 (RoCE) and A17 (RoCE v2).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+SYSFS = Path("/sys/class/infiniband")
+
+COUNTERS = (
+    # counters/ (every driver): errors and pressure of the port itself
+    *("symbol_error", "link_downed", "link_error_recovery", "local_link_integrity_errors"),
+    *("port_rcv_errors", "port_xmit_discards", "port_xmit_wait"),
+    # hw_counters/ of mlx5: retransmission, congestion, adaptive retransmission
+    *("out_of_sequence", "packet_seq_err", "local_ack_timeout_err", "rnr_nak_retry_err"),
+    *("np_cnp_sent", "rp_cnp_handled", "np_ecn_marked_roce_packets", "roce_adp_retrans"),
+    # hw_counters/ of rxe
+    *("completer_retry_err", "retry_exceeded_err", "send_err"),
+)
+"""Counters that tell of a sick link; which of them exist depends on the driver."""
+
+GidKind = Literal["routable", "link-local"]
+
+
+@dataclass(frozen=True)
+class Gid:
+    """One entry of a port's GID table."""
+
+    index: int
+    address: str
+    """IPv6 notation; an IPv4 address of the interface reads ::ffff:a.b.c.d."""
+    type: str | None
+    """``RoCE v2``, ``IB/RoCE v1``; None where sysfs does not say."""
+    netdev: str | None
+
+    @property
+    def kind(self) -> GidKind:
+        address = ipaddress.IPv6Address(self.address)
+        mapped = address.ipv4_mapped
+        return "link-local" if (mapped or address).is_link_local else "routable"
+
+    @property
+    def shown(self) -> str:
+        """The address as people write it: IPv4 where it is one."""
+        address = ipaddress.IPv6Address(self.address)
+        return str(address.ipv4_mapped or address)
+
+    @property
+    def rank(self) -> tuple[bool, bool, bool, int]:
+        """Smaller is better: routable, RoCE v2, with an interface, then by index."""
+        return self.kind != "routable", self.type != "RoCE v2", self.netdev is None, self.index
+
+
+@dataclass(frozen=True)
+class Port:
+    """One port of a device: what a rail is made of."""
+
+    device: str
+    number: int
+    state: str | None
+    """ACTIVE, DOWN, INIT, ARMED, …"""
+    physical_state: str | None
+    """LinkUp, Polling, Disabled, …"""
+    rate: str | None
+    """As sysfs says it, for example ``100 Gb/sec (4X EDR)``."""
+    link_layer: str | None
+    """``Ethernet`` (RoCE) or ``InfiniBand``."""
+    gids: tuple[Gid, ...]
+    """Best first."""
+    counters: dict[str, int | None] = field(hash=False)
+    """Of :data:`COUNTERS` those that the driver has; None where one cannot be read."""
+    active_mtu: int | None = None
+    """Bytes; None where pyverbs cannot be asked."""
+
+    @property
+    def active(self) -> bool:
+        return self.state == "ACTIVE"
+
+    @property
+    def usable(self) -> bool:
+        """Whether a job can use it as a rail: up, and reachable from another host."""
+        if not self.active:
+            return False
+        if self.link_layer == "InfiniBand":
+            return True
+        return any(gid.kind == "routable" and gid.type == "RoCE v2" for gid in self.gids)
+
+    def __str__(self) -> str:
+        return f"{self.device}/{self.number}"
+
+
+@dataclass(frozen=True)
+class Device:
+    """One RDMA device (an HCA, a RoCE NIC, or Soft-RoCE over an interface)."""
+
+    name: str
+    pci: str | None
+    """PCI address; None for a software device. Two ports of one address are one card."""
+    firmware: str | None
+    ports: tuple[Port, ...]
+
+
+def devices(sysfs: Path = SYSFS) -> list[Device] | None:
+    """All devices, by name. None if the kernel has no InfiniBand at all."""
+    try:
+        names = sorted(path.name for path in sysfs.iterdir())
+    except OSError:
+        return None
+    return [_device(sysfs / name) for name in names]
+
+
+def ports(found: Iterable[Device] | None) -> list[Port]:
+    return [port for device in found or () for port in device.ports]
+
+
+def _device(folder: Path) -> Device:
+    pci = None
+    if (folder / "device").exists():
+        name = (folder / "device").resolve().name
+        pci = name if name.count(":") == 2 else None
+    numbers = _numbers(folder / "ports")
+    return Device(
+        name=folder.name,
+        pci=pci,
+        firmware=_text(folder / "fw_ver") or None,
+        ports=tuple(_port(folder.name, n, folder / "ports" / str(n)) for n in numbers),
+    )
+
+
+def _port(device: str, number: int, folder: Path) -> Port:
+    gids = [gid for i in _numbers(folder / "gids") if (gid := _gid(folder, i)) is not None]
+    return Port(
+        device=device,
+        number=number,
+        state=_after_colon(_text(folder / "state")),
+        physical_state=_after_colon(_text(folder / "phys_state")),
+        rate=_text(folder / "rate") or None,
+        link_layer=_text(folder / "link_layer") or None,
+        gids=tuple(sorted(gids, key=lambda gid: gid.rank)),
+        counters=read_counters(folder),
+    )
+
+
+def _gid(folder: Path, index: int) -> Gid | None:
+    """An entry that is in use; the table has a file for every entry it could hold."""
+    address = _text(folder / "gids" / str(index))
+    try:
+        parsed = ipaddress.IPv6Address(address or "::")
+    except ValueError:
+        return None
+    interface_id = int(parsed) & ((1 << 64) - 1)
+    if interface_id == 0:  # an unused entry: all zero, or the prefix alone
+        return None
+    return Gid(
+        index=index,
+        address=str(parsed),
+        type=_text(folder / "gid_attrs" / "types" / str(index)) or None,
+        netdev=_text(folder / "gid_attrs" / "ndevs" / str(index)) or None,
+    )
+
+
+def read_counters(port: Path) -> dict[str, int | None]:
+    """Of a port's folder: the counters that the driver has, None where one cannot be read."""
+    found: dict[str, int | None] = {}
+    for name in COUNTERS:
+        for group in ("counters", "hw_counters"):
+            path = port / group / name
+            if not path.exists():
+                continue
+            text = _text(path)
+            found[name] = int(text) if text is not None and text.isdecimal() else None
+    return found
+
+
+def _numbers(folder: Path) -> list[int]:
+    try:
+        return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+    except OSError:
+        return []
+
+
+def _text(path: Path) -> str | None:
+    """A sysfs file's one line. None if it cannot be read, as an empty GID entry cannot."""
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return None
+
+
+def _after_colon(text: str | None) -> str | None:
+    """``"4: ACTIVE"`` → ``"ACTIVE"``."""
+    return text.split(":", 1)[-1].strip() if text else None
