@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from pipemorph.local.environment import (
     AttemptEnvironment,
@@ -33,6 +34,8 @@ from pipemorph.manifest import check_module, load_job
 from pipemorph.spec import PipeMorphJob
 
 EXIT = {End.COMPLETED: 0, End.FAILED: 1, End.DEADLINE: 1, End.INTERRUPTED: 130}
+UNWRITTEN_STATUS = 1
+"""A completed job without its report, as on a full disk, is no success either."""
 SUSPENDED_STATUS = 1
 """Exit code 0 says that the job completed, and a suspended one has not."""
 
@@ -73,10 +76,10 @@ def run_job(manifest: str, out: Path, *, force: bool = False, stream: TextIO = s
         run.finish(ending, journal.iterations(), service.adaptations())
     progress.close()
 
-    write_report(folder, run)
-    progress.note(_farewell(ending, run, folder, manifest))
-    write_timeline(folder, run, progress.note)
-    return EXIT[ending.end]
+    written = _written(write_report, folder, run)
+    progress.note(_farewell(ending, run, folder, manifest, written))
+    written = written and _written(write_timeline, folder, run, progress.note)
+    return EXIT[ending.end] if written else EXIT[ending.end] or UNWRITTEN_STATUS
 
 
 @dataclass
@@ -108,12 +111,18 @@ class _Host:
         if number > 0:
             self.service.begin_attempt(number)
         record = run.begin_attempt(time.time())
-        private = PrivateFolder.make(self.job, self.service.token)
+        try:
+            private = PrivateFolder.make(self.job, self.service.token)
+        except OSError as error:
+            reason = (
+                f"the ranks' secret cannot be written to {tempfile.gettempdir()}: {error.strerror}"
+            )
+            return record.end(Ending(End.FAILED, reason), time.time())
         self.warden.tell("keep", str(private.root))
         try:
-            with RankSet(self.warden, self._rank_exited) as ranks:
+            with _reserved_port() as port, RankSet(self.warden, self._rank_exited) as ranks:
                 try:
-                    self._start_ranks(ranks, number, private)
+                    self._start_ranks(ranks, number, private, port)
                 except OSError as error:
                     started = f"only {len(ranks.ranks)} of the ranks could be started: {error}"
                     return record.end(Ending(End.FAILED, started), time.time())
@@ -143,11 +152,13 @@ class _Host:
         self.progress.note(describe(ending))
         self.progress.note(f"restart {len(run.attempts)} of at most {most}, from {where}")
 
-    def _start_ranks(self, ranks: RankSet, number: int, private: PrivateFolder) -> None:
+    def _start_ranks(
+        self, ranks: RankSet, number: int, private: PrivateFolder, port: socket.socket
+    ) -> None:
         parallelism = self.job.spec.parallelism
         where = AttemptEnvironment(
             attempt=number,
-            master_port=_free_port(),
+            master_port=int(port.getsockname()[1]),
             ingest_url=self.service.url,
             job_file=private.job,
             secret_file=private.secret,
@@ -168,16 +179,31 @@ class _Host:
         return None if seconds is None else self.started + seconds
 
 
+def _written(write: Callable[..., None], folder: OutFolder, *rest: Any) -> bool:
+    """Whether a result could be written; says so if not."""
+    try:
+        write(folder, *rest)
+    except OSError as error:
+        print(
+            f"pipemorph run: {folder.root}: {error.strerror}; results are missing", file=sys.stderr
+        )
+        return False
+    return True
+
+
 def describe(ending: Ending) -> str:
     """An ending in full, one fact per line."""
     return "\n".join((ending.reason, *(f"  {line}" for line in ending.details)))
 
 
-def _farewell(ending: Ending, run: RunRecord, folder: OutFolder, manifest: str) -> str:
+def _farewell(
+    ending: Ending, run: RunRecord, folder: OutFolder, manifest: str, written: bool
+) -> str:
     """The last words: how it ended, where the results are, how to go on."""
     lines = [] if ending.end is End.COMPLETED else [describe(ending)]
     lines.append(run.summary())
-    lines.append(f"report: {folder.report}")
+    if written:
+        lines.append(f"report: {folder.report}")
     checkpoint = run.job.spec.checkpoint
     if ending.end is not End.COMPLETED and checkpoint is not None and checkpoint.resume:
         lines.append(
@@ -199,6 +225,13 @@ def check_module_for_ranks(job: PipeMorphJob) -> None:
         sys.path[:] = before
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+def _reserved_port() -> socket.socket:
+    """A socket that keeps a port for rank 0's store, which comes up seconds later.
+
+    Nobody else is given the port meanwhile. The store may have it all the same: it asks to
+    share (SO_REUSEADDR), so does this socket, and only one of them listens.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    return holder

@@ -6,6 +6,7 @@ files of the earlier run go, and only those. Files that are not ours are never t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from dataclasses import dataclass
@@ -27,7 +28,10 @@ class OutFolder:
     def claim(root: Path, *, force: bool) -> OutFolder:
         """Make ``root`` ready for a run. Raises :class:`InputError` if it holds one already
         and ``force`` is not set, or if it cannot be written."""
-        held = [name for name in OUTPUTS if (root / name).exists()]
+        try:
+            held = [name for name in OUTPUTS if (root / name).exists()]
+        except OSError as error:
+            raise InputError(f"--out {shown(root)} cannot be used: {error.strerror}") from None
         if held and not force:
             raise InputError(
                 f"--out {root} holds an earlier run ({', '.join(held)}); choose another folder, "
@@ -40,7 +44,12 @@ class OutFolder:
             folder.logs.mkdir(parents=True)
             folder.trace.mkdir()
         except OSError as error:
-            raise InputError(f"--out {root} cannot be used: {error}") from None
+            with contextlib.suppress(OSError):
+                folder.logs.rmdir()
+            where = f" ({error.filename})" if error.filename else ""
+            raise InputError(
+                f"--out {shown(root)} cannot be used: {error.strerror}{where}"
+            ) from None
         return folder
 
     @property
@@ -67,11 +76,27 @@ class OutFolder:
         return self.logs / f"rank-{rank}.log"
 
 
+def shown(path: Path) -> str:
+    """A path, short enough for one line."""
+    text = str(path)
+    return text if len(text) <= 200 else text[:199] + "…"
+
+
 def write_json(path: Path, content: Any, *, indent: int | None = None) -> None:
     """Replace ``path`` in one step, so that a reader never sees half of it."""
+    write_whole(path, (json.dumps(content, indent=indent) + "\n").encode())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write all of ``path`` or nothing. Raises OSError."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=indent) + "\n")
-    partial.replace(path)
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
 
 
 def _remove(path: Path) -> None:

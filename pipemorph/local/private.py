@@ -22,11 +22,15 @@ class PrivateFolder:
 
     @staticmethod
     def make(job: PipeMorphJob, token: str) -> PrivateFolder:
-        """A new folder with a new random secret."""
+        """A new folder with a new random secret. Raises OSError if it cannot be written."""
         folder = PrivateFolder(Path(tempfile.mkdtemp(prefix="pipemorph-run-")))
-        _write(folder.secret, secrets.token_bytes(SECRET_BYTES))
-        _write(folder.token, token.encode())
-        _write(folder.job, job.model_dump_json(by_alias=True, exclude_none=True).encode())
+        try:
+            _write(folder.secret, secrets.token_bytes(SECRET_BYTES))
+            _write(folder.token, token.encode())
+            _write(folder.job, job.model_dump_json(by_alias=True, exclude_none=True).encode())
+        except OSError:
+            folder.remove()
+            raise
         return folder
 
     @property

@@ -128,6 +128,8 @@ class RankSet:
         self._on_exit = on_exit
         self._watchers: list[threading.Thread] = []
         self.ranks: list[RankProcess] = []
+        self.ended: list[RankProcess] = []
+        """Ranks in the order in which they ended."""
 
     def __enter__(self) -> RankSet:
         return self
@@ -162,6 +164,13 @@ class RankSet:
     @property
     def running(self) -> list[RankProcess]:
         return [rank for rank in self.ranks if rank.running]
+
+    def note_exit(self, rank: int, status: int) -> RankProcess:
+        """Take in what ``on_exit`` told. Main thread."""
+        ended = self.ranks[rank]
+        ended.status = status
+        self.ended.append(ended)
+        return ended
 
     def terminate(self) -> None:
         """Ask every rank to stop (SIGTERM)."""

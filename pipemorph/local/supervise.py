@@ -15,6 +15,8 @@ from pipemorph.local.ranks import RankProcess, RankSet
 REFRESH_SECONDS = 0.1
 NOTICE_SECONDS = 1.0
 """For the peers of a rank that died to notice, and to say so in full, before they are asked."""
+CAUSE_SECONDS = 10.0
+"""For a rank that its peers have lost to end as well: it says why, and is often not the first."""
 AGENT_SECONDS = 2.5
 """For rank 0's agent to send the last report after rank 0 has ended."""
 LAST_LINES = 20
@@ -80,6 +82,8 @@ def supervise(
         note(f"{ending.reason}: stopping {len(ranks.running)} ranks; once more kills them")
     if ending.end is not End.COMPLETED:
         killed = _stop(ending, ranks, events, refresh, grace)
+        if ending.end is End.FAILED and ranks.ended:
+            ending = _cause(ranks, killed) or ending
         ending = _with_peers(ending, ranks, killed, grace)
     ranks.settle(AGENT_SECONDS)
     refresh()
@@ -109,21 +113,47 @@ def _until_the_end(
             continue
         if isinstance(event, Signalled):
             return Ending(End.INTERRUPTED, event.number.name)
-        rank = ranks.ranks[event.rank]
-        rank.status = event.status
+        rank = ranks.note_exit(event.rank, event.status)
         if event.status != 0:
             return _failure(rank)
         first_done = first_done or time.monotonic()
     return Ending(End.COMPLETED)
 
 
+def _cause(ranks: RankSet, killed: list[RankProcess]) -> Ending | None:
+    """Of the ranks that ended badly by themselves the first that had not lost a peer: the
+    others follow from it. If all had, the first."""
+    asked = (128 + signal.SIGTERM, -signal.SIGTERM)
+    bad = [r for r in ranks.ended if r.status not in (0, *asked) and r not in killed]
+    if not bad:
+        return None
+    return _failure(next((rank for rank in bad if _lost_wait(rank) is None), bad[0]))
+
+
+def _cause_is_to_come(ranks: RankSet) -> bool:
+    """Whether every rank that has ended badly did so because a peer went away."""
+    bad = [rank for rank in ranks.ended if rank.status != 0]
+    waits = [_lost_wait(rank) for rank in bad]
+    # One that ran into its deadline lost nobody: a peer hangs, and will go on to.
+    return bool(waits) and all(wait and "the deadline is" not in wait for wait in waits)
+
+
+def _lost_wait(rank: RankProcess) -> str | None:
+    """The wait that a rank gave up, None if it ended for a reason of its own."""
+    if rank.status is None or rank.status < 0:
+        return None
+    return _wait_told(rank)
+
+
 def _failure(rank: RankProcess) -> Ending:
-    """The first rank that ended badly: the others follow from it."""
+    """How one rank ended badly."""
     lines = [line for line in rank.lines() if line.strip()][-LAST_LINES:]
     if lines:
         details = [f"its last lines ({rank.log}):", *(f"  {line}" for line in lines)]
     else:
         details = [f"it wrote nothing to {rank.log}"]
+    if rank.status == -signal.SIGKILL:
+        details.append("often the kernel does that when memory runs out; dmesg tells")
     return Ending(
         End.FAILED,
         f"{rank.seat} {rank.outcome()}",
@@ -137,17 +167,30 @@ def _stop(
     ending: Ending, ranks: RankSet, events: Events, refresh: Callable[[], None], grace: float
 ) -> list[RankProcess]:
     """Ask all ranks to stop and wait. Returns those that had to be killed."""
-    if ending.end is End.FAILED and _wait(ranks, events, refresh, NOTICE_SECONDS):
-        return ranks.running
+    if ending.end is End.FAILED:
+        if _wait(ranks, events, refresh, NOTICE_SECONDS):
+            return ranks.running
+        if _cause_is_to_come(ranks) and _wait(
+            ranks, events, refresh, CAUSE_SECONDS, enough=lambda: not _cause_is_to_come(ranks)
+        ):
+            return ranks.running
     ranks.terminate()
     _wait(ranks, events, refresh, grace)
     return ranks.running
 
 
-def _wait(ranks: RankSet, events: Events, refresh: Callable[[], None], seconds: float) -> bool:
-    """Wait until no rank runs, at most ``seconds``. True if a signal cut it short."""
+def _wait(
+    ranks: RankSet,
+    events: Events,
+    refresh: Callable[[], None],
+    seconds: float,
+    *,
+    enough: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Wait until no rank runs or it is ``enough``, at most ``seconds``. True if a signal cut
+    it short."""
     end = time.monotonic() + seconds
-    while ranks.running and time.monotonic() < end:
+    while ranks.running and time.monotonic() < end and not enough():
         try:
             event = events.get(timeout=REFRESH_SECONDS)
         except Empty:
@@ -155,7 +198,7 @@ def _wait(ranks: RankSet, events: Events, refresh: Callable[[], None], seconds: 
             continue
         if isinstance(event, Signalled):
             return True
-        ranks.ranks[event.rank].status = event.status
+        ranks.note_exit(event.rank, event.status)
     return False
 
 
@@ -178,10 +221,16 @@ def _with_peers(ending: Ending, ranks: RankSet, killed: list[RankProcess], grace
 
 def _last_word(rank: RankProcess) -> str | None:
     """The wait a rank was ended in; of one that failed by itself without such, its last line."""
+    told = _wait_told(rank)
+    if told is not None:
+        return told
     lines = [line.strip() for line in rank.lines() if line.strip()]
-    waits = [match.group(1) for line in lines if (match := _WAITING.match(line))]
-    if waits:
-        return waits[-1]
     if lines and rank.status is not None and rank.status > 0:
         return f"{rank.seat} {rank.outcome()}: {lines[-1]}"
     return None
+
+
+def _wait_told(rank: RankProcess) -> str | None:
+    """The last wait a rank has told of."""
+    waits = [match.group(1) for line in rank.lines() if (match := _WAITING.match(line.strip()))]
+    return waits[-1] if waits else None

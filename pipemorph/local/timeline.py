@@ -13,7 +13,7 @@ from typing import Any
 
 from pipemorph.control.records import AdaptationRecord
 from pipemorph.errors import InputError
-from pipemorph.local.outputs import OutFolder, write_json
+from pipemorph.local.outputs import OutFolder, write_json, write_whole
 from pipemorph.local.report import RunRecord
 from pipemorph.local.traces import StageTrace, TraceIndex
 from pipemorph.pictures import Message, Timeline, render_panels
@@ -39,7 +39,8 @@ def write_timeline(folder: OutFolder, run: RunRecord, note: Callable[[str], None
         return
     try:
         panels = choose_panels(iterations, run.adaptations, run.job.spec.faults)
-        folder.picture.write_bytes(render_panels(_title(run), timelines(index, panels, run)))
+        picture = render_panels(_title(run), timelines(index, panels, run))
+        write_whole(folder.picture, picture)
         note(f"timeline: {folder.timeline}, {folder.picture}")
     except InputError as error:
         note(f"timeline: {folder.timeline}; no timeline.png: {error}")

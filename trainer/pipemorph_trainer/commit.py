@@ -9,7 +9,6 @@ every rank holds exactly that version.
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -66,14 +65,13 @@ class Round:
         size = dist.get_world_size(group)
         self._mine = torch.tensor(row.encode(), dtype=torch.float64)
         self._all = [torch.empty(_WIDTH, dtype=torch.float64) for _ in range(size)]
-        self._work: Any = dist.all_gather(self._all, self._mine, group=group, async_op=True)
+        self.work: Any = dist.all_gather(self._all, self._mine, group=group, async_op=True)
 
     def done(self) -> bool:
-        return bool(self._work.is_completed())
+        return bool(self.work.is_completed())
 
-    def rows(self, timeout: float) -> list[RankRow]:
-        """Everyone's rows. Raises RuntimeError if a rank is lost or ``timeout`` passes."""
-        self._work.wait(datetime.timedelta(seconds=timeout))
+    def rows(self) -> list[RankRow]:
+        """Everyone's rows, once :attr:`work` has been waited for."""
         return [RankRow.decode(values.tolist()) for values in self._all]
 
 

@@ -5,6 +5,16 @@ from __future__ import annotations
 from pipemorph.errors import PipeMorphError
 
 
+def first_sentence(error: BaseException) -> str:
+    """What went wrong, of an error of torch: without the place in its sources it starts with
+    and the advice it ends with."""
+    lines = str(error).splitlines()
+    line = lines[0] if lines else type(error).__name__
+    if line.startswith("[/"):
+        line = line.split("] ", 1)[-1]
+    return line.split(". ", 1)[0][:200]
+
+
 class PipelineError(PipeMorphError):
     """The pipeline cannot go on; the message says who waited for what, and why."""
 

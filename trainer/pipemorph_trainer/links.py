@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -125,6 +126,17 @@ class LinkEnd:
     def __str__(self) -> str:
         return f"link {self.link} ({self.path.value}, {self.transport})"
 
+    def gone(self) -> str:
+        """That the neighbour is lost, and how."""
+        return f"rank {self.peer_rank} (stage {self.peer_stage}) is gone: {self.line.lost}"
+
+    def taking(self, iteration: int, microbatch: int) -> str:
+        """What a sender waits for, in words."""
+        return (
+            f"stage {self.peer_stage} to take {self.sends.letter} of microbatch {microbatch} of "
+            f"iteration {iteration} on {self}"
+        )
+
     def refresh_clock(self) -> None:
         """Take the clock offset and the least echo from the engine, if there is one."""
         if self.engine_link is None:
@@ -140,9 +152,19 @@ class LinkEnd:
         if goodbye:
             for outgoing in self._outgoing.values():
                 outgoing.close()
+        else:
+            # First, so that the neighbour sees this, which tells more than its data path.
+            self.line.close(goodbye=False)
         for incoming in self._incoming.values():
-            incoming.close()
-        self.line.close(goodbye=goodbye)
+            incoming.close(abandon=not goodbye)
+        if goodbye:
+            self.line.close(goodbye=True)
+        self.shaper.close()
+
+    @property
+    def receiving(self) -> bool:
+        """Whether a receiver thread is still there after :meth:`close`."""
+        return any(incoming.receiving for incoming in self._incoming.values())
 
 
 @dataclass
@@ -192,7 +214,8 @@ def meet(
     engine_options: EngineOptions | None,
     deadline: float,
     setup_seconds: float = 120.0,
-    on_block: Any,
+    on_block: Callable[[LinkEnd, int, int], None],
+    on_unblock: Callable[[], None],
     half_duplex: bool = False,
 ) -> Neighbourhood:
     """Connect to both neighbours. Collective: every rank calls it.
@@ -292,7 +315,8 @@ def meet(
             ),
             DirectOutgoing(
                 group=groups[made.sends], peer=peer, direction=made.sends, line=line,
-                shaper=shaper, on_block=lambda microbatch: on_block(made, microbatch),
+                shaper=shaper, on_block=partial(on_block, made), on_unblock=on_unblock,
+                deadline=deadline, device=device,
             ),
         )  # fmt: skip
         if engine_link is not None and engine_options is not None:
@@ -304,7 +328,8 @@ def meet(
                 ),
                 DelegatedOutgoing(
                     link=engine_link, direction=made.sends, shaper=shaper,
-                    queues=engine_options.queues,
+                    queues=engine_options.queues, on_block=partial(on_block, made),
+                    on_unblock=on_unblock,
                 ),
             )  # fmt: skip
         made.select(Path.DIRECT)

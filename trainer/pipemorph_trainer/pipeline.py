@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path as FilePath
-from time import time
+from time import monotonic, time
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 
 from pipemorph.control.initial import initial_plan
 from pipemorph.errors import InputError, PipeMorphError
@@ -38,11 +37,16 @@ from pipemorph_trainer.commit import PlanBook, RankRow, Round, agree, bubble_fra
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.control import ControlClient, NoControl
 from pipemorph_trainer.emulated import EmulatedRunner, EmulatedStage
-from pipemorph_trainer.errors import PipelineError, ShapeError
+from pipemorph_trainer.errors import (
+    PipelineError,
+    WaitTimeoutError,
+    first_sentence,
+)
 from pipemorph_trainer.executor.bell import Bell
 from pipemorph_trainer.executor.loop import Executor, Inputs, Outcome
 from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.gradients import average_over_replicas, clip_global_norm
+from pipemorph_trainer.inputs import signature, split
 from pipemorph_trainer.links import EngineOptions, LinkEnd, engine_module, meet
 from pipemorph_trainer.metrics import metered
 from pipemorph_trainer.paths.arrival import OpClock
@@ -165,6 +169,7 @@ class Pipeline:
             engine_options=self._engine_options(path, engine, queues),
             deadline=deadline_seconds,
             on_block=self._on_block,
+            on_unblock=self._waiting.end,
             half_duplex=direct_duplex == "half",
         )
         self._plans = PlanBook(plan, self._reserve_for)
@@ -190,7 +195,7 @@ class Pipeline:
         self._memory = PeakMemory(self.device)
         self._activation_bytes: int | None = None
         self._generation = 0
-        self._signature: tuple[Any, ...] | None = None
+        self._shapes: Any = None
         self._rounds: dict[int, Round] = {}
         self._agreed = plan.version
         self._began: dict[int, float] = {}
@@ -202,6 +207,7 @@ class Pipeline:
         self._polled_at = 0.0
         self._last_activity = time()
         self._closed = False
+        self._failure: str | None = None
         self._switch_interval = sys.getswitchinterval()
         self._ended: dict[int, float] = {}
         self._checkpoint = checkpoint
@@ -214,12 +220,15 @@ class Pipeline:
 
     # --- what a user calls --------------------------------------------------------------
 
-    def step(self, *args: Any, target: Any = None) -> Tensor:
+    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """Run one iteration: forward and backward of all microbatches.
 
         Call it on every rank. Only stage 0 uses ``args`` (tensors of shape (batch, …), split
         into N microbatches along dimension 0; anything else is given to all of them) and only
-        the last stage uses ``target``; others may pass them or nothing.
+        the last stage uses ``target``; others may pass them or nothing. ``kwargs`` are split
+        alike and go to **this** rank's stage, whichever it is, as in
+        ``torch.distributed.pipelining``: a mask that every stage needs is given on every
+        rank instead of being sent along. They get no gradient.
 
         Returns the loss on **every** rank: the mean over microbatches and replicas, 0-dim
         float32. Gradients are added to ``.grad``, averaged over replicas.
@@ -230,7 +239,7 @@ class Pipeline:
         if self._closed:
             raise PipelineError(f"{self.seat}: step() after close()")
         try:
-            return self._step(args, target)
+            return self._step(args, kwargs, target)
         except BaseException as error:
             self._fail(error)
             raise
@@ -241,21 +250,22 @@ class Pipeline:
         Returns the norm before clipping, 0-dim float32, the same on all ranks. Emulated
         stages have no gradients but wait for each other all the same.
         """
+        if self._closed:
+            raise PipelineError(f"{self.seat}: clip_grad_norm_() after close()")
         parameters = [] if self._module is None else list(self._module.parameters())
         self._waiting.begin(f"the gradient norm of iteration {self.iteration - 1} of all stages")
         try:
-            norm = clip_global_norm(parameters, max_norm, self._world.stages)
-        except RuntimeError as error:
-            failure = PipelineError(f"{self._waiting.describe()}: {_first_line(error)}")
-            self._fail(failure)
-            raise failure from error
+            norm = clip_global_norm(parameters, max_norm, self._world.stages, self._wait_for)
+        except PipelineError as error:
+            self._fail(error)
+            raise
         self._waiting.end()
         self._last_activity = time()
         return norm
 
     def current_wait(self) -> str:
-        """What this rank waits for, in words; callable from any thread."""
-        return self._waiting.describe()
+        """What this rank waits for, or what it failed of, in words; callable from any thread."""
+        return self._failure or self._waiting.describe()
 
     @property
     def split(self) -> str:
@@ -310,24 +320,24 @@ class Pipeline:
 
     # --- one iteration --------------------------------------------------------------------
 
-    def _step(self, args: tuple[Any, ...], target: Any) -> Tensor:
+    def _step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Tensor:
         iteration = self.iteration
         if iteration > self.start_iteration:
             self._ended[iteration - 1] = time()
             self._save_if_due()
-        inputs, signature = self._split_inputs(args, target)
+        inputs, shapes = self._split_inputs(args, kwargs, target)
         origin = time()
         self._training_began = self._training_began or origin
         self._began[iteration] = origin
         plan = self._begin_iteration(iteration)
-        handshake = self._pass_token(iteration, plan.version, signature)
+        handshake = self._pass_token(iteration, plan.version, shapes)
         self._memory.reset()
         if not self.seat.last:
             self._post_loss([])
         outcome = self._executor.run(plan, iteration, self._generation, inputs, handshake=handshake)
         if self._module is not None and self._world.replicas is not None:
             self._waiting.begin(f"gradients of iteration {iteration} of the other replicas")
-            average_over_replicas(self._module.parameters(), self._world.replicas)
+            average_over_replicas(self._module.parameters(), self._world.replicas, self._wait_for)
             self._waiting.end()
         if isinstance(self._runner, EmulatedRunner):
             self._runner.update()
@@ -350,12 +360,12 @@ class Pipeline:
         self._epochs[iteration] = plan.version
         return plan
 
-    def _pass_token(self, iteration: int, version: int, signature: tuple[Any, ...] | None) -> bool:
+    def _pass_token(self, iteration: int, version: int, shapes: Any) -> bool:
         """Start the iteration from stage 0 down; True if shapes are to be exchanged in it."""
         up, down = self._neighbours.upstream, self._neighbours.downstream
         if up is None:
-            handshake = signature != self._signature
-            self._signature = signature
+            handshake = bool(shapes != self._shapes)
+            self._shapes = shapes
             self._generation += handshake
         else:
             token = self._executor.await_line(up, f"stage {up.peer_stage} to begin", up.line.tokens)
@@ -396,44 +406,35 @@ class Pipeline:
         self._last_activity = time()
 
     def _split_inputs(
-        self, args: tuple[Any, ...], target: Any
-    ) -> tuple[Inputs, tuple[Any, ...] | None]:
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any
+    ) -> tuple[Inputs, Any]:
         """Microbatches of what this stage uses, and what tells a change of shapes."""
         inputs = Inputs()
         if self._module is None:
             return inputs, ("emulated",)
-        signature: tuple[Any, ...] | None = None
+        shapes: Any = None
+        if kwargs:
+            inputs.kwargs = split((), kwargs, self._microbatches)[1]
         if self.seat.first:
-            if not args:
+            if not args and not kwargs:
                 raise InputError(f"{self.seat}: step() got no input; stage 0 needs the batch")
-            inputs.args = self._split(args, "input")
-            signature = tuple(
-                TensorMeta.of(a) if isinstance(a, Tensor) else type(a) for a in inputs.args[0]
-            )
+            if args:
+                inputs.args = split(args, {}, self._microbatches)[0]
+            shapes = signature((*inputs.args[:1], *inputs.kwargs[:1]))
         if self.seat.last and target is not None:
-            inputs.targets = [chunk[0] for chunk in self._split((target,), "target")]
+            inputs.targets = [
+                chunk[0] for chunk in split((target,), {}, self._microbatches, "target")[0]
+            ]
         elif self.seat.last and self._needs_target:
             raise InputError(f"{self.seat}: step() got no target; loss_fn on this stage needs it")
-        return inputs, signature
+        return inputs, shapes
 
-    def _split(self, values: tuple[Any, ...], what: str) -> list[tuple[Any, ...]]:
-        for position, value in enumerate(values):
-            if isinstance(value, Tensor) and (
-                value.dim() == 0 or value.shape[0] % self._microbatches
-            ):
-                raise ShapeError(
-                    f"{what} {position} has shape {list(value.shape)}; expected a first "
-                    f"dimension that {self._microbatches} microbatches divide"
-                )
-        chunks, _ = split_args_kwargs_into_chunks(values, None, self._microbatches)
-        return list(chunks)
-
-    def _choose_split(self, args: Sequence[Any], target: Any) -> None:
+    def _choose_split(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> None:
         """Before the first F: try on one real microbatch how this stage can be split."""
         if not isinstance(self._runner, StageRunner):
             return
         self._waiting.begin("its own split-backward self-test")
-        report = self._runner.self_test(args, None, target)
+        report = self._runner.self_test(args, kwargs, target)
         self._waiting.end()
         self._activation_bytes = report.activation_bytes
         for text in report.lines():
@@ -452,12 +453,27 @@ class Pipeline:
 
     def _wait_loss(self, iteration: int) -> float:
         self._waiting.begin(f"the loss of iteration {iteration} from the last stage")
-        try:
-            self._loss_work.wait(timedelta(seconds=self._deadline))
-        except RuntimeError as error:
-            raise PipelineError(f"{self._waiting.describe()}: {_first_line(error)}") from error
+        self._wait_for(self._loss_work)
         self._waiting.end()
         return float(self._loss) / self.seat.replicas
+
+    def _wait_for(self, work: Any) -> None:
+        """Wait for a collective on CPU tensors, at most the deadline. Raises
+        :class:`PipelineError` naming what is waited for."""
+        began = monotonic()
+        try:
+            work.wait(timedelta(seconds=self._deadline))
+        except RuntimeError as error:
+            raise self._collective_failed(error, monotonic() - began) from error
+
+    def _collective_failed(self, error: RuntimeError, seconds: float) -> PipelineError:
+        if seconds >= self._deadline:
+            return WaitTimeoutError(
+                f"{self._waiting.describe()}; the deadline is {self._deadline:g} s"
+            )
+        return PipelineError(
+            f"{self._waiting.describe()}; a connection failed: {first_sentence(error)}"
+        )
 
     # --- commit and telemetry ----------------------------------------------------------------
 
@@ -467,10 +483,8 @@ class Pipeline:
         if found is None:
             return
         self._waiting.begin(f"all ranks to finish iteration {iteration}")
-        try:
-            rows = found.rows(self._deadline)
-        except RuntimeError as error:
-            raise PipelineError(f"{self._waiting.describe()}: {_first_line(error)}") from error
+        self._wait_for(found.work)
+        rows = found.rows()
         self._waiting.end()
         self._agreed = agree(rows, self._agreed)
         self._report(iteration, rows)
@@ -501,17 +515,15 @@ class Pipeline:
         It lasted from its step() to the next one, less the time a checkpoint took: the
         optimizer, the gradient norm and the data are part of what a user waits for.
         """
-        if self.seat.rank != 0:
-            return
-        self._reporter.publish(
-            finished=IterationSample(
-                index=index,
-                seconds=max(0.0, self._ended.pop(index) - self._began.pop(index)),
-                loss=self._losses.pop(index),
-                epoch=self._epochs.pop(index),
-                bubble_fraction=bubble_fraction(rows),
-            )
+        sample = IterationSample(
+            index=index,
+            seconds=max(0.0, self._ended.pop(index) - self._began.pop(index)),
+            loss=self._losses.pop(index),
+            epoch=self._epochs.pop(index),
+            bubble_fraction=bubble_fraction(rows),
         )
+        if self.seat.rank == 0:
+            self._reporter.publish(finished=sample)
 
     # --- setting up and taking down --------------------------------------------------------------
 
@@ -619,15 +631,9 @@ class Pipeline:
         messages = min(self._microbatches, max(0, slack) + SPARE_SLOTS)
         end.delegated.reserve(messages, Batch(0, 0, self._microbatches, metas))
 
-    def _on_block(self, end: LinkEnd, microbatch: int) -> None:
-        """A direct send waits for the one two before it."""
-        if microbatch < 0:
-            self._waiting.end()
-        else:
-            self._waiting.begin(
-                f"stage {end.peer_stage} to take {end.sends.word} of microbatch {microbatch} of "
-                f"iteration {self._reporter.iteration} on {end}"
-            )
+    def _on_block(self, end: LinkEnd, iteration: int, microbatch: int) -> None:
+        """A send waits: on the direct path for the one two before it."""
+        self._waiting.begin(end.taking(iteration, microbatch))
 
     def _fail(self, error: BaseException) -> None:
         """Take down after an error, without waiting for anybody: peers see the line close."""
@@ -636,8 +642,12 @@ class Pipeline:
         self._closed = True
         self._reporter.state = "failed"
         text = str(error) if isinstance(error, PipeMorphError) else repr(error)
+        if not text.startswith(str(self.seat)):
+            text = f"{self.seat}: {text}"
+        # Asked to stop while it is taken down, a rank says this: the interpreter has not yet.
+        self._failure = text
         try:
-            self._reporter.publish(message=f"{self.seat}: {text}")
+            self._reporter.publish(message=text)
         finally:
             self._release(goodbye=False)
 
@@ -655,6 +665,8 @@ class Pipeline:
             self._bell.forget(self._neighbours.engine.bell_fd)
             # After a failure there is nobody to flush to.
             self._neighbours.engine.close(5.0 if goodbye else 0.2)
+        if not any(end.receiving for end in self._neighbours.ends):
+            self._bell.close()
         self._last_word.remove()
         sys.setswitchinterval(self._switch_interval)
 
@@ -680,8 +692,3 @@ def _device_of(module: nn.Module | None) -> torch.device:
         return torch.device("cpu")
     first = next(module.parameters(), None)
     return first.device if first is not None else torch.device("cpu")
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).splitlines()
-    return lines[0][:300] if lines else type(error).__name__

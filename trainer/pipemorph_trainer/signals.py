@@ -47,8 +47,13 @@ class LastWord:
             if signal.SIGTERM in data:
                 with contextlib.suppress(OSError, ValueError):
                     print(f"terminated: {self._describe()}", file=sys.stderr, flush=True)
-                self._last()
-                os._exit(EXIT_TERMINATED)
+                try:
+                    self._last()
+                except OSError as error:  # a full disk, say: the process has to end all the same
+                    with contextlib.suppress(OSError, ValueError):
+                        print(f"terminated: {error}", file=sys.stderr, flush=True)
+                finally:
+                    os._exit(EXIT_TERMINATED)
 
     def remove(self) -> None:
         """Give SIGTERM back. Idempotent."""

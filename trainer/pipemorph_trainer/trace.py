@@ -9,12 +9,16 @@ the iteration; ``ops`` and ``waits`` are ``[kind, microbatch, start, end]`` in s
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 from pathlib import Path
 from typing import Any, TextIO
 
 from pipemorph_trainer.executor.loop import Outcome
 from pipemorph_trainer.links import LinkEnd, Seat
+
+log = logging.getLogger("pipemorph.trainer")
 
 
 class TraceWriter:
@@ -23,6 +27,7 @@ class TraceWriter:
     def __init__(self, folder: Path | None, seat: Seat, *, emulated: bool) -> None:
         self._folder, self._seat, self._emulated = folder, seat, emulated
         self._file: TextIO | None = None
+        self._closed = False
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = (folder / f"ops-rank{seat.rank}.jsonl").open("a", encoding="utf-8")
@@ -49,15 +54,25 @@ class TraceWriter:
         }
         if self._emulated:
             line["emulated"] = True
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        except OSError as error:
+            # A full disk ends the traces, not the training.
+            log.warning("%s: no more traces of ops: %s", self._seat, error)
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
 
     def close(self, ends: list[LinkEnd]) -> None:
         """Write what the fault trace did. Idempotent."""
-        if self._folder is None or self._file is None:
+        if self._folder is None or self._closed:
             return
-        self._file.close()
-        self._file = None
+        self._closed = True
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
         record = {
             "rank": self._seat.rank,
             "stage": self._seat.stage,
@@ -67,4 +82,7 @@ class TraceWriter:
             ],
         }
         path = self._folder / f"faults-rank{self._seat.rank}.json"
-        path.write_text(json.dumps(record), encoding="utf-8")
+        try:
+            path.write_text(json.dumps(record), encoding="utf-8")
+        except OSError as error:
+            log.warning("%s: no record of the fault trace: %s", self._seat, error)

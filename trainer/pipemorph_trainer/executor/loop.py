@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from pipemorph.planning import Dispatch, OpKind, Plan
+from pipemorph.planning import Dispatch, OpKind, Plan, Schedule
 from pipemorph_trainer.errors import PeerLostError, PipelineError, ShapeError, WaitTimeoutError
 from pipemorph_trainer.executor.bell import Bell
 from pipemorph_trainer.executor.waiting import Waiting
@@ -41,6 +41,7 @@ class Inputs:
     """One iteration's data on this rank, per microbatch; empty where the stage has none."""
 
     args: Sequence[tuple[Any, ...]] = ()
+    kwargs: Sequence[dict[str, Any]] = ()
     targets: Sequence[Any] = ()
 
 
@@ -51,6 +52,10 @@ class Outcome:
     ops: list[TimedOp] = field(default_factory=list)
     waits: list[tuple[OpKind, int, float, float]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
+
+
+FirstForward = Callable[[Sequence[Any], dict[str, Any], Any], None]
+"""Called once with the arguments, keyword arguments and target of the first F."""
 
 
 class Executor:
@@ -67,7 +72,7 @@ class Executor:
         waiting: Waiting,
         deadline: float,
         boundary: Callable[[], None],
-        on_first_forward: Callable[[Sequence[Any], Any], None],
+        on_first_forward: FirstForward,
         on_last_forward: Callable[[list[Tensor]], None],
         reserve: Callable[[LinkEnd, tuple[TensorMeta, ...]], None],
     ) -> None:
@@ -77,7 +82,7 @@ class Executor:
         self._bell, self._op_clock, self._waiting = bell, op_clock, waiting
         self._deadline = deadline
         self._boundary, self._on_last_forward = boundary, on_last_forward
-        self._on_first_forward: Callable[[Sequence[Any], Any], None] | None = on_first_forward
+        self._on_first_forward: FirstForward | None = on_first_forward
         self._reserve = reserve
         self.input_metas: tuple[TensorMeta, ...] = ()
         self.output_metas: tuple[TensorMeta, ...] = ()
@@ -94,12 +99,33 @@ class Executor:
 
         Raises :class:`PipelineError` naming what was waited for if it cannot be finished.
         """
+        self.begin(plan.schedule, iteration, generation, inputs, handshake=handshake)
+        if plan.dispatch is Dispatch.ONLINE:
+            self._run_online(plan)
+        else:
+            for kind, microbatch in plan.schedule.stages[self._seat.stage]:
+                self.run_op(kind, microbatch)
+        return self._outcome
+
+    def begin(
+        self,
+        schedule: Schedule,
+        iteration: int,
+        generation: int,
+        inputs: Inputs,
+        *,
+        handshake: bool,
+    ) -> Outcome:
+        """Prepare for the stage's ops of one iteration of ``schedule``; what they fill in.
+
+        With ``handshake`` this waits for the shapes of the stage above.
+        """
         self._iteration, self._generation = iteration, generation
-        self._microbatches = plan.schedule.microbatches
+        self._microbatches = schedule.microbatches
         self._inputs = inputs
         self._outcome = Outcome()
         self._shapes_known = not handshake
-        kinds = {op.kind for op in plan.schedule.stages[self._seat.stage]}
+        kinds = {op.kind for op in schedule.stages[self._seat.stage]}
         self._runner.begin_iteration(only_fused=OpKind.B not in kinds)
         if self._up is not None:
             if handshake:
@@ -109,16 +135,11 @@ class Executor:
             self._up.outgoing.begin(self._batch(_gradients(self.input_metas)))
         if self._down is not None and not handshake:
             self._begin_downstream(self._down)
-        if plan.dispatch is Dispatch.ONLINE:
-            self._run_online(plan)
-        else:
-            for kind, microbatch in plan.schedule.stages[self._seat.stage]:
-                self._run_op(kind, microbatch)
         return self._outcome
 
     # --- static and online dispatch ---------------------------------------------------
 
-    def _run_op(self, kind: OpKind, microbatch: int) -> None:
+    def run_op(self, kind: OpKind, microbatch: int) -> None:
         """Wait for the op's message, then run it."""
         if kind is OpKind.F:
             if self._up is not None:
@@ -186,7 +207,7 @@ class Executor:
     def _forward_ready_at(self, microbatch: int) -> float:
         at = 0.0
         if self._up is not None:
-            found = self._up.incoming.ready_at(microbatch)
+            found = self._ready_at(self._up, "F", microbatch)
             if found is None:
                 return NEVER
             at = found
@@ -197,7 +218,7 @@ class Executor:
     def _backward_ready_at(self, microbatch: int) -> float:
         if self._down is None or not self._has_gradients(self._down):
             return 0.0
-        found = self._down.incoming.ready_at(microbatch)
+        found = self._ready_at(self._down, "B", microbatch)
         return NEVER if found is None else found
 
     # --- ops --------------------------------------------------------------------------
@@ -208,17 +229,18 @@ class Executor:
             args = self._up.incoming.take(microbatch)
         else:
             args = self._inputs.args[microbatch] if self._inputs.args else ()
+        kwargs = self._inputs.kwargs[microbatch] if self._inputs.kwargs else {}
         target = self._inputs.targets[microbatch] if self._inputs.targets else None
         if self._on_first_forward is not None:
-            self._on_first_forward(args, target)
+            self._on_first_forward(args, kwargs, target)
             self._on_first_forward = None
         start = self._start_op()
         with self._range("F", microbatch):
-            outputs = self._runner.forward(microbatch, args, None, target)
+            outputs = self._runner.forward(microbatch, args, kwargs, target)
         self._end_op(OpKind.F, microbatch, start)
         if self._down is not None:
             self._check_outputs(outputs, self._down)
-            self._down.outgoing.send(microbatch, list(outputs))
+            self._send(self._down, microbatch, list(outputs))
         else:
             self._outcome.losses.append(outputs[0])
             if microbatch == self._microbatches - 1:
@@ -239,7 +261,7 @@ class Executor:
             found = run(microbatch, grads)
         self._end_op(kind, microbatch, start)
         if self._up is not None and self._has_gradients(self._up):
-            self._up.outgoing.send(microbatch, self._to_send(found))
+            self._send(self._up, microbatch, self._to_send(found))
         self._boundary()
 
     def _weight(self, microbatch: int) -> None:
@@ -264,6 +286,14 @@ class Executor:
         self._op_clock.ended_at = end
         self._op_clock.busy = False
         self._outcome.ops.append(TimedOp(kind, microbatch, start, end))
+
+    def _send(self, end: LinkEnd, microbatch: int, tensors: list[Tensor | None]) -> None:
+        try:
+            end.outgoing.send(microbatch, tensors)
+        except PipelineError as error:
+            if not self._waiting:
+                self._waiting.begin(end.taking(self._iteration, microbatch))
+            raise self._named(end, error) from error
 
     def _to_send(self, grads: Grads) -> list[Tensor | None]:
         if len(grads) != len(self.input_metas):
@@ -317,21 +347,38 @@ class Executor:
 
     def _await(self, end: LinkEnd, kind: OpKind, microbatch: int) -> None:
         """Return when the message of an op is here and may be used."""
-        at = end.incoming.ready_at(microbatch)
+        word = "F" if kind is OpKind.F else "B"
+        at = self._ready_at(end, word, microbatch)
         now = time()
         if at is not None and at <= now:
             return
-        word = "F" if kind is OpKind.F else "B"
         self._waiting.begin(self._message(end, word, microbatch))
         began, deadline = now, now + self._deadline
         while True:
             self._sleep(at, now, deadline)
-            at = end.incoming.ready_at(microbatch)
+            at = self._ready_at(end, word, microbatch)
             now = time()
             if at is not None and at <= now:
                 break
         self._outcome.waits.append((kind, microbatch, began, now))
         self._waiting.end()
+
+    def _ready_at(self, end: LinkEnd, word: str, microbatch: int) -> float | None:
+        """When the message may be used, None if it is not here; an error names the message."""
+        try:
+            return end.incoming.ready_at(microbatch)
+        except PipelineError as error:
+            if not self._waiting:
+                self._waiting.begin(self._message(end, word, microbatch))
+            raise self._named(end, error) from error
+
+    def _named(self, end: LinkEnd, error: PipelineError) -> PipelineError:
+        """The same error, with the message that was missing. If the peer is gone, that is why."""
+        if isinstance(error, WaitTimeoutError):
+            return WaitTimeoutError(f"{self._waiting.describe()}; {error}")
+        end.line.pump()
+        why = str(error) if end.line.lost is None else end.gone()
+        return PeerLostError(f"{self._waiting.describe()}; {why}")
 
     def _sleep(self, at: float | None, now: float, deadline: float) -> None:
         """Wait for news, or until ``at``. Raises once ``deadline`` has passed or a peer is lost."""
@@ -351,10 +398,7 @@ class Executor:
         """A neighbour is gone. What it sent before may still be enough for this wait."""
         self._bell.forget(end.line.fileno())
         if at is None:
-            raise PeerLostError(
-                f"{self._waiting.describe()}; rank {end.peer_rank} (stage {end.peer_stage}) is "
-                f"gone: {end.line.lost}"
-            )
+            raise PeerLostError(f"{self._waiting.describe()}; {end.gone()}")
 
     def _await_shapes(self, end: LinkEnd) -> None:
         self.input_metas = self.await_line(

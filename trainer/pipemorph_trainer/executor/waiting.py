@@ -21,6 +21,10 @@ class Waiting:
     def end(self) -> None:
         self._stack.pop()
 
+    def __bool__(self) -> bool:
+        """Whether there is a wait at all."""
+        return bool(self._stack)
+
     def describe(self) -> str:
         """``rank 2 (stage 2) waited 3.2 s for F of microbatch 3 …``, or that it computes."""
         stack = self._stack[-1:]  # one step, so that another thread may pop meanwhile

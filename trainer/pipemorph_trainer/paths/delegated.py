@@ -7,6 +7,7 @@ grant slots ahead; compute never waits for a send.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -117,7 +118,9 @@ class DelegatedIncoming:
         )
         return tensors
 
-    def close(self) -> None:
+    receiving = False
+
+    def close(self, *, abandon: bool = False) -> None:
         for parts in self._here.values():
             for message in parts:
                 if message is not None:
@@ -129,9 +132,17 @@ class DelegatedOutgoing:
     """Sending end. The engine holds the bytes until the receiver has acknowledged them."""
 
     def __init__(
-        self, *, link: _engine.Link, direction: Direction, shaper: Shaper, queues: int
+        self,
+        *,
+        link: _engine.Link,
+        direction: Direction,
+        shaper: Shaper,
+        queues: int,
+        on_block: Callable[[int, int], None],
+        on_unblock: Callable[[], None],
     ) -> None:
         self._link, self._direction, self._shaper = link, direction, shaper
+        self._on_block, self._on_unblock = on_block, on_unblock
         self._queues = queues
         self._turn = 0
         self._batch: Batch | None = None
@@ -169,12 +180,16 @@ class DelegatedOutgoing:
         while True:
             try:
                 self._link.send(key, payload, note)
-                return
+                break
             except RuntimeError as error:
-                deadline = deadline or time.monotonic() + GRANT_SECONDS
+                if not deadline:
+                    deadline = time.monotonic() + GRANT_SECONDS
+                    self._on_block(key[1], key[2])
                 if not self._link.alive or time.monotonic() > deadline:
                     raise PipelineError(str(error)) from error
                 time.sleep(0.0005)
+        if deadline:
+            self._on_unblock()
 
     def close(self) -> None:
         """Nothing to wait for: the engine flushes when it is closed."""

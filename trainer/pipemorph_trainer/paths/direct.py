@@ -16,18 +16,20 @@ needs one GPU per rank and is not covered by the tests of this repository.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipemorph_trainer.errors import PipelineError
+from pipemorph_trainer.errors import PipelineError, WaitTimeoutError, first_sentence
 from pipemorph_trainer.executor.bell import Bell
 from pipemorph_trainer.paths.arrival import OpClock, PeerClock, now, record_arrival
 from pipemorph_trainer.paths.faults import DIRECT_QUEUE, Shaper
@@ -39,6 +41,8 @@ MAX_OUTSTANDING = 2
 POSTED_AHEAD = 3
 """Receives posted before they are needed: covers an op that holds the interpreter."""
 JOIN_SECONDS = 5.0
+_ABANDON_TAG = 1 << 20
+"""A tag nobody sends with."""
 
 
 class DirectIncoming:
@@ -114,13 +118,33 @@ class DirectIncoming:
             return list(tensors)
         return [t if note.present >> k & 1 else None for k, t in enumerate(tensors)]
 
-    def close(self) -> None:
+    def close(self, *, abandon: bool = False) -> None:
         """End the receiver thread. One that is caught inside torch when the interpreter ends
-        takes the process down with it, so wait for it; it waits for nothing unless a peer is
-        lost."""
+        takes the process down with it, so wait for it. After a failure it waits for messages
+        that may never come: then give them up first."""
+        if self._thread is None:
+            return
         self._batches.put(None)
-        if self._thread is not None:
+        if not abandon:
             self._thread.join(JOIN_SECONDS)
+        if self._thread.is_alive():
+            self._abandon()
+            self._thread.join(JOIN_SECONDS)
+
+    @property
+    def receiving(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _abandon(self) -> None:
+        """Make every receive fail that is under way. The peer sees the connection close."""
+        if self._device.type == "cuda":
+            self._group.abort()
+            return
+        # gloo can abort nothing, but a receive that times out closes its pair of ranks, with
+        # all that waits there.
+        probe = self._group.recv([torch.empty(1)], self._peer_in_group, _ABANDON_TAG)
+        with contextlib.suppress(RuntimeError):
+            probe.wait(timedelta(milliseconds=1))
 
     def _receive_all(self) -> None:
         """The receiver thread: keep a few receives posted, wait for the oldest, ring."""
@@ -144,7 +168,7 @@ class DirectIncoming:
                     )
                     self._bell.ring()
         except RuntimeError as error:
-            self._error = f"the connection to rank {self._peer} failed: {_short(error)}"
+            self._error = f"the connection to rank {self._peer} failed: {first_sentence(error)}"
             self._bell.ring()
 
     def _post(self, batch: Batch) -> tuple[list[Tensor], list[Any]]:
@@ -169,15 +193,23 @@ class DirectOutgoing:
         direction: Direction,
         line: Line,
         shaper: Shaper,
-        on_block: Callable[[int], None],
+        on_block: Callable[[int, int], None],
+        on_unblock: Callable[[], None],
+        deadline: float,
+        device: torch.device,
+        max_outstanding: int = MAX_OUTSTANDING,
     ) -> None:
+        self._max_outstanding = max_outstanding
         self._group, self._peer = group, peer
         # What dist.isend and dist.irecv look up at every call.
         self._peer_in_group = dist.get_group_rank(group, peer)
         self._direction = direction
         self._line, self._shaper = line, shaper
-        self._on_block = on_block
-        self._outstanding: deque[tuple[int, float, list[Any]]] = deque()
+        self._on_block, self._on_unblock = on_block, on_unblock
+        self._deadline = deadline
+        # On CUDA a wait is for the stream; with a time limit the host would wait as well.
+        self._limit = () if device.type == "cuda" else (timedelta(seconds=deadline),)
+        self._outstanding: deque[_Sent] = deque()
         self._batch: Batch | None = None
         self._nbytes = 0
 
@@ -187,12 +219,14 @@ class DirectOutgoing:
 
     def slot_free_at(self) -> float:
         """Known only as far as faults go: a gloo send does not know that it is complete."""
-        return 0.0 if len(self._outstanding) < MAX_OUTSTANDING else self._outstanding[0][1]
+        if len(self._outstanding) < self._max_outstanding:
+            return 0.0
+        return self._outstanding[0].not_before
 
     def send(self, microbatch: int, tensors: list[Tensor | None]) -> None:
         batch = self._batch
         assert batch is not None
-        if len(self._outstanding) >= MAX_OUTSTANDING:
+        if len(self._outstanding) >= self._max_outstanding:
             self._finish_oldest()
         posted = now()
         started, not_before = self._shaper.hold(DIRECT_QUEUE, self._nbytes, posted)
@@ -213,37 +247,40 @@ class DirectOutgoing:
                 self._group.send([t], self._peer_in_group, int(self._direction)) for t in payload
             ]
         except RuntimeError as error:
-            raise self._failed(microbatch, error) from error
-        # The tensors stay alive in the tuple until the sends are through.
-        self._outstanding.append((microbatch, not_before, [*works, *payload]))
+            raise self._failed(error) from error
+        self._outstanding.append(_Sent(batch.iteration, microbatch, not_before, works, payload))
 
     def _finish_oldest(self) -> None:
-        microbatch, done, held = self._outstanding[0]
-        self._on_block(microbatch)
+        """Wait until the oldest send is through, at most the deadline."""
+        sent = self._outstanding[0]
+        self._on_block(sent.iteration, sent.microbatch)
+        began = time.monotonic()
         try:
-            for work in held:
-                if not isinstance(work, Tensor):
-                    work.wait()
+            for work in sent.works:
+                work.wait(*self._limit)
         except RuntimeError as error:
-            raise self._failed(microbatch, error) from error
-        left = done - now()
+            if time.monotonic() - began >= self._deadline:
+                raise WaitTimeoutError(f"the deadline is {self._deadline:g} s") from error
+            raise self._failed(error) from error
+        left = sent.not_before - now()
         if left > 0:
             time.sleep(left)
         self._outstanding.popleft()
-        self._on_block(-1)
+        self._on_unblock()
 
-    def _failed(self, microbatch: int, error: RuntimeError) -> PipelineError:
-        return PipelineError(
-            f"sending microbatch {microbatch} {self._direction.word} to rank {self._peer} "
-            f"failed: {_short(error)}"
-        )
+    def _failed(self, error: RuntimeError) -> PipelineError:
+        return PipelineError(f"the connection to rank {self._peer} failed: {first_sentence(error)}")
 
     def close(self) -> None:
         while self._outstanding:
             self._finish_oldest()
 
 
-def _short(error: BaseException) -> str:
-    """First line of a gloo or NCCL error, without the source path it starts with."""
-    line = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return line.rsplit("] ", 1)[-1][:200] if line.startswith("[/") else line[:200]
+class _Sent(NamedTuple):
+    """A message on its way. The tensors are to live until it is through."""
+
+    iteration: int
+    microbatch: int
+    not_before: float
+    works: list[Any]
+    payload: list[Tensor]

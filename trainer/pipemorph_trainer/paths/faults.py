@@ -114,6 +114,12 @@ class Shaper:
                 count.first_iteration = self._iteration
         return start, done
 
+    def close(self) -> None:
+        """Give the shared queue back. Idempotent."""
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
+
     def record(self) -> list[dict[str, Any]]:
         """One entry per fault: what it was and what it did in this direction."""
         return [

@@ -21,6 +21,11 @@ class Direction(IntEnum):
     def word(self) -> str:
         return self.name.lower()
 
+    @property
+    def letter(self) -> str:
+        """The op that makes the message: F or B."""
+        return self.name[0]
+
 
 class TensorMeta(NamedTuple):
     """Shape and dtype of one tensor at a stage boundary."""
@@ -114,8 +119,12 @@ class Incoming(Protocol):
     def take(self, microbatch: int) -> list[Tensor | None]:
         """The tensors of a message that is ready; each message is taken once."""
 
-    def close(self) -> None:
-        """Stop receiving. Idempotent."""
+    def close(self, *, abandon: bool = False) -> None:
+        """Stop receiving. ``abandon``: give up what has not come. Idempotent."""
+
+    @property
+    def receiving(self) -> bool:
+        """Whether a thread of this end is running."""
 
 
 class Outgoing(Protocol):

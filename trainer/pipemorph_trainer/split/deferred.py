@@ -96,7 +96,7 @@ class DeferredLinear(torch.autograd.Function):
             weight = weight.to(x.dtype)
             bias = None if bias is None else bias.to(x.dtype)
         ctx.save_for_backward(x, weight)
-        return torch.nn.functional.linear(x, weight, bias)
+        return _owned(torch.nn.functional.linear(x, weight, bias))
 
     @staticmethod
     @once_differentiable
@@ -131,6 +131,18 @@ class DeferredLinear(torch.autograd.Function):
             _bias_grad(work).to(bias.dtype) if need_bias else None,
             None,
         )
+
+
+def _owned(out: Tensor) -> Tensor:
+    """The same memory as a tensor that is no view.
+
+    Up to torch 2.11 the output of a linear is a view where its input has more than two
+    dimensions, and a view made inside a custom function cannot be written to in place.
+    """
+    if out._base is None:
+        return out
+    alone = torch.empty(0, dtype=out.dtype, device=out.device)
+    return alone.set_(out.untyped_storage(), out.storage_offset(), out.size(), out.stride())
 
 
 def _input_grad(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:

@@ -166,12 +166,19 @@ def _same(a: Tensor | None, b: Tensor | None, loose: bool) -> bool:
         return a is b
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
+    a, b = _local(a), _local(b)
     if a.layout is not torch.strided or b.layout is not torch.strided:
         a, b = a.to_dense(), b.to_dense()
     if loose:
         scale = float(a.abs().max()) if a.numel() else 0.0
         return torch.allclose(a, b, rtol=1e-2, atol=1e-2 * scale, equal_nan=True)
     return bool(((a == b) | ((a != a) & (b != b))).all())  # noqa: PLR0124 - NaN equals NaN here
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a distributed tensor, which not every torch can compare."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
 
 
 def activation_bytes(call: StageCall, sample: Sample, snapshot: Snapshot) -> int | None:

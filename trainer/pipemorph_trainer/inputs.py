@@ -1,0 +1,55 @@
+"""What a user hands to ``step``: cut into microbatches, and what tells a change of shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
+
+from pipemorph_trainer.errors import ShapeError
+from pipemorph_trainer.paths.message import TensorMeta
+
+
+def split(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], microbatches: int, what: str = "input"
+) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+    """Positional and keyword arguments of each microbatch.
+
+    Tensors, also those inside lists, tuples and dicts, are cut along dimension 0; anything
+    else goes to every microbatch. Raises :class:`ShapeError` if a tensor cannot be cut evenly.
+    """
+    named = [(f"{what} {i}", value) for i, value in enumerate(args)]
+    named += [(f"{what} {name!r}", value) for name, value in kwargs.items()]
+    for name, value in named:
+        for tensor in _tensors_in(value):
+            if tensor.dim() == 0 or tensor.shape[0] % microbatches:
+                raise ShapeError(
+                    f"{name} has shape {list(tensor.shape)}; expected a first dimension that "
+                    f"{microbatches} microbatches divide"
+                )
+    cut_args, cut_kwargs = split_args_kwargs_into_chunks(args, dict(kwargs), microbatches)
+    return list(cut_args), list(cut_kwargs)
+
+
+def signature(value: Any) -> Any:
+    """What of an argument decides the shapes of what a stage returns; compare with ``==``."""
+    if isinstance(value, Tensor):
+        return TensorMeta.of(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(signature(inner) for inner in value)
+    if isinstance(value, Mapping):
+        return tuple((key, signature(inner)) for key, inner in value.items())
+    return type(value)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _tensors_in(inner)
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _tensors_in(inner)
