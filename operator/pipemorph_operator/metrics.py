@@ -38,6 +38,9 @@ DIRECTIVES = Counter("pipemorph_ingest_directives_total", "Directives persisted 
 PERSIST_SECONDS = Histogram(
     "pipemorph_ingest_persist_seconds", "Time to persist a directive.", buckets=_FAST
 )
+PLAN_SECONDS = Histogram(
+    "pipemorph_ingest_plan_seconds", "Time to make a decision, its wait included.", buckets=_FAST
+)
 STATUS_WRITES = Counter("pipemorph_ingest_status_writes_total", "Writes to status.", ["result"])
 JOBS_HELD = Gauge("pipemorph_ingest_jobs", "Jobs that may report.")
 TOKEN_REVIEWS = Counter("pipemorph_ingest_token_reviews_total", "TokenReviews asked for.")

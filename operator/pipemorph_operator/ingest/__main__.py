@@ -15,13 +15,14 @@ from pathlib import Path
 
 from prometheus_client import Counter
 
-from pipemorph.ingest import IngestServer, ProcessPlanner
+from pipemorph.control.replan import Proposal, Replan
+from pipemorph.ingest import IngestServer, Planner, ProcessPlanner
 from pipemorph_operator import serve
 from pipemorph_operator.api import Cluster, path
 from pipemorph_operator.ingest.auth import PodTokenAuthenticator
 from pipemorph_operator.ingest.pace import look_interval
 from pipemorph_operator.ingest.store import ClusterStore
-from pipemorph_operator.metrics import REPORT_SECONDS, REPORTS
+from pipemorph_operator.metrics import PLAN_SECONDS, REPORT_SECONDS, REPORTS
 
 log = logging.getLogger("pipemorph.ingest")
 
@@ -120,6 +121,12 @@ def heard(kind: str, status: int, seconds: float) -> None:
         REPORT_SECONDS.observe(seconds)
 
 
+async def timed(planner: Planner, asked: Replan) -> Proposal:
+    """A decision, with the time it took on record."""
+    with PLAN_SECONDS.time():
+        return await planner(asked)
+
+
 async def run(options: argparse.Namespace) -> None:
     """Run until SIGTERM or SIGINT."""
     stop = asyncio.Event()
@@ -135,7 +142,7 @@ async def run(options: argparse.Namespace) -> None:
             host=options.host,
             port=options.port,
             tls=context,
-            planner=planner,
+            planner=partial(timed, planner),
             on_answer=heard,
         )
         http = await serve.start(options.host, options.metrics_port, lambda: store.synced)
