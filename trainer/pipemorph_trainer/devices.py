@@ -18,7 +18,7 @@ def facts() -> dict[str, Any]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = []
     for i in range(count):
-        p = torch.cuda.get_device_properties(i)
+        p: Any = torch.cuda.get_device_properties(i)  # the stubs lack the PCI address
         gpus.append(
             {
                 "name": p.name,
