@@ -340,9 +340,11 @@ class _Step:
         elif ready >= ranks:
             self._running(ranks)
         else:
-            self._stuck(current, ready, ranks, stages)
+            lost = self._stuck(ready, ranks, stages)
             if self.out.needs_pods:
                 return self.out
+            if lost is not None:
+                return self._ended(job, lost)
         return self._done()
 
     def _complete(self, ranks: int) -> Decision:
@@ -434,23 +436,31 @@ class _Step:
                 names.PREFLIGHT_PASSED, "True", names.R_PREFLIGHT_PASSED, "the ranks are training"
             )
 
-    def _stuck(self, current: JobFacts, ready: int, ranks: int, stages: int) -> None:
-        """Not all ranks are ready: say which is not and why, once they had time."""
+    def _stuck(self, ready: int, ranks: int, stages: int) -> restart.Cause | None:
+        """Not all ranks are ready: say which is not and why, once they had time.
+
+        Returns why the attempt is over if one of them will never be.
+        """
         began = parse_time(self.status.attempt_start_time) or self.now
         age = (self.now - began).total_seconds()
         message = f"{ready} of {ranks} ranks are ready"
         if age >= STUCK_SECONDS:
             if self.seen.pods is None:
                 self.out.needs_pods = True
-                return
+                return None
+            lost = restart.lost(self.seen.pods, self.now, stages)
+            if lost is not None:
+                return lost
             stuck = [p for p in self.seen.pods if p.stuck]
             if stuck:
                 first = min(stuck, key=lambda p: p.index)
                 message += f"; {restart.rank(first.index, stages)}: {first.stuck}"
-            self._soon(LOOK_AGAIN_SECONDS)
+            leaving = any(p.gone_by is not None for p in self.seen.pods)
+            self._soon(restart.LOST_SECONDS if leaving else LOOK_AGAIN_SECONDS)
         else:
             self._soon(STUCK_SECONDS - age + 0.1)
         self._waiting(message)
+        return None
 
     def _queued(self, current: JobFacts) -> None:
         message = f"Job {current.name} is suspended by its queue"

@@ -105,6 +105,8 @@ class PodFacts:
     finished_at: datetime | None = None
     message: str = ""
     disrupted: bool = False
+    gone_by: datetime | None = None
+    """When its grace period is over, if it is being deleted."""
     stuck: str = ""
     """Why it does not run, where Kubernetes says so."""
 
@@ -131,6 +133,7 @@ class PodFacts:
                 c["type"] == "DisruptionTarget" and c["status"] == "True"
                 for c in status.get("conditions") or ()
             ),
+            gone_by=parse_time(metadata.get("deletionTimestamp")),
             stuck=_stuck(status),
         )
 

@@ -8,6 +8,7 @@ from support import T0, World, body, failed, job_facts, pod
 from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.decide import DRAIN_SECONDS, STUCK_SECONDS, dump, operator_part
 from pipemorph_operator.facts import JobFacts, format_time
+from pipemorph_operator.policy.restart import LOST_SECONDS
 
 
 def test_a_new_job_gets_the_objects_of_attempt_0() -> None:
@@ -263,6 +264,22 @@ def test_ranks_that_do_not_start_are_looked_at_and_named() -> None:
     world.pods = [pod(1, phase="Pending", stuck="trainer: ImagePullBackOff: no such image")]
     world.turn()
     assert "rank 1 (stage 1, replica 0): trainer: ImagePullBackOff" in world.message("PodsReady")
+
+
+def test_a_rank_whose_node_does_not_report_its_end_ends_the_attempt() -> None:
+    world = World(body())
+    world.running()
+    world.jobs[0] = job_facts(active=1, ready=1, terminating=1)
+    world.later(STUCK_SECONDS + 1)
+    world.pods = [pod(0), pod(1, node="n1", gone_by=world.now)]
+    world.turn()
+    assert world.status["attempt"] == 0, "its grace period is only just over"
+    world.later(LOST_SECONDS)
+    world.turn()
+    assert (world.status["attempt"], world.status["disruptions"]) == (1, 1)
+    record = world.status["attempts"][0]
+    assert (record["reason"], record["counted"]) == ("Disrupted", False)
+    assert record["message"] == "rank 1 (stage 1, replica 0) on node n1: the node does not answer"
 
 
 def test_kueue_holds_and_evicts() -> None:

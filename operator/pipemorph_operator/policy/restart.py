@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 
 from pipemorph_operator import names
 from pipemorph_operator.facts import Ended, PodFacts
@@ -17,6 +18,9 @@ FIRST_DELAY_SECONDS = 1.0
 LAST_DELAY_SECONDS = 300.0
 STEADY_SECONDS = 600.0
 """An attempt that ran this long was not part of a crash loop: the delay starts again."""
+
+LOST_SECONDS = 5.0
+"""A pod that is still there so long after its end was due has a node that does not answer."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,16 @@ def classify(ended: Ended, pods: Sequence[PodFacts], stages: int) -> Cause:
     if failed:
         return Cause(names.R_RANK_FAILED, describe(failed[0], stages))
     return Cause(names.R_RANK_FAILED, ended.message or ended.reason)
+
+
+def lost(pods: Sequence[PodFacts], now: datetime, stages: int) -> Cause | None:
+    """Why an attempt is over whose Job cannot know: a rank's node is gone, and with it whoever
+    would report the rank's end. Kubernetes waits for such a node for ever."""
+    for pod in pods:
+        if pod.gone_by is not None and now >= pod.gone_by + timedelta(seconds=LOST_SECONDS):
+            where = f"{rank(pod.index, stages)} on node {pod.node}"
+            return Cause(names.R_DISRUPTED, f"{where}: the node does not answer", counted=False)
+    return None
 
 
 def delay_seconds(consecutive: int) -> float:
