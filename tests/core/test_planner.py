@@ -29,9 +29,9 @@ def controller(*, deferred: bool = True) -> JobController:
     return JobController(JobSpec.model_validate(spec), deferred=deferred)
 
 
-def report(sequence: int, wire: float, **changes: Any) -> LinkHealthReport:
-    """Link 1 takes ``wire`` seconds, the others 2 ms."""
-    times = [dict.fromkeys(("min", "p50", "p99", "mean"), w) for w in (0.002, wire, 0.002)]
+def report(sequence: int, wire: float, *, first: float = 0.002, **changes: Any) -> LinkHealthReport:
+    """Link 1 takes ``wire`` seconds, link 0 ``first``, the other 2 ms."""
+    times = [dict.fromkeys(("min", "p50", "p99", "mean"), w) for w in (first, wire, 0.002)]
     links = [
         {
             "link": link, "direction": direction, "path": "direct", "transport": "gloo",
@@ -49,10 +49,11 @@ def report(sequence: int, wire: float, **changes: Any) -> LinkHealthReport:
     return LinkHealthReport.model_validate(values | changes)
 
 
-def slow_down(job: JobController, *, first: int = 1) -> int:
+def slow_down(job: JobController) -> int:
     """Report a healthy link, then a slow one, until a decision is due. Returns the sequence."""
-    for sequence in range(first, first + 40):
-        job.report(report(sequence, 0.002 if sequence < first + 12 else 0.08), 1000.0)
+    for sequence in range(1, 40):
+        wire = 0.002 if sequence < 12 else 0.08
+        job.report(report(sequence, wire, attempt=job.attempt), 1000.0)
         if job.replan is not None or job.epoch:
             return sequence
     raise AssertionError("no decision was due in 40 reports")
@@ -76,12 +77,16 @@ def test_reports_are_taken_while_a_decision_is_made_and_no_second_one_is_asked_f
     last = slow_down(job)
     asked = job.replan
     for sequence in range(last + 1, last + 30):
-        job.report(report(sequence, 0.002), 1000.0)
+        job.report(report(sequence, 0.002, first=0.09), 1000.0)
     assert job.replan is asked
-    assert all(link.health is Health.HEALTHY for link in job.links(1000.0))
+    links = [link.health for link in job.links(1000.0)]
+    assert links == [Health.SLOW, Health.HEALTHY, Health.HEALTHY]
     assert asked is not None
     job.settle(asked, propose(asked), 1000.0)
     assert job.epoch == 1
+    # What came meanwhile is the next one's cause.
+    job.report(report(last + 30, 0.002, first=0.09), 1000.0)
+    assert job.replan not in (None, asked)
 
 
 def test_a_decision_for_ranks_that_are_gone_is_dropped() -> None:
@@ -93,7 +98,12 @@ def test_a_decision_for_ranks_that_are_gone_is_dropped() -> None:
     assert job.replan is None
     job.settle(asked, propose(asked), 1000.0)
     assert job.directive() is None
+    # Nor does it pass for the answer to what the new ranks wait for.
+    slow_down(job)
+    waits_for = job.replan
+    job.settle(asked, propose(asked), 1000.0)
     assert job.epoch == 0
+    assert job.replan is waits_for is not None
 
 
 def test_a_fault_of_the_planner_keeps_the_plan_and_says_so(
