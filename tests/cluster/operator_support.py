@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 from testbed import Cluster, wait_for
 from testbed.processes import Process
 
@@ -93,14 +94,18 @@ class Program:
         self.kill()
         self.start()
 
-    def metric(self, name: str, **labels: str) -> float:
+    def metric(self, name: str, /, **labels: str) -> float:
         """The sum of a metric's samples with these labels."""
-        total = 0.0
-        for family in text_string_to_metric_families(self._get("/metrics")[1]):
-            for sample in family.samples:
-                if sample.name == name and labels.items() <= sample.labels.items():
-                    total += sample.value
-        return total
+        return sum(
+            sample.value
+            for sample in self.samples()
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    def samples(self) -> list[Sample]:
+        """Everything Prometheus would scrape."""
+        families = text_string_to_metric_families(self._get("/metrics")[1])
+        return [sample for family in families for sample in family.samples]
 
     def _ready(self) -> bool:
         try:

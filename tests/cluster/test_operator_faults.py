@@ -60,7 +60,39 @@ def test_killed_in_the_middle_of_every_transition(jobs: Jobs, seed: int) -> None
     killer.strike()  # deleting
     jobs.wait(name, "deleted")
     wait_for("no Job to be left", lambda: not jobs.batch_jobs(name), 60.0)
-    assert killer.kills == 7
+    jobs.apply(manifest("fails", stages=2))
+    pods = jobs.run("fails", 2)
+    jobs.cluster.fake_pod_failed(jobs.namespace, pods[1]["metadata"]["name"], exit_code=3)
+    killer.strike()  # failing
+    jobs.wait("fails", "Failed")
+    jobs.patch("fails", {"ttlSecondsAfterFinished": 1})
+    killer.strike()  # being cleaned up
+    jobs.wait("fails", "deleted")
+    assert killer.kills == 9
+
+
+def test_the_ingest_killed_in_the_middle_of_an_adaptation(jobs: Jobs) -> None:
+    """Before, while and after a directive is persisted: the ranks see epochs grow, and the plan
+    they were given last is the one in status."""
+    jobs.apply(manifest("reborn"))
+    ranks = jobs.ranks("reborn", jobs.run("reborn", 4)[0])
+    ranks.run(4)
+    chance = random.Random(5)
+    seen = [0]
+    for delay in (0.06, 0.0, 0.12):
+        ranks.delays[1] = delay
+        for _ in range(40):
+            ranks.run(1)
+            if ranks.observed > seen[-1]:
+                break
+            if chance.random() < 0.2:
+                jobs.installation.ingest.restart()
+        jobs.installation.ingest.restart()
+        ranks.run(2)
+        seen.append(ranks.observed)
+        assert jobs.get("reborn")["status"]["control"]["epoch"] >= ranks.observed
+    assert seen == sorted(seen)
+    assert seen[1] > 0, "no directive in spite of the restarts"
 
 
 def test_one_attempt_at_a_time(jobs: Jobs) -> None:

@@ -141,8 +141,13 @@ def test_only_a_pod_of_the_job_may_speak_for_it(jobs: Jobs) -> None:
         "default",
         audience=f"pipemorph.io/jobs/{jobs.namespace}/mine/{jobs.get('mine')['metadata']['uid']}",
     )
+    with jobs.cluster.namespace() as elsewhere:
+        namesake = Jobs(jobs.installation, elsewhere)
+        namesake.apply(manifest("mine", stages=1))
+        of_namesake = namesake.token("mine", namesake.run("mine", 1)[0])
     metric = jobs.installation.ingest.metric
     cases = [
+        ("audience", 401, of_namesake),
         ("review", 401, forged),
         ("malformed", 401, "not.a-token"),
         ("audience", 401, jobs.token("other", other)),
@@ -170,8 +175,9 @@ def test_what_is_no_good_report_changes_nothing(jobs: Jobs) -> None:
     ranks = jobs.ranks("strict", jobs.run("strict", 2)[0])
     ranks.run(2)
     jobs.wait("strict", lambda job: job["status"].get("training", {}).get("iteration"))
-    replayed = ranks.report().model_dump_json().encode()
-    fresh = json.loads(ranks.report(sequence=500).model_dump_json())
+    before = jobs.get("strict")["status"]
+    replayed = ranks.report(iteration=999).model_dump_json().encode()
+    fresh = json.loads(ranks.report(sequence=500, iteration=999).model_dump_json())
     for expected, body in (
         (409, replayed),
         (400, b"{"),
@@ -184,7 +190,15 @@ def test_what_is_no_good_report_changes_nothing(jobs: Jobs) -> None:
         status, answer = ranks.post(body)
         assert status == expected, answer
         assert "\n" not in answer["error"]
+    # The next in order is still the next, and nothing of what was refused shows.
     ranks.run(1)
+    after = jobs.wait(
+        "strict",
+        lambda job: job["status"]["training"]["iteration"] != before["training"]["iteration"],
+    )["status"]
+    assert after["training"]["iteration"] == ranks.iteration
+    assert after["training"]["wantedEpoch"] == before["training"]["wantedEpoch"]
+    assert after.get("attempts") == before.get("attempts")
 
 
 def test_silence_makes_links_unknown_and_a_report_known_again(jobs: Jobs) -> None:

@@ -82,6 +82,9 @@ def test_when_every_attempt_is_used_the_job_is_failed_and_stays_so(jobs: Jobs) -
     # Terminal state wins: neither an edit nor a restart of the operator runs it again.
     jobs.patch("spent", {"failurePolicy": {"maxRestarts": 9}})
     jobs.installation.operator.restart()
+    # Nor do suspend and resume.
+    for suspend in (True, False):
+        jobs.patch("spent", {"suspend": suspend})
     jobs.apply(manifest("after", stages=1))
     jobs.pods("after", 1)
     assert jobs.get("spent")["status"]["attempt"] == failed["status"]["attempt"]
@@ -117,6 +120,109 @@ def test_a_lost_node_is_not_held_against_the_job(jobs: Jobs) -> None:
     status = jobs.get("node")["status"]
     assert (status["disruptions"], status["restarts"]) == (1, 0)
     assert status["attempts"][0]["counted"] is False
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_pods_of_a_node_that_is_gone_start_again_elsewhere(jobs: Jobs) -> None:
+    """The pod garbage collector's own word for it, a minute after the node's object is gone."""
+    jobs.apply(manifest("gone", stages=2))
+    pods = jobs.pods("gone", 2)
+    nodes = [f"{jobs.namespace}-{i}" for i in range(2)]
+    for node, pod in zip(nodes, pods, strict=True):
+        jobs.cluster.fake_node(node)
+        jobs.cluster.fake_pod_running(jobs.namespace, pod["metadata"]["name"], node=node)
+    jobs.wait("gone", "Running")
+    jobs.cluster.client.delete("nodes", nodes[1])
+    jobs.wait("gone", lambda job: job["status"].get("disruptions") == 1, 200.0)
+    jobs.cluster.fake_pod_gone(jobs.namespace, pods[0]["metadata"]["name"])
+    jobs.run("gone", 2, attempt=1)
+    status = jobs.get("gone")["status"]
+    assert (status["disruptions"], status["restarts"]) == (1, 0)
+    assert status["attempts"][0]["reason"] == "Disrupted"
+
+
+def test_suspend_while_it_waits_for_the_last_attempts_ranks(jobs: Jobs) -> None:
+    jobs.apply(manifest("pause", stages=2, failurePolicy={"maxRestarts": 1}))
+    node = f"{jobs.namespace}-slow"
+    jobs.cluster.fake_node(node)
+    pods = jobs.pods("pause", 2)
+    for pod in pods:
+        jobs.cluster.fake_pod_running(jobs.namespace, pod["metadata"]["name"], node=node)
+    jobs.wait("pause", "Running")
+    jobs.cluster.fake_pod_failed(jobs.namespace, pods[0]["metadata"]["name"])
+    jobs.wait("pause", "Restarting")
+    jobs.patch("pause", {"suspend": True})
+    jobs.cluster.fake_pod_gone(jobs.namespace, pods[1]["metadata"]["name"])
+    jobs.wait("pause", "Suspended")
+    wait_for("no Job to be left", lambda: not jobs.batch_jobs("pause"), 30.0)
+    jobs.patch("pause", {"suspend": False})
+    jobs.run("pause", 2, attempt=1)
+    status = jobs.get("pause")["status"]
+    assert status["restarts"] == 1
+    assert [a["reason"] for a in status["attempts"]] == ["RankFailed"]
+
+
+def test_suspend_and_resume_in_one_breath_leave_one_attempt_that_runs(jobs: Jobs) -> None:
+    jobs.apply(manifest("breath", stages=2))
+    jobs.run("breath", 2)
+    for suspend in (True, False, True, False):
+        jobs.patch("breath", {"suspend": suspend})
+    jobs.wait("breath", lambda job: job["status"]["observedGeneration"] == 5)
+    attempt = jobs.wait("breath", lambda job: job["status"].get("jobName"))["status"]["attempt"]
+    if attempt > 0:  # Else the operator saw the last of it alone.
+        jobs.run("breath", 2, attempt)
+    assert jobs.wait("breath", "Running")["status"]["restarts"] == 0
+    alive = [job for job in jobs.batch_jobs("breath") if "deletionTimestamp" not in job["metadata"]]
+    assert len(alive) == 1
+
+
+def test_a_job_object_that_somebody_suspends_is_an_eviction(jobs: Jobs) -> None:
+    """As a queue preempts: another attempt, none of maxRestarts."""
+    jobs.apply(manifest("evicted", stages=1))
+    jobs.run("evicted", 1)
+    name = jobs.batch_jobs("evicted")[0]["metadata"]["name"]
+    jobs.cluster.client.patch("jobs", name, {"spec": {"suspend": True}}, jobs.namespace)
+    jobs.run("evicted", 1, attempt=1)
+    status = jobs.get("evicted")["status"]
+    assert (status["disruptions"], status["restarts"]) == (1, 0)
+    assert status["attempts"][0]["reason"] == "Evicted"
+
+
+def test_metrics_count_what_became_of_jobs_and_forget_those_that_are_gone(jobs: Jobs) -> None:
+    operator, ingest = jobs.installation.operator, jobs.installation.ingest
+    name, labels = "counted", {"job_namespace": jobs.namespace}
+
+    def count(what: str) -> float:
+        return operator.metric(f"pipemorph_operator_jobs_{what}_total", **labels)
+
+    jobs.apply(manifest(name, stages=2, failurePolicy={"maxRestarts": 1}))
+    pods = jobs.run(name, 2)
+    jobs.ranks(name, pods[0]).run(2)
+    series = {"namespace": jobs.namespace, "name": name}
+    wait_for(
+        "the job's series",
+        lambda: ingest.metric("pipemorph_job_iteration", **series) == 2,
+        30.0,
+    )
+    assert ingest.metric("pipemorph_ingest_jobs") >= 1
+    for attempt in (0, 1):
+        pods = jobs.pods(name, 2, attempt)
+        jobs.cluster.fake_pod_failed(jobs.namespace, pods[1]["metadata"]["name"], exit_code=3)
+    jobs.wait(name, "Failed")
+    jobs.apply(manifest("fine", stages=1))
+    jobs.succeed(jobs.run("fine", 1))
+    jobs.wait("fine", "Complete")
+    expected = {"created": 2, "restarted": 1, "failed": 1, "successful": 1}
+    wait_for(
+        f"{expected} to be counted",
+        lambda: {what: count(what) for what in expected} == expected,
+        30.0,
+        details=lambda: str({what: count(what) for what in expected}),
+    )
+    assert operator.metric("pipemorph_operator_reconcile_seconds_count", result="ok") > 0
+    assert operator.metric("pipemorph_api_requests_total", verb="PATCH", code="200") > 0
+    assert not any(sample.labels.get("name") == name for sample in ingest.samples())
 
 
 @pytest.mark.parametrize("when", ["from the start", "starting", "running"])
