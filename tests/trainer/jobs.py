@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -170,15 +170,21 @@ def train(context: TrainerContext, job: Job) -> Record:
     return record
 
 
-def reference(job: Job, replica: int = 0) -> list[Record]:
-    """The same training in one process: microbatches one after another, no pipeline."""
+def reference(
+    job: Job, replica: int = 0, batch_of: Callable[[int], int] | None = None
+) -> list[Record]:
+    """The same training in one process: microbatches one after another, no pipeline.
+
+    ``batch_of(iteration)``: samples per microbatch, where they change.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     modules = [make_stage(i, job.stages, job.dtype) for i in range(job.stages)]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in modules]
     records = [Record() for _ in modules]
     for iteration in range(job.iterations):
-        tokens, target = make_batch(1000 * replica + iteration, job.batch * job.microbatches)
+        batch = job.batch if batch_of is None else batch_of(iteration)
+        tokens, target = make_batch(1000 * replica + iteration, batch * job.microbatches)
         total = 0.0
         for x, y in zip(
             tokens.chunk(job.microbatches), target.chunk(job.microbatches), strict=True

@@ -1,0 +1,272 @@
+"""Several stages per rank, run in the order of an interleaved schedule.
+
+One executor per stage, one order per rank: the next op waits for its own message, whichever
+stage it is of. Every kind still runs in microbatch order on every stage, so results are to the
+bit those of a sequential run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from time import time
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipemorph.errors import InputError
+from pipemorph.planning.interleaved import InterleavedSchedule, validate_interleaved
+from pipemorph_trainer.chunk_links import meet_chunks, own_address
+from pipemorph_trainer.context import TrainerContext
+from pipemorph_trainer.errors import PipelineError, first_sentence
+from pipemorph_trainer.executor.bell import Bell
+from pipemorph_trainer.executor.loop import Executor, Inputs, Outcome
+from pipemorph_trainer.executor.waiting import Waiting
+from pipemorph_trainer.inputs import signature, split
+from pipemorph_trainer.links import LinkEnd, Seat
+from pipemorph_trainer.paths.arrival import OpClock
+from pipemorph_trainer.profile import TimedOp
+from pipemorph_trainer.split import StageRunner
+from pipemorph_trainer.world import join
+
+LossFn = Callable[[Any, Any], Tensor]
+
+
+class InterleavedPipeline:
+    """The stages of this rank, stepped like :class:`pipemorph_trainer.Pipeline`.
+
+    Static order over torch.distributed (gloo) on the CPU, one replica, one schedule from
+    start to end: it neither adapts nor reports.
+
+    Args:
+        stages: this rank's stages by number, as ``schedule`` places them. Stage 0 gets the
+            arguments of :meth:`step`, stage *s* the tensors stage *s-1* returned.
+        context: where this rank runs; as many ranks as the schedule has.
+        schedule: of ``pipemorph.planning.chunks``, or read from torch's CSV
+            (``pipemorph.planning.torch_csv.parse_csv``).
+        loss_fn: ``loss_fn(output, target)`` → scalar, on the rank of the last stage, unless
+            its module returns the loss itself.
+        deadline_seconds: longest wait for one message.
+
+    Raises :class:`InputError` if stages, ranks and schedule do not fit.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        *,
+        context: TrainerContext,
+        schedule: InterleavedSchedule,
+        loss_fn: LossFn | None = None,
+        deadline_seconds: float = 300.0,
+    ) -> None:
+        validate_interleaved(schedule)
+        self.schedule = schedule
+        placement = schedule.placement()
+        self._check(stages, context, placement)
+        self._per_stage = schedule.per_stage()
+        self._order = schedule.ranks[context.rank]
+        self._last = len(placement) - 1
+        self._rank = context.rank
+        self._world = join(context, len(schedule.ranks), torch.device("cpu"))
+        self._waiting = Waiting(f"rank {context.rank}")
+        self._bell = Bell()
+        self._forgotten: set[int] = set()
+        self._links = meet_chunks(
+            placement,
+            context.rank,
+            microbatches=schedule.microbatches,
+            secret=self._world.secret,
+            address=own_address(context.master_addr),
+            faults=(),
+            bell=self._bell,
+            op_clock=(op_clock := OpClock()),
+            deadline=deadline_seconds,
+            on_block=self._on_block,
+            on_unblock=self._waiting.end,
+        )
+        self._runners: dict[int, StageRunner] = {}
+        self._executors: dict[int, Executor] = {}
+        for stage, module in sorted(stages.items()):
+            runner = StageRunner(
+                module,
+                is_first=stage == 0,
+                is_last=stage == self._last,
+                loss_fn=loss_fn if stage == self._last else None,
+                microbatches=schedule.microbatches,
+            )
+            self._runners[stage] = runner
+            self._executors[stage] = Executor(
+                seat=Seat(context.rank, stage, len(placement), 0, 1),
+                runner=runner,
+                neighbours=self._links.neighbours[stage],
+                bell=self._bell,
+                op_clock=op_clock,
+                waiting=self._waiting,
+                deadline=deadline_seconds,
+                boundary=self._between_ops,
+                on_first_forward=self._self_test(runner),
+                on_last_forward=lambda _: None,
+                reserve=lambda *_: None,
+            )
+        self._needs_target = loss_fn is not None
+        self._shapes: Any = None
+        self._generation = 0
+        self._closed = False
+        self.iteration = 0
+        self.ops: list[tuple[int, TimedOp]] = []
+        """``(stage, op)`` in the order run, of the last iteration."""
+
+    @staticmethod
+    def _check(
+        stages: Mapping[int, nn.Module], context: TrainerContext, placement: tuple[int, ...]
+    ) -> None:
+        ranks = max(placement) + 1
+        if context.world_size != ranks:
+            raise InputError(f"the schedule has {ranks} ranks; this job runs {context.world_size}")
+        mine = [stage for stage, rank in enumerate(placement) if rank == context.rank]
+        if sorted(stages) != mine:
+            raise InputError(
+                f"rank {context.rank} was given stages {sorted(stages)}; the schedule puts"
+                f" {mine} on it"
+            )
+        for stage, module in stages.items():
+            for parameter in module.parameters():
+                if parameter.device.type != "cpu":
+                    raise InputError(
+                        f"stage {stage} is on {parameter.device}; several stages per rank run on"
+                        " the CPU only"
+                    )
+
+    @property
+    def splits(self) -> dict[int, str]:
+        """How each stage of this rank splits its backward. Known after the first step."""
+        return {stage: runner.split for stage, runner in self._runners.items()}
+
+    def step(self, *args: Any, target: Any = None) -> Tensor:
+        """Run one iteration: forward and backward of all microbatches on all stages.
+
+        Call it on every rank. ``args`` are used where stage 0 is and ``target`` where the last
+        stage is; both are split into N microbatches along dimension 0.
+
+        Returns the loss on **every** rank: the mean over microbatches, 0-dim float32.
+        Gradients are added to ``.grad``. Raises :class:`PipelineError` naming the message
+        that did not come.
+        """
+        if self._closed:
+            raise PipelineError(f"rank {self._rank}: step() after close()")
+        try:
+            return self._step(args, target)
+        except BaseException:
+            self._release(goodbye=False)
+            raise
+
+    def _step(self, args: tuple[Any, ...], target: Any) -> Tensor:
+        inputs = self._inputs(args, target)
+        handshake = self._shapes_changed(args)
+        self._generation += handshake
+        outcomes: dict[int, Outcome] = {}
+
+        def begin(stage: int) -> None:
+            outcomes[stage] = self._executors[stage].begin(
+                self._per_stage, self.iteration, self._generation, inputs[stage],
+                handshake=handshake,
+            )  # fmt: skip
+
+        for end in self._links.ends:
+            end.shaper.begin(self.iteration, time())
+        if not handshake:
+            for stage in self._executors:
+                begin(stage)
+        self.ops = []
+        for stage, kind, microbatch in self._order:
+            if stage not in outcomes:
+                # Its shapes come with its first microbatch, not before.
+                begin(stage)
+            self._executors[stage].run_op(kind, microbatch)
+            self.ops.append((stage, outcomes[stage].ops[-1]))
+        self.iteration += 1
+        return self._share_loss(outcomes.get(self._last))
+
+    def close(self) -> None:
+        """Finish: say goodbye to the neighbours. Idempotent."""
+        self._release(goodbye=True)
+
+    def __enter__(self) -> InterleavedPipeline:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._release(goodbye=error is None)
+
+    # --- one iteration --------------------------------------------------------------------
+
+    def _inputs(self, args: tuple[Any, ...], target: Any) -> dict[int, Inputs]:
+        """Microbatches of what each stage of this rank uses."""
+        found = {stage: Inputs() for stage in self._executors}
+        if 0 in found:
+            if not args:
+                raise InputError(f"rank {self._rank}: step() got no input; stage 0 needs the batch")
+            found[0].args, _ = split(args, {}, self.schedule.microbatches)
+        if self._last in found and target is not None:
+            targets, _ = split((target,), {}, self.schedule.microbatches, "target")
+            found[self._last].targets = [each[0] for each in targets]
+        elif self._last in found and self._needs_target:
+            raise InputError(f"rank {self._rank}: step() got no target; loss_fn needs it")
+        return found
+
+    def _shapes_changed(self, args: tuple[Any, ...]) -> bool:
+        """Whether stage 0's shapes differ from the last iteration's; the same on all ranks."""
+        shapes = signature(args) if 0 in self._executors else None
+        changed = torch.tensor([float(self.iteration == 0 or shapes != self._shapes)])
+        self._shapes = shapes
+        self._collective(changed, dist.ReduceOp.MAX, f"all ranks to begin {self.iteration}")
+        return bool(changed)
+
+    def _share_loss(self, outcome: Outcome | None) -> Tensor:
+        total = torch.zeros(1, dtype=torch.float64)
+        for loss in outcome.losses if outcome is not None else ():
+            total += float(loss)
+        total /= self.schedule.microbatches
+        what = f"the loss of iteration {self.iteration - 1}"
+        self._collective(total, dist.ReduceOp.SUM, what)
+        return total[0].to(torch.float32)
+
+    def _collective(self, value: Tensor, how: Any, what: str) -> None:
+        self._waiting.begin(what)
+        try:
+            dist.all_reduce(value, op=how, group=self._world.control)
+        except RuntimeError as error:
+            raise PipelineError(f"{self._waiting.describe()}: {first_sentence(error)}") from error
+        self._waiting.end()
+
+    def _self_test(self, runner: StageRunner) -> Callable[..., None]:
+        def test(args: Any, kwargs: Any, target: Any) -> None:
+            self._waiting.begin("its own split-backward self-test")
+            runner.self_test(args, kwargs, target)
+            self._waiting.end()
+
+        return test
+
+    def _between_ops(self) -> None:
+        """Read every line: one that is not read would wake each wait of the other stages."""
+        for end in self._links.ends:
+            end.line.pump()
+            if end.line.lost is not None and end.link not in self._forgotten:
+                self._forgotten.add(end.link)
+                self._bell.forget(end.line.fileno())
+
+    def _on_block(self, end: LinkEnd, iteration: int, microbatch: int) -> None:
+        self._waiting.begin(end.taking(iteration, microbatch))
+
+    def _release(self, *, goodbye: bool) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._links.close(goodbye=goodbye)
