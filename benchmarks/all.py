@@ -16,6 +16,7 @@ HERE = Path(__file__).resolve().parent
 DEADLINE_SECONDS = 1200
 NAMES = (
     "schedules",
+    "planner",
     "detector",
     "split",
     "engine",

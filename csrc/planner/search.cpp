@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 
 #include "planner/bounds.hpp"
 #include "planner/dice.hpp"
@@ -12,8 +13,8 @@
 namespace pipemorph::planner {
 namespace {
 
-// Even a problem larger than the effort gets this many tries.
-constexpr int kFewestTries = 3;
+// Shifting ops is not worth it where fewer steps than this could be tried.
+constexpr int kFewestSteps = 50;
 
 struct Mix {
     double forward, backward, weight, patience;  // in mean ops
@@ -65,24 +66,24 @@ class Search {
             attempt(paper);
             tuned_ = false;
         }
-        for (const Mix& mix : kPortfolio) {
-            if (done()) break;
-            attempt(uniform(mix));
-        }
+        by_urgency(kPortfolio[0], costs_.warmup);
+        if (costs_.warmup.empty()) by_urgency(kPortfolio[0], paper_warmup_);
+        for (size_t k = 1; k < std::size(kPortfolio); ++k) by_urgency(kPortfolio[k], costs_.warmup);
         bend();
-        if (!at_bound() && !costs_.shares_queues()) {
-            const double listed = found_.makespan;
-            found_.makespan = shift(costs_, tails_, executor_, dice_, unit_, found_.bound,
-                                    effort_.shifting, found_.order, listed);
-            if (found_.makespan < listed) return found_;
-        }
+        if (shift()) return found();
         slim();
-        return found_;
+        return found();
     }
 
   private:
+    // Sums of times in the order the simulator takes them.
+    Found found() {
+        found_.makespan = executor_.run(found_.order);
+        return found_;
+    }
+
     bool at_bound() const { return found_.makespan <= found_.bound * (1 + kSame); }
-    bool done() const { return at_bound() || (effort_.listing <= 0 && tries_ >= kFewestTries); }
+    bool done() const { return at_bound() || (effort_.listing <= 0 && tries_ > 0); }
 
     Tuning in_order() const {
         Tuning tuning;
@@ -93,14 +94,18 @@ class Search {
         return tuning;
     }
 
-    Tuning uniform(const Mix& mix) const {
+    Tuning uniform(const Mix& mix, const std::vector<int>& warmup) const {
         Tuning tuning;
         const Bias bias{{mix.forward * unit_, mix.backward * unit_, mix.weight * unit_},
                         mix.patience};
         tuning.biases.assign(costs_.stages, bias);
         tuning.caps = costs_.caps;
-        tuning.warmup = costs_.warmup;
+        tuning.warmup = warmup;
         return tuning;
+    }
+
+    void by_urgency(const Mix& mix, const std::vector<int>& warmup) {
+        if (!done()) attempt(uniform(mix, warmup));
     }
 
     // Keep what `tuning` gives if it is shorter, or as short with `or_equal`.
@@ -123,7 +128,7 @@ class Search {
     }
 
     void bend() {
-        Tuning tuning = tuned_ ? tuning_ : uniform(kPortfolio[0]);
+        Tuning tuning = tuned_ ? tuning_ : uniform(kPortfolio[0], costs_.warmup);
         while (!done()) {
             Tuning candidate = tuning;
             for (int change = dice_.pick(kAtOnce); change > 0; --change) bend(candidate);
@@ -150,6 +155,17 @@ class Search {
             const int cap = tuning.caps[stage] + (dice_.below(2) ? 1 : -1);
             tuning.caps[stage] = std::min(costs_.caps[stage], std::max(least, cap));
         }
+    }
+
+    // Local search on the order; whether it found a shorter one.
+    bool shift() {
+        const double listed = found_.makespan;
+        const double ops = static_cast<double>(kKinds) * costs_.microbatches * costs_.stages;
+        const double steps = static_cast<double>(effort_.shifting) / ops;
+        if (at_bound() || costs_.shares_queues() || steps < kFewestSteps) return false;
+        found_.makespan = planner::shift(costs_, tails_, executor_, dice_, unit_, found_.bound,
+                                         effort_.shifting, found_.order, listed);
+        return found_.makespan < listed;
     }
 
     // As short, with fewer microbatches in flight, and not brittle. See slim.py.

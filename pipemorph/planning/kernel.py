@@ -34,12 +34,14 @@ def task_for(problem: Problem) -> Task:
     """The search of a problem."""
     costs = Costs.of(problem)
     warmup = problem.warmup or paper_warmup(problem)
+    ops = 3 * costs.microbatches * costs.stage_count
     return Task(
         costs=costs,
         caps=hard_caps(problem),
         warmup=problem.warmup,
         paper_warmup=warmup,
         start=None if _plain(costs) else _paper_order(problem, costs, warmup),
+        listing_effort=max(plain.LISTING_EFFORT, plain.FEWEST_LISTINGS * ops),
     )
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from time import perf_counter
 
 from pipemorph.errors import InputError
+from pipemorph.planning.bounds import SAME
 from pipemorph.planning.costs import Costs
 from pipemorph.planning.ir import Dispatch, Path, Plan, Policy, Schedule
 from pipemorph.planning.kernel import lower_bound, search
 from pipemorph.planning.order import to_schedule
 from pipemorph.planning.policies import gpipe, one_f_one_b, zero_bubble
 from pipemorph.planning.problem import Link, Problem, StageTimes
-from pipemorph.planning.simulator import Simulation, run_static, timed
+from pipemorph.planning.simulator import Simulation, predict, run_static, timed
 from pipemorph.planning.validator import validate
 
 # Where a direct path's sends block compute, and how many queues the engine gives a link.
@@ -25,19 +27,27 @@ DELEGATED_QUEUES = 8
 class PlannedSchedule:
     """A schedule with what it was planned for and what it is predicted to take.
 
+    ``makespan`` is that of the static order, and no schedule is shorter than ``lower_bound``.
     ``planning_seconds`` is wall time; every other time is in the problem's unit.
     """
 
     policy: Policy
     problem: Problem
     schedule: Schedule
-    simulation: Simulation
+    makespan: float
     lower_bound: float
     planning_seconds: float
 
+    @cached_property
+    def simulation(self) -> Simulation:
+        """The static order under the problem's times: made when it is first asked for."""
+        costs = Costs.of(self.problem)
+        return timed(self.schedule, run_static(self.schedule, costs), costs)
+
     @property
-    def makespan(self) -> float:
-        return self.simulation.makespan
+    def gap(self) -> float:
+        """How much longer than ``lower_bound``, as a fraction of it; 0 is proven shortest."""
+        return self.makespan / self.lower_bound - 1 if self.lower_bound > 0 else 0.0
 
     def to_plan(
         self, version: int, paths: Sequence[Path], dispatch: Dispatch = Dispatch.STATIC
@@ -68,25 +78,25 @@ def plan(
     policy = problem.policy if policy is None else policy
     if policy is Policy.PIPEMORPH:
         found = search(problem)
-        schedule, bound = to_schedule(found.order, problem.microbatches), found.bound
+        schedule = to_schedule(found.order, problem.microbatches)
+        makespan, bound = found.makespan, found.bound
     elif policy is Policy.EXACT:
         # OR-tools is slow to import and not always there.
         from pipemorph.planning.exact import TIME_LIMIT, solve
 
         solved = solve(problem, TIME_LIMIT if time_limit is None else time_limit)
-        schedule, bound = solved.schedule, solved.bound
+        schedule, makespan, bound = solved.schedule, solved.makespan, solved.bound
     else:
         schedule, bound = _made_by_hand(problem, policy), lower_bound(problem)
+        makespan = predict(schedule, problem)
     validate(schedule, problem.in_flight_limits())
-    costs = Costs.of(problem)
-    simulation = timed(schedule, run_static(schedule, costs), costs)
     return PlannedSchedule(
         policy=policy,
         problem=problem,
         schedule=schedule,
-        simulation=simulation,
+        makespan=makespan,
         # Both are sums of the same times in another order; hide the last bit.
-        lower_bound=min(bound, simulation.makespan),
+        lower_bound=makespan if makespan <= bound * (1 + SAME) else bound,
         planning_seconds=perf_counter() - began,
     )
 

@@ -26,12 +26,13 @@ from pipemorph.planning.order import Order
 from pipemorph.planning.shifting import shift
 from pipemorph.planning.slim import slim
 
-# Ops the two local searches may run before they settle for what they have.
+# Ops the two local searches may run before they settle for what they have; the list scheduler
+# this many times over all ops, if that is more.
 LISTING_EFFORT = 120_000
+FEWEST_LISTINGS = 12
 SHIFTING_EFFORT = 240_000
-
-# Even a problem larger than that gets this many tries.
-FEWEST_TRIES = 3
+# Shifting ops is not worth it where fewer steps than this could be tried.
+FEWEST_STEPS = 50
 
 # (forward, backward, weight) in mean ops, and patience; in the order tried.
 PORTFOLIO = (
@@ -99,13 +100,14 @@ class _Search:
 
     def run(self) -> Found:
         self._in_order()
-        for bias in PORTFOLIO:
-            if self._done():
-                break
-            self._try(uniform(self.costs, self.task.caps, bias, self.task.warmup))
+        self._by_urgency(PORTFOLIO[0], self.task.warmup)
+        if self.task.warmup is None:
+            self._by_urgency(PORTFOLIO[0], self.task.paper_warmup)
+        for bias in PORTFOLIO[1:]:
+            self._by_urgency(bias, self.task.warmup)
         self._bend()
-        if not self._at_bound() and not self.shared and self._shift():
-            return Found(self.order, self.makespan, self.bound)
+        if self._shift():
+            return self._found(self.order)
         order = slim(
             self.costs,
             self.order,
@@ -116,13 +118,17 @@ class _Search:
             tail=self.tails,
             executor=self.executor,
         )
-        return Found(order, self.makespan, self.bound)
+        return self._found(order)
+
+    def _found(self, order: Order) -> Found:
+        # Sums of times in the order the simulator takes them.
+        return Found(order, self.executor.run(order), self.bound)
 
     def _at_bound(self) -> bool:
         return self.makespan <= self.bound * (1 + SAME)
 
     def _done(self) -> bool:
-        return self._at_bound() or (self.budget <= 0 and self.tries >= FEWEST_TRIES)
+        return self._at_bound() or (self.budget <= 0 and self.tries > 0)
 
     def _in_order(self) -> None:
         """The paper's order, with and without its warm-up."""
@@ -132,6 +138,10 @@ class _Search:
             free = task.warmup is None
             self._try(in_order(self.costs, task.caps, task.paper_warmup, at_least=free))
         self.tuning = None  # nothing to bend: only the kind of an op counts
+
+    def _by_urgency(self, bias: Bias, warmup: tuple[int, ...] | None) -> None:
+        if not self._done():
+            self._try(uniform(self.costs, self.task.caps, bias, warmup))
 
     def _try(self, tuning: Tuning, *, or_equal: bool = False) -> bool:
         """Keep what ``tuning`` gives if it is shorter, or as short with ``or_equal``."""
@@ -187,6 +197,9 @@ class _Search:
     def _shift(self) -> bool:
         """Local search on the order; whether it found a shorter one."""
         listed = self.makespan
+        steps = self.task.shifting_effort / (3 * self.costs.microbatches * self.costs.stage_count)
+        if self._at_bound() or self.shared or steps < FEWEST_STEPS:
+            return False
         self.order, self.makespan = shift(
             self.costs,
             self.tails,

@@ -1,0 +1,301 @@
+"""How near the optimum plans are, and how long planning takes.
+
+One command: ``python benchmarks/planner.py [--json FILE] [--plot FILE]``. A minute, one core,
+nothing runs but the planner.
+
+1. Distance to the proven optimum on the problems of ``planner_problems.py`` (270: S 2–8, N 6–24;
+   stages alike, uneven, several slow links; no in-flight cap, 2S, S+2), for this planner, the
+   paper's algorithm, zero-bubble and 1F1B. The optima are kept in ``planner_facts.json``.
+   ``--prove [SECONDS]`` solves them again with policy exact (a few minutes; needs the extra
+   ``exact``) and rewrites that file.
+2. CPU time to plan, from S=8, N=32 to S=64, N=256, and how it grows with S·N.
+
+``--plot`` draws both; without it the picture lands beside the JSON. Exits 1 if a promise of the
+README is not kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from planner_problems import (
+    CAPS,
+    FACTS,
+    PER_KIND,
+    SEED,
+    SHAPES,
+    Case,
+    digest,
+    load_facts,
+    problem_set,
+)
+
+from pipemorph.planning import Link, Policy, Problem, StageTimes, kernel, plan
+from pipemorph.planning.adapt import paper_warmup
+from pipemorph.planning.costs import Costs
+from pipemorph.planning.dispatch import Rules, dispatch
+from pipemorph.planning.exact import solve
+
+LLM_14B = StageTimes(forward=10, backward_input=10.5, backward_weight=5.5)
+SIZES = ((8, 32), (16, 64), (32, 128), (64, 256))
+REPETITIONS = {8: 15, 16: 9, 32: 5, 64: 5}
+PROMISED_GAPS = {"none": (0.1, 0.5), "capped": (0.5, 2.0)}
+"""Mean and worst distance to the optimum, in percent."""
+PROMISED_MS = {(8, 32): 10.0, (64, 256): 150.0}
+
+
+def makespans(problem: Problem) -> dict[str, float]:
+    """Per planner, milliseconds; NaN where it has no plan."""
+    paper = dispatch(Costs.of(problem), Rules.of(problem, paper_warmup(problem)))
+    return {
+        "pipemorph": plan(problem, Policy.PIPEMORPH).makespan,
+        "paper": paper.makespan,
+        "zero-bubble": plan(problem, Policy.ZERO_BUBBLE).makespan,
+        "1f1b": plan(problem, Policy.ONE_F_ONE_B).makespan,
+    }
+
+
+def gaps(cases: list[Case], facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """Per problem: percent above the best known, per planner, and whether ours was certified."""
+    found = []
+    for case in cases:
+        fact = facts.get(case.key)
+        if fact is None or fact["digest"] != digest(case.problem):
+            sys.exit(f"{FACTS.name} does not have {case.key} as it is now; run with --prove")
+        optimum = fact["optimum"]
+        planned = plan(case.problem)
+        found.append(
+            {
+                "key": case.key,
+                "shape": case.shape,
+                "cap": case.cap,
+                "proven": fact["proven"],
+                "certified": planned.gap == 0,
+                "gaps": {
+                    planner: max(0.0, 100 * (makespan / optimum - 1))
+                    for planner, makespan in makespans(case.problem).items()
+                },
+            }
+        )
+    return found
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Mean and worst gap in percent and the share at the optimum, per planner."""
+    planners = {}
+    for planner in rows[0]["gaps"]:
+        values = [row["gaps"][planner] for row in rows]
+        planners[planner] = {
+            "mean": statistics.mean(values),
+            "worst": max(values),
+            "at_optimum": 100 * sum(value < 1e-6 for value in values) / len(values),
+        }
+    return {
+        "problems": len(rows),
+        "proven": sum(row["proven"] for row in rows),
+        "certified": 100 * sum(row["certified"] for row in rows) / len(rows),
+        "planners": planners,
+    }
+
+
+def planning_times() -> list[dict[str, Any]]:
+    """CPU milliseconds of one plan: medians, so that a busy machine does not count."""
+    found = []
+    for stages, microbatches in SIZES:
+        for cap, limit in CAPS.items():
+            taken, above = [], []
+            for k in range(REPETITIONS[stages]):
+                delays = [0.0] * (stages - 1)
+                delays[-1 - k % (stages - 1)] = (0.0, 30.0, 60.0)[k % 3]
+                stage = LLM_14B.model_copy(update={"in_flight_limit": limit(stages)})
+                problem = Problem(
+                    microbatches=microbatches,
+                    stages=(stage,) * stages,
+                    links=tuple(Link(delay=delay) for delay in delays),
+                )
+                began = time.process_time()
+                planned = plan(problem)
+                taken.append(1e3 * (time.process_time() - began))
+                above.append(100 * planned.gap)
+            found.append(
+                {
+                    "stages": stages,
+                    "microbatches": microbatches,
+                    "cap": cap,
+                    "median_ms": statistics.median(taken),
+                    "worst_ms": max(taken),
+                    "worst_gap_to_bound": max(above),
+                }
+            )
+    return found
+
+
+def growth(rows: list[dict[str, Any]]) -> float:
+    """Exponent of time over S·N, by least squares on logarithms."""
+    points = [(math.log(r["stages"] * r["microbatches"]), math.log(r["median_ms"])) for r in rows]
+    x_mean, y_mean = (statistics.mean(axis) for axis in zip(*points, strict=True))
+    over = sum((x - x_mean) * (y - y_mean) for x, y in points)
+    return over / sum((x - x_mean) ** 2 for x, _ in points)
+
+
+def prove(seconds: float) -> None:
+    """Solve every problem with policy exact and write down what is known then."""
+    facts = {}
+    for case in problem_set():
+        solved = solve(case.problem, seconds)
+        facts[case.key] = {
+            "digest": digest(case.problem),
+            "optimum": round(solved.makespan, 9),
+            "bound": round(solved.bound, 9),
+            "proven": solved.proven,
+            "time_limit": seconds,
+            "seconds": round(solved.seconds, 1),
+        }
+        if not solved.proven:
+            print(f"{case.key}: {solved.makespan:.1f}, not below {solved.bound:.1f}")
+    lines = ",\n".join(f'  "{key}": {json.dumps(fact)}' for key, fact in facts.items())
+    FACTS.write_text(
+        f'{{\n "seed": {SEED},\n "per_kind": {PER_KIND},\n "problems": {{\n{lines}\n }}\n}}\n'
+    )
+    print(f"{sum(fact['proven'] for fact in facts.values())} of {len(facts)} proven, in {FACTS}")
+
+
+def draw(path: Path, rows: list[dict[str, Any]], times: list[dict[str, Any]]) -> None:
+    """Sorted gaps per planner, and time over S·N."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    for axes, capped in ((left, False), (middle, True)):
+        chosen = [row for row in rows if (row["cap"] != "none") is capped]
+        for planner in chosen[0]["gaps"]:
+            values = sorted(row["gaps"][planner] for row in chosen)
+            share = [100 * (k + 1) / len(values) for k in range(len(values))]
+            axes.plot(share, values, drawstyle="steps-post", label=planner)
+        axes.set_yscale("symlog", linthresh=0.1)
+        axes.set_ylim(0, None)
+        axes.set_xlabel("% of problems")
+        axes.set_ylabel("% above the optimum")
+        axes.set_title("in-flight cap 2S or S+2" if capped else "no cap")
+        axes.grid(alpha=0.3)
+    left.legend()
+    for cap in CAPS:
+        chosen = [row for row in times if row["cap"] == cap]
+        size = [row["stages"] * row["microbatches"] for row in chosen]
+        right.loglog(size, [row["median_ms"] for row in chosen], marker="o", label=f"cap {cap}")
+    right.set_xlabel("stages × microbatches")
+    right.set_ylabel("CPU ms to plan")
+    right.set_title("time to plan, one core")
+    right.grid(alpha=0.3, which="both")
+    right.legend()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def promises(found: dict[str, Any]) -> list[tuple[str, bool]]:
+    kept = []
+    for name, (mean, worst) in PROMISED_GAPS.items():
+        ours = found["gaps"][name]["planners"]["pipemorph"]
+        text = (
+            f"cap {name}: {ours['mean']:.3f}% mean (at most {mean}),"
+            f" {ours['worst']:.2f}% worst (at most {worst})"
+        )
+        kept.append((text, ours["mean"] <= mean and ours["worst"] <= worst))
+    for (stages, microbatches), most in PROMISED_MS.items():
+        slowest = max(
+            row["median_ms"]
+            for row in found["times"]
+            if (row["stages"], row["microbatches"]) == (stages, microbatches)
+        )
+        text = f"S={stages}, N={microbatches}: {slowest:.1f} ms median (at most {most:.0f})"
+        kept.append((text, slowest <= most))
+    return kept
+
+
+def show(found: dict[str, Any]) -> None:
+    everything = found["gaps"]["all"]
+    print(
+        f"Distance to the optimum, {everything['problems']} seeded problems,"
+        f" {everything['proven']} optima proven (policy exact, seed {SEED})\n"
+    )
+    print("| problems | planner | mean | worst | at the optimum |")
+    print("|---|---|---|---|---|")
+    for name, group in found["gaps"].items():
+        for planner, d in group["planners"].items():
+            print(
+                f"| {name} ({group['problems']}) | {planner} | {d['mean']:.3f}% |"
+                f" {d['worst']:.2f}% | {d['at_optimum']:.0f}% |"
+            )
+    print(
+        f"\n{everything['certified']:.0f}% of our plans are certified by the lower bound alone."
+        "\n\nTime to plan on one core, CPU"
+        f" (load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores;"
+        f" {'compiled' if found['compiled'] else 'plain Python'} search)\n"
+    )
+    print("| S | N | cap | median | worst | above the bound, worst |")
+    print("|---|---|---|---|---|---|")
+    for row in found["times"]:
+        print(
+            f"| {row['stages']} | {row['microbatches']} | {row['cap']} |"
+            f" {row['median_ms']:.1f} ms | {row['worst_ms']:.1f} ms |"
+            f" {row['worst_gap_to_bound']:.2f}% |"
+        )
+    print(f"\nTime grows with (S·N)^{found['growth']:.2f}.")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="where to draw them (PNG)")
+    parser.add_argument(
+        "--prove",
+        type=float,
+        nargs="?",
+        const=60.0,
+        metavar="SECONDS",
+        help=f"first solve every problem again, this long at most each, into {FACTS.name}",
+    )
+    args = parser.parse_args()
+    if args.prove is not None:
+        prove(args.prove)
+    rows = gaps(problem_set(), load_facts()["problems"])
+    times = planning_times()
+    groups = {"all": rows, "none": [], "capped": []}
+    for row in rows:
+        groups["none" if row["cap"] == "none" else "capped"].append(row)
+    for cap in CAPS:
+        groups.setdefault(cap, [row for row in rows if row["cap"] == cap])
+    for shape in SHAPES:
+        groups[shape] = [row for row in rows if row["shape"] == shape]
+    found = {
+        "gaps": {name: summary(chosen) for name, chosen in groups.items()},
+        "times": times,
+        "growth": growth(times),
+        "compiled": kernel.compiled is not None,
+    }
+    show(found)
+    print()
+    kept = promises(found)
+    for text, holds in kept:
+        print(f"{'ok ' if holds else 'NO '} {text}")
+    if args.json:
+        args.json.write_text(json.dumps(found | {"problems": rows}, indent=1) + "\n")
+    plot = args.plot or (args.json.with_suffix(".png") if args.json else None)
+    if plot:
+        draw(plot, rows, times)
+        print(f"\ndrawn: {plot}")
+    return 0 if all(holds for _, holds in kept) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
