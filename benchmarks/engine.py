@@ -42,6 +42,7 @@ import torch
 import torch.distributed as dist
 
 from pipemorph_trainer._engine import Engine, Link
+from pipemorph_trainer.bench import transfers
 
 TIMEOUT = 120.0
 THRESHOLDS = (
@@ -49,11 +50,6 @@ THRESHOLDS = (
     ("shm", "gloo", 2.0),
     ("shm", "memcpy", 0.5),
 )
-
-
-def memory(tensor: torch.Tensor) -> Any:
-    """A tensor's bytes, without a copy."""
-    return tensor.numpy()
 
 
 class Side:
@@ -88,74 +84,12 @@ class Side:
             rank=rank,
             world_size=2,
         )
-        self.token = torch.zeros(1, dtype=torch.uint8)
         self.round = 0
 
     def close(self) -> None:
         for engine in self.engines.values():
             engine.close()
         dist.destroy_process_group()
-
-    # --- gloo ---
-
-    def gloo_send(self, window: int) -> None:
-        work: list[Any] = []
-        for i in range(self.count):
-            if len(work) == window:
-                work.pop(0).wait()
-            work.append(dist.isend(self.tensors[i % self.window], 1))
-            if window == 1:
-                dist.recv(self.token, 1)
-        for w in work:
-            w.wait()
-
-    def gloo_receive(self, window: int) -> None:
-        def post(i: int) -> Any:
-            return dist.irecv(self.tensors[i % self.window], 0)
-
-        work = [post(i) for i in range(min(window, self.count))]
-        for i in range(self.count):
-            work.pop(0).wait()
-            if i + window < self.count:
-                work.append(post(i + window))
-            if window == 1:
-                dist.send(self.token, 0)
-
-    # --- engine ---
-
-    def engine_send(self, name: str, window: int) -> None:
-        link = self.links[name]
-        tickets: list[int] = []
-        for i in range(self.count):
-            if len(tickets) == window:
-                link.wait_sent(tickets.pop(0), TIMEOUT)
-            tickets.append(
-                link.send((0, self.round, i, 0, 0), memory(self.tensors[i % self.window]))
-            )
-            if window == 1:
-                link.receive((0, self.round, i, 1, 0), TIMEOUT)
-        for t in tickets:
-            link.wait_sent(t, TIMEOUT)
-
-    def engine_receive(self, name: str, window: int, way: str) -> None:
-        link = self.links[name]
-
-        def post(i: int) -> None:
-            if way == "posted" and i < self.count:
-                link.post_receive((0, self.round, i, 0, 0), memory(self.tensors[i % self.window]))
-
-        for i in range(window):
-            post(i)
-        for i in range(self.count):
-            m = link.receive((0, self.round, i, 0, 0), TIMEOUT)
-            if way == "copied":
-                m.copy_into(memory(self.tensors[i % self.window]))
-            else:
-                assert len(m.view()) == m.nbytes
-            m.release()
-            post(i + window)
-            if window == 1:
-                link.send((0, self.round, i, 1, 0), b"")
 
     # --- memcpy ---
 
@@ -165,7 +99,7 @@ class Side:
 
 
 # Which transport, whether one at a time, and how a message is delivered.
-CONTENDERS = {
+CONTENDERS: dict[str, tuple[str, bool, Any]] = {
     "gloo": ("gloo", False, ""),
     "tcp": ("tcp", False, "posted"),
     "tcp, copied": ("tcp", False, "copied"),
@@ -183,14 +117,17 @@ def play(side: Side, contender: str) -> None:
     kind, single, way = CONTENDERS[contender]
     window = 1 if single else side.window
     side.round += 1
-    if kind == "gloo" and side.rank == 0:
-        side.gloo_send(window)
-    elif kind == "gloo":
-        side.gloo_receive(window)
-    elif side.rank == 0:
-        side.engine_send(kind, window)
-    else:
-        side.engine_receive(kind, window, way)
+    if kind == "gloo":
+        act = transfers.gloo_send if side.rank == 0 else transfers.gloo_receive
+        act(side.tensors, side.count, window, 1 - side.rank)
+        return
+    link = side.links[kind]
+    if side.rank == 0:
+        transfers.engine_send(link, side.round, side.tensors, side.count, window)
+        return
+    if way == "posted":
+        transfers.engine_post(link, side.round, side.tensors, side.count, window)
+    transfers.engine_receive(link, side.round, side.tensors, side.count, window, way=way)
 
 
 def sender(connection: Connection, options: argparse.Namespace) -> None:

@@ -16,6 +16,7 @@ from pipemorph.errors import InputError
 # the command line is imported alone, so that `plan` does not pay for what `run` needs.
 COMMANDS = {
     "advise": "pipemorph.commands.advise",
+    "bench": "pipemorph.commands.bench",
     "doctor": "pipemorph.commands.doctor",
     "plan": "pipemorph.commands.plan",
     "run": "pipemorph.commands.run",

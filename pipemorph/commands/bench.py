@@ -1,0 +1,125 @@
+"""``pipemorph bench link``: what a link between two hosts or processes carries."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from pipemorph.errors import InputError
+
+SIZES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
+TRANSPORTS = ("tcp", "shm", "rdma", "gloo")
+PORT = 29600
+UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure a link between two hosts or processes",
+        description="Measure what the transfer engine moves, on this machine or between two.",
+    )
+    kinds = parser.add_subparsers(dest="kind", metavar="WHAT", required=True)
+    link = kinds.add_parser(
+        "link",
+        help="throughput by message size, and latency, per transport",
+        description="Throughput by message size and latency of 4 KiB messages, per transport and "
+        "beside gloo. Both ends on this host by default; between two hosts, start --listen on one "
+        "and run what it prints on the other.",
+    )
+    ends = link.add_mutually_exclusive_group()
+    ends.add_argument(
+        "--listen",
+        metavar="ADDRESS",
+        nargs="?",
+        const="0.0.0.0",
+        help="be the receiving end, on this address (default: all)",
+    )
+    ends.add_argument("--connect", metavar="HOST", help="be the sending end, and print")
+    link.add_argument("--port", type=int, default=PORT, help="default: %(default)s")
+    link.add_argument(
+        "--transports",
+        metavar="A,B,…",
+        help=f"of {', '.join(TRANSPORTS)}; exit 1 if one of them is unavailable (default: what "
+        "there is)",
+    )
+    link.add_argument("--sizes", metavar="4K,1M,…", help="bytes per message (default: 4K to 64M)")
+    link.add_argument("--window", type=int, default=4, help="messages under way (%(default)s)")
+    link.add_argument("--rounds", type=int, default=5, help="of each point (%(default)s)")
+    link.add_argument(
+        "--volume", default="128M", help="bytes per round and point (default: %(default)s)"
+    )
+    link.add_argument("--pings", type=int, default=2000, help="for latency (%(default)s)")
+    link.add_argument(
+        "--wait", type=float, default=60.0, help="seconds to wait for the other end (%(default)s)"
+    )
+    link.add_argument(
+        "--output", choices=["text", "json"], default="text", help="default: %(default)s"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Hands over to the trainer in a process of its own: the core imports neither torch nor the
+    engine."""
+    options = options_of(args)
+    if importlib.util.find_spec("pipemorph_trainer") is None:
+        raise InputError("bench link needs the trainer: install pipemorph[trainer]")
+    command = [sys.executable, "-m", "pipemorph_trainer.bench.link", json.dumps(options)]
+    return subprocess.run(command, check=False, env=os.environ).returncode
+
+
+def options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Raises :class:`InputError` that names the argument and what it may be."""
+    asked = args.transports.split(",") if args.transports else []
+    for name in asked:
+        if name not in TRANSPORTS:
+            raise InputError(f"--transports: {name!r} is none of {', '.join(TRANSPORTS)}")
+    sizes = [_bytes("--sizes", s) for s in args.sizes.split(",")] if args.sizes else SIZES
+    for name in ("window", "rounds", "pings"):
+        if getattr(args, name) < 1:
+            raise InputError(f"--{name}: {getattr(args, name)} is less than 1")
+    if not 0 < args.port < 65536:
+        raise InputError(f"--port: {args.port} is not between 1 and 65535")
+    if not 0 < args.wait < float("inf"):
+        raise InputError(f"--wait: {args.wait} is not a number of seconds above 0")
+    role = "listen" if args.listen else "connect" if args.connect else "local"
+    return {
+        "role": role,
+        "listen": args.listen,
+        "announce": False,
+        "connect": args.connect,
+        "port": args.port,
+        "asked": asked,
+        "transports": asked or _likely(role == "local"),
+        "sizes": sorted(set(sizes)),
+        "window": args.window,
+        "rounds": args.rounds,
+        "volume": _bytes("--volume", args.volume),
+        "most": 2000,
+        "pings": args.pings,
+        "wait": args.wait,
+        "output": args.output,
+    }
+
+
+def _likely(local: bool) -> list[str]:
+    rdma = any(Path("/sys/class/infiniband").glob("*"))
+    return ["tcp", *(["shm"] if local else []), *(["rdma"] if rdma else []), "gloo"]
+
+
+def _bytes(argument: str, text: str) -> int:
+    """``"64M"`` → 67108864. Raises :class:`InputError`."""
+    unit = UNITS.get(text[-1:].upper(), 1)
+    number = text[:-1] if unit > 1 else text
+    if not number.isdecimal() or int(number) == 0:
+        raise InputError(f"{argument}: {text!r} is not a size such as 4096, 4K or 64M")
+    size = int(number) * unit
+    if size > 1 << 40:
+        raise InputError(f"{argument}: {text!r} is more than 1024G")
+    return size
