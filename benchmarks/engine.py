@@ -15,6 +15,10 @@ Streaming keeps up to `window` messages under way, on both sides and for every c
 (isend/irecv for gloo, slots for the engine). One at a time sends the next message when the
 receiver has said (by an empty message; gloo: one byte) that it has the one before.
 
+Latency is half of a round trip of 4 KiB messages, each in a tensor of the user's own when it counts
+as here. iperf3 sends for a second over as many TCP streams as the engine has; it has no messages,
+no checksums, and nobody looks at what it received.
+
 memcpy is one thread in one process copying as many bytes between as many tensors. Contenders
 take turns in every round; a row is the median over the rounds, and a ratio the median of the
 ratios within a round, so that a machine that gets slower in between slows both sides. "CPU" is
@@ -28,7 +32,9 @@ import json
 import multiprocessing
 import os
 import platform
+import shutil
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -45,7 +51,13 @@ from pipemorph_trainer._engine import Engine, Link
 from pipemorph_trainer.bench import transfers
 
 TIMEOUT = 120.0
+LATENCY_BYTES = 4096
+PINGS = 1000
+SOCKETS = 4
+IPERF = "iperf3"
+IPERF_SECONDS = 1
 THRESHOLDS = (
+    ("tcp", IPERF, 0.95),
     ("tcp", "gloo", 1.2),
     ("shm", "gloo", 2.0),
     ("shm", "memcpy", 0.5),
@@ -84,6 +96,10 @@ class Side:
             rank=rank,
             world_size=2,
         )
+        self.small = torch.zeros(LATENCY_BYTES, dtype=torch.uint8)
+        if rank == 0:
+            for link in self.links.values():
+                link.reserve(transfers.BACKWARD, 2, LATENCY_BYTES)
         self.round = 0
 
     def close(self) -> None:
@@ -113,6 +129,10 @@ CONTENDERS: dict[str, tuple[str, bool, Any]] = {
 }
 
 
+PING = ", ping"
+LATENCIES = ("gloo" + PING, "tcp" + PING, "shm" + PING)
+
+
 def play(side: Side, contender: str) -> None:
     kind, single, way = CONTENDERS[contender]
     window = 1 if single else side.window
@@ -130,6 +150,20 @@ def play(side: Side, contender: str) -> None:
     transfers.engine_receive(link, side.round, side.tensors, side.count, window, way=way)
 
 
+def ping(side: Side, kind: str) -> list[float]:
+    """One-way seconds of 4 KiB messages, half of each round trip; empty at the answering end."""
+    side.round += 1
+    if kind == "gloo" and side.rank == 0:
+        return transfers.gloo_ping(side.small, PINGS, 1)
+    if kind == "gloo":
+        transfers.gloo_pong(side.small, PINGS, 0)
+    elif side.rank == 0:
+        return transfers.engine_ping(side.links[kind], side.round, side.small, PINGS)
+    else:
+        transfers.engine_pong(side.links[kind], side.round, side.small, PINGS)
+    return []
+
+
 def sender(connection: Connection, options: argparse.Namespace) -> None:
     def ports(own: dict[str, int]) -> Any:
         connection.send(own)
@@ -138,6 +172,9 @@ def sender(connection: Connection, options: argparse.Namespace) -> None:
     side = Side(0, options, ports)
     while (contender := connection.recv()) is not None:
         start = time.process_time()
+        if contender in LATENCIES:
+            connection.send(ping(side, contender.removesuffix(PING)))
+            continue
         play(side, contender)
         connection.send(time.process_time() - start)
     side.close()
@@ -146,8 +183,41 @@ def sender(connection: Connection, options: argparse.Namespace) -> None:
 Times = dict[str, list[float]]
 
 
-def measure(options: argparse.Namespace) -> tuple[Times, Times]:
-    """Seconds per contender and round, of the clock and of both processors together.
+def iperf(volume: int) -> tuple[float, float]:
+    """What iperf3 with as many streams over loopback would take for ``volume`` bytes, seconds of
+    the clock and of both processors."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    address = ["-B", "127.0.0.1", "-p", port]
+    server = subprocess.Popen(
+        [IPERF, "-s", "-1", *address], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        deadline = time.monotonic() + 10
+        client = [IPERF, "-c", "127.0.0.1", "-p", port, "-P", str(SOCKETS), "-J"]
+        while True:  # until it listens
+            done = subprocess.run(
+                [*client, "-t", str(IPERF_SECONDS)], check=False, capture_output=True, text=True
+            )
+            said = json.loads(done.stdout)
+            if done.returncode == 0:
+                break
+            if time.monotonic() > deadline or server.poll() is not None:
+                raise RuntimeError(f"iperf3 failed: {said.get('error', done.stderr)}")
+            time.sleep(0.05)
+    finally:
+        server.terminate()
+        server.communicate()
+    received, usage = said["end"]["sum_received"], said["end"]["cpu_utilization_percent"]
+    share = volume / received["bytes"]
+    busy = (usage["host_total"] + usage["remote_total"]) / 100
+    return received["seconds"] * share, busy * received["seconds"] * share
+
+
+def measure(options: argparse.Namespace) -> tuple[Times, Times, Times]:
+    """Seconds per contender and round, of the clock and of both processors together, and the
+    latencies of small messages.
 
     This process receives; another one sends.
     """
@@ -174,6 +244,8 @@ def measure(options: argparse.Namespace) -> tuple[Times, Times]:
     def contest(contender: str) -> tuple[float, float]:
         if contender == "memcpy":
             return timed(lambda: side.memcpy(sources))
+        if contender == IPERF:
+            return iperf(options.size * options.messages)
 
         def run() -> None:
             ours.send(contender)
@@ -187,6 +259,11 @@ def measure(options: argparse.Namespace) -> tuple[Times, Times]:
 
     wanted = options.only.split("/") if options.only else [*CONTENDERS]
     names = ["memcpy", "gloo", *(name for name in wanted if name != "gloo")]
+    if shutil.which(IPERF):
+        names.append(IPERF)
+    else:
+        print("iperf3 is not installed (Debian: iperf3): not compared with it", file=sys.stderr)
+    latencies: Times = {name: [] for name in LATENCIES}
     for name in names:
         contest(name)  # warm-up: buffers, pages, congestion windows
     times: Times = {name: [] for name in names}
@@ -197,10 +274,16 @@ def measure(options: argparse.Namespace) -> tuple[Times, Times]:
             seconds, busy = contest(name)
             times[name].append(seconds)
             cpu[name].append(busy)
+        for name in latencies:
+            ours.send(name)
+            ping(side, name.removesuffix(PING))
+            heard = ours.recv()
+            if r > 0:  # the first time warms up
+                latencies[name] += heard
     ours.send(None)
     side.close()
     process.join(TIMEOUT)
-    return times, cpu
+    return times, cpu, latencies
 
 
 def ratio(times: Times, name: str, base: str) -> float:
@@ -217,13 +300,13 @@ def main() -> int:
     parser.add_argument("--size", type=int, default=16 << 20, help="bytes per message")
     parser.add_argument("--messages", type=int, default=12, help="per contender and round")
     parser.add_argument("--window", type=int, default=4, help="messages under way")
-    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--rounds", type=int, default=21, help="at least 2")
     parser.add_argument("--only", help="contenders beside gloo and memcpy, separated by /")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--check", action="store_true", help="exit 1 below the promised ratios")
     options = parser.parse_args()
 
-    times, cpu = measure(options)
+    times, cpu, latencies = measure(options)
     volume = options.size * options.messages
     rows: list[dict[str, Any]] = [
         {
@@ -250,6 +333,18 @@ def main() -> int:
             "| {of_gloo:.2f} | {of_memcpy:.2f} | {cpu_ns_per_kb:.0f} |".format(**row)
         )
     print()
+    delays: list[dict[str, Any]] = [
+        {
+            "contender": name.removesuffix(PING),
+            "p50_us": transfers.percentile(samples, 50) * 1e6,
+            "p99_us": transfers.percentile(samples, 99) * 1e6,
+        }
+        for name, samples in latencies.items()
+    ]
+    print("| 4 KiB message, one way | p50 | p99 |\n|---|---:|---:|")
+    for delay in delays:
+        print("| {contender} | {p50_us:.0f} µs | {p99_us:.0f} µs |".format(**delay))
+    print()
     checks: list[dict[str, Any]] = [
         {
             "contender": name,
@@ -259,7 +354,7 @@ def main() -> int:
             "holds": measured >= least,
         }
         for name, base, least in THRESHOLDS
-        if name in times
+        if name in times and base in times
     ]
     for c in checks:
         print(
@@ -278,6 +373,7 @@ def main() -> int:
                     "machine": platform.platform(),
                     "torch": torch.__version__,
                     "rows": rows,
+                    "latency": delays,
                     "checks": checks,
                     "seconds": times,
                     "cpu_seconds": cpu,
