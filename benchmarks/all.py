@@ -24,6 +24,7 @@ NAMES = (
     "emulated",
     "gpt_losses",
     "slow_link",
+    "traces",
 )
 
 
