@@ -230,7 +230,8 @@ def table(rows: list[Row]) -> str:
     base = rows[0]
     lines = [
         f"| {STAGES} stages, {MICROBATCHES} microbatches |"
-        f" simulated, {len(base.simulated)} traces | against 1F1B | emulated | simulated, same trace | against 1F1B | plans |",
+        f" simulated, {len(base.simulated)} traces | against 1F1B |"
+        " emulated | simulated, same trace | against 1F1B | plans |",
         "|---|" + "---:|" * 6,
     ]
     mean = statistics.mean(base.simulated)
@@ -310,6 +311,9 @@ def draw(rows: list[Row], trace: Trace, out: FilePath) -> None:
     right.set_xlabel("s since training began (EMULATED stages)")
     right.set_ylabel("ms per iteration")
     right.set_ylim(bottom=0)
+    longest = max(sum(row.emulated_iterations) for row in rows) / 1e3
+    if longest:
+        right.set_xlim(0, longest)
     below = right.twinx()
     shown = [s / 1e3 for s in trace.since]
     below.step(shown, trace.delays, where="post", color="#8a2be2", linewidth=0.6, alpha=0.7)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from heapq import heappop, heappush
 from typing import Any
 
@@ -28,6 +29,7 @@ from pipemorph.planning import (
     plan,
     simulate,
 )
+from pipemorph.planning.chunks import plan_interleaved
 from pipemorph_trainer.executor import loop
 from pipemorph_trainer.executor.loop import Executor, Inputs
 from pipemorph_trainer.executor.waiting import Waiting
@@ -190,6 +192,40 @@ class Bell:
         self.world.sleep(self.stage, self.world.now + seconds, DECIDING)
 
 
+def executors(world: World, problem: Problem, placement: Sequence[int]) -> list[Executor]:
+    """The executor of each stage, ``placement`` saying which sleeper of the world runs it."""
+    last = problem.stage_count - 1
+    # A link within a rank takes no time.
+    links = [
+        Link() if placement[i] == placement[i + 1] else link for i, link in enumerate(problem.links)
+    ]
+    down = [Lane(world, link, placement[i], placement[i + 1]) for i, link in enumerate(links)]
+    up = [Lane(world, link, placement[i + 1], placement[i]) for i, link in enumerate(links)]
+    made = []
+    for stage, rank in enumerate(placement):
+        seat = Seat(rank, stage, last + 1, 0, 1)
+        above = End(stage - 1, stage - 1, down[stage - 1], up[stage - 1]) if stage else None
+        below = End(stage, stage + 1, up[stage], down[stage]) if stage < last else None
+        executor = Executor(
+            seat=seat,
+            runner=Runner(world, rank, problem.stages[stage]),  # type: ignore[arg-type]
+            neighbours=Neighbourhood(above, below, None),  # type: ignore[arg-type]
+            bell=Bell(world, rank),  # type: ignore[arg-type]
+            op_clock=OpClock(),
+            waiting=Waiting(str(seat)),
+            deadline=1e3,
+            # Between two ops: let everything end that ends now before this stage decides.
+            boundary=lambda rank=rank: world.sleep(rank, world.now, DECIDING),
+            on_first_forward=lambda *_: None,
+            on_last_forward=lambda _: None,
+            reserve=lambda *_: None,
+        )
+        executor.input_metas = (META,) if stage else ()
+        executor.output_metas = (META,) if stage < last else ()
+        made.append(executor)
+    return made
+
+
 def execute(
     chosen: Plan, problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> list[list[tuple[OpKind, int, float, float]]]:
@@ -197,30 +233,9 @@ def execute(
     stages = problem.stage_count
     world = World(stages)
     monkeypatch.setattr(loop, "time", lambda: world.now)
-    down = [Lane(world, link, i, i + 1) for i, link in enumerate(problem.links)]
-    up = [Lane(world, link, i + 1, i) for i, link in enumerate(problem.links)]
     done: list[Any] = [None] * stages
     bodies = []
-    for stage in range(stages):
-        seat = Seat(stage, stage, stages, 0, 1)
-        above = End(stage - 1, stage - 1, down[stage - 1], up[stage - 1]) if stage else None
-        below = End(stage, stage + 1, up[stage], down[stage]) if stage < stages - 1 else None
-        executor = Executor(
-            seat=seat,
-            runner=Runner(world, stage, problem.stages[stage]),  # type: ignore[arg-type]
-            neighbours=Neighbourhood(above, below, None),  # type: ignore[arg-type]
-            bell=Bell(world, stage),  # type: ignore[arg-type]
-            op_clock=OpClock(),
-            waiting=Waiting(str(seat)),
-            deadline=1e3,
-            # Between two ops: let everything end that ends now before this stage decides.
-            boundary=lambda stage=stage: world.sleep(stage, world.now, DECIDING),
-            on_first_forward=lambda *_: None,
-            on_last_forward=lambda _: None,
-            reserve=lambda *_: None,
-        )
-        executor.input_metas = (META,) if stage else ()
-        executor.output_metas = (META,) if stage < stages - 1 else ()
+    for stage, executor in enumerate(executors(world, problem, range(stages))):
 
         def body(stage: int = stage, executor: Executor = executor) -> None:
             done[stage] = executor.run(chosen, 1, 1, Inputs(), handshake=False)
@@ -287,3 +302,42 @@ def test_the_paper_example(monkeypatch: pytest.MonkeyPatch) -> None:
         found = execute(planned.to_plan(1, (Path.DIRECT,) * 3, dispatch), slow, monkeypatch)
         took[dispatch] = max(ops[-1][3] for ops in found)
     assert took == {Dispatch.STATIC: 440, Dispatch.ONLINE: 410}
+
+
+@pytest.mark.parametrize("policy", [Policy.ONE_F_ONE_B_INTERLEAVED, Policy.ZERO_BUBBLE_V])
+def test_op_by_op_with_several_stages_per_rank(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(11)
+    for _ in range(40):
+        ranks, n = rng.randint(1, 4), rng.choice((1, 2, 4, 8))
+        rounds = max(1, n // ranks)
+        stages = ranks * (2 if policy is Policy.ZERO_BUBBLE_V else rng.randint(1, 3))
+        problem = Problem(
+            microbatches=n // rounds * rounds,
+            stages=tuple(
+                StageTimes(
+                    forward=rng.randint(1, 12) / 128,
+                    backward_input=rng.randint(1, 12) / 128,
+                    backward_weight=rng.randint(1, 12) / 128,
+                )
+                for _ in range(stages)
+            ),
+            links=tuple(Link(delay=rng.choice((0, 7, 40)) / 128) for _ in range(stages - 1)),
+            ranks=ranks,
+        )
+        planned = plan_interleaved(problem, policy)
+        world = World(ranks)
+        monkeypatch.setattr(loop, "time", lambda world=world: world.now)
+        made = executors(world, problem, planned.schedule.placement())
+        per_stage = planned.schedule.per_stage()
+        found = [executor.begin(per_stage, 1, 1, Inputs(), handshake=False) for executor in made]
+
+        def body(rank: int, order: Any = planned.schedule.ranks, made: Any = made) -> None:
+            for stage, kind, microbatch in order[rank]:
+                made[stage].run_op(kind, microbatch)
+
+        world.run([partial(body, rank) for rank in range(ranks)])
+        assert [
+            [(op.kind, op.microbatch, op.start, op.end) for op in outcome.ops] for outcome in found
+        ] == [[tuple(op) for op in ops] for ops in planned.simulation.simulation.stages]

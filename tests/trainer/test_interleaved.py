@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import threading
+
 import pytest
 import torch
 from jobs import Job, Record, assert_same, loss_fn, make_batch, make_stage, reference
-from launch import run_ranks
+from launch import Ranks, run_ranks
 
 from pipemorph.errors import InputError
 from pipemorph.planning import Link, Policy, Problem, StageTimes
@@ -111,6 +116,56 @@ def test_any_placement_from_a_csv() -> None:
     """Two neighbours on one rank, and one rank with a single stage in between."""
     check(
         parse_csv("0F0,1F0,0F1,1F1,3F0,3I0,3W0,3F1,1B0,0B0,3B1,1B1,0B1\n2F0,2F1,2I0,2I1,2W0,2W1\n")
+    )
+
+
+def breaking(context: TrainerContext, job: Job, schedule: InterleavedSchedule, how: str) -> None:
+    """Rank 1 breaks in its second iteration, in the last forward of its first stage."""
+    runs = 0
+
+    def hook(*_: object) -> None:
+        nonlocal runs
+        runs += 1
+        if context.rank != 1 or runs < 2 * schedule.microbatches:
+            return
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif how == "raise":
+            raise ArithmeticError("the stage broke")
+        threading.Event().wait(60)
+
+    modules = {
+        stage: make_stage(stage, job.stages, job.dtype)
+        for stage, rank in enumerate(schedule.placement())
+        if rank == context.rank
+    }
+    with InterleavedPipeline(
+        modules, context=context, schedule=schedule, loss_fn=loss_fn, deadline_seconds=job.deadline
+    ) as pipe:
+        for iteration in range(3):
+            tokens, target = make_batch(iteration, job.batch * job.microbatches)
+            pipe.step(tokens, target=target)
+            if iteration == 0:
+                # After the self-test, which runs the stage as well.
+                runs = schedule.microbatches
+                next(iter(modules.values())).register_forward_hook(hook)
+
+
+@pytest.mark.parametrize("how", ["kill", "raise", "hang"])
+def test_a_rank_that_breaks_is_named(how: str) -> None:
+    """The other rank ends soon, and says which message of which stage it missed."""
+    schedule = make_schedule("zero-bubble-v", 2, 4, 4)
+    job = Job(4, 4, deadline=2.0 if how == "hang" else 30.0)
+    ranks = Ranks(2, breaking, job, schedule, how)
+    ranks.wait_for_end([0])
+    if how == "hang":
+        ranks.signal(1, signal.SIGKILL)
+    found = ranks.wait(60)
+    assert found[0].exitcode == 1 and found[0].seconds < 30
+    kind = "WaitTimeoutError" if how == "hang" else "PeerLostError"
+    assert kind in found[0].error, found[0].error
+    assert re.search(
+        r"of microbatch \d of iteration 1 from stage [12] on link [02]", found[0].error
     )
 
 
