@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from testbed import ApiError, TestbedError, wait_for
-from testbed.node import RESOURCE, NodeCluster
+from testbed.node import RESOURCE, Node, NodeCluster
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts/pipemorph-operator"
@@ -122,21 +122,20 @@ class Jobs:
             60.0,
             details=lambda: f"found {self.left(name)}",
         )
-        for node in self.nodes.nodes:
-            wait_for(
-                f"the sandboxes of {name} on {node.name} to go",
-                lambda node=node: not uids & set(sandboxes(node)),
-                30.0,
-            )
+        wait_for(
+            f"the pods of {name} to go from the nodes",
+            lambda: not uids & {uid for node in self.nodes.nodes for uid in pods_on(node)},
+            30.0,
+        )
 
 
-def sandboxes(node: Any) -> list[str]:
+def pods_on(node: Node) -> list[str]:
     """UIDs of the pods whose folders a node still has."""
     folder = node.directory / "var-lib/kubelet/pods"
     return [path.name for path in folder.iterdir()]
 
 
-def addresses(node: Any) -> list[str]:
+def addresses(node: Node) -> list[str]:
     """Addresses that the node's CNI plugin has given out and not got back."""
     folder = node.directory / "var-lib/cni/networks/testbed"
     return [path.name for path in folder.iterdir() if path.name[0].isdigit()]

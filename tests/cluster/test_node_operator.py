@@ -1,0 +1,248 @@
+"""The product as its users have it: the chart's pods, jobs by kubectl, ranks in containers.
+
+One installation for the module, in the order of an administrator's days: install, jobs, upgrade,
+uninstall. The machine may be busy with other tests, and then links really are slow at times; what
+is asserted is what the injected delay alone explains.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import yaml
+from node_support import (
+    CHART,
+    INGEST,
+    INSTALL,
+    OPERATOR,
+    RELEASE,
+    ROOT,
+    SYSTEM,
+    Jobs,
+    Witness,
+    addresses,
+    condition,
+    follows,
+    manifest,
+    told,
+)
+from testbed import wait_for
+from testbed.api import Object
+from testbed.node import RESOURCE, NodeCluster
+
+pytest_plugins = ("node_fixtures",)
+pytestmark = [pytest.mark.node, pytest.mark.multiprocess, pytest.mark.timeout(600)]
+
+# Ranks import torch, all at once.
+START = 120.0
+
+
+def test_the_chart_runs_and_passes_its_own_test(release: NodeCluster) -> None:
+    said = release.helm("test", RELEASE, "--namespace", SYSTEM)
+    assert "Succeeded" in said
+    pods = release.client.list("pods", SYSTEM)
+    assert len(pods) == 2, "helm test left its pod"
+    for pod in pods:
+        (status,) = pod["status"]["containerStatuses"]
+        assert (status["ready"], status["restartCount"]) == (True, 0)
+        who = release.kubectl(
+            "exec", f"--namespace={SYSTEM}", pod["metadata"]["name"], "--", "id", "-u"
+        )
+        assert who == "65532\n"
+
+
+def test_a_slow_link_is_worked_round_and_forgotten(release: NodeCluster, jobs: Jobs) -> None:
+    before = {node.name: addresses(node) for node in release.nodes}
+    slow = {"link": 1, "fromIteration": 12, "toIteration": 45, "delayMs": 80.0}
+    jobs.apply(manifest("slow", iterations=110, faults=[slow]))
+    with Witness(jobs, "slow") as witness:
+        jobs.wait("slow", "Running", START)
+        _check_ranks(release, jobs, "slow")
+        jobs.wait("slow", "LinksHealthy=False", START)
+        found = jobs.wait("slow", _adapted_to(1), 60.0)
+        jobs.wait("slow", "Offloaded=True", 10.0)
+        jobs.wait("slow", "ScheduleAdapted=False", 90.0)
+        back = jobs.wait("slow", "LinksHealthy=True", 30.0)
+        done = jobs.wait("slow", "Complete", 240.0)
+    assert condition(back, "Offloaded")["status"] == "False"
+    assert follows(witness.conditions("LinksHealthy"), "False", "True")
+    assert follows(witness.conditions("ScheduleAdapted"), "True", "False")
+    witness.never_back("control", "epoch")
+    witness.never_back("training", "appliedEpoch")
+
+    change = found["status"]["training"]["lastAdaptation"]
+    assert change["appliedAtIteration"] - change["detectedAtIteration"] <= 4, told(found)
+    assert change["warmupAfter"] != change["warmupBefore"] or found["status"]["training"]["paths"]
+    assert _fastest(witness, 46, 110) < 1.25 * _fastest(witness, 0, 12), "it did not recover"
+    assert condition(done, "PreflightPassed")["status"] == "True"
+    assert done["status"]["training"]["state"] == "finished"
+    text = release.kubectl("get", f"--namespace={jobs.namespace}", "pipemorphjobs")
+    assert text.splitlines()[1].split()[:3] == ["slow", "Complete", "4/4"]
+
+    jobs.delete("slow")
+    assert {node.name: addresses(node) for node in release.nodes} == before
+
+
+def test_ranks_train_on_while_the_operator_is_replaced(release: NodeCluster, jobs: Jobs) -> None:
+    """A limit on a real link; both processes die, and are upgraded, in the middle of training."""
+    jobs.apply(manifest("real", iterations=100_000))
+    with Witness(jobs, "real") as witness:
+        jobs.wait("real", _at_iteration(5), START)
+        ranks = jobs.pods("real")
+        node = release.nodes[0]
+        veth = node.veth_of(jobs.namespace, ranks[3]["metadata"]["name"])
+        limit = ["tbf", "rate", "10mbit", "burst", "16kb", "limit", "16mb"]
+        node.run("tc", "qdisc", "add", "dev", veth, "root", *limit)
+        adapted = jobs.wait("real", _adapted_to(2), 90.0)
+        assert follows(witness.conditions("LinksHealthy"), "False")
+        assert adapted["status"]["control"]["epoch"] >= 1
+
+        seen = jobs.get("real")["status"]["training"]["iteration"]
+        release.client.request("DELETE", release.client.path("pods", SYSTEM))
+        jobs.wait("real", _at_iteration(seen + 8), 90.0)
+        seen = jobs.get("real")["status"]["training"]["iteration"]
+        more = ["--set", "operator.logLevel=DEBUG", "--set", "ingest.logLevel=DEBUG"]
+        release.helm("upgrade", RELEASE, str(CHART), *INSTALL, *more)
+        for name in (OPERATOR, INGEST):
+            release.kubectl("rollout", "status", f"--namespace={SYSTEM}", f"deployment/{name}")
+        jobs.wait("real", _at_iteration(seen + 8), 90.0)
+
+        node.run("tc", "qdisc", "delete", "dev", veth, "root")
+        jobs.wait("real", "ScheduleAdapted=False", 90.0)
+        jobs.wait("real", "LinksHealthy=True", 30.0)
+    witness.never_back("control", "epoch")
+    witness.never_back("training", "iteration")
+    assert {status["attempt"] for status in witness.seen if "attempt" in status} == {0}
+    now = jobs.pods("real")
+    assert [p["metadata"]["uid"] for p in now] == [p["metadata"]["uid"] for p in ranks]
+    assert [p["status"]["containerStatuses"][0]["restartCount"] for p in now] == [0] * 4
+    jobs.delete("real")
+
+
+def test_a_gpt_trains_to_completion(release: NodeCluster, jobs: Jobs) -> None:
+    job = yaml.safe_load((ROOT / "examples/kubernetes/gpt.yaml").read_text())
+    job["spec"]["trainer"]["iterations"] = 20
+    job["spec"]["schedule"]["microbatches"] = 4
+    jobs.apply(job)
+    done = jobs.wait("gpt", "Complete", 180.0)
+    training = done["status"]["training"]
+    assert training["iteration"] >= 18
+    # 5.5 nats per byte is what knowing nothing costs.
+    assert training["loss"] < 4.5, told(done)
+    jobs.delete("gpt")
+
+
+def test_suspended_while_it_restarts(jobs: Jobs) -> None:
+    jobs.apply(manifest("paused", stages=2, iterations=100_000, failurePolicy={"maxRestarts": 1}))
+    jobs.wait("paused", _at_iteration(1), START)
+    victim = jobs.pods("paused")[1]["metadata"]["name"]
+    jobs.nodes.client.delete("pods", victim, jobs.namespace)
+    jobs.wait("paused", _attempt(1), 60.0)
+    jobs.patch("paused", {"suspend": True})
+    paused = jobs.wait("paused", "Suspended", 60.0)
+    assert paused["status"]["restarts"] == 1
+    assert [pod for pod in jobs.pods("paused") if pod["status"]["phase"] == "Running"] == []
+    jobs.patch("paused", {"suspend": False})
+    resumed = jobs.wait("paused", "Running", START)
+    attempt = resumed["status"]["attempt"]
+    assert attempt in {1, 2}, "2 if attempt 1 had begun before it was suspended"
+    assert len(jobs.pods("paused", attempt)) == 2
+    jobs.wait("paused", _at_iteration(1), START)
+    jobs.delete("paused")
+
+
+def test_a_node_is_lost_under_a_running_job(release: NodeCluster, jobs: Jobs) -> None:
+    """Its kubelet stops: its rank trains on for a while, and nobody can say when it ends."""
+    second = release.add_node()
+    gone = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 1}
+    keys = ("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready")
+    template = {
+        "spec": {
+            "terminationGracePeriodSeconds": 1,
+            "tolerations": [gone | {"key": key} for key in keys],
+            "containers": [{"name": "trainer"}],
+        }
+    }
+    spread = {"topology": {"key": "kubernetes.io/hostname", "mode": "spread"}}
+    jobs.apply(manifest("lost", stages=2, iterations=100_000, template=template, placement=spread))
+    jobs.wait("lost", _at_iteration(1), START)
+    assert {pod["spec"]["nodeName"] for pod in jobs.pods("lost")} == {"node-1", second.name}
+    second.kubelet.stop(grace=0)
+    ended = jobs.wait("lost", _attempt(1), 90.0)
+    assert ended["status"]["restarts"] == 0, "the program did nothing wrong"
+    assert ended["status"]["disruptions"] == 1
+    assert second.name in ended["status"]["attempts"][0]["message"]
+    # As the cloud's controller does with a machine that is no more.
+    release.remove_node(second)
+    jobs.wait("lost", "Running", START)
+    assert {pod["spec"]["nodeName"] for pod in jobs.pods("lost", 1)} == {"node-1"}
+    jobs.delete("lost")
+
+
+def test_uninstalled_nothing_is_left_but_the_definition(release: NodeCluster) -> None:
+    release.helm("uninstall", RELEASE, "--namespace", SYSTEM)
+    kinds = ("deployments", "pods", "services", "secrets", "serviceaccounts", "configmaps")
+
+    def left() -> set[str]:
+        return {
+            f"{kind}/{found['metadata']['name']}"
+            for kind in kinds
+            for found in release.client.list(kind, SYSTEM)
+        } - {"serviceaccounts/default", "configmaps/kube-root-ca.crt"}
+
+    wait_for("all of the chart to go", lambda: not left(), 60.0, details=lambda: f"found {left()}")
+    for kind in ("clusterroles", "clusterrolebindings"):
+        names = [found["metadata"]["name"] for found in release.client.list(kind)]
+        assert not [name for name in names if name.startswith(RELEASE)]
+    release.client.get("crds", "pipemorphjobs.pipemorph.io")
+
+
+def _check_ranks(nodes: NodeCluster, jobs: Jobs, name: str) -> None:
+    """Each has its device, and none is root."""
+    pods = jobs.pods(name)
+    assert len(pods) == 4
+    given = set()
+    for pod in pods:
+        command = ["exec", f"--namespace={jobs.namespace}", pod["metadata"]["name"], "--"]
+        said = nodes.kubectl(*command, "sh", "-c", "id -u; ls /dev/infiniband; env")
+        lines = said.splitlines()
+        assert lines[:3] == ["65532", "rdma_cm", "uverbs0"]
+        given |= {line for line in lines if line.startswith("TESTBED_DEVICES=")}
+        limits = pod["spec"]["containers"][0]["resources"]["limits"]
+        assert limits[RESOURCE] == "1"
+    assert len(given) == 4, f"ranks share devices: {given}"
+
+
+def _at_iteration(number: int) -> Callable[[Object], bool]:
+    return lambda job: (_training(job).get("iteration") or 0) >= number
+
+
+def _training(job: Object) -> Object:
+    return job.get("status", {}).get("training") or {}
+
+
+def _attempt(number: int) -> Callable[[Object], bool]:
+    return lambda job: job.get("status", {}).get("attempt") == number
+
+
+def _adapted_to(link: int) -> Callable[[Object], bool]:
+    def adapted(job: Object) -> bool:
+        change = _training(job).get("lastAdaptation") or {}
+        return (
+            condition(job, "ScheduleAdapted").get("status") == "True"
+            and link in change.get("links", [])
+            and change.get("appliedAtIteration") is not None
+        )
+
+    return adapted
+
+
+def _fastest(witness: Witness, first: int, last: int) -> float:
+    """The shortest iteration time reported while an iteration in this range was in progress."""
+    found: list[float] = [
+        training["iterationSeconds"]
+        for status in witness.seen
+        if (training := status.get("training")) and first < training["iteration"] < last
+        if training.get("iterationSeconds")
+    ]
+    assert found, f"no iteration time between iterations {first} and {last}"
+    return min(found)
