@@ -98,6 +98,25 @@ class StageProfile(WireModel):
     """Bytes one microbatch holds between its F and its W, where measured."""
 
 
+class RailSample(WireModel):
+    """One RDMA port that a stage's host shows, as its driver counts.
+
+    What cannot be read says so: a 0 would read as healthy. Counters never start over while the
+    driver stays loaded, so what counts is by how much one has grown.
+    """
+
+    stage: Count
+    replica: Count = 0
+    device: Annotated[str, Field(min_length=1, max_length=64)]
+    port: Annotated[int, Field(ge=1, le=255)]
+    state: Annotated[str, Field(max_length=32)]
+    """ACTIVE, DOWN, INIT, ARMED, … or "unavailable"."""
+    counters: dict[
+        Annotated[str, Field(min_length=1, max_length=64)], Count | Literal["unavailable"]
+    ] = Field(max_length=64)
+    """By their names in sysfs; those that the driver does not have are left out."""
+
+
 class IterationSample(WireModel):
     """One finished iteration, as rank 0 saw it."""
 
@@ -128,6 +147,8 @@ class LinkHealthReport(WireModel):
     iterations: list[IterationSample] = Field(default_factory=list, max_length=256)
     links: list[LinkSample] = Field(default_factory=list, max_length=512)
     stages: list[StageProfile] = Field(default_factory=list, max_length=256)
+    rails: list[RailSample] = Field(default_factory=list, max_length=256)
+    """Ports that have changed since the last report."""
     message: str | None = Field(default=None, max_length=1024)
 
 

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 from pydantic import Field
 
 from pipemorph.planning.ir import Plan
-from pipemorph.wire import IterationSample, LinkSample, StageProfile, WireModel
+from pipemorph.wire import IterationSample, LinkSample, RailSample, StageProfile, WireModel
 
 
 class RankTelemetry(WireModel):
@@ -30,6 +30,7 @@ class RankTelemetry(WireModel):
     profile: StageProfile | None = None
     finished_iteration: IterationSample | None = None
     """Set by rank 0 once per iteration; its bubble fraction is over all stages' op times."""
+    rails: list[RailSample] = Field(default_factory=list)
     message: str | None = None
 
 

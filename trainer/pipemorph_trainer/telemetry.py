@@ -9,6 +9,7 @@ from pipemorph.planning import Path
 from pipemorph.wire import IterationSample, LinkSample, StageProfile
 from pipemorph_trainer.control import ControlClient, RankTelemetry
 from pipemorph_trainer.links import LinkEnd, Seat
+from pipemorph_trainer.rails import RailWatch
 
 PUBLISH_SECONDS = 0.05
 State = Literal["starting", "training", "finished", "failed"]
@@ -21,6 +22,7 @@ class Reporter:
         self._seat, self._control, self._ends = seat, control, ends
         self._left_over: list[LinkSample] = []
         self._published_at = 0.0
+        self._rails = RailWatch(seat.stage, seat.replica)
         self.state: State = "starting"
         self.iteration = 0
         self.applied = 0
@@ -70,6 +72,7 @@ class Reporter:
                 links=links,
                 profile=profile,
                 finished_iteration=finished,
+                rails=self._rails.take(),
                 message=message[:1024] if message else None,
             )
         )

@@ -2,7 +2,7 @@
 
 What does not fit waits for the next report; what has gone stale meanwhile is replaced.
 Order of importance: the newest window of each link, worst link first; the newest
-iterations; stage profiles that changed; older iterations; older windows.
+iterations; stage profiles and RDMA ports that changed; older iterations; older windows.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pipemorph.wire import (
     IterationSample,
     LinkHealthReport,
     LinkSample,
+    RailSample,
     StageProfile,
     WireModel,
 )
@@ -35,6 +36,8 @@ LinkKey = tuple[int, int, str, str]
 """link, replica, direction, path"""
 StageKey = tuple[int, int]
 """stage, replica"""
+RailKey = tuple[int, int, str, int]
+"""stage, replica, device, port"""
 
 
 @dataclass
@@ -45,6 +48,7 @@ class Selection:
     iterations: list[IterationSample]
     links: list[LinkSample]
     stages: list[StageProfile]
+    rails: list[RailSample]
     message: str | None
 
 
@@ -81,6 +85,7 @@ class TelemetryMerger:
         self._iterations: deque[IterationSample] = deque(maxlen=ITERATIONS_KEPT)
         self._profiles: dict[StageKey, StageProfile] = {}
         self._unsent_profiles: dict[StageKey, StageProfile] = {}
+        self._unsent_rails: dict[RailKey, RailSample] = {}
         self._message: str | None = None
         self.dirty = False
 
@@ -98,6 +103,9 @@ class TelemetryMerger:
             self.dirty = True
         if telemetry.profile is not None:
             self._add_profile(telemetry.profile)
+        for rail in telemetry.rails:
+            # By the next report that there is: counters are no news to hurry for.
+            self._unsent_rails[rail.stage, rail.replica, rail.device, rail.port] = rail
         if telemetry.finished_iteration is not None:
             self._iterations.append(telemetry.finished_iteration)
             self.dirty = True
@@ -128,6 +136,7 @@ class TelemetryMerger:
         links = _fill(budget, (w[-1] for w in windows), 512)
         iterations = _fill(budget, newest_first[:NEWEST_ITERATIONS], 256)
         stages = _fill(budget, self._unsent_profiles.values(), 256)
+        rails = _fill(budget, self._unsent_rails.values(), 256)
         iterations += _fill(budget, newest_first[NEWEST_ITERATIONS:], 256 - len(iterations))
         older = (sample for w in windows for sample in reversed(w[:-1]))
         links += _fill(budget, older, 512 - len(links))
@@ -136,9 +145,9 @@ class TelemetryMerger:
         chronological = {id(sample): i for w in windows for i, sample in enumerate(w)}
         links.sort(key=lambda sample: (sample.iteration, chronological[id(sample)]))
         report = empty.model_copy(
-            update={"iterations": iterations, "links": links, "stages": stages}
+            update={"iterations": iterations, "links": links, "stages": stages, "rails": rails}
         )
-        return Selection(report, iterations, links, stages, self._message)
+        return Selection(report, iterations, links, stages, rails, self._message)
 
     def delivered(self, selection: Selection) -> None:
         """Forget what the ingest has accepted. What came in since stays."""
@@ -156,6 +165,10 @@ class TelemetryMerger:
             stage = (profile.stage, profile.replica)
             if self._unsent_profiles.get(stage) is profile:
                 del self._unsent_profiles[stage]
+        for rail in selection.rails:
+            port = (rail.stage, rail.replica, rail.device, rail.port)
+            if self._unsent_rails.get(port) is rail:
+                del self._unsent_rails[port]
         if self._message == selection.message:
             self._message = None
         self.dirty = self.dirty or bool(self._links or self._iterations or self._unsent_profiles)

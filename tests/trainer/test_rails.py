@@ -1,0 +1,117 @@
+"""RDMA ports and their counters on the way into link health reports."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from pipemorph.wire import LinkHealthReport, RailSample
+from pipemorph_trainer.agent.merge import TelemetryMerger
+from pipemorph_trainer.control import RankTelemetry
+from pipemorph_trainer.rails import RailWatch, read
+
+DEADLINE = 20.0
+
+
+def put(path: Path, text: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{text}\n")
+
+
+@pytest.fixture
+def sysfs(tmp_path: Path) -> Path:
+    for device in ("mlx5_0", "mlx5_1"):
+        port = tmp_path / device / "ports" / "1"
+        put(port / "state", "4: ACTIVE")
+        put(port / "counters" / "link_downed", 0)
+        # A folder cannot be read as a file, also not by root.
+        (port / "hw_counters" / "out_of_sequence").mkdir(parents=True)
+    return tmp_path
+
+
+def telemetry(rails: list[RailSample], stage: int = 0) -> RankTelemetry:
+    return RankTelemetry(
+        rank=stage, stage=stage, replica=0, state="training", iteration=0,
+        applied_epoch=0, prepared_epoch=0, rails=rails,
+    )  # fmt: skip
+
+
+def until(watch: RailWatch, least: int) -> list[RailSample]:
+    deadline = time.monotonic() + DEADLINE
+    while len(found := watch.take()) < least:
+        assert time.monotonic() < deadline, f"no {least} changed ports within {DEADLINE} s"
+        time.sleep(0.01)
+    return found
+
+
+def test_what_cannot_be_read_says_so(sysfs: Path, tmp_path: Path) -> None:
+    (first, second) = read(2, 1, sysfs)
+    assert first == RailSample(
+        stage=2, replica=1, device="mlx5_0", port=1, state="ACTIVE",
+        counters={"link_downed": 0, "out_of_sequence": "unavailable"},
+    )  # fmt: skip
+    assert second.device == "mlx5_1"
+    (sysfs / "mlx5_1/ports/1/state").unlink()
+    assert read(2, 1, sysfs)[1].state == "unavailable"
+    assert read(0, 0, tmp_path / "nowhere") == []
+
+
+def test_only_ports_that_have_changed_are_taken(sysfs: Path) -> None:
+    watch = RailWatch(0, 0, sysfs=sysfs, interval=0.02)
+    assert [r.device for r in until(watch, 2)] == ["mlx5_0", "mlx5_1"]
+    assert watch.take() == []
+    put(sysfs / "mlx5_1/ports/1/counters/link_downed", 1)
+    (changed,) = until(watch, 1)
+    assert (changed.device, changed.counters["link_downed"]) == ("mlx5_1", 1)
+
+
+def test_the_thread_ends_with_its_watch_and_there_is_none_without_a_device(
+    sysfs: Path, tmp_path: Path
+) -> None:
+    def watchers() -> int:
+        return sum(t.name == "pm-rails" for t in threading.enumerate())
+
+    before = watchers()
+    idle = RailWatch(0, 0, sysfs=tmp_path / "nowhere")
+    assert watchers() == before
+    assert idle.take() == []
+    watch = RailWatch(0, 0, sysfs=sysfs, interval=3600.0)
+    until(watch, 2)
+    assert watchers() == before + 1
+    del watch
+    gc.collect()
+    deadline = time.monotonic() + DEADLINE
+    while watchers() > before:
+        assert time.monotonic() < deadline, "the thread outlives its watch"
+        time.sleep(0.01)
+
+
+def test_the_newest_of_each_port_is_reported_once(sysfs: Path) -> None:
+    merger = TelemetryMerger("job", "default", 1, 2)
+    merger.add(telemetry(read(0, 0, sysfs)))
+    merger.add(telemetry(read(1, 0, sysfs), stage=1))
+    put(sysfs / "mlx5_0/ports/1/counters/link_downed", 5)
+    merger.add(telemetry(read(0, 0, sysfs)[:1]))
+    selection = merger.select(1, 0.0, 0)
+    said = {(r.stage, r.device): r.counters["link_downed"] for r in selection.report.rails}
+    assert said == {(0, "mlx5_0"): 5, (0, "mlx5_1"): 0, (1, "mlx5_0"): 0, (1, "mlx5_1"): 0}
+    # What changes while the report is under way is in the next one.
+    put(sysfs / "mlx5_1/ports/1/counters/link_downed", 6)
+    merger.add(telemetry(read(0, 0, sysfs)[1:]))
+    merger.delivered(selection)
+    assert [r.counters["link_downed"] for r in merger.select(2, 0.0, 0).report.rails] == [6]
+    # As it is on the wire.
+    text = selection.report.model_dump_json()
+    assert '"out_of_sequence":"unavailable"' in text
+    assert LinkHealthReport.model_validate_json(text) == selection.report
+
+
+@pytest.mark.parametrize("counters", [{"x": -1}, {"x": "none"}, {"": 1}, {"x" * 65: 1}])
+def test_counters_of_no_sense_are_refused(counters: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        RailSample(stage=0, device="mlx5_0", port=1, state="ACTIVE", counters=counters)  # type: ignore[arg-type]
