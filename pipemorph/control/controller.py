@@ -44,6 +44,9 @@ MATERIAL = 0.25
 MATERIAL_OP = 0.2
 """Change of an op time, as a fraction of it, that is worth another look."""
 
+COMMIT_AHEAD = 2
+"""Iterations from the running one to the first that a directive issued now is in effect for."""
+
 STEADY = 4
 """Holds after which a delay that has not moved is looked at once more: on a path first used
 while the link was slow, what is left may be the path's own normal time."""
@@ -451,6 +454,8 @@ class JobController:
                 in_flight_limits=self._limits,
                 # After a lost state the ranks run a plan not known here: nothing to compare.
                 lost=self._foreign_plan,
+                remaining=self._left(),
+                change_seconds=self._ledger.change_seconds,
             ),
             links=tuple(links),
             why=_why(cause, links),
@@ -459,6 +464,11 @@ class JobController:
         )
         if not self._deferred:
             self.settle(self._pending.replan, propose(self._pending.replan), now)
+
+    def _left(self) -> int:
+        """Iterations that a directive issued now would still be in effect for."""
+        running = self._ledger.last_iteration + 1
+        return self.spec.trainer.iterations - running - COMMIT_AHEAD
 
     @property
     def replan(self) -> Replan | None:
@@ -476,12 +486,13 @@ class JobController:
         if proposal.chosen is None:
             self._keep(now, f"{pending.why}; {proposal.reason}")
             return
-        self._issue(pending, proposal.chosen, proposal.present, now)
+        self._issue(pending, proposal.chosen, proposal, now)
         if asked.cause == "profile" and not any(asked.situation.slow):
             self._home = proposal.chosen.schedule
 
-    def _issue(self, pending: _Pending, chosen: Option, present: Option | None, now: float) -> None:
+    def _issue(self, pending: _Pending, chosen: Option, proposal: Proposal, now: float) -> None:
         """Make the chosen option the wanted plan, under a new epoch."""
+        present = proposal.present
         cause = pending.replan.cause
         before = self._schedule.warmup()
         moved_back = chosen.delegated < sum(path is Path.DELEGATED for path in self._paths)
@@ -496,6 +507,7 @@ class JobController:
             f"{pending.why}; predicted per iteration {old}, {shown_time(chosen.seconds)} with"
             f" warm-up {'-'.join(map(str, chosen.schedule.warmup()))} and"
             f" {shown_paths(chosen.paths)}"
+            f"{'; ' + proposal.reason if proposal.reason else ''}"
         )
         self._epoch += 1
         self._schedule, self._paths = chosen.schedule, chosen.paths

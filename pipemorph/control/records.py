@@ -95,6 +95,13 @@ class Ledger:
         self.decisions: deque[Decision] = deque(maxlen=KEPT_DECISIONS)
         self._iterations: dict[int, Finished] = {}
         self._last = -1
+        self._changes: dict[int, float] = {}
+
+    @property
+    def change_seconds(self) -> float | None:
+        """What a change of plan has cost so far: how much longer the first iteration of a new
+        plan took than those after it, the median of the last few; None before one."""
+        return _median(self._changes.values())
 
     @property
     def last_iteration(self) -> int:
@@ -154,6 +161,10 @@ class Ledger:
         if first != record.applied_at_iteration or len(ours) > AFTER:
             return  # Its figures are complete.
         after = [self._iterations[i] for i in ours]
+        if settled := _median(s.seconds for s in after[1:]):
+            self._changes[record.epoch] = max(0.0, after[0].seconds - settled)
+            if len(self._changes) > OPEN_RECORDS:
+                del self._changes[min(self._changes)]
         record.iteration_seconds_after = _median(s.seconds for s in after)
         record.bubble_after = _median(s.bubble_fraction for s in after)
         record.peak_memory_after = peak_memory()

@@ -18,6 +18,9 @@ from pipemorph.spec import JobSpec
 Cause = Literal["slow", "worse", "eased", "recovered", "steady", "profile", "restart"]
 """Why the situation deserves another judgement than the last one."""
 
+UNSEEN_CHANGE = 0.25
+"""What a change of plan is taken to cost before one was seen, in iterations of the present one."""
+
 
 @dataclass(frozen=True)
 class Replan:
@@ -25,6 +28,8 @@ class Replan:
 
     ``schedule`` and ``paths`` are in effect now, ``home`` and ``first_paths`` are those for
     links that are well. ``lost``: the ranks run a plan that is not known here.
+    ``remaining`` iterations are left that a new plan would run, and changing has cost
+    ``change_seconds`` so far (None: it was not done yet).
     """
 
     spec: JobSpec
@@ -36,13 +41,16 @@ class Replan:
     first_paths: tuple[Path, ...]
     in_flight_limits: tuple[int | None, ...]
     lost: bool
+    remaining: int
+    change_seconds: float | None
 
 
 @dataclass(frozen=True)
 class Proposal:
     """What came of it: the option to change to, or None and why the plan is kept.
 
-    ``present`` is the plan in effect as it is predicted now; None if it is not known.
+    ``present`` is the plan in effect as it is predicted now; None if it is not known. With a
+    choice, ``reason`` is what it is worth, where that was weighed.
     """
 
     chosen: Option | None
@@ -58,20 +66,20 @@ def propose(asked: Replan) -> Proposal:
     forecast = Forecast(asked.spec, asked.situation)
     try:
         present = None if asked.lost else forecast.of(asked.schedule, asked.paths)
-        chosen, why_not = _choose(asked, forecast, present)
+        chosen, why = _choose(asked, forecast, present)
     except InputError as error:
         return Proposal(None, None, f"no plan was found: {error}")
     if chosen is None:
-        return Proposal(None, present, why_not)
+        return Proposal(None, present, why)
     dispatch = asked.spec.schedule.dispatch_kind
     broken = runnable(chosen.schedule, asked.in_flight_limits, dispatch)
     if broken is not None:
         return Proposal(None, present, f"the plan for it must not run: {broken}")
-    return Proposal(chosen, present)
+    return Proposal(chosen, present, why)
 
 
 def _choose(asked: Replan, forecast: Forecast, present: Option | None) -> tuple[Option | None, str]:
-    """The option to change to, or None and why not."""
+    """The option to change to and what it is worth, or None and why not."""
     situation = asked.situation
     options = []
     for paths in forecast.path_choices(asked.paths, asked.first_paths):
@@ -83,7 +91,7 @@ def _choose(asked: Replan, forecast: Forecast, present: Option | None) -> tuple[
         return quickest, ""
     gain = 1 - quickest.seconds / present.seconds if present.seconds > 0 else 0.0
     if gain >= asked.spec.adaptation.min_gain and gain > 0:
-        return quickest, ""
+        return _if_it_pays(asked, present, quickest)
     # Not quicker; but a link that is well again need not stay off its direct path.
     may_ease = asked.cause in ("steady", "recovered")
     lighter = [
@@ -112,9 +120,26 @@ def _choose_home(
     if (target.schedule, target.paths) == (present.schedule, present.paths):
         return None, "kept the plan: it is the one for links that are well"
     returns = target is home and (home.schedule, home.paths) != (asked.schedule, asked.paths)
-    if returns or target.seconds < present.seconds * least:
+    if returns:
         return target, ""
+    if target.seconds < present.seconds * least:
+        return _if_it_pays(asked, present, target)
     return None, _not_worth(asked, present, 1 - target.seconds / present.seconds)
+
+
+def _if_it_pays(asked: Replan, present: Option, other: Option) -> tuple[Option | None, str]:
+    """``other``, if what it saves until the job is done is more than what changing costs."""
+    cost = asked.change_seconds
+    known = cost is not None
+    cost = present.seconds * UNSEEN_CHANGE if cost is None else cost
+    saved = (present.seconds - other.seconds) * asked.remaining
+    sum_ = (
+        f"{shown_time(max(0.0, saved))} over the {max(0, asked.remaining)} iterations left,"
+        f" the change {'has cost' if known else 'is taken to cost'} {shown_time(cost)}"
+    )
+    if saved > cost:
+        return other, f"it saves {sum_}"
+    return None, f"kept the plan: the best other one saves {sum_}"
 
 
 def _not_worth(asked: Replan, present: Option, gain: float) -> str:

@@ -253,6 +253,32 @@ def test_a_delay_not_worth_the_change_is_left_alone_and_said_so() -> None:
     assert len(reasons) < 4
 
 
+def test_a_change_that_cannot_pay_before_the_job_ends_is_not_made() -> None:
+    """23 iterations are left that a new plan would run, or one."""
+    for iterations, changes in ((30, 1), (8, 0)):
+        plant = Plant(spec(trainer={"module": "x", "iterations": iterations}))
+        plant.run(5)
+        plant.delays[0] = 0.020
+        plant.run(5)
+        decided = [d for d in plant.controller.decisions if "iterations left" in d.reason]
+        assert len(plant.controller.records) == changes, iterations
+        assert {d.kind for d in decided} == ({"adapt"} if changes else {"keep"})
+        assert all("the change is taken to cost" in d.reason for d in decided), decided
+
+
+def test_what_changes_have_cost_is_learned() -> None:
+    plant = Plant(spec())
+    plant.run(5)
+    plant.delays[0] = 0.020
+    plant.run(15)
+    (record,) = plant.controller.records
+    assert "is taken to cost" in record.reason
+    plant.delays[2] = 0.060
+    plant.run(15)
+    second = plant.controller.records[1]
+    assert "the change has cost" in second.reason and "iterations left" in second.reason
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
