@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -12,16 +15,20 @@ from pipemorph.errors import InputError
 from pipemorph.planning import (
     Dispatch,
     Link,
+    OpKind,
     Path,
     Policy,
     Problem,
     StageTimes,
+    TimedOp,
     link_on,
     lower_bound,
     plan,
     plan_for,
     predict,
+    simulate,
     validate,
+    validate_online,
 )
 from pipemorph.planning.adapt import adapted_warmup, initial_warmup, paper_warmup
 from pipemorph.planning.costs import Costs
@@ -60,6 +67,41 @@ def test_every_plan_is_valid_and_not_below_the_bound(problem: Problem) -> None:
         assert all(k is None or peak <= k for peak, k in zip(peaks, limits, strict=True))
         again = plan(problem, policy)
         assert again.schedule == planned.schedule, "planning must not depend on anything else"
+
+
+@given(problem=problems(half_duplex=True), seed=st.integers(0, 2**32))
+@settings(max_examples=100, deadline=None)
+def test_every_plan_runs_to_the_end_under_any_delay(problem: Problem, seed: int) -> None:
+    """In both kinds of dispatch, within the caps at every moment."""
+    rng = random.Random(seed)
+    delays = [rng.choice((0.0, rng.uniform(0, 5), rng.uniform(50, 500))) for _ in problem.links]
+    disturbed = problem.with_delays(delays)
+    for policy in POLICIES:
+        limits = problem.in_flight_limits()
+        if policy is Policy.GPIPE and any(k and k < problem.microbatches for k in limits):
+            continue
+        schedule = plan(problem, policy).schedule
+        ran = [simulate(schedule, disturbed)]
+        try:
+            validate_online(schedule.warmup(), limits)
+        except InputError:
+            pass  # no promise is made for online dispatch
+        else:
+            ran.append(simulate(schedule, disturbed, Dispatch.ONLINE))
+        for simulation in ran:
+            assert simulation.makespan >= lower_bound(disturbed) - 1e-9
+            for ops, limit in zip(simulation.stages, limits, strict=True):
+                assert most_in_flight(ops) <= (limit or problem.microbatches)
+
+
+def most_in_flight(ops: Sequence[TimedOp]) -> int:
+    """F start to W end, counted by the clock."""
+    begins = sorted(op.start for op in ops if op.kind is OpKind.F)
+    ends = sorted(op.end for op in ops if op.kind in (OpKind.W, OpKind.BW))
+    return max(
+        sum(begin <= now for begin in begins) - sum(end <= now for end in ends)
+        for now in (*begins, *ends)
+    )
 
 
 @given(problem=problems(half_duplex=True))
