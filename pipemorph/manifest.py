@@ -97,6 +97,18 @@ def check_module(job: PipeMorphJob) -> None:
             raise InputError(
                 f"spec.trainer.module: is {json.dumps(module)}; {found} is a module, not a package"
             )
+    if where is not None and not _has_main(module, where):
+        raise InputError(
+            f"spec.trainer.module: is {json.dumps(module)}, a package without a __main__ module, "
+            "which python -m cannot run; name one of its modules"
+        )
+
+
+def _has_main(package: str, where: Sequence[str]) -> bool:
+    try:
+        return _find(f"{package}.__main__", where) is not None
+    except (ImportError, ValueError, AttributeError, OSError):
+        return False
 
 
 def _find(name: str, where: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
@@ -104,10 +116,21 @@ def _find(name: str, where: Sequence[str] | None) -> importlib.machinery.ModuleS
     if where is None:
         return importlib.util.find_spec(name)
     for finder in sys.meta_path:
-        spec = finder.find_spec(name, where)
+        try:
+            spec = finder.find_spec(name, where)
+        except KeyError:
+            # A folder without __init__.py: Python asks its parent, which was not imported.
+            return _namespace(name, where)
         if spec is not None:
             return spec
     return None
+
+
+def _namespace(name: str, where: Sequence[str]) -> importlib.machinery.ModuleSpec:
+    folders = [Path(folder) / name.rpartition(".")[2] for folder in where]
+    spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+    spec.submodule_search_locations = [str(folder) for folder in folders if folder.is_dir()]
+    return spec
 
 
 # --- text to plain data ----------------------------------------------------------------------
@@ -126,6 +149,16 @@ class _Loader(yaml.SafeLoader):
                     )
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; like YAML's mappings here, without a repeated key."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise InputError(f"is not YAML or JSON: the key {_printable(repr(key))} is there twice")
+        found[key] = value
+    return found
 
 
 def _number(text: str) -> float | int:
@@ -153,7 +186,7 @@ def _document(text: str) -> object:
     """The only document in the text."""
     if text.lstrip().startswith("{"):
         try:
-            return json.loads(text, parse_float=_number)
+            return json.loads(text, object_pairs_hook=_unique, parse_float=_number)
         except (ValueError, RecursionError):
             pass  # YAML may be written with braces too; its message will do.
     try:

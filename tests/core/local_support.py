@@ -67,6 +67,20 @@ if action == "recover":
 if action == "die":
     print("the last thing I did", file=sys.stderr, flush=True)
     sys.exit(int(rest[0]))
+if action == "lose":
+    print(f"rank {rank} (stage {rank}) waited 0.0 s for F of microbatch 3 of iteration 7 from "
+          f"stage {rest[0]} on link 1 (direct, gloo); rank {rest[0]} (stage {rest[0]}) is gone: "
+          f"its connection closed", file=sys.stderr, flush=True)
+    sys.exit(1)
+if action == "after":
+    # Ends after the rank that has lost it: the host keeps that one as a zombie.
+    other = json.loads((meeting / f"rank-{rest[0]}").read_text())["pid"]
+    pause = threading.Event()
+    while Path(f"/proc/{other}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        pause.wait(0.01)
+    pause.wait(float(rest[1]))
+    print("ValueError: what really happened", file=sys.stderr, flush=True)
+    sys.exit(3)
 if action == "crash":
     print("about to crash", file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -128,6 +130,51 @@ def test_a_rank_that_dies_ends_the_run(
     assert report["completed"] is False
     assert report["reason"] == f"rank 2 (stage 2) {outcome}"
     assert_clean(run)
+
+
+# At once, and only after the peers have had their second to say what they miss.
+@pytest.mark.parametrize("seconds", [0, 1.5])
+def test_the_rank_that_failed_is_named_and_not_the_one_that_lost_it(
+    runs: Runs, seconds: float
+) -> None:
+    run = runs({1: f"after 2 {seconds}", 2: "lose 1"}, stages=3)
+    status, output = run.finish()
+    assert status == 1
+    assert "rank 1 (stage 1) exited with code 3" in output, output
+    assert "ValueError: what really happened" in output
+    told = output.split("what the ranks were waiting for:")[1]
+    assert "rank 2 (stage 2) waited 0.0 s for F of microbatch 3 of iteration 7" in told
+    assert run.report()["reason"] == "rank 1 (stage 1) exited with code 3"
+    assert_clean(run)
+
+
+def test_where_all_have_lost_somebody_the_first_is_named(runs: Runs) -> None:
+    run = runs({0: "lose 1", 1: "lose 0"}, stages=2)
+    status, output = run.finish()
+    assert status == 1
+    assert re.search(r"^rank [01] \(stage [01]\) exited with code 1$", output, re.M), output
+
+
+def test_results_that_cannot_be_written(runs: Runs) -> None:
+    run = runs(others="finish")
+    run.out.mkdir()
+    (run.out / "report.json.partial").symlink_to("/dev/full")
+    status, output = run.finish()
+    assert status == 1
+    assert "completed: 0 of 5 iterations" in output
+    assert "pipemorph run: out: No space left on device; results are missing" in output
+    assert "Traceback" not in output
+    assert_clean(run)
+
+
+def test_a_port_is_kept_for_the_ranks_until_they_listen(runs: Runs) -> None:
+    run = runs(others="hang")
+    run.start()
+    port = int(run.seen_by(0)["env"]["MASTER_PORT"])
+    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+        stranger.bind(("127.0.0.1", port))
+    with socket.create_server(("127.0.0.1", port)) as store:  # asks to share, as torch's does
+        assert store.getsockname()[1] == port
 
 
 def test_a_rank_that_does_not_stop_is_killed(runs: Runs) -> None:
@@ -353,6 +400,13 @@ def test_an_out_folder_that_cannot_be_made(runs: Runs) -> None:
     status, output = run.finish()
     assert status == 2
     assert output.count("\n") == 1 and "--out out cannot be used" in output
+
+
+def test_an_out_folder_whose_name_is_too_long(runs: Runs) -> None:
+    run = runs(others="finish")
+    status, output = run.finish("--out", "x" * 300)
+    assert status == 2
+    assert output.count("\n") == 1 and "cannot be used: File name too long" in output
 
 
 def test_a_reader_that_goes_away_ends_the_run(runs: Runs) -> None:

@@ -292,8 +292,17 @@ def test_the_module_must_be_found_without_being_imported(
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('imported')")
     (package / "train.py").write_text("raise RuntimeError('imported')")
+    runnable = package / "runnable"
+    runnable.mkdir()
+    (runnable / "__main__.py").write_text("raise RuntimeError('imported')")
+    (runnable / "train.py").write_text("raise RuntimeError('imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    for module in ("json.tool", "untouched", "untouched.train"):
+    for module in (
+        "json.tool",
+        "untouched.runnable",
+        "untouched.runnable.train",
+        "untouched.train",
+    ):
         check_module(parse_job(json.dumps(changed("spec/trainer/module", module))))
     assert "untouched" not in sys.modules
     for module, message in (
@@ -301,12 +310,22 @@ def test_the_module_must_be_found_without_being_imported(
         ("nowhere.at.all", "no module nowhere in the Python path"),
         ("untouched.nope", "no module nope in package untouched"),
         ("untouched.train.x", "untouched.train is a module, not a package"),
+        ("untouched", "a package without a __main__ module"),
     ):
         job = parse_job(json.dumps(changed("spec/trainer/module", module)))
         with pytest.raises(InputError) as caught:
             check_module(job)
-        assert str(caught.value).startswith(f'spec.trainer.module: is "{module}"; ')
+        assert str(caught.value).startswith(f'spec.trainer.module: is "{module}"')
         assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("form", ["json", "yaml"])
+def test_a_key_that_is_there_twice_is_told(form: str) -> None:
+    text = json.dumps(changed("spec/parallelism/stages", 4))
+    assert text.count('"stages": 4') == 1
+    text = text.replace('"stages": 4', '"stages": 4, "stages": 2')
+    with pytest.raises(InputError, match="the key 'stages' is there twice"):
+        parse_job(text if form == "json" else "# YAML\n" + text)
 
 
 def spots(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,14 @@ class Ranks:
             self.processes[rank].join(0.02)
         said = file.read_text(errors="replace") if file.exists() else ""
         raise AssertionError(f"rank {rank} did not print {text!r} in {timeout:.0f} s:\n{said}")
+
+    def wait_for_end(self, ranks: Sequence[int], timeout: float = 40.0) -> None:
+        """Wait until these ranks have ended. Raises AssertionError naming those that have not."""
+        deadline = time.monotonic() + timeout
+        for rank in ranks:
+            self.processes[rank].join(max(0.0, deadline - time.monotonic()))
+        left = [rank for rank in ranks if self.processes[rank].exitcode is None]
+        assert not left, f"ranks {left} have not ended within {timeout:.0f} s"
 
     def wait(self, timeout: float = 60.0) -> list[RankResult]:
         """Wait for all to end. Those still running after ``timeout`` are killed, and have

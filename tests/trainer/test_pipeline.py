@@ -80,6 +80,70 @@ def test_shapes_may_change_between_steps(path: str) -> None:
         assert losses == pytest.approx([1.5**3 * n for n in (3, 3, 5, 70_000, 3)])
 
 
+class Masked(nn.Module):
+    """Takes what every stage needs by name, on each rank; the first takes its input so too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor, *, mask: Tensor, factor: float = 1.0) -> Tensor:
+        return x * self.weight * mask * factor
+
+
+def by_name(context: TrainerContext) -> tuple[list[float], float]:
+    first, last = context.rank == 0, context.rank == context.world_size - 1
+    module = Masked()
+    losses = []
+    with Pipeline(
+        module, context=context, loss_fn=lambda o, t: (o - t).sum(), microbatches=2
+    ) as pipe:
+        for size in (3, 5):
+            mask = torch.tensor([1.0, 0.0, 1.0, 1.0]).reshape(4, 1).expand(4, size)
+            named = {"mask": mask} if last else {"mask": mask, "factor": 3.0}
+            if first:
+                named["x"] = torch.ones(4, size)
+            losses.append(float(pipe.step(target=torch.zeros(4, size), **named)))
+    assert module.weight.grad is not None
+    return losses, float(module.weight.grad)
+
+
+def test_keyword_arguments_go_to_the_stage_of_their_rank() -> None:
+    # 2³ · 3² per element that no mask hides: one of two, then two of two, rows a microbatch.
+    expected = [72 * (1 + 2) * size / 2 for size in (3, 5)]
+    for losses, grad in run_ranks(3, by_name):
+        assert losses == pytest.approx(expected)
+        assert grad == pytest.approx(sum(expected) / 2)
+
+
+class Sometimes(nn.Module):
+    """Has a parameter that only replica 1 uses, and one that nobody does."""
+
+    def __init__(self, replica: int) -> None:
+        super().__init__()
+        self.replica = replica
+        self.always, self.second, self.never = (nn.Parameter(torch.ones(2)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.always
+        return y * self.second if self.replica == 1 else y
+
+
+def uneven(context: TrainerContext) -> dict[str, list[float] | None]:
+    module = Sometimes(context.rank // 2)
+    with Pipeline(
+        module, context=context, loss_fn=lambda o, t: o.sum(), microbatches=2, stages=2
+    ) as pipe:
+        pipe.step(torch.ones(4, 2), target=torch.zeros(4))
+    return {n: None if p.grad is None else p.grad.tolist() for n, p in module.named_parameters()}
+
+
+def test_replicas_may_use_different_parameters() -> None:
+    for grads in run_ranks(4, uneven):
+        # The mean over two replicas, of which one made 2 and the other nothing.
+        assert grads == {"always": [2.0, 2.0], "second": [1.0, 1.0], "never": None}
+
+
 class Growing(nn.Module):
     """Breaks the rule that all microbatches have one shape."""
 

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import errno
+import signal
 import threading
 import time
+from pathlib import Path as FilePath
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from jobs import Job, make_plan
+from launch import Ranks
 
 from pipemorph.errors import InputError
 from pipemorph.planning import Path
 from pipemorph.spec import Fault
 from pipemorph_trainer.commit import CANDIDATES, PlanBook, RankRow, agree, bubble_fraction
+from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.emulated import Accelerator
-from pipemorph_trainer.errors import PipelineError
+from pipemorph_trainer.errors import PipelineError, ShapeError, first_sentence
 from pipemorph_trainer.executor.bell import Bell
+from pipemorph_trainer.executor.loop import Outcome
+from pipemorph_trainer.inputs import signature, split
+from pipemorph_trainer.links import Seat
 from pipemorph_trainer.paths import line as lines
 from pipemorph_trainer.paths.faults import DIRECT_QUEUE, Shaper
 from pipemorph_trainer.paths.message import ALL_PRESENT, Direction, Note, TensorMeta
 from pipemorph_trainer.profile import LinkRecorder
+from pipemorph_trainer.signals import LastWord
+from pipemorph_trainer.trace import TraceWriter
 
 
 def row(*versions: int, began: float = 0.0, ended: float = 1.0, busy: float = 1.0) -> RankRow:
@@ -226,3 +236,63 @@ def test_an_emulated_op_takes_its_time_without_using_the_cpu() -> None:
         accelerator.hold(0.005)
     assert time.monotonic() - began >= 0.0495
     assert time.thread_time() - cpu < 0.02
+
+
+def test_a_full_disk_ends_the_traces_and_not_the_training(
+    tmp_path: FilePath, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("ops-rank1.jsonl", "faults-rank1.json"):
+        (tmp_path / name).symlink_to("/dev/full")
+    trace = TraceWriter(tmp_path, Seat(1, 1, 2, 0, 1), emulated=False)
+    for iteration in range(3):
+        trace.iteration(iteration, 0, 0.0, Outcome())
+    trace.close([])
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2, told
+    assert told[0].startswith("rank 1 (stage 1): no more traces of ops: ")
+    assert all("No space left on device" in line for line in told)
+
+
+def last_word_with_a_full_disk(context: TrainerContext) -> None:
+    def leave_traces() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    LastWord(lambda: "rank 0 (stage 0) was waiting for nothing", leave_traces).install()
+    print("READY", flush=True)
+    threading.Event().wait(60)
+
+
+@pytest.mark.multiprocess
+def test_sigterm_ends_a_rank_whose_traces_cannot_be_written() -> None:
+    ranks = Ranks(1, last_word_with_a_full_disk)
+    ranks.wait_for_output(0, "READY")
+    ranks.signal(0, signal.SIGTERM)
+    (result,) = ranks.wait(30)
+    assert result.exitcode == 128 + signal.SIGTERM
+    assert "terminated: rank 0 (stage 0) was waiting for nothing" in result.output
+    assert "No space left on device" in result.output
+
+
+def test_what_torch_says_is_told_without_its_place_and_advice() -> None:
+    gloo = RuntimeError(
+        "[/build/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:46299. "
+        "This is typically caused by a remote worker crashing."
+    )
+    assert first_sentence(gloo) == "Connection closed by peer [127.0.0.1]:46299"
+    assert first_sentence(RuntimeError()) == "RuntimeError"
+
+
+def test_nested_arguments_are_split_and_told_apart_by_shape() -> None:
+    nested = {"x": [torch.arange(4), (torch.ones(4, 2), "same")]}
+    args, kwargs = split((nested,), {"mask": torch.arange(4)}, 2)
+    assert args[1][0]["x"][0].tolist() == [2, 3] and args[1][0]["x"][1][1] == "same"
+    assert [k["mask"].tolist() for k in kwargs] == [[0, 1], [2, 3]]
+    assert signature(args[0]) == signature(args[1])
+    assert signature({"a": torch.ones(2)}) != signature({"b": torch.ones(2)})
+    assert signature({"a": torch.ones(2)}) != signature({"a": torch.ones(3)})
+    for bad, named in (
+        (((torch.ones(3),), {}), r"input 0 has shape \[3\]"),
+        (((), {"mask": [torch.ones(())]}), r"input 'mask' has shape \[\]"),
+    ):
+        with pytest.raises(ShapeError, match=named):
+            split(*bad, 2)  # type: ignore[arg-type]

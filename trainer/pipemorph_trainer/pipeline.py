@@ -292,17 +292,19 @@ class Pipeline:
         """Finish: wait for all ranks, say goodbye, give everything back. Idempotent."""
         if self._closed:
             return
-        self._closed = True
         try:
             if self.iteration > self.start_iteration:
                 self._ended[self.iteration - 1] = self._last_activity
                 self._save_if_due()
             for index in sorted(self._rounds):
                 self._finish_round(index)
-            self._reporter.state = "finished"
-            self._reporter.publish()
-        finally:
-            self._release(goodbye=True)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._closed = True
+        self._reporter.state = "finished"
+        self._reporter.publish()
+        self._release(goodbye=True)
 
     def __enter__(self) -> Pipeline:
         return self
