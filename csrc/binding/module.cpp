@@ -220,7 +220,8 @@ Transport to_transport(const std::string& name) {
     if (name == "auto") return Transport::any;
     if (name == "tcp") return Transport::tcp;
     if (name == "shm") return Transport::shm;
-    throw nb::value_error(("transport must be auto, tcp or shm, not '" + name + "'").c_str());
+    if (name == "rdma") return Transport::rdma;
+    throw nb::value_error(("transport must be auto, tcp, shm or rdma, not '" + name + "'").c_str());
 }
 
 uint32_t bounded(int64_t value, const char* name, int64_t least, int64_t most) {
@@ -239,7 +240,9 @@ class PyEngine {
   public:
     PyEngine(std::string job, int64_t rank, const nb::bytes& secret, std::string host, int64_t port,
              int64_t queues, int64_t sockets, int64_t chunk_bytes, const std::string& transport,
-             double peer_deadline)
+             double peer_deadline, const std::optional<std::string>& require,
+             std::vector<std::string> rdma_devices, int64_t gid_index, int64_t traffic_class,
+             int64_t service_level)
         : graveyard_(std::make_shared<Graveyard>()) {
         Config c;
         c.job = std::move(job);
@@ -252,6 +255,16 @@ class PyEngine {
         c.chunk_bytes = bounded(chunk_bytes, "chunk_bytes", 4096, 1 << 30);
         c.transport = to_transport(transport);
         c.peer_deadline = peer_deadline;
+        if (require && *require != "rdma")
+            throw nb::value_error(("require must be rdma or None, not '" + *require + "'").c_str());
+        c.require_rdma = require.has_value();
+        if (c.require_rdma && c.transport == Transport::any) c.transport = Transport::rdma;
+        c.rdma.devices = std::move(rdma_devices);
+        c.rdma.gid_index =
+            gid_index < 0 ? -1 : static_cast<int>(bounded(gid_index, "gid_index", 0, 255));
+        c.rdma.traffic_class =
+            static_cast<uint8_t>(bounded(traffic_class, "traffic_class", 0, 255));
+        c.rdma.service_level = static_cast<uint8_t>(bounded(service_level, "service_level", 0, 15));
         const nb::gil_scoped_release no_gil;
         engine_ = std::make_shared<Engine>(std::move(c));
     }
@@ -331,9 +344,26 @@ NB_MODULE(_engine, m) {
         .def("copy_into", &PyMessage::copy_into, "destination"_a)
         .def("release", &PyMessage::release);
 
+    nb::class_<PathStats>(m, "PathStats", nb::is_final())
+        .def_ro("kind", &PathStats::kind)
+        .def_ro("rail", &PathStats::rail)
+        .def_ro("state", &PathStats::state)
+        .def_ro("trouble", &PathStats::trouble)
+        .def_ro("epoch", &PathStats::epoch)
+        .def_ro("chunks", &PathStats::chunks)
+        .def_ro("bytes", &PathStats::bytes)
+        .def_ro("times_lost", &PathStats::times_lost)
+        .def_ro("bytes_per_second", &PathStats::bytes_per_second)
+        .def_ro("rtt_min", &PathStats::rtt_min)
+        .def_ro("rtt_mean", &PathStats::rtt_mean)
+        .def_ro("rtt_p99", &PathStats::rtt_p99);
+
     nb::class_<LinkStats>(m, "LinkStats", nb::is_final())
         .def_ro("state", &LinkStats::state)
         .def_ro("transport", &LinkStats::transport)
+        .def_ro("paths", &LinkStats::paths)
+        .def_ro("fallbacks", &LinkStats::fallbacks)
+        .def_ro("failbacks", &LinkStats::failbacks)
         .def_ro("messages_sent", &LinkStats::messages_sent)
         .def_ro("messages_received", &LinkStats::messages_received)
         .def_ro("bytes_sent", &LinkStats::bytes_sent)
@@ -405,11 +435,22 @@ NB_MODULE(_engine, m) {
         });
 
     nb::class_<PyEngine>(m, "Engine", nb::is_final())
-        .def(nb::init<std::string, int64_t, const nb::bytes&, std::string, int64_t, int64_t,
-                      int64_t, int64_t, const std::string&, double>(),
-             nb::kw_only(), "job"_a, "rank"_a, "secret"_a, "host"_a = "0.0.0.0", "port"_a = 0,
-             "queues"_a = 8, "sockets"_a = 4, "chunk_bytes"_a = 1 << 20, "transport"_a = "auto",
-             "peer_deadline"_a = 10.0)
+        .def(
+            nb::init<std::string, int64_t, const nb::bytes&, std::string, int64_t, int64_t, int64_t,
+                     int64_t, const std::string&, double, const std::optional<std::string>&,
+                     std::vector<std::string>, int64_t, int64_t, int64_t>(),
+            nb::kw_only(), "job"_a, "rank"_a, "secret"_a, "host"_a = "0.0.0.0", "port"_a = 0,
+            "queues"_a = 8, "sockets"_a = 4, "chunk_bytes"_a = 1 << 20, "transport"_a = "auto",
+            "peer_deadline"_a = 10.0, "require"_a = nb::none(),
+            "rdma_devices"_a = std::vector<std::string>(), "gid_index"_a = -1,
+            "traffic_class"_a = 0, "service_level"_a = 0)
+        .def_prop_ro("rails", [](const PyEngine& self) { return self.use().rails(); })
+        .def_prop_ro("rails_trouble",
+                     [](const PyEngine& self) -> std::optional<std::string> {
+                         std::string trouble = self.use().rails_trouble();
+                         if (trouble.empty()) return std::nullopt;
+                         return trouble;
+                     })
         .def_prop_ro("port", [](const PyEngine& self) { return self.use().port(); })
         .def_prop_ro("bell_fd", [](const PyEngine& self) { return self.use().bell(); })
         .def("connect", &PyEngine::connect, nb::kw_only(), "peer_rank"_a, "link_id"_a, "host"_a,

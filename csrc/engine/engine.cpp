@@ -24,6 +24,19 @@ std::string random_name() {
     return name;
 }
 
+// A port that is down has none yet; it is looked up again when it is connected.
+std::vector<GidBytes> rail_gids(const std::vector<std::shared_ptr<Rail>>& rails) {
+    std::vector<GidBytes> gids;
+    for (const auto& rail : rails) {
+        try {
+            gids.push_back(rail->address().gid);
+        } catch (const EngineError&) {
+            gids.emplace_back();
+        }
+    }
+    return gids;
+}
+
 // By the wall clock, see Link::wait_slice.
 void wait(std::condition_variable& changed, std::unique_lock<std::mutex>& lock, int64_t ns) {
     changed.wait_until(lock, std::chrono::system_clock::now() + std::chrono::nanoseconds(ns));
@@ -55,6 +68,12 @@ Engine::Engine(Config config)
 
 Engine::~Engine() {
     close(0.0);
+}
+
+std::vector<std::string> Engine::rails() const {
+    std::vector<std::string> out;
+    for (const auto& rail : runtime_->rails) out.push_back(rail->describe());
+    return out;
 }
 
 void Engine::check_open() const {
@@ -225,24 +244,42 @@ void Engine::begin_link(const std::shared_ptr<Greeting>& greeting) {
                                                " requires " + name_of(c.transport));
         return;
     }
-    const bool required = asked == Transport::shm || c.transport == Transport::shm;
-    if (required && !same_host) {
+    const auto either = [&](Transport t) { return asked == t || c.transport == t; };
+    if (either(Transport::shm) && !same_host) {
         greeting->refuse(Verdict::refused, "shm is required, but " + rank_text(h.from_rank) +
                                                " and " + rank_text(c.rank) +
                                                " cannot prove that they share a host");
         return;
     }
-    const bool tcp_only = asked == Transport::tcp || c.transport == Transport::tcp;
+    const bool require_rdma = h.require_rdma || c.require_rdma;
+    const auto& rails = runtime_->rails;
+    const size_t pairs = std::min<size_t>(h.rails, rails.size());
+    if (require_rdma && pairs == 0) {
+        const uint32_t who = rails.empty() ? c.rank : h.from_rank;
+        greeting->refuse(Verdict::refused,
+                         "rdma is required, but " + rank_text(who) + " has no usable rail" +
+                             (rails.empty() ? ": " + runtime_->rails_trouble : ""));
+        return;
+    }
     HelloReply reply;
-    reply.transport = same_host && !tcp_only ? Transport::shm : Transport::tcp;
-    reply.unix_name = reply.transport == Transport::shm ? unix_name_ : "";
-    reply.sockets = static_cast<uint16_t>(std::clamp<uint32_t>(h.sockets, 1, c.sockets));
+    if (same_host && !either(Transport::tcp) && !either(Transport::rdma)) {
+        reply.transport = Transport::shm;
+        reply.unix_name = unix_name_;
+    } else if (pairs > 0 && !either(Transport::tcp)) {
+        reply.transport = Transport::rdma;
+    }
+    reply.sockets =
+        require_rdma ? 0 : static_cast<uint16_t>(std::clamp<uint32_t>(h.sockets, 1, c.sockets));
     reply.listen_port = runtime_->listen_port;
+    if (pairs > 0 && !either(Transport::tcp)) reply.rails = rail_gids(rails);
 
     auto link = std::make_shared<Link>(
         runtime_, Link::Identity{c.rank, h.from_rank, h.link, false, h.session});
     // Where its engine listens: dialled only to see whether anybody is left there.
-    link->set_terms(reply.transport, reply.sockets, greeting->from().with_port(h.listen_port), "");
+    Link::Terms terms{reply.transport, reply.sockets, {}, {}, {}};
+    terms.address = greeting->from().with_port(h.listen_port);
+    if (!reply.rails.empty()) terms.rails.resize(pairs);
+    link->set_terms(std::move(terms));
     link->on_confirm = [this, weak = std::weak_ptr(link)] {
         if (const auto confirmed = weak.lock()) link_confirmed(confirmed);
     };
@@ -337,6 +374,8 @@ std::shared_ptr<Link> Engine::connect(uint32_t peer_rank, uint32_t link, const s
             h.epoch = epoch;
             h.transport = c.transport;
             h.sockets = static_cast<uint16_t>(c.sockets);
+            h.rails = static_cast<uint16_t>(runtime_->rails.size());
+            h.require_rdma = c.require_rdma;
             h.listen_port = runtime_->listen_port;
             // A parked connection waits for accept(), so one attempt may use all the time left.
             const int64_t limit = std::max<int64_t>(deadline - steady_ns(), kMillisecond);
@@ -401,16 +440,19 @@ void Engine::start_attempt(const std::shared_ptr<Attempt>& attempt, const Addres
     });
 }
 
-// Both ends may share a host and still not see each other's sockets (network namespaces), so the
-// dialler looks before it says which transport it will be.
+// Rails are paired by their GIDs. Both ends may share a host and still not see each other's sockets
+// (network namespaces), so the dialler looks before it says which transport it will be.
 void Engine::reach_shared_memory(const std::shared_ptr<Attempt>& attempt, const Address& address,
                                  DialResult control) {
-    Transport transport = control.reply.transport;
+    const HelloReply& reply = control.reply;
+    Transport transport = reply.transport;
     std::string error;
+    Link::Terms terms{transport, reply.sockets, {}, address, reply.unix_name};
+    if (!reply.rails.empty()) terms.rails = pair_rails(rail_gids(runtime_->rails), reply.rails);
     if (transport == Transport::shm) {
-        const Fd probe = start_connect(abstract_unix(control.reply.unix_name));
+        const Fd probe = start_connect(abstract_unix(reply.unix_name));
         if (!probe) {
-            transport = Transport::tcp;
+            transport = terms.rails.empty() ? Transport::tcp : Transport::rdma;
             if (runtime_->config.transport == Transport::shm)
                 error =
                     "refused: shm is required, but the peer's unix socket cannot be reached "
@@ -421,7 +463,8 @@ void Engine::reach_shared_memory(const std::shared_ptr<Attempt>& attempt, const 
     std::shared_ptr<Link> link;
     if (error.empty()) {
         link = std::make_shared<Link>(runtime_, id);
-        link->set_terms(transport, control.reply.sockets, address, control.reply.unix_name);
+        terms.transport = transport;
+        link->set_terms(std::move(terms));
     }
     std::shared_ptr<Link> before;
     {

@@ -28,6 +28,9 @@ class Engine {
     std::shared_ptr<Link> accept(uint32_t peer_rank, uint32_t link, double timeout,
                                  const Interrupted& interrupted);
     std::vector<std::string> refused() const { return refusals_.list(); }
+    // The rails in use, and why there are no others.
+    std::vector<std::string> rails() const;
+    const std::string& rails_trouble() const { return runtime_->rails_trouble; }
     void close(double timeout);
 
   private:

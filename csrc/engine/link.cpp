@@ -23,7 +23,7 @@ std::string Link::describe() const {
 
 Transport Link::transport() const {
     const Lock lock(mu_);
-    return transport_;
+    return terms_.transport;
 }
 
 bool Link::alive() const {
@@ -71,16 +71,34 @@ void Link::close(int64_t deadline_ns) {
     finish(State::closed, describe() + " is closed");
 }
 
-void Link::set_terms(Transport transport, uint32_t paths, const Address& address,
-                     std::string unix_name) {
+void Link::set_terms(Terms terms) {
     const Lock lock(mu_);
-    transport_ = transport;
-    peer_address_ = address;
-    unix_name_ = std::move(unix_name);
-    wanted_paths_ = paths;
+    terms_ = std::move(terms);
+    make_paths();
+}
+
+void Link::make_paths() {
+    paths_.clear();
+    rails_ = 0;
+    const auto add = [&](Transport kind, int64_t longest_pause) -> Path& {
+        Path& p = paths_.emplace_back();
+        p.kind = kind;
+        p.machine = PathMachine(longest_pause);
+        return p;
+    };
+    if (terms_.transport == Transport::rdma) {
+        rails_ = static_cast<uint32_t>(terms_.rails.size());
+        for (const auto& [ours, theirs] : terms_.rails) {
+            Path& p = add(Transport::rdma, 2 * kSecond);
+            p.our_rail = ours;
+            p.peer_rail = theirs;
+        }
+    }
     // Over shared memory a path is a copying thread, not a socket.
-    paths_.resize(transport == Transport::shm ? std::min<size_t>(paths, runtime_->data_threads())
-                                              : paths);
+    const bool shm = terms_.transport == Transport::shm;
+    const size_t others =
+        shm ? std::min<size_t>(terms_.sockets, runtime_->data_threads()) : terms_.sockets;
+    for (size_t i = 0; i < others; ++i) add(shm ? Transport::shm : Transport::tcp, kSecond);
 }
 
 bool Link::up() const {
@@ -101,8 +119,10 @@ void Link::finish(State state, const std::string& why) {
         state_ = state;
         error_ = why;
         connection = std::exchange(control_, nullptr);
-        for (Path& p : paths_)
+        for (Path& p : paths_) {
             if (p.live) paths.push_back(std::exchange(p.live, nullptr));
+            p.offered.reset();
+        }
         out_.abandon();
         in_.abandon();
         changed();
@@ -125,7 +145,7 @@ Hello Link::hello(Purpose purpose) const {
     h.to_rank = identity_.peer_rank;
     h.link = identity_.link;
     h.session = identity_.session;
-    h.transport = transport_;
+    h.transport = terms_.transport;
     h.listen_port = runtime_->listen_port;
     return h;
 }

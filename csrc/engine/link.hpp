@@ -12,14 +12,34 @@
 
 #include "engine/dial.hpp"
 #include "engine/error.hpp"
-#include "path/data_path.hpp"
+#include "path/rdma_path.hpp"
+#include "protocol/path_state.hpp"
 #include "protocol/reliable.hpp"
 
 namespace pipemorph {
 
+// One data path, as it is now.
+struct PathStats {
+    std::string kind;   // tcp, shm, rdma
+    std::string rail;   // "rxe0 port 1"; empty for others
+    std::string state;  // INIT, CONNECTING, UP, SUSPECT, FENCING, DOWN, COOLDOWN
+    std::string trouble;
+    uint32_t epoch = 0;
+    uint64_t chunks = 0;  // entrusted to it, some perhaps in vain
+    uint64_t bytes = 0;
+    uint64_t times_lost = 0;
+    std::optional<double> bytes_per_second;
+    std::optional<double> rtt_min;
+    std::optional<double> rtt_mean;
+    std::optional<double> rtt_p99;
+};
+
 struct LinkStats {
     std::string state;
-    std::string transport;
+    std::string transport;  // what carries now
+    std::vector<PathStats> paths;
+    uint64_t fallbacks = 0;  // from the last rail to TCP
+    uint64_t failbacks = 0;  // and back
     uint64_t messages_sent = 0;
     uint64_t messages_received = 0;
     uint64_t bytes_sent = 0;
@@ -78,9 +98,17 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     void close(int64_t deadline_ns);
 
     // --- The engine's side. Control thread. ---
-    // `address`: of the peer's engine. The acceptor dials it only to see whether anybody is left.
-    void set_terms(Transport transport, uint32_t paths, const Address& address,
-                   std::string unix_name);
+    // What both ends agreed on.
+    struct Terms {
+        Transport transport = Transport::tcp;
+        uint32_t sockets = 0;  // none if rdma is required
+        // For every rail of the link: ours and the peer's. The acceptor knows only how many.
+        std::vector<std::pair<uint32_t, uint32_t>> rails;
+        // Of the peer's engine. The acceptor dials it only to see whether anybody is left.
+        Address address;
+        std::string unix_name;
+    };
+    void set_terms(Terms terms);
     // A control connection is authenticated; `peer_received` says where to resume.
     void attach_control(Fd fd, uint32_t epoch, uint64_t peer_received);
     // The dialler's last word: the link is up on both sides. The acceptor is told by a frame and
@@ -106,6 +134,11 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     std::optional<Segment> next_segment_to_offer() override;
     void segment_offered(uint32_t number, uint64_t bytes, Fd fd) override;
     std::shared_ptr<Memory> peer_segment(uint32_t number) override;
+    std::optional<RemoteSlot> remote_slot(uint32_t path, const SlotGrant& slot) override;
+    void path_up(uint32_t path, uint32_t epoch) override;
+    void path_suspect(uint32_t path, uint32_t epoch, bool suspicious) override;
+    void path_measured(uint32_t path, uint32_t epoch, double bytes_per_second,
+                       std::optional<int64_t> rtt_ns) override;
 
   private:
     enum class State { connecting, up, reconnecting, dead, closed };
@@ -119,14 +152,20 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     };
 
     struct Path {
-        uint32_t epoch = 0;   // of the live connection, or of the last one
-        uint32_t fenced = 0;  // the peer has given up this epoch and all before it
+        Transport kind = Transport::tcp;
+        PathMachine machine;
         std::shared_ptr<DataPath> live;
-        bool dialling = false;
-        bool was_up = false;
-        int64_t up_since_ns = 0;
-        int64_t backoff_ns = 0;
-        int64_t next_try_ns = 0;
+        std::string trouble;  // why it was lost last
+        uint64_t chunks = 0;
+        uint64_t bytes = 0;
+        // Rails.
+        uint32_t our_rail = 0;
+        uint32_t peer_rail = 0;
+        std::shared_ptr<RdmaPath> offered;  // waits for the peer's answer
+        int64_t offered_ns = 0;
+        double bytes_per_second = 0.0;
+        int64_t measured_ns = 0;
+        EchoMeter rtt;
     };
 
     using Lock = std::unique_lock<std::mutex>;
@@ -157,7 +196,23 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     void kick_paths();
     void dial_paths();  // no lock
     void fence_requested(const FenceFrame& fence);
-    void lose_path(Path& path);
+    void make_paths();
+    Reactor& reactor_of(uint32_t index);
+    // Both with what came of it noted in the path.
+    void offer_rail(uint32_t index, uint32_t epoch);  // no lock
+    void take_offer(const OfferFrame& offer);         // no lock
+    void take_answer(const AnswerFrame& answer);      // no lock
+    void region_received(const RegionFrame& region);
+    void give_up_offer(uint32_t index, const std::string& why);
+    void look_after_rails(int64_t now_ns);
+    bool leave_to_other_rails(uint32_t index, int64_t now_ns) const;
+    bool rails_carry() const;
+    bool sockets_may_carry(int64_t now_ns) const;
+    void note_carrier();
+    PathStats describe(const Path& path) const;
+    std::string paths_text() const;
+    RdmaPath::Settings rdma_settings() const;
+    void lose_path(Path& path, const std::string& why);
     void send_fence(uint32_t index, uint32_t epoch);
     void grant(const std::vector<SlotGrant>& grants);
     void finish(State state, const std::string& why);  // no lock
@@ -169,9 +224,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     std::condition_variable changed_;
     State state_ = State::connecting;
     std::string error_;
-    Transport transport_ = Transport::tcp;
-    Address peer_address_;
-    std::string unix_name_;
+    Terms terms_;
 
     Outbox out_;
     Inbox in_;
@@ -190,8 +243,15 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     int64_t next_ping_ns_ = 0;
     std::string last_trouble_;
 
-    std::vector<Path> paths_;
-    uint32_t wanted_paths_ = 0;
+    std::vector<Path> paths_;  // rails first
+    uint32_t rails_ = 0;       // how many of them are
+    std::vector<std::shared_ptr<Registration>> registrations_;
+    std::map<std::pair<uint32_t, uint32_t>, RegionFrame> peer_regions_;  // by rail and segment
+    uint64_t recoveries_seen_ = 0;
+    int64_t without_rail_since_ns_ = 0;  // 0 while one carries
+    bool fell_back_ = false;
+    uint64_t fallbacks_ = 0;
+    uint64_t failbacks_ = 0;
     std::map<uint32_t, std::shared_ptr<Memory>> peer_segments_;
     std::deque<uint32_t> segments_to_offer_;
     std::set<uint32_t> unmapped_segments_;  // the peer has not said that it mapped them

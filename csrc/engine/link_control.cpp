@@ -65,8 +65,9 @@ void Link::confirm() {
         const Lock lock(mu_);
         if (state_ != State::connecting) return;
         state_ = State::up;
+        without_rail_since_ns_ = rails_ > 0 ? steady_ns() : 0;
         if (identity_.dials && control_)
-            append_frame(control_->out, encode_frame(ConfirmFrame{transport_}), 0, 0);
+            append_frame(control_->out, encode_frame(ConfirmFrame{terms_.transport}), 0, 0);
         flush();
         changed();
     }
@@ -196,6 +197,7 @@ void Link::handle(Frame frame) {
     } else if (const auto* f = std::get_if<BitmapFrame>(&frame)) {
         const Lock lock(mu_);
         out_.fenced(*f);
+        if (f->last && f->path < paths_.size()) paths_[f->path].machine.fence_answered(f->epoch);
         kick_paths();
     } else if (const auto* f = std::get_if<MappedFrame>(&frame)) {
         if (!f->error.empty()) {
@@ -227,6 +229,12 @@ void Link::handle(Frame frame) {
             (f->reason.empty() ? "" : " with " + f->reason));
     } else if (const auto* f = std::get_if<ConfirmFrame>(&frame)) {
         confirmed(f->transport);
+    } else if (const auto* f = std::get_if<RegionFrame>(&frame)) {
+        region_received(*f);
+    } else if (const auto* f = std::get_if<OfferFrame>(&frame)) {
+        take_offer(*f);
+    } else if (const auto* f = std::get_if<AnswerFrame>(&frame)) {
+        take_answer(*f);
     }
 }
 
@@ -237,13 +245,17 @@ void Link::confirmed(Transport transport) {
     }
     if (transport != this->transport()) {
         // The dialler could not reach our shared memory after all (another network namespace).
-        if (runtime_->config.transport == Transport::shm) {
-            protocol_error("it chose tcp where shm is required");
+        const bool agreed = terms_.transport == Transport::shm &&
+                            runtime_->config.transport != Transport::shm &&
+                            (transport == Transport::tcp || !terms_.rails.empty());
+        if (!agreed) {
+            protocol_error(std::string("it chose ") + name_of(transport) + " where " +
+                           name_of(terms_.transport) + " was agreed");
             return;
         }
         const Lock lock(mu_);
-        transport_ = transport;
-        paths_.assign(wanted_paths_, {});
+        terms_.transport = transport;
+        make_paths();
     }
     confirm();
     if (on_confirm) on_confirm();

@@ -6,14 +6,13 @@
 
 namespace pipemorph {
 
-void Link::lose_path(Path& p) {
+void Link::lose_path(Path& p, const std::string& why) {
     p.live.reset();
-    const int64_t now = steady_ns();
-    // A path that breaks as soon as it is up must not be remade in a tight loop.
-    p.backoff_ns = now - p.up_since_ns > kSecond
-                       ? 0
-                       : std::clamp<int64_t>(p.backoff_ns * 2, 20 * kMillisecond, kSecond);
-    p.next_try_ns = now + p.backoff_ns;
+    p.trouble = why;
+    p.machine.lost(p.machine.epoch(), steady_ns());
+    note_carrier();
+    // What nobody has taken yet can go another way at once.
+    kick_paths();
 }
 
 // The path's epoch is over on this side: ask what of it arrived, and let the peer do the same.
@@ -34,9 +33,9 @@ void Link::path_lost(uint32_t index, uint32_t epoch, const std::string& why) {
     {
         const Lock lock(mu_);
         Path& p = paths_[index];
-        if (over() || !p.live || p.epoch != epoch) return;
+        if (over() || !p.live || p.machine.epoch() != epoch) return;
         last_trouble_ = "data path " + std::to_string(index) + ": " + why;
-        lose_path(p);
+        lose_path(p, why);
         send_fence(index, epoch);
     }
     if (identity_.dials)
@@ -45,13 +44,14 @@ void Link::path_lost(uint32_t index, uint32_t epoch, const std::string& why) {
 
 void Link::fence_requested(const FenceFrame& fence) {
     bool known = false;
+    Reactor* reactor = nullptr;
     {
         const Lock lock(mu_);
         if (over()) return;
         known = fence.path < paths_.size();
         if (known) {
-            uint32_t& fenced = paths_[fence.path].fenced;
-            fenced = std::max(fenced, fence.epoch);
+            paths_[fence.path].machine.fenced_by_peer(fence.epoch);
+            reactor = &reactor_of(fence.path);
         }
     }
     if (!known) {
@@ -60,14 +60,14 @@ void Link::fence_requested(const FenceFrame& fence) {
     }
     // On the path's own thread, so that no byte of the fenced epoch can reach a slot after the
     // bitmaps have been read.
-    runtime_->data(fence.path).post([self = shared_from_this(), fence] {
+    reactor->post([self = shared_from_this(), fence] {
         std::shared_ptr<DataPath> live;
         bool lost = false;
         {
             const Lock lock(self->mu_);
             if (self->over()) return;
             Path& p = self->paths_[fence.path];
-            if (p.live && p.epoch <= fence.epoch) {
+            if (p.live && p.machine.epoch() <= fence.epoch) {
                 live = p.live;
                 lost = true;
             }
@@ -78,7 +78,7 @@ void Link::fence_requested(const FenceFrame& fence) {
             if (self->over()) return;
             Path& p = self->paths_[fence.path];
             if (lost && p.live == live) {
-                self->lose_path(p);
+                self->lose_path(p, "given up by the peer");
                 self->send_fence(live->index, live->epoch);
             }
             constexpr size_t kMaxBits = size_t{256} << 10;
@@ -88,10 +88,12 @@ void Link::fence_requested(const FenceFrame& fence) {
                 bits += r.bits.size() + 16;
                 answer.reports.push_back(std::move(r));
                 if (bits < kMaxBits) continue;
+                answer.last = false;
                 self->stream_.send(std::exchange(answer, {fence.path, fence.epoch, {}}));
                 bits = 0;
             }
-            if (!answer.reports.empty()) self->stream_.send(answer);
+            // Also without messages to report on: the peer waits for it before it starts anew.
+            self->stream_.send(answer);
             self->flush();
         }
         if (lost && self->identity_.dials)

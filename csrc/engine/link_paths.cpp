@@ -21,7 +21,9 @@ std::string Link::may_attach_data(uint32_t path, uint32_t epoch) const {
     const Lock lock(mu_);
     if (over()) return error_;
     if (path >= paths_.size()) return describe() + " has no data path " + std::to_string(path);
-    if (epoch <= paths_[path].epoch)
+    if (paths_[path].kind == Transport::rdma)
+        return describe() + ": data path " + std::to_string(path) + " is a rail";
+    if (epoch <= paths_[path].machine.epoch())
         return describe() + ": data path " + std::to_string(path) + " is past epoch " +
                std::to_string(epoch);
     return {};
@@ -34,10 +36,10 @@ void Link::attach_data(uint32_t path, uint32_t epoch, Fd fd) {
         const Lock lock(mu_);
         if (over()) return;
         Path& p = paths_[path];
-        if (epoch <= p.fenced) return;  // given up by the peer before we had it
+        if (p.machine.is_fenced(epoch)) return;  // given up by the peer before we had it
         before = p.live;
         Reactor& reactor = runtime_->data(path);
-        if (transport_ == Transport::shm)
+        if (p.kind == Transport::shm)
             now =
                 std::make_shared<ShmPath>(reactor, shared_from_this(), path, epoch, std::move(fd));
         else {
@@ -46,10 +48,9 @@ void Link::attach_data(uint32_t path, uint32_t epoch, Fd fd) {
                 std::make_shared<TcpPath>(reactor, shared_from_this(), path, epoch, std::move(fd));
         }
         p.live = now;
-        p.epoch = epoch;
-        p.up_since_ns = steady_ns();
-        if (p.was_up) ++reconnects_;
-        p.was_up = true;
+        if (p.machine.epoch() != epoch) p.machine.take(epoch);
+        if (p.machine.times_up() > 0) ++reconnects_;
+        p.machine.connected(epoch, steady_ns());
         if (path == 0)
             segments_to_offer_.assign(unmapped_segments_.begin(), unmapped_segments_.end());
     }
@@ -68,6 +69,12 @@ void Link::kick_paths() {
         if (p.live) p.live->kick();
 }
 
+Reactor& Link::reactor_of(uint32_t index) {
+    const Path& p = paths_[index];
+    return p.kind == Transport::rdma ? runtime_->rails[p.our_rail]->reactor()
+                                     : runtime_->data(index);
+}
+
 void Link::dial_paths() {
     struct Call {
         uint32_t index;
@@ -75,49 +82,63 @@ void Link::dial_paths() {
         Hello hello;
     };
     std::vector<Call> calls;
+    std::vector<std::pair<uint32_t, uint32_t>> offers;
     Address address;
     {
         const Lock lock(mu_);
         if (state_ != State::up || leaving_) return;
-        address = transport_ == Transport::shm ? abstract_unix(unix_name_) : peer_address_;
+        address =
+            terms_.transport == Transport::shm ? abstract_unix(terms_.unix_name) : terms_.address;
         const int64_t now = steady_ns();
         for (uint32_t i = 0; i < paths_.size(); ++i) {
             Path& p = paths_[i];
-            if (p.live || p.dialling || now < p.next_try_ns) continue;
-            p.dialling = true;
+            if (!p.machine.may_dial(now)) continue;
             // Every attempt has an epoch of its own: the peer may have taken one that we gave up.
+            const uint32_t epoch = p.machine.dial();
+            if (p.kind == Transport::rdma) {
+                offers.emplace_back(i, epoch);
+                continue;
+            }
             Hello h = hello(Purpose::data);
             h.path = i;
-            h.epoch = ++p.epoch;
-            const uint32_t epoch = h.epoch;
+            h.epoch = epoch;
             calls.push_back({i, epoch, std::move(h)});
         }
     }
+    for (const auto& [index, epoch] : offers) offer_rail(index, epoch);
     for (Call& call : calls) {
         dial(*runtime_, address, std::move(call.hello), 2 * kSecond,
              [weak = weak_from_this(), index = call.index, epoch = call.epoch](DialResult r) {
                  const auto self = weak.lock();
                  if (!self) return;
-                 {
-                     const Lock lock(self->mu_);
-                     Path& p = self->paths_[index];
-                     p.dialling = false;
-                     if (!r.fd) {
-                         p.backoff_ns =
-                             std::clamp<int64_t>(p.backoff_ns * 2, 20 * kMillisecond, kSecond);
-                         p.next_try_ns = steady_ns() + p.backoff_ns;
-                     }
+                 if (r.fd) {
+                     self->attach_data(index, epoch, std::move(r.fd));
+                     return;
                  }
-                 if (r.fd) self->attach_data(index, epoch, std::move(r.fd));
+                 const Lock lock(self->mu_);
+                 Path& p = self->paths_[index];
+                 p.machine.dial_failed(epoch, steady_ns());
+                 p.trouble = r.error;
              });
     }
 }
 
 std::optional<ChunkTask> Link::next_chunk(uint32_t path, uint32_t epoch) {
     const Lock lock(mu_);
-    const Path& p = paths_[path];
-    if (over() || !p.live || p.epoch != epoch) return std::nullopt;
-    return out_.next_chunk(path, epoch, wall_ns(), steady_ns());
+    Path& p = paths_[path];
+    if (over() || !p.live || p.machine.epoch() != epoch || !p.machine.carries())
+        return std::nullopt;
+    const int64_t now = steady_ns();
+    if (rails_ > 0) {
+        if (p.kind == Transport::rdma ? leave_to_other_rails(path, now) : !sockets_may_carry(now))
+            return std::nullopt;
+    }
+    auto task = out_.next_chunk(path, epoch, wall_ns(), now);
+    if (task) {
+        ++p.chunks;
+        p.bytes += task->bytes;
+    }
+    return task;
 }
 
 ChunkSink Link::begin_chunk(const ChunkHeader& header) {
@@ -125,7 +146,7 @@ ChunkSink Link::begin_chunk(const ChunkHeader& header) {
     ChunkSink sink;
     sink.verdict = ChunkSink::Verdict::stale;
     const Path& p = paths_[header.path];
-    if (!over() && p.live && p.epoch == header.epoch) sink = in_.begin_chunk(header);
+    if (!over() && p.live && p.machine.epoch() == header.epoch) sink = in_.begin_chunk(header);
     if (sink.verdict == ChunkSink::Verdict::duplicate) ++duplicate_chunks_;
     if (sink.verdict == ChunkSink::Verdict::stale) ++stale_chunks_;
     return sink;

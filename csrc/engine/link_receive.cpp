@@ -9,11 +9,13 @@ namespace pipemorph {
 void Link::reserve(int direction, uint32_t slots, uint64_t slot_bytes) {
     uint32_t missing = 0;
     bool shared = false;
+    bool rdma = false;
     {
         const Lock lock(mu_);
         if (over()) throw_over();
         missing = in_.missing_slots(direction, slots, slot_bytes);
-        shared = transport_ == Transport::shm;
+        shared = terms_.transport == Transport::shm;
+        rdma = terms_.transport == Transport::rdma;
     }
     if (missing == 0) return;
     // Page-aligned slots: two never share a page, so neither do their copies.
@@ -21,9 +23,21 @@ void Link::reserve(int direction, uint32_t slots, uint64_t slot_bytes) {
     // Prefaulting takes a while, so it is done without the lock.
     auto memory =
         shared ? Memory::shareable(stride * missing) : Memory::anonymous(stride * missing);
+    // So does registering: once per rail, for as long as the link lives.
+    std::vector<std::shared_ptr<Registration>> registered;
+    if (rdma)
+        for (const auto& rail : runtime_->rails)
+            registered.push_back(std::make_shared<Registration>(
+                rail->device(), memory, abi::kLocalWrite | abi::kRemoteWrite));
     const Lock lock(mu_);
     if (over()) throw_over();
     const uint32_t segment = in_.add_segment(direction, missing, slot_bytes, std::move(memory));
+    for (uint32_t rail = 0; rail < registered.size(); ++rail) {
+        const Registration& r = *registered[rail];
+        stream_.send(
+            RegionFrame{rail, segment, reinterpret_cast<uint64_t>(r.data()), r.size(), r.rkey()});
+        registrations_.push_back(std::move(registered[rail]));
+    }
     if (!shared) {
         grant(in_.grant_segment(segment));
         return;
@@ -40,6 +54,7 @@ std::string Link::nothing_arrived(const Key& key, double timeout) const {
     if (const auto progress = in_.progress(key))
         s += std::to_string(progress->chunks) + " of " + std::to_string(progress->of) +
              " chunks are here; ";
+    s += paths_text();
     s += state_ == State::up ? "link is up, " : "link is reconnecting (" + last_trouble_ + "), ";
     const uint32_t slots = in_.slots(direction);
     return s + std::to_string(slots - in_.slots_in_use(direction)) + " of " +

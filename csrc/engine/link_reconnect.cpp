@@ -62,8 +62,8 @@ void Link::redial_control() {
         h.resume = true;
         h.epoch = control_epoch_ + 1;
         h.received = stream_.last_received();
-        h.sockets = static_cast<uint16_t>(paths_.size());
-        address = peer_address_;
+        h.sockets = static_cast<uint16_t>(terms_.sockets);
+        address = terms_.address;
     }
     const uint32_t epoch = h.epoch;
     const int64_t limit = std::min<int64_t>(runtime_->peer_deadline_ns / 2, 2 * kSecond);
@@ -103,7 +103,7 @@ void Link::probe_peer() {
         const Lock lock(mu_);
         if (state_ != State::reconnecting || redialling_ || leaving_) return;
         redialling_ = true;
-        address = peer_address_;
+        address = terms_.address;
     }
     auto fd = std::make_shared<Fd>(start_connect(address));
     const auto done = [weak = weak_from_this(), fd](int error) {
@@ -159,9 +159,9 @@ void Link::tick() {
             // It was silent before it counted as down, so the whole silence counts.
             const int64_t since = std::min(down_since_ns_, heard_ns_ + deadline / 2);
             if (refused_since_ns_ != 0 && now - refused_since_ns_ > deadline * 2 / 5)
-                dead = peer + " is gone: nobody listens at " + peer_address_.text() + " any more";
+                dead = peer + " is gone: nobody listens at " + terms_.address.text() + " any more";
             else if (now - since > deadline)
-                dead = "no control connection to " + peer + " (" + peer_address_.text(false) +
+                dead = "no control connection to " + peer + " (" + terms_.address.text(false) +
                        ") for " + seconds_text(to_seconds(now - since)) +
                        " (last: " + last_trouble_ + ")";
             reconnect = now >= next_redial_ns_;
@@ -177,6 +177,7 @@ void Link::tick() {
         else
             probe_peer();
     }
+    if (live) look_after_rails(now);
     if (live && identity_.dials) dial_paths();
 }
 

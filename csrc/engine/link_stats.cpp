@@ -7,7 +7,45 @@ namespace pipemorph {
 std::vector<SentRecord> Link::drain_telemetry() {
     const Lock lock(mu_);
     echo_.drain();
+    for (Path& p : paths_) p.rtt.drain();
     return out_.telemetry.drain();
+}
+
+PathStats Link::describe(const Path& p) const {
+    PathStats s;
+    s.kind = name_of(p.kind);
+    if (p.kind == Transport::rdma) s.rail = runtime_->rails[p.our_rail]->describe();
+    s.state = name_of(p.machine.state());
+    s.trouble = p.trouble;
+    s.epoch = p.machine.epoch();
+    s.chunks = p.chunks;
+    s.bytes = p.bytes;
+    s.times_lost = p.machine.times_lost();
+    if (p.bytes_per_second > 0) s.bytes_per_second = p.bytes_per_second;
+    if (const auto rtt = p.rtt.summary()) {
+        s.rtt_min = to_seconds(rtt->min_ns);
+        s.rtt_mean = to_seconds(rtt->mean_ns);
+        s.rtt_p99 = to_seconds(rtt->p99_ns);
+    }
+    return s;
+}
+
+// For the errors of waits, if something is wrong: "1 of 2 data paths up (rxe0 port 1 DOWN: ...), ".
+std::string Link::paths_text() const {
+    std::string down;
+    size_t up = 0;
+    for (const Path& p : paths_) {
+        if (p.machine.carries()) {
+            ++up;
+            continue;
+        }
+        const PathStats s = describe(p);
+        down += (down.empty() ? "" : "; ") + (s.rail.empty() ? s.kind : s.rail) + " " + s.state +
+                (s.trouble.empty() ? "" : ": " + s.trouble);
+    }
+    if (down.empty()) return {};
+    return std::to_string(up) + " of " + std::to_string(paths_.size()) + " data paths up (" + down +
+           "), ";
 }
 
 LinkStats Link::stats() const {
@@ -30,7 +68,10 @@ LinkStats Link::stats() const {
             s.state = "closed";
             break;
     }
-    s.transport = name_of(transport_);
+    s.transport = name_of(rails_ > 0 && fell_back_ ? Transport::tcp : terms_.transport);
+    s.fallbacks = fallbacks_;
+    s.failbacks = failbacks_;
+    for (const Path& p : paths_) s.paths.push_back(describe(p));
     s.messages_sent = out_.messages_sent;
     s.messages_received = messages_received_;
     s.bytes_sent = out_.bytes_sent;

@@ -39,6 +39,10 @@ void Config::check() const {
     require(sockets >= 1 && sockets <= 64, "sockets must be between 1 and 64");
     require(chunk_bytes >= 4096 && chunk_bytes <= (1U << 30),
             "chunk_bytes must be between 4096 and 2**30");
+    require(!require_rdma || transport == Transport::rdma, "require rdma contradicts transport " +
+                                                               std::string(name_of(transport)) +
+                                                               ": set it to rdma");
+    require(rdma.service_level <= 15, "service_level must be between 0 and 15");
     require(std::isfinite(peer_deadline) && peer_deadline >= 0.1 && peer_deadline <= 86400.0,
             "peer_deadline must be between 0.1 and 86400 seconds");
 }
@@ -51,6 +55,8 @@ const char* name_of(Transport transport) {
             return "tcp";
         case Transport::shm:
             return "shm";
+        case Transport::rdma:
+            return "rdma";
     }
     return "?";
 }
@@ -66,6 +72,11 @@ Runtime::Runtime(Config c)
     const size_t threads = data_thread_count();
     for (size_t i = 0; i < threads; ++i)
         data_.push_back(std::make_unique<Reactor>("pm-data-" + std::to_string(i)));
+    if (may_use_rdma()) rails = Rail::open_all(config.rdma, rails_trouble);
+    if (rails.size() > kMaxRails) rails.resize(kMaxRails);
+    if (config.require_rdma && rails.empty())
+        throw EngineError("rdma is required, but rank " + std::to_string(config.rank) +
+                          " has no usable rail: " + rails_trouble);
 }
 
 void Runtime::ring() {
@@ -76,6 +87,7 @@ void Runtime::ring() {
 void Runtime::stop() {
     control.stop();
     for (auto& reactor : data_) reactor->stop();
+    for (const auto& rail : rails) rail->stop();
 }
 
 }  // namespace pipemorph

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "os/reactor.hpp"
+#include "verbs/rail.hpp"
 #include "wire/handshake.hpp"
 
 namespace pipemorph {
@@ -21,6 +22,8 @@ struct Config {
     uint32_t chunk_bytes = 1 << 20;
     Transport transport = Transport::any;
     double peer_deadline = 10.0;
+    RailOptions rdma;
+    bool require_rdma = false;  // never fall back to TCP
 
     void check() const;  // throws EngineError naming the setting
 };
@@ -35,6 +38,9 @@ class Runtime {
     int bell() const { return bell_.get(); }
     Reactor& data(uint32_t path) { return *data_[path % data_.size()]; }
     size_t data_threads() const { return data_.size(); }
+    bool may_use_rdma() const {
+        return config.transport == Transport::any || config.transport == Transport::rdma;
+    }
     void stop();
 
     const Config config;
@@ -42,6 +48,8 @@ class Runtime {
     const int64_t peer_deadline_ns;
     std::string boot_id;       // empty: cannot be read, so "same host" cannot be proved
     uint16_t listen_port = 0;  // told to authenticated peers only
+    std::vector<std::shared_ptr<Rail>> rails;
+    std::string rails_trouble;  // why there are none, or fewer than there could be
 
     Reactor control;
 

@@ -38,6 +38,23 @@ class PathHost {
     virtual void segment_offered(uint32_t number, uint64_t bytes, Fd fd) = 0;
     // Where a granted slot is mapped here.
     virtual std::shared_ptr<Memory> peer_segment(uint32_t number) = 0;
+
+    // Rails only.
+    struct RemoteSlot {
+        uint64_t address = 0;
+        uint64_t bytes = 0;
+        uint32_t key = 0;
+    };
+    // Where a granted slot lies for the path's rail; nothing if the peer never said.
+    virtual std::optional<RemoteSlot> remote_slot(uint32_t, const SlotGrant&) {
+        return std::nullopt;
+    }
+    // It carries: a probe was acknowledged.
+    virtual void path_up(uint32_t, uint32_t) {}
+    // It has gone quiet, or has come back from that.
+    virtual void path_suspect(uint32_t, uint32_t, bool) {}
+    // Bytes per second while busy, and the round trip of a probe that met no traffic.
+    virtual void path_measured(uint32_t, uint32_t, double, std::optional<int64_t>) {}
 };
 
 class DataPath : public std::enable_shared_from_this<DataPath> {

@@ -146,6 +146,16 @@ std::optional<ChunkTask> Outbox::next_chunk(uint32_t path, uint32_t epoch, int64
     return std::nullopt;
 }
 
+uint64_t Outbox::ready_chunks() const {
+    uint64_t n = again_.size();
+    for (const auto& q : queue_)
+        for (const Pointer& m : q) {
+            if (!m->slot) break;
+            n += m->chunks - m->next_chunk;
+        }
+    return n;
+}
+
 void Outbox::forget(const Pointer& m) {
     keys_.erase(m->info.key);
     by_id_.erase(m->info.id);

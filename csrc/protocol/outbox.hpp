@@ -60,6 +60,8 @@ class Outbox {
     std::optional<ChunkTask> next_chunk(uint32_t path, uint32_t epoch, int64_t now_wall_ns,
                                         int64_t now_steady_ns);
     bool has_chunks() const;
+    // How many could be given to a path right now.
+    uint64_t ready_chunks() const;
 
     // False: no such message is in flight.
     bool acknowledged(uint64_t message, int64_t now_steady_ns);

@@ -38,6 +38,24 @@ bool plausible(const Reader& r, size_t count, size_t least_bytes_each) {
     return r.ok() && count <= r.left() / least_bytes_each;
 }
 
+void write_qp(Writer& w, const QpAddress& q) {
+    w.u32(q.number);
+    w.u32(q.first_packet);
+    w.raw(q.gid);
+    w.u16(q.lid);
+    w.u8(q.mtu);
+}
+
+// Both numbers have 24 bits, and path MTUs are 256 (1) to 4096 bytes (5).
+bool read_qp(Reader& r, QpAddress& q) {
+    q.number = r.u32();
+    q.first_packet = r.u32();
+    q.gid = r.fixed<16>();
+    q.lid = r.u16();
+    q.mtu = r.u8();
+    return r.ok() && q.number >> 24 == 0 && q.first_packet >> 24 == 0 && q.mtu >= 1 && q.mtu <= 5;
+}
+
 constexpr size_t kGrantBytes = 1 + 4 + 8 + 4 + 8 + 8;
 
 template <typename T>
@@ -89,6 +107,9 @@ std::optional<Frame> read_bitmaps(Reader r) {
         report.bits.assign(bits.begin(), bits.end());
         f.reports.push_back(std::move(report));
     }
+    const uint8_t last = r.u8();
+    if (last > 1) return std::nullopt;
+    f.last = last == 1;
     return finish(r, std::move(f));
 }
 
@@ -127,6 +148,7 @@ EncodedFrame encode_frame(const Frame& frame) {
                                   w.u32(r.chunks);
                                   w.raw(r.bits);
                               }
+                              w.u8(f.last ? 1 : 0);
                           },
                           [&](const MappedFrame& f) {
                               w.u32(f.segment);
@@ -142,7 +164,27 @@ EncodedFrame encode_frame(const Frame& frame) {
                               w.i64(f.received_wall_ns);
                               w.i64(f.sent_wall_ns);
                           },
-                          [&](const ByeFrame& f) { w.text(f.reason); }},
+                          [&](const ByeFrame& f) { w.text(f.reason); },
+                          [&](const RegionFrame& f) {
+                              w.u32(f.rail);
+                              w.u32(f.segment);
+                              w.u64(f.address);
+                              w.u64(f.bytes);
+                              w.u32(f.key);
+                          },
+                          [&](const OfferFrame& f) {
+                              w.u32(f.path);
+                              w.u32(f.epoch);
+                              w.u32(f.from_rail);
+                              w.u32(f.to_rail);
+                              write_qp(w, f.qp);
+                          },
+                          [&](const AnswerFrame& f) {
+                              w.u32(f.path);
+                              w.u32(f.epoch);
+                              w.text(f.error);
+                              write_qp(w, f.qp);
+                          }},
                frame);
     return out;
 }
@@ -176,7 +218,7 @@ std::optional<Frame> decode_frame(uint8_t type, Bytes body) {
     switch (type) {
         case 1: {
             const uint8_t transport = r.u8();
-            if (transport != 1 && transport != 2) return std::nullopt;
+            if (transport < 1 || transport > 3) return std::nullopt;
             return finish(r, ConfirmFrame{static_cast<Transport>(transport)});
         }
         case 2:
@@ -217,6 +259,33 @@ std::optional<Frame> decode_frame(uint8_t type, Bytes body) {
         }
         case 10: {
             ByeFrame f{r.text(1024)};
+            return finish(r, std::move(f));
+        }
+        case 11: {
+            RegionFrame f;
+            f.rail = r.u32();
+            f.segment = r.u32();
+            f.address = r.u64();
+            f.bytes = r.u64();
+            f.key = r.u32();
+            return finish(r, f);
+        }
+        case 12: {
+            OfferFrame f;
+            f.path = r.u32();
+            f.epoch = r.u32();
+            f.from_rail = r.u32();
+            f.to_rail = r.u32();
+            if (!read_qp(r, f.qp)) return std::nullopt;
+            return finish(r, f);
+        }
+        case 13: {
+            AnswerFrame f;
+            f.path = r.u32();
+            f.epoch = r.u32();
+            f.error = r.text(1024);
+            // An answer that says no has no queue pair to show.
+            if (!read_qp(r, f.qp) && f.error.empty()) return std::nullopt;
             return finish(r, std::move(f));
         }
         default:

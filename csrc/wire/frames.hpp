@@ -23,7 +23,7 @@ struct FrameHeader {
     uint64_t acknowledged = 0;
 };
 
-enum class Transport : uint8_t { any = 0, tcp = 1, shm = 2 };
+enum class Transport : uint8_t { any = 0, tcp = 1, shm = 2, rdma = 3 };
 
 // The dialler's last word in the handshake: what the link will use. The link is up after it.
 struct ConfirmFrame {
@@ -70,6 +70,7 @@ struct BitmapFrame {
     uint32_t path = 0;
     uint32_t epoch = 0;
     std::vector<ChunkReport> reports;
+    bool last = true;  // the fence is answered in full
 };
 
 // Shared memory: the peer has mapped our segment (or says why it could not).
@@ -93,8 +94,44 @@ struct ByeFrame {
     std::string reason;
 };
 
-using Frame = std::variant<ConfirmFrame, GrantFrame, InlineFrame, AckFrame, FenceFrame, BitmapFrame,
-                           MappedFrame, PingFrame, PongFrame, ByeFrame>;
+// Where a segment's slots can be written to over one of the receiver's rails. Sent before the
+// slots are granted.
+struct RegionFrame {
+    uint32_t rail = 0;
+    uint32_t segment = 0;
+    uint64_t address = 0;
+    uint64_t bytes = 0;
+    uint32_t key = 0;
+};
+
+// One end of a reliable connection between two queue pairs.
+struct QpAddress {
+    uint32_t number = 0;
+    uint32_t first_packet = 0;  // PSN
+    std::array<uint8_t, 16> gid{};
+    uint16_t lid = 0;
+    uint8_t mtu = 0;
+};
+
+// The dialler has made a queue pair for a path's new epoch on its rail `from_rail`, and asks for
+// one on the acceptor's rail `to_rail`.
+struct OfferFrame {
+    uint32_t path = 0;
+    uint32_t epoch = 0;
+    uint32_t from_rail = 0;
+    uint32_t to_rail = 0;
+    QpAddress qp;
+};
+struct AnswerFrame {
+    uint32_t path = 0;
+    uint32_t epoch = 0;
+    std::string error;  // empty: `qp` is ready to receive
+    QpAddress qp;
+};
+
+using Frame =
+    std::variant<ConfirmFrame, GrantFrame, InlineFrame, AckFrame, FenceFrame, BitmapFrame,
+                 MappedFrame, PingFrame, PongFrame, ByeFrame, RegionFrame, OfferFrame, AnswerFrame>;
 
 struct EncodedFrame {
     uint8_t type = 0;

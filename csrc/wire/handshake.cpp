@@ -6,7 +6,7 @@ namespace pipemorph {
 namespace {
 
 constexpr uint32_t kMagic = 0x4850'4d50;  // "PMPH"
-constexpr uint16_t kVersion = 1;
+constexpr uint16_t kVersion = 2;
 constexpr size_t kOpeningBytes = 4 + 2 + 1 + 1 + 32;
 constexpr size_t kMaxHello = 1024;
 constexpr size_t kMaxReply = 1024;
@@ -47,6 +47,8 @@ std::vector<uint8_t> encode_hello(const Hello& h) {
     w.u16(h.sockets);
     w.u16(h.listen_port);
     w.u64(h.received);
+    w.u16(h.rails);
+    w.u8(h.require_rdma ? 1 : 0);
     return out;
 }
 
@@ -67,8 +69,12 @@ std::optional<Hello> decode_hello(Bytes data) {
     h.sockets = r.u16();
     h.listen_port = r.u16();
     h.received = r.u64();
-    if (!r.complete() || purpose < 1 || purpose > 2 || resume > 1 || transport > 2)
+    h.rails = r.u16();
+    const uint8_t require_rdma = r.u8();
+    if (!r.complete() || purpose < 1 || purpose > 2 || resume > 1 || transport > 3 ||
+        require_rdma > 1)
         return std::nullopt;
+    h.require_rdma = require_rdma == 1;
     h.purpose = static_cast<Purpose>(purpose);
     h.resume = resume == 1;
     h.transport = static_cast<Transport>(transport);
@@ -83,6 +89,8 @@ std::vector<uint8_t> encode_reply(const HelloReply& reply) {
     w.u16(reply.sockets);
     w.u16(reply.listen_port);
     w.u64(reply.received);
+    w.u8(static_cast<uint8_t>(reply.rails.size()));
+    for (const auto& gid : reply.rails) w.raw(gid);
     return out;
 }
 
@@ -94,7 +102,10 @@ std::optional<HelloReply> decode_reply(Bytes data) {
     reply.sockets = r.u16();
     reply.listen_port = r.u16();
     reply.received = r.u64();
-    if (!r.complete() || transport < 1 || transport > 2) return std::nullopt;
+    const size_t rails = r.u8();
+    if (rails > kMaxRails) return std::nullopt;
+    for (size_t i = 0; i < rails; ++i) reply.rails.push_back(r.fixed<16>());
+    if (!r.complete() || transport < 1 || transport > 3) return std::nullopt;
     reply.transport = static_cast<Transport>(transport);
     return reply;
 }

@@ -39,8 +39,12 @@ struct Hello {
     Digest host_proof{};  // HMAC over the machine's boot id: says "same host" without saying which
     uint16_t sockets = 0;
     uint16_t listen_port = 0;
-    uint64_t received = 0;  // last control frame received: where to resume
+    uint64_t received = 0;      // last control frame received: where to resume
+    uint16_t rails = 0;         // how many the dialler could use; their addresses come later
+    bool require_rdma = false;  // it will not fall back to TCP
 };
+
+constexpr size_t kMaxRails = 16;
 
 struct HelloReply {
     Transport transport = Transport::tcp;
@@ -48,6 +52,7 @@ struct HelloReply {
     uint16_t sockets = 0;
     uint16_t listen_port = 0;
     uint64_t received = 0;
+    std::vector<std::array<uint8_t, 16>> rails;  // their GIDs, to pair them by
 };
 
 std::vector<uint8_t> encode_hello(const Hello& hello);

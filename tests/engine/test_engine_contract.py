@@ -198,7 +198,7 @@ def test_mistakes_are_named():
 @pytest.mark.parametrize(
     ("setting", "match"),
     [
-        ({"transport": "rdma"}, "transport"),
+        ({"transport": "pigeon"}, "transport"),
         ({"secret": b""}, "secret"),
         ({"sockets": 0}, "sockets"),
         ({"queues": 0}, "queues"),

@@ -243,7 +243,7 @@ def test_a_stopped_peer_is_noticed_by_its_silence():
 
 def flood(port, stop, count):
     rng = random.Random(7)
-    good_start = b"PMPH\x01\x00\x01\x00"
+    good_start = b"PMPH\x02\x00\x01\x00"
     while not stop.is_set():
         s = socket.socket()
         try:

@@ -134,10 +134,10 @@ TEST(hostile_frames_are_refused) {
     no_type[4] = 0;
     CHECK(!decode_frame_header(no_type));
     auto unknown = header;
-    unknown[4] = 11;
+    unknown[4] = 14;
     CHECK(!decode_frame_header(unknown));
     CHECK(!decode_frame(1, std::vector<uint8_t>{0}));
-    CHECK(!decode_frame(1, std::vector<uint8_t>{3}));
+    CHECK(!decode_frame(1, std::vector<uint8_t>{4}));
 }
 
 TEST(random_frames_never_crash) {

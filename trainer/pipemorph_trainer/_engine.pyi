@@ -42,11 +42,41 @@ class Message:
         """Give the slot back to the sender as a credit. Idempotent."""
 
 @final
+class PathStats:
+    """One data path of a link, as it is now."""
+
+    kind: str
+    """``tcp``, ``shm`` or ``rdma``."""
+    rail: str
+    """Device and port, as in ``rxe0 port 1``; empty for other kinds."""
+    state: str
+    """``INIT``, ``CONNECTING``, ``UP``, ``SUSPECT``, ``FENCING``, ``DOWN`` or ``COOLDOWN``."""
+    trouble: str
+    """Why it was lost or could not be made the last time; empty for a rail that is up."""
+    epoch: int
+    chunks: int
+    """Chunks entrusted to it, some perhaps in vain."""
+    bytes: int
+    times_lost: int
+    bytes_per_second: float | None
+    """While busy; exponential mean whose newest sample weighs 0.3. Rails only."""
+    rtt_min: float | None
+    """Of probes on this path that met no traffic, since the last ``drain_telemetry``."""
+    rtt_mean: float | None
+    rtt_p99: float | None
+
+@final
 class LinkStats:
     """Counters since the link was made; telemetry since the last ``drain_telemetry``."""
 
     state: str
     transport: str
+    """What carries now: ``tcp`` on a link of rails that fell back."""
+    paths: list[PathStats]
+    fallbacks: int
+    """Times that the last rail was lost and TCP took over."""
+    failbacks: int
+    """Times that a rail took over again."""
     messages_sent: int
     messages_received: int
     bytes_sent: int
@@ -74,7 +104,7 @@ class Link:
     def link_id(self) -> int: ...
     @property
     def transport(self) -> str:
-        """``tcp`` or ``shm`` (what was agreed in the hello)."""
+        """``tcp``, ``shm`` or ``rdma`` (what was agreed in the hello)."""
     @property
     def alive(self) -> bool: ...
     @property
@@ -136,10 +166,27 @@ class Engine:
         chunk_bytes: int = 1 << 20,
         transport: str = "auto",
         peer_deadline: float = 10.0,
+        require: str | None = None,
+        rdma_devices: list[str] = ...,
+        gid_index: int = -1,
+        traffic_class: int = 0,
+        service_level: int = 0,
     ) -> None:
-        """``transport``: auto (shm on one host, else tcp) | tcp | shm. ``job`` names job and
-        attempt: a peer of another attempt is refused. ``peer_deadline``: seconds a control
-        connection may stay down before the link is dead."""
+        """``transport``: auto (shm on one host, else rdma where both ends have a rail, else tcp)
+        | tcp | shm | rdma. ``job`` names job and attempt: a peer of another attempt is refused.
+        ``peer_deadline``: seconds a control connection may stay down before the link is dead.
+
+        ``require="rdma"`` never falls back to TCP: EngineError if this end or the other has no
+        usable rail, and the link is dead when none was up for ``peer_deadline``.
+        ``rdma_devices``: such as ``mlx5_0`` or ``mlx5_0:2`` (port); empty for one active port of
+        every card. ``gid_index``: -1 for the best, looked up anew at every connection.
+        """
+    @property
+    def rails(self) -> list[str]:
+        """The RDMA ports in use, as in ``rxe0 port 1``."""
+    @property
+    def rails_trouble(self) -> str | None:
+        """Why there are no rails, or fewer than there could be: to be logged."""
     @property
     def port(self) -> int: ...
     @property

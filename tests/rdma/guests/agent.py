@@ -108,10 +108,10 @@ class Agent:
             return {"line": None, "err": "".join(self.tasks[task].errors)}
         return {"line": line}
 
-    def op_signal(self, task: int, number: int) -> dict[str, Any]:
+    def op_signal(self, task: int, signum: int) -> dict[str, Any]:
         process = self.tasks[task].process
         if process.poll() is None:
-            os.killpg(process.pid, number)
+            os.killpg(process.pid, signum)
         return {}
 
     def op_reap(self, task: int, deadline: float) -> dict[str, Any]:

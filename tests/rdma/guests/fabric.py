@@ -12,12 +12,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
+
+from testbed.waiting import wait_for
 
 from guests.guest import Guest, Nic
 from guests.kernel import Kernel, Say, kernel
 
 AGENT = Path(__file__).with_name("agent.py")
 ROCE_PORT = 4791
+_NICS = range(3)
 # Without crc32 `rdma link add` fails with "No such file".
 _MODULES = (
     "crc32_generic", "ib_core", "ib_uverbs", "rdma_rxe", "sch_netem", "sch_ingress", "cls_u32",
@@ -53,20 +57,25 @@ class Rail:
         self.guest.run("ip", "link", "set", self.netdev, "down")
 
     def plug(self) -> None:
-        self.guest.run("ip", "link", "set", self.netdev, "up")
+        # Large frames: RoCE then uses packets of 4096 bytes, which emulated machines carry faster.
+        self.guest.run("ip", "link", "set", self.netdev, "mtu", "9000", "up")
         self.guest.run("ip", "address", "replace", f"{self.address}/24", "dev", self.netdev)
 
-    def drop_outgoing(self) -> None:
-        """Lose every RoCE packet that leaves here; the cable and TCP stay as they are."""
+    def drop_incoming(self) -> None:
+        """Lose every RoCE packet that comes in here; the cable and TCP stay as they are.
+
+        Not on its way out of the other end: rxe takes that for a full queue and tries again at
+        once, for ever, which starves the guest.
+        """
         self.guest.sh(
             f"tc qdisc replace dev {self.netdev} clsact; "
-            f"tc filter add dev {self.netdev} egress protocol ip u32 "
+            f"tc filter add dev {self.netdev} ingress protocol ip u32 "
             f"match ip protocol 17 0xff match ip dport {ROCE_PORT} 0xffff action drop"
         )
 
     def dropped(self) -> int:
-        """Packets lost by :meth:`drop_outgoing` so far."""
-        said = self.guest.run("tc", "-s", "filter", "show", "dev", self.netdev, "egress")
+        """Packets lost by :meth:`drop_incoming` so far."""
+        said = self.guest.run("tc", "-s", "filter", "show", "dev", self.netdev, "ingress")
         found = re.search(r"Sent \d+ bytes \d+ pkt \(dropped (\d+)", said)
         assert found is not None, said
         return int(found.group(1))
@@ -93,7 +102,7 @@ class Fabric:
     a: Guest
     b: Guest
 
-    CONTROL = {"a": "10.77.0.1", "b": "10.77.0.2"}
+    CONTROL: ClassVar = {"a": "10.77.0.1", "b": "10.77.0.2"}
 
     def rail(self, guest: Guest, number: int) -> Rail:
         return Rail(guest, number)
@@ -105,7 +114,7 @@ class Fabric:
     def restore(self) -> None:
         """As it was when it came up, whatever the last test did."""
         for guest in (self.a, self.b):
-            for n in range(3):
+            for n in _NICS:
                 guest.try_run("tc", "qdisc", "del", "dev", f"eth{n}", "clsact")
                 guest.try_run("tc", "qdisc", "del", "dev", f"eth{n}", "root")
         for rail in self.rails:
@@ -129,18 +138,28 @@ class Fabric:
             for guest in guests:
                 stack.callback(guest.stop)
                 guest.start()
+                # The second one connects once, when it starts, and does not say if it cannot.
+                wait_for(
+                    "the cables", lambda: all(_cable(directory, n).exists() for n in _NICS), 20
+                )
             for guest in guests:
                 guest.wait_ready()
             fabric = cls(*guests)
             for guest in guests:
                 _set_up(guest, from_host)
+            for number in _NICS:
+                _check_cable(guests[0], f"10.77.{number}.2")
             yield fabric
 
 
+def _cable(directory: Path, number: int) -> Path:
+    return directory / f"n{number}"
+
+
 def _nics(directory: Path, name: str) -> Iterator[Nic]:
-    for number in range(3):
+    for number in _NICS:
         side = 1 if name == "a" else 2
-        yield Nic(directory / f"n{number}", name == "a", f"52:54:00:77:{number:02x}:{side:02x}")
+        yield Nic(_cable(directory, number), name == "a", f"52:54:00:77:{number:02x}:{side:02x}")
 
 
 def _set_up(guest: Guest, from_host: Kernel) -> None:
@@ -153,3 +172,13 @@ def _set_up(guest: Guest, from_host: Kernel) -> None:
         rail = Rail(guest, number)
         rail.plug()
         guest.run("rdma", "link", "add", rail.device, "type", "rxe", "netdev", rail.netdev)
+
+
+def _check_cable(guest: Guest, address: str) -> None:
+    ping = ("busybox", "ping", "-c", "1", "-W", "1", address)
+    wait_for(
+        f"guest {guest.name} to reach {address}",
+        lambda: guest.try_run(*ping).rc == 0,
+        20,
+        details=lambda: guest.sh("ip neighbour; ip -s link"),
+    )

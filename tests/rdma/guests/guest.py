@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from guests.kernel import Kernel
 from testbed.errors import TestbedError
 from testbed.processes import Process
 from testbed.waiting import wait_for
+
+from guests.kernel import Kernel
 
 BOOT_DEADLINE = 120.0
 MEMORY_MIB = 1536
@@ -221,7 +222,7 @@ class Task:
         return self.hear(deadline)
 
     def signal(self, number: signal.Signals) -> None:
-        self.guest.ask("signal", task=self.number, number=int(number))
+        self.guest.ask("signal", task=self.number, signum=int(number))
 
     def reap(self, deadline: float = 30.0) -> int:
         answer = self.guest.ask("reap", deadline, task=self.number, deadline=deadline)

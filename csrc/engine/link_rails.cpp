@@ -1,0 +1,260 @@
+// The rails of a link: queue pairs offered and answered over the control connection, what they
+// report, and when TCP carries in their place.
+#include <algorithm>
+
+#include "engine/link.hpp"
+#include "engine/text.hpp"
+#include "os/clock.hpp"
+
+namespace pipemorph {
+namespace {
+
+// For the peer's answer, and then for its first word over the new queue pair.
+constexpr int64_t kConnectLimit = 3 * kSecond;
+// How long TCP leaves a new link to its rails, which take a moment to connect.
+constexpr int64_t kHeadStart = 2 * kSecond;
+constexpr int64_t kRateAge = kSecond;
+constexpr size_t kMaxError = 1000;
+
+}  // namespace
+
+RdmaPath::Settings Link::rdma_settings() const {
+    return {runtime_->config.chunk_bytes, runtime_->peer_deadline_ns / 4};
+}
+
+void Link::offer_rail(uint32_t index, uint32_t epoch) {
+    uint32_t ours = 0;
+    {
+        const Lock lock(mu_);
+        ours = paths_[index].our_rail;
+    }
+    std::shared_ptr<RdmaPath> made;
+    std::string trouble;
+    try {
+        made = std::make_shared<RdmaPath>(runtime_->rails[ours], shared_from_this(), index, epoch,
+                                          rdma_settings());
+    } catch (const EngineError& e) {
+        trouble = e.what();
+    }
+    const Lock lock(mu_);
+    Path& p = paths_[index];
+    if (over() || p.machine.epoch() != epoch) return;
+    if (!made) {
+        p.trouble = trouble;
+        p.machine.dial_failed(epoch, steady_ns());
+        return;
+    }
+    p.offered = made;
+    p.offered_ns = steady_ns();
+    send_frame(OfferFrame{index, epoch, p.our_rail, p.peer_rail, made->local()});
+}
+
+void Link::take_offer(const OfferFrame& offer) {
+    std::shared_ptr<DataPath> before;
+    {
+        const Lock lock(mu_);
+        if (over()) return;
+        if (identity_.dials || offer.path >= rails_ || offer.to_rail >= runtime_->rails.size()) {
+            // Out of the lock below.
+        } else if (!paths_[offer.path].machine.may_take(offer.epoch)) {
+            return;  // given up before it was read
+        } else {
+            Path& p = paths_[offer.path];
+            before = std::exchange(p.live, nullptr);
+            p.machine.take(offer.epoch);
+            p.our_rail = offer.to_rail;
+            p.peer_rail = offer.from_rail;
+        }
+    }
+    if (identity_.dials || offer.path >= rails_ || offer.to_rail >= runtime_->rails.size()) {
+        protocol_error("an offer for a rail that does not exist");
+        return;
+    }
+    if (before)
+        before->reactor().post([self = shared_from_this(), before] {
+            before->retire();
+            const Lock lock(self->mu_);
+            if (!self->over()) self->send_fence(before->index, before->epoch);
+        });
+    AnswerFrame answer{offer.path, offer.epoch, {}, {}};
+    std::shared_ptr<RdmaPath> made;
+    try {
+        made = std::make_shared<RdmaPath>(runtime_->rails[offer.to_rail], shared_from_this(),
+                                          offer.path, offer.epoch, rdma_settings());
+        made->connect(offer.qp, false);
+        answer.qp = made->local();
+    } catch (const EngineError& e) {
+        made.reset();
+        answer.error = std::string(e.what()).substr(0, kMaxError);
+    }
+    {
+        const Lock lock(mu_);
+        Path& p = paths_[offer.path];
+        if (over() || p.machine.epoch() != offer.epoch) return;
+        if (made) {
+            p.live = made;
+        } else {
+            p.trouble = answer.error;
+            p.machine.dial_failed(offer.epoch, steady_ns());
+        }
+        send_frame(answer);
+    }
+    if (made) made->start();
+}
+
+void Link::take_answer(const AnswerFrame& answer) {
+    std::shared_ptr<RdmaPath> made;
+    {
+        const Lock lock(mu_);
+        if (over() || answer.path >= rails_) return;
+        Path& p = paths_[answer.path];
+        if (p.machine.epoch() != answer.epoch || !p.offered) return;  // too late
+        made = std::exchange(p.offered, nullptr);
+        if (!answer.error.empty()) {
+            p.trouble = rank_text(identity_.peer_rank) + ": " + answer.error;
+            p.machine.dial_failed(answer.epoch, steady_ns());
+            return;
+        }
+    }
+    std::string trouble;
+    try {
+        made->connect(answer.qp, true);
+    } catch (const EngineError& e) {
+        trouble = e.what();
+    }
+    {
+        const Lock lock(mu_);
+        Path& p = paths_[answer.path];
+        if (over() || p.machine.epoch() != answer.epoch) return;
+        if (!trouble.empty()) {
+            lose_path(p, trouble);
+            send_fence(answer.path, answer.epoch);
+            return;
+        }
+        p.live = made;
+    }
+    made->start();
+}
+
+void Link::region_received(const RegionFrame& region) {
+    const Lock lock(mu_);
+    peer_regions_[{region.rail, region.segment}] = region;
+}
+
+std::optional<PathHost::RemoteSlot> Link::remote_slot(uint32_t path, const SlotGrant& slot) {
+    const Lock lock(mu_);
+    const auto it = peer_regions_.find({paths_[path].peer_rail, slot.segment});
+    if (it == peer_regions_.end()) return std::nullopt;
+    const RegionFrame& r = it->second;
+    if (slot.offset > r.bytes || slot.bytes > r.bytes - slot.offset) return std::nullopt;
+    return RemoteSlot{r.address + slot.offset, slot.bytes, r.key};
+}
+
+void Link::path_up(uint32_t path, uint32_t epoch) {
+    const Lock lock(mu_);
+    Path& p = paths_[path];
+    if (over() || p.machine.epoch() != epoch) return;
+    if (p.machine.times_up() > 0) ++reconnects_;
+    p.machine.connected(epoch, steady_ns());
+    p.trouble.clear();
+    p.bytes_per_second = 0;
+    note_carrier();
+    kick_paths();
+    changed();
+}
+
+void Link::path_suspect(uint32_t path, uint32_t epoch, bool suspicious) {
+    const Lock lock(mu_);
+    if (over()) return;
+    paths_[path].machine.suspected(epoch, suspicious);
+    note_carrier();
+    kick_paths();
+}
+
+void Link::path_measured(uint32_t path, uint32_t epoch, double bytes_per_second,
+                         std::optional<int64_t> rtt_ns) {
+    const Lock lock(mu_);
+    Path& p = paths_[path];
+    if (p.machine.epoch() != epoch) return;
+    if (bytes_per_second > 0 && bytes_per_second != p.bytes_per_second) {
+        p.bytes_per_second = bytes_per_second;
+        p.measured_ns = steady_ns();
+    }
+    if (rtt_ns) p.rtt.add(*rtt_ns, 0);
+}
+
+// Whether faster rails should have the next chunk. A rate that is out of date says nothing, so
+// that a rail which was slow once gets to show that it is not any more.
+bool Link::leave_to_other_rails(uint32_t index, int64_t now) const {
+    const Path& p = paths_[index];
+    if (p.bytes_per_second <= 0 || now - p.measured_ns > kRateAge) return false;
+    double others = 0.0;
+    for (uint32_t i = 0; i < rails_; ++i)
+        if (i != index && paths_[i].machine.carries()) others += paths_[i].bytes_per_second;
+    return others > 0 && leave_to_others(p.bytes_per_second, others, out_.ready_chunks());
+}
+
+bool Link::rails_carry() const {
+    return std::any_of(paths_.begin(), paths_.begin() + rails_,
+                       [](const Path& p) { return p.machine.carries(); });
+}
+
+bool Link::sockets_may_carry(int64_t now) const {
+    if (rails_ == 0) return true;
+    if (without_rail_since_ns_ == 0) return false;
+    return fell_back_ || now - without_rail_since_ns_ > kHeadStart;
+}
+
+// Who carries has changed, perhaps. Losing the last rail hands over to TCP at once; only a new
+// link gives its rails a head start.
+void Link::note_carrier() {
+    if (rails_ == 0) return;
+    const bool carry = rails_carry();
+    if (carry && without_rail_since_ns_ != 0) {
+        without_rail_since_ns_ = 0;
+        if (std::exchange(fell_back_, false)) ++failbacks_;
+    } else if (!carry && without_rail_since_ns_ == 0) {
+        without_rail_since_ns_ = steady_ns();
+        if (paths_.size() > rails_) {
+            fell_back_ = true;
+            ++fallbacks_;
+        }
+        changed();
+    }
+}
+
+void Link::look_after_rails(int64_t now) {
+    std::string dead;
+    {
+        const Lock lock(mu_);
+        if (rails_ == 0 || over()) return;
+        uint64_t recoveries = 0;
+        for (const auto& rail : runtime_->rails) recoveries += rail->recoveries();
+        if (std::exchange(recoveries_seen_, recoveries) != recoveries)
+            for (uint32_t i = 0; i < rails_; ++i) paths_[i].machine.hurry();
+        for (uint32_t i = 0; i < rails_; ++i) {
+            Path& p = paths_[i];
+            if (!p.offered || now - p.offered_ns < kConnectLimit) continue;
+            p.offered.reset();
+            lose_path(p, "rank " + std::to_string(identity_.peer_rank) +
+                             " did not answer the offer of a queue pair within " +
+                             seconds_text(to_seconds(kConnectLimit)));
+            send_fence(i, p.machine.epoch());
+        }
+        if (without_rail_since_ns_ != 0) {
+            const int64_t without = now - without_rail_since_ns_;
+            if (paths_.size() == rails_ && without > runtime_->peer_deadline_ns)
+                dead = describe() + " is dead: rdma is required, and no rail to " +
+                       rank_text(identity_.peer_rank) + " has been up for " +
+                       seconds_text(to_seconds(without)) + ": " + paths_text();
+            else if (!fell_back_ && without > kHeadStart && paths_.size() > rails_) {
+                fell_back_ = true;
+                ++fallbacks_;
+                kick_paths();
+            }
+        }
+    }
+    if (!dead.empty()) die(dead);
+}
+
+}  // namespace pipemorph

@@ -1,0 +1,493 @@
+#include "path/rdma_path.hpp"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <sys/epoll.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+#include <cstring>
+#include <random>
+
+#include "engine/error.hpp"
+#include "os/clock.hpp"
+#include "os/copy.hpp"
+
+namespace pipemorph {
+namespace {
+
+constexpr uint32_t kBlocks = 8;       // chunks in staging memory: the most under way at once
+constexpr uint32_t kLeastWindow = 3;  // one on the wire, one behind it, one being copied
+// More receives than a sender with our window can use up before we have looked.
+constexpr uint32_t kReceives = 256;
+constexpr uint32_t kHeaderRoom = 256;  // for one encoded chunk header
+static_assert(kChunkHeaderSize <= kHeaderRoom);
+constexpr int64_t kLook = 50 * kMillisecond;
+constexpr int64_t kProbeEvery = 500 * kMillisecond;
+constexpr double kRateWeight = 0.3;  // of the newest sample
+constexpr int64_t kRateSpan = 20 * kMillisecond;
+
+// An immediate value is 8 bits of lane and 22 bits of chunk number.
+constexpr uint32_t kLanes = 256;
+constexpr uint32_t kChunkBits = 22;
+static_assert(kMaxChunks <= uint64_t{1} << kChunkBits);
+
+// The kind of a work request is in its id: a failed completion says nothing else.
+enum class Work : uint64_t { write = 1, probe = 2, receive = 3, header = 4 };
+constexpr uint64_t work_id(Work kind, uint32_t value) {
+    return static_cast<uint64_t>(kind) << 32 | value;
+}
+
+// 4.096 µs × 2^15 is 134 ms, and six repetitions: a dead path is known within a second.
+constexpr uint8_t kAckTimeout = 15;
+constexpr uint8_t kRetries = 6;
+// Not 7, which means for ever. 12 waits 0.64 ms each time.
+constexpr uint8_t kReceiverNotReadyRetries = 6;
+constexpr uint8_t kReceiverNotReadyTimer = 18;
+
+uint32_t random24() {
+    static thread_local std::mt19937 engine{std::random_device{}()};
+    return engine() & 0xffffff;
+}
+
+std::string system_error(const char* what, int error) {
+    return std::string(what) + ": " + std::strerror(error);
+}
+
+}  // namespace
+
+RdmaPath::RdmaPath(std::shared_ptr<Rail> rail, std::shared_ptr<PathHost> host, uint32_t path_index,
+                   uint32_t path_epoch, Settings settings)
+    : DataPath(rail->reactor(), std::move(host), path_index, path_epoch),
+      settings_(settings),
+      rail_(std::move(rail)),
+      device_(rail_->device()),
+      verbs_(device_->verbs),
+      block_bytes_(kBlocks),
+      lane_message_(kLanes) {
+    const PortAddress port = rail_->address();
+    const size_t stride = settings_.chunk_bytes + kHeaderRoom;
+    staging_ = rail_->borrow_staging(stride * kBlocks + size_t{kReceives} * kHeaderRoom);
+    const auto fail = [&](const std::string& why) {
+        destroy();
+        throw EngineError(rail_->describe() + ": " + why);
+    };
+    channel_ = verbs_.create_comp_channel(device_->context);
+    if (channel_ == nullptr) fail(system_error("no completion channel", errno));
+    ::fcntl(channel_->fd, F_SETFL, ::fcntl(channel_->fd, F_GETFL) | O_NONBLOCK);
+    cq_ = verbs_.create_cq(device_->context, kReceives + 2 * kBlocks + 4, nullptr, channel_, 0);
+    if (cq_ == nullptr) fail(system_error("no completion queue", errno));
+    abi::QpInitAttr init{};
+    init.send_cq = init.recv_cq = cq_;
+    init.cap = {2 * kBlocks + 4, kReceives, 1, 1, 0};
+    init.type = abi::kQpReliable;
+    qp_ = verbs_.create_qp(device_->pd, &init);
+    if (qp_ == nullptr) fail(system_error("no queue pair", errno));
+    abi::QpAttr attr{};
+    attr.state = abi::kQpInit;
+    attr.port = rail_->port();
+    attr.access = abi::kLocalWrite | abi::kRemoteWrite;
+    const int error = verbs_.modify_qp(
+        qp_, &attr, abi::kSetState | abi::kSetPkeyIndex | abi::kSetPort | abi::kSetAccess);
+    if (error != 0) fail(system_error("queue pair to INIT", error));
+    for (uint32_t i = 0; i < kReceives; ++i)
+        if (!post_receive(i)) fail("no room for receives");
+    for (uint32_t i = 0; i < kBlocks; ++i) free_blocks_.push_back(i);
+    local_ = {qp_->number, random24(), port.gid, port.lid, port.mtu};
+    gid_index_ = port.gid_index;
+    infiniband_ = port.infiniband;
+}
+
+RdmaPath::~RdmaPath() {
+    destroy();
+}
+
+void RdmaPath::connect(const QpAddress& peer, bool speaks_first) {
+    speaks_first_ = speaks_first;
+    const RailOptions& options = rail_->options();
+    abi::QpAttr attr{};
+    attr.state = abi::kQpReadyToReceive;
+    attr.path_mtu = std::min(local_.mtu, peer.mtu);
+    attr.destination_qp = peer.number;
+    attr.rq_psn = peer.first_packet;
+    attr.max_dest_rd_atomic = 1;
+    attr.min_rnr_timer = kReceiverNotReadyTimer;
+    attr.address.port = rail_->port();
+    attr.address.service_level = options.service_level;
+    attr.address.dlid = peer.lid;
+    // On InfiniBand the LID is enough within a subnet; RoCE has nothing but the GID.
+    if (!infiniband_ || options.gid_index >= 0) {
+        attr.address.is_global = 1;
+        std::memcpy(attr.address.route.destination.raw, peer.gid.data(), peer.gid.size());
+        attr.address.route.source_index = static_cast<uint8_t>(gid_index_);
+        attr.address.route.hop_limit = 64;
+        attr.address.route.traffic_class = options.traffic_class;
+    }
+    int error =
+        verbs_.modify_qp(qp_, &attr,
+                         abi::kSetState | abi::kSetAddress | abi::kSetMtu | abi::kSetDestinationQp |
+                             abi::kSetRqPsn | abi::kSetMaxDestRdAtomic | abi::kSetMinRnrTimer);
+    if (error != 0)
+        throw EngineError(rail_->describe() + ": queue pair to " + gid_text(peer.gid) +
+                          " not ready to receive: " + std::strerror(error));
+    attr = {};
+    attr.state = abi::kQpReadyToSend;
+    attr.timeout = kAckTimeout;
+    attr.retry_count = kRetries;
+    attr.rnr_retry = kReceiverNotReadyRetries;
+    attr.sq_psn = local_.first_packet;
+    attr.max_rd_atomic = 1;
+    error = verbs_.modify_qp(qp_, &attr,
+                             abi::kSetState | abi::kSetTimeout | abi::kSetRetryCount |
+                                 abi::kSetRnrRetry | abi::kSetSqPsn | abi::kSetMaxRdAtomic);
+    if (error != 0)
+        throw EngineError(rail_->describe() + ": queue pair to " + gid_text(peer.gid) +
+                          " not ready to send: " + std::strerror(error));
+}
+
+void RdmaPath::on_start() {
+    if (qp_ == nullptr) return;
+    const auto self = std::static_pointer_cast<RdmaPath>(shared_from_this());
+    rail_->watch(std::shared_ptr<RailUser>(self, this));
+    reactor_.add(channel_->fd, EPOLLIN, [self](uint32_t) { self->on_completions(); });
+    watched_ = true;
+    progress_ns_ = last_word_ns_ = steady_ns();
+    if (speaks_first_) post_probe();
+    on_completions();
+    look();
+}
+
+// --- Completions ------------------------------------------------------------------------------
+
+void RdmaPath::on_completions() {
+    if (qp_ == nullptr) return;
+    abi::Cq* cq = nullptr;
+    void* user = nullptr;
+    unsigned int events = 0;
+    while (verbs_.get_cq_event(channel_, &cq, &user) == 0) ++events;
+    if (events > 0) verbs_.ack_cq_events(cq_, events);
+    drain();
+    if (qp_ == nullptr) return;
+    // What completes after this rings; what completed before it is found by the second look.
+    device_->context->ops.req_notify_cq(cq_, 0);
+    drain();
+    if (qp_ == nullptr) return;
+    pump();
+    if (!trouble_.empty()) break_off(std::exchange(trouble_, {}));
+}
+
+void RdmaPath::drain() {
+    abi::Wc wcs[16];
+    for (;;) {
+        const int n = device_->context->ops.poll_cq(cq_, 16, wcs);
+        if (n < 0) trouble("its completion queue cannot be read");
+        if (n <= 0) break;
+        for (int i = 0; i < n; ++i) handle(wcs[i]);
+        // The sender waits for nothing more than for its window to open.
+        if (!breaking_ && trouble_.empty()) pump();
+    }
+    if (!breaking_ && !trouble_.empty()) break_off(std::exchange(trouble_, {}));
+}
+
+void RdmaPath::handle(const abi::Wc& wc) {
+    const auto kind = static_cast<Work>(wc.id >> 32);
+    if (wc.status != abi::kWcSuccess) {
+        // After the first error everything else is flushed; that says nothing new.
+        if (wc.status != abi::kWcFlushed || trouble_.empty())
+            trouble(std::string(verbs_.wc_status_str(wc.status)) + " (status " +
+                    std::to_string(wc.status) + ", vendor error " +
+                    std::to_string(wc.vendor_error) + ")");
+        return;
+    }
+    switch (kind) {
+        case Work::write:
+            write_completed(static_cast<uint32_t>(wc.id));
+            break;
+        case Work::probe:
+            probe_completed();
+            break;
+        case Work::receive:
+            received(wc);
+            break;
+        case Work::header:
+            break;
+    }
+}
+
+void RdmaPath::trouble(const std::string& why) {
+    if (trouble_.empty()) trouble_ = rail_->describe() + ": " + why;
+}
+
+// --- Receiving --------------------------------------------------------------------------------
+
+bool RdmaPath::post_receive(uint32_t buffer) {
+    const size_t at =
+        size_t{kBlocks} * (settings_.chunk_bytes + kHeaderRoom) + size_t{buffer} * kHeaderRoom;
+    abi::Sge sge{reinterpret_cast<uint64_t>(staging_->data() + at), kHeaderRoom, staging_->lkey()};
+    abi::RecvWr wr{work_id(Work::receive, buffer), nullptr, &sge, 1};
+    abi::RecvWr* bad = nullptr;
+    return device_->context->ops.post_recv(qp_, &wr, &bad) == 0;
+}
+
+void RdmaPath::received(const abi::Wc& wc) {
+    const auto buffer = static_cast<uint32_t>(wc.id);
+    if (wc.opcode == abi::kWcRecvWriteWithImmediate)
+        chunk_received(ntohl(wc.immediate), wc.bytes);
+    else if (wc.bytes > 0)
+        header_received(wc, buffer);
+    else if (!speaks_first_ && !up_ && !probe_out_ && !breaking_)
+        post_probe();  // the peer can reach us; now the other way round
+    if (!breaking_ && !post_receive(buffer)) trouble("a receive could not be posted");
+}
+
+void RdmaPath::header_received(const abi::Wc& wc, uint32_t buffer) {
+    const size_t at =
+        size_t{kBlocks} * (settings_.chunk_bytes + kHeaderRoom) + size_t{buffer} * kHeaderRoom;
+    auto header = wc.bytes == kChunkHeaderSize + sizeof(uint32_t)
+                      ? decode_chunk({staging_->data() + at, kChunkHeaderSize})
+                      : std::nullopt;
+    uint32_t lane = 0;
+    std::memcpy(&lane, staging_->data() + at + kChunkHeaderSize, sizeof lane);
+    lane = ntohl(lane);
+    if (!header || header->path != index || header->epoch != epoch || lane >= kLanes) {
+        trouble("a damaged chunk header");
+        return;
+    }
+    lanes_[lane] = std::move(*header);
+}
+
+void RdmaPath::chunk_received(uint32_t immediate, uint32_t bytes) {
+    const uint32_t chunk = immediate & ((1U << kChunkBits) - 1);
+    const auto lane = lanes_.find(immediate >> kChunkBits);
+    if (lane == lanes_.end()) {
+        trouble("a chunk of a message that was never opened");
+        return;
+    }
+    ChunkHeader header = lane->second;
+    header.index = chunk;
+    if (chunk >= header.chunks() || bytes != header.length()) {
+        host_->protocol_error("a chunk of " + header.message.key.describe() +
+                              " that is not of its size");
+        return;
+    }
+    const ChunkSink sink = host_->begin_chunk(header);
+    if (sink.verdict == ChunkSink::Verdict::invalid) {
+        host_->protocol_error("a chunk for " + header.message.key.describe() +
+                              " does not fit the slot it names");
+        return;
+    }
+    if (sink.verdict != ChunkSink::Verdict::take) return;
+    // It is in the slot already. Only a destination of the application's own needs a copy.
+    if (sink.data != sink.slot_data) copy_past_caches(sink.data, sink.slot_data, header.length());
+    host_->finish_chunk(sink, true);
+}
+
+// --- Sending ----------------------------------------------------------------------------------
+
+bool RdmaPath::post(abi::SendWr& first) {
+    if (writes_out_ == 0 && !probe_out_) progress_ns_ = steady_ns();
+    abi::SendWr* bad = nullptr;
+    if (const int error = device_->context->ops.post_send(qp_, &first, &bad); error != 0) {
+        trouble(system_error("posting", error));
+        return false;
+    }
+    return true;
+}
+
+// About twice what fits the wire, but never so little that it runs dry between two looks.
+uint32_t RdmaPath::window() const {
+    const double in_flight = 2.0 * rate_ * to_seconds(least_rtt_ns_);
+    const double chunks = std::ceil(in_flight / settings_.chunk_bytes);
+    return std::clamp(static_cast<uint32_t>(std::min(chunks, 1e6)), kLeastWindow, kBlocks);
+}
+
+void RdmaPath::pump() {
+    while (qp_ != nullptr && up_ && !suspect_ && !breaking_ && trouble_.empty() &&
+           writes_out_ < window() && !free_blocks_.empty() && send_chunk()) {
+    }
+}
+
+bool RdmaPath::send_chunk() {
+    const auto task = host_->next_chunk(index, epoch);
+    if (!task) return false;
+    const auto remote = host_->remote_slot(index, *task->message->slot);
+    if (!remote || task->header.offset() + task->bytes > remote->bytes) {
+        host_->protocol_error("a slot was granted outside of the memory that its rail may write");
+        return false;
+    }
+    const uint32_t block = free_blocks_.back();
+    free_blocks_.pop_back();
+    uint8_t* const staged =
+        staging_->data() + size_t{block} * (settings_.chunk_bytes + kHeaderRoom);
+    std::memcpy(staged, task->data, task->bytes);
+    block_bytes_[block] = static_cast<uint32_t>(task->bytes);
+
+    const uint64_t message = task->message->info.id;
+    auto lane = lane_of_.find(message);
+    const bool opens = lane == lane_of_.end();
+    if (opens) {
+        const uint64_t number = next_lane_++;
+        uint64_t& taken_by = lane_message_[number % kLanes];
+        lane_of_.erase(taken_by);  // if it has chunks left, the next one opens a new lane
+        taken_by = message;
+        lane = lane_of_.emplace(message, number % kLanes).first;
+    }
+    abi::Sge payload{reinterpret_cast<uint64_t>(staged), static_cast<uint32_t>(task->bytes),
+                     staging_->lkey()};
+    abi::SendWr write{};
+    write.id = work_id(Work::write, block);
+    write.sges = &payload;
+    write.sge_count = 1;
+    write.opcode = abi::kWriteWithImmediate;
+    write.flags = abi::kSignaled;
+    write.immediate = htonl(static_cast<uint32_t>(lane->second) << kChunkBits | task->header.index);
+    write.rdma.address = remote->address + task->header.offset();
+    write.rdma.rkey = remote->key;
+
+    abi::Sge head{};
+    abi::SendWr open{};
+    if (opens) {
+        uint8_t* const room = staged + settings_.chunk_bytes;
+        std::array<uint8_t, kChunkHeaderSize> encoded;
+        encode_chunk(task->header, encoded);
+        std::memcpy(room, encoded.data(), encoded.size());
+        const uint32_t number = htonl(static_cast<uint32_t>(lane->second));
+        std::memcpy(room + kChunkHeaderSize, &number, sizeof number);
+        head = {reinterpret_cast<uint64_t>(room), kChunkHeaderSize + sizeof number,
+                staging_->lkey()};
+        open.id = work_id(Work::header, block);
+        open.next = &write;
+        open.sges = &head;
+        open.sge_count = 1;
+        open.opcode = abi::kSend;
+    }
+    if (!post(opens ? open : write)) return false;
+    if (writes_out_++ == 0) busy_since_ns_ = steady_ns();
+    return true;
+}
+
+void RdmaPath::write_completed(uint32_t block) {
+    const int64_t now = steady_ns();
+    progress_ns_ = last_word_ns_ = now;
+    free_blocks_.push_back(block);
+    busy_bytes_ += block_bytes_[block];
+    --writes_out_;
+    busy_ns_ += now - busy_since_ns_;
+    busy_since_ns_ = now;
+    // Completions come in heaps, so a sample needs several of them.
+    if (busy_ns_ >= kRateSpan && busy_bytes_ >= uint64_t{4} * settings_.chunk_bytes) {
+        const double sample = static_cast<double>(busy_bytes_) / to_seconds(busy_ns_);
+        rate_ = rate_ > 0 ? rate_ + kRateWeight * (sample - rate_) : sample;
+        host_->path_measured(index, epoch, rate_, std::nullopt);
+        busy_ns_ = 0;
+        busy_bytes_ = 0;
+    }
+    if (suspect_) {
+        suspect_ = false;
+        host_->path_suspect(index, epoch, false);
+    }
+}
+
+void RdmaPath::post_probe() {
+    abi::SendWr probe{};
+    probe.id = work_id(Work::probe, 0);
+    probe.opcode = abi::kSend;
+    probe.flags = abi::kSignaled;
+    if (!post(probe)) return;
+    probe_out_ = true;
+    probe_ns_ = steady_ns();
+}
+
+void RdmaPath::probe_completed() {
+    const int64_t now = steady_ns();
+    const int64_t rtt = now - probe_ns_;
+    probe_out_ = false;
+    progress_ns_ = last_word_ns_ = now;
+    if (writes_out_ == 0) {
+        least_rtt_ns_ = least_rtt_ns_ == 0 ? rtt : std::min(least_rtt_ns_, rtt);
+        host_->path_measured(index, epoch, rate_, rtt);
+    }
+    if (suspect_) {
+        suspect_ = false;
+        host_->path_suspect(index, epoch, false);
+    }
+    if (!up_) {
+        up_ = true;
+        host_->path_up(index, epoch);
+    }
+}
+
+// Now and then: is what was posted still moving, and is an idle path still good?
+void RdmaPath::look() {
+    if (qp_ == nullptr) return;
+    reactor_.after(kLook, [weak = weak_from_this()] {
+        if (const auto self = weak.lock()) static_cast<RdmaPath&>(*self).look();
+    });
+    const int64_t now = steady_ns();
+    if (writes_out_ > 0 || probe_out_) {
+        const int64_t silent = now - progress_ns_;
+        // A slow rail is not a dead one: allow for what it has been seen to carry.
+        const auto chunk_ns = rate_ > 0 ? to_ns(settings_.chunk_bytes / rate_) : 0;
+        const int64_t limit = std::max(settings_.dead_after_ns, 4 * chunk_ns);
+        if (silent > limit)
+            trouble("nothing completed for " + std::to_string(silent / kMillisecond) + " ms");
+        else if (silent > limit / 2 && up_ && !suspect_) {
+            suspect_ = true;
+            host_->path_suspect(index, epoch, true);
+        }
+    } else if (up_ && now - last_word_ns_ > kProbeEvery) {
+        post_probe();
+    }
+    if (!trouble_.empty()) break_off(std::exchange(trouble_, {}));
+}
+
+// --- Ending -----------------------------------------------------------------------------------
+
+void RdmaPath::rail_failed(const std::string& why) {
+    reactor_.post([self = std::static_pointer_cast<RdmaPath>(shared_from_this()), why] {
+        self->break_off(why);
+    });
+}
+
+// In error a queue pair neither sends nor lets the peer write. What had arrived before is in the
+// completion queue and still counts.
+void RdmaPath::stop_device() {
+    breaking_ = true;
+    abi::QpAttr attr{};
+    attr.state = abi::kQpError;
+    // Can only fail if the device is gone, and then nothing is written either.
+    (void)verbs_.modify_qp(qp_, &attr, abi::kSetState);
+    if (cq_ != nullptr) drain();
+    trouble_.clear();
+}
+
+void RdmaPath::break_off(const std::string& why) {
+    if (qp_ == nullptr || breaking_) return;
+    stop_device();
+    destroy();
+    host_->path_lost(index, epoch, why);
+}
+
+void RdmaPath::retire() {
+    if (qp_ == nullptr || breaking_) return;
+    stop_device();
+    destroy();
+}
+
+void RdmaPath::destroy() {
+    breaking_ = true;
+    if (std::exchange(watched_, false)) reactor_.remove(channel_->fd);
+    // The last word: once it is destroyed, nothing can touch a slot or the staging memory.
+    bool gone = true;
+    if (qp_ != nullptr) gone = verbs_.destroy_qp(std::exchange(qp_, nullptr)) == 0;
+    if (cq_ != nullptr) verbs_.destroy_cq(std::exchange(cq_, nullptr));
+    if (channel_ != nullptr) verbs_.destroy_comp_channel(std::exchange(channel_, nullptr));
+    if (staging_ == nullptr) return;
+    if (gone)
+        rail_->give_back(std::move(staging_));
+    else  // the device may still write there, so the memory must never be used again
+        static_cast<void>(new std::shared_ptr<Registration>(std::move(staging_)));
+}
+
+}  // namespace pipemorph

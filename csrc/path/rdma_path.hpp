@@ -1,0 +1,113 @@
+// Chunks over a reliable connection between two queue pairs.
+//
+// The sender copies a chunk into staging memory and writes it straight into the granted slot with
+// an immediate value that says lane and chunk number. The first chunk of a message on a queue pair
+// comes after a SEND of the whole header, which opens a lane for it: RC keeps the order. The
+// queue pair itself stands for the path's epoch. A new connection always gets a fresh one.
+//
+// The application's memory is never given to the device, so a payload may be freed as soon as its
+// message is acknowledged, whatever the queue pair still does.
+#pragma once
+
+#include <optional>
+#include <unordered_map>
+
+#include "path/data_path.hpp"
+#include "protocol/telemetry.hpp"
+#include "verbs/rail.hpp"
+#include "wire/frames.hpp"
+
+namespace pipemorph {
+
+class RdmaPath final : public DataPath, public RailUser {
+  public:
+    struct Settings {
+        uint32_t chunk_bytes = 0;
+        // Without any completion for this long the path is given up; after half of it no new
+        // chunks are entrusted to it.
+        int64_t dead_after_ns = 0;
+    };
+
+    // Makes the queue pair. Throws EngineError.
+    RdmaPath(std::shared_ptr<Rail> rail, std::shared_ptr<PathHost> host, uint32_t index,
+             uint32_t epoch, Settings settings);
+    ~RdmaPath() override;
+
+    QpAddress local() const { return local_; }
+    // Before `start`. The side that speaks first sends a probe, which the other one answers with
+    // its own: each is up when its probe was acknowledged, so both directions have been tried.
+    void connect(const QpAddress& peer, bool speaks_first);
+
+    void retire() override;
+
+    void rail_failed(const std::string& why) override;
+    bool uses(const abi::Qp* qp) const override { return qp == qp_; }
+    const GidBytes& local_gid() const override { return local_.gid; }
+
+  private:
+    void on_start() override;
+    void on_kick() override { pump(); }
+    void on_sever() override { break_off("severed on request"); }
+    void on_close() override { destroy(); }
+
+    void on_completions();
+    void drain();
+    void handle(const abi::Wc& wc);
+    void received(const abi::Wc& wc);
+    void header_received(const abi::Wc& wc, uint32_t buffer);
+    void chunk_received(uint32_t immediate, uint32_t bytes);
+    void write_completed(uint32_t block);
+    void probe_completed();
+    void pump();
+    bool send_chunk();
+    void post_probe();
+    bool post_receive(uint32_t buffer);
+    bool post(abi::SendWr& first);
+    void look();
+    void trouble(const std::string& why);
+    void break_off(const std::string& why);
+    void stop_device();
+    void destroy();
+    uint32_t window() const;
+
+    const Settings settings_;
+    const std::shared_ptr<Rail> rail_;
+    const std::shared_ptr<VerbsDevice> device_;
+    const Verbs& verbs_;
+    std::shared_ptr<Registration> staging_;
+    abi::CompChannel* channel_ = nullptr;
+    abi::Cq* cq_ = nullptr;
+    abi::Qp* qp_ = nullptr;
+    QpAddress local_;
+    uint32_t gid_index_ = 0;
+    bool infiniband_ = false;
+    bool speaks_first_ = false;
+    bool watched_ = false;
+    bool up_ = false;
+    bool suspect_ = false;
+    bool breaking_ = false;
+    std::string trouble_;
+
+    // Sending.
+    std::vector<uint32_t> free_blocks_;
+    std::vector<uint32_t> block_bytes_;
+    uint32_t writes_out_ = 0;
+    bool probe_out_ = false;
+    uint64_t next_lane_ = 0;
+    std::unordered_map<uint64_t, uint64_t> lane_of_;  // message → when its lane was opened
+    std::vector<uint64_t> lane_message_;
+    int64_t progress_ns_ = 0;  // of the last completion, or of the first post after a pause
+    int64_t probe_ns_ = 0;
+    int64_t last_word_ns_ = 0;  // when a completion last proved the path to be good
+    // Rate over the time with writes under way.
+    int64_t busy_since_ns_ = 0;
+    int64_t busy_ns_ = 0;
+    uint64_t busy_bytes_ = 0;
+    double rate_ = 0.0;
+    int64_t least_rtt_ns_ = 0;
+
+    // Receiving.
+    std::unordered_map<uint32_t, ChunkHeader> lanes_;
+};
+
+}  // namespace pipemorph

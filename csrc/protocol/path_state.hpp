@@ -1,0 +1,78 @@
+// The life of one data path: a state machine without sockets, clocks or locks.
+//
+//   INIT ─▶ CONNECTING ─▶ UP ⇄ SUSPECT          carries chunks in UP only
+//              ▲    │      │      │
+//              │    └──────┴──────┴─▶ FENCING    given up here; the peer is asked what arrived
+//              │                         │
+//           COOLDOWN ◀─────── DOWN ◀─────┘       answered: what was missing moves elsewhere
+//
+// Each connection is a new epoch, and epochs only rise. The dialling side makes them; the other
+// side takes them as they come, since its peer's last fence may still be on its way.
+#pragma once
+
+#include <cstdint>
+
+namespace pipemorph {
+
+enum class PathState { init, connecting, up, suspect, fencing, down, cooldown };
+
+const char* name_of(PathState state);
+
+class PathMachine {
+  public:
+    explicit PathMachine(int64_t longest_pause_ns = 1'000'000'000)
+        : longest_pause_ns_(longest_pause_ns) {}
+
+    PathState state() const { return state_; }
+    uint32_t epoch() const { return epoch_; }
+    bool carries() const { return state_ == PathState::up; }
+    // A connection of the current epoch may exist.
+    bool live() const {
+        return state_ == PathState::connecting || state_ == PathState::up ||
+               state_ == PathState::suspect;
+    }
+
+    // The dialling side: whether now is the time for a new connection, and its epoch.
+    bool may_dial(int64_t now_ns);
+    uint32_t dial();
+    // The other side: whether this epoch is news, and taking it.
+    bool may_take(uint32_t epoch) const { return epoch > epoch_ && epoch > fenced_; }
+    void take(uint32_t epoch);
+
+    // What happens to the current epoch. Each ignores an epoch that is over.
+    void connected(uint32_t epoch, int64_t now_ns);
+    void suspected(uint32_t epoch, bool suspicious);
+    // Nothing was ever entrusted to it, so there is nothing to ask about.
+    void dial_failed(uint32_t epoch, int64_t now_ns);
+    void lost(uint32_t epoch, int64_t now_ns);
+    void fence_answered(uint32_t epoch);
+    // The peer has given up this epoch and all before it.
+    void fenced_by_peer(uint32_t epoch);
+    bool is_fenced(uint32_t epoch) const { return epoch <= fenced_; }
+    // Something changed for the better: do not wait out the pause.
+    void hurry() {
+        if (state_ == PathState::cooldown) next_try_ns_ = 0;
+    }
+
+    uint64_t times_up() const { return times_up_; }
+    uint64_t times_lost() const { return times_lost_; }
+
+  private:
+    void pause(int64_t now_ns);
+
+    int64_t longest_pause_ns_;
+    PathState state_ = PathState::init;
+    uint32_t epoch_ = 0;
+    uint32_t fenced_ = 0;
+    int64_t up_since_ns_ = 0;
+    int64_t pause_ns_ = 0;
+    int64_t next_try_ns_ = 0;
+    uint64_t times_up_ = 0;
+    uint64_t times_lost_ = 0;
+};
+
+// Whether a path should leave the next chunk to faster ones: they would have carried all that is
+// ready (this many chunks) before it had carried one. Rates are bytes per second, 0 if not known.
+bool leave_to_others(double own_rate, double rate_of_others, uint64_t ready_chunks);
+
+}  // namespace pipemorph

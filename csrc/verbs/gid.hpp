@@ -1,0 +1,36 @@
+// Which address of a port to use, and which port of the peer to talk to. Pure functions.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace pipemorph {
+
+using GidBytes = std::array<uint8_t, 16>;
+
+struct GidInfo {
+    enum class Type { infiniband, roce_v1, roce_v2 };
+    GidBytes gid{};
+    uint32_t index = 0;
+    Type type = Type::roce_v2;
+    bool has_netdev = false;
+};
+
+std::string gid_text(const GidBytes& gid);
+bool is_link_local(const GidBytes& gid);
+bool is_ipv4_mapped(const GidBytes& gid);
+
+// The one to use by itself: RoCE v2 before v1, with a network device before without, routable
+// before link-local, IPv4 before IPv6 (it is what people configure), then the lowest index.
+std::optional<GidInfo> best_gid(const std::vector<GidInfo>& table);
+
+// Pairs ours with theirs, at most as many as the shorter list: those with the longest common
+// prefix first, since two ports in one subnet reach each other; among equals in order.
+std::vector<std::pair<uint32_t, uint32_t>> pair_rails(const std::vector<GidBytes>& ours,
+                                                      const std::vector<GidBytes>& theirs);
+
+}  // namespace pipemorph

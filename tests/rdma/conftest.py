@@ -1,0 +1,62 @@
+"""The fixture that gives tests real verbs; docs/testbeds.md says what it needs.
+
+`fabric`: two guests with two Soft-RoCE devices each, booted once for all tests.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# The process and waiting helpers are the cluster testbed's.
+sys.path.insert(0, str(Path(__file__).parent.parent / "cluster"))
+
+from guests import Fabric, missing_for_guests
+from testbed import TestbedError
+
+SKIP = "PIPEMORPH_TEST_SKIP"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "rdma: real verbs in two virtual machines (Linux, QEMU)")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give time for the boot, which the first test of a run is charged with."""
+    for item in items:
+        if item.get_closest_marker("rdma") and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(400))
+
+
+@pytest.fixture(scope="session")
+def fabric(request: pytest.FixtureRequest) -> Iterator[Fabric]:
+    if "rdma" in os.environ.get(SKIP, "").replace(",", " ").split():
+        pytest.skip(f"{SKIP} names rdma: what this test checks is not checked")
+    capture = request.config.pluginmanager.get_plugin("capturemanager")
+
+    def say(text: str) -> None:
+        with capture.global_and_fixture_disabled():
+            print(f"\nrdma guests: {text}", flush=True)
+
+    try:
+        missing_for_guests(say)
+        with Fabric.started(say) as made:
+            yield made
+    except TestbedError as error:
+        pytest.fail(
+            f"no RDMA guests here: {error}\n(on a machine that cannot have them, run with "
+            f"{SKIP}=rdma: these tests are then reported as skipped)",
+            pytrace=False,
+        )
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Add the guests' consoles to the report of a test that failed."""
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    found = getattr(item, "funcargs", {}).get("fabric")
+    if report.failed and isinstance(found, Fabric):
+        report.sections.append(("guests", found.logs()))

@@ -1,0 +1,167 @@
+"""Two workers with a link between the guests, from the test's side."""
+
+import importlib.util
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from guests import Fabric, Guest, GuestError
+
+WORKER = Path(__file__).with_name("worker.py")
+TIMEOUT = 60.0
+
+
+def engine_module() -> str:
+    spec = importlib.util.find_spec("pipemorph_trainer._engine")
+    assert spec is not None, "the engine is not built: pip install -e ."
+    assert spec.origin is not None
+    return spec.origin
+
+
+class Peer:
+    """A worker process in a guest."""
+
+    def __init__(self, guest: Guest, rank: int) -> None:
+        self.guest, self.rank = guest, rank
+        self.task = guest.python("-S", str(WORKER), engine_module())
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, dict[str, Any]] = {}
+        self._lock = threading.Lock()
+        self._wait(0, TIMEOUT)
+
+    def start(self, op: str, **arguments: Any) -> int:
+        """Begin a command; :meth:`result` waits for its end."""
+        number = next(self._numbers)
+        self.task.tell({"number": number, "op": op, "arguments": arguments})
+        return number
+
+    def result(self, number: int, deadline: float = TIMEOUT * 2) -> Any:
+        said = self._wait(number, deadline)
+        if "error" in said:
+            raise GuestError(f"worker {self.rank}: {said['error']}")
+        return said["result"]
+
+    def do(self, op: str, *, deadline: float = TIMEOUT * 2, **arguments: Any) -> Any:
+        return self.result(self.start(op, **arguments), deadline)
+
+    def error_of(self, number: int, deadline: float = TIMEOUT * 2) -> str:
+        """What a command that must fail says."""
+        said = self._wait(number, deadline)
+        assert "error" in said, f"it succeeded: {said}"
+        return str(said["error"])
+
+    def stats(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.do("stats")
+        return found
+
+    def _wait(self, number: int, deadline: float) -> dict[str, Any]:
+        end = time.monotonic() + deadline
+        while True:
+            with self._lock:
+                if number in self._answers:
+                    return self._answers.pop(number)
+            left = end - time.monotonic()
+            if left <= 0:
+                raise GuestError(f"worker {self.rank} did not answer within {deadline} s")
+            said = self.task.hear(min(left, 5.0)) if left < 5 else self.task.hear(left)
+            with self._lock:
+                self._answers[said["number"]] = said
+
+
+class Link:
+    """Rank 0 in guest a, which dials and sends, and rank 1 in guest b."""
+
+    def __init__(self, fabric: Fabric, **settings: Any) -> None:
+        self.fabric = fabric
+        given: dict[str, Any] = {
+            "transport": "rdma", "chunk_bytes": 1 << 16, "peer_deadline": 10.0,
+        }  # fmt: skip
+        given |= settings
+        self.a, self.b = Peer(fabric.a, 0), Peer(fabric.b, 1)
+        self.opened = self.a.do("open", rank=0, **given)
+        port = self.b.do("open", rank=1, **given)["port"]
+        accepting = self.b.start("accept", peer=0)
+        self.transport = self.a.do("connect", peer=1, host=fabric.CONTROL["b"], port=port)
+        assert self.b.result(accepting) == self.transport
+        self._next = 0
+
+    def reserve(self, slots: int, size: int) -> None:
+        self.b.do("reserve", direction=0, slots=slots, size=size)
+
+    def transfer(self, count: int, size: int) -> "Transfer":
+        first, self._next = self._next, self._next + count
+        return Transfer(self, first, count, size)
+
+    def rails_up(self, count: int, peers: str = "ab", deadline: float = 40.0) -> None:
+        """Wait until so many rails are up at both ends."""
+
+        def up() -> bool:
+            return all(
+                sum(p["kind"] == "rdma" and p["state"] == "UP" for p in peer.stats()["paths"])
+                >= count
+                for peer in (self.a, self.b)
+            )
+
+        until(f"{count} rails up", up, deadline, lambda: paths_text(self.a.stats()))
+
+    def kill(self) -> None:
+        for peer in (self.a, self.b):
+            peer.task.signal(signal.SIGKILL)
+            peer.task.reap()
+
+
+class Transfer:
+    """Messages on their way from a to b."""
+
+    def __init__(self, link: Link, first: int, count: int, size: int) -> None:
+        self.link, self.count = link, count
+        self._receiving = link.b.start("receive", direction=0, first=first, count=count)
+        link.a.do("send", direction=0, first=first, count=count, size=size)
+        self._sending = link.a.start("wait_sent")
+
+    def finish(self) -> None:
+        """Every message arrived once and whole, and the sender knows."""
+        assert self.link.b.result(self._receiving) == []
+        self.link.a.result(self._sending)
+
+    def until_chunks(self, more: int, path: int = 0) -> None:
+        """Wait until a path has carried so many chunks more than now."""
+        before = self.link.a.stats()["paths"][path]["chunks"]
+        until(
+            f"{more} more chunks on path {path}",
+            lambda: self.link.a.stats()["paths"][path]["chunks"] >= before + more,
+            30.0,
+            lambda: paths_text(self.link.a.stats()),
+        )
+
+
+def until(
+    what: str, check: Callable[[], bool], deadline: float, details: Callable[[], str] = str
+) -> None:
+    end = time.monotonic() + deadline
+    while not check():
+        assert time.monotonic() < end, f"never: {what}; {details()}"
+        os.sched_yield()
+
+
+def paths_text(stats: dict[str, Any]) -> str:
+    return "; ".join(
+        f"{p['rail'] or p['kind']} {p['state']} epoch {p['epoch']} {p['trouble']}"
+        for p in stats["paths"]
+    )
+
+
+@contextmanager
+def linked(fabric: Fabric, **settings: Any) -> Iterator[Link]:
+    link = Link(fabric, **settings)
+    try:
+        yield link
+    finally:
+        link.kill()
+        fabric.restore()

@@ -1,0 +1,205 @@
+"""One link over two rails, and what can happen to them: every message arrives once, unharmed.
+
+Each test looks at the device's or the kernel's own counters for proof that the fault happened.
+"""
+
+import signal
+
+import pytest
+from guests import Fabric, GuestError
+from peers import linked, paths_text, until
+
+pytestmark = pytest.mark.rdma
+
+MIB = 1 << 20
+
+
+def test_both_rails_carry_and_nothing_is_sent_twice(fabric: Fabric):
+    with linked(fabric) as link:
+        assert link.transport == "rdma"
+        assert link.opened["rails"] == ["rxe0 port 1", "rxe1 port 1"]
+        link.reserve(4, MIB)
+        link.rails_up(2)
+        link.transfer(12, MIB - 5).finish()
+        link.transfer(40, 1000).finish()
+        s = link.a.stats()
+        assert s["messages_sent"] == 52
+        assert s["chunks_resent"] == s["fallbacks"] == s["reconnects"] == 0
+        rails, sockets = s["paths"][:2], s["paths"][2:]
+        assert all(p["chunks"] > 0 for p in rails)
+        assert all(p["chunks"] == 0 for p in sockets)
+        assert link.b.stats()["duplicate_chunks"] == 0
+
+
+def test_cable_pulled_in_mid_message_and_put_back(fabric: Fabric):
+    rail = fabric.rail(fabric.a, 0)
+    downed = rail.counter("link_downed")
+    with linked(fabric) as link:
+        link.reserve(4, 2 * MIB)
+        link.rails_up(2)
+        transfer = link.transfer(8, 2 * MIB)
+        transfer.until_chunks(8, path=0)
+        rail.unplug()
+        transfer.finish()
+        assert rail.counter("link_downed") > downed
+        s = link.a.stats()
+        assert s["paths"][0]["times_lost"] == 1
+        assert s["fallbacks"] == 0, paths_text(s)
+        assert s["paths"][0]["state"] != "UP"
+        # A recovered NIC is used again, with a fresh queue pair.
+        rail.plug()
+        link.rails_up(2)
+        before = link.a.stats()["paths"][0]
+        assert before["epoch"] > 1
+        transfer = link.transfer(8, 2 * MIB)
+        transfer.finish()
+        assert link.a.stats()["paths"][0]["chunks"] > before["chunks"]
+        assert link.b.stats()["messages_received"] == 16
+
+
+def test_lost_acknowledgements_repeat_nothing(fabric: Fabric):
+    """What the receiver's rail sends is dropped: the data arrives, and the sender cannot know."""
+    sender = fabric.rail(fabric.a, 0)
+    retries = sender.counter("completer_retry_err")
+    with linked(fabric) as link:
+        link.reserve(4, 2 * MIB)
+        link.rails_up(2)
+        transfer = link.transfer(8, 2 * MIB)
+        transfer.until_chunks(6, path=0)
+        sender.drop_incoming()
+        transfer.finish()
+        until(
+            "the sender's rail given up",
+            lambda: link.a.stats()["paths"][0]["times_lost"] > 0,
+            30,
+            lambda: paths_text(link.a.stats()),
+        )
+        assert sender.dropped() > 0
+        assert sender.counter("completer_retry_err") > retries
+        b = link.b.stats()
+        assert b["messages_received"] == 8
+        assert b["bytes_received"] == 16 * MIB
+        sender.deliver_again()
+        link.rails_up(2)
+        link.transfer(4, 2 * MIB).finish()
+
+
+def test_all_rails_down_falls_back_to_tcp_and_returns(fabric: Fabric):
+    rails = [fabric.rail(fabric.b, n) for n in (0, 1)]
+    with linked(fabric) as link:
+        link.reserve(4, 2 * MIB)
+        link.rails_up(2)
+        transfer = link.transfer(8, 2 * MIB)
+        transfer.until_chunks(4, path=0)
+        for rail in rails:
+            rail.drop_incoming()
+        transfer.finish()
+        assert all(rail.dropped() > 0 for rail in rails)
+        s = link.a.stats()
+        assert s["fallbacks"] >= 1, paths_text(s)
+        assert s["transport"] == "tcp"
+        assert sum(p["chunks"] for p in s["paths"][2:]) > 0
+        for rail in rails:
+            rail.deliver_again()
+        link.rails_up(2)
+        carried = sum(p["chunks"] for p in link.a.stats()["paths"][2:])
+        link.transfer(6, 2 * MIB).finish()
+        s = link.a.stats()
+        assert s["failbacks"] == s["fallbacks"]
+        assert s["transport"] == "rdma"
+        assert sum(p["chunks"] for p in s["paths"][2:]) == carried
+
+
+def test_a_rail_that_flaps_twice(fabric: Fabric):
+    rail = fabric.rail(fabric.b, 1)
+    downed = rail.counter("link_downed")
+    with linked(fabric) as link:
+        link.reserve(4, MIB)
+        link.rails_up(2)
+        for _ in range(2):
+            transfer = link.transfer(8, MIB)
+            transfer.until_chunks(4, path=1)
+            rail.unplug()
+            rail.plug()
+            transfer.finish()
+        link.rails_up(2)
+        assert rail.counter("link_downed") >= downed + 2
+        s = link.a.stats()
+        assert s["messages_sent"] == 16
+        assert s["paths"][1]["epoch"] >= 3
+
+
+def test_the_gid_is_looked_up_again_when_it_changes(fabric: Fabric):
+    rail, other = fabric.rail(fabric.a, 0), fabric.rail(fabric.b, 0)
+    with linked(fabric) as link:
+        link.reserve(4, MIB)
+        link.rails_up(2)
+        before = rail.gids()
+        rail.guest.run("ip", "-4", "address", "flush", "dev", rail.netdev)
+        rail.guest.run("ip", "address", "add", "10.77.1.77/24", "dev", rail.netdev)
+        assert rail.gids() != before
+        link.transfer(6, MIB).finish()
+        until(
+            "a queue pair with the new address",
+            lambda: (p := link.a.stats()["paths"][0])["state"] == "UP" and p["epoch"] > 1,
+            40,
+            lambda: paths_text(link.a.stats()),
+        )
+        link.rails_up(2)
+        carried = link.a.stats()["paths"][0]["chunks"]
+        link.transfer(8, MIB).finish()
+        assert link.a.stats()["paths"][0]["chunks"] > carried
+        assert other.counter("link_downed") >= 0
+
+
+def test_required_rdma_refuses_to_fall_back(fabric: Fabric):
+    rails = [fabric.rail(fabric.a, n) for n in (0, 1)]
+    with linked(fabric, require="rdma", peer_deadline=4.0) as link:
+        link.reserve(2, MIB)
+        link.rails_up(2)
+        assert all(p["kind"] == "rdma" for p in link.a.stats()["paths"])
+        for rail in rails:
+            rail.unplug()
+        receiving = link.b.start("receive", direction=0, first=0, count=1, timeout=30.0)
+        link.a.do("send", direction=0, first=0, count=1, size=MIB)
+        error = link.a.error_of(link.a.start("wait_sent", timeout=30.0))
+        assert "rdma is required, and no rail to rank 1 has been up" in error
+        assert "rxe0 port 1" in error
+        assert "rank 0" in link.b.error_of(receiving)
+        assert link.a.stats()["fallbacks"] == 0
+
+
+def test_a_killed_peer_is_not_taken_for_a_dead_path(fabric: Fabric):
+    with linked(fabric, peer_deadline=5.0) as link:
+        link.reserve(4, 2 * MIB)
+        link.rails_up(2)
+        transfer = link.transfer(8, 2 * MIB)
+        transfer.until_chunks(6, path=0)
+        link.b.task.signal(signal.SIGKILL)
+        with pytest.raises(GuestError, match=r"rank 1 is gone: nobody listens"):
+            link.a.result(transfer._sending)
+        assert not link.a.stats()["alive"]
+
+
+def test_a_stopped_peer_is_noticed_by_its_silence(fabric: Fabric):
+    with linked(fabric, peer_deadline=4.0) as link:
+        link.reserve(4, 2 * MIB)
+        link.rails_up(2)
+        transfer = link.transfer(8, 2 * MIB)
+        transfer.until_chunks(6, path=0)
+        link.b.task.signal(signal.SIGSTOP)
+        with pytest.raises(GuestError, match=r"no control connection to rank 1"):
+            link.a.result(transfer._sending)
+
+
+def test_a_peer_stopped_for_less_than_the_deadline_goes_on(fabric: Fabric):
+    with linked(fabric, peer_deadline=20.0) as link:
+        link.reserve(4, 2 * MIB)
+        link.rails_up(2)
+        transfer = link.transfer(8, 2 * MIB)
+        transfer.until_chunks(6, path=0)
+        link.b.task.signal(signal.SIGSTOP)
+        fabric.b.run("sleep", "3")
+        link.b.task.signal(signal.SIGCONT)
+        transfer.finish()
+        assert link.b.stats()["messages_received"] == 8

@@ -1,0 +1,142 @@
+"""One end of a link, in a guest: commands as JSON lines on stdin, answers on stdout.
+
+    python worker.py ENGINE_MODULE
+
+Every command runs in a thread of its own, so that a test can look at the counters, and break
+things, in the middle of a transfer. The engine's module is loaded by its path, without the
+package around it, which would bring torch.
+"""
+
+import hashlib
+import importlib.util
+import json
+import random
+import sys
+import threading
+import traceback
+from typing import Any
+
+_say_lock = threading.Lock()
+
+
+def load(path: str) -> Any:
+    spec = importlib.util.spec_from_file_location("_engine", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def payload(index: int, size: int) -> bytes:
+    """The same for both ends, and different for every message."""
+    return random.Random(index).randbytes(size)
+
+
+class Worker:
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.engine: Any = None
+        self.link: Any = None
+        self.tickets: list[int] = []
+
+    def open(self, **settings: Any) -> Any:
+        self.engine = self.module.Engine(job="guest/1", secret=b"secret", **settings)
+        return {
+            "port": self.engine.port,
+            "rails": self.engine.rails,
+            "trouble": self.engine.rails_trouble,
+        }
+
+    def connect(self, peer: int, host: str, port: int, timeout: float = 60.0) -> Any:
+        self.link = self.engine.connect(
+            peer_rank=peer, link_id=1, host=host, port=port, timeout=timeout
+        )
+        return self.link.transport
+
+    def accept(self, peer: int, timeout: float = 60.0) -> Any:
+        self.link = self.engine.accept(peer_rank=peer, link_id=1, timeout=timeout)
+        return self.link.transport
+
+    def reserve(self, direction: int, slots: int, size: int) -> Any:
+        self.link.reserve(direction, slots, size)
+
+    def send(self, direction: int, first: int, count: int, size: int) -> Any:
+        for i in range(first, first + count):
+            self.tickets.append(self.link.send((0, 0, i, direction, 0), payload(i, size)))
+
+    def wait_sent(self, timeout: float = 60.0) -> Any:
+        tickets, self.tickets = self.tickets, []
+        for ticket in tickets:
+            self.link.wait_sent(ticket, timeout)
+
+    def receive(self, direction: int, first: int, count: int, timeout: float = 60.0) -> Any:
+        """Returns the numbers of the messages that were not what was sent."""
+        wrong = []
+        for i in range(first, first + count):
+            message = self.link.receive((0, 0, i, direction, 0), timeout)
+            view = message.view()
+            expected = hashlib.sha256(payload(i, message.nbytes)).digest()
+            if hashlib.sha256(view).digest() != expected:
+                wrong.append(i)
+            message.release()
+        return wrong
+
+    def stats(self) -> Any:
+        s = self.link.stats()
+        path = ("kind", "rail", "state", "trouble", "epoch", "chunks", "bytes", "times_lost",
+                "bytes_per_second", "rtt_min")  # fmt: skip
+        names = [n for n in dir(s) if not n.startswith("_") and n != "paths"]
+        return {n: getattr(s, n) for n in names} | {
+            "paths": [{n: getattr(p, n) for n in path} for p in s.paths],
+            "alive": self.link.alive,
+            "error": self.link.error,
+        }
+
+    def sever(self, path: int) -> Any:
+        self.link.sever_data_path(path)
+
+    def measure(self, direction: int, size: int, count: int, first: int) -> Any:
+        """Seconds from the first send to the last acknowledgement."""
+        import time
+
+        data = payload(0, size)
+        begin = time.perf_counter()
+        tickets = [self.link.send((0, 0, first + i, direction, 0), data) for i in range(count)]
+        for ticket in tickets:
+            self.link.wait_sent(ticket, 120.0)
+        return time.perf_counter() - begin
+
+    def swallow(self, direction: int, first: int, count: int) -> Any:
+        for i in range(first, first + count):
+            self.link.receive((0, 0, i, direction, 0), 120.0).release()
+
+    def close(self) -> Any:
+        self.engine.close(5.0)
+
+
+def answer(worker: Worker, number: int, op: str, arguments: dict[str, Any]) -> None:
+    try:
+        said: dict[str, Any] = {"result": getattr(worker, op)(**arguments)}
+    except worker.module.EngineError as error:
+        said = {"error": f"{type(error).__name__}: {error}"}
+    except Exception:  # noqa: BLE001 - the test shows it
+        said = {"error": traceback.format_exc()}
+    with _say_lock:
+        print(json.dumps({"number": number, **said}), flush=True)
+
+
+def main() -> None:
+    worker = Worker(load(sys.argv[1]))
+    print(json.dumps({"number": 0, "result": "ready"}), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        threading.Thread(
+            target=answer,
+            args=(worker, request["number"], request["op"], request["arguments"]),
+            daemon=True,
+        ).start()
+
+
+if __name__ == "__main__":
+    main()
