@@ -6,6 +6,8 @@ import os
 import re
 import signal
 import threading
+import time
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from pipemorph.planning import Link, Policy, Problem, StageTimes
 from pipemorph.planning.chunks import plan_interleaved
 from pipemorph.planning.interleaved import InterleavedSchedule
 from pipemorph.planning.torch_csv import parse_csv
+from pipemorph.spec import Fault
 from pipemorph_trainer import TrainerContext
 from pipemorph_trainer.interleaved import InterleavedPipeline
 
@@ -49,16 +52,20 @@ def train(
     records = {stage: Record() for stage in modules}
     order: list[str] = []
     with InterleavedPipeline(
-        modules, context=context, schedule=schedule, loss_fn=loss_fn, deadline_seconds=job.deadline
-    ) as pipe:
+        modules, context=context, schedule=schedule, loss_fn=loss_fn, faults=job.faults,
+        deadline_seconds=job.deadline,
+    ) as pipe:  # fmt: skip
         for iteration in range(job.iterations):
             # Other shapes half-way: they have to be exchanged again.
             batch = job.batch * (2 if iteration >= job.iterations // 2 else 1)
             tokens, target = make_batch(iteration, batch * job.microbatches)
+            began = time.monotonic()
             loss = pipe.step(tokens, target=target)
+            took = time.monotonic() - began
             order = [f"{stage}{op.kind.value}{op.microbatch}" for stage, op in pipe.ops]
             for stage, module in modules.items():
                 records[stage].losses.append(loss)
+                records[stage].seconds.append(took)
                 records[stage].grads.append(
                     {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
                 )
@@ -72,9 +79,13 @@ def train(
     return {stage: (record, order) for stage, record in records.items()}
 
 
-def check(schedule: InterleavedSchedule, dtype: torch.dtype = torch.float32) -> list[Record]:
+def check(
+    schedule: InterleavedSchedule,
+    dtype: torch.dtype = torch.float32,
+    faults: Sequence[Fault] = (),
+) -> list[Record]:
     placement = schedule.placement()
-    job = Job(len(placement), schedule.microbatches, dtype=dtype, iterations=4)
+    job = Job(len(placement), schedule.microbatches, dtype=dtype, iterations=4, faults=faults)
     found = run_ranks(len(schedule.ranks), train, job, schedule)
     for rank, ops in enumerate(schedule.ranks):
         wanted = [f"{op.stage}{op.kind.value}{op.microbatch}" for op in ops]
@@ -110,6 +121,17 @@ def test_policies(policy: str, ranks: int, stages: int, microbatches: int) -> No
 
 def test_bfloat16() -> None:
     check(make_schedule("zero-bubble-v", 2, 4, 4), torch.bfloat16)
+
+
+def test_under_delays() -> None:
+    faults = [
+        Fault(link=0, delay_ms=10.0),
+        Fault(link=2, delay_ms=25.0, from_iteration=1, to_iteration=3),
+        Fault(link=2, bandwidth_mbps=2.0),
+    ]
+    records = check(make_schedule("1f1b-interleaved", 2, 4, 4), faults=faults)
+    # Four forwards over link 0, one after another, and the last one's gradient back.
+    assert min(records[0].seconds) >= 0.050
 
 
 def test_any_placement_from_a_csv() -> None:
@@ -177,6 +199,13 @@ def test_what_does_not_fit() -> None:
     modules = {stage: torch.nn.Linear(1, 1) for stage in (0, 1)}
     with pytest.raises(InputError, match=r"was given stages \[0, 1\]; the schedule puts \[0, 3\]"):
         InterleavedPipeline(modules, context=context, schedule=schedule)
+    for fault, words in (
+        (Fault(link=1, delay_ms=1), "link is 1, which is within rank 1"),
+        (Fault(link=3, delay_ms=1), "link is 3; 4 stages have links 0 to 2"),
+        (Fault(link=0, sever="data"), "these links have none"),
+    ):
+        with pytest.raises(InputError, match=words):
+            InterleavedPipeline(modules, context=context, schedule=schedule, faults=[fault])
     with pytest.raises(InputError, match="the schedule has 2 ranks; this job runs 3"):
         InterleavedPipeline(
             modules,

@@ -7,7 +7,7 @@ bit those of a sequential run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from time import time
 from types import TracebackType
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from pipemorph.errors import InputError
 from pipemorph.planning.interleaved import InterleavedSchedule, validate_interleaved
+from pipemorph.spec import Fault
 from pipemorph_trainer.chunk_links import meet_chunks, own_address
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.errors import PipelineError, first_sentence
@@ -48,6 +49,7 @@ class InterleavedPipeline:
             (``pipemorph.planning.torch_csv.parse_csv``).
         loss_fn: ``loss_fn(output, target)`` → scalar, on the rank of the last stage, unless
             its module returns the loss itself.
+        faults: a fault trace; link *s* joins stage *s* and *s+1*. Links within a rank have none.
         deadline_seconds: longest wait for one message.
 
     Raises :class:`InputError` if stages, ranks and schedule do not fit.
@@ -60,11 +62,13 @@ class InterleavedPipeline:
         context: TrainerContext,
         schedule: InterleavedSchedule,
         loss_fn: LossFn | None = None,
+        faults: Sequence[Fault] = (),
         deadline_seconds: float = 300.0,
     ) -> None:
         validate_interleaved(schedule)
         self.schedule = schedule
         placement = schedule.placement()
+        _check_faults(faults, placement)
         self._check(stages, context, placement)
         self._per_stage = schedule.per_stage()
         self._order = schedule.ranks[context.rank]
@@ -80,7 +84,7 @@ class InterleavedPipeline:
             microbatches=schedule.microbatches,
             secret=self._world.secret,
             address=own_address(context.master_addr),
-            faults=(),
+            faults=faults,
             bell=self._bell,
             op_clock=(op_clock := OpClock()),
             deadline=deadline_seconds,
@@ -115,6 +119,7 @@ class InterleavedPipeline:
         self._shapes: Any = None
         self._generation = 0
         self._closed = False
+        self._training_began = 0.0
         self.iteration = 0
         self.ops: list[tuple[int, TimedOp]] = []
         """``(stage, op)`` in the order run, of the last iteration."""
@@ -175,8 +180,9 @@ class InterleavedPipeline:
                 handshake=handshake,
             )  # fmt: skip
 
+        self._training_began = self._training_began or time()
         for end in self._links.ends:
-            end.shaper.begin(self.iteration, time())
+            end.shaper.begin(self.iteration, self._training_began)
         if not handshake:
             for stage in self._executors:
                 begin(stage)
@@ -270,3 +276,18 @@ class InterleavedPipeline:
             return
         self._closed = True
         self._links.close(goodbye=goodbye)
+
+
+def _check_faults(faults: Sequence[Fault], placement: Sequence[int]) -> None:
+    for i, fault in enumerate(faults):
+        if fault.link >= len(placement) - 1:
+            raise InputError(
+                f"faults[{i}].link is {fault.link}; {len(placement)} stages have links 0 to"
+                f" {len(placement) - 2}"
+            )
+        if placement[fault.link] == placement[fault.link + 1]:
+            raise InputError(
+                f"faults[{i}].link is {fault.link}, which is within rank {placement[fault.link]}"
+            )
+        if fault.sever is not None:
+            raise InputError(f"faults[{i}] cuts an engine connection; these links have none")
