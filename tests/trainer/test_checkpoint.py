@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -71,7 +73,11 @@ def test_resume_goes_on_to_the_bit(stages: int, emulated: bool, tmp_path: Path) 
 
 
 def test_only_finished_checkpoints_count_and_old_ones_go(tmp_path: Path) -> None:
+    stray = tmp_path / "iteration-00000006" / "__7_0.distcp"
+    stray.parent.mkdir()
+    stray.write_text("of a run that was killed while it saved")
     run_ranks(2, entry, str(tmp_path), 7, False)
+    assert not stray.exists()
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["iteration-00000004", "iteration-00000006"]
     (tmp_path / "iteration-00000006" / ".metadata").unlink()
@@ -83,3 +89,28 @@ def test_names_that_stages_share_fix_the_number_of_stages(tmp_path: Path) -> Non
     assert run_ranks(2, entry, str(tmp_path), 3, False, True)[0][0] == 2
     results = Ranks(4, entry, str(tmp_path), 3, False, True).wait(40)
     assert "resume with 2 stages, not 4" in results[0].error
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (result,) = Ranks(1, entry, str(tmp_path / "file"), 2, False).wait(40)
+    assert "InputError: spec.checkpoint.directory: " in result.error
+    assert "/file cannot be written to: File exists" in result.error
+
+
+def entry_with_little_room(context: TrainerContext, folder: str) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if context.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        entry(context, folder, 4, False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told_on_every_rank(tmp_path: Path) -> None:
+    for result in Ranks(2, entry_with_little_room, str(tmp_path)).wait(40):
+        last = result.error.strip().splitlines()[-1]
+        assert re.search(
+            r"PipelineError: .*/iteration-00000002 cannot be written: rank 1: .*too large", last
+        ), result.error[-2000:]

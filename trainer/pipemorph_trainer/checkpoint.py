@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from pipemorph.errors import InputError
 from pipemorph_trainer.emulated import EmulatedRunner
+from pipemorph_trainer.errors import PipelineError, first_sentence
 from pipemorph_trainer.world import World
 
 log = logging.getLogger("pipemorph.trainer")
@@ -79,15 +81,28 @@ class Checkpoints:
         return ""
 
     def save(self, iteration: int) -> Path:
-        """Write a checkpoint to be resumed at ``iteration``; returns its folder."""
+        """Write a checkpoint to be resumed at ``iteration``; returns its folder.
+
+        Raises :class:`PipelineError` saying why it cannot be written: on all ranks, if on one.
+        """
         folder = self._directory / f"iteration-{iteration:08d}"
+        if self._world.seat.rank == 0:
+            # One of an earlier run: half overwritten it would still count as finished. Rank 0
+            # also plans what each rank writes, so nobody writes before this.
+            _remove(folder)
         state = self._state()
         state[_ITERATION] = torch.tensor(iteration)
         state[_STAGES] = torch.tensor(self._world.seat.stages if self._prefix else 0)
-        state_dict_saver.save(state, checkpoint_id=folder, process_group=self._world.control)
+        try:
+            state_dict_saver.save(state, checkpoint_id=folder, process_group=self._world.control)
+        except CheckpointException as error:
+            rank, (why, _) = next(iter(error.failures.items()))
+            raise PipelineError(
+                f"{folder} cannot be written: rank {rank}: {first_sentence(why)}"
+            ) from error
         if self._world.seat.rank == 0:
             for old in self._finished()[:-KEPT]:
-                shutil.rmtree(old, ignore_errors=True)
+                _remove(old)
         return folder
 
     def resume(self) -> int:
@@ -118,6 +133,18 @@ class Checkpoints:
             raise InputError(f"{folder} does not fit this job: {first}") from error
         self._restore(state)
         return int(marks[_ITERATION])
+
+    def check(self) -> None:
+        """Raise :class:`InputError` if the folder for checkpoints cannot be written to."""
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self._directory):
+                pass
+        except OSError as error:
+            raise InputError(
+                f"spec.checkpoint.directory: {self._directory} cannot be written to: "
+                f"{error.strerror}"
+            ) from None
 
     def _finished(self) -> list[Path]:
         return sorted(path.parent for path in self._directory.glob("iteration-*/.metadata"))
@@ -151,3 +178,9 @@ class Checkpoints:
             set_optimizer_state_dict(
                 self._stage, self._optimizer, part("optimizer"), options=_OPTIONS
             )
+
+
+def _remove(folder: Path) -> None:
+    """Delete a checkpoint; first what makes it count as finished."""
+    (folder / ".metadata").unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -97,7 +97,7 @@ class Pipeline:
         plan: run exactly this plan instead of one made from ``policy``.
         faults: a fault trace, applied in the transport (see :class:`pipemorph.spec.Fault`).
         deadline_seconds: longest wait for one message.
-        engine: data path of the transfer engine: auto, tcp or shm.
+        engine: data path of the transfer engine: auto, tcp, shm or rdma.
         control: where plans come from and telemetry goes; default: the job's agent, if any.
 
     Raises :class:`InputError` if the job and the ranks do not fit, :class:`PipelineError` if
@@ -119,7 +119,7 @@ class Pipeline:
         plan: Plan | None = None,
         faults: Sequence[Fault] = (),
         deadline_seconds: float = 300.0,
-        engine: Literal["auto", "tcp", "shm"] = "auto",
+        engine: Literal["auto", "tcp", "shm", "rdma"] = "auto",
         queues: int = 8,
         direct_duplex: Literal["full", "half"] = "full",
         checkpoint: Checkpoint | None = None,
@@ -551,9 +551,10 @@ class Pipeline:
         return Checkpoints(FilePath(wanted.directory), self._world, stage, optimizer)
 
     def _resume(self) -> int:
-        if self._checkpoints is None or self._checkpoint is None or not self._checkpoint.resume:
+        if self._checkpoints is None or self._checkpoint is None:
             return 0
-        return self._checkpoints.resume()
+        self._checkpoints.check()
+        return self._checkpoints.resume() if self._checkpoint.resume else 0
 
     def _save_if_due(self) -> None:
         """Between two iterations, so after the optimizer's step."""
@@ -582,7 +583,10 @@ class Pipeline:
             return None
         name = self.context.job.metadata.name if self.context.job else "job"
         job = f"{self.context.namespace}/{name}/{self.context.attempt}"
-        return EngineOptions(job, transport, queues)
+        if self.context.job is None:
+            return EngineOptions(job, transport, queues)
+        wanted = self.context.job.spec.transport
+        return EngineOptions(job, transport, queues, wanted.require, wanted.rdma)
 
     def _make_runner(self, stage: nn.Module | EmulatedStage, loss_fn: LossFn | None) -> Runner:
         self._needs_target = False
