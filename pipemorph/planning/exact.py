@@ -78,6 +78,8 @@ def solve(
             shorter = makespan_of(found, run_static(found, costs), costs)
             if shorter < makespan:
                 schedule, makespan = found, shorter
+        if bound > makespan * (1 + SAME):
+            raise AssertionError(f"the solver's bound, {bound}, is above a makespan, {makespan}")
         proven = makespan <= bound + model.rounding
     else:
         proven = makespan <= bound * (1 + SAME)
