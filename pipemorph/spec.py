@@ -146,6 +146,28 @@ class Adaptation(SpecModel):
     )
 
 
+class Rdma(SpecModel):
+    """How the transfer engine uses RDMA devices."""
+
+    devices: list[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,63}(:\d{1,2})?$")]] = Field(
+        default_factory=list,
+        max_length=16,
+        description="Such as mlx5_0, or mlx5_0:2 for its second port. Empty: one active port of "
+        "every card.",
+    )
+    gid_index: int | None = Field(
+        default=None,
+        ge=0,
+        le=255,
+        description="Entry of the port's GID table. Default: RoCE v2, routable, looked up at "
+        "every connection.",
+    )
+    traffic_class: int = Field(
+        default=0, ge=0, le=255, description="Traffic class of the packets (DSCP × 4)."
+    )
+    service_level: int = Field(default=0, ge=0, le=15, description="Service level.")
+
+
 class Transport(SpecModel):
     """How bytes travel between stages."""
 
@@ -160,9 +182,15 @@ class Transport(SpecModel):
         "NCCL for a pair of ranks, so that a send waits for what the neighbour sends. For "
         "comparisons, on CPU.",
     )
-    engine: Literal["auto", "tcp", "shm"] = Field(
-        default="auto", description="Data path of the transfer engine."
+    engine: Literal["auto", "tcp", "shm", "rdma"] = Field(
+        default="auto",
+        description="Data path of the transfer engine. auto: shm on one host, rdma where both "
+        "ends have a device, else tcp; rdma falls back to tcp while no device works.",
     )
+    require: Literal["rdma"] | None = Field(
+        default=None, description="rdma: never fall back to tcp; fail instead."
+    )
+    rdma: Rdma = Field(default_factory=Rdma)
     queues: int = Field(default=8, ge=1, le=64, description="Engine queues per direction, K.")
     deadline_seconds: float = Field(
         default=300.0,
@@ -170,6 +198,22 @@ class Transport(SpecModel):
         allow_inf_nan=False,
         description="Longest wait for one message before the rank gives up.",
     )
+
+    @model_validator(mode="after")
+    def _requirement_can_be_met(self) -> Transport:
+        if self.require is None:
+            return self
+        if self.engine not in ("auto", "rdma"):
+            raise FieldError(
+                "require", f"is {self.require}, but engine is {self.engine}; use engine rdma"
+            )
+        if self.path == "direct":
+            raise FieldError(
+                "require",
+                f"is {self.require}, but path is direct, which never uses the engine; use path "
+                "auto or delegated",
+            )
+        return self
 
 
 class Trainer(SpecModel):

@@ -27,6 +27,7 @@ DESCRIPTIONS: dict[str, str] = {
     "spec.adaptation": "When a new plan is worth its change.",
     "spec.adaptation.enabled": "Whether the schedule and paths may change at all.",
     "spec.transport": "How bytes travel between stages. Immutable.",
+    "spec.transport.rdma": "How the transfer engine uses RDMA devices.",
     "spec.emulation": "Stages that hold the interpreter for a set time instead of computing. "
     "Immutable.",
     "spec.checkpoint": "Where and how often state is saved. Immutable.",

@@ -17,6 +17,7 @@ from pipemorph.spec import (
     FieldError,
     JobSpec,
     PipeMorphJob,
+    Transport,
     check_template,
 )
 
@@ -99,3 +100,26 @@ def test_every_field_is_documented() -> None:
     assert not set(field_names(PipeMorphJob)) - words
     for name in [*RESERVED_ENV, *RESERVED_ENV_PREFIXES]:
         assert name in words
+
+
+@pytest.mark.parametrize(
+    ("transport", "said"),
+    [
+        ({"require": "rdma", "engine": "tcp"}, "engine is tcp; use engine rdma"),
+        ({"require": "rdma", "path": "direct"}, "never uses the engine"),
+        ({"rdma": {"devices": ["mlx5 0"]}}, "pattern"),
+        ({"rdma": {"serviceLevel": 16}}, "less than or equal to 15"),
+    ],
+)
+def test_rdma_settings_that_cannot_be_met_are_refused(transport, said):
+    with pytest.raises(ValidationError, match=said):
+        Transport.model_validate(transport)
+
+
+def test_rdma_settings_are_read():
+    found = Transport.model_validate(
+        {"require": "rdma", "rdma": {"devices": ["mlx5_0", "mlx5_1:2"], "gidIndex": 3}}
+    )
+    assert found.require == "rdma"
+    assert found.rdma.devices == ["mlx5_0", "mlx5_1:2"]
+    assert found.rdma.gid_index == 3

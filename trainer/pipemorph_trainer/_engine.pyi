@@ -5,7 +5,7 @@ without the GIL and without calling Python. All times are seconds; timestamps ar
 wall-clock seconds (``time.time()``).
 """
 
-from typing import final
+from typing import Literal, final
 
 from typing_extensions import Buffer
 
@@ -70,7 +70,7 @@ class LinkStats:
     """Counters since the link was made; telemetry since the last ``drain_telemetry``."""
 
     state: str
-    transport: str
+    transport: Literal["tcp", "shm", "rdma"]
     """What carries now: ``tcp`` on a link of rails that fell back."""
     paths: list[PathStats]
     fallbacks: int

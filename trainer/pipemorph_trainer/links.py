@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from pipemorph.planning import Path
-from pipemorph.spec import Fault
+from pipemorph.spec import Fault, Rdma
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.executor.bell import Bell
 from pipemorph_trainer.paths import line as lines
@@ -62,11 +62,14 @@ class Seat:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How to make the engine; ``transport`` is auto, tcp or shm."""
+    """How to make the engine; ``transport`` is auto, tcp, shm or rdma. The rest is as in
+    :class:`pipemorph.spec.Transport`."""
 
     job: str
     transport: str = "auto"
     queues: int = 8
+    require: str | None = None
+    rdma: Rdma = field(default_factory=Rdma)
 
 
 class LinkEnd:
@@ -121,7 +124,9 @@ class LinkEnd:
     def transport(self) -> Transport:
         if self.path is Path.DIRECT or self.engine_link is None:
             return self._direct_transport
-        return "shm" if self.engine_link.transport == "shm" else "tcp"
+        # What carries now: a link of rails may have fallen back.
+        found: Transport = self.engine_link.stats().transport
+        return found
 
     def __str__(self) -> str:
         return f"link {self.link} ({self.path.value}, {self.transport})"
@@ -238,7 +243,23 @@ def meet(
             host=bind,
             queues=engine_options.queues,
             transport=engine_options.transport,
+            require=engine_options.require,
+            rdma_devices=engine_options.rdma.devices,
+            gid_index=(
+                -1 if engine_options.rdma.gid_index is None else engine_options.rdma.gid_index
+            ),
+            traffic_class=engine_options.rdma.traffic_class,
+            service_level=engine_options.rdma.service_level,
         )
+        if engine.rails_trouble is not None:
+            wanted = engine_options.transport == "rdma"
+            log.log(
+                logging.WARNING if wanted else logging.DEBUG,
+                "%s: RDMA rails in use: %s; %s",
+                seat,
+                ", ".join(engine.rails) or "none",
+                engine.rails_trouble,
+            )
         bell.watch_eventfd(engine.bell_fd)
     ports: list[Any] = [None] * len(hosts)
     if half_duplex and device.type == "cuda":
