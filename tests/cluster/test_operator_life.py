@@ -68,6 +68,21 @@ def test_a_lost_pod_restarts_all_ranks_once_under_another_number(jobs: Jobs) -> 
     jobs.wait("lost", "Complete")
 
 
+def test_an_edited_template_is_that_of_the_next_attempt(jobs: Jobs) -> None:
+    jobs.apply(manifest("edited", stages=1, failurePolicy={"maxRestarts": 1}))
+    (pod,) = jobs.run("edited", 1)
+    container = {"name": "trainer", "image": "none.invalid/trainer:2"}
+    template = {"spec": {"schedulerName": "nobody", "containers": [container]}}
+    jobs.patch("edited", {"template": template})
+    jobs.wait("edited", lambda job: job["status"]["observedGeneration"] == 2)
+    (still,) = jobs.pods("edited", 1)
+    assert still["metadata"]["uid"] == pod["metadata"]["uid"], "an edit restarted the ranks"
+    jobs.cluster.client.delete("pods", pod["metadata"]["name"], jobs.namespace)
+    (new,) = jobs.pods("edited", 1, attempt=1)
+    images = [p["spec"]["containers"][0]["image"] for p in (pod, new)]
+    assert images == ["none.invalid/trainer", "none.invalid/trainer:2"]
+
+
 def test_when_every_attempt_is_used_the_job_is_failed_and_stays_so(jobs: Jobs) -> None:
     jobs.apply(manifest("spent", stages=2, failurePolicy={"maxRestarts": 1}))
     for attempt in (0, 1):

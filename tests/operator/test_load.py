@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import asyncio.sslproto
 import copy
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 
 from pipemorph_operator.handlers import Watched
+from pipemorph_operator.ingest.__main__ import TLS_READ_BYTES
 from pipemorph_operator.ingest.pace import BURST, WRITES_PER_SECOND, Budget
+from pipemorph_operator.ingest.store import MOST_WRITES, ClusterStore
 
 KEY = ("default", "gpt")
 BODY: dict[str, Any] = {
@@ -97,4 +100,54 @@ def test_turns_have_what_progress_leaves_and_directives_wait_for_nobody() -> Non
 
 def test_asyncio_still_calls_the_size_of_its_read_buffer_that() -> None:
     """The ingest makes it smaller; under another name, 2,000 connections would take 500 MB."""
-    assert asyncio.sslproto.SSLProtocol.max_size >= 16 * 1024
+    assert asyncio.sslproto.SSLProtocol.max_size > TLS_READ_BYTES
+
+
+class SlowApi:
+    """An API server that answers when the test says so."""
+
+    def __init__(self) -> None:
+        self.applied: list[str] = []
+        self.most = self.now = 0
+        self.go = asyncio.Event()
+
+    async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> None:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await self.go.wait()
+        self.now -= 1
+        self.applied.append(obj["metadata"]["name"])
+
+
+def test_a_slow_api_server_is_asked_for_few_things_at_a_time_and_for_directives_first() -> None:
+    async def run() -> None:
+        api: Any = SlowApi()
+        store = ClusterStore(api, clock=lambda: 1000.0)
+        op = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}
+        for i in range(100):
+            spec = {
+                "parallelism": {"stages": 2},
+                "schedule": {"microbatches": 4, "stageTimes": [op] * 2},
+                "trainer": {"module": "m", "iterations": 1},
+            }
+            metadata = {"name": f"j{i}", "namespace": "d", "uid": f"u{i}", "generation": 1}
+            store.changed("ADDED", {"metadata": metadata, "spec": spec, "status": {"attempt": 0}})
+        persisted = [
+            asyncio.create_task(store.persist("d", f"j{i}", controller_of(store, i).snapshot()))
+            for i in range(50)
+        ]
+        await asyncio.sleep(0)
+        for i in range(50, 100):
+            await asyncio.wait_for(store.look(("d", f"j{i}")), 5)
+        api.go.set()
+        await asyncio.gather(*persisted)
+        assert sorted(api.applied) == sorted(f"j{i}" for i in range(50)), "progress held them up"
+        assert api.most == MOST_WRITES
+        await store.look(("d", "j50"))
+        assert api.applied[-1] == "j50", "what waited is written when there is room"
+
+    asyncio.run(run())
+
+
+def controller_of(store: ClusterStore, i: int) -> Any:
+    return store.lookup("d", f"j{i}")

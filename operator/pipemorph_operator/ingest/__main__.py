@@ -26,9 +26,9 @@ from pipemorph_operator.metrics import PLAN_SECONDS, REPORT_SECONDS, REPORTS
 
 log = logging.getLogger("pipemorph.ingest")
 
-TLS_READ_BYTES = 16 * 1024
-"""A record of TLS is no longer. asyncio sets aside 256 KiB per connection to read into, and every
-job has two."""
+TLS_READ_BYTES = 4 * 1024
+"""A report of a few stages. asyncio sets aside 256 KiB per connection to read into, and every job
+has two connections."""
 CERTIFICATE_SECONDS = 60.0
 """Between two looks at the certificate's files, which are renewed in place."""
 

@@ -41,6 +41,10 @@ from pipemorph_operator.policy.managed import is_ours
 
 log = logging.getLogger("pipemorph.ingest")
 
+MOST_WRITES = 16
+"""Writes of status at a time. More would only wait in the API server, each with its time limit
+running; here they wait without one, and directives come first."""
+
 Key = tuple[str, str]
 
 
@@ -97,6 +101,8 @@ class ClusterStore:
         self._monotonic = monotonic
         self._held: dict[Key, Held] = {}
         self._budget = pace.Budget(monotonic())
+        self._writes = asyncio.Semaphore(MOST_WRITES)
+        self._writing = 0
         self._listed: set[Key] = set()
         self._last_words: set[asyncio.Task[None]] = set()
         self._unlisted: set[str | None] = set(namespaces) or {None}
@@ -273,8 +279,8 @@ class ClusterStore:
         if training == held.written and conditions == held.conditions:
             held.ear.news = False
             return
-        if not self._budget.allows(now, turned=turned):
-            return
+        if self._writing >= MOST_WRITES // 2 or not self._budget.allows(now, turned=turned):
+            return  # It is looked at again.
         held.ear.news = False
         async with held.writing:
             try:
@@ -298,6 +304,15 @@ class ClusterStore:
         return summarize(source, now, view), judge(source, held.conditions, now, view)
 
     async def _write(self, held: Held) -> None:
+        """Write all the ingest owns of a job's status, as it is when its turn comes."""
+        self._writing += 1
+        try:
+            async with self._writes:
+                await self._apply(held)
+        finally:
+            self._writing -= 1
+
+    async def _apply(self, held: Held) -> None:
         wall = self._clock()
         view = held.controller.view(wall)
         turn = pace.Turn.of(held.source, view, wall)
