@@ -78,6 +78,7 @@ def measured_problem(path: str) -> Measured:
         stages=stages,
         links=tuple(links),
         policy=spec.schedule.policy_kind,
+        dispatch=spec.schedule.dispatch_kind,
     )
     return Measured(problem, source, median(iterations[-LAST:]) * 1e3 if iterations else None)
 

@@ -14,10 +14,11 @@ from itertools import accumulate
 from math import ceil, floor
 
 from pipemorph.errors import InputError
-from pipemorph.planning.ir import Policy
+from pipemorph.planning.ir import Dispatch, Policy
 from pipemorph.planning.partition import split_layers
 from pipemorph.planning.planner import PlannedSchedule, plan
 from pipemorph.planning.problem import Problem, StageTimes
+from pipemorph.planning.simulator import Simulation, simulate
 
 DEVICE_BUFFERS = 2
 """Microbatches an offloading stage has on the device: one in use, one being copied."""
@@ -98,14 +99,15 @@ def advise(problem: Problem) -> Advice:
 class _Advisor:
     def __init__(self, problem: Problem, planned: PlannedSchedule) -> None:
         self.problem = problem
-        self.today_makespan = planned.makespan
+        ran = _run(planned)
+        self.today_makespan = ran.makespan
         known = all(stage.activation_bytes for stage in problem.stages)
         self.sized = known
         # Without bytes, every stage's microbatch counts for one.
         self.units = [
             float(stage.activation_bytes or 1) if known else 1.0 for stage in problem.stages
         ]
-        peaks = planned.schedule.in_flight_peak()
+        peaks = ran.schedule().in_flight_peak()
         self.today_memory = max(p * u for p, u in zip(peaks, self.units, strict=True))
         self.today = self._option("today", "as it is", planned, self.units)
 
@@ -273,17 +275,18 @@ class _Advisor:
         note: str = "",
         on_device: int | None = None,
     ) -> Option:
-        peaks = planned.schedule.in_flight_peak()
+        ran = _run(planned)
+        peaks = ran.schedule().in_flight_peak()
         held = [p if on_device is None else min(p, on_device) for p in peaks]
         memory = max(p * u for p, u in zip(held, units, strict=True))
         host = max(p * u for p, u in zip(peaks, units, strict=True))
-        per_batch = planned.makespan / batch
+        per_batch = ran.makespan / batch
         today = self.today_makespan
         return Option(
             lever=lever,
             change=change,
-            makespan=planned.makespan,
-            bubble_fraction=planned.simulation.bubble_fraction,
+            makespan=ran.makespan,
+            bubble_fraction=ran.bubble_fraction,
             in_flight=tuple(held),
             batch=batch,
             memory=memory / self.today_memory,
@@ -292,6 +295,13 @@ class _Advisor:
             gain=1.0 - per_batch / today if today else 0.0,
             note=note,
         )
+
+
+def _run(planned: PlannedSchedule) -> Simulation:
+    """The plan as the problem dispatches it."""
+    if planned.problem.dispatch is Dispatch.STATIC:
+        return planned.simulation
+    return simulate(planned.schedule, planned.problem, planned.problem.dispatch)
 
 
 def _total(times: object) -> float:

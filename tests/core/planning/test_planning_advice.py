@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipemorph.cli import main
-from pipemorph.planning import Link, Problem, StageTimes, plan
+from pipemorph.planning import Dispatch, Link, Problem, StageTimes, plan, simulate
 from pipemorph.planning.advice import Option, advise
 from pipemorph.planning.partition import split_layers
 from pipemorph.planning.problem import Layers
@@ -74,6 +74,15 @@ def test_today_is_the_plan_of_the_problem() -> None:
     assert (today.makespan, today.gain, today.memory) == (planned.makespan, 0, 1)
     assert today.in_flight == planned.schedule.in_flight_peak()
     assert today.activation_bytes == 6 * GIB
+
+
+def test_online_dispatch_is_compared_as_it_runs() -> None:
+    given = problem((stage(in_flight_limit=5),) * 4, policy="zero-bubble", dispatch="online")
+    today = advise(given).options[0]
+    ran = simulate(plan(given).schedule, given, given.dispatch)
+    assert (today.makespan, today.bubble_fraction) == (ran.makespan, ran.bubble_fraction)
+    fixed = advise(given.model_copy(update={"dispatch": Dispatch.STATIC})).options[0]
+    assert fixed.makespan > today.makespan
 
 
 def test_more_microbatches() -> None:
