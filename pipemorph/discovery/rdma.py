@@ -164,7 +164,7 @@ def _gid(folder: Path, index: int) -> Gid | None:
         return None
     return Gid(
         index=index,
-        address=str(parsed),
+        address=f"::ffff:{parsed.ipv4_mapped}" if parsed.ipv4_mapped else str(parsed),
         type=_text(folder / "gid_attrs" / "types" / str(index)) or None,
         netdev=_text(folder / "gid_attrs" / "ndevs" / str(index)) or None,
     )

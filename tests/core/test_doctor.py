@@ -82,6 +82,7 @@ def test_gids_are_ranked_routable_roce_v2_first_and_link_local_last(tmp_path: Pa
     (device,) = rdma.devices(tmp_path) or []
     (port,) = device.ports
     assert [g.index for g in port.gids] == [4, 2, 1, 3, 0]
+    assert port.gids[0].address == "::ffff:10.1.2.3"
     assert port.gids[0].shown == "10.1.2.3"
     assert [g.kind for g in port.gids] == ["routable"] * 2 + ["link-local"] * 3
     assert port.usable
