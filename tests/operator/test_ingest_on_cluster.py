@@ -14,7 +14,7 @@ from support import UID, body
 from pipemorph.control import JobController
 from pipemorph.ingest import Refused
 from pipemorph.spec import JobSpec
-from pipemorph.status import JobStatus
+from pipemorph.status import JobStatus, TrainingStatus
 from pipemorph.wire import LinkHealthReport
 from pipemorph_operator.ingest import pace, saved
 from pipemorph_operator.ingest.auth import (
@@ -239,6 +239,15 @@ def test_conditions_before_with_and_after_reports() -> None:
     assert found[0].reason == "NoRecentSamples"
     found = judge(Source(controller, 1000.0, 1), found, 1060.0)
     assert (found[0].status, found[0].reason) == ("Unknown", "ReportsStale")
+
+
+def test_a_new_ingest_leaves_status_as_it_is_until_it_has_a_report() -> None:
+    controller = JobController(spec(), attempt=1)
+    last = TrainingStatus(attempt=1, state="training", iteration=70)
+    assert summarize(Source(controller, None, 3), 101.0, last=last) == last
+    assert summarize(Source(controller, 100.0, 3), 101.0, last=last).iteration == 0
+    older = last.model_copy(update={"attempt": 0})
+    assert summarize(Source(controller, None, 3), 101.0, last=older).iteration == 0
 
 
 def test_a_summary_is_status_as_the_crd_has_it() -> None:

@@ -213,6 +213,7 @@ class ClusterStore:
             control=status.control,
             conditions=own,
             ear=ear,
+            written=status.training,
         )
         self._held[key] = held
         JOBS_HELD.set(len(self._held))
@@ -301,7 +302,8 @@ class ClusterStore:
     @staticmethod
     def _summary(held: Held, view: JobView, now: float) -> tuple[TrainingStatus, list[Condition]]:
         source = held.source
-        return summarize(source, now, view), judge(source, held.conditions, now, view)
+        training = summarize(source, now, view, held.written)
+        return training, judge(source, held.conditions, now, view)
 
     async def _write(self, held: Held) -> None:
         """Write all the ingest owns of a job's status, as it is when its turn comes."""

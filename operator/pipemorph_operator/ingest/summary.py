@@ -30,8 +30,17 @@ class Source:
     generation: int | None
 
 
-def summarize(source: Source, now: float, view: JobView | None = None) -> TrainingStatus:
-    """The job in numbers; at most ``MAX_SLOW_LINKS`` slow links, slowest first."""
+def summarize(
+    source: Source, now: float, view: JobView | None = None, last: TrainingStatus | None = None
+) -> TrainingStatus:
+    """The job in numbers; at most ``MAX_SLOW_LINKS`` slow links, slowest first.
+
+    ``last`` is what status says: it stays until this process has had a report of the attempt, so
+    that a new ingest does not take the job back to iteration 0.
+    """
+    unheard = source.reported_at is None
+    if unheard and last is not None and last.attempt == source.controller.attempt:
+        return last
     view = view or source.controller.view(now)
     records = source.controller.records
     slow = sorted(_slow(view), key=lambda link: -link.delay)
