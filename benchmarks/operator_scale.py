@@ -255,6 +255,7 @@ def steady(installation: Installation, jobs: Jobs, made: dict[str, str], bare: i
         "ingest_cpu_seconds": used,
         "memory_mib": resident_bytes(ingest.process.pid) / 2**20,
         "memory_per_job_mib": (resident_bytes(ingest.process.pid) - bare) / 2**20 / count,
+        "reconnects": found["reconnects"],
         "load_generator_late_ms": 1e3 * found["late"],
     }
 

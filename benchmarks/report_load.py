@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, field
 
 NORMAL, SLOW = 0.002, 0.08
 """Wire times, seconds."""
+OPENED_AT_A_TIME = 32
+"""Connections: the ingest cuts those that say nothing within 5 s, and handshakes take some ms."""
 WINDOWS = 2
 """Of each direction, in a report: what half a second of a real job's messages makes at least."""
 
@@ -164,6 +166,21 @@ class Reporter:
             self.observed = max(self.observed, json.loads(body)["directive"]["epoch"])
 
 
+class _Gate:
+    """Opens when everybody is there: what is measured begins with all connections open."""
+
+    def __init__(self, count: int) -> None:
+        self._missing, self._open = count, asyncio.Event()
+
+    def release(self) -> None:
+        self._missing -= 1
+        if self._missing == 0:
+            self._open.set()
+
+    async def wait(self) -> None:
+        await self._open.wait()
+
+
 @dataclass
 class Figures:
     """What was seen. Seconds. ``directives``: from the report that completes the evidence (the
@@ -175,6 +192,7 @@ class Figures:
     own_cpu: float = 0.0
     late: float = 0.0
     """Most seconds a report left after it was due: above some ms, this process is the bound."""
+    reconnects: int = 0
     answers: list[float] = field(default_factory=list)
     directives: list[float] = field(default_factory=list)
     evidence: list[float] = field(default_factory=list)
@@ -182,36 +200,51 @@ class Figures:
 
 async def steady(load: Load, reporters: Sequence[Reporter], out: Figures) -> None:
     """Every job reports once per period and holds a long poll; link after link goes slow."""
-    began = time.monotonic() + 1.0
+    everybody = _Gate(len(reporters))
+
+    opening = asyncio.Semaphore(OPENED_AT_A_TIME)
 
     async def one(number: int, reporter: Reporter) -> None:
-        line, polled = await reporter.line(), await reporter.line()
-        await reporter.send(line, NORMAL)  # Opens the connection, asks for a TokenReview.
-        start = began + load.period * number / len(reporters)
-        while start < time.monotonic():
-            start += load.period
-        slow_from = load.slow_from + number % load.slow_over
         last_sent = 0.0
 
-        async def wait_for_directive() -> None:
+        async def wait_for_directive(polled: Line) -> None:
             while not reporter.observed:
-                await reporter.poll(polled)
+                try:
+                    await reporter.poll(polled)
+                except ConnectionError:
+                    out.reconnects += 1
+                    polled = await reporter.line()
             now = time.monotonic()
             out.directives.append(now - last_sent)
             if reporter.asked_at is not None:
                 out.evidence.append(now - reporter.asked_at)
 
-        waiting = asyncio.create_task(wait_for_directive())
+        async with opening:
+            line = await reporter.line()
+            await reporter.send(line, NORMAL)  # Asks for a TokenReview.
+            waiting = asyncio.create_task(wait_for_directive(await reporter.line()))
+        everybody.release()
+        await everybody.wait()
+        start = time.monotonic() + load.period * number / len(reporters)
+        slow_from = load.slow_from + number % load.slow_over
         for turn in range(load.turns):
             due = start + turn * load.period
             await asyncio.sleep(due - time.monotonic())
             last_sent = time.monotonic()
             out.late = max(out.late, last_sent - due)
-            took = await reporter.send(line, NORMAL if turn < slow_from else SLOW)
+            try:
+                took = await reporter.send(line, NORMAL if turn < slow_from else SLOW)
+            except ConnectionError:
+                # As an agent would: this report is lost, the next one has its line.
+                out.reconnects += 1
+                line = await reporter.line()
+                continue
             out.reports += 1
             out.answers.append(took)
         waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
+        for error in await asyncio.gather(waiting, return_exceptions=True):
+            if isinstance(error, Exception):
+                raise error
 
     await _all(one(i, reporter) for i, reporter in enumerate(reporters))
 

@@ -33,7 +33,8 @@ class PlannerLost(Exception):
 
 
 class ProcessPlanner:
-    """A :data:`Planner` over up to ``processes`` worker processes, started when first needed.
+    """A :data:`Planner` over up to ``processes`` worker processes, started when first needed,
+    or one of them by :meth:`warm_up`.
 
     Requests wait their turn, first come, first served. Close it when done; a worker whose
     host dies without closing ends by itself.
@@ -70,6 +71,12 @@ class ProcessPlanner:
             self._busy.discard(process)
             self._idle.append(process)
             return proposal
+
+    async def warm_up(self) -> None:
+        """Start a process before it is needed: that takes a second, and the first decision is the
+        one that somebody waits for."""
+        if not self.running:
+            self._idle.append(await self._start())
 
     async def close(self) -> None:
         """End the processes. What waits for them is lost."""

@@ -220,8 +220,10 @@ def test_a_process_that_dies_is_replaced() -> None:
     async def run() -> None:
         planner = ProcessPlanner(1)
         asked = asked_of_one()
-        await planner(asked)
+        await planner.warm_up()
         (process,) = planner.running
+        await planner(asked)
+        assert planner.running == [process], "the one that is warm is used"
         process.kill()
         with pytest.raises(PlannerLost, match=r"ended \(-9\)"):
             await planner(asked)

@@ -136,6 +136,7 @@ async def run(options: argparse.Namespace) -> None:
     async with await Cluster.configured() as cluster:
         store = ClusterStore(cluster, namespaces=options.namespace)
         planner = ProcessPlanner()
+        await planner.warm_up()
         server = IngestServer(
             store,
             PodTokenAuthenticator(cluster, store.expected),
