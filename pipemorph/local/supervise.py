@@ -81,10 +81,11 @@ def supervise(
     if ending.end is End.INTERRUPTED:
         note(f"{ending.reason}: stopping {len(ranks.running)} ranks; once more kills them")
     if ending.end is not End.COMPLETED:
-        killed = _stop(ending, ranks, events, refresh, grace)
+        killed, hurried = _stop(ending, ranks, events, refresh, grace)
         if ending.end is End.FAILED and ranks.ended:
             ending = _cause(ranks, killed) or ending
-        ending = _with_peers(ending, ranks, killed, grace)
+        why = "as asked" if hurried else f"since they did not stop within {grace:g} s"
+        ending = _with_peers(ending, ranks, killed, why)
     ranks.settle(AGENT_SECONDS)
     refresh()
     ranks.kill()
@@ -165,18 +166,19 @@ def _failure(rank: RankProcess) -> Ending:
 
 def _stop(
     ending: Ending, ranks: RankSet, events: Events, refresh: Callable[[], None], grace: float
-) -> list[RankProcess]:
-    """Ask all ranks to stop and wait. Returns those that had to be killed."""
+) -> tuple[list[RankProcess], bool]:
+    """Ask all ranks to stop and wait. Returns those that are to be killed, and whether that is
+    because the user would not wait."""
     if ending.end is End.FAILED:
         if _wait(ranks, events, refresh, NOTICE_SECONDS):
-            return ranks.running
+            return ranks.running, True
         if _cause_is_to_come(ranks) and _wait(
             ranks, events, refresh, CAUSE_SECONDS, enough=lambda: not _cause_is_to_come(ranks)
         ):
-            return ranks.running
+            return ranks.running, True
     ranks.terminate()
-    _wait(ranks, events, refresh, grace)
-    return ranks.running
+    hurried = _wait(ranks, events, refresh, grace)
+    return ranks.running, hurried
 
 
 def _wait(
@@ -202,7 +204,7 @@ def _wait(
     return False
 
 
-def _with_peers(ending: Ending, ranks: RankSet, killed: list[RankProcess], grace: float) -> Ending:
+def _with_peers(ending: Ending, ranks: RankSet, killed: list[RankProcess], why: str) -> Ending:
     """Add what the ranks were waiting for, in their own words."""
     details = list(ending.details)
     told = "\n".join(details)
@@ -215,7 +217,7 @@ def _with_peers(ending: Ending, ranks: RankSet, killed: list[RankProcess], grace
         details.append(f"  and {len(words) - MOST_PEERS} more, in their logs")
     if killed:
         names = ", ".join(str(rank.seat) for rank in killed)
-        details.append(f"killed, since they did not stop within {grace:g} s: {names}")
+        details.append(f"killed, {why}: {names}")
     return Ending(ending.end, ending.reason, tuple(details), ending.retry)
 
 

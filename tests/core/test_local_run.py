@@ -219,8 +219,9 @@ def test_a_second_ctrl_c_does_not_wait(runs: Runs) -> None:
         said = host.stdout.readline()
         assert said, "the host ended before it said that it stops"
     host.send_signal(signal.SIGINT)
-    host.communicate(timeout=8)  # Less than the ten seconds that one Ctrl-C would take.
+    output, _ = host.communicate(timeout=8)  # Less than the ten seconds of one Ctrl-C.
     assert host.returncode == 130
+    assert "killed, as asked: rank 0 (stage 0), rank 1 (stage 1), " in output
     assert_clean(run)
 
 

@@ -216,7 +216,9 @@ class Pipeline:
         self.iteration = self.start_iteration
         sys.setswitchinterval(SWITCH_SECONDS)
         self._last_word.install()
-        self._reporter.publish()
+        resumed = f"resumed from the checkpoint of iteration {self.start_iteration}"
+        tell = self.start_iteration > 0 and self.seat.rank == 0
+        self._reporter.publish(message=resumed if tell else None)
 
     # --- what a user calls --------------------------------------------------------------
 
