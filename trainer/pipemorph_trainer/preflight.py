@@ -50,7 +50,8 @@ def faults(
         if limit != resource.RLIM_INFINITY and limit < LEAST_LOCKED_BYTES and not _may_lock():
             found.append(
                 f"locked memory is limited to {limit} bytes, RDMA needs {LEAST_LOCKED_BYTES};"
-                " allow IPC_LOCK or raise LimitMEMLOCK of the container runtime"
+                " raise LimitMEMLOCK of the container runtime, or run as user 0 (Kubernetes gives"
+                " IPC_LOCK to no other), or set placement.rdma.ipcLock: false to do without"
             )
     if shm_bytes is not None:
         stat = os.statvfs(shared_memory)
