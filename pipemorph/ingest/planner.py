@@ -33,8 +33,8 @@ class PlannerLost(Exception):
 
 
 class ProcessPlanner:
-    """A :data:`Planner` over up to ``processes`` worker processes, started when first needed,
-    or one of them by :meth:`warm_up`.
+    """A :data:`Planner` over up to ``processes`` worker processes, started when first needed
+    or by :meth:`warm_up`.
 
     Requests wait their turn, first come, first served. Close it when done; a worker whose
     host dies without closing ends by itself.
@@ -42,6 +42,7 @@ class ProcessPlanner:
 
     def __init__(self, processes: int = PROCESSES, *, limit_seconds: float = LIMIT_SECONDS) -> None:
         self._limit = limit_seconds
+        self._processes = processes
         self._turns = asyncio.Semaphore(processes)
         self._idle: list[asyncio.subprocess.Process] = []
         self._busy: set[asyncio.subprocess.Process] = set()
@@ -73,10 +74,10 @@ class ProcessPlanner:
             return proposal
 
     async def warm_up(self) -> None:
-        """Start a process before it is needed: that takes a second, and the first decision is the
-        one that somebody waits for."""
-        if not self.running:
-            self._idle.append(await self._start())
+        """Start the processes before they are needed: that takes a second, and the first decision
+        is one that somebody waits for."""
+        missing = self._processes - len(self.running)
+        self._idle += await asyncio.gather(*(self._start() for _ in range(missing)))
 
     async def close(self) -> None:
         """End the processes. What waits for them is lost."""
