@@ -105,7 +105,7 @@ def test_nothing_is_found(fuzzer, target, tmp_path):
     )
     runs = re.search(r"Done (\d+) runs", said)
     assert runs, said[-2000:]
-    assert int(runs[1]) > 1000 * min(SECONDS, 10)
+    assert int(runs[1]) > 500
     # The kept corpus is worth something: most of what can be covered is from the start.
     covered = [int(n) for n in re.findall(r"cov: (\d+)", said)]
     assert covered[0] >= 0.9 * covered[-1], f"{target}: {covered[0]} at first, {covered[-1]} now"
