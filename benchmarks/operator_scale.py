@@ -133,7 +133,7 @@ def many(installation: Installation, jobs: Jobs, count: int) -> Result:
     before = operator.metric("pipemorph_api_requests_total")
     started = time.monotonic()
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda i: create(jobs, manifest(f"j{i}", stages=2)), range(count)))
+        list(pool.map(lambda i: create(jobs, small(f"j{i}")), range(count)))
     wait_for(
         f"{count} attempts",
         lambda: operator.metric("pipemorph_operator_jobs_created_total") >= count,
@@ -166,6 +166,13 @@ def many(installation: Installation, jobs: Jobs, count: int) -> Result:
         "memory_after_restart_mib": resident_bytes(operator.process.pid) / 2**20,
         "restart_seconds": time.monotonic() - started,
     }
+
+
+def small(name: str) -> dict[str, Any]:
+    """A job of two ranks that has not nearly finished: no plan is worth a change for its last
+    iterations."""
+    trainer = {"module": "pipemorph_trainer.examples.emulated", "iterations": 1_000_000_000}
+    return manifest(name, stages=2, trainer=trainer)
 
 
 def create(jobs: Jobs, job: dict[str, Any]) -> None:
