@@ -53,6 +53,11 @@ def test_both_ends_on_this_host():
     text = bench.show(report)
     assert re.search(r"\| message +\| +tcp \| +shm \| +gloo \|", text)
     assert "4 KiB one way, p99" in text
+    nothing = [{"transport": "rdma", "unavailable": "no rail"}]
+    assert bench.show(report | {"transports": nothing}) == "rdma: unavailable: no rail"
+    assert bench.show(report | {"transports": [*report["transports"], *nothing]}).endswith(
+        "µs |\nrdma: unavailable: no rail"
+    )
 
 
 @pytest.mark.slow

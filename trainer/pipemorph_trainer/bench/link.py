@@ -319,9 +319,9 @@ def show(report: dict[str, Any]) -> str:
                 *(f"{t['latency'][which] * 1e6:.0f} µs" for t in measured),
             ]
         )
-    lines.append(table(head, rows, numbers=1))
+    lines = [*lines, table(head, rows, numbers=1)] if measured else []
     lines += [
-        f"\n{t['transport']}: unavailable: {t['unavailable']}"
+        f"{t['transport']}: unavailable: {t['unavailable']}"
         for t in report["transports"]
         if t["unavailable"] is not None
     ]
