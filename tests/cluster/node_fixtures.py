@@ -20,6 +20,9 @@ def release(node_cluster: NodeCluster, project_archives: dict[str, Path]) -> Ite
     node_cluster.helm("uninstall", RELEASE, "--namespace", SYSTEM, "--ignore-not-found")
     node_cluster.client.delete("crds", "pipemorphjobs.pipemorph.io")
     node_cluster.client.delete("namespaces", SYSTEM)
+    for archive in project_archives.values():
+        # Nodes to come need not have them.
+        node_cluster.archives.remove(archive)
 
 
 @pytest.fixture
