@@ -10,8 +10,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
-#include <regex>
 #include <set>
+#include <sstream>
 
 #include "engine/error.hpp"
 
@@ -37,6 +37,14 @@ std::string first_word(const std::string& path) {
     std::string word;
     in >> word;
     return word;
+}
+
+// "0000:3b:00.1": domain, bus, device, function.
+bool is_pci_address(const std::string& s) {
+    const size_t n = s.size();
+    if (n < 12 || s[n - 2] != '.' || s[n - 5] != ':' || s[n - 8] != ':') return false;
+    return std::count(s.begin(), s.end(), ':') == 2 &&
+           s.find_first_not_of("0123456789abcdef:.") == std::string::npos;
 }
 
 const char* port_state_text(uint32_t state) {
@@ -71,11 +79,10 @@ std::string card_of(const std::string& device) {
         link = "/sys/class/net/" + parent + "/device";
     char real[PATH_MAX];
     if (::realpath(link.c_str(), real) == nullptr) return {};
-    static const std::regex pci("[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\\.[0-7]");
-    const std::string path = real;
+    std::istringstream parts(real);
     std::string last;
-    for (std::sregex_iterator it(path.begin(), path.end(), pci), end; it != end; ++it)
-        last = it->str();
+    for (std::string part; std::getline(parts, part, '/');)
+        if (is_pci_address(part)) last = part;
     return last.substr(0, last.find('.'));
 }
 
