@@ -422,9 +422,17 @@ class Node:
         raise TestbedError(f"found no link {index.strip()} of pod {namespace}/{pod} on {self.name}")
 
     def restart_kubelet(self) -> None:
+        before = self._registrations()
         self.kubelet.stop()
         self.kubelet.start()
+        # The node's status still is the last kubelet's, with devices that this one has not yet.
+        self.kubelet.wait_until(
+            "its devices to be registered", lambda: self._registrations() > before, START_DEADLINE
+        )
         self.kubelet.wait_until("its node to be ready", self._ready, START_DEADLINE)
+
+    def _registrations(self) -> int:
+        return self.device_plugin.log.read_text().count(" registered ")
 
     def kill(self) -> None:
         """Lose the node, as by a power cut: every process of it is gone at once."""
