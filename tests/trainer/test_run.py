@@ -202,7 +202,9 @@ def test_a_rank_that_is_killed_ends_the_run_with_what_the_others_waited_for(
     # Killed in mid-schedule, its neighbours miss its messages; killed at the end of an iteration,
     # what all ranks agree on then. Whoever it was, each says what it waited for, or who is gone.
     for neighbour in (1, 3):
-        waited = rf"rank {neighbour} \(stage {neighbour}\) (waited [\d.]+ s for \S|exited .* rank 2)"
+        waited = (
+            rf"rank {neighbour} \(stage {neighbour}\) (waited [\d.]+ s for \S|exited .* rank 2)"
+        )
         assert re.search(waited, output), output
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["completed"] is False
