@@ -146,7 +146,9 @@ def _find_port() -> str:
 def main() -> None:
     os.environ.update(
         PATH="/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-        HOME="/tmp",
+        # The host's /tmp stays in sight: the tests themselves may lie there.
+        HOME="/run",
+        TMPDIR="/run",
         PYTHONDONTWRITEBYTECODE="1",
     )
     # As the first process it inherits orphans; nobody may be left as a zombie with a pid that a

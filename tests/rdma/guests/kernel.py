@@ -54,7 +54,7 @@ for m in {modules}; do /bin/busybox insmod /modules/$m.ko || echo "no $m"; done
 for d in proc sys; do /bin/busybox mount --move /$d /root/$d; done
 /bin/busybox mount -t devtmpfs dev /root/dev
 /bin/busybox mkdir -p /root/dev/shm
-for d in run tmp dev/shm; do /bin/busybox mount -t tmpfs tmpfs /root/$d; done
+for d in run dev/shm; do /bin/busybox mount -t tmpfs tmpfs /root/$d; done
 exec /bin/busybox chroot /root {agent}
 """
 
