@@ -155,6 +155,8 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
         Transport kind = Transport::tcp;
         PathMachine machine;
         std::shared_ptr<DataPath> live;
+        // A newer connection took their place; they are still to be retired on their thread.
+        std::vector<std::shared_ptr<DataPath>> replaced;
         std::string trouble;  // why it was lost last
         uint64_t chunks = 0;
         uint64_t bytes = 0;
@@ -214,6 +216,8 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     RdmaPath::Settings rdma_settings() const;
     void lose_path(Path& path, const std::string& why);
     void send_fence(uint32_t index, uint32_t epoch);
+    void replace(Path& path);
+    void retire_replaced(uint32_t index, uint32_t epoch);
     void grant(const std::vector<SlotGrant>& grants);
     void finish(State state, const std::string& why);  // no lock
 

@@ -29,6 +29,35 @@ void Link::send_fence(uint32_t index, uint32_t epoch) {
     flush();
 }
 
+// A newer connection takes the place of the live one. It is retired on its own thread: that may be
+// in the middle of a copy, and the fence must come after it.
+void Link::replace(Path& p) {
+    const std::shared_ptr<DataPath> before = std::exchange(p.live, nullptr);
+    if (!before) return;
+    p.replaced.push_back(before);
+    before->reactor().post([self = shared_from_this(), before] {
+        self->retire_replaced(before->index, before->epoch);
+    });
+}
+
+// On the path's own thread, for all up to this epoch.
+void Link::retire_replaced(uint32_t index, uint32_t epoch) {
+    std::vector<std::shared_ptr<DataPath>> old;
+    {
+        const Lock lock(mu_);
+        auto& replaced = paths_[index].replaced;
+        const auto first =
+            std::stable_partition(replaced.begin(), replaced.end(),
+                                  [epoch](const auto& path) { return path->epoch > epoch; });
+        old.assign(first, replaced.end());
+        replaced.erase(first, replaced.end());
+    }
+    for (const auto& path : old) path->retire();
+    const Lock lock(mu_);
+    if (over()) return;
+    for (const auto& path : old) send_fence(index, path->epoch);
+}
+
 void Link::path_lost(uint32_t index, uint32_t epoch, const std::string& why) {
     {
         const Lock lock(mu_);
@@ -61,6 +90,8 @@ void Link::fence_requested(const FenceFrame& fence) {
     // On the path's own thread, so that no byte of the fenced epoch can reach a slot after the
     // bitmaps have been read.
     reactor->post([self = shared_from_this(), fence] {
+        // Also those that a newer connection replaced after the fence was posted to this thread.
+        self->retire_replaced(fence.path, fence.epoch);
         std::shared_ptr<DataPath> live;
         bool lost = false;
         {

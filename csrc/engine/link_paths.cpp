@@ -30,14 +30,17 @@ std::string Link::may_attach_data(uint32_t path, uint32_t epoch) const {
 }
 
 void Link::attach_data(uint32_t path, uint32_t epoch, Fd fd) {
-    std::shared_ptr<DataPath> before;
     std::shared_ptr<DataPath> now;
     {
         const Lock lock(mu_);
         if (over()) return;
         Path& p = paths_[path];
-        if (p.machine.is_fenced(epoch)) return;  // given up by the peer before we had it
-        before = p.live;
+        if (p.machine.is_fenced(epoch) || epoch < p.machine.epoch()) {
+            // Given up by the peer before we had it: who dialled it has to dial another.
+            p.machine.dial_failed(epoch, steady_ns());
+            p.trouble = "the peer gave the connection up at once";
+            return;
+        }
         Reactor& reactor = runtime_->data(path);
         if (p.kind == Transport::shm)
             now =
@@ -47,6 +50,7 @@ void Link::attach_data(uint32_t path, uint32_t epoch, Fd fd) {
             now =
                 std::make_shared<TcpPath>(reactor, shared_from_this(), path, epoch, std::move(fd));
         }
+        replace(p);
         p.live = now;
         if (p.machine.epoch() != epoch) p.machine.take(epoch);
         if (p.machine.times_up() > 0) ++reconnects_;
@@ -54,13 +58,6 @@ void Link::attach_data(uint32_t path, uint32_t epoch, Fd fd) {
         if (path == 0)
             segments_to_offer_.assign(unmapped_segments_.begin(), unmapped_segments_.end());
     }
-    // On its own thread: it may be in the middle of a copy, and the fence must come after that.
-    if (before)
-        before->reactor().post([self = shared_from_this(), before] {
-            before->retire();
-            const Lock lock(self->mu_);
-            if (!self->over()) self->send_fence(before->index, before->epoch);
-        });
     now->start();
 }
 

@@ -50,7 +50,6 @@ void Link::offer_rail(uint32_t index, uint32_t epoch) {
 }
 
 void Link::take_offer(const OfferFrame& offer) {
-    std::shared_ptr<DataPath> before;
     {
         const Lock lock(mu_);
         if (over()) return;
@@ -60,7 +59,7 @@ void Link::take_offer(const OfferFrame& offer) {
             return;  // given up before it was read
         } else {
             Path& p = paths_[offer.path];
-            before = std::exchange(p.live, nullptr);
+            replace(p);
             p.machine.take(offer.epoch);
             p.our_rail = offer.to_rail;
             p.peer_rail = offer.from_rail;
@@ -70,12 +69,6 @@ void Link::take_offer(const OfferFrame& offer) {
         protocol_error("an offer for a rail that does not exist");
         return;
     }
-    if (before)
-        before->reactor().post([self = shared_from_this(), before] {
-            before->retire();
-            const Lock lock(self->mu_);
-            if (!self->over()) self->send_fence(before->index, before->epoch);
-        });
     AnswerFrame answer{offer.path, offer.epoch, {}, {}};
     std::shared_ptr<RdmaPath> made;
     try {
