@@ -3,7 +3,7 @@
 #   docker build --target trainer  -t pipemorph/trainer:0.1.0 .
 # BASE is any image with Python >= 3.11 and its venv module; for the trainer on GPUs, one with CUDA.
 # Without a registry in reach: --build-arg BASE=localhost/my-base.
-ARG BASE=docker.io/library/python:3.12-slim
+ARG BASE=python:3.12-slim
 
 # --- operator: reconcile and ingest, no torch, nothing compiled ---------------------------------
 FROM ${BASE} AS operator
@@ -55,8 +55,12 @@ FROM ${BASE} AS trainer
 ARG PIP_INDEX_URL=
 # pip: torch is installed here. base: BASE brings it, as vendors' images do, or the node mounts it.
 ARG TORCH=pip
-# Where pip finds torch; https://download.pytorch.org/whl/cpu saves some GB where there is no GPU.
+# Another index where pip finds torch: one with builds for the CPU saves some GB without GPUs.
 ARG TORCH_INDEX=
+# The engine loads libibverbs when a job asks for RDMA; where BASE has it, it knows its devices best.
+RUN python3 -c "import ctypes; ctypes.CDLL('libibverbs.so.1')" 2>/dev/null || (apt-get update \
+ && apt-get install -y --no-install-recommends libibverbs1 ibverbs-providers \
+ && rm -rf /var/lib/apt/lists/*)
 COPY pyproject.toml /tmp/
 # torch, the gigabytes, in a layer that stays while only our own code changes.
 RUN case "$TORCH" in pip) site= ;; base) site=--system-site-packages ;; \
