@@ -121,6 +121,8 @@ class Transfer:
 
     def __init__(self, link: Link, first: int, count: int, size: int) -> None:
         self.link, self.count = link, count
+        # Before the first is sent: a fast transfer is half done when it is looked at.
+        self._before = [path["chunks"] for path in link.a.stats()["paths"]]
         self._receiving = link.b.start("receive", direction=0, first=first, count=count)
         link.a.do("send", direction=0, first=first, count=count, size=size)
         self._sending = link.a.start("wait_sent")
@@ -131,10 +133,10 @@ class Transfer:
         self.link.a.result(self._sending)
 
     def until_chunks(self, more: int, path: int = 0) -> None:
-        """Wait until a path has carried so many chunks more than now."""
-        before = self.link.a.stats()["paths"][path]["chunks"]
+        """Wait until a path has carried so many chunks of this transfer."""
+        before = self._before[path]
         until(
-            f"{more} more chunks on path {path}",
+            f"{more} chunks on path {path}",
             lambda: self.link.a.stats()["paths"][path]["chunks"] >= before + more,
             30.0,
             lambda: paths_text(self.link.a.stats()),

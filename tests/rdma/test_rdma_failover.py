@@ -38,7 +38,7 @@ def test_cable_pulled_in_mid_message_and_put_back(fabric: Fabric):
         link.reserve(4, 2 * MIB)
         link.rails_up(2)
         transfer = link.transfer(8, 2 * MIB)
-        transfer.until_chunks(8, path=0)
+        transfer.until_chunks(4, path=0)
         rail.unplug()
         transfer.finish()
         assert rail.counter("link_downed") > downed
@@ -65,7 +65,7 @@ def test_lost_acknowledgements_repeat_nothing(fabric: Fabric):
         link.reserve(4, 2 * MIB)
         link.rails_up(2)
         transfer = link.transfer(8, 2 * MIB)
-        transfer.until_chunks(6, path=0)
+        transfer.until_chunks(4, path=0)
         sender.drop_incoming()
         transfer.finish()
         until(
@@ -89,7 +89,7 @@ def test_all_rails_down_falls_back_to_tcp_and_returns(fabric: Fabric):
     with linked(fabric) as link:
         link.reserve(4, 2 * MIB)
         link.rails_up(2)
-        transfer = link.transfer(8, 2 * MIB)
+        transfer = link.transfer(16, 2 * MIB)
         transfer.until_chunks(4, path=0)
         for rail in rails:
             rail.drop_incoming()
@@ -118,7 +118,7 @@ def test_a_rail_that_flaps_twice(fabric: Fabric):
         link.rails_up(2)
         for _ in range(2):
             transfer = link.transfer(8, MIB)
-            transfer.until_chunks(4, path=1)
+            transfer.until_chunks(2, path=1)
             rail.unplug()
             rail.plug()
             transfer.finish()
@@ -174,7 +174,7 @@ def test_a_killed_peer_is_not_taken_for_a_dead_path(fabric: Fabric):
         link.reserve(4, 2 * MIB)
         link.rails_up(2)
         transfer = link.transfer(8, 2 * MIB)
-        transfer.until_chunks(6, path=0)
+        transfer.until_chunks(4, path=0)
         link.b.task.signal(signal.SIGKILL)
         with pytest.raises(GuestError, match=r"rank 1 is gone: nobody listens"):
             link.a.result(transfer._sending)
@@ -186,7 +186,7 @@ def test_a_stopped_peer_is_noticed_by_its_silence(fabric: Fabric):
         link.reserve(4, 2 * MIB)
         link.rails_up(2)
         transfer = link.transfer(8, 2 * MIB)
-        transfer.until_chunks(6, path=0)
+        transfer.until_chunks(4, path=0)
         link.b.task.signal(signal.SIGSTOP)
         with pytest.raises(GuestError, match=r"no control connection to rank 1"):
             link.a.result(transfer._sending)
@@ -197,7 +197,7 @@ def test_a_peer_stopped_for_less_than_the_deadline_goes_on(fabric: Fabric):
         link.reserve(4, 2 * MIB)
         link.rails_up(2)
         transfer = link.transfer(8, 2 * MIB)
-        transfer.until_chunks(6, path=0)
+        transfer.until_chunks(4, path=0)
         link.b.task.signal(signal.SIGSTOP)
         fabric.b.run("sleep", "3")
         link.b.task.signal(signal.SIGCONT)
