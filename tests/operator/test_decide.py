@@ -282,6 +282,16 @@ def test_a_rank_whose_node_does_not_report_its_end_ends_the_attempt() -> None:
     assert record["message"] == "rank 1 (stage 1, replica 0) on node n1: the node does not answer"
 
 
+def test_a_rank_without_a_node_is_left_to_the_control_plane() -> None:
+    world = World(body())
+    world.running()
+    world.jobs[0] = job_facts(active=1, ready=1, terminating=1)
+    world.pods = [pod(0), pod(1, node=None, gone_by=world.now)]
+    world.later(STUCK_SECONDS + LOST_SECONDS + 1)
+    world.turn()
+    assert (world.status["attempt"], world.status["disruptions"]) == (0, 0)
+
+
 def test_kueue_holds_and_evicts() -> None:
     world = World(body(placement={"gang": {"kueue": {"queue": "q"}}}))
     decision = world.turn()

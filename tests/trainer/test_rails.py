@@ -73,22 +73,22 @@ def test_only_ports_that_have_changed_are_taken(sysfs: Path) -> None:
 def test_the_thread_ends_with_its_watch_and_there_is_none_without_a_device(
     sysfs: Path, tmp_path: Path
 ) -> None:
-    def watchers() -> int:
-        return sum(t.name == "pm-rails" for t in threading.enumerate())
+    # Watches of other tests may end meanwhile.
+    others = set(threading.enumerate())
 
-    before = watchers()
+    def watchers() -> list[threading.Thread]:
+        return [t for t in threading.enumerate() if t.name == "pm-rails" and t not in others]
+
     idle = RailWatch(0, 0, sysfs=tmp_path / "nowhere")
-    assert watchers() == before
+    assert watchers() == []
     assert idle.take() == []
     watch = RailWatch(0, 0, sysfs=sysfs, interval=3600.0)
     until(watch, 2)
-    assert watchers() == before + 1
+    (thread,) = watchers()
     del watch
     gc.collect()
-    deadline = time.monotonic() + DEADLINE
-    while watchers() > before:
-        assert time.monotonic() < deadline, "the thread outlives its watch"
-        time.sleep(0.01)
+    thread.join(DEADLINE)
+    assert not thread.is_alive(), "the thread outlives its watch"
 
 
 def test_the_newest_of_each_port_is_reported_once(sysfs: Path) -> None:

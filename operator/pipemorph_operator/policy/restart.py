@@ -58,9 +58,14 @@ def classify(ended: Ended, pods: Sequence[PodFacts], stages: int) -> Cause:
 
 def lost(pods: Sequence[PodFacts], now: datetime, stages: int) -> Cause | None:
     """Why an attempt is over whose Job cannot know: a rank's node is gone, and with it whoever
-    would report the rank's end. Kubernetes waits for such a node for ever."""
+    would report the rank's end. Kubernetes waits for such a node for ever.
+
+    A pod that never had a node is ended by the control plane itself, in its own time.
+    """
     for pod in pods:
-        if pod.gone_by is not None and now >= pod.gone_by + timedelta(seconds=LOST_SECONDS):
+        if pod.node is None or pod.gone_by is None:
+            continue
+        if now >= pod.gone_by + timedelta(seconds=LOST_SECONDS):
             where = f"{rank(pod.index, stages)} on node {pod.node}"
             return Cause(names.R_DISRUPTED, f"{where}: the node does not answer", counted=False)
     return None
