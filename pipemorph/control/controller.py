@@ -496,7 +496,7 @@ class JobController:
         cause = pending.replan.cause
         before = self._schedule.warmup()
         moved_back = chosen.delegated < sum(path is Path.DELEGATED for path in self._paths)
-        returns = cause not in ("slow", "worse", "profile") and (chosen.schedule, chosen.paths) == (
+        returns = cause not in ("slow", "worse") and (chosen.schedule, chosen.paths) == (
             self._home,
             self._first_paths,
         )

@@ -241,6 +241,29 @@ def test_a_slow_link_is_planned_around_within_two_iterations_and_back(
     assert len(plant.controller.records) == 2
 
 
+def test_the_first_plan_is_a_return_whatever_showed_that_it_is_the_best_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Op times that changed with the link can be what is looked at first."""
+    seen = JobController._cause
+
+    def cause(controller: JobController, now: Any) -> Any:
+        found = seen(controller, now)
+        return "profile" if found == "recovered" else found
+
+    monkeypatch.setattr(JobController, "_cause", cause)
+    plant = Plant(spec())
+    plant.run(6)
+    plant.delays[1] = 0.060
+    plant.run(12)
+    plant.delays[1] = 0.0
+    plant.run(12)
+    back = plant.controller.records[-1]
+    assert "not those planned with" in back.reason
+    assert set(back.paths) == {Path.DIRECT}
+    assert back.kind == "return"
+
+
 def test_a_delay_not_worth_the_change_is_left_alone_and_said_so() -> None:
     plant = Plant(spec(adaptation={"minGain": 0.6}))
     plant.run(5)
