@@ -38,6 +38,14 @@ class StageTime(SpecModel):
     forward: Milliseconds
     backward_input: Milliseconds
     backward_weight: Milliseconds
+    fused_backward: Milliseconds | None = Field(
+        default=None,
+        description="Time of one fused backward. Default: backwardInput + backwardWeight.",
+    )
+    offload_copy: Milliseconds = Field(
+        default=0.0,
+        description="Time to copy one microbatch's activations to host memory, or back.",
+    )
 
 
 class Parallelism(SpecModel):
@@ -84,7 +92,14 @@ class ScheduleSpec(SpecModel):
     ) = Field(
         default=None,
         description="Most microbatches in flight (F started, W not finished) per stage: "
-        "one number, or one per stage.",
+        "one number, or one per stage. A stage that offloads counts those on its device.",
+    )
+    activation_memory: int | None = Field(
+        default=None,
+        ge=1,
+        description="Bytes of device memory per rank that activations of microbatches in flight "
+        "may take. With what one is measured to hold, a limit like inFlightLimit; the lower one "
+        "holds.",
     )
     warmup: list[Annotated[int, Field(ge=1)]] | None = Field(
         default=None, max_length=512, description="Fixed warm-up counts, one per stage."
@@ -144,6 +159,27 @@ class Adaptation(SpecModel):
     allow_delegation: bool = Field(
         default=True, description="May move a slow link to the delegated path."
     )
+    allow_offload: bool = Field(
+        default=False,
+        description="May move activations to host memory, where more microbatches in flight "
+        "than fit on the device pay for the copies.",
+    )
+    host_memory: int | None = Field(
+        default=None,
+        ge=1,
+        description="Bytes of host memory per rank that offloaded activations may take; a hard "
+        "limit. allowOffload needs it.",
+    )
+
+    @model_validator(mode="after")
+    def _offload_has_memory(self) -> Adaptation:
+        if self.allow_offload and self.host_memory is None:
+            raise FieldError(
+                "hostMemory",
+                "is missing, but allowOffload is true; give the bytes of host memory per rank"
+                " that offloaded activations may take",
+            )
+        return self
 
 
 class Rdma(SpecModel):
@@ -248,6 +284,11 @@ class Emulation(SpecModel):
     message_bytes: int = Field(ge=1, le=1 << 30, description="Bytes sent per message.")
     stands_for_bytes: int | None = Field(
         default=None, ge=1, description="Message size of what is emulated, where scaled down."
+    )
+    activation_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        description="Bytes that an emulated microbatch says it holds between its F and its W.",
     )
 
 

@@ -96,6 +96,11 @@ class StageProfile(WireModel):
     """Bytes: device peak on CUDA, resident-set peak on CPU."""
     activation_bytes: Count | None = None
     """Bytes one microbatch holds between its F and its W, where measured."""
+    offload_copy: Seconds | None = None
+    """Time to copy those to host memory, or back, where measured. ``forward`` and
+    ``backward_input`` are without copies."""
+    fused_backward: Seconds | None = None
+    """Time of one fused backward (BW), where it and B and W apart have been measured."""
 
 
 class RailSample(WireModel):
@@ -163,6 +168,8 @@ class PlanMessage(WireModel):
     in_flight_limits: list[int | None]
     warmup: list[int]
     dispatch: Dispatch = Dispatch.STATIC
+    device_limits: list[int | None] = Field(default_factory=list)
+    """One per stage; empty: no stage offloads activations."""
 
     @staticmethod
     def of(plan: Plan) -> PlanMessage:
@@ -175,6 +182,7 @@ class PlanMessage(WireModel):
             in_flight_limits=list(plan.in_flight_limits),
             warmup=list(plan.warmup),
             dispatch=plan.dispatch,
+            device_limits=list(plan.device_limits) if plan.offloads else [],
         )
 
     def plan(self) -> Plan:
@@ -186,6 +194,7 @@ class PlanMessage(WireModel):
             in_flight_limits=tuple(self.in_flight_limits),
             dispatch=self.dispatch,
             warmup=tuple(self.warmup),
+            device_limits=tuple(self.device_limits),
         )
 
 

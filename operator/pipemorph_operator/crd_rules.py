@@ -128,6 +128,14 @@ RULES: dict[str, list[Rule]] = {
             field_path=".warmup",
         ),
     ],
+    "spec.adaptation": [
+        Rule(
+            rule="!has(self.allowOffload) || !self.allowOffload || has(self.hostMemory)",
+            message="allowOffload needs hostMemory: the bytes of host memory per rank that"
+            " offloaded activations may take",
+            field_path=".hostMemory",
+        ),
+    ],
     "spec.faults[]": [
         Rule(
             rule="has(self.delayMs) || has(self.bandwidthMbps) || has(self.sever)",

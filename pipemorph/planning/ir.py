@@ -152,7 +152,9 @@ class Plan:
 
     ``version`` is the epoch of the directive it came in; 0 is the plan every rank
     derives from the job spec alone. ``in_flight_limits[i]`` is ``K_i`` or None for no
-    limit. ``paths[i]`` is the path of link *i*.
+    limit. ``paths[i]`` is the path of link *i*. ``device_limits[i]`` is how many microbatches
+    may have their activations on the device of stage *i* at a time, the others being in host
+    memory (:mod:`pipemorph.planning.offload`); None, as everywhere by default: no offload.
     """
 
     version: int
@@ -162,7 +164,15 @@ class Plan:
     in_flight_limits: tuple[int | None, ...]
     dispatch: Dispatch = Dispatch.STATIC
     warmup: tuple[int, ...] = field(default=())
+    device_limits: tuple[int | None, ...] = field(default=())
 
     def __post_init__(self) -> None:
         if not self.warmup:
             object.__setattr__(self, "warmup", self.schedule.warmup())
+        if not self.device_limits:
+            object.__setattr__(self, "device_limits", (None,) * self.schedule.stage_count)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether any stage may move activations to host memory."""
+        return any(limit is not None for limit in self.device_limits)

@@ -49,11 +49,14 @@ class _Model(BaseModel):
 class StageTimes(_Model):
     """Time of one microbatch's F, B and W on a stage, and its in-flight cap ``K_i``.
 
-    A fused backward (BW) takes ``backward_input + backward_weight``. ``in_flight_limit``
-    bounds the microbatches whose F has started and whose W has not finished; None: no bound.
+    A fused backward (BW) takes ``fused_backward``, by default ``backward_input +
+    backward_weight``. ``in_flight_limit`` bounds the microbatches whose F has started and whose
+    W has not finished; None: no bound.
 
-    Only `pipemorph advise` reads the rest: ``activation_bytes`` is what one microbatch holds
-    between its F and its W, ``offload_copy`` the time to copy that to host memory, or back.
+    ``device_limit`` bounds those of them whose activations are on the device; the others go to
+    host memory and come back (:mod:`pipemorph.planning.offload`), which takes ``offload_copy``
+    each way. None: all stay. ``activation_bytes`` is what one microbatch holds between its F
+    and its W; only `pipemorph advise` reads it.
     """
 
     forward: Time
@@ -62,6 +65,15 @@ class StageTimes(_Model):
     in_flight_limit: Count | None = None
     activation_bytes: Count | None = None
     offload_copy: Time | None = None
+    fused_backward: Time | None = None
+    device_limit: Count | None = None
+
+    @property
+    def whole_backward(self) -> float:
+        """Time of a fused backward."""
+        if self.fused_backward is not None:
+            return self.fused_backward
+        return self.backward_input + self.backward_weight
 
 
 class Layers(_Model):
@@ -151,6 +163,10 @@ class Problem(_Model):
     def in_flight_limits(self) -> tuple[int | None, ...]:
         """``K_i`` per stage, None where there is no cap."""
         return tuple(stage.in_flight_limit for stage in self.stages)
+
+    def device_limits(self) -> tuple[int | None, ...]:
+        """``D_i`` per stage, None where everything stays on the device."""
+        return tuple(stage.device_limit for stage in self.stages)
 
     def with_delays(self, delays: Sequence[float]) -> Problem:
         """The same problem with ``delays[i]`` on link *i*; queues and bounds stay."""

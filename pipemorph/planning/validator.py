@@ -6,6 +6,7 @@
 3. No deadlock: with ``a_i(k)`` the forwards before the k-th backward on stage *i*,
    ``a_i(k) ≥ a_{i+1}(k)``. This is necessary and sufficient when sends are buffered.
 4. Within the in-flight caps.
+5. Within the device limits, where activations go to host memory.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 
 from pipemorph.errors import InputError
 from pipemorph.planning.ir import Op, OpKind, Schedule
+from pipemorph.planning.offload import Residency
 
 
 class ScheduleError(InputError):
@@ -28,10 +30,15 @@ class ScheduleError(InputError):
         self.position = position
 
 
-def validate(schedule: Schedule, in_flight_limits: Sequence[int | None] | None = None) -> None:
+def validate(
+    schedule: Schedule,
+    in_flight_limits: Sequence[int | None] | None = None,
+    device_limits: Sequence[int | None] = (),
+) -> None:
     """Raise :class:`ScheduleError` at the first op that breaks a rule.
 
-    ``in_flight_limits[i]`` is ``K_i``, None for no cap.
+    ``in_flight_limits[i]`` is ``K_i``, None for no cap; ``device_limits[i]`` is ``D_i``, None
+    for a stage that does not offload, and empty where none does.
     """
     if schedule.microbatches < 1:
         raise InputError(f"a schedule needs at least 1 microbatch, not {schedule.microbatches}")
@@ -41,6 +48,8 @@ def validate(schedule: Schedule, in_flight_limits: Sequence[int | None] | None =
         raise InputError(
             f"{len(in_flight_limits)} in-flight limits for {schedule.stage_count} stages"
         )
+    if len(device_limits) not in (0, schedule.stage_count):
+        raise InputError(f"{len(device_limits)} device limits for {schedule.stage_count} stages")
     forwards_before = [
         check_stage(i, ops, schedule.microbatches) for i, ops in enumerate(schedule.stages)
     ]
@@ -49,6 +58,9 @@ def validate(schedule: Schedule, in_flight_limits: Sequence[int | None] | None =
         for i, limit in enumerate(in_flight_limits):
             if limit is not None:
                 check_cap(i, schedule.stages[i], limit)
+    for i, limit in enumerate(device_limits):
+        if limit is not None:
+            check_device(i, schedule.stages[i], limit)
 
 
 def check_stage(stage: int, ops: Sequence[Op], microbatches: int) -> list[int]:
@@ -147,17 +159,44 @@ def check_cap(stage: int, ops: Sequence[Op], limit: int) -> None:
             in_flight -= 1
 
 
+def check_device(stage: int, ops: Sequence[Op], limit: int) -> None:
+    """Raise :class:`ScheduleError` at the first op that puts more microbatches on the device of
+    a stage than its ``limit``. Needs ops that keep the other rules."""
+    check_device_limit(stage, limit)
+    held = Residency(limit)
+    for position, op in enumerate(ops):
+        if not held.fits(op.kind, op.microbatch):
+            what = "" if op.kind is OpKind.F else ", whose activations are in host memory,"
+            raise ScheduleError(
+                stage,
+                position,
+                f"found {op}{what} with {held.resident} microbatches on the device; expected a W"
+                f" before it, device_limit is {limit}",
+            )
+        held.run(op.kind, op.microbatch)
+
+
+def check_device_limit(stage: int, limit: int | None) -> None:
+    """Raise :class:`ScheduleError` unless an F can run within the limit."""
+    if limit is not None and limit < 1:
+        raise ScheduleError(stage, None, f"device_limit is {limit}; expected at least 1")
+
+
 def validate_online(
     warmup: Sequence[int],
     in_flight_limits: Sequence[int | None],
     slots: Sequence[int | None] | None = None,
+    device_limits: Sequence[int | None] = (),
 ) -> None:
     """Raise :class:`ScheduleError` unless online dispatch cannot deadlock.
 
     ``slots[i]`` is how many forward messages link *i* holds ahead of the receiver's use,
     None for as many as are sent. The condition: x non-increasing, ``x_i ≤ min(K_0 … K_i)``,
-    at least ``Δ_i`` (and one) slots on link *i*.
+    at least ``Δ_i`` (and one) slots on link *i*. A device limit of at least 1 asks for no more:
+    whatever it forbids, a W can run (:mod:`pipemorph.planning.offload`).
     """
+    for i, held in enumerate(device_limits):
+        check_device_limit(i, held)
     cap: int | None = None
     for i, x in enumerate(warmup):
         limit = in_flight_limits[i]

@@ -123,3 +123,36 @@ def test_rdma_settings_are_read():
     assert found.require == "rdma"
     assert found.rdma.devices == ["mlx5_0", "mlx5_1:2"]
     assert found.rdma.gid_index == 3
+
+
+def test_offload_needs_to_know_its_memory() -> None:
+    with pytest.raises(ValidationError, match="hostMemory: is missing, but allowOffload is true"):
+        JobSpec.model_validate(minimal(adaptation={"allowOffload": True})["spec"])
+    found = JobSpec.model_validate(
+        minimal(
+            adaptation={"allowOffload": True, "hostMemory": 1 << 34},
+            schedule={"microbatches": 4, "activationMemory": 1 << 33},
+            emulation={
+                "stageTimes": [
+                    {
+                        "forward": 1,
+                        "backwardInput": 1,
+                        "backwardWeight": 1,
+                        "offloadCopy": 0.5,
+                        "fusedBackward": 1.8,
+                    }
+                ],
+                "messageBytes": 1,
+                "activationBytes": 1 << 30,
+            },
+        )["spec"]
+    )
+    assert found.adaptation.host_memory == 1 << 34
+    assert found.emulation is not None
+    assert found.emulation.stage_times[0].offload_copy == 0.5
+
+
+def test_without_a_word_nothing_is_offloaded() -> None:
+    spec = JobSpec.model_validate(minimal()["spec"])
+    assert not spec.adaptation.allow_offload
+    assert spec.schedule.activation_memory is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from pipemorph.planning import Dispatch, Path, Policy, Problem, StageTimes, plan
-from pipemorph.planning.ir import Plan
+from pipemorph.planning.ir import Plan, Schedule
 from pipemorph.wire import (
     Directive,
     DirectiveEnvelope,
@@ -48,6 +49,25 @@ def test_a_plan_survives_the_wire(
     received = after.directive.plan.plan()
     assert received == before
     assert isinstance(received, Plan)
+
+
+def test_device_limits_survive_the_wire_and_are_left_out_where_nothing_is_offloaded() -> None:
+    schedule = Schedule.decode(2, ["F0 F1 B0 W0 B1 W1", "F0 B0 W0 F1 B1 W1"])
+    plan = Plan(
+        version=3,
+        policy=Policy.PIPEMORPH,
+        schedule=schedule,
+        paths=(Path.DIRECT,),
+        in_flight_limits=(2, 1),
+        device_limits=(1, None),
+    )
+    message = PlanMessage.of(plan)
+    assert message.device_limits == [1, None]
+    assert PlanMessage.model_validate_json(message.model_dump_json()).plan() == plan
+    without = replace(plan, device_limits=(None, None))
+    assert PlanMessage.of(without).device_limits == []
+    assert PlanMessage.of(without).plan() == without
+    assert not without.offloads
 
 
 def report(**changes: object) -> LinkHealthReport:
