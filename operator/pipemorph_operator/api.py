@@ -11,7 +11,7 @@ import asyncio
 import json
 import os
 import random
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -47,13 +47,20 @@ _PLURALS = {
 
 
 class ApiRefused(Exception):
-    """The API server answered with an error. ``status`` is HTTP's, ``message`` its own."""
+    """The API server answered with an error. ``status`` is HTTP's, ``message`` its own, and
+    ``causes`` are the reasons of its causes."""
 
-    def __init__(self, status: int, reason: str, message: str) -> None:
+    def __init__(self, status: int, reason: str, message: str, causes: Sequence[str] = ()) -> None:
         super().__init__(f"{status} {reason}: {message}")
         self.status = status
         self.reason = reason
         self.message = message
+        self.causes = tuple(causes)
+
+    @property
+    def namespace_ends(self) -> bool:
+        """Whether nothing more is taken because the namespace is being deleted."""
+        return "NamespaceTerminating" in self.causes
 
 
 def path(
@@ -275,6 +282,8 @@ class Cluster:
 def _refusal(status: int, data: bytes) -> ApiRefused:
     try:
         said = json.loads(data)
-        return ApiRefused(status, said.get("reason", ""), said.get("message", ""))
+        causes = (said.get("details") or {}).get("causes") or []
+        reasons = [cause.get("reason", "") for cause in causes]
+        return ApiRefused(status, said.get("reason", ""), said.get("message", ""), reasons)
     except (ValueError, AttributeError):
         return ApiRefused(status, "", data[:300].decode(errors="replace"))

@@ -39,6 +39,8 @@ OwnedJobs = Callable[[str, str], Sequence[JobFacts]]
 PERMANENT = frozenset({400, 404, 413, 422})
 """Answers to an apply that the same objects will get again."""
 SECRET_BYTES = 32
+NAMESPACE_ENDS_SECONDS = 60.0
+"""Until a job of a namespace that is being deleted is looked at again, should it still be there."""
 
 
 class Reconciler:
@@ -66,7 +68,14 @@ class Reconciler:
             pods = await self._pods(namespace, body["metadata"]["uid"], seen)
             seen = Observed(seen.body, seen.now, seen.current, seen.others, pods)
             decision = decide(seen, config)
-        return await self._carry_out(seen, decision, config)
+        try:
+            return await self._carry_out(seen, decision, config)
+        except ApiRefused as refused:
+            if not refused.namespace_ends:
+                raise
+            # The job is about to be deleted with all the others; that is no fault of anybody's.
+            log.info("%s/%s: nothing is made: the namespace is being deleted", namespace, name)
+            return NAMESPACE_ENDS_SECONDS
 
     # --- read -----------------------------------------------------------------------------
 
@@ -171,5 +180,6 @@ class Reconciler:
                 names.OPERATOR_OWNER,
             )
         except ApiRefused as refused:
-            # The transition itself is in status; a namespace that is being deleted takes no event.
-            log.warning("event %s was refused: %s", event.reason, refused)
+            # The transition itself is in status.
+            if not refused.namespace_ends:
+                log.warning("event %s was refused: %s", event.reason, refused)

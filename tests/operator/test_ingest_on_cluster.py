@@ -14,7 +14,7 @@ from support import UID, body
 from pipemorph.control import JobController
 from pipemorph.ingest import Refused
 from pipemorph.spec import JobSpec
-from pipemorph.status import JobStatus, TrainingStatus
+from pipemorph.status import JobStatus, SlowLink, TrainingStatus
 from pipemorph.wire import LinkHealthReport
 from pipemorph_operator.ingest import pace, saved
 from pipemorph_operator.ingest.auth import (
@@ -24,6 +24,7 @@ from pipemorph_operator.ingest.auth import (
     Expected,
     PodTokenAuthenticator,
 )
+from pipemorph_operator.ingest.store import ClusterStore
 from pipemorph_operator.ingest.summary import Source, judge, summarize
 
 AUDIENCE = f"pipemorph.io/jobs/team/gpt/{UID}"
@@ -248,6 +249,70 @@ def test_a_new_ingest_leaves_status_as_it_is_until_it_has_a_report() -> None:
     assert summarize(Source(controller, 100.0, 3), 101.0, last=last).iteration == 0
     older = last.model_copy(update={"attempt": 0})
     assert summarize(Source(controller, None, 3), 101.0, last=older).iteration == 0
+
+
+def test_the_links_of_a_job_that_has_ended_are_neither_slow_nor_unknown() -> None:
+    last = TrainingStatus(
+        attempt=0,
+        iteration=70,
+        slow_link_count=1,
+        slow_links=[
+            SlowLink(
+                link=1, replica=0, direction="forward", delay_ms=9, wire_time_ms=9, confidence=1
+            )
+        ],
+        unknown_link_count=2,
+    )
+    ended = Source(JobController(spec()), None, 1, ended=True)
+    told = summarize(ended, 100.0, last=last)
+    assert (told.iteration, told.slow_link_count, told.unknown_link_count) == (70, 0, 0)
+    assert told.slow_links == []
+    assert [(c.status, c.reason) for c in judge(ended, [], 100.0) if c.type == "LinksHealthy"] == [
+        ("Unknown", "JobFinished")
+    ]
+
+
+class StatusWrites:
+    """An API server that takes every status."""
+
+    def __init__(self) -> None:
+        self.taken: list[dict[str, Any]] = []
+
+    async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> None:
+        self.taken.append(obj["status"])
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["seen", "while no ingest was there"])
+def test_a_job_that_ends_is_told_so_once(there: bool) -> None:
+    """Also if it ended while no ingest was there."""
+    api: Any = StatusWrites()
+    slow = {"type": "LinksHealthy", "status": "False", "reason": "SlowLinks", "message": "m"}
+    slow["lastTransitionTime"] = "2026-01-01T00:00:00Z"
+    job = body(stages=4)
+    job["status"] = {
+        "attempt": 0,
+        "conditions": [slow],
+        "training": {"attempt": 0, "iteration": 7, "slowLinkCount": 1},
+    }
+
+    async def run() -> None:
+        store = ClusterStore(api)
+        if there:
+            store.changed("LISTED", job)
+        job["status"]["conditions"].append(slow | {"type": "Complete", "status": "True"})
+        store.changed("MODIFIED" if there else "LISTED", job)
+        store.changed("MODIFIED", job)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        job["status"] |= api.taken[0]
+        job["status"]["conditions"].append(slow | {"type": "Complete", "status": "True"})
+        store.changed("MODIFIED", job)
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+    (told,) = api.taken
+    assert (told["training"]["iteration"], told["training"]["slowLinkCount"]) == (7, 0)
+    assert told["conditions"][0]["reason"] == "JobFinished"
 
 
 def test_a_summary_is_status_as_the_crd_has_it() -> None:

@@ -78,11 +78,12 @@ class Held:
     turn: pace.Turn | None = None
     written_at: float = float("-inf")
     looked_at: float = float("-inf")
+    ended: bool = False
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def source(self) -> Source:
-        return Source(self.controller, self.ear.reported_at, self.generation)
+        return Source(self.controller, self.ear.reported_at, self.generation, self.ended)
 
 
 class ClusterStore:
@@ -104,7 +105,7 @@ class ClusterStore:
         self._writes = asyncio.Semaphore(MOST_WRITES)
         self._writing = 0
         self._listed: set[Key] = set()
-        self._last_words: set[asyncio.Task[None]] = set()
+        self._last_words: dict[Key, asyncio.Task[None]] = {}
         self._unlisted: set[str | None] = set(namespaces) or {None}
 
     # --- what the ingest asks -------------------------------------------------------------
@@ -175,8 +176,10 @@ class ClusterStore:
         attempt = raw.get("attempt")
         ours = is_ours((body.get("spec") or {}).get("managedBy"))
         if ended or attempt is None or not ours or "deletionTimestamp" in metadata:
-            if held is not None:
-                self._drop(key, last_word="deletionTimestamp" not in metadata)
+            last_word = ended and ours and "deletionTimestamp" not in metadata
+            if held is None and last_word and self._is_unfinished(key, raw) and attempt is not None:
+                self._hold(key, body, attempt)  # It ended while no ingest was there.
+            self._drop(key, last_word=last_word)
             return
         if held is None:
             self._hold(key, body, attempt)
@@ -188,6 +191,13 @@ class ClusterStore:
             held.controller.begin_attempt(attempt)
             held.ear.reported_at = None
             held.ear.news = True
+
+    def _is_unfinished(self, key: Key, status: Mapping[str, Any]) -> bool:
+        """Whether the status of a job that has ended still speaks of its links as if it ran."""
+        return key not in self._last_words and any(
+            c.get("type") == names.LINKS_HEALTHY and c.get("reason") != names.R_FINISHED
+            for c in status.get("conditions") or ()
+        )
 
     def _hold(self, key: Key, body: Mapping[str, Any], attempt: int) -> None:
         spec = self._spec(key, body)
@@ -243,12 +253,12 @@ class ClusterStore:
         JOBS_HELD.set(len(self._held))
         forget_job(*key)
         if held is not None and last_word:
-            task = asyncio.create_task(self._say_last(held))
-            self._last_words.add(task)
-            task.add_done_callback(self._last_words.discard)
+            held.ended = True
+            self._last_words[key] = task = asyncio.create_task(self._say_last(held))
+            task.add_done_callback(lambda _: self._last_words.pop(key, None))
 
     async def _say_last(self, held: Held) -> None:
-        """The job has ended: its last figures go to status."""
+        """The job has ended: its last figures go to status. Its links are not slow any more."""
         async with held.writing:
             try:
                 await self._write(held)

@@ -23,11 +23,13 @@ from pipemorph_operator.policy.conditions import updated
 
 @dataclass(frozen=True)
 class Source:
-    """What a summary is made from. ``reported_at``: wall clock of the newest report."""
+    """What a summary is made from. ``reported_at``: wall clock of the newest report; ``ended``:
+    the job is complete or has failed, and its links carry nothing any more."""
 
     controller: JobController
     reported_at: float | None
     generation: int | None
+    ended: bool = False
 
 
 def summarize(
@@ -38,6 +40,16 @@ def summarize(
     ``last`` is what status says: it stays until this process has had a report of the attempt, so
     that a new ingest does not take the job back to iteration 0.
     """
+    summary = _summarize(source, now, view, last)
+    if source.ended:
+        nothing = {"slow_link_count": 0, "slow_links": [], "unknown_link_count": 0}
+        return summary.model_copy(update=nothing)
+    return summary
+
+
+def _summarize(
+    source: Source, now: float, view: JobView | None, last: TrainingStatus | None
+) -> TrainingStatus:
     unheard = source.reported_at is None
     if unheard and last is not None and last.attempt == source.controller.attempt:
         return last
@@ -105,6 +117,8 @@ Verdict = tuple[ConditionStatus, str, str]
 
 
 def _links_healthy(source: Source, view: JobView, now: float) -> Verdict:
+    if source.ended:
+        return "Unknown", names.R_FINISHED, "the job has ended: its links carry nothing any more"
     stale_after = source.controller.spec.adaptation.stale_after_seconds
     if source.reported_at is None:
         return "Unknown", names.R_NO_REPORTS, "no rank of this attempt has reported yet"

@@ -1,0 +1,68 @@
+"""How decisions are carried out, where the API server refuses; the decisions are elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import pytest
+from support import CONFIG, body
+
+from pipemorph_operator.api import ApiRefused, _refusal
+from pipemorph_operator.reconcile import NAMESPACE_ENDS_SECONDS, Reconciler
+
+
+class Refusing:
+    """An API server with one new job, which takes nothing."""
+
+    def __init__(self, refusal: ApiRefused) -> None:
+        self.refusal = refusal
+        self.statuses: list[dict[str, Any]] = []
+
+    async def get(self, url: str) -> dict[str, Any] | None:
+        return body() if "pipemorphjobs" in url else None
+
+    async def create(self, obj: dict[str, Any], owner: str) -> dict[str, Any]:
+        raise self.refusal
+
+    async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
+        self.statuses.append(obj["status"])
+
+
+def refusal(status: int, message: str, *causes: str) -> ApiRefused:
+    """As in the body of an answer."""
+    said = {"reason": "Forbidden", "message": message}
+    details = {"causes": [{"reason": cause, "field": "metadata.namespace"} for cause in causes]}
+    return _refusal(status, json.dumps(said | {"details": details}).encode())
+
+
+def reconcile(api: Any) -> float | None:
+    return asyncio.run(Reconciler(api, lambda: CONFIG, lambda *_: []).reconcile("team", "gpt"))
+
+
+def test_a_namespace_that_is_being_deleted_is_nobodys_fault(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ends = refusal(403, "namespace team is being terminated", "NamespaceTerminating")
+    api = Refusing(ends)
+    with caplog.at_level(logging.WARNING):
+        assert reconcile(api) == NAMESPACE_ENDS_SECONDS
+    assert (caplog.records, api.statuses) == ([], [])
+
+
+def test_another_refusal_is_tried_again() -> None:
+    with pytest.raises(ApiRefused, match="exceeded quota"):
+        reconcile(Refusing(refusal(403, "exceeded quota: jobs")))
+
+
+def test_what_the_api_server_will_never_take_is_said_in_status(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    api = Refusing(refusal(422, "spec.template: Invalid value"))
+    reconcile(api)
+    (status,) = api.statuses
+    assert status["state"] == "Failed"
+    assert "spec.template: Invalid value" in json.dumps(status["conditions"])
+    assert "event ObjectRefused was refused" in caplog.text
