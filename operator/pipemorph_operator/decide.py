@@ -38,6 +38,8 @@ back late hold another secret, another name and another attempt number: they har
 STUCK_SECONDS = 15.0
 """Ranks that are not ready after this are looked at for a reason."""
 LOOK_AGAIN_SECONDS = 30.0
+_NOT_A_CRASH = (names.R_SUSPENDED, names.R_EVICTED)
+"""Somebody stopped these attempts, and says when another one may run."""
 
 Kind = Literal["Normal", "Warning"]
 
@@ -270,7 +272,7 @@ class _Step:
             )
             return min(5.0, DRAIN_SECONDS - since)
         delay = restart.delay_seconds(self._short_attempts())
-        if ended.reason == names.R_SUSPENDED:
+        if ended.reason in _NOT_A_CRASH:
             delay = 0.0
         if since < delay:
             self._not_running(
@@ -286,7 +288,7 @@ class _Step:
             began, ended = parse_time(record.started_at), parse_time(record.ended_at)
             if began and ended and (ended - began).total_seconds() > restart.STEADY_SECONDS:
                 break
-            if record.reason == names.R_SUSPENDED:
+            if record.reason in _NOT_A_CRASH:
                 break
             count += 1
         return count
@@ -309,7 +311,8 @@ class _Step:
             return self._ended(
                 job, restart.Cause(names.R_JOB_LOST, f"Job {current.name} was deleted")
             )
-        evicted = current.suspended and status.pods is not None and status.pods.ready > 0
+        # Ranks that were there may have reported: those to come need another attempt's number.
+        evicted = current.suspended and status.pods is not None and status.pods.active > 0
         ready = min(ranks, current.ready + current.succeeded)
         status.pods = PodCounts(
             wanted=ranks,
@@ -337,7 +340,11 @@ class _Step:
             return self.out
         if current.suspended:
             self._queued(current)
-        elif ready >= ranks:
+            return self._done()
+        # The wait in a queue is no part of the deadline, nor of the time an attempt took.
+        status.start_time = status.start_time or format_time(self.now)
+        status.attempt_start_time = status.attempt_start_time or format_time(self.now)
+        if ready >= ranks:
             self._running(ranks)
         else:
             lost = self._stuck(ready, ranks, stages)
@@ -463,6 +470,7 @@ class _Step:
         return None
 
     def _queued(self, current: JobFacts) -> None:
+        self.status.start_time = self.status.attempt_start_time = None
         message = f"Job {current.name} is suspended by its queue"
         self._set(names.PODS_READY, "False", names.R_QUEUED, message)
         self._set(names.RUNNING, "False", names.R_QUEUED, message)

@@ -309,6 +309,43 @@ def test_kueue_holds_and_evicts() -> None:
     assert world.status["restarts"] == 0
 
 
+def test_the_wait_in_a_queue_is_no_part_of_the_deadline() -> None:
+    queue = {"gang": {"kueue": {"queue": "q"}}}
+    world = World(body(placement=queue, activeDeadlineSeconds=60))
+    world.turn()
+    world.jobs[0] = job_facts(active=0, suspended=True)
+    world.turn()
+    world.later(3600)
+    world.settle()
+    assert world.status["state"] == "Queued"
+    world.running()
+    assert world.status["startTime"] == format_time(world.now)
+    world.later(61)
+    world.settle()
+    assert world.condition("Failed") == ("True", "DeadlineExceeded")
+
+
+def test_ranks_that_were_evicted_before_all_were_ready_come_back_as_another_attempt() -> None:
+    """One of them may have reported, and what it says again would be a replay."""
+    world = World(body(placement={"gang": {"kueue": {"queue": "q"}}}))
+    world.turn()
+    world.jobs[0] = job_facts(active=2)
+    world.turn()
+    world.jobs[0] = job_facts(active=0, suspended=True)
+    world.settle()
+    assert (world.status["attempt"], world.status["disruptions"]) == (1, 1)
+
+
+def test_a_queue_that_evicts_often_is_not_taken_for_a_crash_loop() -> None:
+    world = World(body(placement={"gang": {"kueue": {"queue": "q"}}}))
+    for attempt in range(4):
+        world.running(attempt)
+        world.jobs[attempt] = job_facts(attempt, active=0, suspended=True)
+        world.settle()
+    assert world.status["attempt"] == 4
+    assert 4 in world.jobs, "the next attempt waits"
+
+
 def test_nodes_of_slow_links_are_recorded_and_avoided() -> None:
     rule = {"nodeExclusion": {"afterAttempts": 2}}
     world = World(body(stages=3, failurePolicy={"maxRestarts": 5}, placement=rule))
