@@ -120,6 +120,27 @@ class RailSample(WireModel):
         Annotated[str, Field(min_length=1, max_length=64)], Count | Literal["unavailable"]
     ] = Field(max_length=64)
     """By their names in sysfs; those that the driver does not have are left out."""
+    used: bool | None = None
+    """Whether the engine has it as a rail; None where there is no engine."""
+
+
+class TransportSample(WireModel):
+    """What the engine says of one link, at the end that sends in ``direction``."""
+
+    link: Count
+    replica: Count = 0
+    direction: Literal["forward", "backward"]
+    agreed: Literal["tcp", "shm", "rdma"]
+    """What the link was made for."""
+    transport: Literal["tcp", "shm", "rdma"]
+    """What carries now: tcp on a link of rails that fell back."""
+    fallbacks: Count
+    failbacks: Count
+    """Times that the last rail was lost, and that one took over again."""
+    reconnects: Count
+    """Times that the control connection was lost and made again."""
+    trouble: Annotated[str, Field(max_length=200)] = ""
+    """Why the rails do not carry, in the engine's words; empty while they do."""
 
 
 class IterationSample(WireModel):
@@ -153,7 +174,11 @@ class LinkHealthReport(WireModel):
     links: list[LinkSample] = Field(default_factory=list, max_length=512)
     stages: list[StageProfile] = Field(default_factory=list, max_length=256)
     rails: list[RailSample] = Field(default_factory=list, max_length=256)
-    """Ports that have changed since the last report."""
+    """Ports that have changed since the last report; all of them every minute."""
+    ports: Count | None = None
+    """RDMA ports that all ranks see together; None until every rank has looked."""
+    transports: list[TransportSample] = Field(default_factory=list, max_length=512)
+    """Ends of links that have changed since the last report; all of them every minute."""
     message: str | None = Field(default=None, max_length=1024)
 
 

@@ -14,20 +14,23 @@ not, so that a comparison with them means something.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipemorph.control.detector import Thresholds
 from pipemorph.control.errors import ReplayedReport, ReportMismatch, WrongAttempt
+from pipemorph.control.events import Event, Events
 from pipemorph.control.forecast import Option, Situation
 from pipemorph.control.health import Health, LinkBook, LinkHealth
 from pipemorph.control.initial import initial_paths, initial_problem, initial_schedule
 from pipemorph.control.pacing import Pacing
 from pipemorph.control.profile import StageBook, expected_times, in_flight_limits
+from pipemorph.control.rails import RailBook, RailsView
 from pipemorph.control.records import AdaptationRecord, Decision, Ledger
 from pipemorph.control.replan import Cause, Proposal, Replan, propose, shown_paths, shown_time
+from pipemorph.control.transports import TransportBook, TransportsView
 from pipemorph.errors import InputError
 from pipemorph.planning import Path, Plan, Policy, StageTimes
 from pipemorph.spec import JobSpec
@@ -88,6 +91,8 @@ class JobView:
     observed_epoch: int
     applied_epoch: int
     peak_memory: list[int | None]
+    rails: RailsView = field(default_factory=RailsView)
+    transports: TransportsView = field(default_factory=TransportsView)
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,7 @@ class JobController:
         self._on_report = on_report
         self._epoch = 0
         self._ledger = Ledger()
+        self._events = Events()
         self._limits = in_flight_limits(spec)
         self._first_schedule = initial_schedule(spec)
         self._first_paths = initial_paths(spec)
@@ -152,6 +158,8 @@ class JobController:
             stale_after=adaptation.stale_after_seconds,
         )
         links = spec.parallelism.stages - 1
+        self._rails = RailBook(named=spec.transport.rdma.devices, events=self._events)
+        self._transports = TransportBook(links, events=self._events)
         self._judged = Situation(
             stages=initial_problem(spec).stages,
             wire_times=(0.0,) * links,
@@ -218,7 +226,29 @@ class JobController:
             observed_epoch=self._observed_epoch,
             applied_epoch=self._applied_epoch,
             peak_memory=self._stages.peak_memory(),
+            rails=self.rails(now),
+            transports=self.transports(),
         )
+
+    def rails(self, now: float) -> RailsView:
+        """State of the ranks' RDMA ports."""
+        return self._rails.view(now)
+
+    def transports(self) -> TransportsView:
+        """What carries each link."""
+        return self._transports.view()
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """What happened to rails and transports, oldest first, bounded."""
+        return self._events.newest()
+
+    def adopt_rails(self, other: JobController) -> None:
+        """Take over what another controller of the same attempt knows of rails and transports:
+        ranks repeat it once a minute only."""
+        if other.attempt == self.attempt:
+            self._rails, self._transports = other._rails, other._transports
+            self._events = other._events
 
     # --- events ---------------------------------------------------------------------------
 
@@ -255,6 +285,8 @@ class JobController:
             self._links.observe(report.links, now, op_time=self._stages.longest_op)
             self._heard = True
             self._links.compare_peers()
+        self._rails.observe(report.rails, report.ports, now, report.iteration)
+        self._transports.observe(report.links, report.transports, now, report.iteration)
         self._ledger.add(report.iterations, self._stages.peak_memory)
         self._consider(now)
         if self._on_report is not None:
@@ -289,6 +321,12 @@ class JobController:
         for i, profile in enumerate(report.stages):
             _within(f"stages[{i}].stage", profile.stage, cut.stages, "stages")
             _within(f"stages[{i}].replica", profile.replica, cut.replicas, "replicas")
+        for i, rail in enumerate(report.rails):
+            _within(f"rails[{i}].stage", rail.stage, cut.stages, "stages")
+            _within(f"rails[{i}].replica", rail.replica, cut.replicas, "replicas")
+        for i, end in enumerate(report.transports):
+            _within(f"transports[{i}].link", end.link, cut.stages - 1, "links")
+            _within(f"transports[{i}].replica", end.replica, cut.replicas, "replicas")
 
     # --- deciding -------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from pipemorph.wire import (
     LinkHealthReport,
     LinkSample,
     PlanMessage,
+    RailSample,
     WireTime,
 )
 from pipemorph_trainer.agent import AgentHandle, connect, start_agent
@@ -396,6 +397,23 @@ def test_training_goes_on_while_the_ingest_is_away(
     until(lambda: len(set(ingest.iterations())) == 301, "what happened meanwhile")
     ingest.issue(1)
     until(zero.newest_plan, "a plan after the ingest came back")
+
+
+def test_an_ingest_that_comes_back_is_told_of_every_port_again(
+    ingest: Ingest, line: Callable[[int], AgentClient]
+) -> None:
+    zero = line(0)
+    port = RailSample(stage=0, device="mlx5_0", port=1, state="ACTIVE", counters={"x": 1})
+
+    def told() -> bool:
+        return any(port in report.rails for report in ingest.reports)
+
+    zero.publish(telemetry(0, rails=[port], ports=1))
+    until(told, "the port")
+    ingest.down()
+    ingest.reports.clear()
+    ingest.up()
+    until(told, "the port, told again")
 
 
 def test_a_rotated_token_is_read_again(

@@ -6,14 +6,15 @@ import gc
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from pipemorph.wire import LinkHealthReport, RailSample
+from pipemorph.wire import LinkHealthReport, RailSample, TransportSample
 from pipemorph_trainer.agent.merge import TelemetryMerger
 from pipemorph_trainer.control import RankTelemetry
-from pipemorph_trainer.rails import RailWatch, read
+from pipemorph_trainer.rails import REFRESH_SECONDS, RailWatch, read
 
 DEADLINE = 20.0
 
@@ -34,11 +35,19 @@ def sysfs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def telemetry(rails: list[RailSample], stage: int = 0) -> RankTelemetry:
+def telemetry(rails: list[RailSample], stage: int = 0, **fields: Any) -> RankTelemetry:
     return RankTelemetry(
         rank=stage, stage=stage, replica=0, state="training", iteration=0,
-        applied_epoch=0, prepared_epoch=0, rails=rails,
+        applied_epoch=0, prepared_epoch=0, rails=rails, **fields,
     )  # fmt: skip
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 def until(watch: RailWatch, least: int) -> list[RailSample]:
@@ -53,7 +62,7 @@ def test_what_cannot_be_read_says_so(sysfs: Path, tmp_path: Path) -> None:
     (first, second) = read(2, 1, sysfs)
     assert first == RailSample(
         stage=2, replica=1, device="mlx5_0", port=1, state="ACTIVE",
-        counters={"link_downed": 0, "out_of_sequence": "unavailable"},
+        counters={"link_downed": 0, "out_of_sequence": "unavailable"}, used=None,
     )  # fmt: skip
     assert second.device == "mlx5_1"
     (sysfs / "mlx5_1/ports/1/state").unlink()
@@ -68,6 +77,31 @@ def test_only_ports_that_have_changed_are_taken(sysfs: Path) -> None:
     put(sysfs / "mlx5_1/ports/1/counters/link_downed", 1)
     (changed,) = until(watch, 1)
     assert (changed.device, changed.counters["link_downed"]) == ("mlx5_1", 1)
+
+
+def test_every_minute_all_ports_are_told_again(sysfs: Path) -> None:
+    clock = Clock()
+    watch = RailWatch(0, 0, sysfs=sysfs, interval=3600.0, clock=clock)
+    until(watch, 2)
+    clock.now += REFRESH_SECONDS - 1
+    assert watch.take() == []
+    clock.now += 1
+    assert len(watch.take()) == 2
+    assert watch.take() == []
+
+
+def test_how_many_ports_there_are_is_known_after_a_look(sysfs: Path, tmp_path: Path) -> None:
+    assert RailWatch(0, 0, sysfs=tmp_path / "nowhere").ports == 0
+    watch = RailWatch(0, 0, sysfs=sysfs, interval=3600.0)
+    until(watch, 2)
+    assert watch.ports == 2
+
+
+def test_which_ports_the_engine_uses(sysfs: Path) -> None:
+    assert [r.used for r in read(0, 0, sysfs)] == [None, None]
+    assert [r.used for r in read(0, 0, sysfs, ["mlx5_1 port 1"])] == [False, True]
+    watch = RailWatch(0, 0, sysfs=sysfs, interval=3600.0, used=[])
+    assert [r.used for r in until(watch, 2)] == [False, False]
 
 
 def test_the_thread_ends_with_its_watch_and_there_is_none_without_a_device(
@@ -109,6 +143,50 @@ def test_the_newest_of_each_port_is_reported_once(sysfs: Path) -> None:
     text = selection.report.model_dump_json()
     assert '"out_of_sequence":"unavailable"' in text
     assert LinkHealthReport.model_validate_json(text) == selection.report
+
+
+def end(**fields: Any) -> TransportSample:
+    said: dict[str, Any] = {
+        "link": 0, "direction": "forward", "agreed": "rdma", "transport": "rdma",
+        "fallbacks": 0, "failbacks": 0, "reconnects": 0,
+    }  # fmt: skip
+    return TransportSample(**said | fields)
+
+
+def test_ports_are_counted_when_every_rank_has_looked(sysfs: Path) -> None:
+    merger = TelemetryMerger("job", "default", 1, 2)
+    merger.add(telemetry([], ports=2))
+    assert merger.select(1, 0.0, 0).report.ports is None, "rank 1 was not heard of"
+    merger.add(telemetry([], stage=1))
+    assert merger.select(2, 0.0, 0).report.ports is None, "rank 1 has not looked"
+    merger.add(telemetry([], stage=1, ports=0))
+    assert merger.select(3, 0.0, 0).report.ports == 2
+
+
+def test_a_fallback_is_news_and_its_repetition_is_none() -> None:
+    merger = TelemetryMerger("job", "default", 1, 2)
+    merger.add(telemetry([], transports=[end()]))
+    assert merger.dirty
+    selection = merger.select(1, 0.0, 0)
+    assert selection.report.transports == [end()]
+    merger.delivered(selection)
+    assert merger.select(2, 0.0, 0).report.transports == []
+    merger.add(telemetry([], transports=[end()]))
+    assert not merger.dirty
+    fell = end(transport="tcp", fallbacks=1)
+    merger.add(telemetry([], transports=[fell]))
+    assert merger.dirty
+    assert merger.select(3, 0.0, 0).report.transports == [fell]
+
+
+def test_another_ingest_is_told_everything_again(sysfs: Path) -> None:
+    merger = TelemetryMerger("job", "default", 1, 1)
+    merger.add(telemetry(read(0, 0, sysfs), transports=[end()]))
+    merger.delivered(merger.select(1, 0.0, 0))
+    assert merger.select(2, 0.0, 0).report.rails == []
+    merger.tell_again()
+    again = merger.select(3, 0.0, 0).report
+    assert (len(again.rails), again.transports) == (2, [end()])
 
 
 @pytest.mark.parametrize("counters", [{"x": -1}, {"x": "none"}, {"": 1}, {"x" * 65: 1}])

@@ -11,11 +11,11 @@ import pytest
 
 from pipemorph.errors import InputError
 from pipemorph.planning import Op, OpKind, Path, Plan, Policy, Schedule
-from pipemorph.wire import LinkSample, StageProfile, WireTime
+from pipemorph.wire import LinkSample, RailSample, StageProfile, TransportSample, WireTime
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.control import NoControl, RankTelemetry
 from pipemorph_trainer.links import Seat
-from pipemorph_trainer.metrics import MeteredControl, RankMetrics, metered, serve
+from pipemorph_trainer.metrics import MOST_PORTS, MeteredControl, RankMetrics, metered, serve
 
 WHO = {"name": "gpt", "stage": "1", "replica": "0"}
 
@@ -113,6 +113,62 @@ def test_the_agent_still_hears_everything_and_plans_are_seen_when_they_take_effe
     assert [t.iteration for t in heard] == [1, 2, 3]
     control.close()
     assert inner.closed
+
+
+def end(**fields: Any) -> TransportSample:
+    said: dict[str, Any] = {
+        "link": 1, "direction": "forward", "agreed": "rdma", "transport": "rdma",
+        "fallbacks": 0, "failbacks": 0, "reconnects": 0,
+    }  # fmt: skip
+    return TransportSample(**said | fields)
+
+
+def test_a_fallback_is_counted_and_shown() -> None:
+    metrics = RankMetrics("gpt", 1, 0)
+    metrics.hear(telemetry(1, transports=[end()]))
+    on = {"link": "1", "agreed": "rdma"}
+    assert read(metrics, "link_transport", **on, transport="rdma") == 1
+    assert read(metrics, "link_fallbacks_total", link="1") == 0
+    metrics.hear(telemetry(2, transports=[end(transport="tcp", fallbacks=2, failbacks=1)]))
+    assert read(metrics, "link_transport", **on, transport="rdma") == 0
+    assert read(metrics, "link_transport", **on, transport="tcp") == 1
+    metrics.hear(telemetry(3, transports=[end(fallbacks=2, failbacks=2, reconnects=1)]))
+    assert read(metrics, "link_transport", **on, transport="tcp") == 0
+    counts = [
+        read(metrics, f"link_{n}_total", link="1") for n in ("fallbacks", "failbacks", "reconnects")
+    ]
+    assert counts == [2, 2, 1]
+
+
+def rail(device: str = "mlx5_0", state: str = "ACTIVE", **counters: Any) -> RailSample:
+    return RailSample(stage=1, device=device, port=1, state=state, counters=counters)
+
+
+def test_ports_are_metrics_and_what_cannot_be_read_has_no_series() -> None:
+    metrics = RankMetrics("gpt", 1, 0)
+    port = {"device": "mlx5_0", "port": "1"}
+    errors = port | {"counter": "symbol_error"}
+    metrics.hear(telemetry(1, ports=1, rails=[rail(symbol_error=5, send_err="unavailable")]))
+    assert read(metrics, "rdma_ports") == 1
+    assert read(metrics, "rdma_port_active", **port) == 1
+    assert read(metrics, "rdma_port_events_total", **errors) == 5
+    assert read(metrics, "rdma_port_events_total", **port, counter="send_err") is None
+    metrics.hear(telemetry(2, ports=1, rails=[rail(state="DOWN", symbol_error=7)]))
+    assert read(metrics, "rdma_port_active", **port) == 0
+    assert read(metrics, "rdma_port_events_total", **errors) == 7
+    # The driver was loaded again.
+    metrics.hear(telemetry(3, rails=[rail(symbol_error=2)]))
+    assert read(metrics, "rdma_port_events_total", **errors) == 9
+    metrics.hear(telemetry(4, rails=[rail(state="unavailable", symbol_error="unavailable")]))
+    assert read(metrics, "rdma_port_active", **port) is None
+    assert read(metrics, "rdma_port_events_total", **errors) is None
+
+
+def test_a_host_with_hundreds_of_ports_has_series_for_some() -> None:
+    metrics = RankMetrics("gpt", 1, 0)
+    metrics.hear(telemetry(1, rails=[rail(f"vf{i}") for i in range(MOST_PORTS + 5)]))
+    assert read(metrics, "rdma_port_active", device=f"vf{MOST_PORTS - 1}", port="1") == 1
+    assert read(metrics, "rdma_port_active", device=f"vf{MOST_PORTS}", port="1") is None
 
 
 def test_without_a_port_nothing_is_measured() -> None:

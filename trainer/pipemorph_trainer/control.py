@@ -12,7 +12,14 @@ from typing import Literal, Protocol
 from pydantic import Field
 
 from pipemorph.planning.ir import Plan
-from pipemorph.wire import IterationSample, LinkSample, RailSample, StageProfile, WireModel
+from pipemorph.wire import (
+    IterationSample,
+    LinkSample,
+    RailSample,
+    StageProfile,
+    TransportSample,
+    WireModel,
+)
 
 
 class RankTelemetry(WireModel):
@@ -31,6 +38,9 @@ class RankTelemetry(WireModel):
     finished_iteration: IterationSample | None = None
     """Set by rank 0 once per iteration; its bubble fraction is over all stages' op times."""
     rails: list[RailSample] = Field(default_factory=list)
+    ports: int | None = None
+    """RDMA ports that this rank sees; None before it has looked."""
+    transports: list[TransportSample] = Field(default_factory=list)
     message: str | None = None
 
 

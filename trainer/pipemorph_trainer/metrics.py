@@ -13,11 +13,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pipemorph.planning import Plan
+from pipemorph.wire import RailSample, TransportSample
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.control import ControlClient, RankTelemetry
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
+    from prometheus_client import CollectorRegistry, Counter, Gauge
 
     from pipemorph_trainer.links import Seat
 
@@ -25,6 +26,8 @@ log = logging.getLogger("pipemorph.metrics")
 
 _RANK = ["name", "stage", "replica"]
 _LINK = [*_RANK, "link", "direction", "path"]
+MOST_PORTS = 64
+"""Of a rank, that have series: a host may show hundreds of virtual functions."""
 
 
 class RankMetrics:
@@ -82,6 +85,32 @@ class RankMetrics:
         self._bytes = counter("link_bytes", "Payload sent.", _LINK)
         self._messages = counter("link_messages", "Messages sent.", _LINK)
         self._reroutes = counter("reroutes", "Changes of a link's path.", [*_RANK, "link"])
+        of_link = [*_RANK, "link"]
+        self._carries = gauge(
+            "link_transport",
+            "1 for what the engine moves the link by now, 0 for what it has moved it by before.",
+            [*of_link, "agreed", "transport"],
+        )
+        self._changes = {
+            "fallbacks": counter(
+                "link_fallbacks", "Times the last rail was lost and TCP took over.", of_link
+            ),
+            "failbacks": counter("link_failbacks", "Times a rail took over again.", of_link),
+            "reconnects": counter("link_reconnects", "Control connections made again.", of_link),
+        }
+        of_port = [*_RANK, "device", "port"]
+        self._ports = gauge("rdma_ports", "RDMA ports that this rank sees.")
+        self._active = gauge(
+            "rdma_port_active", "1 while the port is ACTIVE; no series: unavailable.", of_port
+        )
+        self._counts = counter(
+            "rdma_port_events",
+            "The driver's counter of that name; no series: unavailable.",
+            [*of_port, "counter"],
+        )
+        self._counted: dict[tuple[str, int, str], int] = {}
+        self._ends: dict[int, TransportSample] = {}
+        self._known_ports: set[tuple[str, int]] = set()
 
     def plan(self, plan: Plan) -> None:
         """A plan is in effect from the iteration that begins."""
@@ -119,6 +148,52 @@ class RankMetrics:
             if before != path:
                 self._paths[sample.link, sample.direction] = path
                 self._reroutes.labels(**self._who, link=where["link"]).inc()
+        for end in telemetry.transports:
+            self._hear_transport(end)
+        if telemetry.ports is not None:
+            self._ports.labels(**self._who).set(telemetry.ports)
+        for rail in telemetry.rails:
+            self._hear_rail(rail)
+
+    def _hear_transport(self, end: TransportSample) -> None:
+        before = self._ends.get(end.link)
+        self._ends[end.link] = end
+        of_link = self._who | {"link": str(end.link)}
+        if before is not None and before.transport != end.transport:
+            self._carries.labels(**of_link, agreed=end.agreed, transport=before.transport).set(0)
+        self._carries.labels(**of_link, agreed=end.agreed, transport=end.transport).set(1)
+        for name, metric in self._changes.items():
+            known = getattr(before, name) if before is not None else 0
+            metric.labels(**of_link).inc(max(0, getattr(end, name) - known))
+
+    def _hear_rail(self, rail: RailSample) -> None:
+        port = (rail.device, rail.port)
+        if port not in self._known_ports and len(self._known_ports) >= MOST_PORTS:
+            return
+        self._known_ports.add(port)
+        of_port = self._who | {"device": rail.device, "port": str(rail.port)}
+        labels = list(of_port.values())
+        if rail.state == "unavailable":
+            _forget(self._active, labels)
+        else:
+            self._active.labels(**of_port).set(rail.state == "ACTIVE")
+        for name, value in rail.counters.items():
+            if value == "unavailable":
+                self._counted.pop((*port, name), None)
+                _forget(self._counts, [*labels, name])
+                continue
+            before = self._counted.get((*port, name), 0)
+            self._counted[*port, name] = value
+            # Less than before: it has started over.
+            grown = value - before if value >= before else value
+            self._counts.labels(**of_port, counter=name).inc(grown)
+
+
+def _forget(metric: Counter | Gauge, labels: list[str]) -> None:
+    try:
+        metric.remove(*labels)
+    except KeyError:
+        return  # It had no series.
 
 
 class MeteredControl:

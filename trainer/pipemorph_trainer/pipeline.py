@@ -175,7 +175,8 @@ class Pipeline:
         self._plans = PlanBook(plan, self._reserve_for)
         self._check_paths(plan)
         self._runner = self._make_runner(stage, loss_fn)
-        self._reporter = Reporter(self.seat, self._control, self._neighbours.ends)
+        rails = self._neighbours.engine.rails if self._neighbours.engine is not None else None
+        self._reporter = Reporter(self.seat, self._control, self._neighbours.ends, rails)
         self._executor = Executor(
             seat=self.seat,
             runner=self._runner,

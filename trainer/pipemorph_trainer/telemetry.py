@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from time import time
 from typing import Literal
 
@@ -10,19 +11,30 @@ from pipemorph.wire import IterationSample, LinkSample, StageProfile
 from pipemorph_trainer.control import ControlClient, RankTelemetry
 from pipemorph_trainer.links import LinkEnd, Seat
 from pipemorph_trainer.rails import RailWatch
+from pipemorph_trainer.transports import TransportWatch
 
 PUBLISH_SECONDS = 0.05
 State = Literal["starting", "training", "finished", "failed"]
 
 
 class Reporter:
-    """Publishes link samples, profiles and finished iterations of one rank."""
+    """Publishes link samples, profiles and finished iterations of one rank.
 
-    def __init__(self, seat: Seat, control: ControlClient, ends: list[LinkEnd]) -> None:
+    ``rails``: the engine's, as in ``rxe0 port 1``; None without an engine.
+    """
+
+    def __init__(
+        self,
+        seat: Seat,
+        control: ControlClient,
+        ends: list[LinkEnd],
+        rails: Collection[str] | None = None,
+    ) -> None:
         self._seat, self._control, self._ends = seat, control, ends
         self._left_over: list[LinkSample] = []
         self._published_at = 0.0
-        self._rails = RailWatch(seat.stage, seat.replica)
+        self._rails = RailWatch(seat.stage, seat.replica, used=rails)
+        self._transports = TransportWatch(ends, seat.replica)
         self.state: State = "starting"
         self.iteration = 0
         self.applied = 0
@@ -73,6 +85,8 @@ class Reporter:
                 profile=profile,
                 finished_iteration=finished,
                 rails=self._rails.take(),
+                ports=self._rails.ports,
+                transports=self._transports.take(),
                 message=message[:1024] if message else None,
             )
         )

@@ -2,7 +2,8 @@
 
 What does not fit waits for the next report; what has gone stale meanwhile is replaced.
 Order of importance: the newest window of each link, worst link first; the newest
-iterations; stage profiles and RDMA ports that changed; older iterations; older windows.
+iterations; stage profiles, links' transports and RDMA ports that changed; older iterations; older
+windows. Transports and ports are kept, to be told again to an ingest that has started over.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pipemorph.wire import (
     LinkSample,
     RailSample,
     StageProfile,
+    TransportSample,
     WireModel,
 )
 from pipemorph_trainer.control import RankTelemetry
@@ -38,6 +40,8 @@ StageKey = tuple[int, int]
 """stage, replica"""
 RailKey = tuple[int, int, str, int]
 """stage, replica, device, port"""
+EndKey = tuple[int, int, str]
+"""link, replica, direction"""
 
 
 @dataclass
@@ -49,6 +53,7 @@ class Selection:
     links: list[LinkSample]
     stages: list[StageProfile]
     rails: list[RailSample]
+    transports: list[TransportSample]
     message: str | None
 
 
@@ -85,7 +90,11 @@ class TelemetryMerger:
         self._iterations: deque[IterationSample] = deque(maxlen=ITERATIONS_KEPT)
         self._profiles: dict[StageKey, StageProfile] = {}
         self._unsent_profiles: dict[StageKey, StageProfile] = {}
+        self._rails: dict[RailKey, RailSample] = {}
         self._unsent_rails: dict[RailKey, RailSample] = {}
+        self._ports: dict[int, int | None] = {}
+        self._transports: dict[EndKey, TransportSample] = {}
+        self._unsent_transports: dict[EndKey, TransportSample] = {}
         self._message: str | None = None
         self.dirty = False
 
@@ -105,7 +114,14 @@ class TelemetryMerger:
             self._add_profile(telemetry.profile)
         for rail in telemetry.rails:
             # By the next report that there is: counters are no news to hurry for.
-            self._unsent_rails[rail.stage, rail.replica, rail.device, rail.port] = rail
+            port = (rail.stage, rail.replica, rail.device, rail.port)
+            self._rails[port] = self._unsent_rails[port] = rail
+        self._ports[telemetry.rank] = telemetry.ports
+        for end in telemetry.transports:
+            at = (end.link, end.replica, end.direction)
+            # Told again as it was it is no news; a fallback is.
+            self.dirty |= self._transports.get(at) != end
+            self._transports[at] = self._unsent_transports[at] = end
         if telemetry.finished_iteration is not None:
             self._iterations.append(telemetry.finished_iteration)
             self.dirty = True
@@ -113,6 +129,18 @@ class TelemetryMerger:
             who = "" if telemetry.message.startswith("rank ") else f"rank {telemetry.rank}: "
             self._message = f"{who}{telemetry.message}"[:1024]
             self.dirty = True
+
+    def tell_again(self) -> None:
+        """Report every port and every link's transport again: the ingest may be another one."""
+        self._unsent_rails = dict(self._rails)
+        self._unsent_transports = dict(self._transports)
+
+    def _seen_ports(self) -> int | None:
+        """RDMA ports of all ranks; None until every rank has looked."""
+        counts = list(self._ports.values())
+        if len(counts) < self._world_size or None in counts:
+            return None
+        return sum(count or 0 for count in counts)
 
     def select(self, sequence: int, sent_at: float, observed_epoch: int) -> Selection:
         """The next report. Nothing is forgotten until it is :meth:`delivered`."""
@@ -128,6 +156,7 @@ class TelemetryMerger:
             observed_epoch=observed_epoch,
             applied_epoch=self._applied_epoch,
             message=self._message,
+            ports=self._seen_ports(),
         )
         budget = _Budget(MAX_REPORT_BYTES - len(empty.model_dump_json().encode()) - HEADROOM_BYTES)
         newest_first = list(reversed(self._iterations))
@@ -136,6 +165,7 @@ class TelemetryMerger:
         links = _fill(budget, (w[-1] for w in windows), 512)
         iterations = _fill(budget, newest_first[:NEWEST_ITERATIONS], 256)
         stages = _fill(budget, self._unsent_profiles.values(), 256)
+        transports = _fill(budget, self._unsent_transports.values(), 512)
         rails = _fill(budget, self._unsent_rails.values(), 256)
         iterations += _fill(budget, newest_first[NEWEST_ITERATIONS:], 256 - len(iterations))
         older = (sample for w in windows for sample in reversed(w[:-1]))
@@ -145,9 +175,15 @@ class TelemetryMerger:
         chronological = {id(sample): i for w in windows for i, sample in enumerate(w)}
         links.sort(key=lambda sample: (sample.iteration, chronological[id(sample)]))
         report = empty.model_copy(
-            update={"iterations": iterations, "links": links, "stages": stages, "rails": rails}
+            update={
+                "iterations": iterations,
+                "links": links,
+                "stages": stages,
+                "rails": rails,
+                "transports": transports,
+            }
         )
-        return Selection(report, iterations, links, stages, rails, self._message)
+        return Selection(report, iterations, links, stages, rails, transports, self._message)
 
     def delivered(self, selection: Selection) -> None:
         """Forget what the ingest has accepted. What came in since stays."""
@@ -169,6 +205,10 @@ class TelemetryMerger:
             port = (rail.stage, rail.replica, rail.device, rail.port)
             if self._unsent_rails.get(port) is rail:
                 del self._unsent_rails[port]
+        for end in selection.transports:
+            at = (end.link, end.replica, end.direction)
+            if self._unsent_transports.get(at) is end:
+                del self._unsent_transports[at]
         if self._message == selection.message:
             self._message = None
         self.dirty = self.dirty or bool(self._links or self._iterations or self._unsent_profiles)

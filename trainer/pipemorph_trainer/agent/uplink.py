@@ -109,6 +109,8 @@ class Uplink:
                     down_since = time.monotonic()
                     why = str(error) or type(error).__name__
                     log.warning("%s failed (%s); trying again, training goes on", what, why)
+                    # What answers next may be an ingest that knows nothing of before.
+                    self._merger.tell_again()
                 await asyncio.sleep(backoff * random.uniform(0.75, 1.25))
                 backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
 

@@ -1,0 +1,336 @@
+"""What RDMA ports and the engine say, judged: from reports to the controller's view."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipemorph.control import JobController
+from pipemorph.control.errors import ReportMismatch
+from pipemorph.control.events import KEPT_EVENTS
+from pipemorph.control.rails import (
+    BREAK_SECONDS,
+    ERROR_SECONDS,
+    MOST_PORTS_PER_RANK,
+    SHOWN,
+    SILENT_SECONDS,
+    RailBook,
+    RailHealth,
+)
+from pipemorph.spec import JobSpec
+from pipemorph.wire import LinkHealthReport, LinkSample, RailSample, TransportSample, WireTime
+
+GOOD = {"link_downed": 0, "symbol_error": 3, "out_of_sequence": 7, "np_cnp_sent": 100}
+
+
+def rail(stage: int = 0, device: str = "mlx5_0", port: int = 1, **fields: Any) -> RailSample:
+    counters = fields.pop("counters", GOOD)
+    state = fields.pop("state", "ACTIVE")
+    return RailSample(
+        stage=stage, device=device, port=port, state=state, counters=counters, **fields
+    )
+
+
+class Book:
+    """A book and its clock: two ports unless told otherwise."""
+
+    def __init__(self, *first: RailSample, expected: int | None = 2, **options: Any) -> None:
+        self.book = RailBook(**options)
+        self.now = 1000.0
+        self.expected = expected
+        self.hear(*(first or (rail(0), rail(1))))
+
+    def hear(self, *samples: RailSample, after: float = 0.0) -> None:
+        self.now += after
+        self.book.observe(samples, self.expected, self.now, 5)
+
+    def view(self, after: float = 0.0) -> Any:
+        self.now += after
+        return self.book.view(self.now)
+
+    @property
+    def health(self) -> RailHealth:
+        found: RailHealth = self.view().health
+        return found
+
+
+def test_all_ports_active_and_quiet_is_healthy() -> None:
+    book = Book()
+    view = book.view()
+    assert (view.health, view.ports, view.sick, view.congested) == (
+        RailHealth.HEALTHY, 2, (), (),
+    )  # fmt: skip
+
+
+def test_counters_of_before_the_job_are_no_trouble() -> None:
+    assert Book(rail(counters=GOOD | {"link_downed": 200}), expected=1).health == "healthy"
+
+
+@pytest.mark.parametrize("state", ["DOWN", "INIT", "ARMED"])
+def test_a_port_that_was_active_and_is_not_any_more_is_named(state: str) -> None:
+    book = Book()
+    book.hear(rail(1, state=state), after=5)
+    view = book.view()
+    assert view.health is RailHealth.SICK
+    (sick,) = view.sick
+    assert sick.text(replicas=False) == f"stage 1 mlx5_0/1: is {state}"
+    assert sick.text(replicas=True) == f"stage 1 of replica 0 mlx5_0/1: is {state}"
+    book.hear(rail(1), after=5)
+    assert book.health == "healthy"
+
+
+@pytest.mark.parametrize("counter", ["link_downed", "link_error_recovery", "retry_exceeded_err"])
+def test_one_break_is_told_of_for_a_while(counter: str) -> None:
+    book = Book(rail(counters={counter: 4}), expected=1)
+    book.hear(rail(counters={counter: 5}), after=5)
+    view = book.view()
+    assert view.health is RailHealth.SICK
+    assert view.sick[0].what == f"{counter} grew by 1 within {BREAK_SECONDS:g} s"
+    book.hear(rail(counters={counter: 5}), after=60)
+    assert book.view(BREAK_SECONDS - 70).health is RailHealth.SICK
+    book.hear(rail(counters={counter: 5}))
+    assert book.view(11).health is RailHealth.HEALTHY
+
+
+@pytest.mark.parametrize(
+    "counter",
+    [
+        "symbol_error", "local_link_integrity_errors", "port_rcv_errors", "port_xmit_discards",
+        "out_of_sequence", "packet_seq_err", "local_ack_timeout_err", "rnr_nak_retry_err",
+        "roce_adp_retrans", "completer_retry_err", "send_err",
+    ],
+)  # fmt: skip
+def test_errors_have_to_grow_by_ten_in_a_minute(counter: str) -> None:
+    book = Book(rail(counters={counter: 1000}), expected=1)
+    book.hear(rail(counters={counter: 1009}), after=5)
+    assert book.health == "healthy"
+    book.hear(rail(counters={counter: 1010}), after=5)
+    view = book.view()
+    assert view.health is RailHealth.SICK
+    assert view.sick[0].what == f"{counter} grew by at least 10 within {ERROR_SECONDS:g} s"
+    # The text does not change with every sample, or status would.
+    book.hear(rail(counters={counter: 1040}), after=5)
+    assert book.view().sick == view.sick
+    book.hear(rail(counters={counter: 1040}), after=ERROR_SECONDS + 1)
+    assert book.health == "healthy"
+
+
+@pytest.mark.parametrize("counter", ["np_cnp_sent", "rp_cnp_handled", "np_ecn_marked_roce_packets"])
+def test_congestion_is_said_and_is_no_sickness(counter: str) -> None:
+    book = Book(rail(counters={counter: 0}), expected=1)
+    book.hear(rail(counters={counter: 999}), after=5)
+    assert book.health == "healthy"
+    book.hear(rail(counters={counter: 5000}), after=5)
+    view = book.view()
+    assert (view.health, view.sick) == (RailHealth.CONGESTED, ())
+    assert view.congested[0].what == f"{counter} grew by at least 1000 within 60 s"
+
+
+def test_a_counter_that_starts_over_is_no_growth() -> None:
+    book = Book(rail(counters={"link_downed": 9, "symbol_error": 500}), expected=1)
+    book.hear(rail(counters={"link_downed": 0, "symbol_error": 0}), after=5)
+    assert book.health == "healthy"
+    book.hear(rail(counters={"link_downed": 1, "symbol_error": 0}), after=5)
+    assert book.health == "sick"
+
+
+def test_ticks_of_waiting_are_not_judged() -> None:
+    book = Book(rail(counters={"port_xmit_wait": 0, "link_downed": 0}), expected=1)
+    book.hear(rail(counters={"port_xmit_wait": 10**9, "link_downed": 0}), after=5)
+    assert book.health == "healthy"
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        rail(state="unavailable"),
+        rail(counters={"link_downed": "unavailable", "out_of_sequence": "unavailable"}),
+        rail(counters={}),
+        rail(counters={"port_xmit_wait": 4}),
+    ],
+    ids=["state", "unreadable", "none", "none that is judged"],
+)
+def test_what_cannot_be_seen_is_unknown_and_never_healthy(sample: RailSample) -> None:
+    book = Book(sample, expected=1)
+    view = book.view()
+    assert (view.health, view.unreadable) == (RailHealth.UNKNOWN, 1)
+    book.hear(rail())
+    assert book.health == "healthy"
+
+
+def test_a_spare_port_without_a_cable_is_not_missed() -> None:
+    two = rail(), rail(port=2, state="DOWN")
+    assert Book(*two).health == "healthy"
+    for named in ("mlx5_0", "mlx5_0:2"):
+        assert Book(*two, named=[named]).health == "sick"
+    assert Book(*two, named=["mlx5_1", "mlx5_0:1"]).health == "healthy"
+    used = rail(used=True), rail(port=2, state="DOWN", used=True)
+    assert Book(*used).health == "sick"
+
+
+def test_a_rank_without_any_active_port_is_said() -> None:
+    view = Book(rail(0), rail(1, state="DOWN")).view()
+    assert [t.stage for t in view.sick] == [1]
+
+
+def test_before_everybody_has_looked_and_been_heard_it_is_unknown() -> None:
+    book = Book(rail(0), expected=None)
+    assert book.health == "unknown"
+    book.expected = 2
+    book.hear()
+    assert book.health == "unknown"
+    book.hear(rail(1))
+    assert book.health == "healthy"
+    # Bad news need not wait for the rest.
+    book.expected = 3
+    book.hear(rail(1, state="DOWN"))
+    assert book.health == "sick"
+
+
+def test_no_device_anywhere_is_told_from_not_heard_of() -> None:
+    book = RailBook()
+    assert book.view(0.0).health is RailHealth.UNKNOWN
+    book.observe([], 0, 1.0, 0)
+    assert book.view(1.0).health is RailHealth.NONE
+
+
+def test_a_port_that_is_not_heard_of_any_more_is_unknown() -> None:
+    book = Book()
+    book.hear(rail(0), after=SILENT_SECONDS)
+    assert book.health == "healthy"
+    view = book.view(1.0)
+    assert (view.health, view.silent) == (RailHealth.UNKNOWN, 1)
+    book.hear(rail(1))
+    assert book.health == "healthy"
+
+
+def test_it_stays_bounded() -> None:
+    many = [rail(device=f"vf{i}", state="DOWN") for i in range(MOST_PORTS_PER_RANK + 10)]
+    view = Book(*many, rail(1), expected=len(many) + 1).view()
+    assert view.ports == MOST_PORTS_PER_RANK + 1
+    assert (view.sick_count, len(view.sick)) == (MOST_PORTS_PER_RANK, SHOWN)
+    healthy = [rail(device=f"vf{i}") for i in range(MOST_PORTS_PER_RANK + 10)]
+    assert Book(*healthy, expected=len(healthy)).health == "unknown"
+
+
+# --- what the controller makes of it ---------------------------------------------------------
+
+
+def spec(stages: int = 3) -> JobSpec:
+    return JobSpec.model_validate(
+        {
+            "parallelism": {"stages": stages},
+            "schedule": {"microbatches": 4},
+            "trainer": {"module": "x", "iterations": 100},
+        }
+    )
+
+
+def report(sequence: int, **fields: Any) -> LinkHealthReport:
+    return LinkHealthReport(
+        job="gpt", namespace="default", attempt=0, sequence=sequence, sent_at=0.0,
+        state="training", iteration=sequence, observed_epoch=0, applied_epoch=0, **fields,
+    )  # fmt: skip
+
+
+def end(link: int = 1, **fields: Any) -> TransportSample:
+    said: dict[str, Any] = {
+        "link": link, "direction": "forward", "agreed": "rdma", "transport": "rdma",
+        "fallbacks": 0, "failbacks": 0, "reconnects": 0,
+    }  # fmt: skip
+    return TransportSample(**said | fields)
+
+
+def window(link: int, transport: str, direction: str = "forward") -> LinkSample:
+    wire = WireTime(count=1, exact=1, min=0.01, p50=0.01, p99=0.01, mean=0.01)
+    return LinkSample.model_validate(
+        {
+            "link": link, "direction": direction, "path": "direct", "transport": transport,
+            "iteration": 1, "bytes": 1, "wire": wire, "queue_p50": 0.0,
+        }
+    )  # fmt: skip
+
+
+def test_a_fallback_is_told_with_its_reason_and_so_is_the_return() -> None:
+    controller = JobController(spec())
+    controller.report(report(1, transports=[end(0), end(1)]), 1.0)
+    assert controller.transports().fallen_count == 0
+    fell = end(1, transport="tcp", fallbacks=1, trouble="rxe0 port 1: port error")
+    controller.report(report(2, transports=[fell]), 2.0)
+    view = controller.view(2.0).transports
+    assert (view.fallen_count, view.fallbacks, view.failbacks) == (1, 1, 0)
+    assert view.fallen[0].text(replicas=False) == (
+        "link 1 fell back from rdma to tcp (rxe0 port 1: port error)"
+    )
+    controller.report(report(3, transports=[end(1, fallbacks=1, failbacks=1)]), 3.0)
+    view = controller.transports()
+    assert (view.fallen_count, view.fallbacks, view.failbacks) == (0, 1, 1)
+    assert [e.text for e in controller.events] == [
+        "link 1 of replica 0 fell back from rdma to tcp (rxe0 port 1: port error)",
+        "link 1 of replica 0 is back on rdma (forward)",
+    ]
+    assert [e.iteration for e in controller.events] == [2, 3]
+
+
+def test_a_fallback_between_two_reports_is_not_missed() -> None:
+    controller = JobController(spec())
+    controller.report(report(1, transports=[end(1)]), 1.0)
+    controller.report(report(2, transports=[end(1, fallbacks=2, failbacks=2)]), 2.0)
+    (event,) = controller.events
+    assert event.text == "link 1 of replica 0 fell back from rdma to tcp, and is back"
+    assert controller.transports().fallbacks == 2
+
+
+def test_what_carries_each_link() -> None:
+    controller = JobController(spec())
+    controller.report(report(1, links=[window(0, "gloo"), window(1, "rdma")]), 1.0)
+    assert controller.transports().links == ("gloo", "rdma")
+    controller.report(report(2, links=[window(1, "tcp", "backward")]), 2.0)
+    assert controller.transports().links == ("gloo", "rdma+tcp")
+    assert JobController(spec()).transports().links == ("", "")
+
+
+def test_ports_and_ends_of_no_rank_of_the_job_are_refused() -> None:
+    controller = JobController(spec())
+    for wrong, field in (
+        ({"rails": [rail(3)]}, "rails[0].stage"),
+        ({"rails": [rail(replica=1)]}, "rails[0].replica"),
+        ({"transports": [end(2)]}, "transports[0].link"),
+        ({"transports": [end(replica=1)]}, "transports[0].replica"),
+    ):
+        with pytest.raises(ReportMismatch) as refused:
+            controller.report(report(1, **wrong), 1.0)
+        assert refused.value.field == field
+    assert controller.rails(1.0).ports == 0
+
+
+def test_events_of_ports_are_kept_and_bounded() -> None:
+    controller = JobController(spec())
+    controller.report(report(1, rails=[rail()], ports=1), 1.0)
+    controller.report(report(2, rails=[rail(state="DOWN")], ports=1), 2.0)
+    controller.report(report(3, rails=[rail(counters=GOOD | {"link_downed": 1})], ports=1), 3.0)
+    assert [e.text for e in controller.events] == [
+        "RDMA port mlx5_0/1 of stage 0, replica 0: is DOWN",
+        "RDMA port mlx5_0/1 of stage 0, replica 0: link_downed +1",
+        "RDMA port mlx5_0/1 of stage 0, replica 0: is ACTIVE",
+    ]
+    for n in range(KEPT_EVENTS):
+        counters = GOOD | {"link_downed": n + 2}
+        controller.report(report(n + 4, rails=[rail(counters=counters)], ports=1), 4.0 + n)
+    assert len(controller.events) == KEPT_EVENTS
+    assert controller.events[-1].number == KEPT_EVENTS + 2
+
+
+def test_a_new_attempt_starts_without_and_an_edited_job_goes_on_with_them() -> None:
+    controller = JobController(spec())
+    controller.report(report(1, rails=[rail()], ports=1, transports=[end(1)]), 1.0)
+    edited = JobController.restore(spec(), controller.snapshot())
+    assert edited.rails(1.0).health is RailHealth.UNKNOWN
+    edited.adopt_rails(controller)
+    assert edited.rails(1.0).health is RailHealth.HEALTHY
+    controller.begin_attempt(1)
+    assert controller.rails(1.0).ports == 0
+    edited.begin_attempt(2)
+    edited.adopt_rails(controller)
+    assert edited.rails(1.0).ports == 0
