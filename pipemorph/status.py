@@ -5,7 +5,7 @@ Two processes write it, each its own fields (server-side apply, one field owner 
 * the operator: everything at the top level, and the conditions ``Suspended``, ``PodsReady``,
   ``Running``, ``PreflightPassed``, ``Complete`` and ``Failed``;
 * the ingest: ``training``, ``control``, and the conditions ``LinksHealthy``,
-  ``ScheduleAdapted`` and ``Offloaded``.
+  ``ScheduleAdapted``, ``Offloaded`` and ``RailsHealthy``.
 
 Times are RFC 3339 text at the top level and seconds elsewhere, sizes are bytes.
 """
@@ -18,6 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
 MAX_SLOW_LINKS = 32
+MAX_SICK_PORTS = 32
+MAX_FALLEN_LINKS = 32
 MAX_ATTEMPTS_KEPT = 16
 MAX_NODES_KEPT = 64
 MAX_STAGES = 512
@@ -102,6 +104,48 @@ class SlowLink(StatusModel):
     confidence: float = Field(ge=0, le=1, description="Probability that it is slow.")
 
 
+class FallenLink(StatusModel):
+    """A link that runs over less than it was made for, as one of its ends says."""
+
+    link: int = Field(ge=0, description="Between stage link and stage link + 1.")
+    replica: int = Field(default=0, ge=0, description="Replica of the link.")
+    direction: str = Field(max_length=16, description="forward or backward: what that end sends.")
+    agreed: str = Field(max_length=16, description="What it was made for, as rdma.")
+    transport: str = Field(max_length=16, description="What carries it now, as tcp.")
+    fallbacks: int = Field(default=0, ge=0, description="Times that it fell back.")
+    message: Text = Field(default="", description="Why, in the engine's words.")
+
+
+class SickPort(StatusModel):
+    """An RDMA port of a rank's host that is not well."""
+
+    stage: int = Field(ge=0, description="Stage of the rank that sees it.")
+    replica: int = Field(default=0, ge=0, description="Replica of that rank.")
+    device: str = Field(max_length=64, description="RDMA device, as mlx5_0.")
+    port: int = Field(ge=1, description="Port of the device.")
+    state: str = Field(max_length=32, description="State of the port, as ACTIVE or DOWN.")
+    message: Text = Field(description="What is wrong, for people.")
+
+
+class RailsStatus(StatusModel):
+    """RDMA ports that the ranks see, judged by state and counters."""
+
+    ports: int = Field(default=0, ge=0, description="Ports heard of.")
+    expected_ports: int | None = Field(
+        default=None, ge=0, description="Ports there are, once every rank has looked."
+    )
+    sick_count: int = Field(default=0, ge=0, description="Ports that are not well.")
+    sick_ports: list[SickPort] = Field(
+        default_factory=list, max_length=MAX_SICK_PORTS, description="Some of them, by stage."
+    )
+    congested_count: int = Field(
+        default=0, ge=0, description="Ports that see much congestion notification."
+    )
+    unavailable_count: int = Field(
+        default=0, ge=0, description="Ports whose state or counters cannot be read in the pod."
+    )
+
+
 class AdaptationSummary(StatusModel):
     """One change of plan and what it was worth; seconds, and bytes per stage."""
 
@@ -177,6 +221,25 @@ class TrainingStatus(StatusModel):
         description="The slowest of them, slowest first.",
     )
     unknown_link_count: int = Field(default=0, ge=0, description="Links without recent samples.")
+    transports: list[str] = Field(
+        default_factory=list,
+        max_length=MAX_STAGES,
+        description="What carries each link, as reported: gloo, nccl, tcp, shm or rdma; joined "
+        "by + where replicas or directions differ, empty where not known.",
+    )
+    fallen_link_count: int = Field(
+        default=0, ge=0, description="Links that run over less than they were made for now."
+    )
+    fallen_links: list[FallenLink] = Field(
+        default_factory=list, max_length=MAX_FALLEN_LINKS, description="Ends of some of them."
+    )
+    link_fallbacks: int = Field(
+        default=0, ge=0, description="Times that an end of a link lost its last rail."
+    )
+    link_failbacks: int = Field(default=0, ge=0, description="Times that a rail took over again.")
+    rails: RailsStatus | None = Field(
+        default=None, description="RDMA ports that the ranks see, judged."
+    )
     peak_memory: list[int] = Field(
         default_factory=list,
         max_length=MAX_STAGES,
@@ -251,7 +314,7 @@ class JobStatus(StatusModel):
             "x-kubernetes-list-map-keys": ["type"],
         },
         description="Suspended, PodsReady, Running, PreflightPassed, LinksHealthy,"
-        " ScheduleAdapted, Offloaded, Complete, Failed.",
+        " ScheduleAdapted, Offloaded, RailsHealthy, Complete, Failed.",
     )
     training: TrainingStatus | None = Field(
         default=None, description="What the ranks report, summed up."

@@ -66,6 +66,35 @@ JOB_GAUGES = {
     "peak_memory_bytes": Gauge(
         "pipemorph_job_peak_memory_bytes", "Highest peak of any stage.", _BY_JOB
     ),
+    "rails_healthy": Gauge(
+        "pipemorph_job_rails_healthy",
+        "Condition RailsHealthy: 1 True, 0 False, no series while Unknown.",
+        _BY_JOB,
+    ),
+    "rdma_ports": Gauge("pipemorph_job_rdma_ports", "RDMA ports heard of.", _BY_JOB),
+    "sick_rdma_ports": Gauge(
+        "pipemorph_job_sick_rdma_ports", "RDMA ports that are down or count errors.", _BY_JOB
+    ),
+    "congested_rdma_ports": Gauge(
+        "pipemorph_job_congested_rdma_ports",
+        "RDMA ports that see much congestion notification.",
+        _BY_JOB,
+    ),
+    "fallen_links": Gauge(
+        "pipemorph_job_fallen_links",
+        "Links that fell back from their rails and are not back.",
+        _BY_JOB,
+    ),
+    "link_fallbacks": Gauge(
+        "pipemorph_job_link_fallbacks",
+        "Times that an end of a link lost its last rail, in this attempt.",
+        _BY_JOB,
+    ),
+    "link_failbacks": Gauge(
+        "pipemorph_job_link_failbacks",
+        "Times that a rail took over again, in this attempt.",
+        _BY_JOB,
+    ),
     "last_report_timestamp_seconds": Gauge(
         "pipemorph_job_last_report_timestamp_seconds", "When the newest report came.", _BY_JOB
     ),

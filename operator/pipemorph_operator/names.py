@@ -47,7 +47,8 @@ OPERATOR_CONDITIONS = (SUSPENDED, PODS_READY, RUNNING, PREFLIGHT_PASSED, COMPLET
 LINKS_HEALTHY = "LinksHealthy"
 SCHEDULE_ADAPTED = "ScheduleAdapted"
 OFFLOADED = "Offloaded"
-INGEST_CONDITIONS = (LINKS_HEALTHY, SCHEDULE_ADAPTED, OFFLOADED)
+RAILS_HEALTHY = "RailsHealthy"
+INGEST_CONDITIONS = (LINKS_HEALTHY, SCHEDULE_ADAPTED, OFFLOADED, RAILS_HEALTHY)
 
 # --- reasons ------------------------------------------------------------------------------
 
@@ -86,6 +87,13 @@ R_LINKS_SLOW = "SlowLinks"
 R_NO_REPORTS = "NoReportsYet"
 R_STALE = "ReportsStale"
 R_LINKS_UNKNOWN = "NoRecentSamples"
+R_RAILS_OK = "PortsActive"
+R_RAILS_SICK = "SickPorts"
+R_RAILS_CONGESTED = "NetworkCongested"
+R_FELL_BACK = "LinksFellBack"
+R_NO_RDMA = "NoRdmaDevices"
+R_PORTS_UNREPORTED = "PortsNotReported"
+R_PORTS_UNSEEN = "CountersUnavailable"
 R_ADAPTED = "PlanInEffect"
 R_ADAPTING = "PlanOnItsWay"
 R_INITIAL_PLAN = "InitialPlan"

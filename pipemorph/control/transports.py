@@ -13,6 +13,7 @@ from pipemorph.control.events import Events
 from pipemorph.wire import LinkSample, TransportSample
 
 SHOWN = 32
+MOST_COUNTED = 2**53 - 1
 
 EndKey = tuple[int, int, str]
 """link, replica, direction"""
@@ -119,8 +120,9 @@ class TransportBook:
             links=tuple("+".join(sorted(found)) for found in seen),
             fallen_count=len({(end.link, end.replica) for end in fallen}),
             fallen=tuple(fallen[:SHOWN]),
-            fallbacks=self._fallbacks,
-            failbacks=self._failbacks,
+            # What any number of ends can say together must still fit into 64 bits.
+            fallbacks=min(self._fallbacks, MOST_COUNTED),
+            failbacks=min(self._failbacks, MOST_COUNTED),
         )
 
 

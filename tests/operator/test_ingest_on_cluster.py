@@ -234,6 +234,7 @@ def test_conditions_before_with_and_after_reports() -> None:
         "LinksHealthy": ("Unknown", "NoReportsYet"),
         "ScheduleAdapted": ("False", "InitialPlan"),
         "Offloaded": ("False", "AllLinksDirect"),
+        "RailsHealthy": ("Unknown", "NoReportsYet"),
     }
     controller.report(report(1), 1000.0)
     found = judge(Source(controller, 1000.0, 1), found, 1001.0)

@@ -233,9 +233,11 @@ class ClusterStore:
         spec = self._spec((held.namespace, held.name), body)
         if spec is None or spec.adaptation == held.controller.spec.adaptation:
             return
+        before = held.controller
         held.controller = JobController.restore(
-            spec, held.controller.snapshot(), on_report=held.ear.hear, deferred=True
+            spec, before.snapshot(), on_report=held.ear.hear, deferred=True
         )
+        held.controller.adopt_rails(before)
         log.info(
             "%s/%s: adaptation was edited; links are measured again", held.namespace, held.name
         )
@@ -286,7 +288,7 @@ class ClusterStore:
         if not pace.is_due(turned, now - held.written_at, len(self._held)):
             return
         training, conditions = self._summary(held, view, wall)
-        self._gauge(held, training)
+        self._gauge(held, training, conditions)
         if training == held.written and conditions == held.conditions:
             held.ear.news = False
             return
@@ -360,7 +362,9 @@ class ClusterStore:
         held.written_at = self._monotonic()
 
     @staticmethod
-    def _gauge(held: Held, training: TrainingStatus) -> None:
+    def _gauge(held: Held, training: TrainingStatus, conditions: Sequence[Condition]) -> None:
+        rails = training.rails
+        healthy = {c.type: c.status for c in conditions}.get(names.RAILS_HEALTHY)
         worst = max((link.delay_ms for link in training.slow_links), default=0.0)
         set_job(
             held.namespace,
@@ -377,5 +381,12 @@ class ClusterStore:
                 ("adaptations", training.adaptations),
                 ("peak_memory_bytes", max(training.peak_memory, default=0) or None),
                 ("last_report_timestamp_seconds", held.ear.reported_at),
+                ("rails_healthy", {"True": 1.0, "False": 0.0}.get(healthy or "Unknown")),
+                ("rdma_ports", rails.ports if rails is not None else None),
+                ("sick_rdma_ports", rails.sick_count if rails is not None else None),
+                ("congested_rdma_ports", rails.congested_count if rails is not None else None),
+                ("fallen_links", training.fallen_link_count),
+                ("link_fallbacks", training.link_fallbacks),
+                ("link_failbacks", training.link_failbacks),
             ),
         )

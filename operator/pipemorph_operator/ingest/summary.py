@@ -1,4 +1,4 @@
-"""A job's controller as status: the ingest's part, and its three conditions. Pure."""
+"""A job's controller as status: the ingest's part, and its conditions. Pure."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from pipemorph.status import (
 )
 from pipemorph_operator import names
 from pipemorph_operator.facts import format_time
+from pipemorph_operator.ingest.rails import fallen_link, rails_healthy, rails_status
 from pipemorph_operator.policy.conditions import updated
 
 
@@ -43,6 +44,7 @@ def summarize(
     summary = _summarize(source, now, view, last)
     if source.ended:
         nothing = {"slow_link_count": 0, "slow_links": [], "unknown_link_count": 0}
+        nothing |= {"fallen_link_count": 0, "fallen_links": [], "rails": None}
         return summary.model_copy(update=nothing)
     return summary
 
@@ -83,6 +85,12 @@ def _summarize(
             for link in slow[:MAX_SLOW_LINKS]
         ],
         unknown_link_count=sum(link.health is Health.UNKNOWN for link in view.links),
+        transports=list(view.transports.links),
+        fallen_link_count=view.transports.fallen_count,
+        fallen_links=[fallen_link(link) for link in view.transports.fallen],
+        link_fallbacks=view.transports.fallbacks,
+        link_failbacks=view.transports.failbacks,
+        rails=rails_status(view.rails),
         peak_memory=_memory(view.peak_memory),
         adaptations=len(records),
         last_adaptation=_adaptation(records[-1]) if records else None,
@@ -92,7 +100,7 @@ def _summarize(
 def judge(
     source: Source, old: Sequence[Condition], now: float, view: JobView | None = None
 ) -> list[Condition]:
-    """``LinksHealthy``, ``ScheduleAdapted`` and ``Offloaded``."""
+    """``LinksHealthy``, ``ScheduleAdapted``, ``Offloaded`` and ``RailsHealthy``."""
     view = view or source.controller.view(now)
     conditions = [c for c in old if c.type in names.INGEST_CONDITIONS]
     when = datetime.fromtimestamp(now, UTC)
@@ -104,11 +112,12 @@ def judge(
 
 
 def verdicts(source: Source, view: JobView, now: float) -> dict[str, Verdict]:
-    """The three conditions as values: cheap enough to look at with every report."""
+    """The conditions as values: cheap enough to look at with every report."""
     return {
         names.LINKS_HEALTHY: _links_healthy(source, view, now),
         names.SCHEDULE_ADAPTED: _schedule_adapted(source, view),
         names.OFFLOADED: _offloaded(source, view),
+        names.RAILS_HEALTHY: _unheard(source, now) or rails_healthy(source.controller.spec, view),
     }
 
 
@@ -116,7 +125,8 @@ Verdict = tuple[ConditionStatus, str, str]
 """Status, reason, message."""
 
 
-def _links_healthy(source: Source, view: JobView, now: float) -> Verdict:
+def _unheard(source: Source, now: float) -> Verdict | None:
+    """Why nothing is known of the links and rails of a job, if nothing is."""
     if source.ended:
         return "Unknown", names.R_FINISHED, "the job has ended: its links carry nothing any more"
     stale_after = source.controller.spec.adaptation.stale_after_seconds
@@ -126,6 +136,13 @@ def _links_healthy(source: Source, view: JobView, now: float) -> Verdict:
     if silent > stale_after:
         # Not how long ago: that would be another status every second.
         return "Unknown", names.R_STALE, f"no report for more than {stale_after:g} s"
+    return None
+
+
+def _links_healthy(source: Source, view: JobView, now: float) -> Verdict:
+    unheard = _unheard(source, now)
+    if unheard is not None:
+        return unheard
     slow, links = _slow(view), view.links
     if slow:
         shown = sorted(slow, key=lambda link: -link.delay)[:5]

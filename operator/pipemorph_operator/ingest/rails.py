@@ -1,0 +1,115 @@
+"""Rails and transports of a job as status, and the condition ``RailsHealthy``. Pure."""
+
+from __future__ import annotations
+
+from pipemorph.control import JobView
+from pipemorph.control.rails import RailHealth, RailsView
+from pipemorph.control.transports import FallenLink as Fallen
+from pipemorph.spec import JobSpec
+from pipemorph.status import ConditionStatus, FallenLink, RailsStatus, SickPort
+from pipemorph_operator import names
+
+NAMED = 5
+"""Ports and links that a message names; status has more of them."""
+MESSAGE_LENGTH = 1024
+
+
+def rails_status(view: RailsView) -> RailsStatus:
+    """The ports in numbers, and those that are not well."""
+    return RailsStatus(
+        ports=view.ports,
+        expected_ports=view.expected,
+        sick_count=view.sick_count,
+        sick_ports=[
+            SickPort(
+                stage=port.stage,
+                replica=port.replica,
+                device=port.device,
+                port=port.port,
+                state=port.state,
+                message=port.what[:MESSAGE_LENGTH],
+            )
+            for port in view.sick
+        ],
+        congested_count=view.congested_count,
+        unavailable_count=view.unreadable,
+    )
+
+
+def fallen_link(link: Fallen) -> FallenLink:
+    """A link that runs over less than it was made for."""
+    return FallenLink(
+        link=link.link,
+        replica=link.replica,
+        direction=link.direction,
+        agreed=link.agreed,
+        transport=link.transport,
+        fallbacks=link.fallbacks,
+        message=link.trouble,
+    )
+
+
+def wants_rdma(spec: JobSpec) -> bool:
+    """Whether the spec asks for RDMA, and does not only take it where there is some."""
+    placed = spec.placement is not None and spec.placement.rdma is not None
+    return placed or spec.transport.engine == "rdma" or spec.transport.require == "rdma"
+
+
+def rails_healthy(spec: JobSpec, view: JobView) -> tuple[ConditionStatus, str, str]:
+    """Status, reason and message, of a job whose reports are fresh. What cannot be seen is
+    Unknown, and never True."""
+    rails, fallen = view.rails, view.transports.fallen
+    several = spec.parallelism.replicas > 1
+    sick = _list([port.text(replicas=several) for port in rails.sick], rails.sick_count)
+    if fallen:
+        # Both ends of a link say so; one is enough here, rather one that says why.
+        ends = sorted(fallen, key=lambda end: bool(end.trouble))
+        links = {(f.link, f.replica): f.text(replicas=several) for f in ends}
+        told = _list([links[key] for key in sorted(links)], view.transports.fallen_count)
+        return "False", names.R_FELL_BACK, _bounded(f"{told}; {sick}" if sick else told)
+    match rails.health:
+        case RailHealth.SICK:
+            return "False", names.R_RAILS_SICK, _bounded(sick)
+        case RailHealth.NONE if wants_rdma(spec):
+            return (
+                "False",
+                names.R_NO_RDMA,
+                "the spec asks for RDMA, but no rank sees a device: check placement.rdma and the"
+                " device plugin",
+            )
+        case RailHealth.NONE:
+            return "True", names.R_NO_RDMA, "no rank sees an RDMA device, and none is asked for"
+        case RailHealth.UNKNOWN:
+            return ("Unknown", *_unknown(rails))
+        case RailHealth.CONGESTED:
+            crowded = [port.text(replicas=several) for port in rails.congested]
+            text = _list(crowded, rails.congested_count)
+            return "True", names.R_RAILS_CONGESTED, _bounded(f"congestion: {text}")
+        case RailHealth.HEALTHY:
+            return "True", names.R_RAILS_OK, f"{rails.ports} ports, none in trouble"
+
+
+def _unknown(rails: RailsView) -> tuple[str, str]:
+    if rails.expected is None:
+        return names.R_PORTS_UNREPORTED, "not every rank has said what ports it sees"
+    missing = rails.expected - rails.ports + rails.silent
+    if missing > 0:
+        return (
+            names.R_PORTS_UNREPORTED,
+            f"{missing} of {rails.expected} ports have not been heard of lately",
+        )
+    return (
+        names.R_PORTS_UNSEEN,
+        f"state or counters of {rails.unreadable} of {rails.ports} ports are unavailable in the"
+        " pods",
+    )
+
+
+def _list(texts: list[str], count: int) -> str:
+    shown = "; ".join(texts[:NAMED])
+    more = count - min(len(texts), NAMED)
+    return f"{shown}; and {more} more" if more > 0 else shown
+
+
+def _bounded(text: str) -> str:
+    return text if len(text) <= MESSAGE_LENGTH else text[: MESSAGE_LENGTH - 1] + "…"
