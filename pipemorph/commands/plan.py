@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         )
     limit = parse_seconds(args.time_limit) if args.time_limit is not None else None
     planned = plan(problem, policy, time_limit=limit)
-    simulation = planned.simulation
+    problem, simulation = planned.problem, planned.simulation
     if dispatch is Dispatch.ONLINE:
         simulation = simulate(planned.schedule, problem, dispatch)
     write(

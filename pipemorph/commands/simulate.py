@@ -13,7 +13,7 @@ from pipemorph.planning.interleaved import InterleavedSchedule, simulate_interle
 from pipemorph.planning.ir import Dispatch
 from pipemorph.planning.problem import Problem, load_problem
 from pipemorph.planning.report import LoadedPlan, load_plan, report, report_interleaved
-from pipemorph.planning.simulator import simulate
+from pipemorph.planning.simulator import check_fits, simulate
 
 
 def add_parser(subparsers: Any) -> None:
@@ -43,6 +43,9 @@ def run(args: argparse.Namespace) -> int:
         _simulate_interleaved(loaded, loaded.interleaved, problem, args)
         return 0
     assert loaded.schedule is not None
+    if loaded.device_limits is not None:
+        check_fits(loaded.schedule, problem)
+        problem = problem.with_device_limits(loaded.device_limits)
     simulation = simulate(loaded.schedule, problem, dispatch)
     write(
         report(

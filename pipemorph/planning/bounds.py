@@ -30,10 +30,10 @@ class Times(NamedTuple):
 def lower_bound(problem: Problem) -> float:
     """A makespan no schedule of the problem can beat, in its unit.
 
-    Holds for split and fused backwards, static and online dispatch, and for every link
-    model: bounds on sends only make messages later.
+    Holds for split and fused backwards, with and without offload, static and online dispatch,
+    and for every link model: bounds on sends only make messages later.
     """
-    costs, caps = Costs.of(problem), hard_caps(problem)
+    costs, caps = Costs.of(problem).least(), hard_caps(problem)
     return machine_bound(costs, heads(costs, caps), tails(costs, caps))
 
 

@@ -28,7 +28,7 @@ def simulate_changing(
     costs = Costs.of(problem)
     wires = Wires(costs, delay_at)
     if mode is Dispatch.STATIC:
-        validate(schedule, problem.in_flight_limits())
+        validate(schedule, problem.in_flight_limits(), problem.device_limits())
         return timed(schedule, starts_in_time(schedule, costs, wires), costs)
     validate(schedule)
     rules = Rules.of(

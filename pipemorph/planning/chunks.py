@@ -72,12 +72,7 @@ def interleaved_bound(problem: Problem, placement: tuple[int, ...]) -> float:
             sum(problem.stages[s].forward for s in range(first)) + sum(delays[:first])
             for first in mine
         )
-        work = sum(
-            problem.stages[s].forward
-            + problem.stages[s].backward_input
-            + problem.stages[s].backward_weight
-            for s in mine
-        )
+        work = sum(problem.stages[s].forward + problem.stages[s].least_backward for s in mine)
         best = max(best, before + problem.microbatches * work)
     return best
 

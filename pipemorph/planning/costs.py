@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from pipemorph.planning.ir import OpKind, Schedule
+from pipemorph.planning.offload import copying
 from pipemorph.planning.problem import Problem
 
 INF = float("inf")
 
 
 class Costs(NamedTuple):
-    """Times in the problem's unit. ``queues`` and ``outstanding`` are 0 for "no bound"."""
+    """Times in the problem's unit. ``queues`` and ``outstanding`` are 0 for "no bound".
+
+    ``whole_backward`` is the time of a fused backward. ``device_limits`` are None where nothing
+    goes to host memory, else a copy there or back takes ``offload_copy``.
+    """
 
     microbatches: int
     forward: list[float]
@@ -20,6 +26,9 @@ class Costs(NamedTuple):
     queues: list[int]
     outstanding: list[int]
     half_duplex: list[bool]
+    whole_backward: list[float]
+    offload_copy: list[float]
+    device_limits: list[int | None]
 
     @property
     def stage_count(self) -> int:
@@ -37,7 +46,49 @@ class Costs(NamedTuple):
             [link.queues or 0 for link in links],
             [link.outstanding or 0 for link in links],
             [link.half_duplex for link in links],
+            [s.whole_backward for s in stages],
+            [s.offload_copy or 0.0 for s in stages],
+            [s.device_limit for s in stages],
         )
+
+    def least(self) -> Costs:
+        """With backwards no longer than either form takes, split or fused: what bounds both."""
+        whole = [
+            min(fused, b + w)
+            for fused, b, w in zip(
+                self.whole_backward, self.backward_input, self.backward_weight, strict=True
+            )
+        ]
+        # Only where it is shorter: (b + w) - b need not be w.
+        backward = [min(b, least) for b, least in zip(self.backward_input, whole, strict=True)]
+        weight = [
+            w if least == b + w else least - first
+            for w, b, least, first in zip(
+                self.backward_weight, self.backward_input, whole, backward, strict=True
+            )
+        ]
+        return self._replace(backward_input=backward, backward_weight=weight)
+
+    def op_time(self, stage: int, kind: OpKind) -> float:
+        """What one op takes without copies."""
+        if kind is OpKind.F:
+            return self.forward[stage]
+        if kind is OpKind.B:
+            return self.backward_input[stage]
+        return self.backward_weight[stage] if kind is OpKind.W else self.whole_backward[stage]
+
+    def durations(self, schedule: Schedule) -> list[list[float]]:
+        """What every op takes with its copies, run in the order of the schedule."""
+        took = []
+        for i, ops in enumerate(schedule.stages):
+            times = {kind: self.op_time(i, kind) for kind in OpKind}
+            stage = [times[kind] for kind, _ in ops]
+            if self.device_limits[i] is not None:
+                for position, copies in enumerate(copying(ops, self.device_limits[i])):
+                    if copies:
+                        stage[position] += self.offload_copy[i]
+            took.append(stage)
+        return took
 
     def without_delay(self) -> Costs:
         """The same stages on links that take no time: what a delay-oblivious policy sees."""

@@ -16,6 +16,7 @@ from pipemorph.errors import InputError
 from pipemorph.planning.costs import INF, Costs
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.links import Wires
+from pipemorph.planning.offload import Residency
 from pipemorph.planning.problem import Problem
 from pipemorph.planning.validator import validate_online
 
@@ -32,6 +33,8 @@ class Rules:
     - ``fused[i]``: one BW in place of B and W.
     - ``slots[i]``: F on stage *i* only while link *i* holds fewer messages than this that
       stage *i+1* has not begun to use.
+    - ``device_limits[i]``: F, B and BW only where the microbatch's activations fit on the device
+      (:class:`~pipemorph.planning.offload.Residency`).
     """
 
     warmup: tuple[int, ...]
@@ -39,6 +42,7 @@ class Rules:
     exact_warmup: bool = False
     fused: tuple[bool, ...] | None = None
     slots: tuple[int, ...] | None = None
+    device_limits: tuple[int | None, ...] | None = None
 
     @staticmethod
     def of(
@@ -49,13 +53,14 @@ class Rules:
         fused: Sequence[bool] | None = None,
         slots: Sequence[int | None] | None = None,
     ) -> Rules:
-        """Rules for a problem, its caps included.
+        """Rules for a problem, its caps and device limits included.
 
         Raises :class:`~pipemorph.planning.validator.ScheduleError` outside the condition
         under which running what is ready cannot deadlock.
         """
         limits = problem.in_flight_limits()
-        validate_online(warmup, limits, slots)
+        devices = problem.device_limits()
+        validate_online(warmup, limits, slots, devices)
         n = problem.microbatches
         return Rules(
             tuple(warmup),
@@ -65,6 +70,7 @@ class Rules:
             slots=tuple(n if held is None else held for held in slots)
             if slots is not None and any(held is not None for held in slots)
             else None,
+            device_limits=devices if any(limit is not None for limit in devices) else None,
         )
 
 
@@ -96,6 +102,9 @@ def dispatch(costs: Costs, rules: Rules, wires: Wires | None = None) -> Dispatch
     forwards, backwards, weights = [0] * stages, [0] * stages, [0] * stages
     runs: list[Run] = [[] for _ in range(stages)]
     running = [False] * stages
+    residency = None
+    if rules.device_limits is not None:
+        residency = [Residency(limit) for limit in rules.device_limits]
     events = [(0.0, _DECIDE, i) for i in range(stages)]
     while events:
         now, phase, i = heappop(events)
@@ -118,8 +127,12 @@ def dispatch(costs: Costs, rules: Rules, wires: Wires | None = None) -> Dispatch
             continue
         f, b, w = forwards[i], backwards[i], weights[i]
         backward_at = below[i][b] if b < f and f >= warmup[i] else INF
+        backward = OpKind.BW if fused[i] else OpKind.B
+        if residency is not None and backward_at <= now and not residency[i].fits(backward, b):
+            backward_at = INF
         forward_at = INF
-        if f < n and f - w < caps[i] and not (exact and b == 0 and f >= warmup[i]):
+        room = residency is None or residency[i].fits(OpKind.F, f)
+        if f < n and room and f - w < caps[i] and not (exact and b == 0 and f >= warmup[i]):
             forward_at = above[i][f]
             if i < last and forward_at < INF:
                 if slots is not None and f - forwards[i + 1] >= slots[i]:
@@ -129,7 +142,7 @@ def dispatch(costs: Costs, rules: Rules, wires: Wires | None = None) -> Dispatch
                     heappush(events, (clear, _DECIDE, i))
 
         if backward_at <= now:
-            kind, m = (OpKind.BW if fused[i] else OpKind.B), b
+            kind, m = backward, b
             backwards[i] += 1
         elif forward_at <= now:
             kind, m = OpKind.F, f
@@ -142,11 +155,9 @@ def dispatch(costs: Costs, rules: Rules, wires: Wires | None = None) -> Dispatch
             continue
         if kind is OpKind.W or kind is OpKind.BW:
             weights[i] += 1
-        took = costs.forward[i] if kind is OpKind.F else costs.backward_weight[i]
-        if kind is OpKind.B:
-            took = costs.backward_input[i]
-        elif kind is OpKind.BW:
-            took += costs.backward_input[i]
+        took = costs.op_time(i, kind)
+        if residency is not None and residency[i].run(kind, m):
+            took += costs.offload_copy[i]
         runs[i].append((kind, m, now, now + took))
         running[i] = True
         heappush(events, (now + took, _FINISH, i))

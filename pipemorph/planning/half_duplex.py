@@ -27,6 +27,7 @@ def starts_in_time(
     wires = Wires(costs) if wires is None else wires
     above, below = wires.above, wires.below
     starts: list[list[float]] = [[] for _ in range(stages)]
+    durations = costs.durations(schedule)
     running = [False] * stages
     events = [(0.0, _START, i) for i in range(stages)]
     while events:
@@ -50,17 +51,12 @@ def starts_in_time(
         if running[i] or len(done) == len(ops):
             continue
         kind, m = ops[len(done)]
-        if kind is OpKind.F:
-            ready, took = above[i][m], costs.forward[i]
-        elif kind is OpKind.W:
-            ready, took = 0.0, costs.backward_weight[i]
-        else:
-            ready, took = below[i][m], costs.backward_input[i]
-            if kind is OpKind.BW:
-                took += costs.backward_weight[i]
+        ready = 0.0
+        if kind is not OpKind.W:
+            ready = (above if kind is OpKind.F else below)[i][m]
         # Not here yet: its arrival is an event of its own.
         if ready <= now:
             done.append(now)
             running[i] = True
-            heappush(events, (now + took, _FINISH, i))
+            heappush(events, (now + durations[i][len(done) - 1], _FINISH, i))
     return starts

@@ -16,7 +16,7 @@ from pipemorph.errors import InputError
 from pipemorph.planning.costs import INF, Costs
 from pipemorph.planning.ir import Op, OpKind, Schedule
 from pipemorph.planning.problem import Problem
-from pipemorph.planning.simulator import Simulation, TimedOp, op_time
+from pipemorph.planning.simulator import Simulation, TimedOp
 from pipemorph.planning.validator import ScheduleError, check_cap, check_stage
 
 
@@ -129,7 +129,19 @@ def validate_interleaved(
         if limit is not None:
             check_cap(stage, ops_of_stage, limit)
     no_time = [0.0] * per_stage.stage_count
-    free = Costs(schedule.microbatches, no_time, no_time, no_time, no_time[1:], [], [], [])
+    free = Costs(
+        schedule.microbatches,
+        forward=no_time,
+        backward_input=no_time,
+        backward_weight=no_time,
+        delay=no_time[1:],
+        queues=[],
+        outstanding=[],
+        half_duplex=[],
+        whole_backward=no_time,
+        offload_copy=no_time,
+        device_limits=[None] * per_stage.stage_count,
+    )
     _run(schedule, free)
 
 
@@ -152,6 +164,11 @@ def simulate_interleaved(schedule: InterleavedSchedule, problem: Problem) -> Int
                 f"links[{i}] has queues or outstanding; with several stages per rank a link"
                 " has a delay only"
             )
+    for i, limit in enumerate(problem.device_limits()):
+        if limit is not None:
+            raise InputError(
+                f"stages[{i}].device_limit is {limit}; ranks with several stages do not offload"
+            )
     validate_interleaved(schedule, problem.in_flight_limits())
     costs = Costs.of(problem)
     delay = [
@@ -161,7 +178,7 @@ def simulate_interleaved(schedule: InterleavedSchedule, problem: Problem) -> Int
     stages: list[list[TimedOp]] = [[] for _ in placement]
     for ops, begin in zip(schedule.ranks, starts, strict=True):
         for (stage, kind, m), start in zip(ops, begin, strict=True):
-            stages[stage].append(TimedOp(kind, m, start, start + op_time(costs, stage, kind)))
+            stages[stage].append(TimedOp(kind, m, start, start + costs.op_time(stage, kind)))
     simulation = Simulation(schedule.microbatches, tuple(map(tuple, stages)))
     return InterleavedSimulation(schedule, simulation)
 
@@ -192,7 +209,7 @@ def _run(schedule: InterleavedSchedule, costs: Costs) -> list[list[float]]:
                 now = max(now, arrival)
                 done.append(now)
                 moved = True
-                now += op_time(costs, stage, kind)
+                now += costs.op_time(stage, kind)
                 if kind is OpKind.F:
                     if stage == last:
                         from_below[stage][m] = now

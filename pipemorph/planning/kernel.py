@@ -63,7 +63,7 @@ def lower_bound(problem: Problem) -> float:
     """:func:`pipemorph.planning.bounds.lower_bound`, compiled where that is there."""
     if compiled is None:
         return plain_lower_bound(problem)
-    return compiled.lower_bound(_costs(Costs.of(problem), hard_caps(problem), None))
+    return compiled.lower_bound(_costs(Costs.of(problem).least(), hard_caps(problem), None))
 
 
 def _costs(costs: Costs, caps: Sequence[int], warmup: Sequence[int] | None) -> Any:

@@ -17,6 +17,7 @@ from pipemorph.planning.policies import gpipe, one_f_one_b, zero_bubble
 from pipemorph.planning.problem import Link, Problem, StageTimes
 from pipemorph.planning.simulator import Simulation, predict, run_static, timed
 from pipemorph.planning.validator import validate
+from pipemorph.planning.variants import best_variant, has_variants
 
 # Where a direct path's sends block compute, and how many queues the engine gives a link.
 DIRECT_QUEUES, DIRECT_OUTSTANDING = 1, 2
@@ -27,6 +28,7 @@ DELEGATED_QUEUES = 8
 class PlannedSchedule:
     """A schedule with what it was planned for and what it is predicted to take.
 
+    ``problem`` is the one asked for, but with the device limits and in-flight caps the plan uses.
     ``makespan`` is that of the static order, and no schedule is shorter than ``lower_bound``.
     ``planning_seconds`` is wall time; every other time is in the problem's unit.
     """
@@ -60,6 +62,7 @@ class PlannedSchedule:
             paths=tuple(paths),
             in_flight_limits=self.problem.in_flight_limits(),
             dispatch=dispatch,
+            device_limits=self.problem.device_limits(),
         )
 
 
@@ -72,15 +75,26 @@ def plan(
     planning takes. Policy exact is the exception: it stops after ``time_limit`` seconds (by
     default :data:`pipemorph.planning.exact.TIME_LIMIT`), with what it has.
 
-    Raises :class:`InputError` for a policy that cannot serve the problem.
+    Policy pipemorph decides where to offload within the device limits, and which stages fuse
+    their backwards where ``fused_backward`` is shorter than both parts; the others keep the
+    device limits as they are. Raises :class:`InputError` for a policy that cannot serve the
+    problem.
     """
     began = perf_counter()
     policy = problem.policy if policy is None else policy
-    if policy is Policy.PIPEMORPH:
+    if policy is Policy.PIPEMORPH and has_variants(problem):
+        bound = lower_bound(problem)
+        problem, schedule, makespan = best_variant(problem)
+    elif policy is Policy.PIPEMORPH:
         found = search(problem)
         schedule = to_schedule(found.order, problem.microbatches)
         makespan, bound = found.makespan, found.bound
     elif policy is Policy.EXACT:
+        if has_variants(problem):
+            raise InputError(
+                "policy exact plans split backwards and no offload; leave out device_limit, and a"
+                " fused_backward shorter than backward_input + backward_weight"
+            )
         # OR-tools is slow to import and not always there.
         from pipemorph.planning.exact import TIME_LIMIT, solve
 
@@ -89,7 +103,7 @@ def plan(
     else:
         schedule, bound = _made_by_hand(problem, policy), lower_bound(problem)
         makespan = predict(schedule, problem)
-    validate(schedule, problem.in_flight_limits())
+    validate(schedule, problem.in_flight_limits(), problem.device_limits())
     return PlannedSchedule(
         policy=policy,
         problem=problem,

@@ -75,6 +75,11 @@ class StageTimes(_Model):
             return self.fused_backward
         return self.backward_input + self.backward_weight
 
+    @property
+    def least_backward(self) -> float:
+        """Time of the backward of one microbatch, fused or split, whichever is shorter."""
+        return min(self.whole_backward, self.backward_input + self.backward_weight)
+
 
 class Layers(_Model):
     """``count`` equal layers of the model that follow each other; times of one of them."""
@@ -168,6 +173,24 @@ class Problem(_Model):
         """``D_i`` per stage, None where everything stays on the device."""
         return tuple(stage.device_limit for stage in self.stages)
 
+    def with_device_limits(self, limits: Sequence[int | None]) -> Problem:
+        """The same problem where stage *i* offloads beyond ``limits[i]`` microbatches, or not at
+        all for None: then the device limit it has is one more in-flight cap. A lower device
+        limit of the problem stays. Raises :class:`InputError` for limits of other stages."""
+        if len(limits) != self.stage_count:
+            raise InputError(
+                f"device_limit has {_entries(len(limits))}; {self.stage_count} stages need"
+                f" {self.stage_count}"
+            )
+        stages = []
+        for stage, limit in zip(self.stages, limits, strict=True):
+            kept = _least(stage.in_flight_limit, stage.device_limit)
+            update = {"in_flight_limit": kept, "device_limit": None}
+            if limit is not None:
+                update = {"device_limit": _least(limit, stage.device_limit)}
+            stages.append(stage.model_copy(update=update))
+        return self.model_copy(update={"stages": tuple(stages)})
+
     def with_delays(self, delays: Sequence[float]) -> Problem:
         """The same problem with ``delays[i]`` on link *i*; queues and bounds stay."""
         links = tuple(
@@ -183,6 +206,10 @@ class Problem(_Model):
         except ValueError as error:
             raise InputError(str(error)) from None
         return self.model_copy(update={"warmup": tuple(warmup)})
+
+
+def _least(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _entries(count: int) -> str:

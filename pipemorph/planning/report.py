@@ -11,6 +11,7 @@ from pipemorph.errors import InputError
 from pipemorph.planning.bubbles import Explanation, explain, explain_interleaved
 from pipemorph.planning.interleaved import InterleavedSchedule, InterleavedSimulation
 from pipemorph.planning.ir import Dispatch, Op, OpKind, Policy, Schedule
+from pipemorph.planning.offload import copying
 from pipemorph.planning.problem import Count, Problem, describe, integer, read_text, shown
 from pipemorph.planning.simulator import Simulation
 from pipemorph.planning.torch_csv import dump_csv, parse_csv
@@ -42,6 +43,11 @@ def report(
         "slackness": list(schedule.slackness()),
         "in_flight_peak": list(schedule.in_flight_peak()),
         "in_flight_limit": list(problem.in_flight_limits()),
+        "device_limit": list(problem.device_limits()),
+        "offloaded": [
+            sum(copying(ops, limit)) // 2
+            for ops, limit in zip(schedule.stages, problem.device_limits(), strict=True)
+        ],
         "planning_ms": round(planning_seconds * 1e3, 3),
         "bubbles": _bubbles(explain(simulation, problem)),
         "stages": _stages(simulation),
@@ -131,6 +137,7 @@ def _known_policy(value: object) -> object:
 
 class PlanFile(BaseModel):
     """The part of a printed plan that says what to run; times in it are not read.
+    ``device_limit`` says which stages offload; None where the file does not.
 
     ``order`` only where ranks have several stages.
     """
@@ -143,6 +150,7 @@ class PlanFile(BaseModel):
     planning_ms: float = 0.0
     stages: tuple[tuple[_PlannedOp, ...], ...] = Field(min_length=1)
     order: tuple[str, ...] | None = None
+    device_limit: tuple[Count | None, ...] | None = None
 
     def interleaved(self) -> InterleavedSchedule | None:
         """The order of ranks with several stages, None where each has one. Not validated."""
@@ -178,6 +186,7 @@ class LoadedPlan(NamedTuple):
     schedule: Schedule | None
     interleaved: InterleavedSchedule | None
     dispatch: Dispatch = Dispatch.STATIC
+    device_limits: tuple[int | None, ...] | None = None
 
 
 def load_plan(path: str) -> LoadedPlan:
@@ -191,4 +200,6 @@ def load_plan(path: str) -> LoadedPlan:
     plan = parse_plan_file(text)
     order = plan.interleaved()
     schedule = plan.schedule() if order is None else None
-    return LoadedPlan(plan.policy, plan.planning_ms / 1e3, schedule, order, plan.dispatch)
+    return LoadedPlan(
+        plan.policy, plan.planning_ms / 1e3, schedule, order, plan.dispatch, plan.device_limit
+    )

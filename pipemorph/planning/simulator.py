@@ -68,13 +68,13 @@ def simulate(
 
     STATIC keeps each stage's order. ONLINE keeps only the warm-up counts (``warmup``, or
     those of the schedule) and whether a stage's backward is fused, and runs what is ready
-    while the caps and the slots of the links allow it.
+    while the caps, the device limits and the slots of the links allow it.
     Raises :class:`ScheduleError` if the schedule breaks a rule or a cap of the problem.
     """
     check_fits(schedule, problem)
     costs = Costs.of(problem)
     if dispatch_mode is Dispatch.STATIC:
-        validate(schedule, problem.in_flight_limits())
+        validate(schedule, problem.in_flight_limits(), problem.device_limits())
         return timed(schedule, run_static(schedule, costs), costs)
     validate(schedule)
     rules = Rules.of(
@@ -97,10 +97,8 @@ def predict(schedule: Schedule, problem: Problem) -> float:
 
 def makespan_of(schedule: Schedule, starts: Sequence[Sequence[float]], costs: Costs) -> float:
     """End of the last op anywhere, given the start of each."""
-    return max(
-        begin[-1] + op_time(costs, i, ops[-1].kind)
-        for i, (ops, begin) in enumerate(zip(schedule.stages, starts, strict=True))
-    )
+    took = costs.durations(schedule)
+    return max(begin[-1] + each[-1] for begin, each in zip(starts, took, strict=True))
 
 
 def check_fits(schedule: Schedule, problem: Problem) -> None:
@@ -156,6 +154,7 @@ def _starts(schedule: Schedule, costs: Costs) -> list[list[float]]:
     from_below = [[INF] * n for _ in range(stages)]
     from_above[0] = [0.0] * n
     starts: list[list[float]] = [[] for _ in range(stages)]
+    durations = costs.durations(schedule)
     free = [0.0] * stages
     last = stages - 1
     todo = list(range(stages - 1, -1, -1))
@@ -165,14 +164,13 @@ def _starts(schedule: Schedule, costs: Costs) -> list[list[float]]:
         queued[i] = False
         ops, done = schedule.stages[i], starts[i]
         above, below = from_above[i], from_below[i]
-        tf, tb, tw = costs.forward[i], costs.backward_input[i], costs.backward_weight[i]
-        now = free[i]
+        took, now = durations[i], free[i]
         sent_down = sent_up = False
         for position in range(len(done), len(ops)):
             kind, m = ops[position]
             if kind is OpKind.W:
                 done.append(now)
-                now += tw
+                now += took[position]
                 continue
             forward = kind is OpKind.F
             arrival = above[m] if forward else below[m]
@@ -180,18 +178,16 @@ def _starts(schedule: Schedule, costs: Costs) -> list[list[float]]:
                 break
             now = max(now, arrival)
             done.append(now)
+            now += took[position]
             if forward:
-                now += tf
                 if i == last:
                     below[m] = now
                 else:
                     now, _ = send(costs, i, from_above[i + 1], m, now)
                     sent_down = True
-            else:
-                now += tb if kind is OpKind.B else tb + tw
-                if i:
-                    now, _ = send(costs, i - 1, from_below[i - 1], m, now)
-                    sent_up = True
+            elif i:
+                now, _ = send(costs, i - 1, from_below[i - 1], m, now)
+                sent_up = True
         free[i] = now
         if sent_up and not queued[i - 1]:
             queued[i - 1] = True
@@ -202,28 +198,15 @@ def _starts(schedule: Schedule, costs: Costs) -> list[list[float]]:
     return starts
 
 
-def op_time(costs: Costs, stage: int, kind: OpKind) -> float:
-    """What one op takes; a fused backward takes B and W."""
-    if kind is OpKind.F:
-        return costs.forward[stage]
-    if kind is OpKind.B:
-        return costs.backward_input[stage]
-    if kind is OpKind.W:
-        return costs.backward_weight[stage]
-    return costs.backward_input[stage] + costs.backward_weight[stage]
-
-
 def timed(schedule: Schedule, starts: Sequence[Sequence[float]], costs: Costs) -> Simulation:
     """A simulation from a schedule and the start of each of its ops."""
-    stages = []
-    for i, (ops, begin) in enumerate(zip(schedule.stages, starts, strict=True)):
-        took = {kind: op_time(costs, i, kind) for kind in OpKind}
-        stages.append(
-            tuple(
-                TimedOp(op.kind, op.microbatch, at, at + took[op.kind])
-                for op, at in zip(ops, begin, strict=True)
-            )
+    stages = [
+        tuple(
+            TimedOp(op.kind, op.microbatch, at, at + lasts)
+            for op, at, lasts in zip(ops, begin, took, strict=True)
         )
+        for ops, begin, took in zip(schedule.stages, starts, costs.durations(schedule), strict=True)
+    ]
     return Simulation(costs.microbatches, tuple(stages))
 
 

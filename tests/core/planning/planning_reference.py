@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from pipemorph.planning import OpKind, Problem, Schedule
+from collections.abc import Sequence
+
+from pipemorph.planning import Op, OpKind, Problem, Schedule
+from pipemorph.planning.simulator import TimedOp
 
 Key = tuple[int, OpKind, int]
 
@@ -32,6 +35,55 @@ def runs_to_the_end(schedule: Schedule) -> bool:
     return all(position[i] == len(ops) for i, ops in enumerate(schedule.stages))
 
 
+def told_copies(ops: Sequence[Op], limit: int | None) -> list[bool]:
+    """Which ops copy, told from where every microbatch is: nowhere, on the device or the host."""
+    place: dict[int, str] = {}
+    copies = []
+    for kind, m in ops:
+        copied = False
+        if kind is OpKind.F:
+            place[m] = "device"
+            resident = sum(where == "device" for where in place.values())
+            if limit is not None and resident >= limit:
+                place[m], copied = "host", True
+        elif kind is not OpKind.W:
+            copied = place[m] == "host"
+            place[m] = "device"
+        if kind is OpKind.W or kind is OpKind.BW:
+            del place[m]
+        copies.append(copied)
+    return copies
+
+
+def most_resident(ran: Sequence[TimedOp], limit: int | None) -> int:
+    """Most microbatches on the device at any moment of a stage's run, from its start and end
+    times: from the start of F to its end if it goes, else to the end of W; and from the start of
+    its B to that end if it went."""
+    copies = told_copies([Op(op.kind, op.microbatch) for op in ran], limit)
+    changes: list[tuple[float, int, int]] = []
+    away: set[int] = set()
+    for position, (op, copied) in enumerate(zip(ran, copies, strict=True)):
+        kind, m, _, _ = op
+        # Ops of no time still follow each other.
+        start, end = (position, 1), (position, 2)
+        if kind is OpKind.F:
+            changes.append((*start, 1))
+            if copied:
+                away.add(m)
+                changes.append((*end, -1))
+        elif kind is not OpKind.W and m in away:
+            assert copied
+            changes.append((*start, 1))
+        if kind is OpKind.W or kind is OpKind.BW:
+            changes.append((*end, -1))
+    now = peak = 0
+    for _, _, change in sorted(changes):
+        now += change
+        peak = max(peak, now)
+    assert now == 0
+    return peak
+
+
 def fixpoint_ends(schedule: Schedule, problem: Problem) -> dict[Key, float]:
     """End of every op as the least fixpoint of its constraints (Bellman-Ford, all edges).
 
@@ -59,10 +111,13 @@ def fixpoint_ends(schedule: Schedule, problem: Problem) -> dict[Key, float]:
                 OpKind.F: times.forward,
                 OpKind.B: times.backward_input,
                 OpKind.W: times.backward_weight,
-                OpKind.BW: times.backward_input + times.backward_weight,
+                OpKind.BW: times.backward_input + times.backward_weight
+                if times.fused_backward is None
+                else times.fused_backward,
             }
             free = 0.0
-            for kind, m in ops:
+            copies = told_copies(ops, times.device_limit)
+            for (kind, m), copied in zip(ops, copies, strict=True):
                 start = free
                 if kind is OpKind.F and i > 0:
                     start = max(start, arrival[i - 1, kind, m])
@@ -73,7 +128,7 @@ def fixpoint_ends(schedule: Schedule, problem: Problem) -> dict[Key, float]:
                         start = max(start, arrival[i + 1, below, m])
                     else:
                         start = max(start, end[source])
-                finish = start + took[kind]
+                finish = start + took[kind] + copied * (times.offload_copy or 0.0)
                 free = finish
                 if finish > end[i, kind, m]:
                     end[i, kind, m] = finish

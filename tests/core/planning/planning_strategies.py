@@ -53,6 +53,23 @@ def problems(
     )
 
 
+@st.composite
+def offloading(draw: st.DrawFn, *, fused: bool = True, **kwargs: bool | int) -> Problem:
+    """:func:`problems` where some stages have a device limit, and some a fused backward of its
+    own time, shorter or longer than both parts."""
+    problem = draw(problems(**kwargs))  # type: ignore[arg-type]
+    stages = []
+    for stage in problem.stages:
+        most = min(problem.microbatches, stage.in_flight_limit or problem.microbatches)
+        update: dict[str, object] = {"offload_copy": draw(times)}
+        if draw(st.booleans()):
+            update["device_limit"] = draw(st.integers(1, most))
+        if fused and draw(st.booleans()):
+            update["fused_backward"] = draw(times)
+        stages.append(stage.model_copy(update=update))
+    return problem.model_copy(update={"stages": tuple(stages)})
+
+
 def random_order(rng: random.Random, microbatches: int, *, fused: bool = False) -> tuple[Op, ...]:
     """Ops of one stage in any order the stage itself allows; it may deadlock with others."""
     f = b = w = 0

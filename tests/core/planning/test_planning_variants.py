@@ -1,0 +1,240 @@
+"""Plans that offload activations or fuse backwards: exact times, and never too much memory."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_reference import fixpoint_ends, most_resident
+from planning_strategies import offloading, random_order
+
+from pipemorph.errors import InputError
+from pipemorph.planning import (
+    Dispatch,
+    Link,
+    OpKind,
+    Path,
+    Policy,
+    Problem,
+    Schedule,
+    ScheduleError,
+    StageTimes,
+    lower_bound,
+    plan,
+    predict,
+    simulate,
+    validate,
+)
+from pipemorph.planning.changing import simulate_changing
+from pipemorph.planning.costs import Costs
+from pipemorph.planning.offload import host_limit, host_peak
+from pipemorph.planning.simulator import Simulation, run_static
+from pipemorph.planning.variants import fit_on_device, has_variants, on_device
+
+TIGHT = Problem(
+    microbatches=12,
+    stages=(
+        StageTimes(
+            forward=10,
+            backward_input=10,
+            backward_weight=6,
+            in_flight_limit=10,
+            device_limit=4,
+            offload_copy=1,
+        ),
+    )
+    * 4,
+    links=(Link(), Link(delay=60), Link()),
+)
+"""A slow link, and no room on the device for the slackness that takes."""
+
+
+def stays_within(simulation: Simulation, problem: Problem) -> None:
+    """Assert that a run keeps every limit, by what it ran."""
+    for i, ops in enumerate(simulation.stages):
+        limit = problem.stages[i].device_limit
+        assert limit is None or most_resident(ops, limit) <= limit
+    validate(simulation.schedule(), problem.in_flight_limits(), problem.device_limits())
+
+
+@given(problem=offloading(limits=False), seed=st.integers(0, 2**32))
+@settings(max_examples=100, deadline=None)
+def test_static_equals_the_fixpoint_of_its_constraints(problem: Problem, seed: int) -> None:
+    rng = random.Random(seed)
+    n = min(4, problem.microbatches)
+    problem = problem.model_copy(update={"microbatches": n})
+    for _ in range(10):
+        runs = []
+        for stage in problem.stages:
+            ops = random_order(rng, n, fused=rng.random() < 0.3)
+            runs.append(
+                ops if stage.device_limit is None else fit_on_device(ops, stage.device_limit)
+            )
+        schedule = Schedule(n, tuple(runs))
+        try:
+            validate(schedule, None, problem.device_limits())
+        except ScheduleError as error:
+            assert "device" not in str(error)
+            with pytest.raises(ScheduleError, match="waits for ever"):
+                run_static(schedule, Costs.of(problem))
+            continue
+        ends = fixpoint_ends(schedule, problem)
+        simulation = simulate(schedule, problem)
+        for i, ops in enumerate(simulation.stages):
+            for op in ops:
+                assert op.end == ends[i, op.kind, op.microbatch]
+        assert simulation.makespan == predict(schedule, problem) == max(ends.values())
+
+
+@given(problem=offloading(half_duplex=True), seed=st.integers(0, 2**32))
+@settings(max_examples=100, deadline=None)
+def test_plans_keep_their_limits_under_any_delays(problem: Problem, seed: int) -> None:
+    rng = random.Random(seed)
+    planned = plan(problem)
+    asked, kept = problem.stages, planned.problem.stages
+    for i, (before, after) in enumerate(zip(asked, kept, strict=True)):
+        assert after.device_limit in (before.device_limit, None)
+        most = [before.in_flight_limit]
+        if after.device_limit is None:
+            most.append(before.device_limit)
+        for limit in most:
+            assert limit is None or (after.in_flight_limit or 0) in range(1, limit + 1)
+        ops = planned.schedule.stages[i]
+        cap = after.in_flight_limit
+        assert host_peak(ops, after.device_limit) <= host_limit(
+            cap, after.device_limit, problem.microbatches
+        )
+    assert predict(planned.schedule, planned.problem) == planned.makespan
+    assert planned.makespan >= lower_bound(problem) * (1 - 1e-9)
+    assert planned.makespan >= planned.lower_bound
+    stays_within(planned.simulation, planned.problem)
+
+    changed = planned.problem.with_delays([rng.choice([0, 3.5, 40]) for _ in problem.links])
+    for mode in Dispatch:
+        try:
+            stays_within(simulate(planned.schedule, changed, mode), changed)
+        except InputError as error:
+            # Online needs slots and one kind of backward per stage; a plan has both.
+            raise AssertionError(f"{mode}: {error}") from error
+        jumping = simulate_changing(
+            planned.schedule, changed, lambda _link, _sent: rng.choice([0.0, 7.0, 30.0]), mode
+        )
+        stays_within(jumping, changed)
+
+
+@given(problem=offloading(fused=False), seed=st.integers(0, 2**32))
+@settings(max_examples=50, deadline=None)
+def test_offload_is_never_worse_than_none(problem: Problem, seed: int) -> None:
+    assert plan(problem).makespan <= plan(on_device(problem)).makespan
+
+
+def test_a_slow_link_that_memory_has_no_room_for_is_what_offload_is_for() -> None:
+    without, planned = plan(on_device(TIGHT)), plan(TIGHT)
+    assert planned.makespan < 0.8 * without.makespan
+    made = planned.to_plan(1, [Path.DIRECT] * 3)
+    assert made.device_limits[0] == 4
+    # The last stage needs no slackness, and so no offload.
+    assert made.device_limits[-1] is None
+    assert made.in_flight_limits[-1] == 4
+    validate(made.schedule, made.in_flight_limits, made.device_limits)
+    with pytest.raises(ScheduleError, match="in_flight_limit is 4"):
+        validate(made.schedule, [4] * 4)
+
+
+def test_offload_is_left_alone_where_its_copies_cost_more_than_they_save() -> None:
+    dear = TIGHT.model_copy(
+        update={"stages": tuple(s.model_copy(update={"offload_copy": 500.0}) for s in TIGHT.stages)}
+    )
+    planned = plan(dear)
+    assert planned.problem.device_limits() == (None,) * 4
+    assert planned.makespan == plan(on_device(dear)).makespan
+
+
+def test_every_copy_is_in_the_makespan() -> None:
+    """One stage, one microbatch more than fits: a copy out and a copy back."""
+    stage = StageTimes(
+        forward=10, backward_input=10, backward_weight=6, device_limit=2, offload_copy=3
+    )
+    problem = Problem(microbatches=2, stages=(stage,), links=())
+    schedule = Schedule.decode(2, ["F0 F1 B0 W0 B1 W1"])
+    ran = simulate(schedule, problem).stages[0]
+    assert [op.end - op.start for op in ran] == [10, 13, 10, 6, 13, 6]
+    assert predict(schedule, problem) == 58
+    assert simulate(schedule, problem, Dispatch.ONLINE).makespan == 58
+
+
+def test_online_runs_the_weights_that_the_device_waits_for() -> None:
+    """B1's activations are away and the device is full: W0 before it, and no F meanwhile."""
+    stage = StageTimes(
+        forward=10, backward_input=10, backward_weight=6, device_limit=1, offload_copy=0
+    )
+    problem = Problem(microbatches=3, stages=(stage,), links=())
+    schedule = Schedule.decode(3, ["F0 F1 B0 W0 B1 W1 F2 B2 W2"])
+    ran = simulate(schedule, problem, Dispatch.ONLINE, warmup=[2])
+    assert ran.schedule().encode() == ["F0 F1 B0 W0 B1 W1 F2 B2 W2"]
+
+
+def test_backwards_are_fused_where_that_is_shorter_and_only_there() -> None:
+    split = StageTimes(forward=10, backward_input=10, backward_weight=6)
+    dear = StageTimes(forward=10, backward_input=14, backward_weight=8, fused_backward=17)
+    problem = Problem(microbatches=16, stages=(split, split, dear, split), links=(Link(),) * 3)
+    planned = plan(problem)
+    forms = [{op.kind for op in ops} - {OpKind.F} for ops in planned.schedule.stages]
+    apart = {OpKind.B, OpKind.W}
+    assert forms == [apart, apart, {OpKind.BW}, apart]
+    longer = split.model_copy(update={"fused_backward": 17.0})
+    assert not has_variants(problem.model_copy(update={"stages": (longer,) * 4}))
+
+
+def test_splitting_stays_where_it_fills_bubbles() -> None:
+    """A fused backward 2% shorter on a stage that waits most of the time is not worth it."""
+    slow = StageTimes(forward=20, backward_input=20, backward_weight=12)
+    quick = StageTimes(forward=5, backward_input=5, backward_weight=3, fused_backward=7.9)
+    problem = Problem(microbatches=8, stages=(quick, quick, slow), links=(Link(), Link()))
+    planned = plan(problem)
+    assert (
+        planned.makespan
+        <= plan(
+            problem.model_copy(
+                update={
+                    "stages": tuple(
+                        s.model_copy(update={"fused_backward": None}) for s in problem.stages
+                    )
+                }
+            )
+        ).makespan
+    )
+
+
+@given(problem=offloading())
+@settings(max_examples=60, deadline=None)
+def test_fused_is_never_worse_than_split_or_all_fused(problem: Problem) -> None:
+    problem = on_device(problem)
+    planned = plan(problem)
+    split = problem.model_copy(
+        update={
+            "stages": tuple(s.model_copy(update={"fused_backward": None}) for s in problem.stages)
+        }
+    )
+    assert planned.makespan <= plan(split).makespan
+    assert lower_bound(problem) <= lower_bound(split) * (1 + 1e-9)
+
+
+def test_the_optimum_is_not_claimed_for_what_is_not_modelled() -> None:
+    with pytest.raises(InputError, match="policy exact plans split backwards and no offload"):
+        plan(TIGHT, Policy.EXACT)
+
+
+@pytest.mark.parametrize("policy", [Policy.ONE_F_ONE_B, Policy.ZERO_BUBBLE])
+def test_policies_made_by_hand_keep_a_device_limit(policy: Policy) -> None:
+    planned = plan(TIGHT, policy)
+    stays_within(planned.simulation, TIGHT)
+
+
+def test_a_fixed_warmup_above_the_device_limit_needs_offload() -> None:
+    fixed = TIGHT.with_warmup([8, 6, 3, 1])
+    planned = plan(fixed)
+    assert planned.schedule.warmup() == (8, 6, 3, 1)
+    assert planned.problem.device_limits() == (4, 4, None, None)
