@@ -73,7 +73,7 @@ def run_job(manifest: str, out: Path, *, force: bool = False, stream: TextIO = s
                 break
             host.announce_restart(ending, run)
             ending = host.attempt(run)
-        run.finish(ending, journal.iterations(), service.adaptations())
+        run.finish(ending, journal.iterations(), service.adaptations(), journal.view)
     progress.close()
 
     written = _written(write_report, folder, run)

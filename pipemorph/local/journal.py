@@ -9,8 +9,11 @@ import threading
 from dataclasses import dataclass, field
 
 from pipemorph.control.controller import JobController
+from pipemorph.control.events import Event
 from pipemorph.control.health import LinkHealth
+from pipemorph.control.rails import RailsView
 from pipemorph.control.records import AdaptationRecord, Decision
+from pipemorph.control.transports import TransportsView
 from pipemorph.wire import IterationSample, LinkHealthReport
 
 MOST_ITERATIONS = 1_000_000
@@ -28,6 +31,10 @@ class View:
     adaptations: tuple[AdaptationRecord, ...] = ()
     decisions: tuple[Decision, ...] = ()
     message: str | None = None
+    rails: RailsView = field(default_factory=RailsView)
+    transports: TransportsView = field(default_factory=TransportsView)
+    events: tuple[Event, ...] = ()
+    """What happened to rails and transports."""
 
 
 @dataclass
@@ -47,6 +54,9 @@ class Journal:
             adaptations=tuple(r.model_copy() for r in controller.records[-NEWEST_RECORDS:]),
             decisions=tuple(controller.decisions[-NEWEST_RECORDS:]),
             message=report.message or self.view.message,
+            rails=controller.rails(now),
+            transports=controller.transports(),
+            events=controller.events,
         )
         with self._lock:
             for sample in report.iterations:

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import TextIO
 
 from pipemorph.control.health import Health, LinkHealth
+from pipemorph.control.rails import RailsView
 from pipemorph.control.records import AdaptationRecord, Decision
+from pipemorph.control.transports import TransportsView
 from pipemorph.local.journal import Journal
 from pipemorph.spec import PipeMorphJob
 from pipemorph.wire import IterationSample
@@ -44,9 +46,17 @@ def emulation_note(job: PipeMorphJob) -> str:
 
 
 def iteration_line(
-    sample: IterationSample, total: int, links: tuple[LinkHealth, ...], *, emulated: bool
+    sample: IterationSample,
+    total: int,
+    links: tuple[LinkHealth, ...],
+    *,
+    emulated: bool,
+    rails: str = "",
 ) -> str:
-    """``iteration 12 of 40  loss 2.3451  1.23 s/it  bubble 18%  link 2 slow +30 ms  epoch 3``"""
+    """``iteration 12 of 40  loss 2.3451  1.23 s/it  bubble 18%  link 2 slow +30 ms  epoch 3``
+
+    ``rails``: what is wrong with them, if anything.
+    """
     loss = "loss -" if sample.loss is None else f"loss {sample.loss:.4f}"
     parts = [
         f"iteration {sample.index} of {total}",
@@ -54,6 +64,7 @@ def iteration_line(
         f"{sample.seconds:.3f} s/it",
         f"bubble {sample.bubble_fraction:.0%}",
         links_phrase(links),
+        rails,
         f"epoch {sample.epoch}",
     ]
     return "  ".join(([] if not emulated else ["EMULATED"]) + [part for part in parts if part])
@@ -70,6 +81,17 @@ def links_phrase(links: tuple[LinkHealth, ...]) -> str:
     if not links:
         return ""
     return f"links: {unknown} of {len(links)} unknown" if unknown else "links healthy"
+
+
+def rails_phrase(rails: RailsView, transports: TransportsView) -> str:
+    """What is wrong with rails, in a few words; empty where nothing is or none are."""
+    fallen = sorted({(f.link, f.transport) for f in transports.fallen})
+    parts = [f"link {link} fell back to {transport}" for link, transport in fallen[:3]]
+    if len(fallen) > 3:
+        parts.append(f"{len(fallen) - 3} more fell back")
+    if rails.sick_count:
+        parts.append(f"{_count(rails.sick_count, 'sick RDMA port')}")
+    return ", ".join(parts)
 
 
 class Progress:
@@ -98,6 +120,7 @@ class Progress:
         self._printed_at = -PLAIN_INTERVAL_SECONDS
         self._decided: set[tuple[float, str]] = set()
         self._in_force: set[int] = set()
+        self._happened = -1
         self._message: str | None = None
         self._line = ""
 
@@ -113,6 +136,10 @@ class Progress:
         if view.message is not None and view.message != self._message:
             self._message = view.message
             self.note(view.message)
+        for event in view.events:
+            if event.number > self._happened:
+                self._happened = event.number
+                self.note(event.text)
         for decision in view.decisions:
             self._tell_decision(decision)
         for record in view.adaptations:
@@ -126,6 +153,7 @@ class Progress:
             self._job.spec.trainer.iterations,
             view.links,
             emulated=self._job.spec.emulation is not None,
+            rails=rails_phrase(view.rails, view.transports),
         )
         if self._live:
             self._redraw(line)

@@ -10,6 +10,7 @@ from typing import Any
 
 from pipemorph import __version__
 from pipemorph.control.records import AdaptationRecord
+from pipemorph.local.journal import View
 from pipemorph.local.outputs import OutFolder, write_json
 from pipemorph.local.supervise import End, Ending
 from pipemorph.local.traces import read_faults
@@ -52,6 +53,8 @@ class RunRecord:
     ending: Ending = field(default_factory=lambda: Ending(End.FAILED, "not started"))
     iterations: list[IterationSample] = field(default_factory=list)
     adaptations: list[AdaptationRecord] = field(default_factory=list)
+    last: View = field(default_factory=View)
+    """The newest of everything when the run ended."""
 
     def begin_attempt(self, now: float) -> AttemptRecord:
         self.attempts.append(AttemptRecord(len(self.attempts), now))
@@ -62,8 +65,10 @@ class RunRecord:
         ending: Ending,
         iterations: list[IterationSample],
         adaptations: list[AdaptationRecord],
+        last: View | None = None,
     ) -> None:
         self.ending, self.iterations, self.adaptations = ending, iterations, adaptations
+        self.last = last or View()
 
     @property
     def completed(self) -> bool:
@@ -97,6 +102,8 @@ class RunRecord:
             "ended_at": self.attempts[-1].ended_at if self.attempts else None,
             "iterations": [i.model_dump(mode="json") for i in self.iterations],
             "adaptations": [a.model_dump(mode="json") for a in self.adaptations],
+            "links": _links(self.last),
+            "rails": _rails(self.last),
             "faults": faults,
             "attempts": [attempt.record() for attempt in self.attempts],
             "versions": _versions(),
@@ -107,6 +114,30 @@ class RunRecord:
 def write_report(folder: OutFolder, run: RunRecord) -> None:
     """Write ``report.json``, whole or not at all."""
     write_json(folder.report, run.content(read_faults(folder.trace)), indent=1)
+
+
+def _links(last: View) -> dict[str, Any]:
+    """What carried the links at the end, and whether any had lost its rails."""
+    seen = last.transports
+    return {
+        "transports": list(seen.links),
+        "fallbacks": seen.fallbacks,
+        "failbacks": seen.failbacks,
+        "fallen": [link.record() for link in seen.fallen],
+    }
+
+
+def _rails(last: View) -> dict[str, Any]:
+    """RDMA ports as last judged, and what happened to them and to links because of them."""
+    rails = last.rails
+    return {
+        "health": rails.health.value,
+        "ports": rails.ports,
+        "unavailable": rails.unreadable,
+        "sick": [port.record() for port in rails.sick],
+        "congested": [port.record() for port in rails.congested],
+        "events": [event.record() for event in last.events],
+    }
 
 
 def _versions() -> dict[str, str | None]:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipemorph.control.events import Event
 from pipemorph.control.health import Health, LinkHealth
+from pipemorph.control.rails import RailHealth, RailsView, RailTrouble
 from pipemorph.control.records import AdaptationRecord, Decision
+from pipemorph.control.transports import FallenLink, TransportsView
 from pipemorph.local import timeline as timeline_module
 from pipemorph.local.journal import Journal, View
 from pipemorph.local.outputs import OutFolder
-from pipemorph.local.progress import Progress, headline, links_phrase
+from pipemorph.local.progress import Progress, headline, links_phrase, rails_phrase
 from pipemorph.local.report import RunRecord, write_report
 from pipemorph.local.supervise import End, Ending
 from pipemorph.local.timeline import choose_panels, messages, write_timeline
@@ -125,6 +129,55 @@ def test_a_terminal_has_one_live_line_and_events_above_it() -> None:
     assert shown.count("epoch 1: in force since iteration 6\n") == 1
     assert shown.count("\n") == 3
     assert "\r\x1b[2Kepoch 1: link" in shown, "the live line is erased before an event"
+
+
+RAILS = RailsView(
+    health=RailHealth.SICK,
+    ports=2,
+    sick_count=1,
+    sick=(RailTrouble(1, 0, "mlx5_0", 1, "DOWN", "is DOWN"),),
+)
+FALLEN = FallenLink(2, 0, "forward", "rdma", "tcp", 1, "mlx5_0 port 1: port error")
+TRANSPORTS = TransportsView(
+    links=("gloo", "gloo", "tcp"), fallen_count=1, fallen=(FALLEN,), fallbacks=1
+)
+HAPPENED = Event(7, 1.0, 5, "link 2 of replica 0 fell back from rdma to tcp")
+
+
+def test_a_fallback_is_told_once_and_stays_on_the_line() -> None:
+    view = View(rails=RAILS, transports=TRANSPORTS, events=(HAPPENED,))
+    stream = io.StringIO()
+    progress = Progress(stream, job(), Journal(view=view, _unseen=[sample(4)]), clock=lambda: 0.0)
+    progress.update()
+    progress.update()
+    progress.close()
+    happened, line = stream.getvalue().splitlines()
+    assert happened == HAPPENED.text
+    assert "  link 2 fell back to tcp, 1 sick RDMA port  epoch 0" in line
+
+
+def test_nothing_is_said_of_rails_that_are_not_there() -> None:
+    assert rails_phrase(RailsView(), TransportsView()) == ""
+    many = tuple(replace(FALLEN, link=i) for i in range(5))
+    assert rails_phrase(RailsView(), TransportsView(fallen=many)) == (
+        "link 0 fell back to tcp, link 1 fell back to tcp, link 2 fell back to tcp, "
+        "2 more fell back"
+    )
+
+
+def test_rails_and_transports_of_the_end_are_in_the_report(tmp_path: Path) -> None:
+    folder = OutFolder.claim(tmp_path / "out", force=False)
+    run = RunRecord(job(), 1.0)
+    last = View(rails=RAILS, transports=TRANSPORTS, events=(HAPPENED,))
+    run.finish(Ending(End.COMPLETED), [], [], last)
+    write_report(folder, run)
+    report = json.loads(folder.report.read_text())
+    assert report["links"]["transports"] == ["gloo", "gloo", "tcp"]
+    assert report["links"]["fallbacks"] == 1
+    assert report["links"]["fallen"][0]["trouble"] == "mlx5_0 port 1: port error"
+    assert report["rails"]["health"] == "sick"
+    assert report["rails"]["sick"][0]["what"] == "is DOWN"
+    assert report["rails"]["events"] == [{"at": 1.0, "iteration": 5, "text": HAPPENED.text}]
 
 
 def test_emulation_is_never_silent() -> None:
