@@ -1,6 +1,6 @@
 """Every figure the README quotes, one after another: ``python benchmarks/all.py``.
 
-About half an hour on two cores. Leaves ``NAME.json`` and ``NAME.md`` in the folder given with
+About forty minutes on two cores. Leaves ``NAME.json`` and ``NAME.md`` in the folder given with
 --out. Goes on when one of them fails, and exits 1 at the end if any did.
 """
 
@@ -25,6 +25,7 @@ NAMES = (
     "gpt_losses",
     "slow_link",
     "traces",
+    "operator_scale",
 )
 
 

@@ -4,7 +4,8 @@
 
 The control plane is that of tests/cluster (built once from Go modules); no kubelet, so what is
 measured is the operator, the ingest, the API server and the Job controller. Everything shares
-this machine, the load generator included. Sections:
+this machine, the load generator included, so the table says what each of them took of it. About
+ten minutes on two cores. Sections:
 
 pods      apply of one job of RANKS ranks until all its pods exist, against a plain Indexed Job of
           the same pods in the same run (goal: at most 1.2 times)
@@ -20,6 +21,7 @@ capacity  reports one ingest process answers per second, with every connection b
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
 import os
@@ -125,6 +127,52 @@ def resident_bytes(pid: int) -> int:
 def cpu_seconds(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def children(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def idle_seconds() -> float:
+    """Of all processors together, since the machine's start."""
+    return int(Path("/proc/stat").read_text().split()[4]) / os.sysconf("SC_CLK_TCK")
+
+
+class Processors:
+    """Who took how much of the processors while something was measured."""
+
+    def __init__(self, installation: Installation) -> None:
+        ingest = installation.ingest.process.pid
+        plane = installation.cluster.control_plane
+        assert plane is not None
+        self._pids = {
+            "ingest": [ingest],
+            "planners": children(ingest),
+            "operator": [installation.operator.process.pid],
+            "api_server": [plane.apiserver.pid],
+            "etcd": [plane.etcd.pid],
+            "controllers": [plane.controller_manager.pid],
+        }
+        self._before = {name: self._now(name) for name in self._pids}
+        self._idle, self._started = idle_seconds(), time.monotonic()
+
+    def _now(self, name: str) -> float:
+        total = 0.0
+        for pid in self._pids[name]:
+            with contextlib.suppress(FileNotFoundError):  # a planner that was replaced
+                total += cpu_seconds(pid)
+        return total
+
+    def used(self, name: str) -> float:
+        """Processor seconds since the start."""
+        return self._now(name) - self._before[name]
+
+    def shares(self) -> Result:
+        """Processors kept busy, by whom; ``idle_cores`` of them had nothing to do."""
+        wall = time.monotonic() - self._started
+        return {f"{name}_cores": self.used(name) / wall for name in self._pids} | {
+            "idle_cores": (idle_seconds() - self._idle) / wall
+        }
 
 
 def many(installation: Installation, jobs: Jobs, count: int) -> Result:
@@ -234,23 +282,43 @@ def quantile(values: Sequence[float], q: float) -> float:
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
 
 
+class Timed:
+    """Mean of a histogram of the ingest's over what is measured, milliseconds."""
+
+    def __init__(self, installation: Installation, name: str) -> None:
+        self._metric = installation.ingest.metric
+        self._name = f"pipemorph_ingest_{name}_seconds"
+        self._before = self._now()
+
+    def _now(self) -> tuple[float, float]:
+        return self._metric(f"{self._name}_sum"), self._metric(f"{self._name}_count")
+
+    def count(self) -> float:
+        return self._now()[1] - self._before[1]
+
+    def mean_ms(self) -> float:
+        seconds, _ = self._now()
+        return 1e3 * (seconds - self._before[0]) / max(1.0, self.count())
+
+
 def steady(installation: Installation, jobs: Jobs, made: dict[str, str], bare: int) -> Result:
     """Every job reports every two seconds; spread over a minute, every link goes slow.
     ``bare``: bytes of an ingest that has no job."""
     ingest = installation.ingest
-    used = cpu_seconds(ingest.process.pid)
+    busy, load_before = Processors(installation), os.getloadavg()[0]
+    plans, persists = Timed(installation, "plan"), Timed(installation, "persist")
     writes = ingest.metric("pipemorph_ingest_status_writes_total")
     found = load(
         installation, jobs, made, period=PERIOD, turns=SLOW_AFTER + SPREAD + 8,
         slow_from=SLOW_AFTER, slow_over=SPREAD, first=MORE_THAN_SENT,
     )  # fmt: skip
-    used = cpu_seconds(ingest.process.pid) - used
     count = len(made)
     if not found["directives"]:
         raise RuntimeError(f"no directive for any of {count} slow links")
     return {
         "jobs": count,
         "reports": found["reports"],
+        "reports_per_second": found["reports"] / found["wall"],
         **milliseconds("answer", found["answers"]),
         # Links that were slow for 16 s and more without a directive: a machine too busy to tell.
         "directives_missing": count - len(found["directives"]),
@@ -258,12 +326,21 @@ def steady(installation: Installation, jobs: Jobs, made: dict[str, str], bare: i
         **milliseconds("directive", found["directives"]),
         # From the first report of a slow link; one report every two seconds is most of it.
         **milliseconds("evidence", found["evidence"]),
+        # Of which: decisions, the wait for a planner included, and their way into status.
+        "decisions": plans.count(),
+        "decision_ms": plans.mean_ms(),
+        "planner_cpu_ms": 1e3 * busy.used("planners") / max(1.0, plans.count()),
+        "persist_ms": persists.mean_ms(),
         "status_writes": ingest.metric("pipemorph_ingest_status_writes_total") - writes,
-        "ingest_cpu_seconds": used,
+        "ingest_cpu_us_per_report": 1e6 * busy.used("ingest") / found["reports"],
+        "load_generator_cpu_us_per_report": 1e6 * found["own_cpu"] / found["reports"],
+        "load_generator_late_ms": 1e3 * found["late"],
+        "load_generator_cores": found["own_cpu"] / found["wall"],
+        **busy.shares(),
+        "machine_load_before": load_before,
         "memory_mib": resident_bytes(ingest.process.pid) / 2**20,
         "memory_per_job_mib": (resident_bytes(ingest.process.pid) - bare) / 2**20 / count,
         "reconnects": found["reconnects"],
-        "load_generator_late_ms": 1e3 * found["late"],
     }
 
 
@@ -271,11 +348,10 @@ def full(
     installation: Installation, jobs: Jobs, made: dict[str, str], connections: int, seconds: float
 ) -> Result:
     """All connections busy, each within its job's limit."""
-    pid = installation.ingest.process.pid
-    used = cpu_seconds(pid)
+    busy, load_before = Processors(installation), os.getloadavg()[0]
     some = dict(list(made.items())[:connections])
     found = load(installation, jobs, some, seconds=seconds)
-    used = cpu_seconds(pid) - used
+    used = busy.used("ingest")
     return {
         "connections": len(some),
         # As measured here, beside whatever else this machine's processors have to do …
@@ -283,9 +359,11 @@ def full(
         **milliseconds("answer", found["answers"]),
         # … and per second of processor time of the ingest alone, handshakes included.
         "reports_per_cpu_second": found["reports"] / used,
-        "ingest_cpu_share": used / found["wall"],
-        "load_generator_cpu_share": found["own_cpu"] / found["wall"],
-        "machine_load": os.getloadavg()[0],
+        "ingest_cpu_us_per_report": 1e6 * used / found["reports"],
+        "load_generator_cpu_us_per_report": 1e6 * found["own_cpu"] / found["reports"],
+        "load_generator_cores": found["own_cpu"] / found["wall"],
+        **busy.shares(),
+        "machine_load_before": load_before,
         "processors": os.cpu_count() or 0,
     }
 
@@ -324,6 +402,79 @@ def run(options: argparse.Namespace) -> dict[str, Result]:
     return out
 
 
+def table(found: dict[str, Result]) -> str:
+    """What the README quotes, with what it was measured beside."""
+    pods, jobs, full, steady = (found[k] for k in ("pods", "jobs", "capacity", "reports"))
+
+    def shares(section: Result) -> str:
+        return ", ".join(
+            f"{name.replace('_', ' ')} {section[f'{name}_cores']:.2f}"
+            for name in (
+                "ingest", "planners", "load_generator", "api_server", "etcd", "operator",
+                "controllers", "idle",
+            )
+        )  # fmt: skip
+
+    def cost(section: Result) -> str:
+        return (
+            f"{section['ingest_cpu_us_per_report']:.0f} µs"
+            f" ({section['load_generator_cpu_us_per_report']:.0f} µs)"
+        )
+
+    rows = [
+        (
+            f"apply to all {pods['ranks']:.0f} pods of one job; a plain Indexed Job of the same",
+            f"{pods['seconds']:.1f} s; {pods['plain_seconds']:.1f} s, {pods['ratio']:.2f}×",
+        ),
+        (
+            f"API requests per job, {jobs['jobs']:.0f} jobs",
+            f"{jobs['requests_per_job']:.1f}",
+        ),
+        ("operator's memory then", f"{jobs['memory_mib']:.0f} MiB"),
+        ("restarted operator: until each was looked at", f"{jobs['restart_seconds']:.1f} s"),
+        (
+            f"one ingest, {full['connections']:.0f} connections busy",
+            f"{full['reports_per_second_wall']:.0f} reports/s,"
+            f" {full['reports_per_cpu_second']:.0f} per second of its processor",
+        ),
+        ("… processor time per report (of the load generator)", cost(full)),
+        ("… processors busy", shares(full)),
+        (
+            f"{steady['jobs']:.0f} jobs report every {PERIOD:g} s: report answered, p50 / p99",
+            f"{steady['answer_p50_ms']:.1f} / {steady['answer_p99_ms']:.0f} ms",
+        ),
+        (
+            "… report that completes the evidence to the directive, p50 / p99",
+            f"{steady['directive_p50_ms']:.0f} / {steady['directive_p99_ms']:.0f} ms",
+        ),
+        (
+            "… of which on average: decision, persisted in status",
+            f"{steady['decision_ms']:.0f} ms, {steady['persist_ms']:.0f} ms",
+        ),
+        (
+            "… processor time of a decision, and how many there were",
+            f"{steady['planner_cpu_ms']:.1f} ms, {steady['decisions']:.0f}",
+        ),
+        ("… slow links without a directive", f"{steady['directives_missing']:.0f}"),
+        ("… processor time per report (of the load generator)", cost(steady)),
+        ("… latest report of the load generator", f"{steady['load_generator_late_ms']:.0f} ms"),
+        ("… processors busy", shares(steady)),
+        (
+            "… ingest's memory",
+            f"{steady['memory_mib']:.0f} MiB, {1024 * steady['memory_per_job_mib']:.0f} KiB a job",
+        ),
+    ]
+    lines = ["| operator and ingest at scale | |", "|---|---:|"]
+    lines += [f"| {what} | {figure} |" for what, figure in rows]
+    lines += [
+        "",
+        f"{full['processors']:.0f} processors, which everything shares, the load generator and the"
+        f" control plane included; load average before the last two sections"
+        f" {full['machine_load_before']:.1f} and {steady['machine_load_before']:.1f}. No kubelets.",
+    ]
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--jobs", type=int, default=1000)
@@ -331,7 +482,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     result = run(options)
-    print(json.dumps(result, indent=1))
+    print(table(result))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 

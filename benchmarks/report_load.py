@@ -185,7 +185,8 @@ class _Gate:
 class Figures:
     """What was seen. Seconds. ``directives``: from the report that completes the evidence (the
     last one sent before the directive) to the directive; ``evidence``: from the first report of
-    the slow link, which no detector could act on alone."""
+    the slow link, which no detector could act on alone. ``wall``, ``own_cpu``: since all
+    connections are open; what this process takes of a processor."""
 
     reports: int = 0
     wall: float = 0.0
@@ -203,6 +204,7 @@ async def steady(load: Load, reporters: Sequence[Reporter], out: Figures) -> Non
     everybody = _Gate(len(reporters))
 
     opening = asyncio.Semaphore(OPENED_AT_A_TIME)
+    began: list[tuple[float, float]] = []
 
     async def one(number: int, reporter: Reporter) -> None:
         last_sent = 0.0
@@ -225,6 +227,8 @@ async def steady(load: Load, reporters: Sequence[Reporter], out: Figures) -> Non
             waiting = asyncio.create_task(wait_for_directive(await reporter.line()))
         everybody.release()
         await everybody.wait()
+        if not began:
+            began.append((time.monotonic(), time.process_time()))
         start = time.monotonic() + load.period * number / len(reporters)
         slow_from = load.slow_from + number % load.slow_over
         for turn in range(load.turns):
@@ -247,6 +251,8 @@ async def steady(load: Load, reporters: Sequence[Reporter], out: Figures) -> Non
                 raise error
 
     await _all(one(i, reporter) for i, reporter in enumerate(reporters))
+    wall, cpu = began[0]
+    out.wall, out.own_cpu = time.monotonic() - wall, time.process_time() - cpu
 
 
 async def full(load: Load, reporters: Sequence[Reporter], out: Figures) -> None:
