@@ -564,3 +564,15 @@ def current_name(body: Mapping[str, Any]) -> str | None:
 def refuse(seen: Observed, config: OperatorConfig, reason: str, message: str) -> Decision:
     """The decision after the API server has refused an attempt's objects for good."""
     return _Step(seen, config).fail(reason, message)
+
+
+def hold(seen: Observed, config: OperatorConfig, reason: str, message: str) -> Decision:
+    """The decision after the API server has refused an attempt's objects for now, as under a
+    quota: say so, and try again."""
+    step = _Step(seen, config)
+    known = any(c.reason == reason and c.message == message for c in step.status.conditions)
+    step._not_running(reason, message)
+    if not known:
+        step._say("Warning", reason, message)
+    step._soon(LOOK_AGAIN_SECONDS)
+    return step._done()

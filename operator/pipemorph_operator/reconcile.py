@@ -25,6 +25,7 @@ from pipemorph_operator.decide import (
     current_name,
     decide,
     dump,
+    hold,
     operator_part,
     refuse,
 )
@@ -38,6 +39,8 @@ OwnedJobs = Callable[[str, str], Sequence[JobFacts]]
 
 PERMANENT = frozenset({400, 404, 413, 422})
 """Answers to an apply that the same objects will get again."""
+FORBIDDEN = 403
+"""A quota, an admission policy or a missing right: the user must hear of it, and may change it."""
 SECRET_BYTES = 32
 NAMESPACE_ENDS_SECONDS = 60.0
 """Until a job of a namespace that is being deleted is looked at again, should it still be there."""
@@ -131,6 +134,8 @@ class Reconciler:
                 if obj["kind"] == "Job":
                     status.job_uid = made["metadata"]["uid"]
         except ApiRefused as refused:
+            if refused.status == FORBIDDEN and not refused.namespace_ends:
+                return hold(seen, config, names.R_REFUSED, refused.message)
             if refused.status not in PERMANENT:
                 raise
             return refuse(seen, config, names.R_REFUSED, refused.message)

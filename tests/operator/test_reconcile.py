@@ -11,6 +11,7 @@ import pytest
 from support import CONFIG, body
 
 from pipemorph_operator.api import ApiRefused, _refusal
+from pipemorph_operator.decide import LOOK_AGAIN_SECONDS
 from pipemorph_operator.reconcile import NAMESPACE_ENDS_SECONDS, Reconciler
 
 
@@ -19,10 +20,11 @@ class Refusing:
 
     def __init__(self, refusal: ApiRefused) -> None:
         self.refusal = refusal
+        self.status: dict[str, Any] = {}
         self.statuses: list[dict[str, Any]] = []
 
     async def get(self, url: str) -> dict[str, Any] | None:
-        return body() if "pipemorphjobs" in url else None
+        return body() | {"status": self.status} if "pipemorphjobs" in url else None
 
     async def create(self, obj: dict[str, Any], owner: str) -> dict[str, Any]:
         raise self.refusal
@@ -52,9 +54,25 @@ def test_a_namespace_that_is_being_deleted_is_nobodys_fault(
     assert (caplog.records, api.statuses) == ([], [])
 
 
-def test_another_refusal_is_tried_again() -> None:
-    with pytest.raises(ApiRefused, match="exceeded quota"):
-        reconcile(Refusing(refusal(403, "exceeded quota: jobs")))
+def test_a_quota_is_said_in_status_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    api = Refusing(refusal(403, "exceeded quota: jobs"))
+    assert reconcile(api) == LOOK_AGAIN_SECONDS
+    (status,) = api.statuses
+    assert status["state"] == "Pending"
+    found = {c["type"]: (c["status"], c["reason"], c["message"]) for c in status["conditions"]}
+    assert found["PodsReady"] == ("False", "ObjectRefused", "exceeded quota: jobs")
+    assert "attempt" not in status
+    # The next turn finds the same, and has nothing to write or to tell.
+    caplog.clear()
+    api.status = status
+    assert reconcile(api) == LOOK_AGAIN_SECONDS
+    assert (len(api.statuses), caplog.records) == (1, [])
+
+
+@pytest.mark.parametrize("status", [409, 429, 500, 503])
+def test_another_refusal_is_tried_again(status: int) -> None:
+    with pytest.raises(ApiRefused, match="try again"):
+        reconcile(Refusing(refusal(status, "try again")))
 
 
 def test_what_the_api_server_will_never_take_is_said_in_status(
