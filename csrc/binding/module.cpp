@@ -209,6 +209,13 @@ void reserve(const PyLink& self, int direction, int64_t slots, int64_t slot_byte
     link.reserve(direction, static_cast<uint32_t>(slots), static_cast<uint64_t>(slot_bytes));
 }
 
+std::vector<std::tuple<uintptr_t, size_t>> slot_memory(const PyLink& self) {
+    std::vector<std::tuple<uintptr_t, size_t>> out;
+    for (const auto& memory : self.use().slot_memory())
+        out.emplace_back(reinterpret_cast<uintptr_t>(memory->data()), memory->size());
+    return out;
+}
+
 std::vector<std::tuple<KeyTuple, uint64_t, double, double>> drain_telemetry(const PyLink& self) {
     std::vector<std::tuple<KeyTuple, uint64_t, double, double>> out;
     for (const SentRecord& r : self.use().drain_telemetry())
@@ -418,6 +425,7 @@ NB_MODULE(_engine, m) {
                     static_cast<int>(bounded(direction, "direction", 0, 1)));
             },
             "direction"_a)
+        .def("slot_memory", &slot_memory)
         .def("drain_telemetry", &drain_telemetry)
         .def("stats", [](const PyLink& self) { return self.use().stats(); })
         .def(

@@ -88,6 +88,8 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     std::optional<Arrived> try_receive(const Key& key);
     void post_receive(const Key& key, Destination destination);
     bool arrived(const Key& key) const;
+    // What the receive slots lie in; mapped for as long as the link lives.
+    std::vector<std::shared_ptr<Memory>> slot_memory() const;
     void release(uint32_t slot, uint64_t serial);
     uint64_t send_slots(int direction) const;
     std::vector<SentRecord> drain_telemetry();

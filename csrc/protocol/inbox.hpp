@@ -58,6 +58,7 @@ class Inbox {
                          std::shared_ptr<Memory> memory);
     std::vector<SlotGrant> grant_segment(uint32_t segment);
     std::shared_ptr<Memory> segment(uint32_t number) const;
+    const std::vector<std::shared_ptr<Memory>>& segments() const { return segments_; }
 
     ChunkSink begin_chunk(const ChunkHeader& header);
     // `intact`: all its bytes are in the slot and the checksum is right. Returns whether that

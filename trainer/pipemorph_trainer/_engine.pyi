@@ -139,6 +139,9 @@ class Link:
     def arrived(self, key: tuple[int, int, int, int, int]) -> bool: ...
     def send_slots(self, direction: int) -> int:
         """Slots that the peer has granted for ``direction`` and no message has taken yet."""
+    def slot_memory(self) -> list[tuple[int, int]]:
+        """Address and bytes of each piece of memory that receive slots lie in, so that a device
+        can be told of it (``cudaHostRegister``). It stays mapped as long as this object lives."""
     def drain_telemetry(self) -> list[tuple[tuple[int, int, int, int, int], int, float, float]]:
         """Per message sent and acknowledged since the last call: (key, bytes, queue_seconds,
         wire_seconds); wire is first byte out → acknowledgement in, so queueing is left out."""
@@ -171,6 +174,7 @@ class Engine:
         gid_index: int = -1,
         traffic_class: int = 0,
         service_level: int = 0,
+        numa_node: int = -1,
     ) -> None:
         """``transport``: auto (shm on one host, else rdma where both ends have a rail, else tcp)
         | tcp | shm | rdma. ``job`` names job and attempt: a peer of another attempt is refused.
@@ -180,6 +184,7 @@ class Engine:
         usable rail, and the link is dead when none was up for ``peer_deadline``.
         ``rdma_devices``: such as ``mlx5_0`` or ``mlx5_0:2`` (port); empty for one active port of
         every card. ``gid_index``: -1 for the best, looked up anew at every connection.
+        ``numa_node``: of the GPU whose tensors travel; -1 if that is not known.
         """
     @property
     def rails(self) -> list[str]:
@@ -187,6 +192,10 @@ class Engine:
     @property
     def rails_trouble(self) -> str | None:
         """Why there are no rails, or fewer than there could be: to be logged."""
+    @property
+    def memory_node(self) -> int | None:
+        """NUMA node that slots come from: ``numa_node``, else the one that all rails' cards are
+        on; None where neither is known."""
     @property
     def port(self) -> int: ...
     @property

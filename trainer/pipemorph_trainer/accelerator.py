@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+_torch_cuda: Any = torch.cuda  # its stubs are partly untyped
 PORTABLE = 1
 """``cudaHostRegisterPortable``: page-locked for every device of the process."""
 
@@ -120,14 +121,15 @@ class CudaAccelerator:
         return torch.cuda.current_stream(self._device)
 
     def new_stream(self) -> Stream:
-        stream: Stream = torch.cuda.Stream(self._device)
+        stream: Stream = _torch_cuda.Stream(self._device)
         return stream
 
     def record(self, stream: Stream, *, timed: bool = False) -> Event:
         # `blocking`: a host that waits sleeps instead of spinning.
-        event = torch.cuda.Event(enable_timing=timed, blocking=True)
-        event.record(_cuda(stream))
-        return event
+        event: Any = _torch_cuda.Event(enable_timing=timed, blocking=True)
+        event.record(stream)
+        made: Event = event
+        return made
 
     def wait(self, stream: Stream, event: Event) -> None:
         _cuda(stream).wait_event(event)
@@ -148,7 +150,7 @@ class CudaAccelerator:
 
     def register(self, address: int, nbytes: int) -> str | None:
         with torch.cuda.device(self._device):
-            runtime: Any = torch.cuda.cudart()
+            runtime = _torch_cuda.cudart()
             result = runtime.cudaHostRegister(address, nbytes, PORTABLE)
             if result == runtime.cudaError.success:
                 return None
@@ -157,7 +159,7 @@ class CudaAccelerator:
 
     def unregister(self, address: int) -> None:
         with torch.cuda.device(self._device):
-            runtime: Any = torch.cuda.cudart()
+            runtime = _torch_cuda.cudart()
             if runtime.cudaHostUnregister(address) != runtime.cudaError.success:
                 self._forget_last_error()
 

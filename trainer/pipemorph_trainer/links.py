@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from pipemorph.planning import Path
 from pipemorph.spec import Fault, Rdma
+from pipemorph_trainer.accelerator import accelerator_of
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.executor.bell import Bell
 from pipemorph_trainer.paths import line as lines
@@ -29,6 +30,7 @@ from pipemorph_trainer.paths.faults import Severer, Shaper, shaping
 from pipemorph_trainer.paths.line import Line
 from pipemorph_trainer.paths.message import Direction, Incoming, Outgoing
 from pipemorph_trainer.paths.shared_queue import SharedQueue
+from pipemorph_trainer.paths.staging import StagedIncoming, StagedOutgoing, Staging
 from pipemorph_trainer.profile import LinkRecorder, Transport
 
 if TYPE_CHECKING:
@@ -179,6 +181,8 @@ class Neighbourhood:
     upstream: LinkEnd | None
     downstream: LinkEnd | None
     engine: _engine.Engine | None
+    staging: Staging | None = None
+    """What delegated links share on a device; None on the CPU."""
 
     @property
     def ends(self) -> list[LinkEnd]:
@@ -261,6 +265,10 @@ def meet(
                 engine.rails_trouble,
             )
         bell.watch_eventfd(engine.bell_fd)
+    accelerator = accelerator_of(device)
+    staging = None
+    if engine is not None and accelerator is not None:
+        staging = Staging(accelerator, ring=bell.ring, deadline=deadline)
     ports: list[Any] = [None] * len(hosts)
     if half_duplex and device.type == "cuda":
         # Receives are posted ahead of sends here; on one NCCL stream that would deadlock.
@@ -341,18 +349,25 @@ def meet(
             ),
         )  # fmt: skip
         if engine_link is not None and engine_options is not None:
-            made.add(
-                Path.DELEGATED,
-                DelegatedIncoming(
-                    link=engine_link, direction=receives,
-                    peer_clock=clock, recorder=recorder, device=device,
-                ),
-                DelegatedOutgoing(
-                    link=engine_link, direction=made.sends, shaper=shaper,
-                    queues=engine_options.queues, on_block=partial(on_block, made),
-                    on_unblock=on_unblock,
-                ),
-            )  # fmt: skip
+            receiver: dict[str, Any] = {
+                "link": engine_link, "direction": receives, "peer_clock": clock,
+                "recorder": recorder,
+            }  # fmt: skip
+            sender: dict[str, Any] = {
+                "link": engine_link, "direction": made.sends, "shaper": shaper,
+                "queues": engine_options.queues, "on_block": partial(on_block, made),
+                "on_unblock": on_unblock,
+            }  # fmt: skip
+            delegated: tuple[DelegatedIncoming, DelegatedOutgoing]
+            if staging is None:
+                delegated = DelegatedIncoming(**receiver), DelegatedOutgoing(**sender)
+            else:
+                name = f"link {link} (delegated)"
+                delegated = (
+                    StagedIncoming(staging=staging, name=name, **receiver),
+                    StagedOutgoing(staging=staging, name=name, **sender),
+                )
+            made.add(Path.DELEGATED, *delegated)
         made.select(Path.DIRECT)
         bell.watch_socket(line.fileno())
         return made
@@ -373,7 +388,7 @@ def meet(
     if engine is not None:
         for reason in engine.refused():
             log.warning("%s: engine refused a connection: %s", seat, reason)
-    return Neighbourhood(upstream, downstream, engine)
+    return Neighbourhood(upstream, downstream, engine, staging)
 
 
 def _engine_link(

@@ -670,6 +670,8 @@ class Pipeline:
         self._control.close()
         if self._agent is not None:
             self._agent.close()
+        if self._neighbours.staging is not None:
+            self._neighbours.staging.close(abandon=not goodbye)
         if self._neighbours.engine is not None:
             self._bell.forget(self._neighbours.engine.bell_fd)
             # After a failure there is nobody to flush to.

@@ -1,13 +1,14 @@
 """The delegated path: messages leave through host memory and the transfer engine.
 
 Sends are handed over and forgotten, K queues per direction take them in turn, and receivers
-grant slots ahead; compute never waits for a send.
+grant slots ahead; compute never waits for a send. Tensors of a device are staged around this:
+see :mod:`pipemorph_trainer.paths.staging`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,9 +28,9 @@ GRANT_SECONDS = 10.0
 """Longest wait for larger slots after a change of shapes."""
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's memory as bytes, without a copy; any dtype (numpy knows no bfloat16)."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+def bytes_of(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's memory, uint8 (bytes,), without a copy; of any dtype."""
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 class DelegatedIncoming:
@@ -42,11 +43,9 @@ class DelegatedIncoming:
         direction: Direction,
         peer_clock: PeerClock,
         recorder: LinkRecorder,
-        device: torch.device,
     ) -> None:
         self._link, self._direction = link, direction
         self._peer_clock, self._recorder = peer_clock, recorder
-        self._device = device
         self._batch: Batch | None = None
         self._nbytes = 0
         self._here: dict[int, list[_engine.Message | None]] = {}
@@ -65,17 +64,23 @@ class DelegatedIncoming:
     def ready_at(self, microbatch: int) -> float | None:
         batch = self._batch
         assert batch is not None
+        parts = self._whole(batch, microbatch)
+        return None if parts is None else self._usable_from(Note.unpack(parts[0].note))
+
+    def _whole(self, batch: Batch, microbatch: int) -> list[_engine.Message] | None:
+        """The parts of a message once all are here. Raises :class:`PipelineError` if the link
+        is dead."""
         parts = self._here.get(microbatch)
         if parts is None:
             parts = self._here[microbatch] = [None] * len(batch.metas)
         for k in range(len(parts)):
             if parts[k] is None:
-                parts[k] = self._try(_key(batch, microbatch, self._direction, k))
+                parts[k] = self._try(key_of(batch, microbatch, self._direction, k))
                 if parts[k] is None:
                     return None
-        first = parts[0]
-        assert first is not None
-        note = Note.unpack(first.note)
+        return [part for part in parts if part is not None]
+
+    def _usable_from(self, note: Note) -> float:
         return note.not_before + self._peer_clock.offset if note.not_before else 0.0
 
     def _try(self, key: Key) -> _engine.Message | None:
@@ -103,9 +108,9 @@ class DelegatedIncoming:
                 continue
             tensor = meta.empty(torch.device("cpu"))
             if meta.nbytes:
-                message.copy_into(_bytes_of(tensor))
+                message.copy_into(bytes_of(tensor).numpy().data)
             message.release()
-            tensors.append(tensor.to(self._device, non_blocking=True))
+            tensors.append(tensor)
         assert note is not None
         record_arrival(
             self._recorder,
@@ -141,7 +146,8 @@ class DelegatedOutgoing:
         on_block: Callable[[int, int], None],
         on_unblock: Callable[[], None],
     ) -> None:
-        self._link, self._direction, self._shaper = link, direction, shaper
+        self.link, self.direction = link, direction
+        self._shaper = shaper
         self._on_block, self._on_unblock = on_block, on_unblock
         self._queues = queues
         self._turn = 0
@@ -158,20 +164,25 @@ class DelegatedOutgoing:
     def send(self, microbatch: int, tensors: list[Tensor | None]) -> None:
         batch = self._batch
         assert batch is not None
+        note = self.note(batch, self._nbytes, microbatch, tensors)
+        for k, tensor in enumerate(tensors):
+            payload = b"" if tensor is None else bytes_of(tensor.detach().contiguous()).numpy().data
+            self._hand_over(key_of(batch, microbatch, self.direction, k), payload, note)
+
+    def note(
+        self, batch: Batch, nbytes: int, microbatch: int, tensors: Sequence[Tensor | None]
+    ) -> bytes:
+        """The note of a message that is handed to the next queue in turn now."""
         posted = now()
-        started, not_before = self._shaper.hold(self._turn, self._nbytes, posted)
+        started, not_before = self._shaper.hold(self._turn, nbytes, posted)
         self._turn = (self._turn + 1) % self._queues
         present = ALL_PRESENT
         for k, tensor in enumerate(tensors):
             if tensor is None:
                 present &= ~(1 << k)
-        note = Note(
+        return Note(
             batch.generation, batch.iteration, microbatch, present, posted, started, not_before
         ).pack()
-        for k, tensor in enumerate(tensors):
-            # A CUDA tensor is staged in host memory first; the copy is waited for here.
-            payload = b"" if tensor is None else _bytes_of(tensor.detach().contiguous().cpu())
-            self._hand_over(_key(batch, microbatch, self._direction, k), payload, note)
 
     def _hand_over(self, key: Key, payload: bytes | memoryview, note: bytes) -> None:
         """Give one tensor to the engine. When shapes have just grown, the receiver may not
@@ -179,13 +190,13 @@ class DelegatedOutgoing:
         deadline = 0.0
         while True:
             try:
-                self._link.send(key, payload, note)
+                self.link.send(key, payload, note)
                 break
             except RuntimeError as error:
                 if not deadline:
                     deadline = time.monotonic() + GRANT_SECONDS
                     self._on_block(key[1], key[2])
-                if not self._link.alive or time.monotonic() > deadline:
+                if not self.link.alive or time.monotonic() > deadline:
                     raise PipelineError(str(error)) from error
                 time.sleep(0.0005)
         if deadline:
@@ -195,5 +206,5 @@ class DelegatedOutgoing:
         """Nothing to wait for: the engine flushes when it is closed."""
 
 
-def _key(batch: Batch, microbatch: int, direction: Direction, tensor: int) -> Key:
+def key_of(batch: Batch, microbatch: int, direction: Direction, tensor: int) -> Key:
     return (batch.generation, batch.iteration, microbatch, int(direction), tensor)

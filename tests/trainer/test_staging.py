@@ -1,0 +1,533 @@
+"""Messages of a device through host memory, on a simulated device and a real engine link.
+
+The device's streams do their work when a test says so, or in random order. See
+``simulated_device.py`` for how memory that is used too early or too late is found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from simulated_device import Driver, SimulatedDevice
+from torch import Tensor
+
+from pipemorph.spec import Fault
+from pipemorph_trainer.errors import PipelineError, WaitTimeoutError
+from pipemorph_trainer.links import engine_module
+from pipemorph_trainer.paths.arrival import PeerClock
+from pipemorph_trainer.paths.faults import Shaper
+from pipemorph_trainer.paths.message import Batch, Direction, TensorMeta
+from pipemorph_trainer.paths.staging import AHEAD, StagedIncoming, StagedOutgoing, Staging
+from pipemorph_trainer.profile import LinkRecorder
+
+pytestmark = pytest.mark.skipif(engine_module() is None, reason="the engine is not built")
+TIMEOUT = 20.0
+SECRET = b"a secret of the test"
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {TIMEOUT:.0f} s"
+        time.sleep(0.001)
+
+
+@dataclass
+class Rig:
+    """A link: what stage 0 sends and stage 1 receives, each with a device of its own."""
+
+    sender: SimulatedDevice
+    receiver: SimulatedDevice
+    out: Staging
+    into: Staging
+    outgoing: StagedOutgoing
+    incoming: StagedIncoming
+    rings: list[str]
+
+    def batch(self, *metas: TensorMeta, iteration: int = 0, microbatches: int = 8) -> Batch:
+        return Batch(1, iteration, microbatches, metas)
+
+    def begin(self, batch: Batch, slots: int = 8) -> None:
+        if slots:
+            self.incoming.reserve(slots, batch)
+        self.outgoing.begin(batch)
+        self.incoming.begin(batch)
+
+    @property
+    def sent(self) -> int:
+        """Messages that the engine has been given."""
+        stats = self.outgoing.link.stats()
+        return int(stats.messages_sent + stats.sends_in_flight)
+
+    def slots_in_use(self) -> int:
+        return int(self.incoming._link.stats().slots_in_use)
+
+    def arrived(self, microbatch: int) -> list[Tensor | None]:
+        """Take a message once it has arrived; its copies may not be done."""
+        until(
+            lambda: self.incoming.ready_at(microbatch) is not None,
+            f"microbatch {microbatch} has arrived",
+        )
+        return self.incoming.take(microbatch)
+
+
+@pytest.fixture(params=["tcp", "shm"])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    with rigged(request.param) as rig:
+        yield rig
+
+
+@contextlib.contextmanager
+def rigged(
+    transport: str = "tcp", deadline: float = TIMEOUT, register_refuses: str | None = None
+) -> Iterator[Rig]:
+    module = engine_module()
+    assert module is not None
+    engines = [
+        module.Engine(
+            job="staging", rank=rank, secret=SECRET, host="127.0.0.1", transport=transport
+        )
+        for rank in range(2)
+    ]
+    links: list[object] = []
+    thread = threading.Thread(
+        target=lambda: links.append(engines[1].accept(peer_rank=0, link_id=4, timeout=TIMEOUT))
+    )
+    thread.start()
+    low = engines[0].connect(
+        peer_rank=1, link_id=4, host="127.0.0.1", port=engines[1].port, timeout=TIMEOUT
+    )
+    thread.join()
+    (high,) = links
+    rings: list[str] = []
+    devices = SimulatedDevice(), SimulatedDevice(register_refuses=register_refuses)
+    out = Staging(devices[0], ring=lambda: rings.append("out"), deadline=deadline)
+    into = Staging(devices[1], ring=lambda: rings.append("into"), deadline=deadline)
+    rig = Rig(
+        *devices,
+        out,
+        into,
+        StagedOutgoing(
+            staging=out,
+            name="link 4",
+            link=low,
+            direction=Direction.FORWARD,
+            shaper=Shaper([], Direction.FORWARD),
+            queues=8,
+            on_block=lambda iteration, microbatch: None,
+            on_unblock=lambda: None,
+        ),
+        StagedIncoming(
+            staging=into,
+            name="link 4",
+            link=high,
+            direction=Direction.FORWARD,
+            peer_clock=PeerClock(),
+            recorder=LinkRecorder(4, 0, Direction.FORWARD),
+        ),
+        rings,
+    )
+    yield rig
+    for device in devices:
+        device.fail("the test is over")
+    out.close(abandon=True)
+    into.close(abandon=True)
+    for engine in engines:
+        engine.close(0.0)
+
+
+def values(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def read(device: SimulatedDevice, tensor: Tensor, into: list[bytes]) -> None:
+    """An op that reads a tensor, by address: it does not keep it."""
+    address, nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+    device.launch(lambda: into.append(ctypes.string_at(address, nbytes)))
+
+
+def raw(tensor: Tensor) -> bytes:
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+META = TensorMeta((64,), torch.float32)
+
+
+# --- out -----------------------------------------------------------------------------------------
+
+
+def test_a_message_leaves_when_its_op_and_its_copy_are_done(rig: Rig) -> None:
+    rig.begin(rig.batch(META))
+    wanted = values(1, 64)
+    tensor = rig.sender.tensor(wanted)
+    rig.outgoing.send(0, [tensor])
+    # The copy waits for the op, and the engine for the copy; the executor for nothing.
+    rig.sender.run(rig.out.to_host.stream)
+    assert not rig.sender.copied
+    rig.sender.run(rig.sender.compute)
+    assert rig.sent == 0
+    rig.sender.run()
+    until(lambda: rig.sent == 1, "the engine has the message")
+    (came,) = rig.arrived(0)
+    rig.receiver.run()
+    assert came is not None
+    assert torch.equal(came, wanted)
+
+
+def test_memory_of_a_tensor_that_is_gone_waits_for_its_copy(rig: Rig) -> None:
+    rig.begin(rig.batch(META))
+    wanted = values(1, 64)
+    tensor = rig.sender.tensor(wanted)
+    rig.outgoing.send(0, [tensor])
+    del tensor
+    # The next op gets memory of the same size, and the compute stream is as early as it can be.
+    other = rig.sender.tensor(values(2, 64))
+    rig.sender.run(rig.sender.compute)
+    rig.sender.run()
+    (came,) = rig.arrived(0)
+    rig.receiver.run()
+    assert came is not None
+    assert torch.equal(came, wanted)
+    assert torch.equal(other, values(2, 64))
+
+
+def test_a_tensor_that_is_not_contiguous(rig: Rig) -> None:
+    rig.begin(rig.batch(TensorMeta((8, 4), torch.float32)))
+    wanted = values(3, 4, 8)
+    tensor = rig.sender.tensor(wanted)
+    rig.sender.run(rig.sender.compute)
+    rig.outgoing.send(0, [tensor.t()])
+    rig.sender.run()
+    (came,) = rig.arrived(0)
+    rig.receiver.run()
+    assert came is not None
+    assert torch.equal(came, wanted.t())
+
+
+def test_pinned_memory_stays_until_the_receiver_has_it_and_is_used_again(rig: Rig) -> None:
+    """No slot is granted, so the engine keeps what it was given."""
+    batch = rig.batch(META, microbatches=6)
+    rig.begin(batch, slots=0)
+    for microbatch in range(6):
+        rig.outgoing.send(microbatch, [rig.sender.tensor(values(microbatch, 64))])
+        rig.sender.run()
+    until(lambda: rig.sent == 6, "the engine has the messages")
+    gc.collect()
+    # Nothing that is pinned now may be memory the engine still has.
+    other = [rig.sender.pinned_empty((64,), torch.float32) for _ in range(6)]
+    for tensor in other:
+        tensor.fill_(-1.0)
+    rig.incoming.reserve(6, batch)
+    for microbatch in range(6):
+        (came,) = rig.arrived(microbatch)
+        rig.receiver.run()
+        assert came is not None
+        assert torch.equal(came, values(microbatch, 64)), f"microbatch {microbatch}"
+    del other, tensor
+    until(lambda: rig.outgoing.link.stats().sends_in_flight == 0, "all is acknowledged")
+    blocks = len(rig.sender.pinned_blocks)
+    assert blocks >= 12
+    again = rig.batch(META, iteration=1, microbatches=6)
+    rig.begin(again, slots=0)
+    for microbatch in range(6):
+        rig.outgoing.send(microbatch, [rig.sender.tensor(values(microbatch, 64))])
+        rig.sender.run()
+        rig.arrived(microbatch)
+        rig.receiver.run()
+    assert len(rig.sender.pinned_blocks) == blocks, "the pool was not used again"
+
+
+def test_what_cannot_leave_yet_does_not_hold_up_another_link() -> None:
+    """Its receiver has not granted slots of the new size; the other link's messages go on."""
+    with rigged() as one, rigged() as two:
+        # Both links are of one rank: they share the sending device and its streams.
+        two.outgoing._staging, two.sender = one.out, one.sender
+        small = one.batch(META)
+        one.begin(small)
+        two.begin(small)
+        large = one.batch(TensorMeta((4096,), torch.float32), iteration=1)
+        one.outgoing.begin(large)
+        one.outgoing.send(0, [one.sender.tensor(values(1, 4096))])
+        one.sender.run()
+        two.outgoing.send(0, [one.sender.tensor(values(2, 64))])
+        one.sender.run()
+        (came,) = two.arrived(0)
+        two.receiver.run()
+        assert came is not None
+        assert torch.equal(came, values(2, 64))
+        assert one.sent == 0
+        one.incoming.reserve(8, large)
+        one.incoming.begin(large)
+        (came,) = one.arrived(0)
+        one.receiver.run()
+        assert came is not None
+        assert torch.equal(came, values(1, 4096))
+
+
+def test_times_on_the_queue_begin_when_the_bytes_are_there() -> None:
+    """Not when the op was launched: that is not the link's time."""
+    with rigged() as rig:
+        held = Fault(link=4, delay_ms=50.0, from_iteration=0)
+        rig.outgoing._shaper = Shaper([held], Direction.FORWARD)
+        rig.outgoing._shaper.begin(0, time.time())
+        rig.begin(rig.batch(META))
+        rig.outgoing.send(0, [rig.sender.tensor(values(1, 64))])
+        launched = time.time()
+        until(lambda: time.time() > launched + 0.05, "some time has passed")
+        ran = time.time()
+        rig.sender.run()
+        until(lambda: rig.incoming.ready_at(0) is not None, "the message has arrived")
+        at = rig.incoming.ready_at(0)
+        assert at is not None
+        assert at >= ran + 0.05
+
+
+# --- in ------------------------------------------------------------------------------------------
+
+
+def give(rig: Rig, microbatch: int, tensor: Tensor) -> None:
+    """Send one message all the way into the receiver's slot."""
+    rig.outgoing.send(microbatch, [rig.sender.tensor(tensor)])
+    rig.sender.run()
+
+
+def test_a_slot_is_free_when_the_copy_from_it_is_done(rig: Rig) -> None:
+    rig.begin(rig.batch(META))
+    give(rig, 0, values(1, 64))
+    (came,) = rig.arrived(0)
+    assert came is not None
+    assert rig.slots_in_use() == 1
+    assert not rig.receiver.copied
+    rig.receiver.run()
+    until(lambda: rig.slots_in_use() == 0, "the slot is free")
+    assert rig.receiver.copied == [(rig.into.to_device.stream.name, 256)]
+    assert rig.receiver.ever_registered, "it came straight from the slot"
+    assert not rig.receiver.pinned_blocks
+
+
+def test_the_op_waits_for_the_copy_and_the_host_does_not(rig: Rig) -> None:
+    rig.begin(rig.batch(META))
+    give(rig, 0, values(1, 64))
+    (came,) = rig.arrived(0)
+    assert came is not None
+    seen: list[bytes] = []
+    read(rig.receiver, came, seen)
+    rig.receiver.run(rig.receiver.compute)
+    assert not seen, "the op ran before its input was there"
+    rig.receiver.run()
+    assert seen == [raw(values(1, 64))]
+
+
+def test_memory_of_a_message_waits_for_the_op_that_uses_it(rig: Rig) -> None:
+    rig.begin(rig.batch(META))
+    for microbatch in range(3):
+        give(rig, microbatch, values(microbatch, 64))
+    seen: list[bytes] = []
+    for microbatch in range(3):
+        (came,) = rig.arrived(microbatch)
+        assert came is not None
+        read(rig.receiver, came, seen)
+        # Dropped right after the launch, as the inputs of a stage without autograd are; the next
+        # message gets memory of the same size, and its stream is as early as it can be.
+        del came
+        rig.receiver.run(rig.into.to_device.stream)
+    rig.receiver.run()
+    assert seen == [raw(values(microbatch, 64)) for microbatch in range(3)]
+
+
+def test_what_arrives_is_copied_before_its_op_but_not_all_of_it(rig: Rig) -> None:
+    rig.begin(rig.batch(META))
+    for microbatch in range(AHEAD + 2):
+        give(rig, microbatch, values(microbatch, 64))
+    link = rig.incoming._link
+    until(
+        lambda: all(link.arrived((1, 0, m, 0, 0)) or m == 0 for m in range(AHEAD + 2)),
+        "all messages have arrived",
+    )
+    until(lambda: rig.incoming.ready_at(0) is not None, "the first is ready")
+    rig.receiver.run()
+    assert len(rig.receiver.copied) == AHEAD
+    until(lambda: rig.slots_in_use() == 2, "the slots of those are free")
+    rig.incoming.take(0)
+    rig.incoming.ready_at(1)
+    rig.receiver.run()
+    assert len(rig.receiver.copied) == AHEAD + 1
+
+
+def test_slots_that_cannot_be_page_locked_cost_a_copy_and_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with rigged(register_refuses="operation not supported") as rig:
+        with caplog.at_level(logging.WARNING, "pipemorph.trainer"):
+            rig.begin(rig.batch(META))
+            rig.incoming.reserve(8, rig.batch(META))
+        (record,) = caplog.records
+        assert "page-locked: operation not supported" in record.getMessage()
+        give(rig, 0, values(1, 64))
+        (came,) = rig.arrived(0)
+        assert rig.slots_in_use() == 0
+        rig.receiver.run()
+        assert came is not None
+        assert torch.equal(came, values(1, 64))
+
+
+def test_awkward_tensors(rig: Rig) -> None:
+    """None, 0-dim, empty, integers and bfloat16 in one message."""
+    sent = [
+        values(1, 3, 5, dtype=torch.bfloat16),
+        None,
+        torch.tensor(2.5),
+        torch.empty(0, 4),
+        torch.tensor([True, False, True]),
+        torch.tensor([1 + 2j]),
+    ]
+    metas = [TensorMeta((7,), torch.float32) if t is None else TensorMeta.of(t) for t in sent]
+    rig.begin(rig.batch(*metas), slots=8)
+    rig.outgoing.send(0, [None if t is None else rig.sender.tensor(t) for t in sent])
+    rig.sender.run()
+    came = rig.arrived(0)
+    rig.receiver.run()
+    assert len(came) == len(sent)
+    for mine, theirs in zip(came, sent, strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None and theirs is not None:
+            assert mine.dtype == theirs.dtype
+            assert torch.equal(mine, theirs)
+    until(lambda: rig.slots_in_use() == 0, "all slots are free")
+
+
+# --- any order -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("seed", range(6))
+def test_any_order_of_the_streams_work(seed: int, transport: str) -> None:
+    """Messages of changing shapes; tensors are dropped at once, and their memory used again."""
+    dice = random.Random(seed)
+    with rigged(transport) as rig:
+        drivers = [Driver(device, seed) for device in (rig.sender, rig.receiver)]
+        for iteration in range(4):
+            size = dice.choice((17, 1000, 70_000))
+            meta = TensorMeta((size,), torch.float32)
+            batch = rig.batch(meta, meta, iteration=iteration, microbatches=10)
+            rig.begin(batch, slots=dice.choice((1, 3, 10)))
+            seen: list[bytes] = []
+            wanted: list[bytes] = []
+            sent = 0
+            for microbatch in range(10):
+                # Up to four are ahead of what is taken.
+                for ahead in range(sent, min(10, microbatch + dice.randint(1, 4))):
+                    pair = [values(100 * iteration + 2 * ahead + k, size) for k in range(2)]
+                    rig.outgoing.send(ahead, [rig.sender.tensor(each) for each in pair])
+                    wanted += [raw(each) for each in pair]
+                    sent = ahead + 1
+                for came in rig.arrived(microbatch):
+                    assert came is not None
+                    read(rig.receiver, came, seen)
+                del came
+            until(lambda seen=seen: len(seen) == 20, "all ops have run")
+            assert seen == wanted, f"iteration {iteration}"
+        rig.out.drain()
+        for driver in drivers:
+            driver.close()
+        until(lambda: rig.slots_in_use() == 0, "all slots are free")
+        assert not rig.rings
+
+
+# --- errors and the end --------------------------------------------------------------------------
+
+
+def test_a_link_that_dies_under_the_thread_is_told_by_the_next_send() -> None:
+    with rigged() as rig:
+        rig.begin(rig.batch(META))
+        rig.outgoing.send(3, [rig.sender.tensor(values(1, 64))])
+        rig.outgoing.link.close()
+        rig.sender.run()
+        until(lambda: rig.rings == ["out"], "the executor is woken")
+        with pytest.raises(PipelineError, match="F of microbatch 3 of iteration 0 on link 4: "):
+            rig.outgoing.send(4, [values(1, 64)])
+        with pytest.raises(PipelineError, match="F of microbatch 3 of iteration 0 on link 4: "):
+            rig.out.drain()
+
+
+def test_a_device_that_fails_is_told_where_a_message_is_waited_for() -> None:
+    with rigged() as rig:
+        rig.begin(rig.batch(META))
+        give(rig, 0, values(1, 64))
+        rig.arrived(0)
+        rig.receiver.fail("CUDA error: an illegal memory access was encountered")
+        until(lambda: rig.rings == ["into"], "the executor is woken")
+        with pytest.raises(PipelineError, match=r"F of microbatch 0 .*: CUDA error: an illegal"):
+            rig.incoming.ready_at(1)
+
+
+def test_a_message_of_another_size_is_an_error_in_words() -> None:
+    with rigged() as rig:
+        rig.begin(rig.batch(META))
+        give(rig, 0, values(1, 64))
+        rig.incoming.begin(rig.batch(TensorMeta((63,), torch.float32)))
+        link = rig.incoming._link
+        until(lambda: link.arrived((1, 0, 0, 0, 0)), "the message has arrived")
+        with pytest.raises(PipelineError, match=r"has 256 bytes; expected float32\[63\]"):
+            rig.incoming.ready_at(0)
+
+
+def test_another_links_death_is_no_error_of_this_one() -> None:
+    """Its messages may all have been taken, as at the end of a run."""
+    with rigged() as one, rigged() as two:
+        one.into.incoming.append(two.incoming)
+        one.begin(one.batch(META))
+        two.begin(two.batch(META))
+        two.incoming._link.close()
+        give(one, 0, values(1, 64))
+        (came,) = one.arrived(0)
+        assert came is not None
+        with pytest.raises(PipelineError):
+            two.incoming.ready_at(0)
+
+
+def test_draining_names_what_did_not_leave() -> None:
+    with rigged(deadline=0.05) as rig:
+        rig.begin(rig.batch(META))
+        rig.outgoing.send(5, [rig.sender.tensor(values(1, 64))])
+        with pytest.raises(WaitTimeoutError, match=r"F of microbatch 5 .* the deadline is 0.05 s"):
+            rig.outgoing.close()
+
+
+def test_closing_gives_everything_back(rig: Rig) -> None:
+    rig.begin(rig.batch(META))
+    give(rig, 0, values(1, 64))
+    rig.arrived(0)
+    assert rig.receiver.registered
+    rig.outgoing.close()
+    rig.receiver.run()
+    rig.incoming.close()
+    rig.into.close()
+    rig.into.close()
+    assert not rig.receiver.registered
+    rig.out.close()
+    assert rig.sent == 1
+
+
+def test_giving_up_does_not_wait_for_the_device() -> None:
+    with rigged() as rig:
+        rig.begin(rig.batch(META))
+        for microbatch in range(3):
+            rig.outgoing.send(microbatch, [rig.sender.tensor(values(1, 64))])
+        rig.sender.run(rig.sender.compute)
+        rig.sender.fail("given up")
+        began = time.monotonic()
+        rig.out.close(abandon=True)
+        assert time.monotonic() - began < 2.0
+        assert rig.sent <= 1
