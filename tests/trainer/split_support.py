@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipemorph.planning import OpKind
+from pipemorph.planning.offload import Residency
+from pipemorph_trainer.offload import ActivationStore
 from pipemorph_trainer.split import StageRunner
 
 torch.set_num_threads(1)
@@ -30,6 +33,8 @@ class Job:
     mode: str = "auto"
     prepare: Callable[[nn.Module], object] = lambda module: None
     """Done to each copy of the module: hooks and compilation do not survive a copy."""
+    offloads: bool = False
+    """Whether the runner has host memory for activations."""
 
     def fresh(self) -> nn.Module:
         module = copy.deepcopy(self.module)
@@ -44,7 +49,12 @@ class Job:
             loss_fn=self.loss_fn,
             microbatches=self.microbatches,
             mode=self.mode,
+            store=host_store() if self.offloads else None,
         )
+
+
+def host_store(limit: int | None = None) -> ActivationStore:
+    return ActivationStore(torch.device("cpu"), limit)
 
 
 @dataclass
@@ -95,7 +105,9 @@ def sequential(job: Job) -> Result:
     return result
 
 
-def split(job: Job, order: str, *, test: bool = True) -> tuple[Result, StageRunner]:
+def split(
+    job: Job, order: str, *, test: bool = True, device_limit: int | None = None
+) -> tuple[Result, StageRunner]:
     """Run ``order``, as in ``"F0 F1 B0 B1 W0 W1"``, with a runner that tested itself."""
     module = job.fresh()
     runner = job.runner(module)
@@ -103,25 +115,36 @@ def split(job: Job, order: str, *, test: bool = True) -> tuple[Result, StageRunn
         runner.self_test(job.make_args(0), {}, job.make_target(0))
     torch.manual_seed(5)
     result = Result()
-    run_order(job, runner, order, result)
+    run_order(job, runner, order, result, device_limit)
     assert runner.in_flight == 0
     _collect(module, result)
     return result, runner
 
 
-def run_order(job: Job, runner: StageRunner, order: str, result: Result) -> None:
+def run_order(
+    job: Job, runner: StageRunner, order: str, result: Result, device_limit: int | None = None
+) -> int:
+    """Run the ops, offloading as a plan with this device limit does; bytes that went out."""
+    held = Residency(device_limit)
+    moved = 0
     for op in order.split():
         kind, k = op.rstrip("0123456789"), int(op.lstrip("FBW"))
+        copies = held.run(OpKind(kind), k)
         if kind == "F":
-            outs = runner.forward(k, job.make_args(k), {}, job.make_target(k))
+            outs = runner.forward(k, job.make_args(k), {}, job.make_target(k), offload=copies)
             assert all(not o.requires_grad for o in outs)
             result.outputs.append(tuple(o.clone() for o in outs))
+            if copies:
+                moved += runner.offload(k)
         elif kind == "W":
             runner.backward_weight(k)
         else:
+            if copies:
+                runner.fetch(k)
             given = None if job.is_last else output_grads(result.outputs[k], k)
             run = runner.backward_input if kind == "B" else runner.backward
             result.input_grads[k] = run(k, given)
+    return moved
 
 
 def _collect(module: nn.Module, result: Result) -> None:

@@ -171,8 +171,14 @@ class Runner:
     def begin_iteration(self, *, only_fused: bool) -> None:
         pass
 
-    def forward(self, *_: Any) -> tuple[torch.Tensor, ...]:
+    def forward(self, *_: Any, offload: bool = False) -> tuple[torch.Tensor, ...]:
         return self._take(self.times.forward)
+
+    def offload(self, _: int) -> int:
+        self._take(self.times.offload_copy or 0)
+        return 1
+
+    fetch = offload
 
     def backward_input(self, *_: Any) -> tuple[torch.Tensor, ...]:
         return self._take(self.times.backward_input)
@@ -181,7 +187,7 @@ class Runner:
         self._take(self.times.backward_weight)
 
     def backward(self, *_: Any) -> tuple[torch.Tensor, ...]:
-        return self._take(self.times.backward_input + self.times.backward_weight)
+        return self._take(self.times.whole_backward)
 
 
 class Bell:

@@ -135,6 +135,6 @@ def check_plan(plan: Plan, current: Plan) -> None:
         )
     if plan.dispatch is Dispatch.ONLINE:
         validate(have)
-        validate_online(plan.warmup, plan.in_flight_limits)
+        validate_online(plan.warmup, plan.in_flight_limits, device_limits=plan.device_limits)
     else:
-        validate(have, plan.in_flight_limits)
+        validate(have, plan.in_flight_limits, plan.device_limits)

@@ -22,6 +22,18 @@ from pipemorph.wire import (
 )
 
 
+class Offloaded(WireModel):
+    """What one iteration moved to host memory on one rank; all of it came back."""
+
+    microbatches: int
+    bytes: int
+    """One way."""
+    seconds: float
+    """Of the copies, both ways, within the ops they are parts of."""
+    host_bytes: int
+    """Host memory held for it."""
+
+
 class RankTelemetry(WireModel):
     """One telemetry message of one rank. Sent at op boundaries, at most every ~50 ms, and
     at the end of every iteration; so a slow link is seen in mid-iteration."""
@@ -37,6 +49,8 @@ class RankTelemetry(WireModel):
     profile: StageProfile | None = None
     finished_iteration: IterationSample | None = None
     """Set by rank 0 once per iteration; its bubble fraction is over all stages' op times."""
+    offloaded: Offloaded | None = None
+    """Set at the end of an iteration that moved any."""
     rails: list[RailSample] = Field(default_factory=list)
     ports: int | None = None
     """RDMA ports that this rank sees; None before it has looked."""

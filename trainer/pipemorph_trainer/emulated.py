@@ -82,6 +82,9 @@ class EmulatedStage:
     """Op times in seconds and the bytes of each message, to give to a Pipeline as its stage.
 
     ``stands_for_bytes``: the message size of what is emulated, where scaled down.
+    ``offload_copy``: seconds in which a microbatch's activations go to host memory, or come
+    back; ``activation_bytes``: what it says that those are. ``fused_backward``: seconds of a
+    BW, by default those of B and W together.
     """
 
     forward: float
@@ -89,6 +92,9 @@ class EmulatedStage:
     backward_weight: float
     message_bytes: int = 1 << 18
     stands_for_bytes: int | None = None
+    offload_copy: float = 0.0
+    activation_bytes: int | None = None
+    fused_backward: float | None = None
 
     @staticmethod
     def of(spec: JobSpec, *, stage: int) -> EmulatedStage:
@@ -107,7 +113,17 @@ class EmulatedStage:
             mine.backward_weight / 1e3,
             spec.emulation.message_bytes,
             spec.emulation.stands_for_bytes,
+            mine.offload_copy / 1e3,
+            spec.emulation.activation_bytes,
+            None if mine.fused_backward is None else mine.fused_backward / 1e3,
         )
+
+    @property
+    def whole_backward(self) -> float:
+        """Seconds of a BW."""
+        if self.fused_backward is not None:
+            return self.fused_backward
+        return self.backward_input + self.backward_weight
 
 
 class EmulatedRunner:
@@ -126,6 +142,7 @@ class EmulatedRunner:
         self._gradient = 0
         self._held: dict[int, tuple[Any, ...]] = {}
         self._values: dict[int, int] = {}
+        self._away: set[int] = set()
 
     def state(self) -> int:
         """The stage's whole state, for a checkpoint."""
@@ -143,6 +160,8 @@ class EmulatedRunner:
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None = None,
         target: Any = None,
+        *,
+        offload: bool = False,
     ) -> tuple[Tensor, ...]:
         value = self._state if self._first else self._read(args[0])
         value = mix(value, self._state + microbatch)
@@ -152,6 +171,17 @@ class EmulatedRunner:
             self._values[microbatch] = value
             return (torch.tensor((value >> 11) / (1 << 53), dtype=torch.float64),)
         return (self._message(value),)
+
+    def offload(self, microbatch: int) -> int:
+        """Only the time of a copy passes: there is nothing to move."""
+        self._accelerator.hold(self._times.offload_copy)
+        self._away.add(microbatch)
+        return self._times.activation_bytes or 0
+
+    def fetch(self, microbatch: int) -> int:
+        self._accelerator.hold(self._times.offload_copy)
+        self._away.remove(microbatch)
+        return self._times.activation_bytes or 0
 
     def backward_input(
         self, microbatch: int, output_grads: Sequence[Tensor | None] | None = None
@@ -166,7 +196,7 @@ class EmulatedRunner:
     def backward(
         self, microbatch: int, output_grads: Sequence[Tensor | None] | None = None
     ) -> Grads:
-        self._accelerator.hold(self._times.backward_input + self._times.backward_weight)
+        self._accelerator.hold(self._times.whole_backward)
         result = self._finish_backward(microbatch, output_grads)
         del self._held[microbatch]
         return result
@@ -174,6 +204,11 @@ class EmulatedRunner:
     def _finish_backward(
         self, microbatch: int, output_grads: Sequence[Tensor | None] | None
     ) -> Grads:
+        if microbatch in self._away:
+            raise PipelineError(
+                f"stage {self._stage}: the backward of microbatch {microbatch} came before its"
+                " activations from host memory"
+            )
         if self._last:
             value = self._values.pop(microbatch)
         else:

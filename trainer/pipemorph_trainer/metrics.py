@@ -73,6 +73,16 @@ class RankMetrics:
             "in_flight_peak", "Most microbatches in flight here under the plan in effect."
         )
         self._memory = gauge("peak_memory_bytes", "Peak memory of the newest iteration.")
+        self._offloaded = counter(
+            "offloaded_microbatches", "Microbatches whose activations went to host memory."
+        )
+        self._offloaded_bytes = counter(
+            "offloaded_bytes", "Activations that went to host memory; they came back as well."
+        )
+        self._offload_seconds = counter(
+            "offload_copy_seconds", "Time of those copies, both ways, within ops."
+        )
+        self._host_memory = gauge("offload_host_memory_bytes", "Host memory held for activations.")
         self._wire = gauge(
             "link_wire_seconds",
             "First byte out to whole at the receiver: median of the newest window, with what is "
@@ -136,6 +146,12 @@ class RankMetrics:
             )
             if self._seconds > 0 and busy > 0:
                 self._bubble.labels(**self._who).set(max(0.0, 1 - busy / self._seconds))
+        offloaded = telemetry.offloaded
+        if offloaded is not None:
+            self._offloaded.labels(**self._who).inc(offloaded.microbatches)
+            self._offloaded_bytes.labels(**self._who).inc(offloaded.bytes)
+            self._offload_seconds.labels(**self._who).inc(offloaded.seconds)
+            self._host_memory.labels(**self._who).set(offloaded.host_bytes)
         for sample in telemetry.links:
             path = sample.path.value
             where = {"link": str(sample.link), "direction": sample.direction, "path": path}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Literal, NamedTuple
 
@@ -12,7 +13,10 @@ import torch
 
 from pipemorph.planning.ir import OpKind, Path
 from pipemorph.wire import LinkSample, StageProfile, WireTime
+from pipemorph_trainer.control import Offloaded
 from pipemorph_trainer.paths.message import Direction
+from pipemorph_trainer.split.report import SplitReport
+from pipemorph_trainer.split.self_test import MEASURABLE
 
 Transport = Literal["gloo", "nccl", "tcp", "shm", "rdma"]
 ENOUGH_EXACT = 3
@@ -98,28 +102,110 @@ class TimedOp(NamedTuple):
     end: float
 
 
+class TimedCopy(NamedTuple):
+    """Activations on their way to host memory, as part of an F, or back, as part of a B or BW;
+    wall-clock seconds. On CUDA the way out goes on beside later ops: then this is what it took
+    to ask for it."""
+
+    kind: OpKind
+    microbatch: int
+    start: float
+    end: float
+    nbytes: int
+
+    @property
+    def out(self) -> bool:
+        return self.kind is OpKind.F
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a stage told of itself once, before its first op; None: not measured.
+
+    ``offload_copy``: seconds for ``activation_bytes`` one way, where that may be done.
+    ``fused_ratio``: a BW's time by that of B and W apart.
+    """
+
+    activation_bytes: int | None = None
+    offload_copy: float | None = None
+    fused_ratio: float | None = None
+
+
+def footprint(report: SplitReport) -> Footprint:
+    """What the self-test found. Times of less than a millisecond decide nothing."""
+    times, offload = report.times, report.offload
+    apart = times.backward_input + times.backward_weight
+    measured = report.split != "fused" and times.backward >= MEASURABLE and apart > 0
+    return Footprint(
+        activation_bytes=report.activation_bytes,
+        offload_copy=offload.seconds if offload is not None and not offload.reason else None,
+        fused_ratio=times.backward / apart if measured else None,
+    )
+
+
 def stage_profile(
     stage: int,
     ops: Sequence[TimedOp],
     split: Literal["module", "graph", "fused", "emulated"],
     *,
     peak_memory: int,
-    activation_bytes: int | None = None,
+    footprint: Footprint = Footprint(),
+    copies: Sequence[TimedCopy] = (),
 ) -> StageProfile:
-    """Medians over one iteration's ops. A fused backward counts as ``backward_input``."""
+    """Medians over one iteration's ops. A fused backward counts as ``backward_input``.
+
+    ``copies`` are taken off the ops they are parts of, so that F and B are the same whichever
+    microbatches a plan sends to host memory; what a copy takes is told apart, as
+    ``offload_copy``: their median where there were any, else what it took at the start.
+
+    ``fused_backward`` is the median BW where there was one. Else it is B + W of this iteration
+    by their ratio in the self-test, which ran both beside the same neighbours: an absolute
+    time from then would be compared with those of a machine that is busy now.
+    """
+    copying = {(copy.kind, copy.microbatch): copy.end - copy.start for copy in copies}
 
     def median(*kinds: OpKind) -> float:
-        times = [op.end - op.start for op in ops if op.kind in kinds]
+        times = [
+            max(0.0, op.end - op.start - copying.get((op.kind, op.microbatch), 0.0))
+            for op in ops
+            if op.kind in kinds
+        ]
         return statistics.median(times) if times else 0.0
 
+    backward = median(OpKind.B, OpKind.BW)
+    weight = 0.0 if split == "fused" else median(OpKind.W)
     return StageProfile(
         stage=stage,
         forward=median(OpKind.F),
-        backward_input=median(OpKind.B, OpKind.BW),
-        backward_weight=0.0 if split == "fused" else median(OpKind.W),
+        backward_input=backward,
+        backward_weight=weight,
         split=split,
         peak_memory=peak_memory,
-        activation_bytes=activation_bytes,
+        activation_bytes=footprint.activation_bytes,
+        offload_copy=statistics.median(copying.values()) if copying else footprint.offload_copy,
+        fused_backward=_fused(ops, backward, weight, footprint.fused_ratio),
+    )
+
+
+def _fused(
+    ops: Sequence[TimedOp], backward: float, weight: float, ratio: float | None
+) -> float | None:
+    if ratio is None:
+        return None
+    if any(op.kind is OpKind.BW for op in ops):
+        return backward
+    return ratio * (backward + weight)
+
+
+def offloaded(copies: Sequence[TimedCopy], host_bytes: int) -> Offloaded | None:
+    """One iteration's copies for the counters; None where there were none."""
+    if not copies:
+        return None
+    return Offloaded(
+        microbatches=sum(copy.out for copy in copies),
+        bytes=sum(copy.nbytes for copy in copies if copy.out),
+        seconds=sum(copy.end - copy.start for copy in copies),
+        host_bytes=host_bytes,
     )
 
 

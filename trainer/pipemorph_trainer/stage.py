@@ -31,8 +31,18 @@ class Runner(Protocol):
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None = None,
         target: Any = None,
+        *,
+        offload: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Outputs to send, detached; on the last stage ``(loss,)``, of this microbatch alone."""
+        """Outputs to send, detached; on the last stage ``(loss,)``, of this microbatch alone.
+
+        ``offload``: :meth:`offload` of this microbatch follows."""
+
+    def offload(self, microbatch: int) -> int:
+        """Move the activations of the newest F to host memory; returns the bytes moved."""
+
+    def fetch(self, microbatch: int) -> int:
+        """Bring them back, before the microbatch's backward; returns the bytes moved."""
 
     def backward_input(
         self, microbatch: int, output_grads: Sequence[Tensor | None] | None = None

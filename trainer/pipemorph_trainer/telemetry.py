@@ -8,7 +8,7 @@ from typing import Literal
 
 from pipemorph.planning import Path
 from pipemorph.wire import IterationSample, LinkSample, StageProfile
-from pipemorph_trainer.control import ControlClient, RankTelemetry
+from pipemorph_trainer.control import ControlClient, Offloaded, RankTelemetry
 from pipemorph_trainer.links import LinkEnd, Seat
 from pipemorph_trainer.rails import RailWatch
 from pipemorph_trainer.transports import TransportWatch
@@ -59,6 +59,7 @@ class Reporter:
         *,
         profile: StageProfile | None = None,
         finished: IterationSample | None = None,
+        offloaded: Offloaded | None = None,
         message: str | None = None,
     ) -> None:
         """Publish now, with all link samples there are."""
@@ -84,6 +85,7 @@ class Reporter:
                 links=links,
                 profile=profile,
                 finished_iteration=finished,
+                offloaded=offloaded,
                 rails=self._rails.take(),
                 ports=self._rails.ports,
                 transports=self._transports.take(),

@@ -3,6 +3,8 @@
 ``ops-rank{R}.jsonl``: one line per iteration, ``{"rank", "stage", "replica", "iteration",
 "epoch", "origin", "ops", "waits", "emulated"}``. ``origin`` is the wall clock at the start of
 the iteration; ``ops`` and ``waits`` are ``[kind, microbatch, start, end]`` in seconds from it.
+Where activations went to host memory, ``copies`` are ``["out" or "back", microbatch, start, end,
+bytes]``: the end of an F, the beginning of a B or BW.
 
 ``faults-rank{R}.json``: what the fault trace did here, written at the end however it comes.
 """
@@ -52,6 +54,17 @@ class TraceWriter:
             "ops": rows(outcome.ops),
             "waits": rows(outcome.waits),
         }
+        if outcome.copies:
+            line["copies"] = [
+                [
+                    "out" if copy.out else "back",
+                    copy.microbatch,
+                    round(copy.start - origin, 6),
+                    round(copy.end - origin, 6),
+                    copy.nbytes,
+                ]
+                for copy in outcome.copies
+            ]
         if self._emulated:
             line["emulated"] = True
         try:

@@ -19,13 +19,14 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from pipemorph.planning import Dispatch, OpKind, Plan, Schedule
+from pipemorph.planning.offload import Residency
 from pipemorph_trainer.errors import PeerLostError, PipelineError, ShapeError, WaitTimeoutError
 from pipemorph_trainer.executor.bell import Bell
 from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.links import LinkEnd, Neighbourhood, Seat
 from pipemorph_trainer.paths.arrival import OpClock
 from pipemorph_trainer.paths.message import Batch, TensorMeta
-from pipemorph_trainer.profile import TimedOp
+from pipemorph_trainer.profile import TimedCopy, TimedOp
 from pipemorph_trainer.stage import Grads, Runner
 
 NEVER = float("inf")
@@ -47,9 +48,11 @@ class Inputs:
 
 @dataclass
 class Outcome:
-    """What one iteration was on this stage. ``losses`` only on the last stage."""
+    """What one iteration was on this stage. ``losses`` only on the last stage. ``copies`` of
+    activations to host memory and back are parts of their ops."""
 
     ops: list[TimedOp] = field(default_factory=list)
+    copies: list[TimedCopy] = field(default_factory=list)
     waits: list[tuple[OpKind, int, float, float]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
 
@@ -91,6 +94,7 @@ class Executor:
         self._inputs = Inputs()
         self._shapes_known = False
         self._outcome = Outcome()
+        self._residency = Residency(None)
 
     def run(
         self, plan: Plan, iteration: int, generation: int, inputs: Inputs, *, handshake: bool
@@ -99,7 +103,10 @@ class Executor:
 
         Raises :class:`PipelineError` naming what was waited for if it cannot be finished.
         """
-        self.begin(plan.schedule, iteration, generation, inputs, handshake=handshake)
+        self.begin(
+            plan.schedule, iteration, generation, inputs,
+            handshake=handshake, device_limit=plan.device_limits[self._seat.stage],
+        )  # fmt: skip
         if plan.dispatch is Dispatch.ONLINE:
             self._run_online(plan)
         else:
@@ -115,15 +122,18 @@ class Executor:
         inputs: Inputs,
         *,
         handshake: bool,
+        device_limit: int | None = None,
     ) -> Outcome:
         """Prepare for the stage's ops of one iteration of ``schedule``; what they fill in.
 
-        With ``handshake`` this waits for the shapes of the stage above.
+        With ``handshake`` this waits for the shapes of the stage above. ``device_limit``: most
+        microbatches with their activations on the device.
         """
         self._iteration, self._generation = iteration, generation
         self._microbatches = schedule.microbatches
         self._inputs = inputs
         self._outcome = Outcome()
+        self._residency = Residency(device_limit)
         self._shapes_known = not handshake
         kinds = {op.kind for op in schedule.stages[self._seat.stage]}
         self._runner.begin_iteration(only_fused=OpKind.B not in kinds)
@@ -153,7 +163,8 @@ class Executor:
             self._backward(kind, microbatch)
 
     def _run_online(self, plan: Plan) -> None:
-        """Next ready op of B, F and W: only F while the warm-up lasts; F within the cap."""
+        """Next ready op of B, F and W: only F while the warm-up lasts; F within the cap, and
+        F and B within the device limit."""
         stage, total = self._seat.stage, self._microbatches
         warmup = min(plan.warmup[stage], total)
         limit = plan.in_flight_limits[stage]
@@ -164,8 +175,8 @@ class Executor:
         stalled_since = 0.0
         while w < total:
             now = time()
-            may_backward = f >= warmup and b < f
-            may_forward = f < total and f - w < cap
+            may_backward = f >= warmup and b < f and self._residency.fits(backward, b)
+            may_forward = f < total and f - w < cap and self._residency.fits(OpKind.F, f)
             backward_at = self._backward_ready_at(b) if may_backward else NEVER
             forward_at = self._forward_ready_at(f) if may_forward else NEVER
             if backward_at <= now:
@@ -234,9 +245,16 @@ class Executor:
         if self._on_first_forward is not None:
             self._on_first_forward(args, kwargs, target)
             self._on_first_forward = None
+        leaves = self._residency.run(OpKind.F, microbatch)
         start = self._start_op()
         with self._range("F", microbatch):
-            outputs = self._runner.forward(microbatch, args, kwargs, target)
+            if leaves:
+                outputs = self._runner.forward(microbatch, args, kwargs, target, offload=True)
+                # What came from upstream is the runner's now: it could not leave otherwise.
+                args = ()
+                self._copy(OpKind.F, microbatch, self._runner.offload)
+            else:
+                outputs = self._runner.forward(microbatch, args, kwargs, target)
         self._end_op(OpKind.F, microbatch, start)
         if self._down is not None:
             self._check_outputs(outputs, self._down)
@@ -255,16 +273,26 @@ class Executor:
             )
             grads = [next(came) if meta.carries_gradient else None for meta in self.output_metas]
         run = self._runner.backward if kind is OpKind.BW else self._runner.backward_input
+        returns = self._residency.run(kind, microbatch)
         start = self._start_op()
         letter = "B" if kind is OpKind.BW else "I"
         with self._range(letter, microbatch):
+            if returns:
+                self._copy(kind, microbatch, self._runner.fetch)
             found = run(microbatch, grads)
         self._end_op(kind, microbatch, start)
         if self._up is not None and self._has_gradients(self._up):
             self._send(self._up, microbatch, self._to_send(found))
         self._boundary()
 
+    def _copy(self, kind: OpKind, microbatch: int, copy: Callable[[int], int]) -> None:
+        """Part of an op: activations to host memory at the end of an F, back before a B."""
+        start = time()
+        nbytes = copy(microbatch)
+        self._outcome.copies.append(TimedCopy(kind, microbatch, start, time(), nbytes))
+
     def _weight(self, microbatch: int) -> None:
+        self._residency.run(OpKind.W, microbatch)
         start = self._start_op()
         with self._range("W", microbatch):
             self._runner.backward_weight(microbatch)

@@ -6,6 +6,7 @@
 from pipemorph_trainer.split.report import (
     Attempt,
     Mode,
+    OffloadAttempt,
     OpTimes,
     OrderError,
     Split,
@@ -17,6 +18,7 @@ from pipemorph_trainer.split.runner import StageRunner
 __all__ = [
     "Attempt",
     "Mode",
+    "OffloadAttempt",
     "OpTimes",
     "OrderError",
     "Split",

@@ -4,17 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipemorph_trainer.split.report import SplitError
+
+if TYPE_CHECKING:
+    from pipemorph_trainer.offload.store import ActivationStore, SavedFlight
 
 LossFn = Callable[[Any, Any], Tensor]
 """``loss_fn(output, target) -> scalar``; ``output`` is what the last stage returned."""
 
 Grads = tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True)
+class Edge:
+    """An output without its memory: all that a backward needs of it."""
+
+    edge: GradientEdge
+    shape: torch.Size
+    requires_grad = True
+
+    @staticmethod
+    def of(out: Tensor) -> Edge:
+        return Edge(get_gradient_edge(out), out.shape)
+
+
+Root = Any
+"""Where a backward starts: a tensor or a GradientEdge. torch takes lists of both; its stubs want
+one kind per list."""
 
 
 @dataclass
@@ -23,29 +45,48 @@ class Flight:
 
     ``leaves[j]`` is positional argument *j* as an autograd leaf, None where no gradient
     goes upstream. ``outputs`` are the stage's outputs (or the scaled loss), with their
-    graph until B frees it. ``work`` is whatever the splitter keeps from B to W.
+    graph until B frees it. ``work`` is whatever the splitter keeps from B to W. ``saved``
+    is what of it can be moved to host memory.
     """
 
     microbatch: int
     leaves: Grads = ()
-    outputs: tuple[Tensor, ...] = ()
+    outputs: tuple[Tensor | Edge, ...] = ()
     work: Any = None
     sent: tuple[Tensor, ...] = field(default=(), repr=False)
+    saved: SavedFlight | None = field(default=None, repr=False)
 
-    def roots(self, output_grads: Sequence[Tensor | None] | None) -> tuple[list[Tensor], Any]:
+    def leave(self, store: ActivationStore, *, keep_outputs: bool) -> int:
+        """Go to host memory; returns the bytes moved.
+
+        Of the outputs only their place in the graph is kept, so that their memory is free as
+        soon as they have been sent; unless ``keep_outputs``: a loss is where its own gradient
+        is made.
+        """
+        assert self.saved is not None
+        if not keep_outputs:
+            self.outputs = tuple(
+                Edge.of(out) if isinstance(out, Tensor) and out.grad_fn is not None else out
+                for out in self.outputs
+            )
+        moved = store.offload(self.saved, self.leaves, self.sent)
+        self.sent = ()
+        return moved
+
+    def roots(self, output_grads: Sequence[Tensor | None] | None) -> tuple[list[Root], Any]:
         """Outputs that take part in the backward and their gradients.
 
         ``output_grads`` is None on the last stage, where the only root is the loss. Raises
         :class:`SplitError` if the gradients do not match the outputs.
         """
         if output_grads is None:
-            return [out for out in self.outputs if out.requires_grad], None
+            return [_root(out) for out in self.outputs if out.requires_grad], None
         if len(output_grads) != len(self.outputs):
             raise SplitError(
                 f"microbatch {self.microbatch} has {len(self.outputs)} outputs; "
                 f"got {len(output_grads)} output gradients"
             )
-        tensors: list[Tensor] = []
+        tensors: list[Root] = []
         grads: list[Tensor] = []
         for index, (out, grad) in enumerate(zip(self.outputs, output_grads, strict=True)):
             if grad is None or not out.requires_grad:
@@ -55,7 +96,7 @@ class Flight:
                     f"output {index} of microbatch {self.microbatch} has shape "
                     f"{tuple(out.shape)}; its gradient has {tuple(grad.shape)}"
                 )
-            tensors.append(out)
+            tensors.append(_root(out))
             grads.append(grad)
         return tensors, grads
 
@@ -67,6 +108,10 @@ class Flight:
             if leaf is not None:
                 leaf.grad = None
         return tuple(grads)
+
+
+def _root(out: Tensor | Edge) -> Root:
+    return out.edge if isinstance(out, Edge) else out
 
 
 class StageCall:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from pipemorph_trainer.split.flight import Flight, Grads, StageCall
+from pipemorph_trainer.split.flight import Flight, Grads, Root, StageCall
 from pipemorph_trainer.split.report import Split
 
 
@@ -50,10 +50,10 @@ class Cut:
 
 
 def cut_graph(
-    outputs: Iterable[Tensor], leaves: Iterable[Tensor | None], parameters: Iterable[nn.Parameter]
+    outputs: Iterable[Root], leaves: Iterable[Tensor | None], parameters: Iterable[nn.Parameter]
 ) -> Cut:
     """Find the cut; see the module's text. Linear in the number of edges."""
-    roots = [get_gradient_edge(out).node for out in outputs]
+    roots = [_node_of(out) for out in outputs]
     inputs = {get_gradient_edge(leaf).node: leaf for leaf in leaves if leaf is not None}
     order = _children_first(roots)
 
@@ -93,6 +93,11 @@ def cut_graph(
     return cut
 
 
+def _node_of(root: Root) -> Node:
+    edge: GradientEdge = root if isinstance(root, GradientEdge) else get_gradient_edge(root)
+    return edge.node
+
+
 def _children_first(roots: Iterable[Node]) -> list[Node]:
     """Every node below the roots, each after all of its children."""
     order: list[Node] = []
@@ -121,7 +126,7 @@ class _Pending:
 
     nodes: list[tuple[Node, list[nn.Parameter]]] = field(default_factory=list)
     grads: dict[Node, tuple[Tensor | None, ...]] = field(default_factory=dict)
-    outputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Root] = field(default_factory=list)
     output_grads: list[Tensor] | None = None
     output_parameters: list[nn.Parameter] | None = None
 
@@ -175,7 +180,7 @@ class GraphSplit:
         if cut.below_outputs:
             pending.output_parameters = cut.below_outputs
             for index, out in enumerate(tensors):
-                if get_gradient_edge(out).node not in cut.inner_roots:
+                if _node_of(out) not in cut.inner_roots:
                     pending.outputs.append(out)
                     if grads is not None:
                         pending.output_grads = [*(pending.output_grads or []), grads[index]]

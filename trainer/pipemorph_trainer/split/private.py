@@ -41,6 +41,28 @@ def version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def holders(storage: torch.UntypedStorage) -> int:
+    """How many tensors share a storage. A Python object of a storage counts as one as well,
+    so ``storage`` itself is taken off."""
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count - 1
+
+
+@cache
+def holders_unknown() -> str:
+    """Why :func:`holders` cannot be relied on in this torch; empty if it can."""
+    try:
+        tensor = torch.zeros(1)
+        counts = [holders(tensor.untyped_storage())]
+        alias = tensor.detach()
+        counts.append(holders(tensor.untyped_storage()))
+        del alias
+        counts.append(holders(tensor.untyped_storage()))
+    except AttributeError as error:
+        return str(error)
+    return "" if counts == [1, 2, 1] else f"tensors of a storage are counted {counts}, not 1, 2, 1"
+
+
 @cache
 def missing() -> str:
     """What this torch lacks of the above, in one line; empty if nothing."""

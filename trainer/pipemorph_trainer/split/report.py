@@ -57,6 +57,19 @@ class Attempt:
 
 
 @dataclass(frozen=True)
+class OffloadAttempt:
+    """One microbatch sent to host memory and back between its F and its B, in the self-test.
+
+    ``nbytes``: bytes that moved; ``seconds``: the longer of the two copies, each the least of
+    those measured. ``reason`` says why it may not be done in training, or is empty.
+    """
+
+    nbytes: int = 0
+    seconds: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class SplitReport:
     """Outcome of :meth:`StageRunner.self_test`."""
 
@@ -76,6 +89,8 @@ class SplitReport:
     """Bytes autograd holds for one microbatch after its F, parameters left out."""
     deferred_bytes: int | None = None
     """Bytes still held after B, until W: activations and gradients W needs."""
+    offload: OffloadAttempt | None = None
+    """None where no host memory was given to try it with."""
 
     def lines(self) -> list[str]:
         """The report for people, one fact per line."""
@@ -92,5 +107,12 @@ class SplitReport:
         )
         out += [f"  in B: {name}: {why}" for name, why in self.not_deferred.items()]
         out += [f"  not reproducible even unsplit: {name}" for name in self.irreproducible]
+        if self.offload is not None:
+            out.append(
+                f"  no activations to host memory: {self.offload.reason}"
+                if self.offload.reason
+                else f"  activations to host memory: {self.offload.nbytes} bytes in "
+                f"{self.offload.seconds * 1e3:.2f} ms one way"
+            )
         out += [f"  note: {note}" for note in self.notes]
         return out

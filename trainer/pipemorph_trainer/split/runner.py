@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -12,6 +12,9 @@ from pipemorph_trainer.split.report import Mode, OrderError, Split, SplitError, 
 from pipemorph_trainer.split.self_test import SelfTest
 from pipemorph_trainer.split.splitters import FusedSplit, Splitter
 from pipemorph_trainer.split.trial import Sample
+
+if TYPE_CHECKING:
+    from pipemorph_trainer.offload.store import ActivationStore
 
 
 class StageRunner:
@@ -32,6 +35,7 @@ class StageRunner:
         is_last: the output goes to ``loss_fn`` (None: the module returns its loss).
         microbatches: N; the loss is divided by it before the backward.
         mode: ``auto``, or the one split to use; :meth:`self_test` raises if it fails.
+        store: where activations go in host memory; None: they stay on the device.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class StageRunner:
         loss_fn: LossFn | None = None,
         microbatches: int,
         mode: Mode = "auto",
+        store: ActivationStore | None = None,
     ) -> None:
         if microbatches < 1:
             raise SplitError(f"microbatches is {microbatches}; expected at least 1")
@@ -53,6 +58,7 @@ class StageRunner:
         self.mode: Mode = mode
         self.report: SplitReport | None = None
         self.reason = "asked for" if mode == "fused" else "the self-test has not run"
+        self._store = store
         self._call = StageCall(
             module,
             is_first=is_first,
@@ -85,6 +91,8 @@ class StageRunner:
         if self._flights:
             raise SplitError(f"a new iteration with {len(self._flights)} microbatches in flight")
         self._only_fused = only_fused
+        if self._store is not None:
+            self._store.settle()
 
     @property
     def _active(self) -> Splitter:
@@ -105,7 +113,7 @@ class StageRunner:
         """
         if self._flights:
             raise SplitError(f"self-test with {len(self._flights)} microbatches in flight")
-        test = SelfTest(self._call, self.mode, Sample(args, kwargs or {}, target))
+        test = SelfTest(self._call, self.mode, Sample(args, kwargs or {}, target), self._store)
         self._splitter, self.report = test.run()
         self.reason = self.report.reason
         return self.report
@@ -116,18 +124,56 @@ class StageRunner:
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None = None,
         target: Any = None,
+        *,
+        offload: bool = False,
     ) -> tuple[Tensor, ...]:
         """F. Returns the outputs to send, detached; on the last stage ``(loss,)``, the loss
         of this microbatch before the division by N.
 
-        ``args`` must not change before W of this microbatch: autograd keeps them.
+        ``args`` must not change before W of this microbatch: autograd keeps them. With
+        ``offload``, :meth:`offload` may follow.
         """
         self._expect("F", microbatch)
-        flight = self._active.forward(self._call, microbatch, args, kwargs, target)
+        if offload:
+            with self._storing().recording() as saved:
+                flight = self._active.forward(self._call, microbatch, args, kwargs, target)
+            flight.saved = saved
+        else:
+            flight = self._active.forward(self._call, microbatch, args, kwargs, target)
         self._flights[microbatch] = flight
         self._next["F"] += 1
-        sent, flight.sent = flight.sent, ()
+        sent = flight.sent
+        if not offload:
+            flight.sent = ()
         return sent
+
+    def offload(self, microbatch: int) -> int:
+        """Move what the F of ``microbatch``, the newest, has left to host memory, and give up
+        its memory on the device; returns the bytes moved. :meth:`fetch` before its B.
+
+        Parameters, buffers and whatever somebody else holds as well stay: the caller should
+        hold the arguments of that F no longer. Raises :class:`SplitError` if that F was not
+        run for it, :class:`PipelineError` if there is no room.
+        """
+        flight = self._flights[microbatch]
+        if flight.saved is None:
+            raise SplitError(f"F{microbatch} was not run with offload; its tensors are not known")
+        return flight.leave(self._storing(), keep_outputs=self._call.is_last)
+
+    def fetch(self, microbatch: int) -> int:
+        """Bring what :meth:`offload` moved back to the device; returns the bytes moved."""
+        flight = self._flights[microbatch]
+        if flight.saved is None or flight.saved.block is None:
+            raise OrderError(f"the activations of microbatch {microbatch} are not in host memory")
+        return self._storing().fetch(flight.saved)
+
+    def _storing(self) -> ActivationStore:
+        if self._store is None:
+            raise SplitError(
+                "this stage has no host memory for activations; give adaptation.hostMemory"
+                " (host_memory of Pipeline)"
+            )
+        return self._store
 
     def backward_input(
         self, microbatch: int, output_grads: Sequence[Tensor | None] | None = None
@@ -163,6 +209,9 @@ class StageRunner:
 
     def discard(self) -> None:
         """Drop every microbatch in flight, as after a failed iteration. ``.grad`` stays."""
+        for flight in self._flights.values():
+            if flight.saved is not None and self._store is not None:
+                self._store.forget(flight.saved)
         self._flights.clear()
         self._next = {"F": 0, "B": 0, "W": 0}
 
@@ -175,6 +224,10 @@ class StageRunner:
             raise OrderError(f"{kind}{microbatch} before {before}{microbatch}")
         if kind == "F" and microbatch >= self.microbatches:
             raise OrderError(f"F{microbatch} of {self.microbatches} microbatches")
+        if kind == "B":
+            saved = self._flights[microbatch].saved
+            if saved is not None and saved.block is not None:
+                raise OrderError(f"B{microbatch} before its activations came from host memory")
 
     def _finish(self, microbatch: int) -> None:
         del self._flights[microbatch]

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from pipemorph_trainer.split.flight import StageCall
 from pipemorph_trainer.split.graph_split import GraphSplit
 from pipemorph_trainer.split.linears import find_layers, opaque_modules
 from pipemorph_trainer.split.module_split import ModuleSplit
-from pipemorph_trainer.split.private import missing, module_backward_hooked
-from pipemorph_trainer.split.report import Attempt, Mode, OpTimes, Split, SplitError, SplitReport
+from pipemorph_trainer.split.private import holders_unknown, missing, module_backward_hooked
+from pipemorph_trainer.split.report import (
+    Attempt,
+    Mode,
+    OffloadAttempt,
+    OpTimes,
+    Split,
+    SplitError,
+    SplitReport,
+)
 from pipemorph_trainer.split.snapshot import Snapshot
 from pipemorph_trainer.split.splitters import FusedSplit, Splitter
 from pipemorph_trainer.split.trial import (
@@ -21,6 +30,9 @@ from pipemorph_trainer.split.trial import (
     run_trial,
 )
 
+if TYPE_CHECKING:
+    from pipemorph_trainer.offload.store import ActivationStore
+
 SMALL_SHARE = 0.05
 """A module split that defers less of the parameters than this yields to a graph split."""
 MAX_OVERHEAD = 1.5
@@ -30,10 +42,16 @@ MEASURABLE = 1e-3
 
 
 class SelfTest:
-    """One self-test of one stage. :meth:`run` returns the splitter and the report."""
+    """One self-test of one stage. :meth:`run` returns the splitter and the report.
 
-    def __init__(self, call: StageCall, mode: Mode, sample: Sample) -> None:
+    With ``store`` the splitter it chooses is also tried with a microbatch in host memory.
+    """
+
+    def __init__(
+        self, call: StageCall, mode: Mode, sample: Sample, store: ActivationStore | None = None
+    ) -> None:
         self._call = call
+        self._store = store
         self._mode = mode
         self._samples = [sample, sample.flipped()]
         self._snapshot = Snapshot(call.module)
@@ -69,7 +87,8 @@ class SelfTest:
         if chosen is None and self._mode in ("module", "graph"):
             raise SplitError(f"split {self._mode!r} was asked for; {self._attempts[-1].reason}")
         splitter = chosen or FusedSplit()
-        return splitter, self._report(splitter)
+        offload = None if self._store is None else self._try_offload(splitter, self._store)
+        return splitter, self._report(splitter, offload)
 
     def _baseline(self) -> None:
         try:
@@ -170,6 +189,25 @@ class SelfTest:
             )
         return self._accept(splitter, outcome)
 
+    def _try_offload(self, splitter: Splitter, store: ActivationStore) -> OffloadAttempt:
+        """Twice: the first run fills the pool, the second is timed."""
+        if why := holders_unknown():
+            return OffloadAttempt(reason=f"this torch does not fit: {why}")
+        moved, seconds = 0, 0.0
+        for _ in range(2):
+            try:
+                outcome = run_trial(
+                    splitter, self._call, self._samples, self._snapshot, fused=False, store=store
+                )
+            except Exception as error:  # noqa: BLE001 - whatever it is, activations stay
+                first = str(error).strip().splitlines() or [""]
+                return OffloadAttempt(reason=f"{type(error).__name__}: {first[0]}")
+            if wrong := differences(self._reference, outcome, self._loose):
+                return OffloadAttempt(reason=f"{wrong[0]} differs from a run without it")
+            moved = outcome.moved_bytes
+            seconds = max(outcome.seconds["out"], outcome.seconds["back"])
+        return OffloadAttempt(moved, seconds)
+
     def _attempt(self, splitter: Splitter) -> tuple[Outcome | None, list[str]]:
         """Run split twice (the first warms up). Without an outcome: the error, alone."""
         try:
@@ -208,7 +246,7 @@ class SelfTest:
     def _small(self, splitter: Splitter) -> bool:
         return self._mode == "auto" and self._share(splitter) < SMALL_SHARE
 
-    def _report(self, splitter: Splitter) -> SplitReport:
+    def _report(self, splitter: Splitter, offload: OffloadAttempt | None) -> SplitReport:
         deferred = _deferred(splitter)
         times = next(
             (a.times for a in self._attempts if a.split == splitter.split and a.times), self._times
@@ -229,6 +267,7 @@ class SelfTest:
             notes=tuple(self._notes),
             activation_bytes=self._activation,
             deferred_bytes=0 if splitter.split == "fused" else held,
+            offload=offload,
         )
 
     def _reason(self, splitter: Splitter) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from pipemorph_trainer.split.flight import Flight, StageCall
 from pipemorph_trainer.split.snapshot import Snapshot, copy_tensors, map_tensors
 from pipemorph_trainer.split.splitters import Splitter
+
+if TYPE_CHECKING:
+    from pipemorph_trainer.offload.store import ActivationStore
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Outcome:
     held_bytes: int | None = None
     reruns: dict[str, int] = field(default_factory=dict)
     """Forward calls of submodules during W, by name: recomputation."""
+    moved_bytes: int = 0
+    """Of the first microbatch, to host memory and back."""
 
 
 def run_trial(
@@ -54,34 +59,49 @@ def run_trial(
     snapshot: Snapshot,
     *,
     fused: bool,
+    store: ActivationStore | None = None,
 ) -> Outcome:
     """F of all samples, then each B and W (or BW), from the state of the snapshot.
 
-    W runs one B behind, so that work of two microbatches is outstanding at once. Leaves
-    the stage as the run did; the caller restores.
+    W runs one B behind, so that work of two microbatches is outstanding at once. With
+    ``store`` the first microbatch is in host memory from its F to its B. Leaves the stage as
+    the run did; the caller restores.
     """
     snapshot.rewind()
     outcome = Outcome()
     timer = _Timer(outcome.seconds, call.module)
     flights: list[Flight] = []
+    given: list[tuple[Tensor | None, ...] | None] = []
     for index, sample in enumerate(samples):
         mine = sample.copy()
-        with timer("F"):
+        goes = store is not None and index == 0
+        recording = store.recording() if store is not None and goes else nullcontext()
+        with recording as saved, timer("F"):
             flight = splitter.forward(call, index, mine.args, mine.kwargs, mine.target)
+        # Nobody but the stage holds its arguments: so it is in training.
+        del mine
         flights.append(flight)
         for number, out in enumerate(flight.sent):
             what = "the loss" if call.is_last else f"output {number}"
             outcome.values[f"{what} of microbatch {index}"] = out.clone()
+        given.append(None if call.is_last else _output_grads(flight, index))
+        if store is not None and saved is not None:
+            flight.saved = saved
+            with timer("out"):
+                outcome.moved_bytes = flight.leave(store, keep_outputs=call.is_last)
+                store.settle()
 
     def weight(index: int) -> None:
         with count_calls(call.module, outcome.reruns), timer("W"):
             splitter.backward_weight(flights[index])
 
     for index, flight in enumerate(flights):
-        output_grads = None if call.is_last else _output_grads(flight, index)
+        if store is not None and flight.saved is not None:
+            with timer("back"):
+                store.fetch(flight.saved)
         with timer("BW" if fused else "B"):
             run = splitter.backward if fused else splitter.backward_input
-            grads = run(flight, output_grads)
+            grads = run(flight, given[index])
         for number, grad in enumerate(grads):
             name = f"the gradient of input {number} of microbatch {index}"
             outcome.values[name] = None if grad is None else grad.clone()
@@ -105,7 +125,7 @@ def _output_grads(flight: Flight, index: int) -> tuple[Tensor | None, ...]:
     generator = torch.Generator().manual_seed(20240 + index)
     grads: list[Tensor | None] = []
     for out in flight.outputs:
-        if not out.requires_grad:
+        if not isinstance(out, Tensor) or not out.requires_grad:
             grads.append(None)
             continue
         noise = torch.randn(out.shape, generator=generator, dtype=torch.float32)
