@@ -31,6 +31,7 @@ from pipemorph.planning import (
 )
 from pipemorph.spec import Checkpoint, Fault
 from pipemorph.wire import IterationSample
+from pipemorph_trainer.accelerator import accelerator_of
 from pipemorph_trainer.agent import AgentHandle, connect, start_agent
 from pipemorph_trainer.checkpoint import Checkpoints
 from pipemorph_trainer.commit import PlanBook, RankRow, Round, agree, bubble_fraction
@@ -49,10 +50,17 @@ from pipemorph_trainer.gradients import average_over_replicas, clip_global_norm
 from pipemorph_trainer.inputs import signature, split
 from pipemorph_trainer.links import EngineOptions, LinkEnd, engine_module, meet
 from pipemorph_trainer.metrics import metered
+from pipemorph_trainer.offload import ActivationStore
 from pipemorph_trainer.paths.arrival import OpClock
 from pipemorph_trainer.paths.line import StepToken
 from pipemorph_trainer.paths.message import Batch, Direction, TensorMeta
-from pipemorph_trainer.profile import PeakMemory, stage_profile
+from pipemorph_trainer.profile import (
+    Footprint,
+    PeakMemory,
+    footprint,
+    offloaded,
+    stage_profile,
+)
 from pipemorph_trainer.signals import LastWord
 from pipemorph_trainer.split import StageRunner
 from pipemorph_trainer.stage import Runner
@@ -89,6 +97,8 @@ class Pipeline:
         optimizer: only for checkpoints; stepping it stays with the caller.
         checkpoint: where and how often to save, and whether to resume; then
             :attr:`start_iteration` is where to go on.
+        host_memory: bytes of host memory on this rank that a plan may use for activations;
+            None: a plan that moves some of them there is refused.
         stages: pipeline stages; default: all ranks. RANK = replica × stages + stage.
         policy, dispatch, path: how to schedule and how messages travel. ``path="auto"`` is
             direct until a directive moves a link.
@@ -123,6 +133,7 @@ class Pipeline:
         queues: int = 8,
         direct_duplex: Literal["full", "half"] = "full",
         checkpoint: Checkpoint | None = None,
+        host_memory: int | None = None,
         control: ControlClient | None = None,
     ) -> None:
         self.context = context
@@ -135,6 +146,8 @@ class Pipeline:
             engine, path = spec.transport.engine, spec.transport.path
             queues, direct_duplex = spec.transport.queues, spec.transport.direct_duplex
             checkpoint = spec.checkpoint
+            adaptation = spec.adaptation
+            host_memory = adaptation.host_memory if adaptation.allow_offload else None
             torch.set_num_threads(spec.trainer.threads)
         stages = stages if stages is not None else context.world_size
         if plan is None:
@@ -151,6 +164,10 @@ class Pipeline:
         self._world = join(context, stages, self.device)
         self.seat = self._world.seat
         self._check_seat(plan, path)
+        self._no_offload = ""
+        """Why activations of this stage have to stay on the device; empty if they need not."""
+        self._store = self._open_store(stage, host_memory)
+        self._check_offload(plan)
 
         self._waiting = Waiting(str(self.seat))
         self._bell = Bell()
@@ -194,7 +211,7 @@ class Pipeline:
         self._trace = TraceWriter(context.trace_dir, self.seat, emulated=emulated)
         self._last_word = LastWord(self.current_wait, self._leave_traces)
         self._memory = PeakMemory(self.device)
-        self._activation_bytes: int | None = None
+        self._footprint = _footprint_of(stage)
         self._generation = 0
         self._shapes: Any = None
         self._rounds: dict[int, Round] = {}
@@ -288,6 +305,7 @@ class Pipeline:
         Raises :class:`InputError` if it does not fit this job.
         """
         self._check_paths(plan)
+        self._check_offload(plan)
         self._plans.prepare(plan)
         self._reporter.prepared = self._plans.newest
 
@@ -402,9 +420,11 @@ class Pipeline:
             ops,
             self._runner.split,
             peak_memory=self._memory.read(),
-            activation_bytes=self._activation_bytes,
+            footprint=self._footprint,
+            copies=outcome.copies,
         )
-        self._reporter.publish(profile=profile)
+        held = self._store.pool.nbytes if self._store is not None else 0
+        self._reporter.publish(profile=profile, offloaded=offloaded(outcome.copies, held))
         self._trace.iteration(iteration, plan.version, origin, outcome)
         self._losses[iteration] = loss
         self.iteration = iteration + 1
@@ -441,7 +461,11 @@ class Pipeline:
         self._waiting.begin("its own split-backward self-test")
         report = self._runner.self_test(args, kwargs, target)
         self._waiting.end()
-        self._activation_bytes = report.activation_bytes
+        self._footprint = footprint(report)
+        if report.offload is not None and report.offload.reason:
+            self._no_offload = report.offload.reason
+            for plan in self._plans.prepared():
+                self._check_offload(plan)
         for text in report.lines():
             log.info("%s: %s", self.seat, text)
 
@@ -602,7 +626,28 @@ class Pipeline:
             is_last=self.seat.last,
             loss_fn=loss_fn if self.seat.last else None,
             microbatches=self._microbatches,
+            store=self._store,
         )
+
+    def _open_store(
+        self, stage: nn.Module | EmulatedStage, host_memory: int | None
+    ) -> ActivationStore | None:
+        if host_memory is None:
+            self._no_offload = (
+                "it has no host memory for activations; give adaptation.allowOffload and"
+                " hostMemory (host_memory of Pipeline)"
+            )
+        if host_memory is None or isinstance(stage, EmulatedStage):
+            return None
+        return ActivationStore(self.device, host_memory, accelerator_of(self.device))
+
+    def _check_offload(self, plan: Plan) -> None:
+        limit = plan.device_limits[self.seat.stage]
+        if limit is not None and self._no_offload:
+            raise InputError(
+                f"plan {plan.version} moves activations of stage {self.seat.stage} to host memory"
+                f" (device_limit {limit}), but: {self._no_offload}"
+            )
 
     def _check_seat(self, plan: Plan, path: PathChoice) -> None:
         if plan.schedule.stage_count != self.seat.stages:
@@ -665,6 +710,8 @@ class Pipeline:
 
     def _release(self, *, goodbye: bool) -> None:
         self._leave_traces()
+        if self._store is not None:
+            self._store.close()
         for end in self._neighbours.ends:
             end.close(goodbye=goodbye)
         self._control.close()
@@ -696,6 +743,18 @@ def _plan_of(
     )
     paths = (Path.DELEGATED if path == "delegated" else Path.DIRECT,) * (stages - 1)
     return plan_schedule(problem).to_plan(0, paths, dispatch)
+
+
+def _footprint_of(stage: nn.Module | EmulatedStage) -> Footprint:
+    """Of an emulated stage what it is told to be; of a module nothing yet."""
+    if not isinstance(stage, EmulatedStage):
+        return Footprint()
+    apart = stage.backward_input + stage.backward_weight
+    return Footprint(
+        activation_bytes=stage.activation_bytes,
+        offload_copy=stage.offload_copy,
+        fused_ratio=stage.whole_backward / apart if apart > 0 else None,
+    )
 
 
 def _device_of(module: nn.Module | None) -> torch.device:
