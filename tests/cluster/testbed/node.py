@@ -9,7 +9,6 @@ host is a bridge and a cgroup, which the next run removes if this one could not.
 import json
 import os
 import re
-import shutil
 import sys
 import urllib.error
 import urllib.request
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import yaml
 
-from testbed import tools
+from testbed import packages, tools
 from testbed.api import Object
 from testbed.cluster import Cluster
 from testbed.controlplane import ControlPlane, Settings
@@ -66,29 +65,7 @@ def missing_for_nodes(say: tools.Say, more: Mapping[str, str] | None = None) -> 
         raise TestbedError(f"found {sys.platform}, and pods need Linux")
     if os.geteuid() != 0:
         raise TestbedError("found a user who is not root, and namespaces and cgroups need root")
-    needed = _NEEDED | dict(more or {})
-    missing = {program: package for program, package in needed.items() if not _found(program)}
-    if not missing:
-        return
-    packages = sorted(set(missing.values()))
-    if shutil.which("apt-get") is None:
-        raise TestbedError(
-            f"found no {', '.join(sorted(missing))}: install them (on Debian they are in the "
-            f"packages {' '.join(packages)})"
-        )
-    say(f"installing {' '.join(packages)}")
-    apt = ["apt-get", "-q", "-o", "DPkg::Lock::Timeout=300"]
-    quiet = {"DEBIAN_FRONTEND": "noninteractive"}
-    output([*apt, "update"], environment=quiet, deadline=300)
-    command = [*apt, "install", "--yes", "--no-install-recommends", *packages]
-    output(command, environment=quiet, deadline=600)
-    still = sorted(program for program in missing if not _found(program))
-    if still:
-        raise TestbedError(f"installed {' '.join(packages)}, but found no {', '.join(still)}")
-
-
-def _found(program: str) -> bool:
-    return Path(program).exists() or shutil.which(Path(program).name) is not None
+    packages.need(_NEEDED | dict(more or {}), say)
 
 
 def _free_network() -> IPv4Network:

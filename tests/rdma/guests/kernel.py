@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from testbed import packages
 from testbed.errors import TestbedError
 from testbed.processes import output
 from testbed.tools import cache_root
@@ -74,32 +75,7 @@ def missing_for_guests(say: Say) -> None:
         raise TestbedError(
             f"found {sys.platform} on {os.uname().machine}, and the guests need Linux on x86_64"
         )
-    missing = {program: package for program, package in _NEEDED.items() if not _found(program)}
-    if not missing:
-        return
-    packages = sorted(set(missing.values()))
-    if shutil.which("apt-get") is None or os.geteuid() != 0:
-        raise TestbedError(
-            f"found no {', '.join(sorted(missing))}: install them (on Debian they are in the "
-            f"packages {' '.join(packages)})"
-        )
-    say(f"installing {' '.join(packages)}")
-    apt = ["apt-get", "-q", "-o", "DPkg::Lock::Timeout=300"]
-    quiet = {"DEBIAN_FRONTEND": "noninteractive"}
-    output([*apt, "update"], environment=quiet, deadline=300)
-    command = [*apt, "install", "--yes", "--no-install-recommends", *packages]
-    output(command, environment=quiet, deadline=600)
-    still = sorted(program for program in missing if not _found(program))
-    if still:
-        raise TestbedError(f"installed {' '.join(packages)}, but found no {', '.join(still)}")
-
-
-def _found(program: str) -> bool:
-    path = Path(program)
-    if path.exists():
-        return True
-    # Providers carry the ABI's number in their names.
-    return path.suffix == ".so" and any(path.parent.glob(path.name.split("-")[0] + "-*.so"))
+    packages.need(_NEEDED, say)
 
 
 def kernel(say: Say, init: str) -> Kernel:

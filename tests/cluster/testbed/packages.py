@@ -1,0 +1,46 @@
+"""What a testbed needs of the machine, by Debian package."""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from testbed.errors import TestbedError
+from testbed.processes import output
+
+
+def need(programs: Mapping[str, str], say: Callable[[str], None]) -> None:
+    """Install what is missing if this is root on Debian, and refuse any other machine.
+
+    `programs`: the path of a program, library or file, and the Debian package that brings it.
+    Raises TestbedError with what is missing and where it would be.
+    """
+    missing = {program: package for program, package in programs.items() if not _found(program)}
+    if not missing:
+        return
+    packages = sorted(set(missing.values()))
+    if shutil.which("apt-get") is None or os.geteuid() != 0:
+        raise TestbedError(
+            f"found no {', '.join(sorted(missing))}: install them (on Debian they are in the "
+            f"packages {' '.join(packages)})"
+        )
+    say(f"installing {' '.join(packages)}")
+    apt = ["apt-get", "-q", "-o", "DPkg::Lock::Timeout=300"]
+    quiet = {"DEBIAN_FRONTEND": "noninteractive"}
+    output([*apt, "update"], environment=quiet, deadline=300)
+    command = [*apt, "install", "--yes", "--no-install-recommends", *packages]
+    output(command, environment=quiet, deadline=600)
+    still = sorted(program for program in missing if not _found(program))
+    if still:
+        raise TestbedError(f"installed {' '.join(packages)}, but found no {', '.join(still)}")
+
+
+def _found(program: str) -> bool:
+    path = Path(program)
+    if path.exists():
+        return True
+    if path.suffix == ".so":
+        # Providers of libibverbs carry its ABI's number in their names.
+        return any(path.parent.glob(path.name.split("-")[0] + "-*.so"))
+    # Distributions differ in where they put a program.
+    return shutil.which(path.name) is not None
