@@ -1,0 +1,400 @@
+"""Activations in host memory: the same bits, memory that is really given up, nothing that
+somebody else holds."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from simulated_device import SimulatedDevice
+from split_support import (
+    Job,
+    Result,
+    assert_equal,
+    host_store,
+    output_grads,
+    random_order,
+    run_order,
+    sequential,
+    split,
+)
+from test_split_property import WIDTH as STACK_WIDTH
+from test_split_property import stack
+from test_split_zoo import DELAYED, ZOO, Block, vectors
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pipemorph.planning import Op, OpKind, ScheduleError
+from pipemorph.planning.offload import Residency
+from pipemorph.planning.validator import check_device, check_stage
+from pipemorph_trainer.errors import PipelineError
+from pipemorph_trainer.offload.copies import DeviceCopies
+from pipemorph_trainer.offload.pool import HostPool
+from pipemorph_trainer.split import OrderError, SplitError, StageRunner
+
+WIDTH = 8
+ALL_FIRST = "F0 F1 F2 F3 F4 F5 B0 W0 B1 W1 B2 W2 B3 W3 B4 W4 B5 W5"
+
+
+class Storages(TorchDispatchMode):
+    """Every storage that ops made while it was on, and which of them are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {id_of(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and id_of(leaf) not in given:
+                ref = StorageWeakRef(leaf.untyped_storage())
+                self.made[ref.cdata] = (ref, leaf.untyped_storage().nbytes())
+        return out
+
+    def live(self) -> int:
+        self.made = {k: v for k, v in self.made.items() if not v[0].expired()}
+        return sum(nbytes for _, nbytes in self.made.values())
+
+
+def id_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def runner_of(module: nn.Module, microbatches: int = 3, **options: Any) -> StageRunner:
+    options = {"is_first": False, "is_last": False, "store": host_store()} | options
+    return StageRunner(module, microbatches=microbatches, **options)
+
+
+def away(runner: StageRunner, microbatch: int, args: tuple[Any, ...], **options: Any) -> int:
+    """F and its copy out, as the executor does them: it holds the arguments no longer."""
+    held = list(args)
+    del args
+    sent = runner.forward(microbatch, held, offload=True, **options)
+    held.clear()
+    del sent
+    return runner.offload(microbatch)
+
+
+TELLING = (
+    "gpt block", "gpt block, bf16", "gpt block, first stage", "language model, one stage",
+    "tied embedding and head", "checkpoint, non-reentrant", "checkpoint, reentrant",
+    "view output: a transpose last", "autograd.Function at the output, graph", "compiled submodule",
+    "hooks on parameters, graph", "dropout", "BatchNorm", "convolutions with a small head",
+    "autocast, Linear used twice", "spectral norm", "several outputs, one of integers",
+    "several inputs, one of integers", "input passed through", "in-place ops",
+    "in-place ops on the input", "multi-head attention", "saves its own input",
+    "input not contiguous", "column-major input", "gradient inside the forward",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TELLING)
+def test_every_kind_of_stage_comes_back_to_the_bit(name: str) -> None:
+    torch.manual_seed(1)
+    job = ZOO[name]().job
+    job.offloads = True
+    want = sequential(job)
+    got, runner = split(job, DELAYED, device_limit=2)
+    assert_equal(want, got)
+    assert runner.report is not None and runner.report.offload is not None
+    assert runner.report.offload.reason == ""
+    assert runner.report.offload.nbytes > 0
+    again, _ = split(job, "F0 F1 F2 BW0 BW1 BW2", device_limit=1)
+    assert_equal(want, again)
+
+
+@pytest.mark.parametrize("mode", ["module", "graph", "fused"])
+@pytest.mark.parametrize("seed", range(8))
+def test_random_stacks_orders_and_limits(mode: str, seed: int) -> None:
+    rng = random.Random(f"{seed} {mode}")
+    torch.manual_seed(seed)
+    width = STACK_WIDTH
+    module = nn.Sequential(
+        nn.LayerNorm(width), stack(rng, 2, recompute=False), nn.Linear(width, width)
+    )
+    n = rng.randint(3, 6)
+
+    def make_args(k: int) -> tuple[Tensor, ...]:
+        return (torch.randn(3, 2, width, generator=torch.Generator().manual_seed(k)),)
+
+    job = Job(module, make_args, n, mode=mode, offloads=True, is_first=rng.random() < 0.3)
+    while True:
+        order, limit = random_order(n, rng), rng.randint(1, 3)
+        ops = [Op(OpKind(op[0]), int(op[1:])) for op in order.split()]
+        check_stage(0, ops, n)
+        try:
+            check_device(0, ops, limit)
+        except ScheduleError:
+            continue
+        break
+    got, runner = split(job, order, device_limit=limit)
+    assert_equal(sequential(job), got)
+    assert runner._store is not None and runner._store.pool.blocks_in_use == 0
+
+
+@pytest.mark.parametrize("mode", ["module", "graph", "fused"])
+def test_the_device_holds_two_microbatches_and_no_more(mode: str) -> None:
+    """D=2 under a cap of 6: what ops have made and is still there, after every op."""
+
+    def most(limit: int | None) -> tuple[int, list[int]]:
+        torch.manual_seed(0)
+        job = Job(nn.Sequential(Block(), Block()), vectors, 6, mode=mode, offloads=True)
+        runner = job.runner()
+        runner.self_test(job.make_args(0))
+        held, watch, result, seen = Residency(limit), Storages(), Result(), []
+        for op in ALL_FIRST.split():
+            kind, k = op[0], int(op[1:])
+            copies = held.run(OpKind(kind), k)
+            if kind == "F":
+                with watch:
+                    made = list(job.make_args(k))
+                    outs = runner.forward(k, made, offload=copies)
+                made.clear()
+                result.outputs.append(tuple(out.clone() for out in outs))
+                del outs
+                if copies:
+                    assert runner.offload(k) == runner.report.activation_bytes
+            elif kind == "B":
+                if copies:
+                    with watch:
+                        runner.fetch(k)
+                runner.backward_input(k, output_grads(result.outputs[k], k))
+            else:
+                runner.backward_weight(k)
+            seen.append(watch.live())
+        return seen[0], seen
+
+    one, without = most(None)
+    assert max(without) == 6 * one, "all six, where nothing is offloaded"
+    one_again, with_limit = most(2)
+    assert one_again == one
+    assert max(with_limit) <= 2 * one
+    assert with_limit[5] == one, "after the last F, one microbatch has stayed"
+    assert with_limit[-1] == 0
+
+
+def test_what_somebody_else_holds_stays() -> None:
+    class Shares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.register_buffer("scale", torch.full((WIDTH,), 2.0))
+            self.table = torch.randn(5, WIDTH)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            y = self.linear(x) * self.scale * mask
+            return torch.tanh(y * self.table) * y
+
+    module = Shares()
+    runner = runner_of(module, is_first=True)
+    batch = torch.randn(12, 5, WIDTH)
+    mask = torch.rand(12, 5, 1)
+    pointers = [t.data_ptr() for t in (batch, mask, module.table, module.scale)]
+    one = 4 * 5 * WIDTH * 4
+    moved = away(runner, 0, (batch[:4], mask[:4]))
+    # y and the tanh's output; not the batch, the mask, the table and the buffer.
+    assert moved == 2 * one
+    assert [t.data_ptr() for t in (batch, mask, module.table, module.scale)] == pointers
+    runner.fetch(0)
+    runner.backward(0, (torch.ones(4, 5, WIDTH),))
+    got = copy.deepcopy(module.linear.weight.grad)
+    module.zero_grad()
+    module(batch[:4], mask[:4]).backward(torch.ones(4, 5, WIDTH))
+    assert torch.equal(got, module.linear.weight.grad)
+
+
+def test_views_of_one_storage_go_once_and_come_back_as_views() -> None:
+    class Chunks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, 3 * WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.linear(x).chunk(3, dim=-1)
+            return q * k.transpose(-1, -2).transpose(-1, -2) * v
+
+    job = Job(Chunks(), vectors, 3, mode="graph", offloads=True)
+    runner = job.runner()
+    x = vectors(0)[0]
+    rows = x.numel() // WIDTH
+    result = Result()
+    moved = run_order(job, runner, "F0", result, 1)
+    # x, the three chunks' one storage, and q * k: each once.
+    assert moved == rows * (WIDTH + 3 * WIDTH + WIDTH) * 4
+    runner.fetch(0)
+    storages = {
+        id_of(saved.tensor)
+        for ref in runner._flights[0].saved.saved
+        if (saved := ref()) is not None and saved.tensor.shape[-1] == WIDTH
+    }
+    assert len(storages) == 3
+    got, _ = split(job, "F0 F1 F2 B0 W0 B1 W1 B2 W2", device_limit=1)
+    assert_equal(sequential(job), got)
+
+
+@pytest.mark.parametrize("when", ["before the copy", "after it came back"])
+def test_writes_in_place_are_still_refused(when: str) -> None:
+    """Under hooks torch does not look: plain autograd would raise here."""
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.hidden = torch.exp(self.linear(x))
+            return self.hidden * 2
+
+    module = Keeps()
+    runner = runner_of(module)
+    runner.forward(0, vectors(0), offload=True)
+    if when == "before the copy":
+        module.hidden.detach().zero_()
+        runner.offload(0)
+        runner.fetch(0)
+    else:
+        runner.offload(0)
+        runner.fetch(0)
+        for ref in runner._flights[0].saved.saved:
+            saved = ref()
+            if saved is not None and not isinstance(saved.tensor, nn.Parameter):
+                saved.tensor.zero_()
+    with pytest.raises(SplitError, match=r"shape \(4, 5, 8\).* written in place"):
+        runner.backward(0, vectors(1))
+
+
+def test_a_branch_that_autograd_dropped_is_not_moved() -> None:
+    class Dead(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            torch.exp(x * 3).sum()
+            return torch.tanh(self.linear(x))
+
+    one = 4 * 5 * WIDTH * 4
+    runner = runner_of(Dead())
+    moved = away(runner, 0, vectors(0))
+    assert moved == 2 * one, "x and tanh's output"
+
+
+def test_a_stage_that_reads_its_input_later_is_found_out_at_the_start() -> None:
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.last: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            if self.last is not None:
+                y = y + self.last.detach()
+            self.last = x
+            return y
+
+    runner = runner_of(Remembers())
+    report = runner.self_test(vectors(0))
+    assert report.offload is not None and "size" in report.offload.reason
+    assert any("no activations to host memory" in line for line in report.lines())
+
+
+def test_ops_out_of_order_are_refused_by_name() -> None:
+    module = nn.Linear(WIDTH, WIDTH)
+    with pytest.raises(SplitError, match="no host memory for activations"):
+        runner_of(module, store=None).forward(0, vectors(0), offload=True)
+    runner = runner_of(module)
+    runner.forward(0, vectors(0))
+    with pytest.raises(SplitError, match="F0 was not run with offload"):
+        runner.offload(0)
+    with pytest.raises(OrderError, match="microbatch 0 are not in host memory"):
+        runner.fetch(0)
+    away(runner, 1, vectors(1))
+    runner.backward(0, vectors(2))
+    with pytest.raises(OrderError, match="B1 before its activations came"):
+        runner.backward_input(1, vectors(2))
+    runner.fetch(1)
+    with pytest.raises(OrderError, match="microbatch 1 are not in host memory"):
+        runner.fetch(1)
+    away(runner, 2, vectors(1))
+    assert runner._store is not None and runner._store.pool.blocks_in_use == 1
+    runner.discard()
+    assert runner._store.pool.blocks_in_use == 0
+
+
+def test_the_pool_is_registered_once_and_keeps_its_limit() -> None:
+    device = SimulatedDevice()
+    pool = HostPool(4096, device)
+    first, second = pool.take(1000), pool.take(1500)
+    assert (first.nbytes, second.nbytes, pool.nbytes) == (1024, 1536, 2560)
+    pool.give(first)
+    assert pool.take(600) is first, "used again, though less is asked for"
+    with pytest.raises(PipelineError, match=r"2048 bytes more.*2 microbatches.*at most 4096"):
+        pool.take(2000)
+    pool.give(second)
+    grown = pool.take(2000)
+    assert pool.nbytes == 1024 + 2048, "a block that is too small makes room"
+    assert len(device.ever_registered) == 3 and len(device.registered) == 2
+    pool.give(first)
+    pool.give(grown)
+    pool.close()
+    assert pool.nbytes == 0 and not device.registered
+    refusing = HostPool(None, SimulatedDevice(register_refuses="out of memory"))
+    with pytest.raises(PipelineError, match="cannot be page-locked: out of memory; check `ulimit"):
+        refusing.take(1)
+    assert refusing.nbytes == 0
+
+
+def test_a_full_pool_changes_nothing() -> None:
+    runner = runner_of(nn.Linear(WIDTH, WIDTH), store=host_store(100))
+    runner.forward(0, vectors(0), offload=True)
+    with pytest.raises(PipelineError, match="expected at most 100 bytes"):
+        runner.offload(0)
+    (grad,) = runner.backward(0, vectors(1))
+    assert grad is not None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_streams_in_any_order_give_every_byte_back(seed: int) -> None:
+    """On a device whose copies run late: no tensor's memory is given on before it has been
+    read, no block is overwritten before it has been read back."""
+    rng = random.Random(seed)
+    device = SimulatedDevice()
+    pool, copies = HostPool(None, device), DeviceCopies(device)
+    held: list[tuple[Any, list[tuple[int, int]], list[Tensor]]] = []
+    came: list[tuple[Tensor, Tensor]] = []
+    settled = True
+
+    def some(steps: int) -> None:
+        for _ in range(steps):
+            if ready := device.runnable():
+                device.step(rng.choice(ready))
+
+    for _ in range(40):
+        if len(held) < 4 and rng.random() < 0.6:
+            copies.settle()
+            values = [torch.randint(0, 200, (512,), dtype=torch.uint8) for _ in range(2)]
+            made = [device.tensor(value) for value in values]
+            block = pool.take(1024)
+            copies.out(block, [(0, made[0]), (512, made[1])])
+            held.append((block, [(0, 512), (512, 512)], values))
+            del made
+        elif held:
+            block, sizes, values = held.pop(0)
+            for memory, value in zip(copies.back(block, sizes), values, strict=True):
+                # Read by a kernel behind it, which is what a backward is.
+                seen = torch.zeros(512, dtype=torch.uint8)
+                device.launch(lambda to=seen, of=memory: to.copy_(of))
+                came.append((seen, value))
+            pool.give(block)
+        some(rng.randint(0, 6))
+    device.run()
+    assert settled and len(came) > 10
+    for found, value in came:
+        assert torch.equal(found, value)
+    assert {name for name, _ in device.copied} == {"compute", "side 1"}
