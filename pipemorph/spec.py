@@ -385,6 +385,7 @@ class JobSpec(SpecModel):
         self._check_batch()
         self._check_warmup()
         self._check_faults()
+        self._check_memory()
         return self
 
     def _lengths(self) -> Iterator[FieldError]:
@@ -428,6 +429,16 @@ class JobSpec(SpecModel):
                     f"is {x}, more than {warmup[i - 1]} before it: the two stages would wait"
                     " for each other",
                 )
+
+    def _check_memory(self) -> None:
+        memory = self.schedule.activation_memory
+        size = self.emulation.activation_bytes if self.emulation is not None else None
+        if memory is not None and size is not None and size > memory:
+            raise FieldError(
+                "schedule.activationMemory",
+                f"is {memory}, less than emulation.activationBytes, {size}: not even one"
+                " microbatch fits",
+            )
 
     def _check_faults(self) -> None:
         cut = self.parallelism

@@ -25,14 +25,16 @@ from pipemorph.control.events import Event, Events
 from pipemorph.control.forecast import Option, Situation
 from pipemorph.control.health import Health, LinkBook, LinkHealth
 from pipemorph.control.initial import initial_paths, initial_problem, initial_schedule
+from pipemorph.control.limits import Limits, Room, excess
 from pipemorph.control.pacing import Pacing
-from pipemorph.control.profile import StageBook, expected_times, in_flight_limits
+from pipemorph.control.profile import Footprint, StageBook, expected_times, in_flight_limits
 from pipemorph.control.rails import RailBook, RailsView
 from pipemorph.control.records import AdaptationRecord, Decision, Ledger
 from pipemorph.control.replan import Cause, Proposal, Replan, propose, shown_paths, shown_time
 from pipemorph.control.transports import TransportBook, TransportsView
 from pipemorph.errors import InputError
 from pipemorph.planning import Path, Plan, Policy, StageTimes
+from pipemorph.planning.offload import offloaded
 from pipemorph.spec import JobSpec
 from pipemorph.wire import Directive, LinkHealthReport, PlanMessage
 
@@ -72,6 +74,10 @@ class Snapshot(BaseModel):
     flaps: int = 0
     bases: list[tuple[int, int, str, dict[str, float]]] = Field(default_factory=list)
     records: list[AdaptationRecord] = Field(default_factory=list)
+    home: PlanMessage | None = None
+    """The plan for links that are well, where measurements asked for another than the spec's."""
+    footprints: list[tuple[int | None, float | None]] = Field(default_factory=list)
+    """Per stage: bytes that one microbatch holds, seconds that a copy of them takes."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,8 @@ class JobView:
     observed_epoch: int
     applied_epoch: int
     peak_memory: list[int | None]
+    offloaded: tuple[int, ...] = ()
+    """Microbatches per iteration that the wanted plan moves to host memory, per stage."""
     rails: RailsView = field(default_factory=RailsView)
     transports: TransportsView = field(default_factory=TransportsView)
 
@@ -131,7 +139,9 @@ class JobController:
         self._epoch = 0
         self._ledger = Ledger()
         self._events = Events()
-        self._limits = in_flight_limits(spec)
+        stages = spec.parallelism.stages
+        self._first_limits = Limits(in_flight_limits(spec), (None,) * stages)
+        self._footprints: list[Footprint] = []
         self._first_schedule = initial_schedule(spec)
         self._first_paths = initial_paths(spec)
         self._start()
@@ -148,8 +158,10 @@ class JobController:
         self._directive: Directive | None = None
         self._schedule = self._first_schedule
         self._paths = self._first_paths
-        self._home = self._first_schedule
-        self._stages = StageBook(spec)
+        self._limits = self._first_limits
+        self._home, self._home_limits = self._first_schedule, self._first_limits
+        self._stages = StageBook(spec, self._footprints)
+        self._footprints = self._stages.footprints
         self._links = LinkBook(
             spec.parallelism.stages - 1,
             thresholds=Thresholds(
@@ -167,6 +179,7 @@ class JobController:
             slow=(False,) * links,
             unknown=(True,) * links,
         )
+        self._checked_rooms: tuple[Room, ...] = ()
         self._assumed_times = expected_times(spec) is None
         self._profiled_at: int | None = None
         self._compare_from = 0
@@ -222,6 +235,7 @@ class JobController:
             links=self.links(now),
             warmup=self._schedule.warmup(),
             paths=self._paths,
+            offloaded=tuple(offloaded(self._schedule, self._limits.device)),
             wanted_epoch=self._directive.epoch if self._directive else 0,
             observed_epoch=self._observed_epoch,
             applied_epoch=self._applied_epoch,
@@ -335,6 +349,7 @@ class JobController:
         if self._state != "training" or self._pending is not None:
             return
         quiet = not (self._foreign_plan or any(self._judged.slow) or self._links.any_slow)
+        quiet = quiet and self._stages.rooms == self._checked_rooms
         if quiet and not self._profile_is_due():
             return  # As nearly always: every other cause has a slow link before or now.
         links = self.links(now)
@@ -343,6 +358,9 @@ class JobController:
             slow = [link for link in links if link.health is Health.SLOW]
             if slow:
                 self._note(now, "policy", f"{_describe(slow)}; {refusal}")
+            if (too_much := self._excess()) is not None:
+                self._note(now, "memory", f"{too_much}; {refusal}")
+            self._checked_rooms = self._stages.rooms
             return
         stages = self._stages.times()
         if stages is None:
@@ -350,7 +368,12 @@ class JobController:
                 self._note(now, "times", "a link is slow, but no stage has reported op times yet")
             return
         situation = self._situation(stages, links)
+        if any(room.device == 0 for room in situation.rooms):
+            self._note(now, "memory", self._no_room(situation))
+            self._checked_rooms = situation.rooms
+            return
         cause = self._cause(situation)
+        self._checked_rooms = situation.rooms
         if cause is None or not self._is_time(cause, links):
             return
         self._decide(cause, situation, links, now)
@@ -382,6 +405,20 @@ class JobController:
                 for i, link in enumerate(links)
             ),
             unknown=tuple(link.health is Health.UNKNOWN for link in links),
+            rooms=self._stages.rooms,
+        )
+
+    def _excess(self) -> str | None:
+        """Where the wanted plan holds more than there is room for; None if nowhere."""
+        dispatch = self.spec.schedule.dispatch_kind
+        return excess(self._schedule, self._limits, self._stages.rooms, dispatch)
+
+    def _no_room(self, situation: Situation) -> str:
+        stage = next(i for i, room in enumerate(situation.rooms) if room.device == 0)
+        return (
+            f"a microbatch holds {situation.stages[stage].activation_bytes} bytes on stage {stage},"
+            f" more than activationMemory, {self.spec.schedule.activation_memory} bytes: no plan"
+            " fits; kept the plan"
         )
 
     def _cause(self, now: Situation) -> Cause | None:
@@ -389,6 +426,8 @@ class JobController:
         if self._foreign_plan:
             return "restart"
         before = self._judged
+        if now.rooms != before.rooms and self._excess() is not None:
+            return "memory"
         links = range(len(now.slow))
         if any(now.slow[i] and not before.slow[i] for i in links):
             return "slow"
@@ -440,12 +479,20 @@ class JobController:
             abs(new - old) > MATERIAL_OP * scale
             for new, old in zip(now.wire_times, before.wire_times, strict=True)
         )
-        return ops or wires
+        # What a plan may hold, and a shorter backward that was not known of.
+        limits = any(
+            (new.in_flight_limit, new.device_limit) != (old.in_flight_limit, old.device_limit)
+            or (old.fused_backward is None and new.fusing_pays)
+            for new, old in zip(now.stages, before.stages, strict=True)
+        )
+        return ops or wires or limits
 
     def _is_time(self, cause: Cause, links: Sequence[LinkHealth]) -> bool:
         """Whether a directive may be issued for this cause now. If not, it will be looked at
         again with the next report."""
         finished = self._ledger.last_iteration
+        if cause == "memory":
+            return True
         if cause in ("slow", "restart"):
             return self._pacing.may_hurry(finished)
         if finished == self._judged_after:
@@ -478,7 +525,7 @@ class JobController:
         ]
         self._judged, self._judged_after = situation, self._ledger.last_iteration
         self._looked_at_steady = cause == "steady"
-        if cause == "profile":
+        if cause in ("profile", "memory"):
             self._profiled_at = self._ledger.last_iteration
         self._pending = _Pending(
             Replan(
@@ -487,9 +534,10 @@ class JobController:
                 situation=situation,
                 schedule=self._schedule,
                 paths=self._paths,
+                limits=self._limits,
                 home=self._home,
                 first_paths=self._first_paths,
-                in_flight_limits=self._limits,
+                home_limits=self._home_limits,
                 # After a lost state the ranks run a plan not known here: nothing to compare.
                 lost=self._foreign_plan,
                 remaining=self._left(),
@@ -525,8 +573,8 @@ class JobController:
             self._keep(now, f"{pending.why}; {proposal.reason}")
             return
         self._issue(pending, proposal.chosen, proposal, now)
-        if asked.cause == "profile" and not any(asked.situation.slow):
-            self._home = proposal.chosen.schedule
+        if asked.cause in ("profile", "memory") and not any(asked.situation.slow):
+            self._home, self._home_limits = proposal.chosen.schedule, proposal.chosen.limits
 
     def _issue(self, pending: _Pending, chosen: Option, proposal: Proposal, now: float) -> None:
         """Make the chosen option the wanted plan, under a new epoch."""
@@ -534,10 +582,11 @@ class JobController:
         cause = pending.replan.cause
         before = self._schedule.warmup()
         moved_back = chosen.delegated < sum(path is Path.DELEGATED for path in self._paths)
-        returns = cause not in ("slow", "worse") and (chosen.schedule, chosen.paths) == (
-            self._home,
-            self._first_paths,
-        )
+        returns = cause not in ("slow", "worse", "memory") and (
+            chosen.schedule,
+            chosen.paths,
+            chosen.limits.device,
+        ) == (self._home, self._first_paths, self._home_limits.device)
         old = (
             f"{shown_time(present.seconds)} with the present plan" if present else "unknown before"
         )
@@ -547,8 +596,10 @@ class JobController:
             f" {shown_paths(chosen.paths)}"
             f"{'; ' + proposal.reason if proposal.reason else ''}"
         )
+        limits_before = self._limits
         self._epoch += 1
         self._schedule, self._paths = chosen.schedule, chosen.paths
+        self._limits = chosen.limits
         self._foreign_plan = False
         self._directive = Directive(
             epoch=self._epoch,
@@ -578,6 +629,10 @@ class JobController:
                 predicted_seconds_before=present.seconds if present else None,
                 predicted_seconds_after=chosen.seconds,
                 peak_memory_before=self._stages.peak_memory(),
+                device_limits_before=list(limits_before.device),
+                device_limits_after=list(chosen.limits.device),
+                offloaded=chosen.offloaded(),
+                fused_stages=list(chosen.fused),
             )
         )
         self._log(now, kind, reason, self._epoch)
@@ -588,8 +643,9 @@ class JobController:
             policy=self.spec.schedule.policy_kind,
             schedule=self._schedule,
             paths=self._paths,
-            in_flight_limits=self._limits,
+            in_flight_limits=self._limits.in_flight,
             dispatch=self.spec.schedule.dispatch_kind,
+            device_limits=self._limits.device,
         )
 
     def _keep(self, now: float, reason: str) -> None:
@@ -627,7 +683,24 @@ class JobController:
             flaps=self._pacing.flaps,
             bases=self._links.bases(),
             records=self.records,
+            home=self._home_message(),
+            footprints=[(f.activation_bytes, f.offload_copy) for f in self._footprints],
         ).model_dump(mode="json")
+
+    def _home_message(self) -> PlanMessage | None:
+        if (self._home, self._home_limits) == (self._first_schedule, self._first_limits):
+            return None
+        return PlanMessage.of(
+            Plan(
+                version=0,
+                policy=self.spec.schedule.policy_kind,
+                schedule=self._home,
+                paths=self._first_paths,
+                in_flight_limits=self._home_limits.in_flight,
+                dispatch=self.spec.schedule.dispatch_kind,
+                device_limits=self._home_limits.device,
+            )
+        )
 
     @classmethod
     def restore(
@@ -658,6 +731,14 @@ class JobController:
                 raise InputError("the saved state is of a job with another number of stages")
             self._directive = saved.directive
             self._schedule, self._paths = plan.schedule, plan.paths
+            self._limits = Limits.of(plan)
+        if saved.home is not None:
+            home = saved.home.plan()
+            if home.schedule.stage_count != links + 1:
+                raise InputError("the saved state is of a job with another number of stages")
+            self._home, self._home_limits = home.schedule, Limits.of(home)
+        if len(saved.footprints) == links + 1:
+            self._stages.restore_footprints(saved.footprints)
         if len(saved.slow) == len(saved.wire_times) == len(saved.delays) == links:
             self._judged = Situation(
                 stages=self._judged.stages,
@@ -696,6 +777,8 @@ def _why(cause: Cause, links: Sequence[LinkHealth]) -> str:
             return f"{_describe(slow)}, for a while now"
         case "restart":
             return "the plan in effect is not one this controller knows of"
+        case "memory":
+            return "the plan in effect holds more than there is room for"
         case "recovered":
             return "a link recovered" + (f", {_describe(slow)}" if slow else ", none is slow")
         case _:

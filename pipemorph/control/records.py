@@ -62,6 +62,13 @@ class AdaptationRecord(BaseModel):
     bubble_after: float | None = None
     peak_memory_before: list[int | None] = Field(default_factory=list)
     peak_memory_after: list[int | None] = Field(default_factory=list)
+    device_limits_before: list[int | None] = Field(default_factory=list)
+    """Microbatches with their activations on the device, per stage; None: no offload there."""
+    device_limits_after: list[int | None] = Field(default_factory=list)
+    offloaded: list[int] = Field(default_factory=list)
+    """Microbatches per iteration that the new plan moves to host memory, per stage."""
+    fused_stages: list[int] = Field(default_factory=list)
+    """Stages whose backwards the new plan fuses."""
 
 
 class Decision(BaseModel):

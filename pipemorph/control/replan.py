@@ -6,16 +6,17 @@ many jobs has it made in another process: both ends are plain values that can be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from pipemorph.control.forecast import Forecast, Option, Situation, best, runnable
+from pipemorph.control.limits import Limits
 from pipemorph.errors import InputError
 from pipemorph.planning import Path, Schedule
 from pipemorph.spec import JobSpec
 
-Cause = Literal["slow", "worse", "eased", "recovered", "steady", "profile", "restart"]
+Cause = Literal["slow", "worse", "eased", "recovered", "steady", "profile", "memory", "restart"]
 """Why the situation deserves another judgement than the last one."""
 
 UNSEEN_CHANGE = 0.25
@@ -26,8 +27,9 @@ UNSEEN_CHANGE = 0.25
 class Replan:
     """All that goes into one decision.
 
-    ``schedule`` and ``paths`` are in effect now, ``home`` and ``first_paths`` are those for
-    links that are well. ``lost``: the ranks run a plan that is not known here.
+    ``schedule``, ``paths`` and ``limits`` are in effect now; ``home``, ``first_paths`` and
+    ``home_limits`` are those for links that are well. ``lost``: the ranks run a plan that is not
+    known here.
     ``remaining`` iterations are left that a new plan would run, and changing has cost
     ``change_seconds`` so far (None: it was not done yet).
     """
@@ -37,9 +39,10 @@ class Replan:
     situation: Situation
     schedule: Schedule
     paths: tuple[Path, ...]
+    limits: Limits
     home: Schedule
     first_paths: tuple[Path, ...]
-    in_flight_limits: tuple[int | None, ...]
+    home_limits: Limits
     lost: bool
     remaining: int
     change_seconds: float | None
@@ -51,6 +54,9 @@ class Proposal:
 
     ``present`` is the plan in effect as it is predicted now; None if it is not known. With a
     choice, ``reason`` is what it is worth, where that was weighed.
+
+    No option that holds more than there is room for is ever chosen; and where the plan in effect
+    does, the best that does not is, whatever it costs.
     """
 
     chosen: Option | None
@@ -65,25 +71,43 @@ def propose(asked: Replan) -> Proposal:
     """
     forecast = Forecast(asked.spec, asked.situation)
     try:
-        present = None if asked.lost else forecast.of(asked.schedule, asked.paths)
-        chosen, why = _choose(asked, forecast, present)
+        present = None
+        if not asked.lost:
+            present = forecast.of(asked.schedule, asked.paths, asked.limits)
+        options = _options(asked, forecast)
+        chosen, why = _choose(asked, forecast, options, present)
     except InputError as error:
         return Proposal(None, None, f"no plan was found: {error}")
+    why = "; ".join(part for part in (why, *_weighed(asked.situation, options)) if part)
     if chosen is None:
         return Proposal(None, present, why)
     dispatch = asked.spec.schedule.dispatch_kind
-    broken = runnable(chosen.schedule, asked.in_flight_limits, dispatch)
+    broken = runnable(chosen.schedule, chosen.limits, dispatch)
+    broken = broken or forecast.excess(chosen.schedule, chosen.limits)
     if broken is not None:
         return Proposal(None, present, f"the plan for it must not run: {broken}")
     return Proposal(chosen, present, why)
 
 
-def _choose(asked: Replan, forecast: Forecast, present: Option | None) -> tuple[Option | None, str]:
-    """The option to change to and what it is worth, or None and why not."""
-    situation = asked.situation
+def _options(asked: Replan, forecast: Forecast) -> list[Option]:
+    """All that could run. Raises :class:`InputError` where nothing can."""
     options = []
     for paths in forecast.path_choices(asked.paths, asked.first_paths):
-        options += [forecast.of(asked.home, paths), forecast.fresh(paths)]
+        if forecast.excess(asked.home, asked.home_limits) is None:
+            options.append(forecast.of(asked.home, paths, asked.home_limits))
+        options += forecast.fresh(paths)
+    return options
+
+
+def _choose(
+    asked: Replan, forecast: Forecast, options: Sequence[Option], present: Option | None
+) -> tuple[Option | None, str]:
+    """The option to change to and what it is worth, or None and why not."""
+    situation = asked.situation
+    if present is not None:
+        too_much = forecast.excess(present.schedule, present.limits)
+        if too_much is not None:
+            return best(options), f"the present plan must not stay: {too_much}"
     if not any(situation.slow) and not any(situation.unknown):
         return _choose_home(asked, forecast, options, present)
     quickest = best(options)
@@ -111,20 +135,79 @@ def _choose_home(
     asked: Replan, forecast: Forecast, options: Sequence[Option], present: Option | None
 ) -> tuple[Option | None, str]:
     """All links are well: the plan of the start, unless measured times ask for another."""
-    home = forecast.of(asked.home, asked.first_paths)
     least = 1 - asked.spec.adaptation.min_gain
-    quickest = best([home, *options])
-    target = quickest if quickest.seconds < home.seconds * least else home
+    target, home = best(options), None
+    if forecast.excess(asked.home, asked.home_limits) is None:
+        home = forecast.of(asked.home, asked.first_paths, asked.home_limits)
+        target = best([home, *options])
+        target = target if target.seconds < home.seconds * least else home
     if present is None:
         return target, ""
-    if (target.schedule, target.paths) == (present.schedule, present.paths):
+    if _same(target, present):
         return None, "kept the plan: it is the one for links that are well"
-    returns = target is home and (home.schedule, home.paths) != (asked.schedule, asked.paths)
-    if returns:
+    if target is home:
         return target, ""
     if target.seconds < present.seconds * least:
         return _if_it_pays(asked, present, target)
     return None, _not_worth(asked, present, 1 - target.seconds / present.seconds)
+
+
+def _same(one: Option, other: Option) -> bool:
+    return (one.schedule, one.paths, one.limits.device) == (
+        other.schedule,
+        other.paths,
+        other.limits.device,
+    )
+
+
+def _weighed(situation: Situation, options: Sequence[Option]) -> Iterator[str]:
+    """What offload, fused backwards and the memory of the device do here, for the reason."""
+    away = [option for option in options if option.limits.offloading]
+    here = [option for option in options if not option.limits.offloading]
+    if away:
+        quickest = min(away, key=lambda option: option.seconds)
+        stages = quickest.limits.offloading
+        # There and back.
+        copies = 2 * max(situation.stages[i].offload_copy or 0.0 for i in stages)
+        others = min((option.seconds for option in here), default=None)
+        worth = "is what it takes to have a plan"
+        if others is not None:
+            worth = _saves(others - quickest.seconds)
+        yield (
+            f"offload on {shown_stages(stages)} costs {shown_time(copies)} per copied microbatch"
+            f" and {worth}"
+        )
+    fused = [option for option in here if option.fused]
+    split = [option.seconds for option in here if not option.fused]
+    if fused and split:
+        quickest = min(fused, key=lambda option: option.seconds)
+        yield (
+            f"a fused backward on {shown_stages(quickest.fused)}"
+            f" {_saves(min(split) - quickest.seconds)}"
+        )
+    bound = [i for i, room in enumerate(situation.rooms) if room.by_memory]
+    binds = [
+        i
+        for i in bound
+        if any(
+            option.limits.device[i] is not None
+            or option.schedule.in_flight_peak()[i] == situation.rooms[i].device
+            for option in options
+        )
+    ]
+    if binds:
+        counts = sorted({situation.rooms[i].device or 0 for i in binds})
+        most = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        yield f"activationMemory has room for {most} microbatches on {shown_stages(binds)}"
+
+
+def _saves(seconds: float) -> str:
+    return f"saves {shown_time(seconds)}" if seconds > 0 else "saves nothing"
+
+
+def shown_stages(stages: Sequence[int]) -> str:
+    """For a sentence."""
+    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
 
 
 def _if_it_pays(asked: Replan, present: Option, other: Option) -> tuple[Option | None, str]:

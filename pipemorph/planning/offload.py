@@ -21,9 +21,9 @@ compute is quicker than that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from pipemorph.planning.ir import Op, OpKind
+from pipemorph.planning.ir import Op, OpKind, Schedule
 
 
 class Residency:
@@ -77,6 +77,14 @@ def copying(ops: Iterable[Op], limit: int | None) -> list[bool]:
     """Which ops of a stage copy a microbatch's activations, by position."""
     held = Residency(limit)
     return [held.run(kind, microbatch) for kind, microbatch in ops]
+
+
+def offloaded(schedule: Schedule, limits: Sequence[int | None]) -> list[int]:
+    """Microbatches per iteration that go to host memory, per stage."""
+    return [
+        sum(copying(ops, limit)) // 2 if limit is not None else 0
+        for ops, limit in zip(schedule.stages, limits, strict=True)
+    ]
 
 
 def device_peak(ops: Iterable[Op], limit: int | None) -> int:

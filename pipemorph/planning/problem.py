@@ -76,6 +76,11 @@ class StageTimes(_Model):
         return self.backward_input + self.backward_weight
 
     @property
+    def fusing_pays(self) -> bool:
+        """Whether a fused backward is shorter than its parts."""
+        return self.whole_backward < self.backward_input + self.backward_weight
+
+    @property
     def least_backward(self) -> float:
         """Time of the backward of one microbatch, fused or split, whichever is shorter."""
         return min(self.whole_backward, self.backward_input + self.backward_weight)

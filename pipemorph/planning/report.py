@@ -11,7 +11,7 @@ from pipemorph.errors import InputError
 from pipemorph.planning.bubbles import Explanation, explain, explain_interleaved
 from pipemorph.planning.interleaved import InterleavedSchedule, InterleavedSimulation
 from pipemorph.planning.ir import Dispatch, Op, OpKind, Policy, Schedule
-from pipemorph.planning.offload import copying
+from pipemorph.planning.offload import offloaded
 from pipemorph.planning.problem import Count, Problem, describe, integer, read_text, shown
 from pipemorph.planning.simulator import Simulation
 from pipemorph.planning.torch_csv import dump_csv, parse_csv
@@ -44,10 +44,7 @@ def report(
         "in_flight_peak": list(schedule.in_flight_peak()),
         "in_flight_limit": list(problem.in_flight_limits()),
         "device_limit": list(problem.device_limits()),
-        "offloaded": [
-            sum(copying(ops, limit)) // 2
-            for ops, limit in zip(schedule.stages, problem.device_limits(), strict=True)
-        ],
+        "offloaded": offloaded(schedule, problem.device_limits()),
         "planning_ms": round(planning_seconds * 1e3, 3),
         "bubbles": _bubbles(explain(simulation, problem)),
         "stages": _stages(simulation),

@@ -57,17 +57,24 @@ class _Choice(NamedTuple):
 
 def has_variants(problem: Problem) -> bool:
     """Whether there is more to choose than an order."""
-    return any(stage.device_limit is not None or _fusing_pays(stage) for stage in problem.stages)
+    return any(stage.device_limit is not None or stage.fusing_pays for stage in problem.stages)
 
 
 def best_variant(problem: Problem) -> Variant:
     """The shortest plan found, with or without offload and fused backwards."""
-    found = []
+    return min(variants(problem), key=lambda each: each.makespan)
+
+
+def variants(problem: Problem) -> Iterator[Variant]:
+    """Plans of each kind, each better than those of its kind before it: one that splits all
+    backwards and does not offload (unless a fixed warm-up needs that), with fused backwards, with
+    offload."""
+    without = None
     within = on_device(problem)
     if _room_for_warmup(within):
-        found.append(fused_variant(within))
-    found += offloading_variants(problem, found[0] if found else None)
-    return min(found, key=lambda each: each.makespan)
+        for without in fused_variants(within):
+            yield without
+    yield from offloading_variants(problem, without)
 
 
 def on_device(problem: Problem) -> Problem:
@@ -75,29 +82,39 @@ def on_device(problem: Problem) -> Problem:
     return problem.with_device_limits((None,) * problem.stage_count)
 
 
-def fused_variant(problem: Problem) -> Variant:
-    """The shortest plan found without offload, fused where that is shorter.
+def fused_variants(problem: Problem) -> Iterator[Variant]:
+    """Plans without offload, each better than the one before: split, then fused where that is
+    shorter.
 
     Fusing shortens the work and lengthens the way of a gradient, so it can pay on any set of
     stages: tried are none, all where a fused backward is the shorter one, and changes to one
     stage after the other.
     """
-    whole = tuple(_fusing_pays(stage) for stage in problem.stages)
+    whole = tuple(stage.fusing_pays for stage in problem.stages)
     caps, none = _caps(problem), (False,) * problem.stage_count
-    split = _Choice(caps, none)
-    tried = {split: _plan(problem, split)}
+    best = _Choice(caps, none)
+    found = _plan(problem, best)
+    yield found
     if not any(whole):
-        return tried[split]
-    every = _Choice(caps, whole)
-    tried[every] = _plan(problem, every)
-    best = min(tried, key=lambda choice: tried[choice].makespan)
+        return
+    tried = {best}
+
+    def better(choice: _Choice) -> bool:
+        nonlocal best, found
+        if choice in tried:
+            return False
+        tried.add(choice)
+        variant = _plan(problem, choice)
+        if variant.makespan >= found.makespan * (1 - SAME):
+            return False
+        best, found = choice, variant
+        return True
+
+    if better(_Choice(caps, whole)):
+        yield found
     for i in [i for i, pays in enumerate(whole) if pays][: _steps(problem)]:
-        choice = best._replace(fused=_turned(best.fused, i))
-        if choice not in tried:
-            tried[choice] = _plan(problem, choice)
-        if tried[choice].makespan < tried[best].makespan * (1 - SAME):
-            best = choice
-    return tried[best]
+        if better(best._replace(fused=_turned(best.fused, i))):
+            yield found
 
 
 def offloading_variants(problem: Problem, without: Variant | None) -> Iterator[Variant]:
@@ -184,10 +201,6 @@ def _turned(fused: tuple[bool, ...], stage: int) -> tuple[bool, ...]:
 def _steps(problem: Problem) -> int:
     ops = 3 * problem.microbatches * problem.stage_count
     return max(2, min(STEPS, STEP_OPS // ops))
-
-
-def _fusing_pays(stage: StageTimes) -> bool:
-    return stage.whole_backward < stage.backward_input + stage.backward_weight
 
 
 def _caps(problem: Problem) -> tuple[int, ...]:

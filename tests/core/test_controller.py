@@ -1,168 +1,24 @@
-"""The loop closed in simulation: links go slow, plans change, iterations get short again.
-
-:class:`Plant` stands for the trainer: it runs the plan in effect through the simulator under
-the true delays, reports what ranks would measure, and commits a directive two iterations
-after it was received, as the ranks do.
-"""
+"""The loop closed in simulation: links go slow, plans change, iterations get short again."""
 
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from plant_support import BASE, OP, Plant, spec
 
-from pipemorph.control import AdaptationRecord, Health, JobController, initial_plan
+from pipemorph.control import Health, JobController, initial_plan
 from pipemorph.control.errors import ReplayedReport, ReportMismatch, WrongAttempt
 from pipemorph.control.pacing import HOLD
 from pipemorph.errors import InputError
-from pipemorph.planning import Path, Plan, StageTimes, problem_for, simulate, validate
+from pipemorph.planning import Path, StageTimes
 from pipemorph.spec import JobSpec
 from pipemorph.wire import (
-    IterationSample,
     LinkHealthReport,
-    LinkSample,
     PlanMessage,
-    StageProfile,
-    WireTime,
 )
-
-OP = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}
-BASE = 0.004
-
-
-def spec(stages: int = 4, microbatches: int = 12, **fields: Any) -> JobSpec:
-    schedule = {"microbatches": microbatches, "stageTimes": [OP] * stages, "policy": "pipemorph"}
-    schedule |= fields.pop("schedule", {})
-    return JobSpec.model_validate(
-        {
-            "parallelism": {"stages": stages},
-            "schedule": schedule,
-            "trainer": {"module": "x", "iterations": 1000},
-        }
-        | fields
-    )
-
-
-class Plant:
-    """A trainer in simulation. ``delays`` and ``ops`` are the truth, seconds."""
-
-    def __init__(self, spec: JobSpec, *, seed: int = 0, controller: JobController | None = None):
-        self.spec = spec
-        self.controller = controller or JobController(spec)
-        self.rng = random.Random(seed)
-        self.stages = spec.parallelism.stages
-        self.delays = [0.0] * (self.stages - 1)
-        self.ops = [StageTimes(forward=0.01, backward_input=0.01, backward_weight=0.01)] * (
-            self.stages
-        )
-        self.plan = initial_plan(spec)
-        self.prepared: tuple[int, Plan] | None = None
-        self.iteration = self.sequence = self.observed = 0
-        self.now = 1000.0
-        self.seconds: list[float] = []
-        self.epochs: list[int] = []
-        self.overhead = 0.0
-        """What the delegated path adds to the normal wire time."""
-        self.avoided = False
-        """Whether the delegated path knows nothing of the delays."""
-
-    def run(self, iterations: int) -> None:
-        for _ in range(iterations):
-            self.step()
-
-    def step(self) -> None:
-        """One iteration: reports in the middle of it, commit at its start."""
-        if self.prepared is not None and self.iteration >= self.prepared[0]:
-            self.plan, self.prepared = self.prepared[1], None
-        felt = [
-            BASE + (delay if path is Path.DIRECT else self.overhead + delay * (not self.avoided))
-            for delay, path in zip(self.delays, self.plan.paths, strict=True)
-        ]
-        problem = problem_for(
-            self.spec.schedule.microbatches, self.ops, felt, self.plan.paths, queues=8
-        )
-        result = simulate(self.plan.schedule, problem)
-        windows = max(2, int(result.makespan / 0.05))
-        for _ in range(windows):
-            self.now += result.makespan / windows
-            links = [
-                self.sample(link, direction, felt[link])
-                for link in range(self.stages - 1)
-                for direction in ("forward", "backward")
-            ]
-            self.send(links=links)
-        self.seconds.append(result.makespan)
-        self.epochs.append(self.plan.version)
-        self.iteration += 1
-        self.send(
-            stages=[
-                StageProfile(
-                    stage=i,
-                    forward=op.forward,
-                    backward_input=op.backward_input,
-                    backward_weight=op.backward_weight,
-                    split="emulated",
-                    peak_memory=(1 << 20) * self.plan.schedule.in_flight_peak()[i],
-                )
-                for i, op in enumerate(self.ops)
-            ],
-            iterations=[
-                IterationSample(
-                    index=self.iteration - 1,
-                    seconds=result.makespan,
-                    loss=1.0,
-                    epoch=self.plan.version,
-                    bubble_fraction=result.bubble_fraction,
-                )
-            ],
-        )
-
-    def sample(self, link: int, direction: Any, wire: float) -> LinkSample:
-        value = max(1e-4, self.rng.gauss(wire, 0.0003))
-        return LinkSample(
-            link=link,
-            direction=direction,
-            path=self.plan.paths[link],
-            transport="gloo",
-            iteration=self.iteration,
-            bytes=1 << 20,
-            wire=WireTime(count=2, exact=2, min=value, p50=value, p99=value, mean=value),
-            queue_p50=0.0,
-        )
-
-    def send(self, **fields: Any) -> None:
-        self.sequence += 1
-        self.controller.report(
-            LinkHealthReport(
-                job="j",
-                namespace="default",
-                attempt=self.controller.attempt,
-                sequence=self.sequence,
-                sent_at=self.now,
-                state="training",
-                iteration=self.iteration,
-                observed_epoch=self.observed,
-                applied_epoch=self.plan.version,
-                **fields,
-            ),
-            self.now,
-        )
-        directive = self.controller.directive(self.observed)
-        if directive is not None:
-            plan = directive.plan.plan()
-            validate(plan.schedule, plan.in_flight_limits)
-            self.observed = directive.epoch
-            self.prepared = (self.iteration + 2, plan)
-
-    def health(self) -> list[Health]:
-        return [link.health for link in self.controller.links(self.now)]
-
-    def only(self) -> AdaptationRecord:
-        (record,) = self.controller.records
-        return record
 
 
 def test_version_0_is_the_same_everywhere_and_needs_nothing_measured() -> None:

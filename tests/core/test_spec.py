@@ -10,6 +10,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from pipemorph.control import initial_plan
 from pipemorph.planning.ir import Dispatch, Policy
 from pipemorph.spec import (
     RESERVED_ENV,
@@ -150,6 +151,17 @@ def test_offload_needs_to_know_its_memory() -> None:
     assert found.adaptation.host_memory == 1 << 34
     assert found.emulation is not None
     assert found.emulation.stage_times[0].offload_copy == 0.5
+
+
+def test_emulated_microbatches_must_fit_and_limit_the_first_plan() -> None:
+    times = [{"forward": 1, "backwardInput": 1, "backwardWeight": 1}]
+    emulation = {"stageTimes": times, "messageBytes": 1, "activationBytes": 100}
+    schedule = {"microbatches": 8, "inFlightLimit": [3, 5]}
+    spec = minimal(emulation=emulation, schedule=schedule | {"activationMemory": 450})["spec"]
+    assert initial_plan(JobSpec.model_validate(spec)).in_flight_limits == (3, 4)
+    spec = minimal(emulation=emulation, schedule=schedule | {"activationMemory": 99})["spec"]
+    with pytest.raises(ValidationError, match=r"activationMemory: is 99, less than emulation"):
+        JobSpec.model_validate(spec)
 
 
 def test_without_a_word_nothing_is_offloaded() -> None:

@@ -1,0 +1,173 @@
+"""A trainer in simulation, for tests of the controller.
+
+:class:`Plant` runs the plan in effect through the simulator under the true delays, reports what
+ranks would measure, and commits a directive two iterations after it was received, as the ranks
+do.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any, Literal
+
+from pipemorph.control import AdaptationRecord, Health, JobController, initial_plan
+from pipemorph.control.limits import Limits
+from pipemorph.planning import OpKind, Path, Plan, StageTimes, problem_for, simulate, validate
+from pipemorph.planning.offload import device_peak
+from pipemorph.spec import JobSpec
+from pipemorph.wire import (
+    IterationSample,
+    LinkHealthReport,
+    LinkSample,
+    StageProfile,
+    WireTime,
+)
+
+OP = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}
+BASE = 0.004
+
+
+def spec(stages: int = 4, microbatches: int = 12, **fields: Any) -> JobSpec:
+    schedule = {"microbatches": microbatches, "stageTimes": [OP] * stages, "policy": "pipemorph"}
+    schedule |= fields.pop("schedule", {})
+    return JobSpec.model_validate(
+        {
+            "parallelism": {"stages": stages},
+            "schedule": schedule,
+            "trainer": {"module": "x", "iterations": 1000},
+        }
+        | fields
+    )
+
+
+class Plant:
+    """A trainer in simulation. ``delays`` and ``ops`` are the truth, seconds."""
+
+    def __init__(self, spec: JobSpec, *, seed: int = 0, controller: JobController | None = None):
+        self.spec = spec
+        self.controller = controller or JobController(spec)
+        self.rng = random.Random(seed)
+        self.stages = spec.parallelism.stages
+        self.delays = [0.0] * (self.stages - 1)
+        self.ops = [StageTimes(forward=0.01, backward_input=0.01, backward_weight=0.01)] * (
+            self.stages
+        )
+        self.plan = initial_plan(spec)
+        self.prepared: tuple[int, Plan] | None = None
+        self.iteration = self.sequence = self.observed = 0
+        self.now = 1000.0
+        self.seconds: list[float] = []
+        self.epochs: list[int] = []
+        self.overhead = 0.0
+        """What the delegated path adds to the normal wire time."""
+        self.avoided = False
+        """Whether the delegated path knows nothing of the delays."""
+        self.split: Literal["module", "emulated"] = "emulated"
+        self.activation_bytes: int | None = None
+        """What a microbatch is measured to hold; ``ops`` say what a copy of it takes."""
+
+    def run(self, iterations: int) -> None:
+        for _ in range(iterations):
+            self.step()
+
+    def step(self) -> None:
+        """One iteration: reports in the middle of it, commit at its start."""
+        if self.prepared is not None and self.iteration >= self.prepared[0]:
+            self.plan, self.prepared = self.prepared[1], None
+        felt = [
+            BASE + (delay if path is Path.DIRECT else self.overhead + delay * (not self.avoided))
+            for delay, path in zip(self.delays, self.plan.paths, strict=True)
+        ]
+        problem = problem_for(
+            self.spec.schedule.microbatches,
+            Limits.of(self.plan).on(self.ops),
+            felt,
+            self.plan.paths,
+            queues=8,
+        )
+        result = simulate(self.plan.schedule, problem)
+        windows = max(2, int(result.makespan / 0.05))
+        for _ in range(windows):
+            self.now += result.makespan / windows
+            links = [
+                self.sample(link, direction, felt[link])
+                for link in range(self.stages - 1)
+                for direction in ("forward", "backward")
+            ]
+            self.send(links=links)
+        self.seconds.append(result.makespan)
+        self.epochs.append(self.plan.version)
+        self.iteration += 1
+        self.send(
+            stages=[self.profile(i, op) for i, op in enumerate(self.ops)],
+            iterations=[
+                IterationSample(
+                    index=self.iteration - 1,
+                    seconds=result.makespan,
+                    loss=1.0,
+                    epoch=self.plan.version,
+                    bubble_fraction=result.bubble_fraction,
+                )
+            ],
+        )
+
+    def profile(self, stage: int, op: StageTimes) -> StageProfile:
+        """What the stage's rank measures. While it fuses, that is one time for B and W."""
+        ops = self.plan.schedule.stages[stage]
+        fuses = any(each.kind is OpKind.BW for each in ops)
+        held = device_peak(ops, self.plan.device_limits[stage])
+        return StageProfile(
+            stage=stage,
+            forward=op.forward,
+            backward_input=op.whole_backward if fuses else op.backward_input,
+            backward_weight=0.0 if fuses else op.backward_weight,
+            split=self.split,
+            peak_memory=(self.activation_bytes or 1 << 20) * held,
+            activation_bytes=self.activation_bytes,
+            offload_copy=op.offload_copy,
+            fused_backward=op.fused_backward,
+        )
+
+    def sample(self, link: int, direction: Any, wire: float) -> LinkSample:
+        value = max(1e-4, self.rng.gauss(wire, 0.0003))
+        return LinkSample(
+            link=link,
+            direction=direction,
+            path=self.plan.paths[link],
+            transport="gloo",
+            iteration=self.iteration,
+            bytes=1 << 20,
+            wire=WireTime(count=2, exact=2, min=value, p50=value, p99=value, mean=value),
+            queue_p50=0.0,
+        )
+
+    def send(self, **fields: Any) -> None:
+        self.sequence += 1
+        self.controller.report(
+            LinkHealthReport(
+                job="j",
+                namespace="default",
+                attempt=self.controller.attempt,
+                sequence=self.sequence,
+                sent_at=self.now,
+                state="training",
+                iteration=self.iteration,
+                observed_epoch=self.observed,
+                applied_epoch=self.plan.version,
+                **fields,
+            ),
+            self.now,
+        )
+        directive = self.controller.directive(self.observed)
+        if directive is not None:
+            plan = directive.plan.plan()
+            validate(plan.schedule, plan.in_flight_limits, plan.device_limits)
+            self.observed = directive.epoch
+            self.prepared = (self.iteration + 2, plan)
+
+    def health(self) -> list[Health]:
+        return [link.health for link in self.controller.links(self.now)]
+
+    def only(self) -> AdaptationRecord:
+        (record,) = self.controller.records
+        return record

@@ -1,0 +1,278 @@
+"""Memory as the controller sees it: bytes as hard limits, offload and fused backwards."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from plant_support import OP, Plant, spec
+
+from pipemorph.control import JobController
+from pipemorph.control.limits import Limits, Room, excess
+from pipemorph.planning import Dispatch, OpKind, Plan, Schedule, StageTimes
+from pipemorph.planning.offload import device_peak, host_peak
+from pipemorph.spec import JobSpec
+
+MIB = 1 << 20
+STAGES, MICROBATCHES = 4, 16
+ROOMY = 7 * MIB
+"""Enough while links are well."""
+QUICK = StageTimes(forward=0.01, backward_input=0.01, backward_weight=0.006)
+
+
+def tight(*, memory: int | None = 4 * MIB, host: int | None = 8 * MIB, **fields: Any) -> JobSpec:
+    """A job with room for 4 microbatches of 1 MiB on each device, and 8 in host memory."""
+    adaptation: dict[str, Any] = {}
+    if host is not None:
+        adaptation = {"allowOffload": True, "hostMemory": host}
+    schedule: dict[str, Any] = {"stageTimes": [OP | {"backwardWeight": 6.0}] * STAGES}
+    if memory is not None:
+        schedule["activationMemory"] = memory
+    schedule |= fields.pop("schedule", {})
+    return spec(
+        STAGES,
+        MICROBATCHES,
+        schedule=schedule,
+        adaptation=adaptation | fields.pop("adaptation", {}),
+        **fields,
+    )
+
+
+def plant(job: Any, *, copy: float | None = 0.001, size: int | None = MIB) -> Watched:
+    """Ranks that measure microbatches of ``size`` bytes and copies of ``copy`` seconds."""
+    made = Watched(job)
+    made.split = "module"
+    made.activation_bytes = size
+    made.ops = [QUICK.model_copy(update={"offload_copy": copy})] * STAGES
+    return made
+
+
+class Watched(Plant):
+    """A plant that keeps every plan it was sent."""
+
+    def __init__(self, job: Any, **kwargs: Any) -> None:
+        super().__init__(job, **kwargs)
+        self.plans: list[Plan] = []
+
+    def send(self, **fields: Any) -> None:
+        before = self.observed
+        super().send(**fields)
+        if self.observed > before:
+            assert self.prepared is not None
+            self.plans.append(self.prepared[1])
+
+
+def held(plan: Plan) -> list[tuple[int, int]]:
+    """Most microbatches on the device and in host memory, per stage."""
+    return [
+        (device_peak(ops, limit), host_peak(ops, limit))
+        for ops, limit in zip(plan.schedule.stages, plan.device_limits, strict=True)
+    ]
+
+
+def test_bytes_become_a_hard_limit_as_soon_as_they_are_measured() -> None:
+    job = plant(tight(host=None))
+    assert max(job.plan.schedule.in_flight_peak()) > 4, "nothing to see here"
+    job.run(6)
+    (record,) = job.controller.records
+    assert record.reason.startswith("the plan in effect holds more than there is room for;")
+    assert "stage 0 holds" in record.reason
+    assert "activationMemory has room for 4" in record.reason
+    assert max(job.plan.schedule.in_flight_peak()) <= 4
+    assert job.plan.in_flight_limits == (4,) * STAGES
+    assert not job.plan.offloads
+    job.delays[1] = 0.060
+    job.run(10)
+    job.delays[1] = 0.0
+    job.run(20)
+    assert len(job.plans) > 1
+    for plan in job.plans:
+        assert max(plan.schedule.in_flight_peak()) <= 4
+
+
+def test_a_slow_link_without_room_for_slackness_is_answered_by_offload_and_back() -> None:
+    without, job = plant(tight(host=None, memory=ROOMY)), plant(tight(memory=ROOMY))
+    for each in (without, job):
+        each.run(8)
+        each.delays[1] = 0.060
+        each.run(10)
+    assert job.plan.offloads
+    assert job.seconds[-1] < 0.9 * without.seconds[-1]
+    record = next(r for r in job.controller.records if any(r.offloaded))
+    assert "offload on stages 0" in record.reason
+    assert "costs 2.0 ms per copied microbatch and saves" in record.reason
+    assert "activationMemory has room for 7 microbatches" in record.reason
+    assert record.device_limits_after[0] == 7
+    assert record.offloaded[0] > 0
+    view = job.controller.view(job.now)
+    assert view.offloaded[0] > 0
+    for plan in job.plans:
+        assert all(device <= 7 and host <= 8 for device, host in held(plan))
+    job.delays[1] = 0.0
+    job.run(30)
+    assert not job.plan.offloads
+    assert job.controller.records[-1].kind == "return"
+    assert max(job.plan.schedule.in_flight_peak()) <= 7
+
+
+@pytest.mark.parametrize(
+    ("job", "copy", "size"),
+    [
+        (tight(host=None), 0.001, MIB),
+        (tight(), 0.3, MIB),
+        (tight(), None, MIB),
+        (tight(adaptation={"allowOffload": False}), 0.001, MIB),
+        (tight(host=MIB // 2), 0.001, MIB),
+        (tight(memory=None, schedule={"inFlightLimit": 4}), 0.001, None),
+    ],
+    ids=["no host memory", "dear", "copy not measured", "not allowed", "no room", "size unknown"],
+)
+def test_nothing_is_offloaded_where_it_must_not_or_does_not_pay(
+    job: Any, copy: float | None, size: int | None
+) -> None:
+    ran = plant(job, copy=copy, size=size)
+    ran.run(6)
+    ran.delays[1] = 0.060
+    ran.run(8)
+    assert ran.plans
+    for plan in ran.plans:
+        assert not plan.offloads
+        assert max(plan.schedule.in_flight_peak()) <= 4
+    if copy == 0.3:
+        assert "offload on stage" in ran.controller.decisions[-1].reason
+        assert "saves nothing" in ran.controller.decisions[-1].reason
+
+
+def test_host_memory_is_a_hard_limit_too() -> None:
+    job = plant(tight(host=2 * MIB))
+    job.run(8)
+    job.delays[0] = job.delays[1] = 0.060
+    job.run(10)
+    assert any(plan.offloads for plan in job.plans)
+    for plan in job.plans:
+        assert all(device <= 4 and host <= 2 for device, host in held(plan))
+
+
+def test_in_flight_limits_count_what_is_on_the_device_of_a_stage_that_offloads() -> None:
+    job = plant(tight(memory=None, schedule={"inFlightLimit": 4}))
+    job.run(8)
+    job.delays[1] = 0.060
+    job.run(8)
+    assert job.plan.offloads
+    assert all(device <= 4 and host <= 8 for device, host in held(job.plan))
+    assert "activationMemory" not in job.controller.records[-1].reason
+
+
+def test_online_dispatch_is_held_to_its_caps() -> None:
+    job = plant(tight(schedule={"dispatch": "online"}))
+    job.run(4)
+    job.delays[1] = 0.060
+    job.run(8)
+    assert job.plans
+    for plan in job.plans:
+        for cap, limit in zip(plan.in_flight_limits, plan.device_limits, strict=True):
+            assert cap is not None
+            assert cap <= 4 if limit is None else limit <= 4
+    assert "must not stay" in job.controller.records[0].reason
+
+
+def test_a_microbatch_that_does_not_fit_at_all_changes_nothing_and_is_said_so() -> None:
+    job = plant(tight(memory=MIB - 1))
+    job.run(5)
+    job.delays[1] = 0.060
+    job.run(8)
+    assert not job.plans
+    (decision,) = job.controller.decisions
+    assert decision.reason == (
+        "a microbatch holds 1048576 bytes on stage 0, more than activationMemory, 1048575 bytes:"
+        " no plan fits; kept the plan"
+    )
+
+
+def test_a_policy_that_does_not_adapt_says_that_it_holds_too_much() -> None:
+    job = plant(tight(host=None, memory=2 * MIB, schedule={"policy": "1f1b"}))
+    job.run(5)
+    assert not job.plans
+    (decision,) = job.controller.decisions
+    assert "stage 0 holds 4 microbatches, activationMemory has room for 2" in decision.reason
+    assert "policy 1f1b keeps its schedule" in decision.reason
+
+
+def test_limits_only_get_tighter_with_what_is_measured() -> None:
+    job = plant(tight(host=None))
+    job.run(6)
+    job.activation_bytes = 2 * MIB
+    job.run(6)
+    assert max(job.plan.schedule.in_flight_peak()) <= 2
+    job.activation_bytes = MIB // 2
+    job.run(60)
+    assert max(job.plan.schedule.in_flight_peak()) <= 2
+
+
+def test_another_attempt_knows_what_a_microbatch_holds() -> None:
+    job = plant(tight(host=None))
+    job.run(6)
+    job.controller.begin_attempt(1)
+    again = Watched(job.spec, controller=job.controller)
+    again.ops, again.activation_bytes, again.split = job.ops, None, "module"
+    again.run(1)
+    assert again.plans
+    assert max(again.plans[0].schedule.in_flight_peak()) <= 4
+
+
+def test_a_restored_controller_keeps_limits_and_offload() -> None:
+    job = plant(tight(memory=ROOMY))
+    job.run(8)
+    job.delays[1] = 0.060
+    job.run(8)
+    assert job.plan.offloads
+    saved = json.loads(json.dumps(job.controller.snapshot()))
+    restored = JobController.restore(job.spec, saved)
+    assert restored.wanted == job.controller.wanted
+    assert restored.wanted.offloads
+    # Before anything is measured again, and back from the slow link.
+    job.controller, job.activation_bytes = restored, None
+    job.delays[1] = 0.0
+    job.run(30)
+    assert not job.plan.offloads
+    assert max(job.plan.schedule.in_flight_peak()) <= 7
+    for plan in job.plans:
+        assert all(device <= 7 and host <= 8 for device, host in held(plan))
+
+
+def test_backwards_are_fused_where_that_is_measured_to_be_shorter_and_why() -> None:
+    job = plant(tight(host=None, memory=None), size=None)
+    dear = {"backward_input": 0.014, "backward_weight": 0.010, "fused_backward": 0.017}
+    job.ops = [*job.ops[:2], QUICK.model_copy(update=dear), job.ops[3]]
+    job.run(8)
+    (record,) = job.controller.records
+    assert record.fused_stages == [2]
+    assert "a fused backward on stage 2 saves" in record.reason
+    forms = [{op.kind for op in ops} for ops in job.plan.schedule.stages]
+    assert forms[2] == {OpKind.F, OpKind.BW}
+    assert forms[0] == {OpKind.F, OpKind.B, OpKind.W}
+    assert job.seconds[-1] < 0.95 * job.seconds[0]
+    # Its profile says no more what B and W take; that is not forgotten.
+    job.run(120)
+    assert len(job.plans) == 1
+
+
+def test_what_a_plan_holds_is_found_stage_by_stage() -> None:
+    schedule = Schedule.decode(3, ["F0 F1 F2 B0 W0 B1 W1 B2 W2"])
+    static, online = Dispatch.STATIC, Dispatch.ONLINE
+    none, two = Limits((None,), (None,)), Limits((3,), (2,))
+    assert excess(schedule, none, [Room()], static) is None
+    assert excess(schedule, none, [Room(3)], static) is None
+    assert excess(schedule, none, [Room(2)], static) == (
+        "stage 0 holds 3 microbatches, inFlightLimit has room for 2"
+    )
+    assert excess(schedule, two, [Room(2, True, 2)], static) is None
+    assert excess(schedule, two, [Room(2, True, 1)], static) == (
+        "stage 0 has 2 microbatches in host memory, hostMemory has room for 1"
+    )
+    assert excess(schedule, two, [Room(1, True, 2)], static) == (
+        "stage 0 holds 2 microbatches, activationMemory has room for 1"
+    )
+    assert excess(schedule, Limits((2,), (None,)), [Room(2)], online) is None
+    assert excess(schedule, two, [Room(2, True, 1)], online) is not None
