@@ -5,25 +5,7 @@
 # Without a registry in reach: --build-arg BASE=localhost/my-base.
 ARG BASE=python:3.12-slim
 
-# --- operator: reconcile and ingest, no torch, nothing compiled ---------------------------------
-FROM ${BASE} AS operator
-ARG PIP_INDEX_URL=
-WORKDIR /app
-RUN python3 -m venv /opt/pipemorph
-ENV PATH=/opt/pipemorph/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
-COPY pyproject.toml ./
-# The core's dependencies and those of the extra, from the one place that lists them.
-RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-print('\n'.join(p['dependencies'] + p['optional-dependencies']['operator']))" > /tmp/requirements.txt \
- && pip install --no-cache-dir -r /tmp/requirements.txt && rm /tmp/requirements.txt
-COPY pipemorph ./pipemorph
-COPY operator/pipemorph_operator ./pipemorph_operator
-RUN python -m compileall -q pipemorph pipemorph_operator \
- && python -c "import pipemorph_operator.__main__, pipemorph_operator.ingest.__main__, sys; sys.exit('torch' in sys.modules)"
-USER 65532:65532
-CMD ["python", "-m", "pipemorph_operator", "--help"]
-
-# --- the wheel, with the engine compiled --------------------------------------------------------
+# --- the wheel of both, with the engine and the planner's search compiled -----------------------
 FROM ${BASE} AS wheel
 ARG PIP_INDEX_URL=
 # A compiler and Python's headers, where BASE lacks them (a distribution's own Python does).
@@ -42,13 +24,31 @@ tomllib.load(open('pyproject.toml', 'rb'))['build-system']['requires'] + ['cmake
 ENV PATH=/opt/build/bin:$PATH
 COPY CMakeLists.txt README.md LICENSE ./
 COPY csrc ./csrc
-# The engine alone, in a layer that stays while only Python changes.
+# What is compiled alone, in a layer that stays while only Python changes.
 RUN mkdir -p pipemorph trainer/pipemorph_trainer operator/pipemorph_operator \
  && pip wheel --no-build-isolation --no-cache-dir --no-deps -w /tmp/engine .
 COPY pipemorph ./pipemorph
 COPY trainer/pipemorph_trainer ./trainer/pipemorph_trainer
 COPY operator/pipemorph_operator ./operator/pipemorph_operator
 RUN pip wheel --no-build-isolation --no-cache-dir --no-deps -w /wheels .
+
+# --- operator: reconcile and ingest, which plans with the compiled search; no torch ---------------
+FROM ${BASE} AS operator
+ARG PIP_INDEX_URL=
+RUN python3 -m venv /opt/pipemorph
+ENV PATH=/opt/pipemorph/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+COPY pyproject.toml /tmp/
+# The core's dependencies and those of the extra, from the one place that lists them.
+RUN python -c "import tomllib; p = tomllib.load(open('/tmp/pyproject.toml', 'rb'))['project']; \
+print('\n'.join(p['dependencies'] + p['optional-dependencies']['operator']))" > /tmp/requirements.txt \
+ && pip install --no-cache-dir -r /tmp/requirements.txt && rm /tmp/requirements.txt /tmp/pyproject.toml
+COPY --from=wheel /wheels /wheels
+RUN pip install --no-cache-dir --no-deps /wheels/pipemorph-*.whl \
+ && python -c "import pipemorph_operator.__main__, pipemorph_operator.ingest.__main__, sys; \
+from pipemorph.planning import _planner; sys.exit('torch' in sys.modules)"
+WORKDIR /work
+USER 65532:65532
+CMD ["python", "-m", "pipemorph_operator", "--help"]
 
 # --- trainer: what runs in every rank -----------------------------------------------------------
 FROM ${BASE} AS trainer
@@ -74,7 +74,7 @@ if sys.argv[1] == 'pip' or not r.startswith('torch')))" "$TORCH" > /tmp/requirem
 ENV PATH=/opt/pipemorph/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 COPY --from=wheel /wheels /wheels
 RUN pip install --no-cache-dir --no-deps /wheels/pipemorph-*.whl \
- && python -c "import pipemorph_trainer.agent, pipemorph_trainer._engine" \
+ && python -c "import pipemorph_trainer.agent, pipemorph_trainer._engine, pipemorph.planning._planner" \
  && { [ "$TORCH" = base ] || python -c "import torch, pipemorph_trainer"; }
 WORKDIR /work
 # The user has no entry in /etc/passwd: who asks for its name or its home must get an answer.

@@ -28,6 +28,7 @@ from node_support import (
 from testbed import wait_for
 from testbed.api import Object
 from testbed.node import RESOURCE, NodeCluster
+from testbed.waiting import patience
 
 pytest_plugins = ("node_fixtures",)
 pytestmark = [pytest.mark.node, pytest.mark.multiprocess, pytest.mark.timeout(600)]
@@ -50,6 +51,32 @@ def test_the_chart_runs_and_passes_its_own_test(release: NodeCluster) -> None:
         assert who == "65532\n"
 
 
+def test_the_operators_image_plans_with_the_compiled_search_and_holds_no_torch(
+    release: NodeCluster,
+) -> None:
+    script = """
+import importlib.util
+from pipemorph.planning import kernel
+print(kernel.compiled.__file__, importlib.util.find_spec("torch") is None)
+"""
+    within = ["exec", f"--namespace={SYSTEM}", f"deployment/{INGEST}", "--"]
+    search, no_torch = release.kubectl(*within, "python", "-c", script).split()
+    assert search.startswith("/opt/pipemorph/") and search.endswith(".so")
+    assert no_torch == "True"
+
+
+def test_the_first_example_adapts_and_completes(release: NodeCluster, jobs: Jobs) -> None:
+    """The very file that the README applies."""
+    example = ROOT / "examples/kubernetes/one-link.yaml"
+    release.kubectl("apply", f"--namespace={jobs.namespace}", "-f", str(example))
+    with Witness(jobs, "one-link") as witness:
+        done = jobs.wait("one-link", _all_told, 240.0)
+    assert follows(witness.conditions("LinksHealthy"), "False", "True")
+    assert follows(witness.conditions("ScheduleAdapted"), "True"), told(done)
+    assert done["status"]["training"]["slowLinkCount"] == 0
+    jobs.delete("one-link")
+
+
 def test_a_slow_link_is_worked_round_and_forgotten(release: NodeCluster, jobs: Jobs) -> None:
     before = {node.name: addresses(node) for node in release.nodes}
     slow = {"link": 1, "fromIteration": 12, "toIteration": 45, "delayMs": 80.0}
@@ -59,9 +86,8 @@ def test_a_slow_link_is_worked_round_and_forgotten(release: NodeCluster, jobs: J
         _check_ranks(release, jobs, "slow")
         jobs.wait("slow", "LinksHealthy=False", START)
         found = jobs.wait("slow", _adapted_to(1), 60.0)
-        back = jobs.wait("slow", _returned, 180.0)
-        done = jobs.wait("slow", "Complete", 240.0)
-    assert set(back["status"]["training"]["paths"]) == {"direct"}, told(back)
+        jobs.wait("slow", _forgotten(found, link=1, delay_ms=80.0), 180.0)
+        done = jobs.wait("slow", _all_told, 240.0)
     assert follows(witness.conditions("LinksHealthy"), "False", "True")
     assert follows(witness.conditions("ScheduleAdapted"), "True", "False")
     assert follows(witness.conditions("Offloaded"), "True", "False")
@@ -69,7 +95,8 @@ def test_a_slow_link_is_worked_round_and_forgotten(release: NodeCluster, jobs: J
     witness.never_back("training", "appliedEpoch")
 
     change = found["status"]["training"]["lastAdaptation"]
-    assert change["appliedAtIteration"] - change["detectedAtIteration"] <= 4, told(found)
+    taken = change["appliedAtIteration"] - change["detectedAtIteration"]
+    assert taken <= 4 * patience(), told(found)
     assert _fastest(witness, 46, 110) < 1.25 * _fastest(witness, 0, 12), "it did not recover"
     assert condition(done, "PreflightPassed")["status"] == "True"
     assert done["status"]["training"]["state"] == "finished"
@@ -105,8 +132,8 @@ def test_ranks_train_on_while_the_operator_is_replaced(release: NodeCluster, job
         jobs.wait("real", _at_iteration(seen + 8), 90.0)
 
         node.run("tc", "qdisc", "delete", "dev", veth, "root")
-        jobs.wait("real", _returned, 120.0)
-        jobs.wait("real", "LinksHealthy=True", 60.0)
+        # 64 KiB take 52 ms at 10 Mbit/s.
+        jobs.wait("real", _forgotten(adapted, link=2, delay_ms=52.0), 180.0)
     witness.never_back("control", "epoch")
     witness.never_back("training", "iteration")
     assert {status["attempt"] for status in witness.seen if "attempt" in status} == {0}
@@ -121,7 +148,7 @@ def test_a_gpt_trains_to_completion(release: NodeCluster, jobs: Jobs) -> None:
     job["spec"]["trainer"]["iterations"] = 20
     job["spec"]["schedule"]["microbatches"] = 4
     jobs.apply(job)
-    done = jobs.wait("gpt", "Complete", 180.0)
+    done = jobs.wait("gpt", _all_told, 180.0)
     training = done["status"]["training"]
     assert training["iteration"] >= 18
     # 5.5 nats per byte is what knowing nothing costs.
@@ -210,6 +237,14 @@ def _check_ranks(nodes: NodeCluster, jobs: Jobs, name: str) -> None:
     assert len(given) == 4, f"ranks share devices: {given}"
 
 
+def _all_told(job: Object) -> bool:
+    """It is complete, and the ingest has had its last word."""
+    return (
+        job.get("status", {}).get("state") == "Complete"
+        and condition(job, "LinksHealthy").get("reason") == "JobFinished"
+    )
+
+
 def _at_iteration(number: int) -> Callable[[Object], bool]:
     return lambda job: (_training(job).get("iteration") or 0) >= number
 
@@ -234,9 +269,23 @@ def _adapted_to(link: int) -> Callable[[Object], bool]:
     return adapted
 
 
-def _returned(job: Object) -> bool:
-    """Not just between two plans."""
-    return condition(job, "ScheduleAdapted").get("reason") == "ReturnedToInitialPlan"
+def _forgotten(adapted: Object, *, link: int, delay_ms: float) -> Callable[[Object], bool]:
+    """The link is no longer known to be as slow as it was, and a newer plan is in effect.
+
+    On an idle machine that is the first plan, and all links are well. On a busy one, ops take
+    longer than they were planned with and any link may be late by what a stall takes, and then
+    another plan is the best.
+    """
+    before = _training(adapted)["appliedEpoch"]
+
+    def forgotten(job: Object) -> bool:
+        training = _training(job)
+        return training["appliedEpoch"] > before and not any(
+            slow["link"] == link and slow["delayMs"] >= delay_ms / 2
+            for slow in training.get("slowLinks", [])
+        )
+
+    return forgotten
 
 
 def _fastest(witness: Witness, first: int, last: int) -> float:
