@@ -15,13 +15,17 @@ from math import ceil, floor
 
 from pipemorph.errors import InputError
 from pipemorph.planning.ir import Dispatch, Policy
+from pipemorph.planning.kernel import lower_bound
+from pipemorph.planning.offload import device_peak, host_peak
 from pipemorph.planning.partition import split_layers
 from pipemorph.planning.planner import PlannedSchedule, plan
 from pipemorph.planning.problem import Problem, StageTimes
 from pipemorph.planning.simulator import Simulation, simulate
+from pipemorph.planning.variants import offloading_variants
 
 DEVICE_BUFFERS = 2
-"""Microbatches an offloading stage has on the device: one in use, one being copied."""
+"""Microbatches on the device of a stage that offloads for want of no cap: one in use, one being
+copied."""
 FACTORS = (2, 4)
 """How many times the microbatches."""
 EVEN = 1.02
@@ -107,7 +111,7 @@ class _Advisor:
         self.units = [
             float(stage.activation_bytes or 1) if known else 1.0 for stage in problem.stages
         ]
-        peaks = ran.schedule().in_flight_peak()
+        peaks = list(map(device_peak, ran.schedule().stages, planned.problem.device_limits()))
         self.today_memory = max(p * u for p, u in zip(peaks, self.units, strict=True))
         self.today = self._option("today", "as it is", planned, self.units)
 
@@ -209,32 +213,49 @@ class _Advisor:
         )
 
     def offload(self) -> Iterator[Option | str]:
-        """Activations in host memory: no cap on the device, two copies per microbatch."""
-        problem = self.problem
-        if problem.policy is Policy.GPIPE or all(k is None for k in problem.in_flight_limits()):
+        """Activations in host memory: today's cap is a device limit, and nothing else a cap."""
+        problem = self._changed(self.problem)
+        caps = problem.in_flight_limits()
+        capped = problem.policy is not Policy.GPIPE and any(k is not None for k in caps)
+        if not capped:
             yield "offload saves memory, not time: no in_flight_limit holds anything back"
-        copies = [stage.offload_copy for stage in problem.stages]
+            caps = (DEVICE_BUFFERS,) * problem.stage_count
         stages = tuple(
             stage.model_copy(
-                update={
-                    "in_flight_limit": None,
-                    "forward": stage.forward + (copy or 0.0),
-                    "backward_input": stage.backward_input + (copy or 0.0),
-                }
+                update={"in_flight_limit": None, "device_limit": stage.device_limit or cap}
             )
-            for stage, copy in zip(problem.stages, copies, strict=True)
+            for stage, cap in zip(problem.stages, caps, strict=True)
         )
-        complete = all(copy is not None for copy in copies)
+        complete = all(stage.offload_copy is not None for stage in problem.stages)
         if not complete:
             yield "give offload_copy of every stage for what the copies of offload cost"
-        note = "copies not overlapped" if complete else "if its copies cost nothing"
-        yield from self._plan(
+        planned = self._offloaded(problem.model_copy(update={"stages": stages}))
+        if planned is None:
+            yield "offload saves nothing: no plan needs more microbatches than fit on the device"
+            return
+        yield self._option(
             "offload",
-            "activations to host memory, no cap",
-            self._changed(problem, stages=stages),
+            "activations to host memory, no cap" if capped else "activations to host memory",
+            planned,
             self.units,
-            note=note,
-            on_device=DEVICE_BUFFERS,
+            note="copies not overlapped" if complete else "if its copies cost nothing",
+        )
+
+    def _offloaded(self, problem: Problem) -> PlannedSchedule | None:
+        """The best plan that offloads; None where none does."""
+        if problem.policy is not Policy.PIPEMORPH:
+            return plan(problem, problem.policy)
+        found = list(offloading_variants(problem, None))
+        if not found:
+            return None
+        quickest = found[-1]
+        return PlannedSchedule(
+            policy=problem.policy,
+            problem=quickest.problem,
+            schedule=quickest.schedule,
+            makespan=quickest.makespan,
+            lower_bound=lower_bound(problem),
+            planning_seconds=0.0,
         )
 
     # --- planning one ----------------------------------------------------------------------
@@ -252,7 +273,6 @@ class _Advisor:
         *,
         batch: float = 1.0,
         note: str = "",
-        on_device: int | None = None,
     ) -> Iterator[Option | str]:
         try:
             checked = Problem.model_validate(problem.model_dump())
@@ -260,9 +280,7 @@ class _Advisor:
         except (InputError, ValueError) as error:
             yield f"{lever}, {change}: {_one_line(error)}"
             return
-        yield self._option(
-            lever, change, planned, units, batch=batch, note=note, on_device=on_device
-        )
+        yield self._option(lever, change, planned, units, batch=batch, note=note)
 
     def _option(
         self,
@@ -273,13 +291,13 @@ class _Advisor:
         *,
         batch: float = 1.0,
         note: str = "",
-        on_device: int | None = None,
     ) -> Option:
         ran = _run(planned)
-        peaks = ran.schedule().in_flight_peak()
-        held = [p if on_device is None else min(p, on_device) for p in peaks]
+        stages, limits = ran.schedule().stages, planned.problem.device_limits()
+        held = list(map(device_peak, stages, limits))
+        away = list(map(host_peak, stages, limits))
         memory = max(p * u for p, u in zip(held, units, strict=True))
-        host = max(p * u for p, u in zip(peaks, units, strict=True))
+        host = max(p * u for p, u in zip(away, units, strict=True))
         per_batch = ran.makespan / batch
         today = self.today_makespan
         return Option(
@@ -291,7 +309,7 @@ class _Advisor:
             batch=batch,
             memory=memory / self.today_memory,
             activation_bytes=ceil(memory) if self.sized else None,
-            host_bytes=ceil(host) if self.sized and on_device is not None else None,
+            host_bytes=ceil(host) if self.sized and any(away) else None,
             gain=1.0 - per_batch / today if today else 0.0,
             note=note,
         )

@@ -133,12 +133,30 @@ def test_offload_lifts_the_cap_and_pays_its_copies() -> None:
         advise(problem((tight.model_copy(update={"offload_copy": 5.0}),) * 4)).options, "offload"
     )
     (cheap,) = by_lever(free.options, "offload")
-    assert cheap.makespan == plan(problem((stage(),) * 4)).makespan
-    assert cheap.gain > dear.gain
-    assert max(cheap.in_flight) == 2 and cheap.activation_bytes == 2 * GIB
+    # Not as quick as without a limit: what waits for its W is on the device too.
+    assert plan(problem((stage(),) * 4)).makespan <= cheap.makespan < free.options[0].makespan
+    assert cheap.gain > dear.gain > 0
+    assert max(cheap.in_flight) == 3 and cheap.activation_bytes == 3 * GIB
+    assert cheap.memory == 1
     assert cheap.host_bytes is not None and cheap.host_bytes > 3 * GIB
     assert any("offload_copy" in text for text in free.missing)
     assert free.best is not None and free.best.gain >= cheap.gain
+
+
+def test_without_a_cap_offload_is_shown_for_the_memory_it_saves() -> None:
+    given = stage(activation_bytes=GIB, offload_copy=0.5)
+    advice = advise(problem((given,) * 4))
+    (found,) = by_lever(advice.options, "offload")
+    assert max(found.in_flight) == 2 and found.memory < 0.5
+    assert found.host_bytes is not None and found.host_bytes > 0
+    assert any("offload saves memory, not time" in text for text in advice.missing)
+
+
+def test_offload_is_predicted_as_the_controller_predicts_it() -> None:
+    tight = stage(in_flight_limit=3, offload_copy=0.5)
+    (found,) = by_lever(advise(problem((tight,) * 4)).options, "offload")
+    away = tight.model_copy(update={"in_flight_limit": None, "device_limit": 3})
+    assert found.makespan == plan(problem((away,) * 4)).makespan
 
 
 def test_the_best_takes_no_more_memory_and_keeps_the_batch() -> None:
