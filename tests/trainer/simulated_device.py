@@ -34,7 +34,7 @@ LONGEST_WAIT = 30.0
 class SimulatedEvent:
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
-        self.passed_at: int | None = None
+        self.passed_at: float | None = None
 
     def query(self) -> bool:
         return self.passed_at is not None
@@ -78,11 +78,16 @@ class _Block:
 
 
 class SimulatedDevice:
-    """See the module. ``register_refuses``: why memory of others cannot be page-locked."""
+    """See the module. ``register_refuses``: why memory of others cannot be page-locked.
+
+    ``prompt``: ops are run by the host as they are launched, as those of torch on the CPU. Then
+    the compute stream is where the host is, and to wait in it is to wait on the host.
+    """
 
     device = torch.device("cpu")
 
-    def __init__(self, *, register_refuses: str | None = None) -> None:
+    def __init__(self, *, register_refuses: str | None = None, prompt: bool = False) -> None:
+        self._prompt = prompt
         self.progress = threading.Condition(threading.RLock())
         self.compute = SimulatedStream("compute")
         self.streams = [self.compute]
@@ -96,7 +101,6 @@ class SimulatedDevice:
         self.pinned_blocks: list[_Block] = []
         self._blocks: list[_Block] = []
         self._gone: deque[_Block] = deque()
-        self._clock = 0
 
     # --- the seat ---------------------------------------------------------------------------
 
@@ -115,13 +119,16 @@ class SimulatedDevice:
         event = SimulatedEvent(self)
 
         def passed() -> None:
-            event.passed_at = self._clock
+            event.passed_at = time.perf_counter()
 
         self._enqueue(stream, passed)
         return event
 
     def wait(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
-        self._enqueue(stream, event)
+        if self._prompt and stream is self.compute:
+            event.synchronize()
+        else:
+            self._enqueue(stream, event)
 
     def copy(self, stream: SimulatedStream, destination: Tensor, source: Tensor) -> None:
         assert destination.is_contiguous() and source.is_contiguous()
@@ -174,7 +181,7 @@ class SimulatedDevice:
 
     def seconds(self, start: SimulatedEvent, end: SimulatedEvent) -> float:
         assert start.passed_at is not None and end.passed_at is not None
-        return float(end.passed_at - start.passed_at)
+        return end.passed_at - start.passed_at
 
     # --- what a test does -------------------------------------------------------------------
 
@@ -202,7 +209,6 @@ class SimulatedDevice:
     def step(self, stream: SimulatedStream) -> None:
         """Do the next work of a runnable stream."""
         with self.progress:
-            self._clock += 1
             work = stream.work.popleft()
             if not isinstance(work, SimulatedEvent):
                 work()
@@ -291,7 +297,7 @@ class SimulatedDevice:
 
 def _passing(event: SimulatedEvent) -> Callable[[], None]:
     def passed() -> None:
-        event.passed_at = 0
+        event.passed_at = time.perf_counter()
 
     return passed
 

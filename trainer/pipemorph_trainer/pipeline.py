@@ -44,6 +44,7 @@ from pipemorph_trainer.errors import (
     first_sentence,
 )
 from pipemorph_trainer.executor.bell import Bell
+from pipemorph_trainer.executor.device_times import DeviceTimes, LossCopy
 from pipemorph_trainer.executor.loop import Executor, Inputs, Outcome
 from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.gradients import average_over_replicas, clip_global_norm
@@ -161,6 +162,12 @@ class Pipeline:
         self._microbatches = plan.schedule.microbatches
         self._module = stage if isinstance(stage, nn.Module) else None
         self.device = _device_of(self._module)
+        self._accelerator = accelerator_of(self.device)
+        self._device_times: DeviceTimes | None = None
+        if self._accelerator is not None:
+            # What is allocated without naming a device belongs to the stage's.
+            self._accelerator.enter_thread()
+            self._device_times = DeviceTimes(self._accelerator)
         self._world = join(context, stages, self.device)
         self.seat = self._world.seat
         self._check_seat(plan, path)
@@ -206,6 +213,7 @@ class Pipeline:
             on_first_forward=self._choose_split,
             on_last_forward=self._post_loss,
             reserve=self._reserve_link,
+            device_times=self._device_times,
         )
         emulated = isinstance(stage, EmulatedStage)
         self._trace = TraceWriter(context.trace_dir, self.seat, emulated=emulated)
@@ -221,6 +229,7 @@ class Pipeline:
         self._epochs: dict[int, int] = {}
         self._loss = torch.zeros(1, dtype=torch.float64)
         self._loss_work: Any = None
+        self._loss_copy: LossCopy | None = None
         self._training_began = 0.0
         self._polled_at = 0.0
         self._last_activity = time()
@@ -407,6 +416,10 @@ class Pipeline:
     def _end_iteration(
         self, iteration: int, plan: Plan, origin: float, outcome: Outcome, loss: float
     ) -> None:
+        if self._device_times is not None:
+            self._waiting.begin(f"the device to finish iteration {iteration}")
+            outcome.ops = self._device_times.settle(outcome.ops)
+            self._waiting.end()
         ops = outcome.ops
         row = RankRow(
             self._plans.versions(),
@@ -473,15 +486,25 @@ class Pipeline:
 
     def _post_loss(self, losses: list[Tensor]) -> None:
         """Begin to share the loss. The last stage does so after its last F, the others before
-        their first op, so that it is here long before it is asked for."""
+        their first op, so that it is here long before it is asked for. Losses of a device are
+        shared once they are on the host: what comes after the last F is launched meanwhile."""
+        if losses and self._accelerator is not None:
+            self._loss_copy = LossCopy(self._accelerator, losses)
+        else:
+            self._share_loss([float(loss) for loss in losses])
+
+    def _share_loss(self, losses: Sequence[float]) -> None:
+        self._loss_copy = None
         total = 0.0
         for loss in losses:
-            total += float(loss)
+            total += loss
         self._loss = torch.tensor([total / self._microbatches], dtype=torch.float64)
         self._loss_work = dist.all_reduce(self._loss, group=self._world.control, async_op=True)
 
     def _wait_loss(self, iteration: int) -> float:
         self._waiting.begin(f"the loss of iteration {iteration} from the last stage")
+        if self._loss_copy is not None:
+            self._share_loss(self._loss_copy.take())
         self._wait_for(self._loss_work)
         self._waiting.end()
         return float(self._loss) / self.seat.replicas
@@ -524,6 +547,8 @@ class Pipeline:
         if now - self._polled_at < PLAN_POLL_SECONDS:
             return
         self._polled_at = now
+        if self._loss_copy is not None and self._loss_copy.done():
+            self._share_loss(self._loss_copy.take())
         before = self._rounds.get(self._reporter.iteration - 1)
         if before is not None and before.done():
             self._finish_round(before.iteration)
@@ -760,5 +785,5 @@ def _footprint_of(stage: nn.Module | EmulatedStage) -> Footprint:
 def _device_of(module: nn.Module | None) -> torch.device:
     if module is None:
         return torch.device("cpu")
-    first = next(module.parameters(), None)
+    first = next((t for t in (*module.parameters(), *module.buffers())), None)
     return first.device if first is not None else torch.device("cpu")

@@ -22,6 +22,7 @@ from pipemorph.planning import Dispatch, OpKind, Plan, Schedule
 from pipemorph.planning.offload import Residency
 from pipemorph_trainer.errors import PeerLostError, PipelineError, ShapeError, WaitTimeoutError
 from pipemorph_trainer.executor.bell import Bell
+from pipemorph_trainer.executor.device_times import DeviceTimes
 from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.links import LinkEnd, Neighbourhood, Seat
 from pipemorph_trainer.paths.arrival import OpClock
@@ -78,8 +79,10 @@ class Executor:
         on_first_forward: FirstForward,
         on_last_forward: Callable[[list[Tensor]], None],
         reserve: Callable[[LinkEnd, tuple[TensorMeta, ...]], None],
+        device_times: DeviceTimes | None = None,
     ) -> None:
         self._seat, self._runner = seat, runner
+        self._device_times = device_times
         self._up, self._down = neighbours.upstream, neighbours.downstream
         self._ends = neighbours.ends
         self._bell, self._op_clock, self._waiting = bell, op_clock, waiting
@@ -174,6 +177,8 @@ class Executor:
         f = b = w = 0
         stalled_since = 0.0
         while w < total:
+            if self._device_times is not None:
+                self._device_times.pace()
             now = time()
             may_backward = f >= warmup and b < f and self._residency.fits(backward, b)
             may_forward = f < total and f - w < cap and self._residency.fits(OpKind.F, f)
@@ -307,10 +312,14 @@ class Executor:
 
     def _start_op(self) -> float:
         self._op_clock.busy = True
+        if self._device_times is not None:
+            self._device_times.start()
         return time()
 
     def _end_op(self, kind: OpKind, microbatch: int, start: float) -> None:
         end = time()
+        if self._device_times is not None:
+            self._device_times.end()
         self._op_clock.ended_at = end
         self._op_clock.busy = False
         self._outcome.ops.append(TimedOp(kind, microbatch, start, end))

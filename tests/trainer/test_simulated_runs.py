@@ -1,0 +1,187 @@
+"""Whole runs on a simulated device: results equal a sequential run to the bit.
+
+Stages compute on the CPU; their messages cross host memory as those of a device do, with copies
+that are done later and in random order. Ranks, engine, executor and commit are the real ones.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from jobs import Job, Record, assert_same, make_plan, reference, train
+from launch import Ranks, run_ranks
+from simulated_device import Driver, SimulatedDevice
+
+from pipemorph.planning import OpKind, Path
+from pipemorph_trainer import TrainerContext, links, pipeline
+from pipemorph_trainer.executor.device_times import LAUNCHED_AHEAD, DeviceTimes, LossCopy
+from pipemorph_trainer.links import engine_module
+from pipemorph_trainer.profile import TimedOp
+
+needs_engine = pytest.mark.skipif(engine_module() is None, reason="the engine is not built")
+
+
+def simulate(context: TrainerContext, job: Job, seed: int) -> tuple[Record, int, list[str]]:
+    """Train on a simulated device; also the bytes copied and the threads that were there."""
+    device = SimulatedDevice(prompt=True)
+    driver = Driver(device, seed + context.rank)
+    for module in (links, pipeline):
+        vars(module)["accelerator_of"] = lambda _: device
+    record = train(context, job)
+    threads = [thread.name for thread in threading.enumerate()]
+    driver.close()
+    assert not device.registered, "memory stayed page-locked"
+    return record, sum(nbytes for _, nbytes in device.copied), threads
+
+
+@needs_engine
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("policy", "engine", "dispatch"),
+    [
+        ("1f1b", "tcp", "static"),
+        ("pipemorph", "tcp", "online"),
+        ("pipemorph", "shm", "static"),
+        ("gpipe", "shm", "online"),
+    ],
+)
+def test_delegated_runs(policy: str, engine: str, dispatch: str) -> None:
+    job = Job(3, 6, policy=policy, dispatch=dispatch, path="delegated", engine=engine)
+    found = run_ranks(3, simulate, job, 7, timeout=100)
+    assert_same([record for record, _, _ in found], reference(Job(3, 6)))
+    for _, nbytes, threads in found:
+        assert nbytes > 0, "nothing crossed the device"
+        assert not [name for name in threads if name.startswith("pipemorph-to-")], threads
+
+
+@needs_engine
+@pytest.mark.multiprocess
+def test_switching_between_paths() -> None:
+    job = Job(3, 6, policy="1f1b", path="auto", iterations=6)
+    moved = make_plan(job, 2, "zero-bubble", paths=(Path.DELEGATED, Path.DIRECT))
+    job = job.with_(switches=((0, moved, (0, 1, 2)),))
+    found = run_ranks(3, simulate, job, 11, timeout=100)
+    records = [record for record, _, _ in found]
+    assert_same(records, reference(Job(3, 6, iterations=6)))
+    assert records[0].versions == [0, 0, 2, 2, 2, 2]
+
+
+def _fail_in_mid_run(context: TrainerContext, job: Job) -> None:
+    device = SimulatedDevice(prompt=True)
+    Driver(device, context.rank)
+    for module in (links, pipeline):
+        vars(module)["accelerator_of"] = lambda _: device
+    if context.rank == 1:
+        copy = device.copy
+
+        def breaks(*args: Any) -> None:
+            if len(device.copied) > 20:
+                device.fail("CUDA error: uncorrectable ECC error encountered")
+            copy(*args)
+
+        vars(device)["copy"] = breaks
+    train(context, job)
+
+
+@needs_engine
+@pytest.mark.multiprocess
+def test_a_device_that_fails_ends_the_run_in_words() -> None:
+    job = Job(3, 6, path="delegated", engine="tcp", iterations=20)
+    ranks = Ranks(3, _fail_in_mid_run, job).wait(100)
+    assert all(rank.exitcode == 1 for rank in ranks), [rank.exitcode for rank in ranks]
+    assert "CUDA error: uncorrectable ECC error" in ranks[1].error
+    for neighbour in (ranks[0], ranks[2]):
+        assert "rank 1 (stage 1)" in neighbour.error
+
+
+def _plain(context: TrainerContext) -> tuple[list[str], list[str]]:
+    """Threads of a delegated run on the CPU, and what its links are made of."""
+    kinds: list[str] = []
+    meet = links.meet
+
+    def met(*args: Any, **options: Any) -> Any:
+        neighbours = meet(*args, **options)
+        assert neighbours.staging is None
+        for end in neighbours.ends:
+            kinds.append(type(end._incoming[Path.DELEGATED]).__name__)
+            kinds.append(type(end._outgoing[Path.DELEGATED]).__name__)
+        return neighbours
+
+    pipeline.meet = met  # type: ignore[assignment]
+    names: list[str] = []
+    step = pipeline.Pipeline.step
+
+    def stepping(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = step(self, *args, **kwargs)
+        names.extend(thread.name for thread in threading.enumerate())
+        return loss
+
+    vars(pipeline)["Pipeline"].step = stepping
+    train(context, Job(2, 4, path="delegated"))
+    return names, kinds
+
+
+@needs_engine
+@pytest.mark.multiprocess
+def test_the_cpu_needs_none_of_it() -> None:
+    for names, kinds in run_ranks(2, _plain, timeout=100):
+        assert not [name for name in names if name.startswith("pipemorph-to-")]
+        assert "MainThread" in names
+        assert kinds == ["DelegatedIncoming", "DelegatedOutgoing"]
+
+
+# --- times and losses of a device ----------------------------------------------------------------
+
+
+def test_ops_are_timed_where_they_run() -> None:
+    """The host launches both ops at once; the device runs them later, one after the other."""
+    device = SimulatedDevice()
+    times = DeviceTimes(device)
+    pauses = (0.03, 0.06)
+    ops = []
+    for index, pause in enumerate(pauses):
+        times.start()
+        wait = threading.Event()
+        device.launch(lambda wait=wait, pause=pause: wait.wait(pause))
+        times.end()
+        ops.append(TimedOp(OpKind.F, index, 0.0, 0.0))
+    driver = Driver(device, 0)
+    settled = times.settle(ops)
+    driver.close()
+    assert [(op.kind, op.microbatch) for op in settled] == [(OpKind.F, 0), (OpKind.F, 1)]
+    for op, pause in zip(settled, pauses, strict=True):
+        assert pause <= op.end - op.start < pause + 0.05
+    assert settled[0].end <= settled[1].start
+    # The next iteration starts anew.
+    assert not times._marks
+
+
+def test_an_op_is_chosen_when_the_device_needs_it() -> None:
+    device = SimulatedDevice()
+    times = DeviceTimes(device)
+    for _ in range(LAUNCHED_AHEAD + 1):
+        times.pace()
+        times.start()
+        times.end()
+    waited = threading.Thread(target=times.pace)
+    waited.start()
+    waited.join(0.1)
+    assert waited.is_alive(), "the next op was chosen before the device had begun the last"
+    device.run()
+    waited.join(10)
+    assert not waited.is_alive()
+
+
+def test_losses_cross_behind_their_ops_and_exactly() -> None:
+    device = SimulatedDevice()
+    values = torch.tensor([0.1, 1e-7, 3.25, 2.0 / 3.0])
+    losses = [device.tensor(value.reshape(())) for value in values]
+    device.run()
+    copy = LossCopy(device, losses)
+    assert not copy.done()
+    device.run()
+    assert copy.done()
+    assert copy.take() == [float(value) for value in values]
