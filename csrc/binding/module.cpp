@@ -249,7 +249,7 @@ class PyEngine {
              int64_t queues, int64_t sockets, int64_t chunk_bytes, const std::string& transport,
              double peer_deadline, const std::optional<std::string>& require,
              std::vector<std::string> rdma_devices, int64_t gid_index, int64_t traffic_class,
-             int64_t service_level)
+             int64_t service_level, int64_t numa_node)
         : graveyard_(std::make_shared<Graveyard>()) {
         Config c;
         c.job = std::move(job);
@@ -272,6 +272,8 @@ class PyEngine {
         c.rdma.traffic_class =
             static_cast<uint8_t>(bounded(traffic_class, "traffic_class", 0, 255));
         c.rdma.service_level = static_cast<uint8_t>(bounded(service_level, "service_level", 0, 15));
+        c.numa_node =
+            numa_node < 0 ? -1 : static_cast<int>(bounded(numa_node, "numa_node", 0, 1023));
         const nb::gil_scoped_release no_gil;
         engine_ = std::make_shared<Engine>(std::move(c));
     }
@@ -446,18 +448,24 @@ NB_MODULE(_engine, m) {
         .def(
             nb::init<std::string, int64_t, const nb::bytes&, std::string, int64_t, int64_t, int64_t,
                      int64_t, const std::string&, double, const std::optional<std::string>&,
-                     std::vector<std::string>, int64_t, int64_t, int64_t>(),
+                     std::vector<std::string>, int64_t, int64_t, int64_t, int64_t>(),
             nb::kw_only(), "job"_a, "rank"_a, "secret"_a, "host"_a = "0.0.0.0", "port"_a = 0,
             "queues"_a = 8, "sockets"_a = 4, "chunk_bytes"_a = 1 << 20, "transport"_a = "auto",
             "peer_deadline"_a = 10.0, "require"_a = nb::none(),
             "rdma_devices"_a = std::vector<std::string>(), "gid_index"_a = -1,
-            "traffic_class"_a = 0, "service_level"_a = 0)
+            "traffic_class"_a = 0, "service_level"_a = 0, "numa_node"_a = -1)
         .def_prop_ro("rails", [](const PyEngine& self) { return self.use().rails(); })
         .def_prop_ro("rails_trouble",
                      [](const PyEngine& self) -> std::optional<std::string> {
                          std::string trouble = self.use().rails_trouble();
                          if (trouble.empty()) return std::nullopt;
                          return trouble;
+                     })
+        .def_prop_ro("memory_node",
+                     [](const PyEngine& self) -> std::optional<int> {
+                         const int node = self.use().memory_node();
+                         if (node < 0) return std::nullopt;
+                         return node;
                      })
         .def_prop_ro("port", [](const PyEngine& self) { return self.use().port(); })
         .def_prop_ro("bell_fd", [](const PyEngine& self) { return self.use().bell(); })

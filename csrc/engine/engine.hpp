@@ -31,6 +31,7 @@ class Engine {
     // The rails in use, and why there are no others.
     std::vector<std::string> rails() const;
     const std::string& rails_trouble() const { return runtime_->rails_trouble; }
+    int memory_node() const { return runtime_->memory_node; }
     void close(double timeout);
 
   private:

@@ -3,6 +3,7 @@
 #include "engine/text.hpp"
 #include "os/clock.hpp"
 #include "os/copy.hpp"
+#include "os/numa.hpp"
 
 namespace pipemorph {
 
@@ -20,6 +21,7 @@ void Link::reserve(int direction, uint32_t slots, uint64_t slot_bytes) {
     if (missing == 0) return;
     // Page-aligned slots: two never share a page, so neither do their copies.
     const uint64_t stride = (slot_bytes + 4095) / 4096 * 4096;
+    const numa::OnNode here(runtime_->memory_node);
     // Prefaulting takes a while, so it is done without the lock.
     auto memory =
         shared ? Memory::shareable(stride * missing) : Memory::anonymous(stride * missing);

@@ -8,6 +8,7 @@
 
 #include "engine/error.hpp"
 #include "os/clock.hpp"
+#include "os/numa.hpp"
 
 namespace pipemorph {
 namespace {
@@ -74,9 +75,19 @@ Runtime::Runtime(Config c)
         data_.push_back(std::make_unique<Reactor>("pm-data-" + std::to_string(i)));
     if (may_use_rdma()) rails = Rail::open_all(config.rdma, rails_trouble);
     if (rails.size() > kMaxRails) rails.resize(kMaxRails);
+    place();
     if (config.require_rdma && rails.empty())
         throw EngineError("rdma is required, but rank " + std::to_string(config.rank) +
                           " has no usable rail: " + rails_trouble);
+}
+
+// A slot is written by the rails and read by the application, which copies it to the GPU: beside
+// the GPU if that is known, else where all rails are.
+void Runtime::place() {
+    std::vector<int> nodes;
+    for (const auto& rail : rails) nodes.push_back(rail->numa_node());
+    memory_node = config.numa_node >= 0 ? config.numa_node : numa::common(nodes);
+    for (auto& reactor : data_) reactor->post([node = memory_node] { numa::run_on(node); });
 }
 
 void Runtime::ring() {

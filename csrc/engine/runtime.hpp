@@ -24,6 +24,7 @@ struct Config {
     double peer_deadline = 10.0;
     RailOptions rdma;
     bool require_rdma = false;  // never fall back to TCP
+    int numa_node = -1;         // of the GPU whose tensors travel; -1: not known
 
     void check() const;  // throws EngineError naming the setting
 };
@@ -50,10 +51,13 @@ class Runtime {
     uint16_t listen_port = 0;  // told to authenticated peers only
     std::vector<std::shared_ptr<Rail>> rails;
     std::string rails_trouble;  // why there are none, or fewer than there could be
+    int memory_node = -1;       // NUMA node of slots and data threads; -1: wherever they fall
 
     Reactor control;
 
   private:
+    void place();
+
     Fd bell_;
     std::vector<std::unique_ptr<Reactor>> data_;
 };

@@ -13,6 +13,7 @@
 #include "engine/error.hpp"
 #include "os/clock.hpp"
 #include "os/copy.hpp"
+#include "os/numa.hpp"
 
 namespace pipemorph {
 namespace {
@@ -66,6 +67,7 @@ RdmaPath::RdmaPath(std::shared_ptr<Rail> rail, std::shared_ptr<PathHost> host, u
       verbs_(device_->verbs),
       block_bytes_(kBlocks),
       lane_message_(kLanes) {
+    const numa::OnNode here(rail_->numa_node());  // the queues' own memory, too
     const PortAddress port = rail_->address();
     const size_t stride = settings_.chunk_bytes + kHeaderRoom;
     staging_ = rail_->borrow_staging(stride * kBlocks + size_t{kReceives} * kHeaderRoom);

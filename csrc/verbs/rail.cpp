@@ -14,6 +14,7 @@
 #include <sstream>
 
 #include "engine/error.hpp"
+#include "os/numa.hpp"
 
 namespace pipemorph {
 namespace {
@@ -203,6 +204,7 @@ Rail::Rail(std::shared_ptr<VerbsDevice> device, uint8_t port, const RailOptions&
     : device_(std::move(device)),
       port_(port),
       options_(options),
+      numa_node_(numa::node_of("/sys/class/infiniband/" + device_->name + "/device")),
       reactor_("pm-" + device_->name.substr(0, 12)) {}
 
 Rail::~Rail() = default;
@@ -213,6 +215,7 @@ std::string Rail::describe() const {
 
 void Rail::start() {
     reactor_.post([this] {
+        numa::run_on(numa_node_);
         reactor_.add(device_->context->async_fd, EPOLLIN, [this](uint32_t) { on_async(); });
     });
 }
@@ -266,6 +269,7 @@ std::shared_ptr<Registration> Rail::borrow_staging(size_t bytes) {
             return found;
         }
     }
+    const numa::OnNode here(numa_node_);
     return std::make_shared<Registration>(device_, Memory::anonymous(bytes), abi::kLocalWrite);
 }
 

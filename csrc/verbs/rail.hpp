@@ -91,6 +91,8 @@ class Rail : public std::enable_shared_from_this<Rail> {
     const RailOptions& options() const { return options_; }
     const std::shared_ptr<VerbsDevice>& device() const { return device_; }
     Reactor& reactor() { return reactor_; }
+    // Where its card is; numa::kNowhere if that is not known.
+    int numa_node() const { return numa_node_; }
 
     // Asks the device: port state and GIDs change. Throws EngineError if the port is not active
     // or has no usable GID.
@@ -119,6 +121,7 @@ class Rail : public std::enable_shared_from_this<Rail> {
     std::mutex mu_;
     std::vector<std::shared_ptr<Registration>> staging_;
     std::vector<std::weak_ptr<RailUser>> users_;
+    const int numa_node_;
     Reactor reactor_;
 };
 

@@ -66,6 +66,8 @@ def _fields(device: Any) -> dict[str, Any]:
     from pipemorph.discovery.checks import UNAVAILABLE
 
     fields = dataclasses.asdict(device)
+    if fields["numa_node"] is None:
+        fields["numa_node"] = UNAVAILABLE
     for port in fields["ports"]:
         port["active_mtu"] = port["active_mtu"] or UNAVAILABLE
         port["counters"] = {
@@ -76,13 +78,19 @@ def _fields(device: Any) -> dict[str, Any]:
 
 def facts() -> Any:
     """Everything there is to see here, as :class:`pipemorph.discovery.checks.Facts`."""
-    from pipemorph.discovery import host, rdma, verbs
+    from pipemorph.discovery import host, numa, rdma, verbs
     from pipemorph.discovery.checks import Facts
 
     seen = verbs.look()
     trainer, error = trainer_facts()
+    devices = rdma.devices()
+    # A software device is nowhere.
+    nodes = {device.name: device.numa_node for device in devices or () if device.pci}
+    for i, gpu in enumerate(trainer["gpus"] if trainer else ()):
+        nodes[f"GPU {i}"] = numa.node_of(numa.PCI / gpu["pci"])
     return Facts(
-        devices=verbs.with_mtus(rdma.devices(), seen),
+        devices=verbs.with_mtus(devices, seen),
+        numa=numa.placement(nodes),
         verbs=seen,
         uverbs=host.verbs_devices(),
         locked_bytes=host.locked_limit(),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pipemorph.discovery import host
+from pipemorph.discovery.numa import Placement
 from pipemorph.discovery.rdma import Device, Port, ports
 from pipemorph.discovery.verbs import Verbs
 
@@ -42,6 +43,7 @@ class Facts:
     modules: list[str] | None
     trainer: dict[str, Any] | None
     trainer_error: str | None
+    numa: Placement | None = None
 
 
 def checks(facts: Facts, required: frozenset[Need] = frozenset()) -> list[Check]:
@@ -54,6 +56,7 @@ def checks(facts: Facts, required: frozenset[Need] = frozenset()) -> list[Check]
         _locked_memory(facts, lacking if facts.devices or rdma else "warning"),
         _huge_pages(facts),
         _shared_memory(facts.shared_memory),
+        *_numa(facts.numa),
         _modules(facts.modules),
         *_trainer(facts, required),
     ]
@@ -209,6 +212,29 @@ def _shared_memory(found: tuple[int, int] | None) -> Check:
         "ok" if fine else "warning",
         "" if fine else "data loaders of torch need more: placement.sharedMemory, or --shm-size",
     )
+
+
+def _numa(found: Placement | None) -> Iterator[Check]:
+    if found is None or len(found.nodes) < 2:
+        # Everything is near, or nothing can be said.
+        return
+    own = ", ".join(map(str, sorted(found.own_nodes)))
+    yield Check("NUMA nodes", f"{len(found.nodes)}; this process may run on {own}", "ok")
+    for device, node in found.devices.items():
+        name = f"NUMA node of {device}"
+        if node is None:
+            yield Check(name, "not known: the firmware does not say", "unavailable")
+        elif found.far_from(node):
+            yield Check(
+                name,
+                f"{node}, where this process may not run or take memory",
+                "warning",
+                "every byte crosses between the nodes: start it there (`numactl --cpunodebind"
+                f"={node} --membind={node}`); in Kubernetes set the kubelet's topologyManagerPolicy"
+                " to best-effort or single-numa-node, with cpuManagerPolicy static",
+            )
+        else:
+            yield Check(name, f"{node}; the engine keeps its threads and memory there", "ok")
 
 
 def _modules(found: list[str] | None) -> Check:

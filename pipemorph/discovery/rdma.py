@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from pipemorph.discovery import numa
+
 SYSFS = Path("/sys/class/infiniband")
 
 COUNTERS = (
@@ -109,6 +111,8 @@ class Device:
     """PCI address; None for a software device. Two ports of one address are one card."""
     firmware: str | None
     ports: tuple[Port, ...]
+    numa_node: int | None = None
+    """None where it is not known: a software device, or a host with one node."""
 
 
 def devices(sysfs: Path = SYSFS) -> list[Device] | None:
@@ -135,6 +139,7 @@ def _device(folder: Path) -> Device:
         pci=pci,
         firmware=_text(folder / "fw_ver") or None,
         ports=tuple(_port(folder.name, n, folder / "ports" / str(n)) for n in numbers),
+        numa_node=numa.node_of(folder / "device"),
     )
 
 

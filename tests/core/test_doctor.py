@@ -14,7 +14,7 @@ import pytest
 from pipemorph.cli import main
 from pipemorph.commands import doctor
 from pipemorph.commands.table import table
-from pipemorph.discovery import host, rdma, verbs
+from pipemorph.discovery import host, numa, rdma, verbs
 from pipemorph.discovery.checks import Check, Facts, checks, size
 
 ZERO = "0000:0000:0000:0000:0000:0000:0000:0000"
@@ -219,6 +219,67 @@ def test_the_host_is_read_as_the_kernel_writes_it(tmp_path: Path) -> None:
     assert host.loaded_modules(tmp_path / "nowhere", tmp_path / "nowhere") is None
     assert host.shared_memory(tmp_path / "nowhere") is None
     assert [size(n) for n in (12, 8 << 20, 3 << 29)] == ["12 bytes", "8 MiB", "1.5 GiB"]
+
+
+def two_nodes(root: Path) -> Path:
+    put(root / "node0" / "cpulist", "0-3,8")
+    put(root / "node1" / "cpulist", "4-7")
+    put(root / "has_cpu", "0-1")
+    return root
+
+
+def test_a_process_that_is_kept_away_from_its_devices_is_told_where_to_be(tmp_path: Path) -> None:
+    put(tmp_path / "status", "Name:\tx\nMems_allowed_list:\t0-1")
+    near = {"mlx5_0": 0, "mlx5_1": 1, "GPU 0": 1, "mlx5_2": None}
+
+    def lines(processors: set[int], memory: str = "0-1") -> list[Check]:
+        put(tmp_path / "status", f"Name:\tx\nMems_allowed_list:\t{memory}")
+        found = numa.placement(
+            near,
+            nodes=two_nodes(tmp_path / "nodes"),
+            status=tmp_path / "status",
+            processors=frozenset(processors),
+        )
+        return [c for c in checks(facts([], numa=found)) if c.name.startswith("NUMA")]
+
+    everywhere = lines({1, 5})
+    assert [c.verdict for c in everywhere] == ["ok", "ok", "ok", "ok", "unavailable"]
+    assert line(everywhere, "NUMA nodes").found == "2; this process may run on 0, 1"
+    first = lines({0, 8})
+    assert line(first, "NUMA node of mlx5_0").verdict == "ok"
+    for device in ("mlx5_1", "GPU 0"):
+        far = line(first, f"NUMA node of {device}")
+        assert far.verdict == "warning"
+        assert "--cpunodebind=1 --membind=1" in far.advice
+        assert "topologyManagerPolicy" in far.advice
+    no_memory = lines({0, 4}, memory="0")
+    assert line(no_memory, "NUMA node of mlx5_1").verdict == "warning"
+
+
+def test_one_node_and_no_nodes_need_no_word(tmp_path: Path) -> None:
+    put(tmp_path / "nodes" / "node0" / "cpulist", "0-7")
+    one = numa.placement({"mlx5_0": None}, nodes=tmp_path / "nodes", processors=frozenset({0}))
+    assert one is not None and one.own_nodes == {0}
+    none = numa.placement({}, nodes=tmp_path / "nowhere")
+    for found in (one, none):
+        assert not [c for c in checks(facts([], numa=found)) if c.name.startswith("NUMA")]
+
+
+def test_the_node_of_a_device(tmp_path: Path) -> None:
+    make_device(tmp_path, "mlx5_0", [])
+    make_device(tmp_path, "rxe0", [])
+    put(tmp_path / "mlx5_0" / "device" / "numa_node", 1)
+    assert [d.numa_node for d in rdma.devices(tmp_path) or ()] == [1, None]
+    put(tmp_path / "mlx5_0" / "device" / "numa_node", -1)
+    assert [d.numa_node for d in rdma.devices(tmp_path) or ()] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("0-2,8\n", {0, 1, 2, 8}), ("3", {3}), ("", set()), ("x", set()), ("1-", set())],
+)
+def test_lists_of_processors(text: str, found: set[int]) -> None:
+    assert numa.parse_list(text) == found
 
 
 def pyverbs_modules(monkeypatch: pytest.MonkeyPatch, get_device_list: Any) -> None:

@@ -174,6 +174,7 @@ class Engine:
         gid_index: int = -1,
         traffic_class: int = 0,
         service_level: int = 0,
+        numa_node: int = -1,
     ) -> None:
         """``transport``: auto (shm on one host, else rdma where both ends have a rail, else tcp)
         | tcp | shm | rdma. ``job`` names job and attempt: a peer of another attempt is refused.
@@ -183,6 +184,7 @@ class Engine:
         usable rail, and the link is dead when none was up for ``peer_deadline``.
         ``rdma_devices``: such as ``mlx5_0`` or ``mlx5_0:2`` (port); empty for one active port of
         every card. ``gid_index``: -1 for the best, looked up anew at every connection.
+        ``numa_node``: of the GPU whose tensors travel; -1 if that is not known.
         """
     @property
     def rails(self) -> list[str]:
@@ -190,6 +192,10 @@ class Engine:
     @property
     def rails_trouble(self) -> str | None:
         """Why there are no rails, or fewer than there could be: to be logged."""
+    @property
+    def memory_node(self) -> int | None:
+        """NUMA node that slots come from: ``numa_node``, else the one that all rails' cards are
+        on; None where neither is known."""
     @property
     def port(self) -> int: ...
     @property

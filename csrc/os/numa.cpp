@@ -1,0 +1,139 @@
+#include "os/numa.hpp"
+
+#include <linux/mempolicy.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <array>
+#include <charconv>
+#include <climits>
+#include <fstream>
+
+namespace pipemorph::numa {
+namespace {
+
+constexpr size_t kMostNodes = 1024;  // what kernels are built for, at most
+constexpr size_t kMostProcessors = 8192;
+constexpr size_t kWordBits = sizeof(unsigned long) * CHAR_BIT;
+using Processors = std::vector<unsigned long>;
+using Nodes = std::array<unsigned long, kMostNodes / kWordBits>;
+
+std::string first_line(const std::string& path) {
+    std::ifstream in(path);
+    std::string line;
+    std::getline(in, line);
+    return line;
+}
+
+bool get_processors(Processors& out) {
+    out.assign(kMostProcessors / kWordBits, 0);
+    return ::sched_getaffinity(0, out.size() * sizeof out[0],
+                               reinterpret_cast<cpu_set_t*>(out.data())) == 0;
+}
+
+bool set_processors(const Processors& wanted) {
+    return ::sched_setaffinity(0, wanted.size() * sizeof wanted[0],
+                               reinterpret_cast<const cpu_set_t*>(wanted.data())) == 0;
+}
+
+// Those of `allowed` that are on the node; empty if there are none, or all are.
+Processors of_node(int node, const std::string& nodes, const Processors& allowed) {
+    const std::string list = first_line(nodes + "/node" + std::to_string(node) + "/cpulist");
+    Processors out(allowed.size(), 0);
+    bool any = false;
+    for (const int processor : parse_list(list)) {
+        const auto at = static_cast<size_t>(processor);
+        if (at >= kMostProcessors) continue;
+        const unsigned long bit = 1UL << (at % kWordBits);
+        if ((allowed[at / kWordBits] & bit) == 0) continue;
+        out[at / kWordBits] |= bit;
+        any = true;
+    }
+    return any && out != allowed ? out : Processors();
+}
+
+enum class Answer { done, theirs, refused };
+
+Answer prefer(int node) {
+    int mode = 0;
+    Nodes mask{};
+    if (::syscall(SYS_get_mempolicy, &mode, mask.data(), kMostNodes, nullptr, 0UL) != 0)
+        return Answer::refused;
+    if (mode != MPOL_DEFAULT) return Answer::theirs;
+    mask.fill(0);
+    const auto at = static_cast<size_t>(node);
+    mask[at / kWordBits] = 1UL << (at % kWordBits);
+    // One bit more, since the kernel takes one off.
+    return ::syscall(SYS_set_mempolicy, MPOL_PREFERRED, mask.data(), kMostNodes + 1) == 0
+               ? Answer::done
+               : Answer::refused;
+}
+
+}  // namespace
+
+int node_of(const std::string& device_folder) {
+    const std::string text = first_line(device_folder + "/numa_node");
+    int node = kNowhere;
+    std::from_chars(text.data(), text.data() + text.size(), node);
+    return node >= 0 && static_cast<size_t>(node) < kMostNodes ? node : kNowhere;
+}
+
+int common(const std::vector<int>& nodes) {
+    for (const int node : nodes)
+        if (node != nodes.front()) return kNowhere;
+    return nodes.empty() ? kNowhere : nodes.front();
+}
+
+std::vector<int> parse_list(const std::string& text) {
+    std::vector<int> out;
+    const char* at = text.data();
+    const char* const end = at + text.size();
+    while (at < end) {
+        int first = 0;
+        auto parsed = std::from_chars(at, end, first);
+        if (parsed.ec != std::errc() || first < 0) return {};
+        int last = first;
+        if (parsed.ptr < end && *parsed.ptr == '-') {
+            parsed = std::from_chars(parsed.ptr + 1, end, last);
+            if (parsed.ec != std::errc()) return {};
+        }
+        if (last < first || static_cast<size_t>(last) >= kMostProcessors) return {};
+        for (int i = first; i <= last; ++i) out.push_back(i);
+        if (parsed.ptr < end && *parsed.ptr != ',') return {};
+        at = parsed.ptr + (parsed.ptr < end ? 1 : 0);
+    }
+    return out;
+}
+
+bool run_on(int node, const std::string& nodes) {
+    Processors allowed;
+    if (node < 0 || !get_processors(allowed)) return false;
+    const Processors wanted = of_node(node, nodes, allowed);
+    return !wanted.empty() && set_processors(wanted);
+}
+
+OnNode::OnNode(int node, const std::string& nodes) {
+    if (node < 0 || static_cast<size_t>(node) >= kMostNodes) return;
+    switch (prefer(node)) {
+        case Answer::done:
+            means_ = Means::policy;
+            return;
+        case Answer::theirs:
+            means_ = Means::theirs;
+            return;
+        case Answer::refused:
+            break;
+    }
+    if (!get_processors(processors_)) return;
+    const Processors wanted = of_node(node, nodes, processors_);
+    if (!wanted.empty() && set_processors(wanted)) means_ = Means::affinity;
+}
+
+OnNode::~OnNode() {
+    // Neither can fail for what the thread had before.
+    if (means_ == Means::policy) ::syscall(SYS_set_mempolicy, MPOL_DEFAULT, nullptr, 0UL);
+    if (means_ == Means::affinity) set_processors(processors_);
+}
+
+}  // namespace pipemorph::numa
