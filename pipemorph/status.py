@@ -184,6 +184,17 @@ class AdaptationSummary(StatusModel):
         max_length=MAX_STAGES,
         description="Peak bytes per stage after; 0 where not reported.",
     )
+    offloaded_microbatches: list[int] = Field(
+        default_factory=list,
+        max_length=MAX_STAGES,
+        description="Microbatches per iteration whose activations the new plan moves to host "
+        "memory, per stage.",
+    )
+    fused_stages: list[int] = Field(
+        default_factory=list,
+        max_length=MAX_STAGES,
+        description="Stages whose backwards the new plan fuses.",
+    )
 
 
 class TrainingStatus(StatusModel):
@@ -208,6 +219,12 @@ class TrainingStatus(StatusModel):
     )
     paths: list[str] = Field(
         default_factory=list, max_length=MAX_STAGES, description="Path per link, as wanted."
+    )
+    offloaded_microbatches: list[int] = Field(
+        default_factory=list,
+        max_length=MAX_STAGES,
+        description="Microbatches per iteration whose activations go to host memory, per stage, "
+        "as wanted.",
     )
     wanted_epoch: int = Field(
         default=0, ge=0, description="Epoch of the newest directive of this attempt."

@@ -30,7 +30,15 @@ from pipemorph.control.pacing import Pacing
 from pipemorph.control.profile import Footprint, StageBook, expected_times, in_flight_limits
 from pipemorph.control.rails import RailBook, RailsView
 from pipemorph.control.records import AdaptationRecord, Decision, Ledger
-from pipemorph.control.replan import Cause, Proposal, Replan, propose, shown_paths, shown_time
+from pipemorph.control.replan import (
+    Cause,
+    Proposal,
+    Replan,
+    propose,
+    shown_paths,
+    shown_stages,
+    shown_time,
+)
 from pipemorph.control.transports import TransportBook, TransportsView
 from pipemorph.errors import InputError
 from pipemorph.planning import Path, Plan, Policy, StageTimes
@@ -368,6 +376,8 @@ class JobController:
                 self._note(now, "times", "a link is slow, but no stage has reported op times yet")
             return
         situation = self._situation(stages, links)
+        if not self._knows_memory(now):
+            return
         if any(room.device == 0 for room in situation.rooms):
             self._note(now, "memory", self._no_room(situation))
             self._checked_rooms = situation.rooms
@@ -412,6 +422,21 @@ class JobController:
         """Where the wanted plan holds more than there is room for; None if nowhere."""
         dispatch = self.spec.schedule.dispatch_kind
         return excess(self._schedule, self._limits, self._stages.rooms, dispatch)
+
+    def _knows_memory(self, now: float) -> bool:
+        """Whether a limit in bytes is one in microbatches already. A rank says with its first
+        profile what a microbatch holds, or never does: then the limit cannot be held."""
+        unknown = [i for i, f in enumerate(self._footprints) if not f.activation_bytes]
+        if self.spec.schedule.activation_memory is None or not unknown:
+            return True
+        if self._stages.measured:
+            self._note(
+                now,
+                "bytes",
+                f"activationMemory does not limit {shown_stages(unknown)}: not measured there what"
+                " a microbatch holds; give inFlightLimit",
+            )
+        return self._stages.measured
 
     def _no_room(self, situation: Situation) -> str:
         stage = next(i for i, room in enumerate(situation.rooms) if room.device == 0)

@@ -276,3 +276,34 @@ def test_what_a_plan_holds_is_found_stage_by_stage() -> None:
     )
     assert excess(schedule, Limits((2,), (None,)), [Room(2)], online) is None
     assert excess(schedule, two, [Room(2, True, 1)], online) is not None
+
+
+def test_no_plan_is_made_before_it_is_known_what_a_microbatch_holds() -> None:
+    """Restored from nothing while a link is slow: op times are stated, bytes are not measured."""
+    job = plant(tight(host=None))
+    job.run(8)
+    job.delays[1] = 0.060
+    job.run(8)
+    issued = len(job.plans)
+    job.controller = JobController.restore(job.spec, job.controller.snapshot() | {"footprints": []})
+    job.step()
+    job.run(8)
+    for plan in job.plans[issued:]:
+        assert max(plan.schedule.in_flight_peak()) <= 4
+    fresh = plant(tight(host=None))
+    fresh.delays[0] = 0.060
+    fresh.send(links=[fresh.sample(0, "forward", 0.064)] * 40)
+    assert not fresh.plans
+
+
+def test_bytes_that_nobody_measures_limit_nothing_and_that_is_said_once() -> None:
+    job = plant(tight(host=None), size=None)
+    job.run(6)
+    job.delays[1] = 0.060
+    job.run(8)
+    said = [d.reason for d in job.controller.decisions if "activationMemory" in d.reason]
+    assert said == [
+        "activationMemory does not limit stages 0, 1, 2, 3: not measured there what a microbatch"
+        " holds; give inFlightLimit"
+    ]
+    assert job.plans

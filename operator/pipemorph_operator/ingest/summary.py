@@ -69,6 +69,7 @@ def _summarize(
         loss=view.loss,
         warmup=list(view.warmup),
         paths=[path.value for path in view.paths],
+        offloaded_microbatches=list(view.offloaded),
         wanted_epoch=view.wanted_epoch,
         observed_epoch=view.observed_epoch,
         applied_epoch=view.applied_epoch,
@@ -217,6 +218,8 @@ def _adaptation(record: AdaptationRecord) -> AdaptationSummary:
         bubble_after=_round(record.bubble_after),
         peak_memory_before=_memory(record.peak_memory_before),
         peak_memory_after=_memory(record.peak_memory_after),
+        offloaded_microbatches=list(record.offloaded),
+        fused_stages=list(record.fused_stages),
     )
 
 
