@@ -13,12 +13,13 @@ import ssl
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
-from testbed import Cluster, wait_for
+from testbed import Cluster, NotYet, wait_for
 from testbed.processes import Process
 
 from pipemorph.control import initial_plan
@@ -157,13 +158,17 @@ class Installation:
         token = self.cluster.service_account_token(SYSTEM, name, seconds=7200)
         return self.cluster.kubeconfig_of_token(token, name)
 
+    def connection(self) -> http.client.HTTPSConnection:
+        """To the ingest, over TLS that the chart's authority vouches for."""
+        return _Tunnel(
+            f"{FULL_NAME}-ingest.{SYSTEM}.svc", self.port, context=self.trust, timeout=40
+        )
+
     def request(
         self, method: str, path: str, *, token: str | None = None, body: bytes | None = None
     ) -> tuple[int, Object]:
-        """One request to the ingest, over TLS that the chart's authority vouches for."""
-        connection = _Tunnel(
-            f"{FULL_NAME}-ingest.{SYSTEM}.svc", self.port, context=self.trust, timeout=40
-        )
+        """One request to the ingest, over a connection of its own."""
+        connection = self.connection()
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
             connection.request(method, path, body=body, headers=headers)
@@ -252,7 +257,7 @@ class Jobs:
         wait_for(
             f"event {text} of {name}",
             lambda: text in self.cluster.events("pipemorphjobs", name, self.namespace),
-            10.0,
+            30.0,
         )
 
     def token(self, name: str, pod: Object, **more: Any) -> str:
@@ -293,15 +298,18 @@ class Ranks:
         for _ in range(iterations):
             self._iterate()
 
-    def until(self, condition: str, most: int = 60) -> Object:
-        """Train until the job's status says so, for so many iterations at most."""
+    def until(self, condition: str) -> Object:
+        """Train until the job's status says so."""
         kind, _, status = condition.partition("=")
-        for _ in range(most):
+
+        def look() -> Object:
             self._iterate()
             found = self.jobs.get(self.name)
-            if _condition(found, kind)["status"] == status:
-                return found
-        raise AssertionError(f"no {condition} in {most} iterations: {json.dumps(found['status'])}")
+            if _condition(found, kind)["status"] != status:
+                raise NotYet(f"iteration {self.iteration}: {json.dumps(found['status'])}")
+            return found
+
+        return wait_for(f"{condition} of {self.name}", look, 60.0, interval=0.0)
 
     def _iterate(self) -> None:
         if self.next is not None:
@@ -380,11 +388,26 @@ class Ranks:
             time.sleep(left)
         self.due = time.monotonic() + REPORT_INTERVAL
 
+    @property
+    def path(self) -> str:
+        return f"/v1/jobs/{self.jobs.namespace}/{self.name}/reports"
+
     def post(self, body: bytes, token: str | None = None) -> tuple[int, Object]:
-        path = f"/v1/jobs/{self.jobs.namespace}/{self.name}/reports"
         return self.jobs.installation.request(
-            "POST", path, token=self.token if token is None else token, body=body
+            "POST", self.path, token=self.token if token is None else token, body=body
         )
+
+    def flood(self, body: bytes, count: int) -> set[int]:
+        """Post so many times over one connection, as fast as it goes; the answers' codes."""
+        codes = set()
+        headers = {"Authorization": f"Bearer {self.token}"}
+        with closing(self.jobs.installation.connection()) as connection:
+            for _ in range(count):
+                connection.request("POST", self.path, body=body, headers=headers)
+                answer = connection.getresponse()
+                answer.read()
+                codes.add(answer.status)
+        return codes
 
 
 def _condition(job: Object, kind: str) -> Object:

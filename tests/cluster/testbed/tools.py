@@ -282,4 +282,11 @@ def watch(child: Process, title: str, say: Say, start: float, end: float) -> Non
             next_word = now + SAY_EVERY
         return not child.running
 
-    wait_for(f"the build of {title}", ended, end - start, interval=0.5, details=child.log_end)
+    wait_for(
+        f"the build of {title}",
+        ended,
+        end - start,
+        interval=0.5,
+        details=child.log_end,
+        patient=False,
+    )
