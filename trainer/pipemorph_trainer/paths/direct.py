@@ -10,8 +10,11 @@ and rings the executor's bell: a gloo receive does not know that it is complete 
 waited for.
 
 On CUDA the payload goes over NCCL, one communicator per directed edge (a shared one would
-serialise the two directions). That variant follows the same code with stream waits; it
-needs one GPU per rank and is not covered by the tests of this repository.
+serialise the two directions). The receiver thread has a stream of its own: a wait for a message
+in the compute stream would hold up every op that is launched after it. Sends are ordered behind
+the ops in the compute stream, so when one leaves, only the device knows: wire times count from
+its launch, and are told as upper bounds. NCCL needs one GPU per rank; no test of this repository
+has run it.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipemorph_trainer.accelerator import Stream, accelerator_of
 from pipemorph_trainer.errors import PipelineError, WaitTimeoutError, first_sentence
 from pipemorph_trainer.executor.bell import Bell
 from pipemorph_trainer.paths.arrival import OpClock, PeerClock, now, record_arrival
@@ -68,6 +72,10 @@ class DirectIncoming:
         self._line, self._bell = line, bell
         self._op_clock, self._peer_clock, self._recorder = op_clock, peer_clock, recorder
         self._device = device
+        self._accelerator = accelerator_of(device)
+        self._side: Stream | None = None
+        if self._accelerator is not None:
+            self._side = self._accelerator.new_stream()
         self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self._arrived: dict[tuple[int, int], tuple[list[Tensor], float, bool]] = {}
         self._error: str | None = None
@@ -78,7 +86,7 @@ class DirectIncoming:
     def begin(self, batch: Batch) -> None:
         if self._thread is None:
             self._thread = threading.Thread(
-                target=self._receive_all,
+                target=self._receive,
                 name=f"pipemorph-{self._direction.word}-from-{self._peer}",
                 daemon=True,
             )
@@ -114,6 +122,10 @@ class DirectIncoming:
                 f"generation {note.generation}; expected {self._batch.generation}"
             )
         record_arrival(self._recorder, note, self._peer_clock, stamp, self._nbytes, exact=exact)
+        if self._accelerator is not None:
+            compute = self._accelerator.compute_stream()
+            for tensor in tensors:
+                self._accelerator.keep(tensor, compute)
         if note.present == ALL_PRESENT:
             return list(tensors)
         return [t if note.present >> k & 1 else None for k, t in enumerate(tensors)]
@@ -146,8 +158,18 @@ class DirectIncoming:
         with contextlib.suppress(RuntimeError):
             probe.wait(timedelta(milliseconds=1))
 
+    def _receive(self) -> None:
+        """The receiver thread."""
+        if self._accelerator is None:
+            self._receive_all()
+            return
+        self._accelerator.enter_thread()
+        side: Any = self._side
+        with torch.cuda.stream(side):
+            self._receive_all()
+
     def _receive_all(self) -> None:
-        """The receiver thread: keep a few receives posted, wait for the oldest, ring."""
+        """Keep a few receives posted, wait for the oldest, ring."""
         try:
             while (batch := self._batches.get()) is not None:
                 posted: deque[tuple[list[Tensor], list[Any]]] = deque()
@@ -164,7 +186,7 @@ class DirectIncoming:
                     self._arrived[batch.iteration, microbatch] = (
                         tensors,
                         stamp,
-                        self._op_clock.observed(stamp),
+                        self._accelerator is None and self._op_clock.observed(stamp),
                     )
                     self._bell.ring()
         except RuntimeError as error:
@@ -177,9 +199,9 @@ class DirectIncoming:
         return tensors, works
 
     def _synchronize(self) -> None:
-        """NCCL: ``wait`` only ordered the stream; wait for the data itself (not the GIL)."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        """NCCL: ``wait`` only ordered the side stream; wait for the data itself."""
+        if self._accelerator is not None and self._side is not None:
+            self._accelerator.record(self._side).synchronize()
 
 
 class DirectOutgoing:
@@ -207,6 +229,7 @@ class DirectOutgoing:
         self._line, self._shaper = line, shaper
         self._on_block, self._on_unblock = on_block, on_unblock
         self._deadline = deadline
+        self._device = device
         # On CUDA a wait is for the stream; with a time limit the host would wait as well.
         self._limit = () if device.type == "cuda" else (timedelta(seconds=deadline),)
         self._outstanding: deque[_Sent] = deque()
@@ -235,7 +258,7 @@ class DirectOutgoing:
         for k, (tensor, meta) in enumerate(zip(tensors, batch.metas, strict=True)):
             if tensor is None:
                 present &= ~(1 << k)
-                payload.append(torch.zeros(meta.shape, dtype=meta.dtype))
+                payload.append(torch.zeros(meta.shape, dtype=meta.dtype, device=self._device))
             else:
                 payload.append(tensor.detach().contiguous())
         note = Note(
@@ -274,6 +297,9 @@ class DirectOutgoing:
     def close(self) -> None:
         while self._outstanding:
             self._finish_oldest()
+        if self._device.type == "cuda":
+            # Only the stream has waited so far, and the communicator is about to be destroyed.
+            torch.cuda.current_stream(self._device).synchronize()
 
 
 class _Sent(NamedTuple):
