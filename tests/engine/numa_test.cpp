@@ -135,6 +135,10 @@ TEST(numa_a_thread_runs_on_those_of_a_node_that_it_may_use) {
         CHECK(processors() == all);
         CHECK(numa::run_on(0, sys.root) == (all.size() > 1));
         CHECK(processors() == std::vector<int>{all.front()});
+        // What it may not use any more it is not given back.
+        sys.put("node3/cpulist", std::to_string(all.back()));
+        if (all.size() > 1) CHECK(!numa::run_on(3, sys.root));
+        CHECK(processors() == std::vector<int>{all.front()});
     });
     CHECK(processors() == all);
 }

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from pipemorph_trainer.links import engine_module
+from pipemorph_trainer.placement import pci_address
 
 
 def facts() -> dict[str, Any]:
@@ -18,12 +19,12 @@ def facts() -> dict[str, Any]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = []
     for i in range(count):
-        p: Any = torch.cuda.get_device_properties(i)  # the stubs lack the PCI address
+        p = torch.cuda.get_device_properties(i)
         gpus.append(
             {
                 "name": p.name,
                 "bytes": p.total_memory,
-                "pci": f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0",
+                "pci": pci_address(i),
             }
         )
     return {"torch": torch.__version__, "engine": engine_module() is not None, "gpus": gpus}

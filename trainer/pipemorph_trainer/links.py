@@ -31,6 +31,7 @@ from pipemorph_trainer.paths.line import Line
 from pipemorph_trainer.paths.message import Direction, Incoming, Outgoing
 from pipemorph_trainer.paths.shared_queue import SharedQueue
 from pipemorph_trainer.paths.staging import StagedIncoming, StagedOutgoing, Staging
+from pipemorph_trainer.placement import near
 from pipemorph_trainer.profile import LinkRecorder, Transport
 
 if TYPE_CHECKING:
@@ -254,6 +255,7 @@ def meet(
             ),
             traffic_class=engine_options.rdma.traffic_class,
             service_level=engine_options.rdma.service_level,
+            **near(device),
         )
         if engine.rails_trouble is not None:
             wanted = engine_options.transport == "rdma"

@@ -1,0 +1,40 @@
+"""The NUMA node of a GPU, as the engine is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pipemorph_trainer.placement import near, pci_address
+
+
+@pytest.fixture
+def pci(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A host with two GPUs, which this one has none of."""
+
+    def properties(index: int) -> SimpleNamespace:
+        return SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B + index, pci_device_id=0)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for address, node in (("0000:1b:00.0", 0), ("0000:1c:00.0", 1)):
+        (tmp_path / address).mkdir()
+        (tmp_path / address / "numa_node").write_text(f"{node}\n")
+    return tmp_path
+
+
+def test_slots_come_from_the_gpus_node(pci: Path) -> None:
+    assert pci_address(1) == "0000:1c:00.0"
+    assert near(torch.device("cuda", 0), pci) == {"numa_node": 0}
+    assert near(torch.device("cuda", 1), pci) == {"numa_node": 1}
+    assert near(torch.device("cuda"), pci) == {"numa_node": 1}, "the current device"
+
+
+def test_what_is_not_known_is_not_said(pci: Path) -> None:
+    (pci / "0000:1b:00.0" / "numa_node").write_text("-1\n")
+    assert near(torch.device("cuda", 0), pci) == {}
+    assert near(torch.device("cuda", 0), pci / "nowhere") == {}
+    assert near(torch.device("cpu"), pci) == {}
