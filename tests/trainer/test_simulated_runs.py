@@ -15,8 +15,9 @@ from jobs import Job, Record, assert_same, make_plan, reference, train
 from launch import Ranks, run_ranks
 from simulated_device import Driver, SimulatedDevice
 
+from pipemorph.errors import InputError
 from pipemorph.planning import OpKind, Path
-from pipemorph_trainer import TrainerContext, links, pipeline
+from pipemorph_trainer import TrainerContext, links, pipeline, world
 from pipemorph_trainer.executor.device_times import LAUNCHED_AHEAD, DeviceTimes, LossCopy
 from pipemorph_trainer.links import engine_module
 from pipemorph_trainer.profile import TimedOp
@@ -185,3 +186,14 @@ def test_losses_cross_behind_their_ops_and_exactly() -> None:
     device.run()
     assert copy.done()
     assert copy.take() == [float(value) for value in values]
+
+
+def test_a_process_group_without_cpu_tensors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``init_process_group("nccl")`` makes it: what ranks agree on is on the CPU."""
+    monkeypatch.setattr(world.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(world.dist, "get_backend_config", lambda: "cuda:nccl")
+    context = TrainerContext(
+        rank=0, world_size=2, local_rank=0, master_addr="127.0.0.1", master_port=1
+    )
+    with pytest.raises(InputError, match=r"made with cuda:nccl; .* 'cpu:gloo,cuda:nccl'"):
+        world.join(context, 2, torch.device("cuda", 0))

@@ -44,7 +44,8 @@ class World:
 def join(context: TrainerContext, stages: int, device: torch.device) -> World:
     """Join the job's process group (or use the one there is) and cut it in ``dp`` and ``pp``.
 
-    Raises :class:`InputError` if ``stages`` does not divide the world.
+    Raises :class:`InputError` if ``stages`` does not divide the world, or if there is a process
+    group that carries no CPU tensors.
     """
     if context.world_size % stages:
         raise InputError(
@@ -53,6 +54,11 @@ def join(context: TrainerContext, stages: int, device: torch.device) -> World:
         )
     if not dist.is_initialized():
         _init_process_group(context, device)
+    elif "cpu:" not in dist.get_backend_config():
+        raise InputError(
+            f"the process group was made with {dist.get_backend_config()}; it has to carry CPU "
+            "tensors as well: init_process_group('cpu:gloo,cuda:nccl'), or leave it to Pipeline"
+        )
     replicas = context.world_size // stages
     mesh = init_device_mesh(device.type, (replicas, stages), mesh_dim_names=("dp", "pp"))
     seat = Seat(

@@ -26,9 +26,8 @@ class Snapshot:
             for name, buffer in module._buffers.items()
         ]
         self._grads = [(parameter, parameter.grad) for parameter in stage.parameters()]
-        self._random = _random_state(
-            cuda=any(tensor.is_cuda for tensor in [*stage.parameters(), *stage.buffers()])
-        )
+        tensors = [*stage.parameters(), *stage.buffers()]
+        self._random = _random_state({t.device for t in tensors if t.is_cuda})
 
     def rewind(self) -> None:
         """Everything as it was, except that no parameter has a gradient."""
@@ -52,10 +51,11 @@ class Snapshot:
             parameter.grad = grad
 
 
-def _random_state(*, cuda: bool) -> dict[str, Any]:
+def _random_state(devices: set[torch.device]) -> dict[str, Any]:
+    """Of these devices only: to ask the others would make a context on each of them."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if cuda:
-        state["cuda"] = torch.cuda.get_rng_state_all()
+    if devices:
+        state["cuda"] = {device: torch.cuda.get_rng_state(device) for device in devices}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         state["numpy"] = numpy.random.get_state()
@@ -65,8 +65,8 @@ def _random_state(*, cuda: bool) -> dict[str, Any]:
 def _set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state_all(state["cuda"])
+    for device, found in state.get("cuda", {}).items():
+        torch.cuda.set_rng_state(found, device)
     if "numpy" in state:
         sys.modules["numpy"].random.set_state(state["numpy"])
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -139,8 +140,9 @@ class _Timer:
     def __init__(self, into: dict[str, float], stage: nn.Module) -> None:
         self._into = into
         first = next((t for t in [*stage.parameters(), *stage.buffers()]), None)
-        cuda = first is not None and first.device.type == "cuda"
-        self._wait: Callable[[], None] = torch.cuda.synchronize if cuda else lambda: None
+        self._wait: Callable[[], None] = lambda: None
+        if first is not None and first.device.type == "cuda":
+            self._wait = partial(torch.cuda.synchronize, first.device)
 
     @contextmanager
     def __call__(self, kind: str) -> Iterator[None]:
