@@ -115,7 +115,7 @@ class Jobs:
         """Delete a job and wait until nothing of it is left, on the nodes either."""
         uids = {pod["metadata"]["uid"] for pod in self.pods(name)}
         self.nodes.client.delete("pipemorphjobs", name, self.namespace)
-        self.nodes.wait("pipemorphjobs", name, "deleted", 20.0, namespace=self.namespace)
+        self.nodes.wait("pipemorphjobs", name, "deleted", 60.0, namespace=self.namespace)
         wait_for(
             f"all of {name} to go",
             lambda: not self.left(name),
@@ -125,7 +125,7 @@ class Jobs:
         wait_for(
             f"the pods of {name} to go from the nodes",
             lambda: not uids & {uid for node in self.nodes.nodes for uid in pods_on(node)},
-            30.0,
+            60.0,
         )
 
 

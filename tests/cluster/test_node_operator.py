@@ -161,7 +161,7 @@ def test_suspended_while_it_restarts(jobs: Jobs) -> None:
     jobs.wait("paused", _at_iteration(1), START)
     victim = jobs.pods("paused")[1]["metadata"]["name"]
     jobs.nodes.client.delete("pods", victim, jobs.namespace)
-    jobs.wait("paused", _attempt(1), 60.0)
+    jobs.wait("paused", _attempt(1), 90.0)
     jobs.patch("paused", {"suspend": True})
     paused = jobs.wait("paused", "Suspended", 60.0)
     assert paused["status"]["restarts"] == 1

@@ -74,7 +74,9 @@ def test_killed_in_the_middle_of_every_transition(jobs: Jobs, seed: int) -> None
 def test_the_ingest_killed_in_the_middle_of_an_adaptation(jobs: Jobs) -> None:
     """Before, while and after a directive is persisted: the ranks see epochs grow, and the plan
     they were given last is the one in status."""
-    jobs.apply(manifest("reborn"))
+    # So many iterations that a change of plan always pays, however long this takes.
+    endless = {"module": "pipemorph_trainer.examples.emulated", "iterations": 1_000_000}
+    jobs.apply(manifest("reborn", trainer=endless))
     ranks = jobs.ranks("reborn", jobs.run("reborn", 4)[0])
     ranks.run(4)
     chance = random.Random(5)

@@ -46,7 +46,7 @@ def pods_of(cluster: Cluster, namespace: str, job: str, count: int) -> list[Obje
         found = cluster.client.list("pods", namespace, labels=f"job-name={job}")
         return found if len(found) == count else None
 
-    return wait_for(f"{count} pods of job {job}", look, 30.0)
+    return wait_for(f"{count} pods of job {job}", look, 60.0)
 
 
 def pod(name: str) -> Object:
@@ -109,7 +109,7 @@ def test_a_user_has_only_the_rights_bound_to_it(cluster: Cluster, namespace: str
     arguments = ["--clusterrole=view", "--group=readers", f"--namespace={namespace}"]
     cluster.kubectl("create", "rolebinding", "readers", *arguments)
     # The authorizer sees a new binding when its watch delivers it.
-    wait_for("the right to list pods", lambda: allowed(user, namespace), 10.0)
+    wait_for("the right to list pods", lambda: allowed(user, namespace), 60.0)
     with pytest.raises(ApiError) as refused:
         user.create("pods", pod("mine"), namespace)
     assert refused.value.code == 403
@@ -243,7 +243,7 @@ def test_nothing_outlives_a_test_run_that_is_killed(tmp_path: Path) -> None:
         pids = [int(word) for word in child.stdout.readline().split()]
         assert len(pids) == 3
         child.send_signal(signal.SIGKILL)
-    wait_for("the end of the control plane", lambda: not any(map(exists, pids)), 10.0)
+    wait_for("the end of the control plane", lambda: not any(map(exists, pids)), 60.0)
 
 
 def exists(pid: int) -> bool:

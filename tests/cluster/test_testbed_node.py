@@ -83,7 +83,7 @@ def test_pods_reach_each_other_by_address_name_and_service(
                 raise NotYet(str(error)) from None
 
         # A Service takes a moment to reach kube-proxy and the DNS server.
-        wait_for(f"an answer from {host}", fetched, 30.0, interval=0.5)
+        wait_for(f"an answer from {host}", fetched, 60.0, interval=0.5)
 
 
 def test_a_pod_reaches_the_api_server_as_its_service_account(
@@ -108,7 +108,7 @@ def test_a_pod_gets_the_devices_it_asks_for_and_no_more_than_there_are(
     files = in_pod(node_cluster, node_namespace, "some", "ls", "/dev/infiniband")
     assert files.split() == ["rdma_cm", "uverbs0"]
     node_cluster.client.create("pods", pod("more", devices=DEVICES - 2), node_namespace)
-    node_cluster.wait("pods", "more", "PodScheduled=False", 20.0, namespace=node_namespace)
+    node_cluster.wait("pods", "more", "PodScheduled=False", 60.0, namespace=node_namespace)
     assert f"Insufficient {RESOURCE}" in node_cluster.events("pods", "more", node_namespace)
     node_cluster.client.delete("pods", "some", node_namespace)
     node_cluster.wait("pods", "more", "Ready", 60.0, namespace=node_namespace)
@@ -124,9 +124,9 @@ def test_a_sick_device_is_not_offered(node_cluster: NodeCluster) -> None:
         return True
 
     node.sick.write_text("device-0 device-5")
-    wait_for("two sick devices to go", lambda: offered(DEVICES - 2), 20.0)
+    wait_for("two sick devices to go", lambda: offered(DEVICES - 2), 60.0)
     node.sick.write_text("")
-    wait_for("them to come back", lambda: offered(DEVICES), 20.0)
+    wait_for("them to come back", lambda: offered(DEVICES), 60.0)
 
 
 def test_a_link_of_one_pod_can_be_limited(node_cluster: NodeCluster, node_namespace: str) -> None:
@@ -159,7 +159,7 @@ def test_pods_and_devices_outlive_a_restart_of_the_kubelet(
 ) -> None:
     start(node_cluster, node_namespace, pod("before", devices=1))
     node_cluster.nodes[0].restart_kubelet()
-    found = node_cluster.wait("pods", "before", "Ready", 30.0, namespace=node_namespace)
+    found = node_cluster.wait("pods", "before", "Ready", 60.0, namespace=node_namespace)
     assert found["status"]["containerStatuses"][0]["restartCount"] == 0
     start(node_cluster, node_namespace, pod("after", devices=1))
 
@@ -174,7 +174,7 @@ def test_a_second_node_takes_pods_and_can_be_lost(
     in_pod(node_cluster, node_namespace, "near", "ping", "-c1", "-W5", address)
     second.kill()
     # The node controller must be the one that notices.
-    node_cluster.wait("nodes", second.name, "Ready=Unknown", LOST_AFTER + 30.0)
+    node_cluster.wait("nodes", second.name, "Ready=Unknown", LOST_AFTER + 60.0)
     node_cluster.remove_node(second)
 
 
@@ -201,7 +201,7 @@ def test_what_a_killed_run_leaves_is_removed_by_the_next(tmp_path: Path) -> None
         bridge = child.stdout.readline().strip()
         assert mentioning(tmp_path) and Path("/sys/class/net", bridge).exists()
         child.kill()
-    wait_for("the end of the node's programs", lambda: not mentioning(tmp_path), 10.0)
+    wait_for("the end of the node's programs", lambda: not mentioning(tmp_path), 60.0)
     assert str(tmp_path) not in Path("/proc/self/mounts").read_text()
     remove_leftovers()
     assert not [*Path("/sys/class/net").glob(f"{bridge}*")]

@@ -238,7 +238,7 @@ class Node:
             except (TestbedError, FileNotFoundError) as error:
                 raise NotYet(str(error)) from None
 
-        self._holder.wait_until("its namespaces", ready, 20.0)
+        self._holder.wait_until("its namespaces", ready, 60.0)
 
     def _make_network(self) -> None:
         bridge = self.cluster.bridge
@@ -584,7 +584,7 @@ class NodeCluster(Cluster):
         )
         self._others.append(self.dns)
         self.dns.start()
-        self.dns.wait_until("its first answer", self._dns_ready, 30.0)
+        self.dns.wait_until("its first answer", self._dns_ready, START_DEADLINE)
 
     def _dns_ready(self) -> bool:
         try:
