@@ -23,6 +23,7 @@ from torch import Tensor
 from pipemorph.planning import Path
 from pipemorph.spec import Fault
 from pipemorph_trainer.executor.bell import Bell
+from pipemorph_trainer.groups import Groups
 from pipemorph_trainer.links import LinkEnd, Neighbourhood
 from pipemorph_trainer.paths import line as lines
 from pipemorph_trainer.paths.arrival import OpClock, PeerClock
@@ -105,17 +106,19 @@ def meet_chunks(
     deadline: float,
     on_block: Callable[[LinkEnd, int, int], None],
     on_unblock: Callable[[], None],
+    made: Groups,
 ) -> ChunkLinks:
     """Connect the links of all stages of a rank. Collective: every rank calls it.
 
-    ``placement[s]`` is the rank of stage *s*; ``address`` is where this rank is reached.
+    ``placement[s]`` is the rank of stage *s*; ``address`` is where this rank is reached;
+    ``made`` is where the links' groups are made.
     Raises :class:`~pipemorph_trainer.errors.PipelineError` naming the rank that did not come.
     """
     last = len(placement) - 1
     across = [s for s in range(last) if placement[s] != placement[s + 1]]
     timeout = timedelta(seconds=2 * deadline + 60)
     groups: dict[int, Any] = {
-        link: dist.new_group(
+        link: made.new(
             [placement[link], placement[link + 1]],
             timeout=timeout,
             backend="gloo",

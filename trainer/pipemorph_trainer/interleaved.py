@@ -90,6 +90,7 @@ class InterleavedPipeline:
             deadline=deadline_seconds,
             on_block=self._on_block,
             on_unblock=self._waiting.end,
+            made=self._world.groups,
         )
         self._runners: dict[int, StageRunner] = {}
         self._executors: dict[int, Executor] = {}
@@ -276,6 +277,7 @@ class InterleavedPipeline:
             return
         self._closed = True
         self._links.close(goodbye=goodbye)
+        self._world.leave(clean=goodbye)
 
 
 def _check_faults(faults: Sequence[Fault], placement: Sequence[int]) -> None:

@@ -22,6 +22,7 @@ from pipemorph.spec import Fault, Rdma
 from pipemorph_trainer.accelerator import accelerator_of
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.executor.bell import Bell
+from pipemorph_trainer.groups import Groups
 from pipemorph_trainer.paths import line as lines
 from pipemorph_trainer.paths.arrival import OpClock, PeerClock
 from pipemorph_trainer.paths.delegated import DelegatedIncoming, DelegatedOutgoing
@@ -227,10 +228,12 @@ def meet(
     on_block: Callable[[LinkEnd, int, int], None],
     on_unblock: Callable[[], None],
     half_duplex: bool = False,
+    groups: Groups,
 ) -> Neighbourhood:
     """Connect to both neighbours. Collective: every rank calls it.
 
     ``half_duplex``: both directions of a direct path share one communicator and one queue.
+    ``groups``: where the groups of the direct paths are made.
     Raises :class:`PipelineError` naming the neighbour that did not come.
     """
     module = engine_module() if engine_options is not None else None
@@ -374,7 +377,7 @@ def meet(
         bell.watch_socket(line.fileno())
         return made
 
-    edge_groups = _edge_groups(seat, device, deadline)
+    edge_groups = _edge_groups(seat, device, deadline, groups)
     up_line = down_line = None
     with listener:
         if not seat.last:
@@ -408,7 +411,7 @@ def _engine_link(
 
 
 def _edge_groups(
-    seat: Seat, device: torch.device, deadline: float
+    seat: Seat, device: torch.device, deadline: float, groups: Groups
 ) -> dict[int, dict[Direction, dist.ProcessGroup]]:
     """Point-to-point groups of this rank's links, by link. Collective: all ranks make all.
 
@@ -423,7 +426,7 @@ def _edge_groups(
         for link in range(seat.stages - 1):
             lower = replica * seat.stages + link
             made: list[Any] = [
-                dist.new_group(
+                groups.new(
                     [lower, lower + 1],
                     timeout=timeout,
                     backend="nccl" if nccl else "gloo",

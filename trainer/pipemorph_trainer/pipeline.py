@@ -195,6 +195,7 @@ class Pipeline:
             on_block=self._on_block,
             on_unblock=self._waiting.end,
             half_duplex=direct_duplex == "half",
+            groups=self._world.groups,
         )
         self._plans = PlanBook(plan, self._reserve_for)
         self._check_paths(plan)
@@ -748,6 +749,7 @@ class Pipeline:
             self._bell.forget(self._neighbours.engine.bell_fd)
             # After a failure there is nobody to flush to.
             self._neighbours.engine.close(5.0 if goodbye else 0.2)
+        self._world.leave(clean=goodbye)
         if not any(end.receiving for end in self._neighbours.ends):
             self._bell.close()
         self._last_word.remove()

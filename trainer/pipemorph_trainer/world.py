@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import secrets
 from dataclasses import dataclass
@@ -14,31 +15,48 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipemorph.errors import InputError
 from pipemorph_trainer.context import TrainerContext
+from pipemorph_trainer.groups import Groups, destroy_at_exit
 from pipemorph_trainer.links import Seat
 
 SETUP_SECONDS = 300.0
 """How long ranks may take to find each other."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class World:
     """``control`` is a group of all ranks for the small collectives of every iteration.
 
-    It is apart from the user's groups, so that neither can hold up or reorder the other.
+    All groups are apart from the user's, so that neither can hold up or reorder the other.
     """
 
     seat: Seat
     mesh: DeviceMesh
+    groups: Groups
     control: dist.ProcessGroup
     stages: dist.ProcessGroup
     replicas: dist.ProcessGroup | None
     secret: bytes
+
+    def __post_init__(self) -> None:
+        # For a script that closes no pipeline.
+        atexit.register(self.leave, clean=False)
 
     def share(self, value: Any) -> Any:
         """Rank 0's value, on every rank. Start-up only."""
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
+
+    def leave(self, *, clean: bool) -> None:
+        """End the groups that were made for this world; see :meth:`Groups.destroy`.
+
+        The default group stays: it is the user's, or ends with the interpreter.
+        """
+        atexit.unregister(self.leave)
+        self.groups.destroy(clean=clean)
+        if hasattr(self, "control"):
+            # The last references: dropping them waits for gloo's threads.
+            del self.mesh, self.control, self.stages, self.replicas
 
 
 def join(context: TrainerContext, stages: int, device: torch.device) -> World:
@@ -68,18 +86,30 @@ def join(context: TrainerContext, stages: int, device: torch.device) -> World:
         replica=context.rank // stages,
         replicas=replicas,
     )
-    control: Any = dist.new_group(backend="gloo", group_desc="pipemorph control")
+    groups = Groups()
+    for group in mesh.get_all_groups():
+        # For a dimension of all ranks a mesh has the default group, which is not ours.
+        if group is not dist.GroupMember.WORLD:
+            groups.adopt(group)
+    control = groups.new(backend="gloo", group_desc="pipemorph control")
     secret = [context.secret or secrets.token_bytes(32)]
     # Without a secret from the host, the ranks trust whom the process group let in.
     dist.broadcast_object_list(secret, src=0, group=control)
     return World(
         seat=seat,
         mesh=mesh,
+        groups=groups,
         control=control,
-        stages=mesh["pp"].get_group(),
-        replicas=mesh["dp"].get_group() if replicas > 1 else None,
+        stages=mesh["pp"].get_group() if replicas > 1 else control,
+        replicas=_replicas(mesh, groups, stages) if replicas > 1 else None,
         secret=context.secret or secret[0],
     )
+
+
+def _replicas(mesh: DeviceMesh, groups: Groups, stages: int) -> dist.ProcessGroup:
+    if stages == 1:
+        return groups.new(group_desc="pipemorph replicas")
+    return mesh["dp"].get_group()
 
 
 def _init_process_group(context: TrainerContext, device: torch.device) -> None:
@@ -88,11 +118,12 @@ def _init_process_group(context: TrainerContext, device: torch.device) -> None:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # torchrun already serves the store; its variables say where.
         dist.init_process_group(backend, timeout=timeout)
-        return
-    dist.init_process_group(
-        backend,
-        init_method=f"tcp://{context.master_addr}:{context.master_port}",
-        rank=context.rank,
-        world_size=context.world_size,
-        timeout=timeout,
-    )
+    else:
+        dist.init_process_group(
+            backend,
+            init_method=f"tcp://{context.master_addr}:{context.master_port}",
+            rank=context.rank,
+            world_size=context.world_size,
+            timeout=timeout,
+        )
+    destroy_at_exit(dist.GroupMember.WORLD)
