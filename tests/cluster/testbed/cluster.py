@@ -221,7 +221,7 @@ class Cluster:
         name = f"{prefix}-{secrets.token_hex(3)}"
         self.client.create("namespaces", {"metadata": {"name": name}})
         # A pod cannot be created before the namespace's default service account.
-        self.wait("serviceaccounts", "default", lambda _: True, 30.0, namespace=name)
+        self.wait("serviceaccounts", "default", lambda _: True, namespace=name)
         try:
             yield name
         finally:
@@ -232,7 +232,7 @@ class Cluster:
         kind: str,
         name: str,
         condition: Condition,
-        deadline: float = 30.0,
+        deadline: float = 60.0,
         *,
         namespace: str | None = None,
     ) -> Object:
