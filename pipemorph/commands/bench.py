@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from pipemorph.errors import InputError
 SIZES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 TRANSPORTS = ("tcp", "shm", "rdma", "gloo")
 PORT = 29600
+DEVICE = r"[A-Za-z0-9_.-]{1,63}(:\d{1,2})?"
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -62,6 +64,23 @@ def add_parser(subparsers: Any) -> None:
     link.add_argument(
         "--output", choices=["text", "json"], default="text", help="default: %(default)s"
     )
+    rails = link.add_argument_group("rdma", "Of this end; the other has its own.")
+    rails.add_argument(
+        "--device",
+        metavar="DEVICE[:PORT]",
+        action="append",
+        default=[],
+        help="rail to use, such as mlx5_0 or mlx5_0:2; may be repeated (default: one active port "
+        "of every card)",
+    )
+    rails.add_argument(
+        "--gid-index",
+        type=int,
+        metavar="N",
+        help="entry of the GID table (default: RoCE v2, routable)",
+    )
+    rails.add_argument("--traffic-class", type=int, default=0, help="default: %(default)s")
+    rails.add_argument("--service-level", type=int, default=0, help="default: %(default)s")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -86,6 +105,16 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
             raise InputError(f"--{name}: {getattr(args, name)} is less than 1")
     if not 0 < args.port < 65536:
         raise InputError(f"--port: {args.port} is not between 1 and 65535")
+    for device in args.device:
+        if not re.fullmatch(DEVICE, device):
+            raise InputError(f"--device: {device!r} is not a device such as mlx5_0 or mlx5_0:2")
+    for name, value, most in (
+        ("gid-index", 0 if args.gid_index is None else args.gid_index, 255),
+        ("traffic-class", args.traffic_class, 255),
+        ("service-level", args.service_level, 15),
+    ):
+        if not 0 <= value <= most:
+            raise InputError(f"--{name}: {value} is not between 0 and {most}")
     if not 0 < args.wait < float("inf"):
         raise InputError(f"--wait: {args.wait} is not a number of seconds above 0")
     role = "listen" if args.listen else "connect" if args.connect else "local"
@@ -105,6 +134,12 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
         "pings": args.pings,
         "wait": args.wait,
         "output": args.output,
+        "rdma": {
+            "rdma_devices": args.device,
+            "gid_index": -1 if args.gid_index is None else args.gid_index,
+            "traffic_class": args.traffic_class,
+            "service_level": args.service_level,
+        },
     }
 
 

@@ -1,5 +1,6 @@
 """`pipemorph bench link`: both ends here, two ends that meet, and what it refuses."""
 
+import argparse
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import sys
 import pytest
 
 from pipemorph.cli import main
+from pipemorph.commands import bench as command
 from pipemorph_trainer.bench import link as bench
 from pipemorph_trainer.bench import transfers
 
@@ -120,6 +122,11 @@ def test_nobody_there_is_one_line():
         (["--window", "0"], "--window: 0"),
         (["--port", "70000"], "--port: 70000"),
         (["--wait", "nan"], "--wait: nan"),
+        (["--device", "mlx5_0:x"], "--device: 'mlx5_0:x' is not a device"),
+        (["--gid-index", "256"], "--gid-index: 256"),
+        (["--gid-index", "-1"], "--gid-index: -1"),
+        (["--traffic-class", "256"], "--traffic-class: 256"),
+        (["--service-level", "16"], "--service-level: 16"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(arguments, named, capsys):
@@ -127,6 +134,83 @@ def test_what_cannot_be_is_refused_by_name(arguments, named, capsys):
     said = capsys.readouterr().err
     assert named in said
     assert said.count("\n") == 1
+
+
+def parsed(*arguments):
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    return command.options_of(parser.parse_args(["bench", "link", *arguments]))
+
+
+def test_rails_are_as_asked_for_at_this_end(monkeypatch):
+    assert parsed()["rdma"] == {
+        "rdma_devices": [], "gid_index": -1, "traffic_class": 0, "service_level": 0
+    }  # fmt: skip
+    options = parsed(
+        *("--device", "mlx5_0", "--device", "mlx5_1:2", "--gid-index", "3"),
+        *("--traffic-class", "104", "--service-level", "5"),
+    )["rdma"]
+    made = []
+    monkeypatch.setattr(bench, "Engine", lambda **given: made.append(given))
+    bench.make_engine(0, "secret", "0.0.0.0", "rdma", rdma=options)
+    bench.make_engine(0, "secret", "0.0.0.0", "tcp", rdma=options)
+    over_rails, over_tcp = made
+    assert over_rails["require"] == "rdma", "a fallback would be measured instead"
+    assert over_rails["rdma_devices"] == ["mlx5_0", "mlx5_1:2"]
+    assert (over_rails["gid_index"], over_rails["traffic_class"]) == (3, 104)
+    assert over_rails["service_level"] == 5
+    assert "rdma_devices" not in over_tcp
+
+
+def test_a_rail_that_is_not_there_is_named(capfd):
+    """By the engine itself: this holds with and without RDMA on the host."""
+    arguments = [*QUICK, "--transports", "rdma", "--device", "nosuch0"]
+    assert main(["bench", "link", *arguments]) == 1
+    said = capfd.readouterr()
+    assert "rdma: unavailable: " in said.out
+    assert "Traceback" not in said.err
+
+
+class PathStats:
+    """As the engine gives them, of a rail that was up and of one that never was."""
+
+    def __init__(self, rail, state, moved, *, rate, rtt, times_lost=0):
+        self.kind, self.rail, self.state, self.bytes = "rdma", rail, state, moved
+        self.bytes_per_second, self.times_lost = rate, times_lost
+        self.rtt_min = self.rtt_mean = self.rtt_p99 = rtt
+
+
+def test_each_rail_has_a_row_and_what_is_not_known_says_so():
+    paths = [
+        bench.path_record(PathStats("mlx5_0 port 1", "UP", 3_000_000_000, rate=12.5e9, rtt=5e-6)),
+        bench.path_record(PathStats("mlx5_1 port 1", "DOWN", 0, rate=None, rtt=None, times_lost=2)),
+    ]
+    assert paths[0]["gb_per_s_busy"] == 12.5
+    assert paths[1]["gb_per_s_busy"] is None
+    rdma = {
+        "transport": "rdma",
+        "unavailable": None,
+        "throughput": [{"size": 1 << 20, "gb_per_s": 12.0}],
+        "latency": {"p50": 3e-6, "p99": 4e-6},
+        "rails": [["mlx5_0 port 1", "mlx5_1 port 1"], ["mlx5_0 port 1"]],
+        "rails_trouble": "mlx5_2 port 1 is not active",
+        "paths": paths,
+    }
+    report = {
+        "hosts": ["a", "b"], "window": 4, "rounds": 5, "cores": 8, "load": 0.1,
+        "transports": [rdma],
+    }  # fmt: skip
+    text = bench.show(report)
+    assert "rdma: rails mlx5_0 port 1, mlx5_1 port 1 → mlx5_0 port 1" in text
+    assert text.endswith("\nmlx5_2 port 1 is not active")
+    rows = [line for line in text.splitlines() if line.startswith("| mlx5")]
+    assert [re.split(r"\s*\|\s*", row)[1:-1] for row in rows] == [
+        ["mlx5_0 port 1", "UP", "3", "12.5", "5 µs", "5 µs", "5 µs", "0"],
+        [
+            "mlx5_1 port 1", "DOWN", "0", "unavailable", "unavailable", "unavailable",
+            "unavailable", "2",
+        ],
+    ]  # fmt: skip
 
 
 def test_percentiles_are_nearest_rank():

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from pipemorph.commands.table import table
-from pipemorph_trainer._engine import Engine, EngineError, Link
+from pipemorph_trainer._engine import Engine, EngineError, Link, PathStats
 from pipemorph_trainer.bench import transfers
 
 JOB = "pipemorph bench link"
@@ -61,10 +61,21 @@ class Words:
         return self.hear()
 
 
-def make_engine(rank: int, secret: str, host: str, transport: str, port: int = 0) -> Engine:
-    """Raises EngineError where this build or this host cannot do that transport."""
-    # Without it, a link of rails could be measured that has fallen back to TCP.
-    more: dict[str, Any] = {"require": "rdma"} if transport == "rdma" else {}
+def make_engine(
+    rank: int,
+    secret: str,
+    host: str,
+    transport: str,
+    port: int = 0,
+    *,
+    rdma: dict[str, Any] | None = None,
+) -> Engine:
+    """``rdma``: the engine's options for rails. Raises EngineError where this build or this host
+    cannot do that transport."""
+    more: dict[str, Any] = {}
+    if transport == "rdma":
+        # Without it, a link of rails could be measured that has fallen back to TCP.
+        more = {"require": "rdma"} | (rdma or {})
     try:
         return Engine(
             job=JOB, rank=rank, secret=secret.encode(), host=host, port=port,
@@ -142,14 +153,17 @@ def listen(options: dict[str, Any], secret: str) -> int:
 
 def _open(bench: Bench, word: dict[str, Any], secret: str) -> None:
     try:
-        engine = make_engine(LISTENER, secret, bench.options["listen"], word["transport"])
+        options = bench.options
+        engine = make_engine(
+            LISTENER, secret, options["listen"], word["transport"], rdma=options["rdma"]
+        )
         bench.engine = engine
         bench.words.say({"port": engine.port})
         bench.link = engine.accept(peer_rank=CONNECTOR, link_id=1, timeout=GLOO_SECONDS)
         bench.run = 0
         for size in bench.options["sizes"]:
             bench.link.reserve(transfers.FORWARD, bench.options["window"], size)
-        bench.words.say({"transport": bench.link.transport})
+        bench.words.say({"transport": bench.link.transport, "rails": engine.rails})
     except EngineError as error:
         bench.close()
         bench.words.say({"error": str(error)})
@@ -235,7 +249,8 @@ def _measure(bench: Bench, transport: str, secret: str, host: str) -> dict[str, 
             port = bench.words.ask({"do": "gloo", "local": local})["port"]
             bench.join_gloo(host, port)
         else:
-            bench.engine = make_engine(CONNECTOR, secret, "0.0.0.0", transport)
+            rdma = bench.options["rdma"]
+            bench.engine = make_engine(CONNECTOR, secret, "0.0.0.0", transport, rdma=rdma)
             answer = bench.words.ask({"do": "open", "transport": transport})
             if "error" in answer:
                 raise EngineError(f"at {host}: {answer['error']}")
@@ -249,8 +264,13 @@ def _measure(bench: Bench, transport: str, secret: str, host: str) -> dict[str, 
             raise EngineError(f"at {host}: {ready['error']}")
     except (EngineError, RuntimeError, OSError) as error:
         return result | {"unavailable": str(error).splitlines()[0]}
+    if bench.engine is not None and transport == "rdma":
+        result["rails"] = [bench.engine.rails, ready["rails"]]
+        result["rails_trouble"] = bench.engine.rails_trouble
     result["throughput"] = [_throughput(bench, size) for size in bench.options["sizes"]]
     result["latency"] = _latency(bench)
+    if bench.link is not None:
+        result["paths"] = [path_record(path) for path in bench.link.stats().paths]
     bench.words.say({"do": "close"})
     return result
 
@@ -299,8 +319,53 @@ def _latency(bench: Bench) -> dict[str, Any]:
     }
 
 
+def path_record(path: PathStats) -> dict[str, Any]:
+    """One data path after all is measured. Rates and round trips are of rails only, None
+    elsewhere; the round trip is that of a probe on the path while it was idle."""
+    return {
+        "kind": path.kind,
+        "rail": path.rail,
+        "state": path.state,
+        "bytes": path.bytes,
+        "gb_per_s_busy": path.bytes_per_second and path.bytes_per_second / 1e9,
+        "rtt_min": path.rtt_min,
+        "rtt_mean": path.rtt_mean,
+        "rtt_p99": path.rtt_p99,
+        "times_lost": path.times_lost,
+    }
+
+
+def _paths_table(transport: dict[str, Any]) -> list[str]:
+    """What each rail carried: a row per path, under the transport's own numbers."""
+    rails = [path for path in transport.get("paths", ()) if path["kind"] == "rdma"]
+    if not rails:
+        return []
+
+    def micro(seconds: float | None) -> str:
+        return "unavailable" if seconds is None else f"{seconds * 1e6:.0f} µs"
+
+    rows = [
+        [
+            path["rail"],
+            path["state"],
+            f"{path['bytes'] / 1e9:.3g}",
+            "unavailable" if path["gb_per_s_busy"] is None else f"{path['gb_per_s_busy']:.3g}",
+            *(micro(path[f"rtt_{which}"]) for which in ("min", "mean", "p99")),
+            str(path["times_lost"]),
+        ]
+        for path in rails
+    ]
+    head = ["rail", "state", "GB", "GB/s busy", "RTT min", "mean", "p99", "times lost"]
+    here, there = transport["rails"]
+    return [
+        f"\n{transport['transport']}: rails {', '.join(here)} → {', '.join(there)}",
+        table(head, rows, numbers=2),
+        *([transport["rails_trouble"]] if transport["rails_trouble"] else []),
+    ]
+
+
 def show(report: dict[str, Any]) -> str:
-    """The report as one table: a row per size, a column per transport."""
+    """The report as one table, a row per size and a column per transport, and one of rails."""
     measured = [t for t in report["transports"] if t["unavailable"] is None]
     lines = [
         f"{report['hosts'][0]} → {report['hosts'][1]}, {report['window']} messages under way, "
@@ -320,6 +385,8 @@ def show(report: dict[str, Any]) -> str:
             ]
         )
     lines = [*lines, table(head, rows, numbers=1)] if measured else []
+    for transport in measured:
+        lines += _paths_table(transport)
     lines += [
         f"{t['transport']}: unavailable: {t['unavailable']}"
         for t in report["transports"]
