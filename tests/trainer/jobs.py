@@ -21,7 +21,9 @@ from pipemorph.planning import (
     plan,
 )
 from pipemorph.spec import Fault
+from pipemorph.wire import StageProfile
 from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph_trainer.control import NoControl, Offloaded, RankTelemetry
 
 WIDTH, VOCABULARY, LENGTH = 8, 11, 3
 
@@ -101,10 +103,14 @@ def make_plan(
     paths: Sequence[Path] | None = None,
     dispatch: str = "static",
     warmup: Sequence[int] | None = None,
+    device_limit: int | None = None,
 ) -> Plan:
+    times = StageTimes(
+        forward=1, backward_input=1, backward_weight=1, device_limit=device_limit, offload_copy=0
+    )
     problem = Problem(
         microbatches=job.microbatches,
-        stages=(StageTimes(forward=1, backward_input=1, backward_weight=1),) * job.stages,
+        stages=(times,) * job.stages,
         links=(Link(),) * (job.stages - 1),
         policy=Policy(policy),
         warmup=tuple(warmup) if warmup is not None else None,
@@ -125,7 +131,22 @@ class Record:
     versions: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     split: str = ""
+    profiles: list[StageProfile] = field(default_factory=list)
+    offloaded: list[Offloaded | None] = field(default_factory=list)
+    """Per iteration."""
     threads: list[str] = field(default_factory=list)
+
+
+class Told(NoControl):
+    """Keeps what a rank tells of its iterations."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+
+    def publish(self, telemetry: RankTelemetry) -> None:
+        if telemetry.profile is not None:
+            self._record.profiles.append(telemetry.profile)
+            self._record.offloaded.append(telemetry.offloaded)
 
 
 def train(context: TrainerContext, job: Job) -> Record:
@@ -134,6 +155,7 @@ def train(context: TrainerContext, job: Job) -> Record:
     module = make_stage(stage, job.stages, job.dtype)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     record = Record()
+    told = Told(record)
     with Pipeline(
         module,
         context=context,
@@ -147,6 +169,7 @@ def train(context: TrainerContext, job: Job) -> Record:
         plan=job.initial,
         faults=job.faults,
         deadline_seconds=job.deadline,
+        control=told,
         **job.extra,
     ) as pipe:
         replica = context.rank // job.stages

@@ -20,6 +20,7 @@ import torch
 from pipemorph.planning import (
     Dispatch,
     Link,
+    Op,
     OpKind,
     Path,
     Plan,
@@ -30,6 +31,7 @@ from pipemorph.planning import (
     simulate,
 )
 from pipemorph.planning.chunks import plan_interleaved
+from pipemorph.planning.offload import copying
 from pipemorph_trainer.executor import loop
 from pipemorph_trainer.executor.loop import Executor, Inputs
 from pipemorph_trainer.executor.waiting import Waiting
@@ -251,7 +253,7 @@ def execute(
     return [[(op.kind, op.microbatch, op.start, op.end) for op in outcome.ops] for outcome in done]
 
 
-def random_problem(rng: random.Random) -> Problem:
+def random_problem(rng: random.Random, *, offloads: bool = False) -> Problem:
     """Times are multiples of 1/128 s, which are exact: sums agree to the bit."""
 
     def time(most: int) -> float:
@@ -266,6 +268,9 @@ def random_problem(rng: random.Random) -> Problem:
                 backward_input=time(12),
                 backward_weight=time(12),
                 in_flight_limit=rng.choice((None, rng.randint(1, 9))),
+                device_limit=rng.choice((None, 1, 2, 3)) if offloads else None,
+                offload_copy=time(6) if offloads else None,
+                fused_backward=rng.choice((None, time(20))) if offloads else None,
             )
             for _ in range(stages)
         ),
@@ -295,6 +300,32 @@ def test_op_by_op(dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch) -> None:
         assert found == [[tuple(op) for op in ops] for ops in expected.stages], problem
         differ += expected.schedule() != planned.schedule
     assert (differ > 20) is (dispatch is Dispatch.ONLINE)
+
+
+@pytest.mark.parametrize("dispatch", list(Dispatch))
+def test_op_by_op_with_activations_in_host_memory(
+    dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same microbatches go at the same times, though a fixed order and online dispatch
+    send different ones."""
+    rng = random.Random(13)
+    copied = 0
+    for _ in range(120):
+        problem = random_problem(rng, offloads=True)
+        policy = rng.choice((Policy.ONE_F_ONE_B, Policy.ZERO_BUBBLE, Policy.PIPEMORPH))
+        planned = plan(problem.with_delays([0.0] * len(problem.links)), policy)
+        chosen = planned.to_plan(1, (Path.DIRECT,) * len(problem.links), dispatch)
+        # Policy pipemorph offloads where it pays only.
+        limited = planned.problem.with_delays([link.delay for link in problem.links])
+        assert chosen.device_limits == limited.device_limits()
+        expected = simulate(planned.schedule, limited, dispatch)
+        found = execute(chosen, limited, monkeypatch)
+        assert found == [[tuple(op) for op in ops] for ops in expected.stages], limited
+        copied += sum(
+            sum(copying([Op(kind, m) for kind, m, *_ in ops], limit))
+            for ops, limit in zip(found, limited.device_limits(), strict=True)
+        )
+    assert copied > 100, "copies, in all of these"
 
 
 def test_the_paper_example(monkeypatch: pytest.MonkeyPatch) -> None:

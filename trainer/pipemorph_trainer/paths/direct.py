@@ -178,20 +178,22 @@ class DirectIncoming:
                         len(posted) < POSTED_AHEAD and microbatch + len(posted) < batch.microbatches
                     ):
                         posted.append(self._post(batch))
-                    tensors, works = posted.popleft()
-                    for work in works:
-                        work.wait()
-                    self._synchronize()
-                    stamp = now()
-                    self._arrived[batch.iteration, microbatch] = (
-                        tensors,
-                        stamp,
-                        self._accelerator is None and self._op_clock.observed(stamp),
-                    )
+                    self._arrived[batch.iteration, microbatch] = self._wait(*posted.popleft())
                     self._bell.ring()
         except RuntimeError as error:
             self._error = f"the connection to rank {self._peer} failed: {first_sentence(error)}"
             self._bell.ring()
+
+    def _wait(
+        self, tensors: list[Tensor], works: list[Any]
+    ) -> tuple[list[Tensor], float, bool]:
+        """One message, once it is here. Nothing of it stays with this thread: what the stage
+        does not hold alone cannot leave the device."""
+        for work in works:
+            work.wait()
+        self._synchronize()
+        stamp = now()
+        return tensors, stamp, self._accelerator is None and self._op_clock.observed(stamp)
 
     def _post(self, batch: Batch) -> tuple[list[Tensor], list[Any]]:
         tensors = [meta.empty(self._device) for meta in batch.metas]
