@@ -9,10 +9,13 @@ import pytest
 from plant_support import OP, Plant, spec
 
 from pipemorph.control import JobController
+from pipemorph.control.forecast import Forecast, Option
 from pipemorph.control.limits import Limits, Room, excess
-from pipemorph.planning import Dispatch, OpKind, Plan, Schedule, StageTimes
+from pipemorph.control.profile import StageBook
+from pipemorph.planning import Dispatch, OpKind, Path, Plan, Schedule, StageTimes
 from pipemorph.planning.offload import device_peak, host_peak
 from pipemorph.spec import JobSpec
+from pipemorph.wire import StageProfile
 
 MIB = 1 << 20
 STAGES, MICROBATCHES = 4, 16
@@ -256,6 +259,42 @@ def test_backwards_are_fused_where_that_is_measured_to_be_shorter_and_why() -> N
     # Its profile says no more what B and W take; that is not forgotten.
     job.run(120)
     assert len(job.plans) == 1
+
+
+def test_a_planner_that_holds_too_much_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fresh(self: Forecast, paths: tuple[Path, ...]) -> list[Option]:
+        return [Option(schedule, paths, Limits((None,) * STAGES, (None,) * STAGES), 0.001)]
+
+    job = plant(tight(host=None))
+    schedule = job.plan.schedule
+    monkeypatch.setattr(Forecast, "fresh", fresh)
+    job.run(4)
+    assert not job.plans
+    assert "the plan for it must not run: stage 0 holds" in job.controller.decisions[0].reason
+
+
+def test_fused_profiles_leave_the_times_of_split_backwards_as_they_were() -> None:
+    book = StageBook(tight(host=None))
+    split = {"forward": 1.0, "split": "module", "peak_memory": 1}
+    for stage in range(STAGES):
+        book.observe(
+            StageProfile(stage=stage, backward_input=2.0, backward_weight=1.5, **split)  # type: ignore[arg-type]
+        )
+    for _ in range(20):
+        book.observe(StageProfile(stage=1, backward_input=3.1, backward_weight=0.0, **split))  # type: ignore[arg-type]
+    times = book.times()
+    assert times is not None
+    assert (times[1].backward_input, times[1].backward_weight) == (2.0, 1.5)
+    assert times[1].fused_backward == 3.1
+    assert times[0].fused_backward is None
+    # A stage that cannot split has no parts to remember.
+    whole = split | {"split": "fused"}
+    for _ in range(20):
+        book.observe(StageProfile(stage=2, backward_input=3.3, backward_weight=0.0, **whole))  # type: ignore[arg-type]
+    times = book.times()
+    assert times is not None
+    assert (times[2].backward_input, times[2].backward_weight) == (3.3, 0.0)
+    assert times[2].fused_backward is None
 
 
 def test_what_a_plan_holds_is_found_stage_by_stage() -> None:
