@@ -195,5 +195,5 @@ def test_a_process_group_without_cpu_tensors_is_refused(monkeypatch: pytest.Monk
     context = TrainerContext(
         rank=0, world_size=2, local_rank=0, master_addr="127.0.0.1", master_port=1
     )
-    with pytest.raises(InputError, match=r"made with cuda:nccl; .* 'cpu:gloo,cuda:nccl'"):
+    with pytest.raises(InputError, match=r"made with cuda:nccl; .*'cpu:gloo,cuda:nccl'"):
         world.join(context, 2, torch.device("cuda", 0))

@@ -6,144 +6,33 @@ The device's streams do their work when a test says so, or in random order. See
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import logging
 import random
-import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import pytest
 import torch
 from simulated_device import Driver, SimulatedDevice
+from staging_rig import Rig, rigged, until
 from torch import Tensor
 
 from pipemorph.spec import Fault
 from pipemorph_trainer.errors import PipelineError, WaitTimeoutError
 from pipemorph_trainer.links import engine_module
-from pipemorph_trainer.paths.arrival import PeerClock
 from pipemorph_trainer.paths.faults import Shaper
-from pipemorph_trainer.paths.message import Batch, Direction, TensorMeta
-from pipemorph_trainer.paths.staging import AHEAD, StagedIncoming, StagedOutgoing, Staging
-from pipemorph_trainer.profile import LinkRecorder
+from pipemorph_trainer.paths.message import Direction, TensorMeta
+from pipemorph_trainer.paths.staging import AHEAD
 
 pytestmark = pytest.mark.skipif(engine_module() is None, reason="the engine is not built")
-TIMEOUT = 20.0
-SECRET = b"a secret of the test"
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {TIMEOUT:.0f} s"
-        time.sleep(0.001)
-
-
-@dataclass
-class Rig:
-    """A link: what stage 0 sends and stage 1 receives, each with a device of its own."""
-
-    sender: SimulatedDevice
-    receiver: SimulatedDevice
-    out: Staging
-    into: Staging
-    outgoing: StagedOutgoing
-    incoming: StagedIncoming
-    rings: list[str]
-
-    def batch(self, *metas: TensorMeta, iteration: int = 0, microbatches: int = 8) -> Batch:
-        return Batch(1, iteration, microbatches, metas)
-
-    def begin(self, batch: Batch, slots: int = 8) -> None:
-        if slots:
-            self.incoming.reserve(slots, batch)
-        self.outgoing.begin(batch)
-        self.incoming.begin(batch)
-
-    @property
-    def sent(self) -> int:
-        """Messages that the engine has been given."""
-        stats = self.outgoing.link.stats()
-        return int(stats.messages_sent + stats.sends_in_flight)
-
-    def slots_in_use(self) -> int:
-        return int(self.incoming._link.stats().slots_in_use)
-
-    def arrived(self, microbatch: int) -> list[Tensor | None]:
-        """Take a message once it has arrived; its copies may not be done."""
-        until(
-            lambda: self.incoming.ready_at(microbatch) is not None,
-            f"microbatch {microbatch} has arrived",
-        )
-        return self.incoming.take(microbatch)
 
 
 @pytest.fixture(params=["tcp", "shm"])
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     with rigged(request.param) as rig:
         yield rig
-
-
-@contextlib.contextmanager
-def rigged(
-    transport: str = "tcp", deadline: float = TIMEOUT, register_refuses: str | None = None
-) -> Iterator[Rig]:
-    module = engine_module()
-    assert module is not None
-    engines = [
-        module.Engine(
-            job="staging", rank=rank, secret=SECRET, host="127.0.0.1", transport=transport
-        )
-        for rank in range(2)
-    ]
-    links: list[object] = []
-    thread = threading.Thread(
-        target=lambda: links.append(engines[1].accept(peer_rank=0, link_id=4, timeout=TIMEOUT))
-    )
-    thread.start()
-    low = engines[0].connect(
-        peer_rank=1, link_id=4, host="127.0.0.1", port=engines[1].port, timeout=TIMEOUT
-    )
-    thread.join()
-    (high,) = links
-    rings: list[str] = []
-    devices = SimulatedDevice(), SimulatedDevice(register_refuses=register_refuses)
-    out = Staging(devices[0], ring=lambda: rings.append("out"), deadline=deadline)
-    into = Staging(devices[1], ring=lambda: rings.append("into"), deadline=deadline)
-    rig = Rig(
-        *devices,
-        out,
-        into,
-        StagedOutgoing(
-            staging=out,
-            name="link 4",
-            link=low,
-            direction=Direction.FORWARD,
-            shaper=Shaper([], Direction.FORWARD),
-            queues=8,
-            on_block=lambda iteration, microbatch: None,
-            on_unblock=lambda: None,
-        ),
-        StagedIncoming(
-            staging=into,
-            name="link 4",
-            link=high,
-            direction=Direction.FORWARD,
-            peer_clock=PeerClock(),
-            recorder=LinkRecorder(4, 0, Direction.FORWARD),
-        ),
-        rings,
-    )
-    yield rig
-    for device in devices:
-        device.fail("the test is over")
-    out.close(abandon=True)
-    into.close(abandon=True)
-    for engine in engines:
-        engine.close(0.0)
 
 
 def values(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

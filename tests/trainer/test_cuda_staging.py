@@ -1,0 +1,232 @@
+"""The CUDA side of :mod:`pipemorph_trainer.accelerator` and of what stands on it, on one GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+import torch
+from staging_rig import Rig, rigged, until
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from pipemorph.planning import OpKind
+from pipemorph_trainer.accelerator import CudaAccelerator
+from pipemorph_trainer.executor.device_times import DeviceTimes, LossCopy
+from pipemorph_trainer.links import engine_module
+from pipemorph_trainer.paths.message import TensorMeta
+from pipemorph_trainer.profile import TimedOp
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(engine_module() is None, reason="the engine is not built"),
+]
+DEVICE = torch.device("cuda", 0)
+MEBI = 1 << 20
+
+
+@pytest.fixture(params=["tcp", "shm"])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    """Sender and receiver share a GPU, each with streams of its own."""
+    with rigged(request.param, devices=(CudaAccelerator(DEVICE), CudaAccelerator(DEVICE))) as made:
+        yield made
+        torch.cuda.synchronize()
+
+
+@cache
+def cycles_per_second() -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(10**6)
+    start.record()
+    torch.cuda._sleep(10**8)
+    end.record()
+    end.synchronize()
+    return 1e8 / (start.elapsed_time(end) / 1e3)
+
+
+def busy(seconds: float) -> None:
+    """Keep the compute stream busy."""
+    torch.cuda._sleep(int(seconds * cycles_per_second()))
+
+
+def exchange_one(rig: Rig, meta: TensorMeta) -> None:
+    """Memory for one message is there afterwards: to allocate it may wait for the device."""
+    rig.begin(rig.batch(meta))
+    rig.outgoing.send(0, [torch.full(meta.shape, 1.0, device=DEVICE)])
+    torch.full(meta.shape, 2.0, device=DEVICE)
+    rig.arrived(0)
+    rig.out.drain()
+    torch.cuda.synchronize()
+    cycles_per_second()
+
+
+def test_a_send_waits_neither_for_its_op_nor_for_its_copy(rig: Rig) -> None:
+    meta = TensorMeta((4 * MEBI,), torch.float32)
+    exchange_one(rig, meta)
+    sent = rig.sent
+    rig.begin(rig.batch(meta, iteration=1))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        began = time.monotonic()
+        busy(0.5)
+        tensor = torch.full(meta.shape, 3.0, device=DEVICE)
+        rig.outgoing.send(0, [tensor])
+        # Memory of the next op must not be that of the tensor on its way.
+        del tensor
+        torch.full(meta.shape, 4.0, device=DEVICE)
+        took = time.monotonic() - began
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert took < 0.4, f"the executor was held up for {took:.2f} s"
+    assert rig.sent == sent
+    (came,) = rig.arrived(0)
+    assert came is not None
+    assert bool((came == 3.0).all())
+
+
+def test_a_message_is_on_the_device_before_the_op_that_runs_is_over(rig: Rig) -> None:
+    meta = TensorMeta((4 * MEBI,), torch.float32)
+    exchange_one(rig, meta)
+    rig.begin(rig.batch(meta, iteration=1))
+    rig.outgoing.send(0, [torch.full(meta.shape, 5.0, device=DEVICE)])
+    link = rig.incoming._link
+    until(lambda: link.arrived((1, 1, 0, 0, 0)), "the message has arrived")
+    torch.cuda.synchronize()
+    busy(1.0)
+    over = torch.cuda.Event()
+    over.record()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert rig.incoming.ready_at(0) is not None
+        until(rig.into.to_device.stream.query, "the copy is done")
+        assert not over.query(), "the copy waited for the op"
+        (came,) = rig.incoming.take(0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert came is not None
+    assert bool((came == 5.0).all())
+    until(lambda: rig.slots_in_use() == 0, "the slot is free")
+
+
+def test_messages_come_straight_from_the_slots(rig: Rig) -> None:
+    meta = TensorMeta((MEBI,), torch.float32)
+    rig.begin(rig.batch(meta))
+    assert len(rig.into._regions) == 1
+    assert not rig.into._refused
+    assert rig.into._regions[0].memory.is_pinned()
+
+
+def test_many_messages_keep_their_content(rig: Rig) -> None:
+    """Far more than there are slots and blocks, with ops of the same sizes in between."""
+    for iteration in range(20):
+        size = (1, 3 * MEBI + 17, 1000)[iteration % 3]
+        meta = TensorMeta((size,), torch.float32)
+        rig.begin(rig.batch(meta, meta, iteration=iteration), slots=4)
+        for microbatch in range(8):
+            tensors = [
+                torch.full((size,), 100.0 * iteration + microbatch + k, device=DEVICE)
+                for k in (0.0, 0.5)
+            ]
+            rig.outgoing.send(microbatch, tensors)
+            del tensors
+            torch.randn(size, device=DEVICE)
+            came = rig.arrived(microbatch)
+            for k, tensor in zip((0.0, 0.5), came, strict=True):
+                assert tensor is not None
+                wanted = 100.0 * iteration + microbatch + k
+                assert bool((tensor == wanted).all()), (iteration, microbatch, k)
+
+
+def test_copies_run_beside_ops_in_the_trace(rig: Rig) -> None:
+    """torch.profiler's device events: most of the copying lies within kernels' times."""
+    meta = TensorMeta((16 * MEBI,), torch.float32)
+    rig.begin(rig.batch(meta))
+    a = torch.randn(4096, 4096, device=DEVICE)
+    payload = torch.randn(meta.shape, device=DEVICE)
+
+    def ops() -> None:
+        for _ in range(40):
+            torch.mm(a, a)
+
+    def exchange(iteration: int) -> None:
+        rig.begin(rig.batch(meta, iteration=iteration))
+        for microbatch in range(4):
+            rig.outgoing.send(microbatch, [payload])
+            ops()
+        for microbatch in range(4):
+            rig.arrived(microbatch)
+            ops()
+        torch.cuda.synchronize()
+
+    exchange(0)  # pins memory
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
+        exchange(1)
+    kernels, copies = [], []
+    for event in found.events() or ():
+        if event.device_type != torch.autograd.DeviceType.CUDA:
+            continue
+        where = (event.time_range.start, event.time_range.end)
+        if "memcpy" in event.name.lower() and "dtod" not in event.name.lower().replace(" ", ""):
+            copies.append(where)
+        elif "memcpy" not in event.name.lower() and "memset" not in event.name.lower():
+            kernels.append(where)
+    assert len(copies) >= 8, "the trace has no copies"
+    total = sum(end - start for start, end in copies)
+    hidden = sum(
+        max(0.0, min(end, over) - max(start, began))
+        for start, end in copies
+        for began, over in kernels
+    )
+    assert hidden > 0.6 * total, f"{hidden / total:.0%} of the copying is hidden behind ops"
+
+
+def test_what_cannot_be_page_locked_leaves_no_error_behind() -> None:
+    device = CudaAccelerator(DEVICE)
+    memory = (ctypes.c_uint8 * (1 << 16))()
+    address = ctypes.addressof(memory)
+    assert device.register(address, 1 << 16) is None
+    why = device.register(address, 1 << 16)
+    assert why is not None
+    assert "registered" in why
+    # The runtime keeps its last error for whoever launches next.
+    assert int(torch.ones(3, device=DEVICE).sum()) == 3
+    device.unregister(address)
+    device.unregister(address)
+    assert int(torch.ones(3, device=DEVICE).sum()) == 3
+
+
+def test_ops_are_timed_by_the_device() -> None:
+    times = DeviceTimes(CudaAccelerator(DEVICE))
+    torch.cuda.synchronize()
+    began = time.time()
+    ops = []
+    for index in range(2):
+        times.start()
+        busy(0.05)
+        times.end()
+        ops.append(TimedOp(OpKind.F, index, 0.0, 0.0))
+    launched = time.time() - began
+    settled = times.settle(ops)
+    ended = time.time()
+    assert launched < 0.05
+    for op in settled:
+        assert 0.02 < op.end - op.start < 0.5
+        assert began - 0.01 <= op.start <= op.end <= ended + 0.01
+    assert settled[0].end <= settled[1].start + 1e-4
+
+
+def test_losses_are_exact_and_cost_no_wait() -> None:
+    device = CudaAccelerator(DEVICE)
+    losses: list[Tensor] = [torch.tensor(v, device=DEVICE) for v in (0.1, 1e-7, 2.0 / 3.0)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        busy(0.2)
+        copy = LossCopy(device, losses)
+        assert not copy.done()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert copy.take() == [float(loss) for loss in losses]
