@@ -184,9 +184,7 @@ class DirectIncoming:
             self._error = f"the connection to rank {self._peer} failed: {first_sentence(error)}"
             self._bell.ring()
 
-    def _wait(
-        self, tensors: list[Tensor], works: list[Any]
-    ) -> tuple[list[Tensor], float, bool]:
+    def _wait(self, tensors: list[Tensor], works: list[Any]) -> tuple[list[Tensor], float, bool]:
         """One message, once it is here. Nothing of it stays with this thread: what the stage
         does not hold alone cannot leave the device."""
         for work in works:
