@@ -18,6 +18,7 @@ from simulated_device import Driver, SimulatedDevice
 from pipemorph.errors import InputError
 from pipemorph.planning import OpKind, Path
 from pipemorph_trainer import TrainerContext, links, pipeline, world
+from pipemorph_trainer.devices import own_device
 from pipemorph_trainer.executor.device_times import LAUNCHED_AHEAD, DeviceTimes, LossCopy
 from pipemorph_trainer.links import engine_module
 from pipemorph_trainer.profile import TimedOp
@@ -197,3 +198,21 @@ def test_a_process_group_without_cpu_tensors_is_refused(monkeypatch: pytest.Monk
     )
     with pytest.raises(InputError, match=r"made with cuda:nccl; .*'cpu:gloo,cuda:nccl'"):
         world.join(context, 2, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "local_rank", "expected"),
+    [(0, "2", 1, "cpu"), (1, "2", 0, "cpu"), (2, "2", 1, "cuda:1"), (8, None, 3, "cuda:3")],
+)
+def test_a_rank_takes_a_gpu_that_it_need_not_share(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, ranks: str | None, local_rank: int, expected: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if ranks is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert own_device(local_rank) == torch.device(expected)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "two")
+    with pytest.raises(InputError, match="LOCAL_WORLD_SIZE is 'two'"):
+        own_device(local_rank)

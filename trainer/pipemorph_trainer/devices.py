@@ -1,17 +1,35 @@
-"""``python -m pipemorph_trainer.devices``: what torch and the engine see here, as JSON.
+"""The devices of this machine: which one is a rank's, and what there is.
 
-For `pipemorph doctor`, which is part of the core and imports neither.
+``python -m pipemorph_trainer.devices`` says what torch and the engine see here, as JSON, for
+`pipemorph doctor`, which is part of the core and imports neither.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import torch
 
+from pipemorph.errors import InputError
 from pipemorph_trainer.links import engine_module
 from pipemorph_trainer.placement import pci_address
+
+
+def own_device(local_rank: int) -> torch.device:
+    """This rank's own GPU where every rank of this machine has one, else the CPU: NCCL wants no
+    two ranks on a GPU. ``LOCAL_WORLD_SIZE`` says how many ranks there are.
+
+    Raises :class:`InputError` if it is not a number.
+    """
+    told = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if not told.isdecimal():
+        raise InputError(f"LOCAL_WORLD_SIZE is {told!r}; expected the ranks of this machine")
+    ranks = max(int(told), local_rank + 1)
+    if torch.cuda.is_available() and torch.cuda.device_count() >= ranks:
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
 
 
 def facts() -> dict[str, Any]:

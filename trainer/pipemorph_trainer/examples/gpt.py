@@ -1,5 +1,7 @@
 """A byte-level GPT on text every machine has: the sources of Python's standard library.
 
+Runs on GPUs where every rank of the machine has one, else on the CPU.
+
 Run it with ``pipemorph run examples/gpt.yaml --out out/gpt``. ``spec.trainer.args``:
 
 =============== ======= =====================================================
@@ -27,6 +29,7 @@ from torch.nn import functional
 
 from pipemorph.errors import InputError
 from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph_trainer.devices import own_device
 
 VOCABULARY = 256
 CORPUS_BYTES = 4 << 20
@@ -163,7 +166,8 @@ def train(context: TrainerContext) -> None:
     stage, replica = context.rank % stages, context.rank // stages
     # One seed per stage: a stage's weights do not depend on where the others are built.
     torch.manual_seed(spec.trainer.seed * 1000 + stage)
-    module = GPTStage(arguments, stage, stages, layers)
+    device = own_device(context.local_rank)
+    module = GPTStage(arguments, stage, stages, layers).to(device)
     optimizer = torch.optim.AdamW(module.parameters(), lr=arguments.learning_rate)
     corpus = load_corpus()
     with Pipeline(module, context=context, loss_fn=loss_fn, optimizer=optimizer) as pipe:
@@ -176,7 +180,7 @@ def train(context: TrainerContext) -> None:
                 batch=arguments.microbatch_size * spec.schedule.microbatches,
                 sequence=arguments.sequence,
             )
-            pipe.step(tokens, target=target)
+            pipe.step(tokens.to(device), target=target.to(device))
             pipe.clip_grad_norm_(arguments.clip)
             optimizer.step()
             optimizer.zero_grad()
