@@ -13,7 +13,7 @@ from pipemorph.errors import InputError
 from pipemorph.planning import Op, OpKind, Path, Plan, Policy, Schedule
 from pipemorph.wire import LinkSample, RailSample, StageProfile, TransportSample, WireTime
 from pipemorph_trainer.context import TrainerContext
-from pipemorph_trainer.control import NoControl, RankTelemetry
+from pipemorph_trainer.control import NoControl, Offloaded, RankTelemetry
 from pipemorph_trainer.links import Seat
 from pipemorph_trainer.metrics import MOST_PORTS, MeteredControl, RankMetrics, metered, serve
 
@@ -85,6 +85,20 @@ def test_telemetry_becomes_metrics() -> None:
     assert read(metrics, "link_bytes_total", **direct | {"path": "delegated"}) == 500
     assert read(metrics, "link_messages_total", **direct | {"path": "delegated"}) == 4
     assert read(metrics, "reroutes_total", link="1") == 1
+
+
+def test_what_went_to_host_memory_adds_up() -> None:
+    metrics = RankMetrics("gpt", 1, 0)
+    metrics.hear(telemetry(5))
+    assert read(metrics, "offloaded_microbatches_total") is None, "nothing yet is no series"
+    for iteration in (6, 7):
+        moved = Offloaded(microbatches=3, bytes=3000, seconds=0.25, host_bytes=4096)
+        metrics.hear(telemetry(iteration, offloaded=moved))
+    metrics.hear(telemetry(8))
+    assert read(metrics, "offloaded_microbatches_total") == 6
+    assert read(metrics, "offloaded_bytes_total") == 6000
+    assert read(metrics, "offload_copy_seconds_total") == 0.5
+    assert read(metrics, "offload_host_memory_bytes") == 4096
 
 
 def test_the_agent_still_hears_everything_and_plans_are_seen_when_they_take_effect() -> None:

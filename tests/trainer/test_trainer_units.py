@@ -6,7 +6,9 @@ import errno
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path as FilePath
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +18,9 @@ from jobs import Job, make_plan
 from launch import Ranks
 
 from pipemorph.errors import InputError
-from pipemorph.planning import Path
+from pipemorph.planning import OpKind, Path
 from pipemorph.spec import Fault
+from pipemorph.wire import StageProfile
 from pipemorph_trainer.commit import CANDIDATES, PlanBook, RankRow, agree, bubble_fraction
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.emulated import Accelerator
@@ -29,8 +32,17 @@ from pipemorph_trainer.links import Seat
 from pipemorph_trainer.paths import line as lines
 from pipemorph_trainer.paths.faults import DIRECT_QUEUE, Shaper
 from pipemorph_trainer.paths.message import ALL_PRESENT, Direction, Note, TensorMeta
-from pipemorph_trainer.profile import LinkRecorder
+from pipemorph_trainer.profile import (
+    Footprint,
+    LinkRecorder,
+    TimedCopy,
+    TimedOp,
+    footprint,
+    offloaded,
+    stage_profile,
+)
 from pipemorph_trainer.signals import LastWord
+from pipemorph_trainer.split import OffloadAttempt, OpTimes, SplitReport
 from pipemorph_trainer.trace import TraceWriter
 
 
@@ -280,6 +292,55 @@ def test_what_torch_says_is_told_without_its_place_and_advice() -> None:
     )
     assert first_sentence(gloo) == "Connection closed by peer [127.0.0.1]:46299"
     assert first_sentence(RuntimeError()) == "RuntimeError"
+
+
+def timed(kind: OpKind, microbatch: int, took: float) -> TimedOp:
+    return TimedOp(kind, microbatch, 10.0, 10.0 + took)
+
+
+def profile_of(ops: list[TimedOp], **options: Any) -> StageProfile:
+    return stage_profile(1, ops, "module", peak_memory=7, **options)
+
+
+def test_copies_do_not_count_as_forward_and_backward() -> None:
+    """Whichever microbatches a plan sends to host memory, the controller sees the same ops."""
+    ops = [timed(OpKind.F, m, 0.5 if m else 1.5) for m in range(2)]
+    ops += [timed(OpKind.B, m, 0.75 if m else 2.75) for m in range(2)]
+    ops += [timed(OpKind.W, m, 0.25) for m in range(2)]
+    copies = [TimedCopy(OpKind.F, 0, 11.0, 12.0, 64), TimedCopy(OpKind.B, 0, 10.0, 12.0, 64)]
+    told = Footprint(activation_bytes=64, offload_copy=9.0, fused_ratio=0.5)
+    profile = profile_of(ops, footprint=told, copies=copies)
+    assert (profile.forward, profile.backward_input, profile.backward_weight) == (0.5, 0.75, 0.25)
+    assert (profile.offload_copy, profile.activation_bytes) == (1.5, 64)
+    assert profile.fused_backward == 0.5, "B + W of now, by the ratio of the self-test"
+    assert profile_of(ops, footprint=told).offload_copy == 9.0, "as it was at the start"
+    assert profile_of(ops).offload_copy is None
+    moved = offloaded(copies, 4096)
+    assert moved is not None
+    assert (moved.microbatches, moved.bytes, moved.seconds) == (1, 64, 3.0)
+    assert offloaded([], 4096) is None
+
+
+def test_a_fused_backward_that_ran_is_its_own_measure() -> None:
+    ops = [timed(OpKind.F, 0, 1.0), timed(OpKind.BW, 0, 3.0)]
+    profile = profile_of(ops, footprint=Footprint(fused_ratio=0.5))
+    assert (profile.backward_input, profile.fused_backward) == (3.0, 3.0)
+    assert profile_of(ops).fused_backward is None, "not where B and W were never measured apart"
+
+
+def test_what_the_self_test_found_is_what_a_plan_may_count_on() -> None:
+    times = OpTimes(forward=1.0, backward=2.7, backward_input=2.0, backward_weight=1.0)
+    report = SplitReport(
+        "module", "", (), times, activation_bytes=64, offload=OffloadAttempt(64, 0.5)
+    )
+    found = footprint(report)
+    assert (found.activation_bytes, found.offload_copy, found.fused_ratio) == (64, 0.5, 0.9)
+    refused = replace(report, offload=OffloadAttempt(reason="out of memory"))
+    assert footprint(refused).offload_copy is None
+    assert footprint(replace(report, offload=None)).offload_copy is None
+    assert footprint(replace(report, split="fused")).fused_ratio is None
+    short = OpTimes(forward=1e-4, backward=2e-4, backward_input=2e-4, backward_weight=1e-4)
+    assert footprint(replace(report, times=short)).fused_ratio is None, "too short to tell"
 
 
 def test_nested_arguments_are_split_and_told_apart_by_shape() -> None:
