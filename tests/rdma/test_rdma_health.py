@@ -1,0 +1,115 @@
+"""What real ports and a real link say of themselves, judged as the controller judges it."""
+
+import json
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from guests import Fabric, Guest
+from peers import Peer, linked, paths_text, until
+
+from pipemorph.control import JobController
+from pipemorph.control.rails import RailHealth
+from pipemorph.spec import JobSpec
+from pipemorph.wire import LinkHealthReport, RailSample, TransportSample
+from pipemorph_trainer.paths.message import Direction
+from pipemorph_trainer.transports import TransportWatch
+
+pytestmark = pytest.mark.rdma
+
+READ = """
+from pipemorph_trainer.rails import read
+used = ["rxe0 port 1", "rxe1 port 1"]
+print("[" + ",".join(r.model_dump_json() for r in read(0, 0, used=used)) + "]")
+"""
+PORTS = 2
+
+
+def ports_of(guest: Guest) -> list[RailSample]:
+    done = guest.try_run(sys.executable, "-c", READ, deadline=120)
+    assert done.rc == 0, done.err
+    return [RailSample.model_validate(sample) for sample in json.loads(done.out)]
+
+
+def said_by(peer: Peer) -> list[TransportSample]:
+    """As the rank's own watch makes it, of the stats of a link that is in the guest."""
+    stats = peer.stats()
+    paths = [SimpleNamespace(**path) for path in stats["paths"]]
+    link = SimpleNamespace(
+        transport="rdma", stats=lambda: SimpleNamespace(**stats | {"paths": paths})
+    )
+    end: Any = SimpleNamespace(link=0, sends=Direction.FORWARD, engine_link=link)
+    return TransportWatch([end], 0).take()
+
+
+class Judge:
+    """A job of two stages, whose stage 0 is in guest a."""
+
+    def __init__(self) -> None:
+        op = {"forward": 1.0, "backwardInput": 1.0, "backwardWeight": 1.0}
+        spec = {
+            "parallelism": {"stages": 2},
+            "schedule": {"microbatches": 2, "stageTimes": [op, op]},
+            "trainer": {"module": "x", "iterations": 1},
+        }
+        self.controller = JobController(JobSpec.model_validate(spec))
+        self._sequence = 0
+
+    def hear(self, **fields: Any) -> None:
+        self._sequence += 1
+        self.controller.report(
+            LinkHealthReport(
+                job="x", namespace="default", attempt=0, sequence=self._sequence, sent_at=0.0,
+                state="training", iteration=0, observed_epoch=0, applied_epoch=0, ports=PORTS,
+                **fields,
+            ),
+            time.time(),
+        )  # fmt: skip
+
+    def rails(self) -> Any:
+        return self.controller.rails(time.time())
+
+
+def test_ports_that_go_down_and_a_link_that_falls_back_are_said(fabric: Fabric):
+    rails = [fabric.rail(fabric.a, n) for n in (0, 1)]
+    judge = Judge()
+    with linked(fabric) as link:
+        link.rails_up(2)
+        judge.hear(rails=ports_of(fabric.a), transports=said_by(link.a))
+        assert judge.rails().health is RailHealth.HEALTHY, judge.rails()
+        assert judge.controller.transports().fallen == ()
+        for rail in rails:
+            rail.unplug()
+        until(
+            "the link is on TCP",
+            lambda: link.a.stats()["fallbacks"] == 1,
+            30.0,
+            lambda: paths_text(link.a.stats()),
+        )
+        judge.hear(rails=ports_of(fabric.a), transports=said_by(link.a))
+        sick = judge.rails().sick
+        assert [port.device for port in sick] == ["rxe0", "rxe1"]
+        for port in sick:
+            assert port.what.startswith("is DOWN; ")
+            assert "link_downed grew by 1 " in port.what
+        (fallen,) = judge.controller.transports().fallen
+        assert fallen.text(replicas=False).startswith("link 0 fell back from rdma to tcp (rxe0")
+        for rail in rails:
+            rail.plug()
+        link.rails_up(2)
+        until(
+            "a rail carries again",
+            lambda: link.a.stats()["failbacks"] == 1,
+            30.0,
+            lambda: paths_text(link.a.stats()),
+        )
+        judge.hear(rails=ports_of(fabric.a), transports=said_by(link.a))
+    view = judge.controller.transports()
+    assert (view.fallen, view.fallbacks, view.failbacks) == ((), 1, 1)
+    # Up again, and that they were down stays said for a while.
+    assert [port.state for port in judge.rails().sick] == ["ACTIVE", "ACTIVE"]
+    told = [event.text for event in judge.controller.events]
+    assert any(text.startswith("link 0 of replica 0 fell back") for text in told)
+    assert "link 0 of replica 0 is back on rdma (forward)" in told
