@@ -20,6 +20,7 @@ NAMES = (
     "detector",
     "split",
     "engine",
+    "engine_idle",
     "torch_peer",
     "emulated",
     "gpt_losses",

@@ -1,7 +1,7 @@
-"""The transfer engine against gloo and memcpy: 16 MB messages between two processes.
+"""The transfer engine against iperf3, gloo and memcpy: 16 MB messages between two processes.
 
     python benchmarks/engine.py [--size 16777216] [--messages 12] [--window 4] [--rounds 21]
-                                [--json FILE] [--check]
+                                [--pings 1000] [--json FILE] [--check]
 
 What is counted. The bytes of the payloads, over the time from the moment the receiver says "go"
 until the last message is delivered to it. *Delivered* means: in a torch tensor of the user's own.
@@ -15,14 +15,17 @@ Streaming keeps up to `window` messages under way, on both sides and for every c
 (isend/irecv for gloo, slots for the engine). One at a time sends the next message when the
 receiver has said (by an empty message; gloo: one byte) that it has the one before.
 
-Latency is half of a round trip of 4 KiB messages, each in a tensor of the user's own when it counts
-as here. iperf3 sends for a second over as many TCP streams as the engine has; it has no messages,
-no checksums, and nobody looks at what it received.
+Latency is half of a round trip of 4 KiB messages, each in a tensor of the user's own when it
+counts as here. Both ends sleep until a message is there, as the trainer does; "polled" asks for it
+again and again instead, and yields the processor in between. iperf3 sends for a second over as many
+TCP streams as the engine has, and over one, since within a host the engine keeps the others in
+reserve; it has no messages, no checksums, and nobody looks at what it received.
 
 memcpy is one thread in one process copying as many bytes between as many tensors. Contenders
 take turns in every round; a row is the median over the rounds, and a ratio the median of the
 ratios within a round, so that a machine that gets slower in between slows both sides. "CPU" is
-the processor time of both processes together.
+the processor time of both processes together: the figure to compare on a machine that has other
+work to do.
 """
 
 from __future__ import annotations
@@ -32,9 +35,7 @@ import json
 import multiprocessing
 import os
 import platform
-import shutil
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -43,6 +44,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import engine_iperf
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -52,15 +54,13 @@ from pipemorph_trainer.bench import transfers
 
 TIMEOUT = 120.0
 LATENCY_BYTES = 4096
-PINGS = 1000
 SOCKETS = 4
-IPERF = "iperf3"
-IPERF_SECONDS = 1
+IPERF = {f"iperf3, {SOCKETS} streams": SOCKETS, "iperf3, 1 stream": 1}
 THRESHOLDS = (
-    ("tcp", IPERF, 0.95),
-    ("tcp", "gloo", 1.2),
+    *(("tcp", name, 0.95) for name in IPERF),
+    ("tcp", "gloo", 1.3),
     ("shm", "gloo", 2.0),
-    ("shm", "memcpy", 0.5),
+    ("shm", "memcpy", 0.8),
 )
 
 
@@ -72,11 +72,19 @@ class Side:
         self.rank = rank
         self.count: int = options.messages
         self.window: int = options.window
+        self.pings: int = options.pings
         self.tensors = [
             torch.full((options.size,), i, dtype=torch.uint8) for i in range(options.window)
         ]
         self.engines = {
-            name: Engine(job="benchmark", rank=rank, secret=b"s", host="127.0.0.1", transport=name)
+            name: Engine(
+                job="benchmark",
+                rank=rank,
+                secret=b"s",
+                host="127.0.0.1",
+                transport=name,
+                sockets=SOCKETS,
+            )
             for name in ("tcp", "shm")
         }
         theirs = ports({name: e.port for name, e in self.engines.items()})
@@ -129,8 +137,8 @@ CONTENDERS: dict[str, tuple[str, bool, Any]] = {
 }
 
 
-PING = ", ping"
-LATENCIES = ("gloo" + PING, "tcp" + PING, "shm" + PING)
+LATENCIES = ("gloo", "tcp", "shm", "tcp, polled", "shm, polled")
+PING = "ping "
 
 
 def play(side: Side, contender: str) -> None:
@@ -150,18 +158,43 @@ def play(side: Side, contender: str) -> None:
     transfers.engine_receive(link, side.round, side.tensors, side.count, window, way=way)
 
 
-def ping(side: Side, kind: str) -> list[float]:
+def ping(side: Side, contender: str) -> list[float]:
     """One-way seconds of 4 KiB messages, half of each round trip; empty at the answering end."""
     side.round += 1
-    if kind == "gloo" and side.rank == 0:
-        return transfers.gloo_ping(side.small, PINGS, 1)
+    kind, polled = contender.split(",", maxsplit=1)[0], "polled" in contender
     if kind == "gloo":
-        transfers.gloo_pong(side.small, PINGS, 0)
+        if side.rank == 0:
+            return transfers.gloo_ping(side.small, side.pings, 1)
+        transfers.gloo_pong(side.small, side.pings, 0)
+    elif polled:
+        return ping_polled(side.links[kind], side.round, side.small, side.pings, side.rank)
     elif side.rank == 0:
-        return transfers.engine_ping(side.links[kind], side.round, side.small, PINGS)
+        return transfers.engine_ping(side.links[kind], side.round, side.small, side.pings)
     else:
-        transfers.engine_pong(side.links[kind], side.round, side.small, PINGS)
+        transfers.engine_pong(side.links[kind], side.round, side.small, side.pings)
     return []
+
+
+def ping_polled(
+    link: Link, run: int, tensor: torch.Tensor, count: int, direction: int
+) -> list[float]:
+    """Like ``transfers.engine_ping`` and ``engine_pong``, but neither end sleeps."""
+    own = transfers.memory(tensor)
+    times = []
+    for i in range(count):
+        began = time.perf_counter()
+        if direction == transfers.FORWARD:
+            link.send((0, run, i, direction, 0), own)
+        while (message := link.try_receive((0, run, i, 1 - direction, 0))) is None:
+            if time.perf_counter() - began > TIMEOUT:
+                raise RuntimeError(f"4 KiB message {i} did not come within {TIMEOUT:g} s")
+            os.sched_yield()
+        message.copy_into(own)
+        message.release()
+        if direction == transfers.BACKWARD:
+            link.send((0, run, i, direction, 0), own)
+        times.append((time.perf_counter() - began) / 2)
+    return times
 
 
 def sender(connection: Connection, options: argparse.Namespace) -> None:
@@ -172,8 +205,8 @@ def sender(connection: Connection, options: argparse.Namespace) -> None:
     side = Side(0, options, ports)
     while (contender := connection.recv()) is not None:
         start = time.process_time()
-        if contender in LATENCIES:
-            connection.send(ping(side, contender.removesuffix(PING)))
+        if contender.startswith(PING):
+            connection.send(ping(side, contender.removeprefix(PING)))
             continue
         play(side, contender)
         connection.send(time.process_time() - start)
@@ -183,44 +216,13 @@ def sender(connection: Connection, options: argparse.Namespace) -> None:
 Times = dict[str, list[float]]
 
 
-def iperf(volume: int) -> tuple[float, float]:
-    """What iperf3 with as many streams over loopback would take for ``volume`` bytes, seconds of
-    the clock and of both processors."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    address = ["-B", "127.0.0.1", "-p", port]
-    server = subprocess.Popen(
-        [IPERF, "-s", "-1", *address], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        deadline = time.monotonic() + 10
-        client = [IPERF, "-c", "127.0.0.1", "-p", port, "-P", str(SOCKETS), "-J"]
-        while True:  # until it listens
-            done = subprocess.run(
-                [*client, "-t", str(IPERF_SECONDS)], check=False, capture_output=True, text=True
-            )
-            said = json.loads(done.stdout)
-            if "error" not in said:  # the exit status is 0 either way
-                break
-            if time.monotonic() > deadline or server.poll() is not None:
-                raise RuntimeError(f"iperf3 failed: {said['error']}")
-            time.sleep(0.05)
-    finally:
-        server.terminate()
-        server.communicate()
-    received, usage = said["end"]["sum_received"], said["end"]["cpu_utilization_percent"]
-    share = volume / received["bytes"]
-    busy = (usage["host_total"] + usage["remote_total"]) / 100
-    return received["seconds"] * share, busy * received["seconds"] * share
-
-
 def measure(options: argparse.Namespace) -> tuple[Times, Times, Times]:
     """Seconds per contender and round, of the clock and of both processors together, and the
     latencies of small messages.
 
-    This process receives; another one sends.
+    This process receives; another one sends. :raises engine_iperf.IperfError: there is no iperf3.
     """
+    iperf = engine_iperf.find()
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         options.store_port = s.getsockname()[1]
@@ -244,8 +246,8 @@ def measure(options: argparse.Namespace) -> tuple[Times, Times, Times]:
     def contest(contender: str) -> tuple[float, float]:
         if contender == "memcpy":
             return timed(lambda: side.memcpy(sources))
-        if contender == IPERF:
-            return iperf(options.size * options.messages)
+        if contender in IPERF:
+            return iperf.seconds(options.size * options.messages, IPERF[contender])
 
         def run() -> None:
             ours.send(contender)
@@ -258,11 +260,7 @@ def measure(options: argparse.Namespace) -> tuple[Times, Times, Times]:
         return seconds, cpu
 
     wanted = options.only.split("/") if options.only else [*CONTENDERS]
-    names = ["memcpy", "gloo", *(name for name in wanted if name != "gloo")]
-    if shutil.which(IPERF):
-        names.append(IPERF)
-    else:
-        print("iperf3 is not installed (Debian: iperf3): not compared with it", file=sys.stderr)
+    names = ["memcpy", "gloo", *(name for name in wanted if name != "gloo"), *IPERF]
     latencies: Times = {name: [] for name in LATENCIES}
     for name in names:
         contest(name)  # warm-up: buffers, pages, congestion windows
@@ -275,8 +273,8 @@ def measure(options: argparse.Namespace) -> tuple[Times, Times, Times]:
             times[name].append(seconds)
             cpu[name].append(busy)
         for name in latencies:
-            ours.send(name)
-            ping(side, name.removesuffix(PING))
+            ours.send(PING + name)
+            ping(side, name)
             heard = ours.recv()
             if r > 0:  # the first time warms up
                 latencies[name] += heard
@@ -301,12 +299,21 @@ def main() -> int:
     parser.add_argument("--messages", type=int, default=12, help="per contender and round")
     parser.add_argument("--window", type=int, default=4, help="messages under way")
     parser.add_argument("--rounds", type=int, default=21, help="at least 2")
-    parser.add_argument("--only", help="contenders beside gloo and memcpy, separated by /")
+    parser.add_argument("--pings", type=int, default=1000, help="4 KiB messages per round")
+    parser.add_argument("--only", help="contenders beside gloo, iperf3 and memcpy, separated by /")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--check", action="store_true", help="exit 1 below the promised ratios")
     options = parser.parse_args()
 
-    times, cpu, latencies = measure(options)
+    if options.rounds < 2 or min(options.size, options.messages, options.window, options.pings) < 1:
+        parser.error("--rounds must be at least 2, the other numbers at least 1")
+    if options.only and (unknown := set(options.only.split("/")) - set(CONTENDERS)):
+        parser.error(f"no contender {', '.join(sorted(unknown))}; there are {'/'.join(CONTENDERS)}")
+    try:
+        times, cpu, latencies = measure(options)
+    except engine_iperf.IperfError as error:
+        print(error, file=sys.stderr)
+        return 1
     volume = options.size * options.messages
     rows: list[dict[str, Any]] = [
         {
@@ -335,7 +342,7 @@ def main() -> int:
     print()
     delays: list[dict[str, Any]] = [
         {
-            "contender": name.removesuffix(PING),
+            "contender": name,
             "p50_us": transfers.percentile(samples, 50) * 1e6,
             "p99_us": transfers.percentile(samples, 99) * 1e6,
         }
