@@ -119,6 +119,8 @@ class _Pending:
     links: tuple[LinkHealth, ...]
     why: str
     detectable_at: int
+    before: Situation
+    """What was judged last: it is judged again by a host that takes over before the end."""
 
 
 class JobController:
@@ -548,6 +550,7 @@ class JobController:
             for link, was, is_slow in zip(links, self._judged.slow, situation.slow, strict=True)
             if was != is_slow and link.since_iteration is not None
         ]
+        before = self._judged
         self._judged, self._judged_after = situation, self._ledger.last_iteration
         self._looked_at_steady = cause == "steady"
         if cause in ("profile", "memory"):
@@ -572,6 +575,7 @@ class JobController:
             why=_why(cause, links),
             # Other causes have no first window: they are seen when they are looked for.
             detectable_at=min([*turned, self._iteration]),
+            before=before,
         )
         if not self._deferred:
             self.settle(self._pending.replan, propose(self._pending.replan), now)
@@ -697,14 +701,15 @@ class JobController:
 
     def snapshot(self) -> dict[str, Any]:
         """What :meth:`restore` needs, as plain JSON-ready data."""
+        judged = self._judged if self._pending is None else self._pending.before
         return Snapshot(
             attempt=self.attempt,
             epoch=self._epoch,
             sequence=self._sequence,
             directive=self._directive,
-            wire_times=list(self._judged.wire_times),
-            delays=list(self._judged.delays),
-            slow=list(self._judged.slow),
+            wire_times=list(judged.wire_times),
+            delays=list(judged.delays),
+            slow=list(judged.slow),
             flaps=self._pacing.flaps,
             bases=self._links.bases(),
             records=self.records,

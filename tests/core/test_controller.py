@@ -12,6 +12,7 @@ from plant_support import BASE, OP, Plant, spec
 from pipemorph.control import Health, JobController, initial_plan
 from pipemorph.control.errors import ReplayedReport, ReportMismatch, WrongAttempt
 from pipemorph.control.pacing import HOLD
+from pipemorph.control.replan import propose
 from pipemorph.errors import InputError
 from pipemorph.planning import Path, StageTimes
 from pipemorph.spec import JobSpec
@@ -433,6 +434,35 @@ def test_saved_state_that_is_damaged_is_refused(damage: Callable[[Any], object])
     damage(saved)
     with pytest.raises(InputError, match="saved state"):
         JobController.restore(plant.spec, saved)
+
+
+@pytest.mark.parametrize("dies", ["slow", "recovered"])
+def test_a_decision_that_was_under_way_when_the_host_died_is_made_again(dies: str) -> None:
+    plant = Plant(spec(), controller=JobController(spec(), deferred=True))
+
+    def train_until(cause: str, *, most: int = 30) -> Any:
+        """Settle decisions until one of this cause waits."""
+        for _ in range(most):
+            plant.step()
+            asked = plant.controller.replan
+            if asked is not None and asked.cause == cause:
+                return asked
+            if asked is not None:
+                plant.controller.settle(asked, propose(asked), plant.now)
+        raise AssertionError(f"no decision because of {cause}")
+
+    plant.run(4)
+    for cause, delay in (("slow", 0.06), ("recovered", 0.0)):
+        plant.delays[1] = delay
+        asked = train_until(cause)
+        if cause == dies:
+            plant.controller = JobController.restore(
+                spec(), plant.controller.snapshot(), deferred=True
+            )
+            asked = train_until(cause)
+        plant.controller.settle(asked, propose(asked), plant.now)
+        plant.run(3)
+    assert [record.kind for record in plant.controller.records][-1] == "return"
 
 
 def test_a_controller_that_lost_its_state_takes_the_lead_again() -> None:
