@@ -46,6 +46,19 @@ def test_the_module_has_what_its_contract_names():
 
 
 @TRANSPORTS
+def test_slots_go_to_the_node_that_is_asked_for(transport):
+    """Node 0 there is everywhere; which one is asked of the kernel is in numa_test.cpp."""
+    with pairs.in_process(transport=transport, high={"numa_node": 0}) as p:
+        assert (p.low.memory_node, p.high.memory_node) == (None, 0)
+        p.accepted.reserve(0, 2, MIB)
+        p.dialled.send((1, 0, 0, 0, 0), b"x" * MIB)
+        with p.accepted.receive((1, 0, 0, 0, 0), pairs.TIMEOUT).view() as view:
+            assert view == b"x" * MIB
+    with pytest.raises(ValueError, match="numa_node must be between 0 and 1023, not 1024"):
+        pairs.engine(0, numa_node=1024)
+
+
+@TRANSPORTS
 def test_a_message_carries_its_key_note_and_times(transport):
     with pairs.in_process(transport=transport) as p:
         assert p.dialled.transport == p.accepted.transport == transport
