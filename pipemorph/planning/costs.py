@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from pipemorph.planning.ir import OpKind, Schedule
+from pipemorph.planning.ir import Op, OpKind, Schedule
 from pipemorph.planning.offload import copying
 from pipemorph.planning.problem import Problem
 
@@ -79,15 +80,21 @@ class Costs(NamedTuple):
 
     def durations(self, schedule: Schedule) -> list[list[float]]:
         """What every op takes with its copies, run in the order of the schedule."""
-        took = []
-        for i, ops in enumerate(schedule.stages):
-            times = {kind: self.op_time(i, kind) for kind in OpKind}
-            stage = [times[kind] for kind, _ in ops]
-            if self.device_limits[i] is not None:
-                for position, copies in enumerate(copying(ops, self.device_limits[i])):
-                    if copies:
-                        stage[position] += self.offload_copy[i]
-            took.append(stage)
+        return [self._durations(i, ops) for i, ops in enumerate(schedule.stages)]
+
+    def last_duration(self, stage: int, ops: Sequence[Op]) -> float:
+        """What the last op of a stage takes."""
+        if self.device_limits[stage] is None:
+            return self.op_time(stage, ops[-1].kind)
+        return self._durations(stage, ops)[-1]
+
+    def _durations(self, stage: int, ops: Sequence[Op]) -> list[float]:
+        times = {kind: self.op_time(stage, kind) for kind in OpKind}
+        took = [times[kind] for kind, _ in ops]
+        if self.device_limits[stage] is not None:
+            for position, copies in enumerate(copying(ops, self.device_limits[stage])):
+                if copies:
+                    took[position] += self.offload_copy[stage]
         return took
 
     def without_delay(self) -> Costs:

@@ -97,8 +97,10 @@ def predict(schedule: Schedule, problem: Problem) -> float:
 
 def makespan_of(schedule: Schedule, starts: Sequence[Sequence[float]], costs: Costs) -> float:
     """End of the last op anywhere, given the start of each."""
-    took = costs.durations(schedule)
-    return max(begin[-1] + each[-1] for begin, each in zip(starts, took, strict=True))
+    return max(
+        begin[-1] + costs.last_duration(i, ops)
+        for i, (ops, begin) in enumerate(zip(schedule.stages, starts, strict=True))
+    )
 
 
 def check_fits(schedule: Schedule, problem: Problem) -> None:
