@@ -314,8 +314,9 @@ class Fault(SpecModel):
         allow_inf_nan=False,
         description="Limits the link to this many megabits per second.",
     )
-    sever: Literal["data", "control"] | None = Field(
-        default=None, description="Cuts the engine's data or control connection once."
+    sever: Literal["data", "control", "direct"] | None = Field(
+        default=None,
+        description="Cuts the engine's data or control connection, or the direct path, once.",
     )
 
     @model_validator(mode="after")

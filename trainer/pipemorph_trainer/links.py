@@ -27,6 +27,7 @@ from pipemorph_trainer.paths import line as lines
 from pipemorph_trainer.paths.arrival import OpClock, PeerClock
 from pipemorph_trainer.paths.delegated import DelegatedIncoming, DelegatedOutgoing
 from pipemorph_trainer.paths.direct import DirectIncoming, DirectOutgoing
+from pipemorph_trainer.paths.failover import Failover
 from pipemorph_trainer.paths.faults import Severer, Shaper, shaping
 from pipemorph_trainer.paths.line import Line
 from pipemorph_trainer.paths.message import Direction, Incoming, Outgoing
@@ -101,10 +102,12 @@ class LinkEnd:
         self.recorder, self.shaper, self.severer = recorder, shaper, severer
         self.peer_clock = peer_clock
         self.engine_link: _engine.Link | None = None
+        self.failover: Failover | None = None
+        """None where a direct path that breaks has nothing to go on with."""
         self._direct_transport = direct_transport
         self._incoming: dict[Path, Incoming] = {}
         self._outgoing: dict[Path, Outgoing] = {}
-        self.path = Path.DIRECT
+        self._selected = Path.DIRECT
         self.incoming: Incoming
         self.outgoing: Outgoing
 
@@ -121,8 +124,25 @@ class LinkEnd:
 
     def select(self, path: Path) -> None:
         """Use this path from the next :meth:`Incoming.begin` on."""
-        self.path = path
+        self._selected = path
         self.incoming, self.outgoing = self._incoming[path], self._outgoing[path]
+
+    @property
+    def path(self) -> Path:
+        """The path that carries: a direct one that broke is delegated, whatever was selected."""
+        if self.failover is not None and self.failover.broken is not None:
+            return Path.DELEGATED
+        return self._selected
+
+    def attend(self) -> None:
+        """See what the neighbour has to say; to be called in every wait."""
+        self.line.pump()
+        if self.failover is not None and self.line.lost is None:
+            self.failover.attend()
+
+    def settled(self) -> bool:
+        """Whether nothing is kept here that the neighbour may ask for again."""
+        return self.failover is None or self.failover.outgoing.settled()
 
     @property
     def transport(self) -> Transport:
@@ -319,7 +339,9 @@ def meet(
         def cut(what: str) -> None:
             assert engine_link is not None
             log.warning("%s: fault trace cuts the %s connection of link %d", seat, what, link)
-            if what == "data":
+            if what == "direct":
+                direct[0].abandon()
+            elif what == "data":
                 engine_link.sever_data_path()
             else:
                 engine_link.sever_control()
@@ -341,8 +363,7 @@ def meet(
         made.engine_link = engine_link
         made.same_host = hosts[peer][0] == hosts[seat.rank][0]
         groups = edge_groups[link]
-        made.add(
-            Path.DIRECT,
+        direct = (
             DirectIncoming(
                 group=groups[receives], peer=peer, direction=receives, line=line, bell=bell,
                 op_clock=op_clock, peer_clock=clock, recorder=recorder, device=device,
@@ -373,6 +394,10 @@ def meet(
                     StagedOutgoing(staging=staging, name=name, **sender),
                 )
             made.add(Path.DELEGATED, *delegated)
+            made.failover = Failover(f"{seat}, link {link}", line, direct, delegated)
+            made.add(Path.DIRECT, made.failover.incoming, made.failover.outgoing)
+        else:
+            made.add(Path.DIRECT, *direct)
         made.select(Path.DIRECT)
         bell.watch_socket(line.fileno())
         return made

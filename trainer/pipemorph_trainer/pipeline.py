@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path as FilePath
 from time import monotonic, time
 from types import TracebackType
@@ -199,6 +200,9 @@ class Pipeline:
         )
         self._plans = PlanBook(plan, self._reserve_for)
         self._check_paths(plan)
+        for end in self._neighbours.ends:
+            if end.failover is not None:
+                end.failover.on_broken = partial(self._on_broken, end)
         self._runner = self._make_runner(stage, loss_fn)
         rails = self._neighbours.engine.rails if self._neighbours.engine is not None else None
         self._reporter = Reporter(self.seat, self._control, self._neighbours.ends, rails)
@@ -705,7 +709,8 @@ class Pipeline:
             self._reserve_plan(end, metas, plan)
 
     def _reserve_plan(self, end: LinkEnd, metas: tuple[TensorMeta, ...], plan: Plan) -> None:
-        if not metas or end.delegated is None or plan.paths[end.link] is not Path.DELEGATED:
+        delegated = Path.DELEGATED in (plan.paths[end.link], end.path)
+        if not metas or end.delegated is None or not delegated:
             return
         slack = plan.warmup[end.link] - plan.warmup[end.link + 1]
         messages = min(self._microbatches, max(0, slack) + SPARE_SLOTS)
@@ -714,6 +719,11 @@ class Pipeline:
     def _on_block(self, end: LinkEnd, iteration: int, microbatch: int) -> None:
         """A send waits: on the direct path for the one two before it."""
         self._waiting.begin(end.taking(iteration, microbatch))
+
+    def _on_broken(self, end: LinkEnd, why: str) -> None:
+        """A direct path goes on delegated: nothing was granted there for it yet."""
+        self._reserve_for(self._plans.in_force)
+        self._reporter.publish(message=f"{self.seat}: {end}: the direct path broke: {why}")
 
     def _fail(self, error: BaseException) -> None:
         """Take down after an error, without waiting for anybody: peers see the line close."""

@@ -115,7 +115,25 @@ class Executor:
         else:
             for kind, microbatch in plan.schedule.stages[self._seat.stage]:
                 self.run_op(kind, microbatch)
+        self._settle()
         return self._outcome
+
+    def _settle(self) -> None:
+        """Wait until no neighbour can ask for a message again: what follows on this rank, such
+        as a collective, does not attend to neighbours. They need no more than to get there."""
+        for end in self._ends:
+            if end.settled():
+                continue
+            self._waiting.begin(
+                f"stage {end.peer_stage} to begin the last op that uses {end.sends.letter} of "
+                f"iteration {self._iteration} on {end}"
+            )
+            now = time()
+            deadline = now + self._deadline
+            while not end.settled():
+                self._sleep(None, now, deadline)
+                now = time()
+            self._waiting.end()
 
     def begin(
         self,
@@ -426,10 +444,16 @@ class Executor:
         nap = min(LONGEST_NAP, deadline - now)
         self._bell.wait(min(nap, at - now) if at is not None else nap)
         for each in self._ends:
-            each.line.pump()
+            self._attend(each)
             if each.line.lost is not None:
                 self._check_lost(each, at)
         self._boundary()
+
+    def _attend(self, end: LinkEnd) -> None:
+        try:
+            end.attend()
+        except PipelineError as error:
+            raise self._named(end, error) from error
 
     def _check_lost(self, end: LinkEnd, at: float | None) -> None:
         """A neighbour is gone. What it sent before may still be enough for this wait."""

@@ -38,7 +38,7 @@ from pipemorph_trainer.executor.bell import Bell
 from pipemorph_trainer.paths.arrival import OpClock, PeerClock, now, record_arrival
 from pipemorph_trainer.paths.faults import DIRECT_QUEUE, Shaper
 from pipemorph_trainer.paths.line import Line
-from pipemorph_trainer.paths.message import ALL_PRESENT, Batch, Direction, Note
+from pipemorph_trainer.paths.message import ALL_PRESENT, Batch, Direction, Note, Position
 from pipemorph_trainer.profile import LinkRecorder
 
 MAX_OUTSTANDING = 2
@@ -68,7 +68,7 @@ class DirectIncoming:
         self._group, self._peer = group, peer
         # What dist.isend and dist.irecv look up at every call.
         self._peer_in_group = dist.get_group_rank(group, peer)
-        self._direction = direction
+        self.direction = direction
         self._line, self._bell = line, bell
         self._op_clock, self._peer_clock, self._recorder = op_clock, peer_clock, recorder
         self._device = device
@@ -78,7 +78,9 @@ class DirectIncoming:
             self._side = self._accelerator.new_stream()
         self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self._arrived: dict[tuple[int, int], tuple[list[Tensor], float, bool]] = {}
-        self._error: str | None = None
+        self.error: str | None = None
+        """Why nothing more comes on this path, None while it is up."""
+        self._came = Position(-1, 0)
         self._batch: Batch | None = None
         self._nbytes = 0
         self._thread: threading.Thread | None = None
@@ -87,7 +89,7 @@ class DirectIncoming:
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._receive,
-                name=f"pipemorph-{self._direction.word}-from-{self._peer}",
+                name=f"pipemorph-{self.direction.word}-from-{self._peer}",
                 daemon=True,
             )
             self._thread.start()
@@ -99,10 +101,10 @@ class DirectIncoming:
         assert self._batch is not None
         iteration = self._batch.iteration
         if (iteration, microbatch) not in self._arrived:
-            if self._error is not None:
-                raise PipelineError(self._error)
+            if self.error is not None:
+                raise PipelineError(self.error)
             return None
-        key = (int(self._direction), iteration, microbatch)
+        key = (int(self.direction), iteration, microbatch)
         note = self._line.notes.get(key)
         if note is None:
             self._line.pump()
@@ -111,11 +113,15 @@ class DirectIncoming:
                 return None
         return note.not_before + self._peer_clock.offset if note.not_before else 0.0
 
+    def holds(self, microbatch: int) -> bool:
+        """Whether this message of the present iteration has come, and was not taken."""
+        return self._batch is not None and (self._batch.iteration, microbatch) in self._arrived
+
     def take(self, microbatch: int) -> list[Tensor | None]:
         assert self._batch is not None
         iteration = self._batch.iteration
         tensors, stamp, exact = self._arrived.pop((iteration, microbatch))
-        note = self._line.notes.pop((int(self._direction), iteration, microbatch))
+        note = self._line.notes.pop((int(self.direction), iteration, microbatch))
         if note.generation != self._batch.generation:
             raise PipelineError(
                 f"message of microbatch {microbatch}, iteration {iteration} belongs to shape "
@@ -140,22 +146,33 @@ class DirectIncoming:
         if not abandon:
             self._thread.join(JOIN_SECONDS)
         if self._thread.is_alive():
-            self._abandon()
+            self.abandon()
             self._thread.join(JOIN_SECONDS)
+
+    def give_up(self) -> Position:
+        """End all receives, also the peer's on this connection; the first message that did not
+        come. What came can still be taken. Raises :class:`PipelineError` if a receive stays."""
+        self.close(abandon=True)
+        if self.receiving:
+            raise PipelineError(
+                f"a receive from rank {self._peer} has not ended {2 * JOIN_SECONDS:g} s after "
+                "its connection was given up"
+            )
+        return self._came
 
     @property
     def receiving(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
         """Make every receive fail that is under way. The peer sees the connection close."""
         if self._device.type == "cuda":
             self._group.abort()
             return
         # gloo can abort nothing, but a receive that times out closes its pair of ranks, with
         # all that waits there.
-        probe = self._group.recv([torch.empty(1)], self._peer_in_group, _ABANDON_TAG)
         with contextlib.suppress(RuntimeError):
+            probe = self._group.recv([torch.empty(1)], self._peer_in_group, _ABANDON_TAG)
             probe.wait(timedelta(milliseconds=1))
 
     def _receive(self) -> None:
@@ -179,9 +196,10 @@ class DirectIncoming:
                     ):
                         posted.append(self._post(batch))
                     self._arrived[batch.iteration, microbatch] = self._wait(*posted.popleft())
+                    self._came = Position(batch.iteration, microbatch + 1)
                     self._bell.ring()
         except RuntimeError as error:
-            self._error = f"the connection to rank {self._peer} failed: {first_sentence(error)}"
+            self.error = f"the connection to rank {self._peer} failed: {first_sentence(error)}"
             self._bell.ring()
 
     def _wait(self, tensors: list[Tensor], works: list[Any]) -> tuple[list[Tensor], float, bool]:
@@ -195,7 +213,7 @@ class DirectIncoming:
 
     def _post(self, batch: Batch) -> tuple[list[Tensor], list[Any]]:
         tensors = [meta.empty(self._device) for meta in batch.metas]
-        works = [self._group.recv([t], self._peer_in_group, int(self._direction)) for t in tensors]
+        works = [self._group.recv([t], self._peer_in_group, int(self.direction)) for t in tensors]
         return tensors, works
 
     def _synchronize(self) -> None:
@@ -225,7 +243,7 @@ class DirectOutgoing:
         self._group, self._peer = group, peer
         # What dist.isend and dist.irecv look up at every call.
         self._peer_in_group = dist.get_group_rank(group, peer)
-        self._direction = direction
+        self.direction = direction
         self._line, self._shaper = line, shaper
         self._on_block, self._on_unblock = on_block, on_unblock
         self._deadline = deadline
@@ -264,10 +282,10 @@ class DirectOutgoing:
         note = Note(
             batch.generation, batch.iteration, microbatch, present, posted, started, not_before
         )
-        self._line.send_note(self._direction, note)
+        self._line.send_note(self.direction, note)
         try:
             works: list[Any] = [
-                self._group.send([t], self._peer_in_group, int(self._direction)) for t in payload
+                self._group.send([t], self._peer_in_group, int(self.direction)) for t in payload
             ]
         except RuntimeError as error:
             raise self._failed(error) from error
@@ -293,6 +311,10 @@ class DirectOutgoing:
 
     def _failed(self, error: RuntimeError) -> PipelineError:
         return PipelineError(f"the connection to rank {self._peer} failed: {first_sentence(error)}")
+
+    def give_up(self) -> None:
+        """Forget the sends under way; their connection is closed."""
+        self._outstanding.clear()
 
     def close(self) -> None:
         while self._outstanding:

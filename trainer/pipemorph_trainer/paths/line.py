@@ -1,8 +1,9 @@
 """A line between two neighbouring ranks for what is not payload.
 
 A plain socket beside the data paths. It carries the note of every direct message, the step
-token that starts an iteration, shapes when they change, and a goodbye; its end without a
-goodbye tells at once that the neighbour died. Tensors never travel here.
+token that starts an iteration, shapes when they change, how far direct messages were taken, and
+a goodbye; its end without a goodbye tells at once that the neighbour died. Tensors never travel
+here.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from collections import deque
 from typing import NamedTuple
 
 from pipemorph_trainer.errors import PipelineError
-from pipemorph_trainer.paths.message import Direction, Note, TensorMeta
+from pipemorph_trainer.paths.message import Direction, Note, Position, TensorMeta
 
 _HEADER = struct.Struct("<BBH")
 _TOKEN = struct.Struct("<III")
+_POSITION = struct.Struct("<qI")
 _HELLO = struct.Struct("<II32s")
 _NONCE_BYTES = 16
-_STEP, _NOTE, _SHAPES, _GOODBYE = 1, 2, 3, 4
+_STEP, _NOTE, _SHAPES, _GOODBYE, _TAKEN, _MISSING = 1, 2, 3, 4, 5, 6
 _READ = 1 << 16
 
 
@@ -49,6 +51,10 @@ class Line:
         self.notes: dict[tuple[int, int, int], Note] = {}
         self.tokens: deque[StepToken] = deque()
         self.shapes: deque[tuple[TensorMeta, ...]] = deque()
+        self.taken: dict[int, Position] = {}
+        """Per direction, the first direct message that the neighbour has not taken yet."""
+        self.missing_from: Position | None = None
+        """The first message that the neighbour misses of a direct path it has given up."""
         self.goodbye = False
         self.lost: str | None = None
         """Why nothing more can come, None while the line is up."""
@@ -64,6 +70,14 @@ class Line:
 
     def send_shapes(self, metas: tuple[TensorMeta, ...]) -> None:
         self._send(_SHAPES, 0, json.dumps([meta.encode() for meta in metas]).encode())
+
+    def send_taken(self, direction: Direction, after: Position) -> None:
+        """All messages of ``direction`` before ``after`` are in use, and need not be kept."""
+        self._send(_TAKEN, direction, _POSITION.pack(*after))
+
+    def send_position(self, missing_from: Position) -> None:
+        """The direct path is given up here; what came over it ends before this message."""
+        self._send(_MISSING, 0, _POSITION.pack(*missing_from))
 
     def _send(self, kind: int, direction: int, body: bytes) -> None:
         data = memoryview(_HEADER.pack(kind, direction, len(body)) + body)
@@ -120,6 +134,10 @@ class Line:
                 self.tokens.append(StepToken(*_TOKEN.unpack(body)))
             elif kind == _SHAPES:
                 self.shapes.append(tuple(TensorMeta.decode(m) for m in json.loads(body)))
+            elif kind == _TAKEN:
+                self.taken[direction] = Position(*_POSITION.unpack(body))
+            elif kind == _MISSING:
+                self.missing_from = Position(*_POSITION.unpack(body))
             else:
                 self.goodbye = True
         del buffer[:at]

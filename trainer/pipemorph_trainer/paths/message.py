@@ -94,6 +94,13 @@ class Note(NamedTuple):
         return Note(*_NOTE.unpack(data[:NOTE_BYTES]))
 
 
+class Position(NamedTuple):
+    """A place in the order of one direction's messages."""
+
+    iteration: int
+    microbatch: int
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One iteration's messages in one direction of one link: all have the same tensors."""
