@@ -206,8 +206,17 @@ def _saves(seconds: float) -> str:
 
 
 def shown_stages(stages: Sequence[int]) -> str:
-    """For a sentence."""
-    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+    """For a sentence: ``stages 0-5, 8``. ``stages`` in rising order."""
+    runs: list[list[int]] = []
+    for stage in stages:
+        if runs and stage == runs[-1][-1] + 1:
+            runs[-1].append(stage)
+        else:
+            runs.append([stage])
+    parts: list[str] = []
+    for run in runs:
+        parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
+    return f"stage{'s' * (len(stages) > 1)} {', '.join(parts)}"
 
 
 def _if_it_pays(asked: Replan, present: Option, other: Option) -> tuple[Option | None, str]:

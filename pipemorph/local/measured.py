@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipemorph.control.initial import initial_paths
-from pipemorph.control.profile import expected_times, in_flight_limits
+from pipemorph.control.profile import Footprint, StageBook, expected_times, in_flight_limits
 from pipemorph.errors import InputError
 from pipemorph.planning.ir import Path as LinkPath
 from pipemorph.planning.planner import link_on
@@ -63,6 +63,7 @@ def measured_problem(path: str) -> Measured:
         source = "op times stated in the job"
     if report.get("emulated"):
         source += " (EMULATED)"
+    stages = tuple(map(_with_memory, stages, StageBook(spec).footprints))
     try:
         delays, paths = _links(report, spec)
         iterations = [float(each["seconds"]) for each in report["iterations"]]
@@ -84,11 +85,21 @@ def measured_problem(path: str) -> Measured:
 
 
 def _in_ms(stage: StageTimes) -> StageTimes:
-    times = {
-        kind: getattr(stage, kind) * 1e3
-        for kind in ("forward", "backward_input", "backward_weight")
+    kinds = ("forward", "backward_input", "backward_weight", "fused_backward")
+    times = {kind: getattr(stage, kind) for kind in kinds}
+    return stage.model_copy(
+        update={kind: time * 1e3 for kind, time in times.items() if time is not None}
+    )
+
+
+def _with_memory(stage: StageTimes, known: Footprint) -> StageTimes:
+    """With what a microbatch holds and what a copy of that takes, where the job says so."""
+    copy = known.offload_copy
+    memory = {
+        "activation_bytes": known.activation_bytes,
+        "offload_copy": None if copy is None else copy * 1e3,
     }
-    return stage.model_copy(update=times)
+    return stage.model_copy(update=memory)
 
 
 def _links(report: dict[str, Any], spec: JobSpec) -> tuple[list[float], list[LinkPath]]:

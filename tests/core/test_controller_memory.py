@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from plant_support import OP, Plant, spec
 
-from pipemorph.control import JobController
-from pipemorph.control.forecast import Forecast, Option
+from pipemorph.control import JobController, initial_plan
+from pipemorph.control.forecast import Forecast, Option, Situation
 from pipemorph.control.limits import Limits, Room, excess
 from pipemorph.control.profile import StageBook
-from pipemorph.planning import Dispatch, OpKind, Path, Plan, Schedule, StageTimes
+from pipemorph.control.replan import Replan, propose, shown_stages
+from pipemorph.planning import (
+    Dispatch,
+    OpKind,
+    Path,
+    Plan,
+    Schedule,
+    StageTimes,
+    validate,
+    validate_online,
+)
 from pipemorph.planning.offload import device_peak, host_peak
 from pipemorph.spec import JobSpec
 from pipemorph.wire import StageProfile
@@ -342,7 +355,83 @@ def test_bytes_that_nobody_measures_limit_nothing_and_that_is_said_once() -> Non
     job.run(8)
     said = [d.reason for d in job.controller.decisions if "activationMemory" in d.reason]
     assert said == [
-        "activationMemory does not limit stages 0, 1, 2, 3: not measured there what a microbatch"
+        "activationMemory does not limit stages 0-3: not measured there what a microbatch"
         " holds; give inFlightLimit"
     ]
     assert job.plans
+
+
+@given(st.randoms(use_true_random=False), st.sampled_from(list(Dispatch)))
+@settings(max_examples=40, deadline=None)
+def test_no_proposal_is_ever_over_what_there_is_room_for(
+    rng: random.Random, dispatch: Dispatch
+) -> None:
+    """Whatever the rooms, times and delays, for any cause, and with a plan in effect that fits or
+    does not."""
+    count, n = rng.randint(1, 4), rng.randint(1, 10)
+    job = spec(
+        count,
+        n,
+        schedule={"dispatch": dispatch.value},
+        adaptation={"allowOffload": True, "hostMemory": 1, "minGain": rng.choice([0, 0.05])},
+    )
+    rooms = [
+        Room(rng.choice([None, rng.randint(1, 6)]), rng.random() < 0.5, rng.randint(0, 4))
+        for _ in range(count)
+    ]
+    stages = []
+    for room in rooms:
+        in_flight, device = room.limits(n)
+        stages.append(
+            StageTimes(
+                forward=rng.choice([0.01, 0.02]),
+                backward_input=0.01,
+                backward_weight=rng.choice([0.002, 0.01]),
+                fused_backward=rng.choice([None, 0.011, 0.025]),
+                offload_copy=rng.choice([0.0, 0.001, 0.02]),
+                in_flight_limit=in_flight,
+                device_limit=device,
+            )
+        )
+    delays = tuple(rng.choice([0.0, 0.06]) for _ in range(count - 1))
+    slow = tuple(delay > 0 for delay in delays)
+    situation = Situation(
+        tuple(stages), delays, delays, slow, (False,) * len(slow), rooms=tuple(rooms)
+    )
+    first = initial_plan(job)
+    now = Limits.of(first)
+    asked = Replan(
+        spec=job,
+        cause=rng.choice(["slow", "steady", "recovered", "profile", "memory"]),
+        situation=situation,
+        schedule=first.schedule,
+        paths=first.paths,
+        limits=now,
+        home=first.schedule,
+        first_paths=first.paths,
+        home_limits=now,
+        lost=rng.random() < 0.2,
+        remaining=100,
+        change_seconds=None,
+    )
+    proposal = propose(asked)
+    fits = excess(first.schedule, now, rooms, dispatch) is None
+    if proposal.chosen is None:
+        assert fits, proposal.reason
+        return
+    schedule, limits = proposal.chosen.schedule, proposal.chosen.limits
+    validate(schedule, limits.in_flight, limits.device)
+    if dispatch is Dispatch.ONLINE:
+        validate_online(schedule.warmup(), limits.in_flight, device_limits=limits.device)
+    assert excess(schedule, limits, rooms, dispatch) is None
+    for ops, room, device in zip(schedule.stages, rooms, limits.device, strict=True):
+        assert room.device is None or device_peak(ops, device) <= room.device
+        assert host_peak(ops, device) <= room.host
+
+
+@pytest.mark.parametrize(
+    ("stages", "expected"),
+    [([2], "stage 2"), ([0, 1], "stages 0, 1"), ([0, 1, 2, 5, 7, 8, 9], "stages 0-2, 5, 7-9")],
+)
+def test_stages_in_a_sentence(stages: list[int], expected: str) -> None:
+    assert shown_stages(stages) == expected

@@ -262,6 +262,7 @@ def test_a_report_is_a_problem(tmp_path: Path, capsys: Any) -> None:
     found = measured_problem(str(file))
     assert found.source == "op times measured in the run (EMULATED)"
     assert [s.forward for s in found.problem.stages] == [3, 6]
+    assert [s.offload_copy for s in found.problem.stages] == [0, 0]
     assert [s.backward_weight for s in found.problem.stages] == [2, 4]
     assert found.problem.in_flight_limits() == (4, 4)
     assert found.problem.links[0].delay == pytest.approx(20) and found.problem.links[0].queues == 8
