@@ -18,8 +18,10 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= 2
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py --out demo-out
 
-test: lint
-	$(BIN)/python -m pytest
+# Lint runs beside the first tests; tests/all.py says what runs when. A part of it is run with
+# .venv/bin/python -m pytest.
+test: $(STAMP)
+	$(BIN)/python tests/all.py $(MAKE) --no-print-directory lint
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/all.py

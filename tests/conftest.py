@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
+import os
 import signal
+from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+HERE = Path(__file__).parent
+UNTIMED = (
+    "core/planning",
+    *(f"core/test_{name}.py" for name in ("controller", "detector", "manifest")),
+    "core/test_planning_half_duplex.py",
+)
+"""Pure computation that takes a while, marked ``untimed`` as a whole."""
+
+# How long an example takes is a matter of the machine.
+settings.register_profile(
+    "any machine",
+    settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]),
+)
+settings.load_profile("any machine")
 
 _LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("needs_engine") is not None:
+        try:
+            from pipemorph_trainer import _engine  # noqa: F401
+        except ImportError as error:
+            pytest.fail(f"the transfer engine is not built ({error}): `make setup`", pytrace=False)
 
 
 def pytest_configure() -> None:
@@ -19,7 +45,12 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that need a GPU run where there is one. Elsewhere they are neither run nor counted."""
+    """Mark what may run beside others. Tests that need a GPU run where there is one; elsewhere
+    they are neither run nor counted."""
+    for item in items:
+        where = item.path.relative_to(HERE)
+        if any(where.is_relative_to(part) for part in UNTIMED):
+            item.add_marker(pytest.mark.untimed)
     on_gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
     if not on_gpu:
         return
@@ -40,5 +71,11 @@ def pytest_terminal_summary(
         terminalreporter.write_line(
             f"{left_out} tests of CUDA were left out: torch.cuda.is_available() is false here; "
             "on a machine with a GPU run `pytest -m gpu tests/trainer`",
+            yellow=True,
+        )
+    skipped = os.environ.get("PIPEMORPH_TEST_SKIP")
+    if skipped:
+        terminalreporter.write_line(
+            f"PIPEMORPH_TEST_SKIP={skipped}: somebody chose not to check what those tests check",
             yellow=True,
         )

@@ -3,15 +3,15 @@
 
 #include "check.hpp"
 
-// Runs every test, or those whose name contains one of the arguments.
+// Runs every test, or those whose name contains the argument; with -TEXT those whose name does not.
 int main(int argc, char** argv) {
     int failed = 0;
     int ran = 0;
+    const char* text = argc < 2 ? "" : argv[1];
+    const bool inverted = text[0] == '-';
     for (const auto& test : check::tests()) {
-        bool wanted = argc < 2;
-        for (int i = 1; i < argc; ++i)
-            wanted = wanted || std::strstr(test.name, argv[i]) != nullptr;
-        if (!wanted) continue;
+        const bool named = std::strstr(test.name, text + inverted) != nullptr;
+        if (named == inverted) continue;
         ++ran;
         try {
             test.run();

@@ -118,6 +118,7 @@ def test_nothing_is_found(fuzzer, target, tmp_path):
         shutil.copytree(smallest, CORPUS / target)
 
 
+@pytest.mark.untimed
 def test_a_target_that_there_is_not_is_refused(fuzzer):
     done = subprocess.run(
         [fuzzer],

@@ -18,7 +18,7 @@ BUILD = suite.ROOT / "build" / "engine-tests"
 COMPILER = [os.environ.get("CXX", "c++"), "-std=c++20", "-O1"]
 SCHEDULES = 20_000
 
-pytestmark = [pytest.mark.slow, suite.pytestmark]
+pytestmark = [pytest.mark.slow, pytest.mark.untimed]
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ MUTANTS = {
 @pytest.fixture(scope="module")
 def objects() -> list[pathlib.Path]:
     """The simulation's objects and the library, as the plain suite is built."""
-    suite.build("engine-tests", "CMAKE_BUILD_TYPE=Release")
+    suite.build(*suite.BUILDS["plain"])
     folder = BUILD / "CMakeFiles/engine_tests.dir/tests/engine"
     found = [folder / "main.cpp.o", *sorted(folder.glob("sim_*.cpp.o"))]
     assert len(found) > 3, f"no objects of the simulation in {folder}"

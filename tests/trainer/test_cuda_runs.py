@@ -14,12 +14,11 @@ from jobs import Job, Record, assert_same, make_plan
 from launch import run_ranks
 
 from pipemorph.planning import Path
-from pipemorph_trainer.links import engine_module
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.multiprocess,
-    pytest.mark.skipif(engine_module() is None, reason="the engine is not built"),
+    pytest.mark.needs_engine,
     pytest.mark.timeout(400),
 ]
 SECONDS = 300.0

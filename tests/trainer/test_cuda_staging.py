@@ -16,13 +16,12 @@ from torch.profiler import ProfilerActivity, profile
 from pipemorph.planning import OpKind
 from pipemorph_trainer.accelerator import CudaAccelerator
 from pipemorph_trainer.executor.device_times import DeviceTimes, LossCopy
-from pipemorph_trainer.links import engine_module
 from pipemorph_trainer.paths.message import TensorMeta
 from pipemorph_trainer.profile import TimedOp
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(engine_module() is None, reason="the engine is not built"),
+    pytest.mark.needs_engine,
 ]
 DEVICE = torch.device("cuda", 0)
 MEBI = 1 << 20

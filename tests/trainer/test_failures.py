@@ -15,12 +15,10 @@ from torch import Tensor, nn
 
 from pipemorph.spec import Fault
 from pipemorph_trainer import Pipeline, TrainerContext
-from pipemorph_trainer.links import engine_module
 
 pytestmark = pytest.mark.multiprocess
 
-needs_engine = pytest.mark.skipif(engine_module() is None, reason="the engine is not built")
-PATHS = ["direct", pytest.param("delegated", marks=needs_engine)]
+PATHS = ["direct", pytest.param("delegated", marks=pytest.mark.needs_engine)]
 
 
 class Breaks(nn.Module):
@@ -141,7 +139,7 @@ def test_sigterm_says_what_was_waited_for() -> None:
     assert MISSING.search(said[0]), said
 
 
-@needs_engine
+@pytest.mark.needs_engine
 @pytest.mark.parametrize("what", ["data", "control"])
 def test_a_severed_engine_connection_changes_nothing(what: str) -> None:
     faults = [Fault(link=link, from_iteration=1, sever=what) for link in (0, 1)]  # type: ignore[arg-type]

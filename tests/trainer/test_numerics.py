@@ -9,16 +9,14 @@ from launch import run_ranks
 
 from pipemorph.planning import Path
 from pipemorph.spec import Fault
-from pipemorph_trainer.links import engine_module
 
 pytestmark = pytest.mark.multiprocess
 
 POLICIES = ("gpipe", "1f1b", "zero-bubble", "pipemorph")
-needs_engine = pytest.mark.skipif(engine_module() is None, reason="the engine is not built")
 PATHS = [
     pytest.param("direct", "auto", id="direct"),
-    pytest.param("delegated", "tcp", id="tcp", marks=needs_engine),
-    pytest.param("delegated", "shm", id="shm", marks=needs_engine),
+    pytest.param("delegated", "tcp", id="tcp", marks=pytest.mark.needs_engine),
+    pytest.param("delegated", "shm", id="shm", marks=pytest.mark.needs_engine),
 ]
 
 
@@ -57,7 +55,7 @@ def test_under_delays(dispatch: str, path: str, engine: str) -> None:
     )
 
 
-@needs_engine
+@pytest.mark.needs_engine
 @pytest.mark.parametrize("engine", ["tcp", "shm"])
 def test_plan_and_path_switch_in_mid_run(engine: str) -> None:
     job = Job(3, 6, policy="1f1b", path="auto", engine=engine, iterations=8)

@@ -20,10 +20,7 @@ from pipemorph.planning import OpKind, Path
 from pipemorph_trainer import TrainerContext, links, pipeline, world
 from pipemorph_trainer.devices import own_device
 from pipemorph_trainer.executor.device_times import LAUNCHED_AHEAD, DeviceTimes, LossCopy
-from pipemorph_trainer.links import engine_module
 from pipemorph_trainer.profile import TimedOp
-
-needs_engine = pytest.mark.skipif(engine_module() is None, reason="the engine is not built")
 
 
 def simulate(context: TrainerContext, job: Job, seed: int) -> tuple[Record, int, list[str]]:
@@ -39,7 +36,7 @@ def simulate(context: TrainerContext, job: Job, seed: int) -> tuple[Record, int,
     return record, sum(nbytes for _, nbytes in device.copied), threads
 
 
-@needs_engine
+@pytest.mark.needs_engine
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("policy", "engine", "dispatch"),
@@ -59,7 +56,7 @@ def test_delegated_runs(policy: str, engine: str, dispatch: str) -> None:
         assert not [name for name in threads if name.startswith("pipemorph-to-")], threads
 
 
-@needs_engine
+@pytest.mark.needs_engine
 @pytest.mark.multiprocess
 def test_switching_between_paths() -> None:
     job = Job(3, 6, policy="1f1b", path="auto", iterations=6)
@@ -88,7 +85,7 @@ def _fail_in_mid_run(context: TrainerContext, job: Job) -> None:
     train(context, job)
 
 
-@needs_engine
+@pytest.mark.needs_engine
 @pytest.mark.multiprocess
 def test_a_device_that_fails_ends_the_run_in_words() -> None:
     job = Job(3, 6, path="delegated", engine="tcp", iterations=20)
@@ -126,7 +123,7 @@ def _plain(context: TrainerContext) -> tuple[list[str], list[str]]:
     return names, kinds
 
 
-@needs_engine
+@pytest.mark.needs_engine
 @pytest.mark.multiprocess
 def test_the_cpu_needs_none_of_it() -> None:
     for names, kinds in run_ranks(2, _plain, timeout=100):

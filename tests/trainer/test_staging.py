@@ -21,12 +21,11 @@ from torch import Tensor
 
 from pipemorph.spec import Fault
 from pipemorph_trainer.errors import PipelineError, WaitTimeoutError
-from pipemorph_trainer.links import engine_module
 from pipemorph_trainer.paths.faults import Shaper
 from pipemorph_trainer.paths.message import Direction, TensorMeta
 from pipemorph_trainer.paths.staging import AHEAD
 
-pytestmark = pytest.mark.skipif(engine_module() is None, reason="the engine is not built")
+pytestmark = pytest.mark.needs_engine
 
 
 @pytest.fixture(params=["tcp", "shm"])

@@ -15,12 +15,10 @@ from pipemorph.spec import Fault
 from pipemorph.wire import LinkSample
 from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
 from pipemorph_trainer.control import RankTelemetry
-from pipemorph_trainer.links import engine_module
 
 pytestmark = pytest.mark.multiprocess
 
-needs_engine = pytest.mark.skipif(engine_module() is None, reason="the engine is not built")
-PATHS = ["direct", pytest.param("delegated", marks=needs_engine)]
+PATHS = ["direct", pytest.param("delegated", marks=pytest.mark.needs_engine)]
 TIMES = (0.004, 0.005, 0.002)
 MICROBATCHES, ITERATIONS = 8, 4
 

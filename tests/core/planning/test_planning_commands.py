@@ -125,7 +125,6 @@ def test_reads_standard_input(example: Any, capsys: Any, monkeypatch: Any) -> No
 
 
 def test_text_and_png(example: Any, capsys: Any, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     assert main(["plan", example(20), "--output", "text"]) == 0
     text = capsys.readouterr().out
     assert "410 ms" in text and text.count("stage") == 4

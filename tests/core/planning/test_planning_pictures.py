@@ -89,7 +89,6 @@ def test_a_measured_timeline_starts_anywhere_and_has_marks() -> None:
 
 @pytest.mark.parametrize("policy", [Policy.ZERO_BUBBLE, Policy.ONE_F_ONE_B])
 def test_png_is_a_png(policy: Policy) -> None:
-    pytest.importorskip("matplotlib")
     assert render_png(timeline(policy, delay=20)).startswith(b"\x89PNG")
 
 
@@ -115,7 +114,6 @@ def test_a_title_cannot_end_the_page() -> None:
 
 
 def test_caps_are_drawn_per_stage() -> None:
-    pytest.importorskip("matplotlib")
     stages = (TEN.model_copy(update={"in_flight_limit": 2}), TEN)
     planned = plan(Problem(microbatches=4, stages=stages, links=(Link(delay=20),)))
     drawn = Timeline.of_simulation(planned.simulation, planned.problem)

@@ -1,0 +1,122 @@
+"""Runs all that CI checks, in two lanes, and says how each part ended.
+
+The tests of the Kubernetes level wait most of the time. Beside them, at low priority, runs what no
+clock decides: the linters, and the tests marked ``untimed``. All other tests have the machine to
+themselves. Every test is in exactly one part, since the parts' marker expressions exclude each
+other and leave nothing out. What runs beside others writes to build/tests and is shown at its end.
+
+    python tests/all.py make lint      (what follows is run first in the lane beside)
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[1]
+OUT = ROOT / "build" / "tests"
+LOWEST_PRIORITY = ["nice", "-n", "19"]
+
+
+@dataclass
+class Part:
+    """A command, its status once it has ended, and what it says where nobody sees it."""
+
+    name: str
+    command: list[str]
+    shown: bool = True
+    status: int | None = None
+    seconds: float = 0.0
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def log(self) -> Path:
+        return OUT / f"{self.name}.log"
+
+    @property
+    def counts(self) -> Path:
+        return OUT / f"{self.name}.xml"
+
+    def run(self) -> None:
+        began = time.monotonic()
+        if self.shown:
+            self.process = subprocess.Popen(self.command, cwd=ROOT)
+            self.status = self.process.wait()
+        else:
+            with self.log.open("wb") as log:
+                self.process = subprocess.Popen(
+                    LOWEST_PRIORITY + self.command, cwd=ROOT, stdout=log, stderr=log
+                )
+                self.status = self.process.wait()
+        self.seconds = time.monotonic() - began
+
+    def __str__(self) -> str:
+        how = {0: "ok", None: "not run"}.get(self.status, f"FAILED (exit {self.status})")
+        return f"{self.name:12} {how:18} {self.seconds:5.0f} s   {self._counted()}"
+
+    def _counted(self) -> str:
+        if not self.counts.exists():
+            return ""
+        suite = ElementTree.parse(self.counts).getroot().find("testsuite")
+        assert suite is not None, f"{self.counts} has no testsuite"
+        total, *rest = (int(suite.get(k, 0)) for k in ("tests", "failures", "errors", "skipped"))
+        names = ("failed", "errors", "SKIPPED")
+        told = [f"{n} {name}" for n, name in zip(rest, names, strict=True) if n]
+        return ", ".join([f"{total - sum(rest)} passed", *told])
+
+
+def pytest(name: str, expression: str, *, shown: bool = True) -> Part:
+    made = Part(name, [], shown)
+    made.command = [sys.executable, "-m", "pytest", "-m", expression]
+    # Two at once must not write one file.
+    made.command += [f"--junitxml={made.counts}", "-o", f"cache_dir={OUT / f'{name}.cache'}"]
+    return made
+
+
+def main(lint: list[str]) -> int:
+    OUT.mkdir(parents=True, exist_ok=True)
+    kubernetes = pytest("kubernetes", "not untimed and (cluster or node)")
+    alone = pytest("alone", "not untimed and not (cluster or node)")
+    beside = [pytest("untimed", "untimed", shown=False)]
+    if lint:
+        beside.insert(0, Part("lint", lint, shown=False))
+    parts = [*beside, kubernetes, alone]
+    for part in parts:
+        part.counts.unlink(missing_ok=True)
+
+    def run_beside() -> None:
+        for part in beside:
+            part.run()
+
+    names = " and ".join(part.name for part in beside)
+    print(f"beside the first part: {names}; output in {OUT.relative_to(ROOT)}", flush=True)
+    lane = threading.Thread(target=run_beside, daemon=True)
+    lane.start()
+    try:
+        kubernetes.run()
+        print(f"waiting for what ran beside: {names}", flush=True)
+        lane.join()
+        for part in beside:
+            print(f"\n{f' {part.name} ':-^100}\n{part.log.read_text(errors='replace')}", flush=True)
+        alone.run()
+    finally:
+        for part in parts:
+            if part.process is not None and part.process.poll() is None:
+                part.process.terminate()
+                part.process.wait()
+    print(f"\n{' all parts ':=^100}")
+    for part in parts:
+        print(part)
+    return 0 if all(part.status == 0 for part in parts) else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)
