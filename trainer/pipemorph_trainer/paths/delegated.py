@@ -51,11 +51,14 @@ class DelegatedIncoming:
         self._here: dict[int, list[_engine.Message | None]] = {}
 
     def reserve(self, messages: int, batch: Batch) -> None:
-        """Grant slots for ``messages`` messages ahead of their use."""
+        """Grant slots for ``messages`` messages ahead of their use. Raises
+        :class:`PipelineError` if the link is dead."""
         largest = max((meta.nbytes for meta in batch.metas), default=0)
-        self._link.reserve(
-            int(self._direction), messages * max(1, len(batch.metas)), max(1, largest)
-        )
+        slots = messages * max(1, len(batch.metas))
+        try:
+            self._link.reserve(int(self._direction), slots, max(1, largest))
+        except RuntimeError as error:
+            raise PipelineError(str(error)) from error
 
     def begin(self, batch: Batch) -> None:
         self._batch = batch
