@@ -15,6 +15,10 @@ from pipemorph.wire import StageProfile
 WINDOWS = 9
 """Profiles a median is taken over: a few iterations, so that one pause does not show."""
 
+FUSING_PAYS = 0.02
+"""How much shorter than its parts, as a fraction of them, a fused backward must be measured to be
+planned with. Less is no better than what op times are measured with."""
+
 
 def expected_times(spec: JobSpec) -> tuple[StageTimes, ...] | None:
     """Op times the spec states, seconds; None if it states none.
@@ -179,13 +183,16 @@ class StageBook:
             max(median(ops[kind]) for ops in replicas) for kind in range(3)
         )
         fused = [w.fused for w in windows if w.fused is not None]
+        whole = max(fused) if len(fused) == len(replicas) else None
+        if whole is not None and whole > (1 - FUSING_PAYS) * (backward_input + backward_weight):
+            whole = None
         known = self._memory(stage)
         # Not checked again: every profile was, and this is done once per iteration and stage.
         return StageTimes.model_construct(
             forward=forward,
             backward_input=backward_input,
             backward_weight=backward_weight,
-            fused_backward=max(fused) if len(fused) == len(replicas) else None,
+            fused_backward=whole,
             in_flight_limit=known.in_flight_limit,
             device_limit=known.device_limit,
             activation_bytes=known.activation_bytes,

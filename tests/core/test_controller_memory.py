@@ -300,6 +300,12 @@ def test_fused_profiles_leave_the_times_of_split_backwards_as_they_were() -> Non
     assert (times[1].backward_input, times[1].backward_weight) == (2.0, 1.5)
     assert times[1].fused_backward == 3.1
     assert times[0].fused_backward is None
+    # One that is shorter by less than what is noise is none.
+    for _ in range(20):
+        book.observe(StageProfile(stage=1, backward_input=3.45, backward_weight=0.0, **split))  # type: ignore[arg-type]
+    times = book.times()
+    assert times is not None
+    assert times[1].fused_backward is None
     # A stage that cannot split has no parts to remember.
     whole = split | {"split": "fused"}
     for _ in range(20):
