@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-DEADLINE = 30.0
+DEADLINE = 60.0
 MARK = "LOCAL_HOST_TEST"
 
 FAKE_RANK = '''

@@ -171,7 +171,7 @@ def test_timeout_names_link_key_and_what_is_missing():
         start = time.monotonic()
         with pytest.raises(EngineTimeout) as e:
             p.accepted.receive((1, 7, 3, 0, 0), 0.25)
-        assert 0.2 < time.monotonic() - start < 5
+        assert 0.2 < time.monotonic() - start < 30
         assert str(e.value) == (
             "link 3 (rank 0 <-> 1): nothing arrived for F microbatch 3 of iteration 7 "
             "(tensor 0, generation 1) within 0.2 s; link is up, 8 of 8 slots free"
@@ -557,7 +557,7 @@ with pairs.in_process() as p:
         start = time.monotonic()
         c.send_signal(2)
         assert c.stdout.readline() == "interrupted\n"
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 30
         assert c.wait(30) == 0
 
 

@@ -236,7 +236,7 @@ def test_a_stopped_peer_is_noticed_by_its_silence():
             start = time.monotonic()
             with pytest.raises(EngineError, match="rank 1"):
                 peer.link.receive((0, 0, 0, 1, 0), 60.0)
-            assert 0.5 < time.monotonic() - start < 6
+            assert 0.5 < time.monotonic() - start < 30
         finally:
             os.kill(peer.pid, signal.SIGCONT)
 

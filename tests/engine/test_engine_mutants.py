@@ -90,7 +90,7 @@ def objects() -> list[pathlib.Path]:
     return [*found, BUILD / "libengine_core.a"]
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_simulation_notices(name, objects, tmp_path):
     mutant = MUTANTS[name]
@@ -113,7 +113,7 @@ def test_the_simulation_notices(name, objects, tmp_path):
         check=False,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     if not mutant.edits:
         assert done.returncode == 0, done.stdout

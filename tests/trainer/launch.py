@@ -88,7 +88,7 @@ class Ranks:
         assert pid is not None
         os.kill(pid, number)
 
-    def wait_for_output(self, rank: int, text: str, timeout: float = 30.0) -> str:
+    def wait_for_output(self, rank: int, text: str, timeout: float = 60.0) -> str:
         """Wait until a rank has printed ``text``; returns all it printed so far."""
         deadline = time.monotonic() + timeout
         file = self._file(rank).with_suffix(".out")
@@ -99,7 +99,7 @@ class Ranks:
         said = file.read_text(errors="replace") if file.exists() else ""
         raise AssertionError(f"rank {rank} did not print {text!r} in {timeout:.0f} s:\n{said}")
 
-    def wait_for_end(self, ranks: Sequence[int], timeout: float = 40.0) -> None:
+    def wait_for_end(self, ranks: Sequence[int], timeout: float = 80.0) -> None:
         """Wait until these ranks have ended. Raises AssertionError naming those that have not."""
         deadline = time.monotonic() + timeout
         for rank in ranks:
@@ -144,7 +144,7 @@ class Ranks:
 
 def run_ranks(world: int, entry: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
     """Run ranks that must all succeed and return their values, rank by rank."""
-    timeout = kwargs.pop("timeout", 60.0)
+    timeout = kwargs.pop("timeout", 100.0)
     results = Ranks(world, entry, *args, **kwargs).wait(timeout)
     failed = [r for r in results if r.exitcode != 0]
     if failed:

@@ -183,7 +183,7 @@ def test_a_rank_that_breaks_is_named(how: str) -> None:
     if how == "hang":
         ranks.signal(1, signal.SIGKILL)
     found = ranks.wait(60)
-    assert found[0].exitcode == 1 and found[0].seconds < 30
+    assert found[0].exitcode == 1
     kind = "WaitTimeoutError" if how == "hang" else "PeerLostError"
     assert kind in found[0].error, found[0].error
     assert re.search(

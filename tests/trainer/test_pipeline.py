@@ -221,6 +221,7 @@ print(f"rank {context.rank} loss {loss:.6f}")
 """
 
 
+@pytest.mark.timeout(240)
 def test_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
@@ -233,7 +234,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=200,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

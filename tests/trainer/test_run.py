@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 
 STAGES, MICROBATCHES = 4, 12
 TIMES = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}
 SLOW_LINK, SLOW_FROM, SLOW_TO, DELAY_MS = 2, 6, 14, 60.0
 ITERATIONS = 24
-DEADLINE = 110
+DEADLINE = 280
 
 
 @dataclass
@@ -195,7 +195,7 @@ def test_a_rank_that_is_killed_ends_the_run_with_what_the_others_waited_for(
         if entry.name.isdigit() and _is_rank(int(entry.name), host.pid, 2)
     )
     os.kill(victim, signal.SIGKILL)
-    rest, _ = host.communicate(timeout=60)
+    rest, _ = host.communicate(timeout=120)
     output = "".join(said) + rest
     assert host.returncode == 1, output
     assert "rank 2 (stage 2) was killed by SIGKILL" in output
@@ -224,7 +224,7 @@ def test_ctrl_c_in_mid_training(tmp_path: Path) -> None:
         if "iteration 1 of" in line or "iteration 2 of" in line:
             break
     host.send_signal(signal.SIGINT)
-    output, _ = host.communicate(timeout=60)
+    output, _ = host.communicate(timeout=120)
     assert host.returncode == 130, output
     assert "to go on from the newest checkpoint" in output
     report = json.loads((tmp_path / "out" / "report.json").read_text())

@@ -246,8 +246,9 @@ def test_an_emulated_op_takes_its_time_without_using_the_cpu() -> None:
     began, cpu = time.monotonic(), time.thread_time()
     for _ in range(10):
         accelerator.hold(0.005)
-    assert time.monotonic() - began >= 0.0495
-    assert time.thread_time() - cpu < 0.02
+    elapsed = time.monotonic() - began
+    assert elapsed >= 0.0495
+    assert time.thread_time() - cpu < 0.5 * elapsed
 
 
 def test_a_full_disk_ends_the_traces_and_not_the_training(
