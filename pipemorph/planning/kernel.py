@@ -15,7 +15,9 @@ from pipemorph.planning.bounds import hard_caps
 from pipemorph.planning.bounds import lower_bound as plain_lower_bound
 from pipemorph.planning.costs import Costs
 from pipemorph.planning.dispatch import Rules, dispatch
+from pipemorph.planning.execution import Executor
 from pipemorph.planning.order import KINDS, Order
+from pipemorph.planning.policies import zero_bubble_warmup
 from pipemorph.planning.problem import Problem
 from pipemorph.planning.search import Found, Task
 
@@ -40,7 +42,7 @@ def task_for(problem: Problem) -> Task:
         caps=hard_caps(problem),
         warmup=problem.warmup,
         paper_warmup=warmup,
-        start=None if _plain(costs) else _paper_order(problem, costs, warmup),
+        start=None if _plain(costs) else _start(problem, costs, warmup),
         listing_effort=max(plain.LISTING_EFFORT, plain.FEWEST_LISTINGS * ops),
     )
 
@@ -89,8 +91,19 @@ def _plain(costs: Costs) -> bool:
     return min(times) > 0 and not any(costs.outstanding) and not any(costs.half_duplex)
 
 
-def _paper_order(problem: Problem, costs: Costs, warmup: tuple[int, ...]) -> Order:
-    """What the paper's algorithm runs."""
+def _start(problem: Problem, costs: Costs, warmup: tuple[int, ...]) -> Order:
+    """What the paper's algorithm runs. Where directions share a link, which the list scheduler
+    knows nothing of, also what its order finds with the warm-up of zero-bubble, if that is
+    shorter."""
+    paper = _in_order(problem, costs, warmup)
+    if problem.warmup is not None or not any(costs.half_duplex):
+        return paper
+    other = _in_order(problem, costs, zero_bubble_warmup(problem))
+    return min(paper, other, key=Executor(costs).run)
+
+
+def _in_order(problem: Problem, costs: Costs, warmup: tuple[int, ...]) -> Order:
+    """B before F before W, as soon as they can."""
     rules = Rules.of(problem, warmup, exact_warmup=problem.warmup is not None)
     found = dispatch(costs, rules)
     return [bytearray(KINDS.index(run[0]) for run in stage) for stage in found.runs]

@@ -48,11 +48,15 @@ def zero_bubble(problem: Problem) -> Schedule:
     7-5-3-1 at S=4); a cap takes warm-up away (ZB-H1 at ``K = S``). The order is a list
     schedule made for links that take no time, so a delay is not planned for.
     """
-    count = problem.stage_count
-    wanted = [2 * (count - i) - 1 for i in range(count)]
-    warmup = problem.warmup or fit_warmup(wanted, problem)
+    warmup = problem.warmup or zero_bubble_warmup(problem)
     rules = Rules.of(problem, warmup, exact_warmup=True)
     return as_schedule(dispatch(Costs.of(problem).without_delay(), rules).runs, problem)
+
+
+def zero_bubble_warmup(problem: Problem) -> tuple[int, ...]:
+    """Forwards that cover the round trip of equal stages, as far as caps allow."""
+    count = problem.stage_count
+    return fit_warmup([2 * (count - i) - 1 for i in range(count)], problem)
 
 
 def fit_warmup(wanted: Sequence[int], problem: Problem) -> tuple[int, ...]:

@@ -7,7 +7,17 @@ import random
 import pytest
 
 from pipemorph.errors import InputError
-from pipemorph.planning import Link, Path, Policy, Problem, StageTimes, link_on, parse_problem
+from pipemorph.planning import (
+    Dispatch,
+    Link,
+    Path,
+    Policy,
+    Problem,
+    StageTimes,
+    link_on,
+    parse_problem,
+    simulate,
+)
 from pipemorph.planning import plan as make_plan
 from pipemorph.planning.costs import Costs
 from pipemorph.planning.half_duplex import starts_in_time
@@ -101,3 +111,27 @@ links: [{delay: 1, half_duplex: true}]
 """
     with pytest.raises(InputError, match=r"links\[0\].*half_duplex without queues"):
         parse_problem(text)
+
+
+def test_no_order_of_online_dispatch_is_shorter_than_the_plan() -> None:
+    """With the warm-up of zero-bubble, whose order the plan of three of these was longer than."""
+    rng = random.Random(7)
+    for _ in range(200):
+        count, n = rng.choice([2, 4, 6, 8]), rng.choice([8, 12, 16, 24])
+        cap = rng.choice([None, None, 2 * count, count + 2])
+        stages = tuple(
+            StageTimes(
+                forward=rng.uniform(7, 13),
+                backward_input=rng.uniform(7, 13),
+                backward_weight=rng.uniform(4, 10),
+                in_flight_limit=cap,
+            )
+            for _ in range(count)
+        )
+        links = tuple(
+            Link(delay=rng.choice([0, 2, 10, 30, 60]), queues=1, outstanding=2, half_duplex=True)
+            for _ in range(count - 1)
+        )
+        problem = Problem(microbatches=n, stages=stages, links=links)
+        online = simulate(make_plan(problem, Policy.ZERO_BUBBLE).schedule, problem, Dispatch.ONLINE)
+        assert make_plan(problem).makespan <= predict(online.schedule(), problem) * (1 + 1e-9)
