@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipemorph.planning import Op, OpKind, Problem, Schedule
+from pipemorph.planning import Op, OpKind, Problem, Schedule, predict, simulate
 from pipemorph.planning.simulator import TimedOp
 
 Key = tuple[int, OpKind, int]
@@ -154,6 +154,16 @@ def fixpoint_ends(schedule: Schedule, problem: Problem) -> dict[Key, float]:
                     arrival[i, kind, m] = leaves + way.delay
                     changed = True
     return end
+
+
+def assert_runs_as_the_fixpoint(schedule: Schedule, problem: Problem) -> None:
+    """Every op ends when :func:`fixpoint_ends` says, in the simulation and the prediction."""
+    ends = fixpoint_ends(schedule, problem)
+    simulation = simulate(schedule, problem)
+    for i, ops in enumerate(simulation.stages):
+        for op in ops:
+            assert op.end == ends[i, op.kind, op.microbatch]
+    assert simulation.makespan == predict(schedule, problem) == max(ends.values())
 
 
 def optimum(problem: Problem) -> float:

@@ -7,7 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning_reference import fixpoint_ends
+from planning_reference import assert_runs_as_the_fixpoint, fixpoint_ends
 from planning_strategies import problems, random_schedule
 
 from pipemorph.errors import InputError
@@ -45,12 +45,7 @@ def test_static_equals_the_fixpoint_of_its_constraints(problem: Problem, seed: i
             with pytest.raises(ScheduleError, match="waits for ever"):
                 run_static(schedule, Costs.of(problem))
             continue
-        ends = fixpoint_ends(schedule, problem)
-        simulation = simulate(schedule, problem)
-        for i, ops in enumerate(simulation.stages):
-            for op in ops:
-                assert op.end == ends[i, op.kind, op.microbatch]
-        assert simulation.makespan == predict(schedule, problem) == max(ends.values())
+        assert_runs_as_the_fixpoint(schedule, problem)
 
 
 @given(problem=problems(half_duplex=True))
