@@ -71,9 +71,8 @@ class DeviceCopies:
 
     def out(self, block: Block, parts: Sequence[tuple[int, Tensor]]) -> None:
         device = self._accelerator
+        # The tensors are complete, and a way back out of the block is over: both are behind.
         device.wait(self._side, device.record(device.compute_stream()))
-        if block.used is not None:
-            device.wait(self._side, block.used)
         for offset, part in parts:
             device.copy(self._side, block.memory[offset : offset + part.numel()], part)
             self._leaving.append(part)
@@ -86,11 +85,10 @@ class DeviceCopies:
             self._leaving.clear()
 
     def back(self, block: Block, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
+        # Also the copy into the block is over then: the side stream keeps its order.
         self.settle()
         device = self._accelerator
         compute = device.compute_stream()
-        if block.used is not None:
-            device.wait(compute, block.used)
         found = []
         for offset, nbytes in sizes:
             memory = device.empty((nbytes,), torch.uint8, compute)

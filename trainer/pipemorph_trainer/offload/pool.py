@@ -24,8 +24,8 @@ def aligned(nbytes: int) -> int:
 class Block:
     """Host memory of one microbatch. ``memory``: uint8 (bytes,).
 
-    ``used``: behind the newest copy from or to it, which the next one has to wait for in its
-    stream. None: nothing to wait for.
+    ``used``: behind the newest copy from or to it, which has to be over before the memory goes.
+    None: nothing to wait for.
     """
 
     def __init__(self, memory: Tensor) -> None:
