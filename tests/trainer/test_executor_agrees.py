@@ -157,6 +157,12 @@ class End:
         self.incoming, self.outgoing = incoming, outgoing
         self.sends = Direction.FORWARD if peer > link else Direction.BACKWARD
 
+    def attend(self) -> None:
+        """Links that cannot break ask for nothing again."""
+
+    def settled(self) -> bool:
+        return True
+
 
 class Runner:
     """Ops that take their time on the world's clock."""
