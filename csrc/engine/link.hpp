@@ -160,6 +160,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
         // A newer connection took their place; they are still to be retired on their thread.
         std::vector<std::shared_ptr<DataPath>> replaced;
         std::string trouble;  // why it was lost last
+        bool local = false;   // a socket between two processes of one host
         uint64_t chunks = 0;
         uint64_t bytes = 0;
         // Rails.
@@ -212,6 +213,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     bool leave_to_other_rails(uint32_t index, int64_t now_ns) const;
     bool rails_carry() const;
     bool sockets_may_carry(int64_t now_ns) const;
+    bool stands_by(uint32_t index) const;
     void note_carrier();
     PathStats describe(const Path& path) const;
     std::string paths_text() const;

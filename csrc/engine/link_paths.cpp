@@ -3,6 +3,7 @@
 
 #include "engine/link.hpp"
 #include "os/clock.hpp"
+#include "os/socket.hpp"
 #include "path/shm_path.hpp"
 #include "path/tcp_path.hpp"
 
@@ -47,6 +48,7 @@ void Link::attach_data(uint32_t path, uint32_t epoch, Fd fd) {
                 std::make_shared<ShmPath>(reactor, shared_from_this(), path, epoch, std::move(fd));
         else {
             set_unacked_limit(fd, runtime_->peer_deadline_ns / 2);
+            p.local = is_local(fd);
             now =
                 std::make_shared<TcpPath>(reactor, shared_from_this(), path, epoch, std::move(fd));
         }
@@ -120,6 +122,16 @@ void Link::dial_paths() {
     }
 }
 
+// Within a host one socket per thread keeps the thread busy, and what would wait in a second one
+// only pushes payloads out of the cache. The others carry when it is lost.
+bool Link::stands_by(uint32_t index) const {
+    if (!paths_[index].local) return false;
+    const Reactor& own = paths_[index].live->reactor();
+    return std::any_of(paths_.begin(), paths_.begin() + index, [&](const Path& p) {
+        return p.local && p.live && p.machine.carries() && &p.live->reactor() == &own;
+    });
+}
+
 std::optional<ChunkTask> Link::next_chunk(uint32_t path, uint32_t epoch) {
     const Lock lock(mu_);
     Path& p = paths_[path];
@@ -130,6 +142,7 @@ std::optional<ChunkTask> Link::next_chunk(uint32_t path, uint32_t epoch) {
         if (p.kind == Transport::rdma ? leave_to_other_rails(path, now) : !sockets_may_carry(now))
             return std::nullopt;
     }
+    if (stands_by(path)) return std::nullopt;
     auto task = out_.next_chunk(path, epoch, wall_ns(), now);
     if (task) {
         ++p.chunks;

@@ -18,6 +18,7 @@ class TcpPath final : public StreamPath {
     bool header_received();
     bool chunk_received();
     void payload_received(size_t bytes);
+    bool lands() const;
 
     // Sending: header, payload, trailer.
     std::optional<ChunkTask> task_;
@@ -35,7 +36,6 @@ class TcpPath final : public StreamPath {
     ChunkSink sink_;
     uint64_t payload_have_ = 0;
     uint32_t crc_in_ = 0;
-    std::vector<uint8_t> waste_;  // where dropped payloads go
 };
 
 }  // namespace pipemorph

@@ -1,9 +1,11 @@
 // A TCP path against a hand-written peer: what is on the wire, byte by byte.
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstring>
 #include <mutex>
+#include <random>
 
 #include "check.hpp"
 #include "crypto/crc32c.hpp"
@@ -21,6 +23,7 @@ struct FakeHost final : PathHost {
     std::mutex mu;
     std::condition_variable changed;
     std::vector<uint8_t> slot = std::vector<uint8_t>(kBytes);
+    std::vector<uint8_t> posted;  // if any, payloads are for this and not for the slot
     int taken = 0;
     int intact = 0;
     int broken = 0;
@@ -35,7 +38,8 @@ struct FakeHost final : PathHost {
         changed.notify_all();
         ChunkSink sink;
         sink.verdict = h.slot == 0 ? ChunkSink::Verdict::take : ChunkSink::Verdict::invalid;
-        if (h.slot == 0) sink.data = slot.data();
+        sink.slot_data = slot.data();
+        if (h.slot == 0) sink.data = posted.empty() ? slot.data() : posted.data();
         return sink;
     }
     void finish_chunk(const ChunkSink&, bool ok) override {
@@ -136,6 +140,33 @@ TEST(path_takes_chunks_however_they_are_cut) {
         wire.say(Bytes(both).subspan(at, std::min<size_t>(97, both.size() - at)));
     wire.host->until([&] { return wire.host->intact == 2; });
     CHECK(wire.host->slot == std::vector<uint8_t>(kBytes, 8) && wire.host->lost.empty());
+}
+
+TEST(path_stores_a_posted_payload_where_it_belongs) {
+    constexpr uint32_t kLarge = 300'001;
+    Wire wire;
+    wire.host->posted.resize(kLarge);
+    ChunkHeader h = header();
+    h.message.bytes = kLarge;
+    h.chunk_bytes = 1 << 20;
+    std::vector<uint8_t> payload(kLarge);
+    for (size_t i = 0; i < payload.size(); ++i) payload[i] = static_cast<uint8_t>(i * i >> 7);
+    std::array<uint8_t, kChunkHeaderSize> head;
+    encode_chunk(h, head);
+    std::vector<uint8_t> all(head.begin(), head.end());
+    all.insert(all.end(), payload.begin(), payload.end());
+    Writer(all).u32(crc32c(0, payload));
+    // In odd pieces, each read before the next one comes: all of them begin off a cache line.
+    std::mt19937 random(5);
+    for (size_t at = 0; at < all.size();) {
+        const size_t n = std::min<size_t>(1 + random() % 40'000, all.size() - at);
+        wire.say(Bytes(all).subspan(at, n));
+        for (int pass = 0; pass < 2; ++pass) wire.on_reactor([] {});
+        at += n;
+    }
+    wire.host->until([&] { return wire.host->intact == 1; });
+    CHECK(wire.host->posted == payload && wire.host->lost.empty());
+    CHECK(wire.host->slot == std::vector<uint8_t>(kBytes));
 }
 
 TEST(path_with_a_wrong_checksum_is_given_up_and_the_chunk_not_counted) {
