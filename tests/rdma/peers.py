@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from guests import Fabric, Guest, GuestError
+from guests import Fabric, Guest, GuestError, Task
 
 WORKER = Path(__file__).with_name("worker.py")
 TIMEOUT = 60.0
@@ -24,16 +24,17 @@ def engine_module() -> str:
     return spec.origin
 
 
-class Peer:
-    """A worker process in a guest."""
+class Remote:
+    """A program in a guest that answers commands, several at a time: see worker.py."""
 
-    def __init__(self, guest: Guest, rank: int) -> None:
-        self.guest, self.rank = guest, rank
-        self.task = guest.python("-S", str(WORKER), engine_module())
+    def __init__(self, name: str, task: Task) -> None:
+        self.name, self.task = name, task
         self._numbers = itertools.count(1)
         self._answers: dict[int, dict[str, Any]] = {}
         self._lock = threading.Lock()
-        self._wait(0, TIMEOUT)
+
+    def await_ready(self, deadline: float = TIMEOUT) -> None:
+        self._wait(0, deadline)
 
     def start(self, op: str, **arguments: Any) -> int:
         """Begin a command; :meth:`result` waits for its end."""
@@ -44,7 +45,7 @@ class Peer:
     def result(self, number: int, deadline: float = TIMEOUT * 2) -> Any:
         said = self._wait(number, deadline)
         if "error" in said:
-            raise GuestError(f"worker {self.rank}: {said['error']}")
+            raise GuestError(f"{self.name}: {said['error']}")
         return said["result"]
 
     def do(self, op: str, *, deadline: float = TIMEOUT * 2, **arguments: Any) -> Any:
@@ -56,10 +57,6 @@ class Peer:
         assert "error" in said, f"it succeeded: {said}"
         return str(said["error"])
 
-    def stats(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.do("stats")
-        return found
-
     def _wait(self, number: int, deadline: float) -> dict[str, Any]:
         end = time.monotonic() + deadline
         while True:
@@ -68,10 +65,24 @@ class Peer:
                     return self._answers.pop(number)
             left = end - time.monotonic()
             if left <= 0:
-                raise GuestError(f"worker {self.rank} did not answer within {deadline} s")
+                raise GuestError(f"{self.name} did not answer within {deadline} s")
             said = self.task.hear(min(left, 5.0)) if left < 5 else self.task.hear(left)
             with self._lock:
                 self._answers[said["number"]] = said
+
+
+class Peer(Remote):
+    """One end of a link: a worker process in a guest."""
+
+    def __init__(self, guest: Guest, rank: int) -> None:
+        super().__init__(f"worker {rank}", guest.python("-S", str(WORKER), engine_module()))
+        self.guest, self.rank = guest, rank
+        self.await_ready()
+        self.pid: int = self.do("pid")
+
+    def stats(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.do("stats")
+        return found
 
 
 class Link:

@@ -1,6 +1,7 @@
 """One link over two rails, and what can happen to them: every message arrives once, unharmed.
 
-Each test looks at the device's or the kernel's own counters for proof that the fault happened.
+Each test of a fault has the kernel's word that it happened: a counter of the device or of the
+filter that drops, its GID table, its list of queue pairs, or what it says of a process.
 """
 
 import signal
@@ -15,6 +16,8 @@ MIB = 1 << 20
 
 
 def test_both_rails_carry_and_nothing_is_sent_twice(fabric: Fabric):
+    both = [fabric.rail(fabric.a, n) for n in (0, 1)]
+    sent = [rail.counter("sent_pkts") for rail in both]
     with linked(fabric) as link:
         assert link.transport == "rdma"
         assert link.opened["rails"] == ["rxe0 port 1", "rxe1 port 1"]
@@ -29,6 +32,9 @@ def test_both_rails_carry_and_nothing_is_sent_twice(fabric: Fabric):
         assert all(p["chunks"] > 0 for p in rails)
         assert all(p["chunks"] == 0 for p in sockets)
         assert link.b.stats()["duplicate_chunks"] == 0
+        # A packet has at most 4096 bytes.
+        for rail, before, path in zip(both, sent, rails, strict=True):
+            assert rail.counter("sent_pkts") - before >= path["bytes"] // 4096
 
 
 def test_cable_pulled_in_mid_message_and_put_back(fabric: Fabric):
@@ -130,14 +136,15 @@ def test_a_rail_that_flaps_twice(fabric: Fabric):
 
 
 def test_the_gid_is_looked_up_again_when_it_changes(fabric: Fabric):
-    rail, other = fabric.rail(fabric.a, 0), fabric.rail(fabric.b, 0)
+    rail = fabric.rail(fabric.a, 0)
     with linked(fabric) as link:
         link.reserve(4, MIB)
         link.rails_up(2)
         before = rail.gids()
         rail.guest.run("ip", "-4", "address", "flush", "dev", rail.netdev)
         rail.guest.run("ip", "address", "add", "10.77.1.77/24", "dev", rail.netdev)
-        assert rail.gids() != before
+        changed = rail.gids()
+        assert changed != before
         link.transfer(6, MIB).finish()
         until(
             "a queue pair with the new address",
@@ -146,14 +153,17 @@ def test_the_gid_is_looked_up_again_when_it_changes(fabric: Fabric):
             lambda: paths_text(link.a.stats()),
         )
         link.rails_up(2)
-        carried = link.a.stats()["paths"][0]["chunks"]
+        carried, sent = link.a.stats()["paths"][0]["chunks"], rail.counter("sent_pkts")
         link.transfer(8, MIB).finish()
         assert link.a.stats()["paths"][0]["chunks"] > carried
-        assert other.counter("link_downed") >= 0
+        # The old address is gone, so the kernel sent these from the new one.
+        assert rail.gids() == changed
+        assert rail.counter("sent_pkts") > sent
 
 
 def test_required_rdma_refuses_to_fall_back(fabric: Fabric):
     rails = [fabric.rail(fabric.a, n) for n in (0, 1)]
+    downed = [rail.counter("link_downed") for rail in rails]
     with linked(fabric, require="rdma", peer_deadline=4.0) as link:
         link.reserve(2, MIB)
         link.rails_up(2)
@@ -166,6 +176,7 @@ def test_required_rdma_refuses_to_fall_back(fabric: Fabric):
         assert "rdma is required, and no rail to rank 1 has been up" in error
         assert "rxe0 port 1" in error
         assert "rank 0" in link.b.error_of(receiving)
+        assert all(r.counter("link_downed") > n for r, n in zip(rails, downed, strict=True))
         assert link.a.stats()["fallbacks"] == 0
 
 
@@ -173,12 +184,16 @@ def test_a_killed_peer_is_not_taken_for_a_dead_path(fabric: Fabric):
     with linked(fabric, peer_deadline=5.0) as link:
         link.reserve(4, 2 * MIB)
         link.rails_up(2)
+        # Not in mid-message: asking takes longer than the transfer.
+        assert fabric.b.queue_pairs() == 2
         transfer = link.transfer(8, 2 * MIB)
         transfer.until_chunks(4, path=0)
         link.b.task.signal(signal.SIGKILL)
         with pytest.raises(GuestError, match=r"rank 1 is gone: nobody listens"):
             link.a.result(transfer._sending)
         assert not link.a.stats()["alive"]
+        assert link.b.task.reap() == -signal.SIGKILL
+        assert fabric.b.queue_pairs() == 0
 
 
 def test_a_stopped_peer_is_noticed_by_its_silence(fabric: Fabric):
@@ -190,6 +205,9 @@ def test_a_stopped_peer_is_noticed_by_its_silence(fabric: Fabric):
         link.b.task.signal(signal.SIGSTOP)
         with pytest.raises(GuestError, match=r"no control connection to rank 1"):
             link.a.result(transfer._sending)
+        # Not gone: the kernel keeps it stopped, with its queue pairs.
+        assert fabric.b.process_stat(link.b.pid).state == "T"
+        assert fabric.b.queue_pairs() == 2
 
 
 def test_a_peer_stopped_for_less_than_the_deadline_goes_on(fabric: Fabric):
@@ -199,7 +217,10 @@ def test_a_peer_stopped_for_less_than_the_deadline_goes_on(fabric: Fabric):
         transfer = link.transfer(8, 2 * MIB)
         transfer.until_chunks(4, path=0)
         link.b.task.signal(signal.SIGSTOP)
+        stopped = fabric.b.process_stat(link.b.pid)
+        assert stopped.state == "T"
         fabric.b.run("sleep", "3")
+        assert fabric.b.process_stat(link.b.pid) == stopped
         link.b.task.signal(signal.SIGCONT)
         transfer.finish()
         assert link.b.stats()["messages_received"] == 8

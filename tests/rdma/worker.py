@@ -10,6 +10,7 @@ package around it, which would bring torch.
 import hashlib
 import importlib.util
 import json
+import os
 import random
 import sys
 import threading
@@ -33,12 +34,28 @@ def payload(index: int, size: int) -> bytes:
     return random.Random(index).randbytes(size)
 
 
+def stats_of(link: Any) -> dict[str, Any]:
+    """All counters of a link, for JSON."""
+    s = link.stats()
+    path = ("kind", "rail", "state", "trouble", "epoch", "chunks", "bytes", "times_lost",
+            "bytes_per_second", "rtt_min")  # fmt: skip
+    names = [n for n in dir(s) if not n.startswith("_") and n != "paths"]
+    return {n: getattr(s, n) for n in names} | {
+        "paths": [{n: getattr(p, n) for n in path} for p in s.paths],
+        "alive": link.alive,
+        "error": link.error,
+    }
+
+
 class Worker:
     def __init__(self, module: Any) -> None:
         self.module = module
         self.engine: Any = None
         self.link: Any = None
         self.tickets: list[int] = []
+
+    def pid(self) -> Any:
+        return os.getpid()
 
     def open(self, **settings: Any) -> Any:
         self.engine = self.module.Engine(job="guest/1", secret=b"secret", **settings)
@@ -83,15 +100,7 @@ class Worker:
         return wrong
 
     def stats(self) -> Any:
-        s = self.link.stats()
-        path = ("kind", "rail", "state", "trouble", "epoch", "chunks", "bytes", "times_lost",
-                "bytes_per_second", "rtt_min")  # fmt: skip
-        names = [n for n in dir(s) if not n.startswith("_") and n != "paths"]
-        return {n: getattr(s, n) for n in names} | {
-            "paths": [{n: getattr(p, n) for n in path} for p in s.paths],
-            "alive": self.link.alive,
-            "error": self.link.error,
-        }
+        return stats_of(self.link)
 
     def sever(self, path: int) -> Any:
         self.link.sever_data_path(path)

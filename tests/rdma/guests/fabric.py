@@ -21,6 +21,8 @@ from guests.kernel import Kernel, Say, kernel
 
 AGENT = Path(__file__).with_name("agent.py")
 ROCE_PORT = 4791
+# The operation of a reliable connection's acknowledgement (InfiniBand specification, 9.2.1).
+ACKNOWLEDGE = 0x11
 _NICS = range(3)
 # Without crc32 `rdma link add` fails with "No such file".
 _MODULES = (
@@ -61,16 +63,18 @@ class Rail:
         self.guest.run("ip", "link", "set", self.netdev, "mtu", "9000", "up")
         self.guest.run("ip", "address", "replace", f"{self.address}/24", "dev", self.netdev)
 
-    def drop_incoming(self) -> None:
+    def drop_incoming(self, *, only_acknowledgements: bool = False) -> None:
         """Lose every RoCE packet that comes in here; the cable and TCP stay as they are.
 
         Not on its way out of the other end: rxe takes that for a full queue and tries again at
         once, for ever, which starves the guest.
         """
+        # The first byte of the payload is the operation; 20 bytes of IPv4 and 8 of UDP before it.
+        what = f"match u8 {ACKNOWLEDGE:#x} 0xff at 28 " if only_acknowledgements else ""
         self.guest.sh(
             f"tc qdisc replace dev {self.netdev} clsact; "
             f"tc filter add dev {self.netdev} ingress protocol ip u32 "
-            f"match ip protocol 17 0xff match ip dport {ROCE_PORT} 0xffff action drop"
+            f"match ip protocol 17 0xff match ip dport {ROCE_PORT} 0xffff {what}action drop"
         )
 
     def dropped(self) -> int:
@@ -166,6 +170,8 @@ def _set_up(guest: Guest, from_host: Kernel) -> None:
     for module in _MODULES:
         guest.try_run("modprobe", "-d", str(from_host.root), module)
     guest.run("modprobe", "-d", str(from_host.root), "virtio_net")
+    # The trainer tells hosts apart by their names.
+    guest.sh(f"echo {guest.name} > /proc/sys/kernel/hostname")
     guest.run("ip", "link", "set", "eth0", "up")
     guest.run("ip", "address", "add", f"{Fabric.CONTROL[guest.name]}/24", "dev", "eth0")
     for number in (0, 1):

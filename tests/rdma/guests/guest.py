@@ -21,7 +21,8 @@ from testbed.waiting import wait_for
 from guests.kernel import Kernel
 
 BOOT_DEADLINE = 120.0
-MEMORY_MIB = 1536
+# Torch, and what three processes with it and the files they came from need.
+MEMORY_MIB = 2560
 
 
 class GuestError(TestbedError):
@@ -33,6 +34,14 @@ class Done:
     rc: int
     out: str
     err: str
+
+
+@dataclass(frozen=True)
+class ProcessStat:
+    """What the kernel says of a process in /proc/<pid>/stat."""
+
+    state: str
+    cpu_ticks: int
 
 
 @dataclass(frozen=True)
@@ -189,6 +198,20 @@ class Guest:
     def read(self, path: str) -> str:
         return base64.b64decode(self.ask("read", path=path)["text"]).decode()
 
+    def process_stat(self, pid: int) -> ProcessStat:
+        # The name, in parentheses, may have spaces in it.
+        fields = self.read(f"/proc/{pid}/stat").rsplit(")", 1)[1].split()
+        return ProcessStat(fields[0], int(fields[11]) + int(fields[12]))
+
+    def queue_pairs(self) -> int:
+        """How many reliable connections the kernel keeps, for whatever process."""
+        said = json.loads(self.run("rdma", "-j", "resource", "show", "qp"))
+        return sum(pair["type"] == "RC" for pair in said)
+
+    def sent_bytes(self, netdev: str) -> int:
+        """By the kernel's count of the network device."""
+        return int(self.read(f"/sys/class/net/{netdev}/statistics/tx_bytes"))
+
     def spawn(self, *argv: str, env: Mapping[str, str] | None = None) -> "Task":
         answer = self.ask("spawn", argv=[str(a) for a in argv], env=dict(env or {}))
         return Task(self, answer["task"], " ".join(argv))
@@ -203,6 +226,7 @@ class Task:
 
     def __init__(self, guest: Guest, number: int, name: str) -> None:
         self.guest, self.number, self.name = guest, number, name
+        self._rc: int | None = None
 
     def tell(self, message: Any) -> None:
         self.guest.ask("tell", task=self.number, line=json.dumps(message))
@@ -222,11 +246,15 @@ class Task:
         return self.hear(deadline)
 
     def signal(self, number: signal.Signals) -> None:
-        self.guest.ask("signal", task=self.number, signum=int(number))
+        if self._rc is None:
+            self.guest.ask("signal", task=self.number, signum=int(number))
 
     def reap(self, deadline: float = 30.0) -> int:
-        answer = self.guest.ask("reap", deadline, task=self.number, deadline=deadline)
-        return int(answer["rc"])
+        """Wait for its end; how it ended, as of subprocess."""
+        if self._rc is None:
+            answer = self.guest.ask("reap", deadline, task=self.number, deadline=deadline)
+            self._rc = int(answer["rc"])
+        return self._rc
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)

@@ -1,0 +1,232 @@
+"""Training over rails that break: it goes on, and every loss is that of an undisturbed run, to the
+bit.
+
+One training run goes through all the faults that it can survive, each made while an iteration is
+under way, and each shown by a counter or a table of the kernel's. Three stages in two guests, so
+that both links cross the cables.
+"""
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from guests import Fabric, Rail
+from peers import until
+from training import MESSAGE_BYTES, Training
+
+pytestmark = [pytest.mark.rdma, pytest.mark.slow, pytest.mark.timeout(900)]
+
+# As many as the tests below make together.
+ITERATIONS = 10
+# The sockets come after the rails in a link's paths.
+TCP = range(2, 6)
+# How long a rank may take to notice: the engine's own deadline of 10 s, on a slow processor.
+NOTICED = 45.0
+
+
+@pytest.fixture(scope="module")
+def runs(fabric: Fabric) -> Iterator[Training]:
+    made = Training(fabric, ITERATIONS)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def training(runs: Training, request: pytest.FixtureRequest) -> Iterator[Training]:
+    """Both runs; after a test that failed the disturbed one begins anew."""
+    before = request.session.testsfailed
+    yield runs
+    if request.session.testsfailed > before:
+        runs.give_up()
+
+
+@contextmanager
+def slow_rails(*rails: Rail) -> Iterator[None]:
+    """Half a second for each chunk, so that what is done next happens in mid-message."""
+    for rail in rails:
+        rail.slow("20mbit")
+    try:
+        yield
+    finally:
+        for rail in rails:
+            rail.at_full_speed()
+
+
+def _of_ipv4(gid: str) -> bool:
+    return gid.startswith("0000:0000:0000:0000:0000:ffff:")
+
+
+def test_a_cable_pulled_in_mid_message(training: Training, fabric: Fabric):
+    job = training.job()
+    rail, other = fabric.rail(fabric.a, 0), fabric.rail(fabric.a, 1)
+    job.rail_up(0)
+    downed, resent = rail.counter("link_downed"), job.total("chunks_resent")
+    with training.disturbed() as block:
+        with slow_rails(rail, other):
+            block.until_chunks(1, path=0)
+            rail.unplug()
+            block.assert_in_progress()
+        assert rail.counter("link_downed") > downed
+    assert all(end["paths"][0]["times_lost"] >= 1 for end in job.link_ends())
+    # It was in mid-message, and the other rail went on.
+    assert job.total("chunks_resent") > resent
+    assert block.chunks([1]) > 0, job.text()
+    rail.plug()
+    job.rail_up(0)
+    sent = rail.counter("sent_pkts")
+    with training.disturbed() as block:
+        pass
+    assert block.carried(0), job.text()
+    assert rail.counter("sent_pkts") > sent
+
+
+def test_acknowledgements_lost(training: Training, fabric: Fabric):
+    """What rank 0 sends over rail 0 arrives, and it cannot know."""
+    job = training.job()
+    rail, other = fabric.rail(fabric.a, 0), fabric.rail(fabric.a, 1)
+    job.rail_up(0)
+    retries, received = rail.counter("completer_retry_err"), job.total("messages_received")
+    lost = job.ranks[0].link(0)["paths"][0]["times_lost"]
+    with training.disturbed() as block:
+        with slow_rails(rail, other):
+            block.until_chunks(1, path=0)
+            rail.drop_incoming(only_acknowledgements=True)
+            block.assert_in_progress()
+        until(
+            "rank 0's queue pair given up",
+            lambda: job.ranks[0].link(0)["paths"][0]["times_lost"] > lost,
+            30.0,
+            job.text,
+        )
+        assert rail.dropped() > 0
+        rail.deliver_again()
+    assert rail.counter("completer_retry_err") > retries
+    # Each once, though some chunks were sent twice.
+    assert job.total("messages_received") == received + block.messages()
+
+
+def test_all_rails_down_and_back(training: Training, fabric: Fabric):
+    job = training.job()
+    rails = [fabric.rail(fabric.b, n) for n in (0, 1)]
+    for n in (0, 1):
+        job.rail_up(n)
+    downed = [rail.counter("link_downed") for rail in rails]
+    fallbacks, failbacks = job.total("fallbacks"), job.total("failbacks")
+    before = fabric.b.sent_bytes("eth0")
+    with training.disturbed() as block:
+        block.until_chunks(1, path=0)
+        for rail in rails:
+            rail.unplug()
+        block.assert_in_progress()
+    assert all(rail.counter("link_downed") > n for rail, n in zip(rails, downed, strict=True))
+    assert job.total("fallbacks") >= fallbacks + 2, job.text()
+    assert all(end["transport"] == "tcp" for end in job.link_ends())
+    assert block.chunks(TCP) > 0, job.text()
+    assert fabric.b.sent_bytes("eth0") > before + block.messages() // 2 * MESSAGE_BYTES
+    for n, rail in enumerate(rails):
+        rail.plug()
+        job.rail_up(n)
+    assert all(end["transport"] == "rdma" for end in job.link_ends())
+    assert job.total("failbacks") == failbacks + job.total("fallbacks") - fallbacks
+    sent = [rail.counter("sent_pkts") for rail in rails]
+    with training.disturbed() as block:
+        pass
+    assert all(rail.counter("sent_pkts") > n for rail, n in zip(rails, sent, strict=True))
+    assert block.chunks(TCP) == 0, job.text()
+
+
+def test_a_rail_that_flaps_twice(training: Training, fabric: Fabric):
+    job = training.job()
+    rail = fabric.rail(fabric.b, 1)
+    downed = rail.counter("link_downed")
+    job.rail_up(1)
+    epoch = job.ranks[0].link(0)["paths"][1]["epoch"]
+    for flap in (1, 2):
+        with training.disturbed() as block:
+            block.until_chunks(1, path=1)
+            rail.unplug()
+            rail.plug()
+            block.assert_in_progress()
+        assert rail.counter("link_downed") >= downed + flap
+        job.rail_up(1)
+    assert job.ranks[0].link(0)["paths"][1]["epoch"] >= epoch + 2
+
+
+def test_a_gid_that_changes(training: Training, fabric: Fabric):
+    job = training.job()
+    rail = fabric.rail(fabric.a, 0)
+    job.rail_up(0)
+    gids, epoch = rail.gids(), job.ranks[0].link(0)["paths"][0]["epoch"]
+    with training.disturbed() as block:
+        block.until_chunks(1, path=0)
+        rail.guest.run("ip", "-4", "address", "flush", "dev", rail.netdev)
+        rail.guest.run("ip", "address", "add", "10.77.1.77/24", "dev", rail.netdev)
+        block.assert_in_progress()
+    changed = rail.gids()
+    assert not set(changed) & {g for g in gids if _of_ipv4(g)}, (gids, changed)
+    job.rail_up(0)
+    assert job.ranks[0].link(0)["paths"][0]["epoch"] > epoch
+    sent = rail.counter("sent_pkts")
+    with training.disturbed() as block:
+        pass
+    # There is no other address that these packets could have.
+    assert rail.gids() == changed
+    assert rail.counter("sent_pkts") > sent
+    assert block.carried(0), job.text()
+    rail.guest.run("ip", "-4", "address", "flush", "dev", rail.netdev)
+    rail.plug()
+
+
+def test_a_rank_stopped_for_less_than_the_deadline(training: Training, fabric: Fabric):
+    job = training.job()
+    stopped = job.ranks[1]
+    with training.disturbed() as block:
+        block.until_chunks(1, path=0)
+        stopped.signal(signal.SIGSTOP)
+        try:
+            assert stopped.process_state() == "T"
+            block.assert_in_progress(of=(0, 2))
+            before = stopped.cpu_ticks()
+            time.sleep(3)  # shorter than half of the engine's deadline: nothing to wait for
+            assert (stopped.process_state(), stopped.cpu_ticks()) == ("T", before)
+        finally:
+            stopped.signal(signal.SIGCONT)
+
+
+def test_a_killed_rank_ends_the_others_by_name(training: Training, fabric: Fabric):
+    job = training.job()
+    assert fabric.b.queue_pairs() > 0
+    block = job.begin(1)
+    block.until_chunks(1, path=0)
+    job.ranks[1].signal(signal.SIGKILL)
+    began = time.monotonic()
+    for error in block.errors(of=(0, 2), deadline=NOTICED):
+        assert error.startswith("PeerLostError: "), error
+        assert "rank 1 (stage 1) is gone" in error
+    assert time.monotonic() - began < NOTICED
+    until("the end of all ranks", lambda: all(r.ended() is not None for r in job.ranks), 20.0)
+    assert [rank.ended() for rank in job.ranks] == [1, -signal.SIGKILL, 1]
+    assert fabric.b.queue_pairs() == 0
+    training.give_up()
+
+
+def test_a_rank_stopped_for_ever_ends_the_others_by_name(training: Training, fabric: Fabric):
+    job = training.job()
+    job.train(1)
+    block = job.begin(1)
+    block.until_chunks(1, path=0)
+    job.ranks[1].signal(signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        for error in block.errors(of=(0, 2), deadline=NOTICED):
+            assert error.startswith("PeerLostError: "), error
+            assert "rank 1" in error
+        assert time.monotonic() - began < NOTICED
+        # It is there all the same, with its queue pairs.
+        assert job.ranks[1].process_state() == "T"
+        assert fabric.b.queue_pairs() > 0
+    finally:
+        job.ranks[1].signal(signal.SIGCONT)
+    training.give_up()

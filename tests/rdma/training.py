@@ -1,0 +1,276 @@
+"""A training job across the guests, from the test's side: rank 0 and 2 in guest a, 1 in b.
+
+Both of its links run between the guests. The ranks are forked from one process per guest
+(training_launcher.py), which lives as long as the module's tests.
+"""
+
+import itertools
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from guests import Fabric, Guest
+from peers import Remote, paths_text, until
+
+LAUNCHER = Path(__file__).with_name("training_launcher.py")
+STAGES = 3
+MICROBATCHES = 4
+# Rows of 8 floats: messages of 1.25 MiB, which is two chunks.
+ROWS = 40960
+MESSAGE_BYTES = ROWS * 8 * 4
+IMPORT_DEADLINE = 540.0
+# An emulated processor that shares two real ones with much else.
+TRAIN_DEADLINE = 400.0
+
+SPEC: dict[str, Any] = {
+    "parallelism": {"stages": STAGES},
+    "schedule": {"microbatches": MICROBATCHES, "policy": "pipemorph"},
+    "transport": {"engine": "rdma", "path": "delegated", "deadlineSeconds": 300.0},
+    # The test says how many, not the job.
+    "trainer": {"module": "none", "threads": 1, "iterations": 1000},
+}
+
+
+class Launchers:
+    """The process with torch in each guest."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        self.fabric = fabric
+        env = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        self._of = {
+            guest.name: Remote(f"launcher {guest.name}", guest.python(str(LAUNCHER), env=env))
+            for guest in (fabric.a, fabric.b)
+        }
+        # Both import at the same time.
+        for launcher in self._of.values():
+            launcher.await_ready(IMPORT_DEADLINE)
+        self.ports = itertools.count(29500)
+
+    def __getitem__(self, guest: Guest) -> Remote:
+        return self._of[guest.name]
+
+    def kill(self) -> None:
+        # The agent made a session for each, so this takes the ranks, too.
+        for launcher in self._of.values():
+            launcher.task.kill()
+
+
+class RankOf:
+    """One rank of a job."""
+
+    def __init__(self, job: "TrainingJob", rank: int) -> None:
+        self.job, self.rank = job, rank
+        self.guest = job.fabric.b if rank % 2 else job.fabric.a
+        self._launcher = job.launchers[self.guest]
+        self._name = f"job {job.port} rank {rank}"
+        self.pid = 0
+
+    def start(self, op: str, **arguments: Any) -> int:
+        return self._launcher.start(op, name=self._name, **arguments)
+
+    def result(self, number: int, deadline: float = TRAIN_DEADLINE) -> Any:
+        return self._launcher.result(number, deadline)
+
+    def error_of(self, number: int, deadline: float) -> str:
+        return self._launcher.error_of(number, deadline)
+
+    def do(self, op: str, **arguments: Any) -> Any:
+        return self.result(self.start(op, **arguments))
+
+    def state(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.do("state")
+        return found
+
+    def link(self, link: int) -> dict[str, Any]:
+        """The counters of this rank's end of a link."""
+        found: dict[str, Any] = self.state()["links"][str(link)]
+        return found
+
+    def signal(self, number: signal.Signals) -> None:
+        self.guest.run("kill", f"-{int(number)}", str(self.pid))
+
+    def process_state(self) -> str:
+        """The kernel's letter for it: T is stopped."""
+        return self.guest.process_stat(self.pid).state
+
+    def cpu_ticks(self) -> int:
+        """The processor time it has had."""
+        return self.guest.process_stat(self.pid).cpu_ticks
+
+    def ended(self) -> int | None:
+        found: int | None = self.do("ended")
+        return found
+
+
+class TrainingJob:
+    """A job that trains when it is told to, in one run from its start to its end."""
+
+    def __init__(self, launchers: Launchers) -> None:
+        self.launchers, self.fabric = launchers, launchers.fabric
+        self.port = next(launchers.ports)
+        self.iteration = 0
+        # After an iteration: each rank's weights, as a hash.
+        self.weights: dict[int, list[str]] = {}
+        self.ranks = [RankOf(self, rank) for rank in range(STAGES)]
+        started = []
+        for rank in self.ranks:
+            seat = {
+                "rank": rank.rank, "world_size": STAGES, "local_rank": 0,
+                "master_addr": Fabric.CONTROL["a"], "master_port": self.port,
+            }  # fmt: skip
+            started.append(rank.start("launch", seat=seat, spec=SPEC, rows=ROWS))
+        for rank, number in zip(self.ranks, started, strict=True):
+            rank.pid = rank.result(number)
+
+    def begin(self, iterations: int) -> "Block":
+        return Block(self, iterations)
+
+    def train(self, iterations: int) -> list[str]:
+        return self.begin(iterations).finish()
+
+    def ends(self) -> list[tuple[RankOf, int]]:
+        """Every end of every link."""
+        return [(self.ranks[r], link) for link in range(STAGES - 1) for r in (link, link + 1)]
+
+    def link_ends(self) -> list[dict[str, Any]]:
+        """The counters of every end of every link."""
+        return [rank.link(link) for rank, link in self.ends()]
+
+    def total(self, counter: str) -> int:
+        """A counter, summed over all ends of all links."""
+        return sum(int(end[counter]) for end in self.link_ends())
+
+    def rail_up(self, rail: int, deadline: float = 40.0) -> None:
+        """Wait until every link uses a rail, at both ends."""
+        until(
+            f"rail {rail} up on every link",
+            lambda: all(rank.link(k)["paths"][rail]["state"] == "UP" for rank, k in self.ends()),
+            deadline,
+            self.text,
+        )
+
+    def text(self) -> str:
+        return " | ".join(
+            f"rank {rank.rank} link {link}: {paths_text(rank.link(link))}"
+            for rank, link in self.ends()
+        )
+
+    def kill(self) -> None:
+        for rank in self.ranks:
+            if rank.pid and rank.ended() is None:
+                rank.signal(signal.SIGKILL)
+
+    def finish(self) -> None:
+        closing = [rank.start("finish") for rank in self.ranks]
+        for rank, number in zip(self.ranks, closing, strict=True):
+            rank.result(number, 30.0)
+
+
+class Block:
+    """Iterations under way on all ranks."""
+
+    def __init__(self, job: TrainingJob, iterations: int) -> None:
+        self.job = job
+        self.first, self.until = job.iteration, job.iteration + iterations
+        self._before = {
+            (rank.rank, link): [p["chunks"] for p in rank.link(link)["paths"]]
+            for rank, link in job.ends()
+        }
+        self._running = [rank.start("train", until=self.until) for rank in job.ranks]
+
+    def until_chunks(self, more: int, path: int, rank: int = 0, link: int = 0) -> None:
+        """Wait until one end of a link has given so many chunks of these iterations to a path."""
+        before = self._before[rank, link][path]
+        until(
+            f"{more} chunks from rank {rank} on path {path} of link {link}",
+            lambda: self.job.ranks[rank].link(link)["paths"][path]["chunks"] >= before + more,
+            120.0,
+            self.job.text,
+        )
+
+    def chunks(self, paths: Sequence[int]) -> int:
+        """How many chunks of these iterations these paths were given, at all ends together."""
+        return sum(
+            rank.link(link)["paths"][path]["chunks"] - self._before[rank.rank, link][path]
+            for rank, link in self.job.ends()
+            for path in paths
+        )
+
+    def carried(self, path: int) -> bool:
+        """Whether every end of every link has given a path chunks of these iterations."""
+        return all(
+            rank.link(link)["paths"][path]["chunks"] > self._before[rank.rank, link][path]
+            for rank, link in self.job.ends()
+        )
+
+    def messages(self) -> int:
+        """How many messages these iterations are, on all links."""
+        return (self.until - self.first) * 2 * (STAGES - 1) * MICROBATCHES
+
+    def assert_in_progress(self, of: Sequence[int] = range(STAGES)) -> None:
+        """So what was done before this line was done in the middle of these iterations."""
+        states = [self.job.ranks[r].state() for r in of]
+        assert any(s["inside"] and s["iteration"] < self.until for s in states), states
+
+    def finish(self) -> list[str]:
+        """The losses, of every iteration; all ranks have the same."""
+        said = [
+            rank.result(number) for rank, number in zip(self.job.ranks, self._running, strict=True)
+        ]
+        self.job.iteration = self.until
+        losses: list[str] = said[0]["losses"]
+        assert len(losses) == self.until - self.first
+        assert all(s["losses"] == losses for s in said), said
+        self.job.weights[self.until] = [s["weights"] for s in said]
+        return losses
+
+    def errors(self, of: Sequence[int], deadline: float) -> list[str]:
+        """How these ranks failed."""
+        return [self.job.ranks[r].error_of(self._running[r], deadline) for r in of]
+
+
+class Training:
+    """An undisturbed run, and one that goes through every fault and must equal it."""
+
+    def __init__(self, fabric: Fabric, iterations: int) -> None:
+        self.fabric = fabric
+        self.launchers = Launchers(fabric)
+        undisturbed = TrainingJob(self.launchers)
+        # One by one, since the weights are compared after any of them.
+        self.losses = [undisturbed.train(1)[0] for _ in range(iterations)]
+        self.weights = undisturbed.weights
+        undisturbed.finish()
+        self._job: TrainingJob | None = None
+
+    def job(self) -> TrainingJob:
+        """The run that is disturbed, from where the last test left it."""
+        if self._job is None:
+            self._job = TrainingJob(self.launchers)
+        return self._job
+
+    @contextmanager
+    def disturbed(self, iterations: int = 1) -> Iterator[Block]:
+        """Iterations to make a fault in. They must end, and equal those of the other run."""
+        job = self.job()
+        assert job.iteration + iterations <= len(self.losses), "the undisturbed run is too short"
+        pids = [rank.pid for rank in job.ranks]
+        block = job.begin(iterations)
+        yield block
+        assert block.finish() == self.losses[block.first : block.until]
+        assert job.weights[block.until] == self.weights[block.until]
+        # No restart: the same processes, in the same job.
+        assert [rank.pid for rank in job.ranks] == pids
+        assert all(rank.ended() is None for rank in job.ranks)
+
+    def give_up(self) -> None:
+        """End the disturbed run, and undo what was done to the guests."""
+        if self._job is not None:
+            self._job.kill()
+            self._job = None
+        self.fabric.restore()
+
+    def close(self) -> None:
+        self.launchers.kill()
+        self.fabric.restore()

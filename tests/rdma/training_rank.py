@@ -1,0 +1,137 @@
+"""One rank of a training job in a guest; training_launcher.py forks it.
+
+Commands come as JSON lines, and answers go out as such:
+
+  train   run iterations; the answer has every loss, as the hexadecimal of its bits
+  state   where the rank is and its links' counters, also in the middle of an iteration
+  finish  close the pipeline in peace and end
+"""
+
+import hashlib
+import json
+import os
+import queue
+import threading
+import traceback
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from worker import stats_of
+
+from pipemorph.spec import PipeMorphJob
+from pipemorph_trainer import Pipeline, PipelineError, TrainerContext
+
+WIDTH = 8
+_answering = threading.Lock()
+
+
+class Stage(nn.Module):
+    """Little to compute and much to send: an emulated processor does 100 million operations
+    a second."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        torch.manual_seed(100 + index)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.relu(self.linear(x))
+
+
+def make_batch(iteration: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Input and target of shape (rows, WIDTH)."""
+    generator = torch.Generator().manual_seed(iteration)
+    x = torch.rand(rows // 1024, WIDTH, generator=generator).repeat(1024, 1)
+    return x, x.flip(1)
+
+
+def answer(number: int, **said: Any) -> None:
+    line = memoryview(json.dumps({"number": number, **said}).encode() + b"\n")
+    with _answering:
+        while line:
+            line = line[os.write(1, line) :]
+
+
+class Rank:
+    def __init__(self, seat: dict[str, Any], spec: dict[str, Any], rows: int) -> None:
+        self.rows = rows * spec["schedule"]["microbatches"]
+        job = PipeMorphJob.model_validate(
+            {
+                "apiVersion": "pipemorph.io/v1alpha1",
+                "kind": "PipeMorphJob",
+                "metadata": {"name": "guests"},
+                "spec": spec,
+            }
+        )
+        self.stage = Stage(seat["rank"])
+        self.optimizer = torch.optim.SGD(self.stage.parameters(), lr=0.05, momentum=0.9)
+        self.inside = False
+        self.pipe = Pipeline(
+            self.stage,
+            context=TrainerContext(**seat, job=job),
+            loss_fn=nn.functional.mse_loss,
+            optimizer=self.optimizer,
+        )
+
+    def train(self, until: int) -> dict[str, Any]:
+        losses = []
+        while self.pipe.iteration < until:
+            x, target = make_batch(self.pipe.iteration, self.rows)
+            self.optimizer.zero_grad()
+            self.inside = True
+            loss = self.pipe.step(x, target=target)
+            self.inside = False
+            self.optimizer.step()
+            losses.append(loss.item().hex())
+        weights = hashlib.sha256()
+        for parameter in self.stage.parameters():
+            weights.update(parameter.detach().numpy().tobytes())
+        return {"losses": losses, "weights": weights.hexdigest()}
+
+    def state(self) -> dict[str, Any]:
+        links = {}
+        for end in self.pipe._neighbours.ends:
+            assert end.engine_link is not None
+            links[end.link] = {"path": end.path.value, **stats_of(end.engine_link)}
+        return {"iteration": self.pipe.iteration, "inside": self.inside, "links": links}
+
+    def serve(self, todo: "queue.Queue[dict[str, Any]]") -> int:
+        """Carry out `train` and `finish`, on the main thread; the exit status."""
+        while True:
+            request = todo.get()
+            try:
+                if request["op"] == "finish":
+                    self.pipe.close()
+                    answer(request["number"], result=None)
+                    return 0
+                answer(request["number"], result=self.train(**request["arguments"]))
+            except PipelineError as error:
+                answer(request["number"], error=f"{type(error).__name__}: {error}")
+                return 1
+            except Exception:  # noqa: BLE001 - the test shows it
+                answer(request["number"], error=traceback.format_exc()[-3000:])
+                return 1
+
+
+def run(number: int, commands: int, arguments: dict[str, Any]) -> int:
+    """Join the job (`number` is the request to answer then) and obey; the exit status."""
+    try:
+        rank = Rank(**arguments)
+    except Exception:  # noqa: BLE001 - the test shows it
+        answer(number, error=traceback.format_exc()[-3000:])
+        return 1
+    answer(number, result=os.getpid())
+    todo: queue.Queue[dict[str, Any]] = queue.Queue()
+
+    def read() -> None:
+        with os.fdopen(commands) as lines:
+            for line in lines:
+                request = json.loads(line)
+                if request["op"] == "state":
+                    answer(request["number"], result=rank.state())
+                else:
+                    todo.put(request)
+
+    threading.Thread(target=read, daemon=True).start()
+    return rank.serve(todo)
