@@ -188,6 +188,9 @@ class Runner:
 
     fetch = offload
 
+    def settle(self) -> None:
+        pass
+
     def backward_input(self, *_: Any) -> tuple[torch.Tensor, ...]:
         return self._take(self.times.backward_input)
 

@@ -7,6 +7,7 @@ that are done later and in random order. Ranks, engine, executor and commit are 
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from pipemorph.planning import OpKind, Path
 from pipemorph_trainer import TrainerContext, links, pipeline, world
 from pipemorph_trainer.devices import own_device
 from pipemorph_trainer.executor.device_times import LAUNCHED_AHEAD, DeviceTimes, LossCopy
-from pipemorph_trainer.profile import TimedOp
+from pipemorph_trainer.profile import TimedCopy, TimedOp
 
 
 def simulate(context: TrainerContext, job: Job, seed: int) -> tuple[Record, int, list[str]]:
@@ -156,6 +157,24 @@ def test_ops_are_timed_where_they_run() -> None:
     assert settled[0].end <= settled[1].start
     # The next iteration starts anew.
     assert not times._marks
+
+
+def test_a_copy_back_is_timed_where_it_runs_and_one_beside_compute_takes_nothing() -> None:
+    device = SimulatedDevice()
+    times = DeviceTimes(device)
+    times.start()
+    with times.copy():
+        device.record(device.new_stream())
+    with times.copy():
+        device.launch(lambda: time.sleep(0.05))
+    times.end()
+    copies = [TimedCopy(OpKind.F, 0, 0.0, 9.0, 1), TimedCopy(OpKind.B, 0, 0.0, 9.0, 1)]
+    driver = Driver(device, 0)
+    (op,) = times.settle([TimedOp(OpKind.B, 0, 0.0, 0.0)])
+    out, back = times.settle_copies(copies)
+    driver.close()
+    assert out.end - out.start < 0.05 <= back.end - back.start <= op.end - op.start + 1e-6
+    assert not times._copies
 
 
 def test_an_op_is_chosen_when_the_device_needs_it() -> None:

@@ -178,6 +178,9 @@ class EmulatedRunner:
         self._away.add(microbatch)
         return self._times.activation_bytes or 0
 
+    def settle(self) -> None:
+        """A copy is over when it returns."""
+
     def fetch(self, microbatch: int) -> int:
         self._accelerator.hold(self._times.offload_copy)
         self._away.remove(microbatch)

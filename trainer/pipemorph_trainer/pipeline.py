@@ -424,6 +424,7 @@ class Pipeline:
         if self._device_times is not None:
             self._waiting.begin(f"the device to finish iteration {iteration}")
             outcome.ops = self._device_times.settle(outcome.ops)
+            outcome.copies = self._device_times.settle_copies(outcome.copies)
             self._waiting.end()
         ops = outcome.ops
         row = RankRow(

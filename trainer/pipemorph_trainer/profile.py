@@ -104,8 +104,7 @@ class TimedOp(NamedTuple):
 
 class TimedCopy(NamedTuple):
     """Activations on their way to host memory, as part of an F, or back, as part of a B or BW;
-    wall-clock seconds. On CUDA the way out goes on beside later ops: then this is what it took
-    to ask for it."""
+    wall-clock seconds. On CUDA those of the compute stream: nothing for a way out beside it."""
 
     kind: OpKind
     microbatch: int
@@ -156,7 +155,8 @@ def stage_profile(
 
     ``copies`` are taken off the ops they are parts of, so that F and B are the same whichever
     microbatches a plan sends to host memory; what a copy takes is told apart, as
-    ``offload_copy``: their median where there were any, else what it took at the start.
+    ``offload_copy``: the median of the longer way where there were any, else what it took at
+    the start.
 
     ``fused_backward`` is the median BW where there was one. Else it is B + W of this iteration
     by their ratio in the self-test, which ran both beside the same neighbours: an absolute
@@ -182,9 +182,17 @@ def stage_profile(
         split=split,
         peak_memory=peak_memory,
         activation_bytes=footprint.activation_bytes,
-        offload_copy=statistics.median(copying.values()) if copying else footprint.offload_copy,
+        offload_copy=_longer(copies) if copies else footprint.offload_copy,
         fused_backward=_fused(ops, backward, weight, footprint.fused_ratio),
     )
+
+
+def _longer(copies: Sequence[TimedCopy]) -> float:
+    """Median copy of the direction that takes longer: on a device the way out may take nothing."""
+    took: dict[bool, list[float]] = {}
+    for copy in copies:
+        took.setdefault(copy.out, []).append(copy.end - copy.start)
+    return max(statistics.median(times) for times in took.values())
 
 
 def _fused(

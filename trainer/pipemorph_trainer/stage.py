@@ -41,6 +41,9 @@ class Runner(Protocol):
     def offload(self, microbatch: int) -> int:
         """Move the activations of the newest F to host memory; returns the bytes moved."""
 
+    def settle(self) -> None:
+        """Before an op that needs memory: the device waits for what is still leaving."""
+
     def fetch(self, microbatch: int) -> int:
         """Bring them back, before the microbatch's backward; returns the bytes moved."""
 

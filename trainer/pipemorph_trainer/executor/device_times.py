@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from time import time
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipemorph_trainer.accelerator import Accelerator, Event
-from pipemorph_trainer.profile import TimedOp
+from pipemorph_trainer.profile import TimedCopy, TimedOp
 
 LAUNCHED_AHEAD = 1
 """Ops that may wait on the device behind the one that runs, where the next is chosen by what is
@@ -28,6 +29,7 @@ class DeviceTimes:
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._marks: list[_Mark] = []
+        self._copies: list[_Mark] = []
         self._start: Event | None = None
 
     def start(self) -> None:
@@ -38,6 +40,26 @@ class DeviceTimes:
         """It is launched."""
         assert self._start is not None
         self._marks.append(_Mark(self._start, self._now()))
+
+    @contextmanager
+    def copy(self) -> Iterator[None]:
+        """Around what an op launches of a copy on its own stream."""
+        start = self._now()
+        yield
+        self._copies.append(_Mark(start, self._now()))
+
+    def settle_copies(self, copies: Sequence[TimedCopy]) -> list[TimedCopy]:
+        """The same copies with the times they took of the compute stream; forgets their marks.
+        A way out over a side stream takes none. Waits as :meth:`settle` does, so call it after."""
+        marks, self._copies = self._copies, []
+        now = self._now()
+        now.synchronize()
+        here = time()
+        seconds = self._accelerator.seconds
+        return [
+            copy._replace(start=here - seconds(mark.start, now), end=here - seconds(mark.end, now))
+            for copy, mark in zip(copies, marks, strict=True)
+        ]
 
     def pace(self) -> None:
         """Wait until the device is at most :data:`LAUNCHED_AHEAD` ops behind."""

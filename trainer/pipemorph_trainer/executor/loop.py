@@ -269,6 +269,9 @@ class Executor:
             self._on_first_forward(args, kwargs, target)
             self._on_first_forward = None
         leaves = self._residency.run(OpKind.F, microbatch)
+        if leaves:
+            # Not within the op: what an F waits for is not what it takes.
+            self._runner.settle()
         start = self._start_op()
         with self._range("F", microbatch):
             if leaves:
@@ -311,7 +314,8 @@ class Executor:
     def _copy(self, kind: OpKind, microbatch: int, copy: Callable[[int], int]) -> None:
         """Part of an op: activations to host memory at the end of an F, back before a B."""
         start = time()
-        nbytes = copy(microbatch)
+        with _NO_RANGE if self._device_times is None else self._device_times.copy():
+            nbytes = copy(microbatch)
         self._outcome.copies.append(TimedCopy(kind, microbatch, start, time(), nbytes))
 
     def _weight(self, microbatch: int) -> None:

@@ -160,6 +160,10 @@ class StageRunner:
             raise SplitError(f"F{microbatch} was not run with offload; its tensors are not known")
         return flight.leave(self._storing(), keep_outputs=self._call.is_last)
 
+    def settle(self) -> None:
+        """Have the device wait for what is still leaving; an F with ``offload`` does so too."""
+        self._storing().settle()
+
     def fetch(self, microbatch: int) -> int:
         """Bring what :meth:`offload` moved back to the device; returns the bytes moved."""
         flight = self._flights[microbatch]
