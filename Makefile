@@ -21,7 +21,7 @@ demo: $(STAMP)
 # Lint runs beside the first tests; tests/all.py says what runs when. A part of it is run with
 # .venv/bin/python -m pytest.
 test: $(STAMP)
-	$(BIN)/python tests/all.py $(MAKE) --no-print-directory lint
+	$(BIN)/python tests/all.py make --no-print-directory lint
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/all.py
