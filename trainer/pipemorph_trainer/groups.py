@@ -74,7 +74,7 @@ def abandon(group: dist.ProcessGroup) -> bool:
     return "nccl" not in backends
 
 
-def destroy_at_exit(group: Any) -> None:
+def destroy_at_exit(group: dist.ProcessGroup) -> None:
     """Destroy the default group at the end of the interpreter, unless the user has by then.
 
     Not with the pipeline: a script may use the group that its first pipeline made, and make
@@ -82,7 +82,7 @@ def destroy_at_exit(group: Any) -> None:
     """
 
     def destroy() -> None:
-        if dist.is_initialized() and dist.GroupMember.WORLD is group and abandon(group):
+        if dist.is_initialized() and group is dist.GroupMember.WORLD and abandon(group):
             dist.destroy_process_group()
 
     atexit.register(destroy)

@@ -126,4 +126,5 @@ def _init_process_group(context: TrainerContext, device: torch.device) -> None:
             world_size=context.world_size,
             timeout=timeout,
         )
+    assert dist.GroupMember.WORLD is not None
     destroy_at_exit(dist.GroupMember.WORLD)
