@@ -27,7 +27,7 @@ from pipemorph_trainer.paths import line as lines
 from pipemorph_trainer.paths.arrival import OpClock, PeerClock
 from pipemorph_trainer.paths.delegated import DelegatedIncoming, DelegatedOutgoing
 from pipemorph_trainer.paths.direct import DirectIncoming, DirectOutgoing
-from pipemorph_trainer.paths.failover import Failover
+from pipemorph_trainer.paths.failover import Failover, FailoverOutgoing
 from pipemorph_trainer.paths.faults import Severer, Shaper, shaping
 from pipemorph_trainer.paths.line import Line
 from pipemorph_trainer.paths.message import Direction, Incoming, Outgoing
@@ -139,6 +139,12 @@ class LinkEnd:
         self.line.pump()
         if self.failover is not None and self.line.lost is None:
             self.failover.attend()
+
+    def finish_sends(self) -> None:
+        """Wait until nothing of the direct path is under way."""
+        outgoing = self._outgoing[Path.DIRECT]
+        if isinstance(outgoing, DirectOutgoing | FailoverOutgoing):
+            outgoing.finish()
 
     def settled(self) -> bool:
         """Whether nothing is kept here that the neighbour may ask for again."""

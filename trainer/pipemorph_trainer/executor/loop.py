@@ -134,6 +134,11 @@ class Executor:
                 self._sleep(None, now, deadline)
                 now = time()
             self._waiting.end()
+        if _profiling():
+            # A profiler that stops gives the records of sends under way back to torch, which
+            # writes to them when the sends are through: the process ends in a crash.
+            for end in self._ends:
+                end.finish_sends()
 
     def begin(
         self,

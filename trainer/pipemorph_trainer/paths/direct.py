@@ -316,9 +316,13 @@ class DirectOutgoing:
         """Forget the sends under way; their connection is closed."""
         self._outstanding.clear()
 
-    def close(self) -> None:
+    def finish(self) -> None:
+        """Wait until every send is through."""
         while self._outstanding:
             self._finish_oldest()
+
+    def close(self) -> None:
+        self.finish()
         if self._device.type == "cuda":
             # Only the stream has waited so far, and the communicator is about to be destroyed.
             torch.cuda.current_stream(self._device).synchronize()

@@ -197,6 +197,11 @@ class FailoverOutgoing:
         if self._batch is not None:
             self._delegated.begin(self._batch)
 
+    def finish(self) -> None:
+        """Wait until every send over the direct path is through."""
+        if self._failover.broken is None:
+            self._direct.finish()
+
     def close(self) -> None:
         if self._failover.broken is None:
             self._direct.close()
