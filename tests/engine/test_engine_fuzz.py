@@ -22,7 +22,8 @@ KEEP = bool(os.environ.get("PIPEMORPH_FUZZ_KEEP"))
 CORPUS = suite.ROOT / "tests" / "engine" / "fuzz" / "corpus"
 PACKAGES = ("clang-14", "libclang-rt-14-dev")
 SOURCES = (
-    *("csrc/crypto/*.cpp", "csrc/wire/*.cpp", "csrc/protocol/reliable.cpp"),
+    *("csrc/crypto/*.cpp", "csrc/os/copy.cpp", "csrc/wire/*.cpp"),
+    "csrc/protocol/reliable.cpp",
     *("tests/engine/fuzz_targets.cpp", "tests/engine/fuzz/libfuzzer.cpp"),
 )
 MAX_INPUT = 600
