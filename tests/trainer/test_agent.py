@@ -412,6 +412,10 @@ def test_an_ingest_that_comes_back_is_told_of_every_port_again(
     until(told, "the port")
     ingest.down()
     ingest.reports.clear()
+    # An ingest that is back before the agent has missed it is told within a minute.
+    with socket.create_server(("127.0.0.1", ingest.port)) as deaf:
+        deaf.settimeout(DEADLINE)
+        deaf.accept()[0].close()
     ingest.up()
     until(told, "the port, told again")
 
