@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import logging
 import pickle
+import signal
 import sys
 from collections.abc import Awaitable, Callable
 from typing import cast
@@ -97,8 +99,10 @@ class ProcessPlanner:
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
         self._busy.discard(process)
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
+        if process.returncode is None:
+            # Not process.kill(): it takes the status of one that has ended from whoever waits.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
         await process.wait()
 
 
