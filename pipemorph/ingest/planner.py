@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import logging
+import os
 import pickle
 import signal
 import sys
