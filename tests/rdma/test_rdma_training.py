@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.rdma, pytest.mark.slow, pytest.mark.timeout(900)]
 ITERATIONS = 10
 # The sockets come after the rails in a link's paths.
 TCP = range(2, 6)
+SMALLEST_CHUNK = MESSAGE_BYTES % (1 << 20)
 # How long a rank may take to notice: the engine's own deadline of 10 s, on a slow processor.
 NOTICED = 45.0
 
@@ -108,32 +109,35 @@ def test_acknowledgements_lost(training: Training, fabric: Fabric):
 
 
 def test_all_rails_down_and_back(training: Training, fabric: Fabric):
+    """Nothing of RoCE gets to rank 1 any more. Not by ports that are down there: rxe at the other
+    end would take its packets, which nobody fetches, for a full queue, and starve its guest."""
     job = training.job()
     rails = [fabric.rail(fabric.b, n) for n in (0, 1)]
     for n in (0, 1):
         job.rail_up(n)
-    downed = [rail.counter("link_downed") for rail in rails]
     fallbacks, failbacks = job.total("fallbacks"), job.total("failbacks")
-    before = fabric.b.sent_bytes("eth0")
+    sent = sum(guest.sent_bytes("eth0") for guest in (fabric.a, fabric.b))
     with training.disturbed() as block:
         block.until_chunks(1, path=0)
         for rail in rails:
-            rail.unplug()
+            rail.drop_incoming()
         block.assert_in_progress()
-    assert all(rail.counter("link_downed") > n for rail, n in zip(rails, downed, strict=True))
+    assert all(rail.dropped() > 0 for rail in rails)
     assert job.total("fallbacks") >= fallbacks + 2, job.text()
     assert all(end["transport"] == "tcp" for end in job.link_ends())
-    assert block.chunks(TCP) > 0, job.text()
-    assert fabric.b.sent_bytes("eth0") > before + block.messages() // 2 * MESSAGE_BYTES
+    chunks = block.chunks(TCP)
+    assert chunks > 0, job.text()
+    now = sum(guest.sent_bytes("eth0") for guest in (fabric.a, fabric.b))
+    assert now - sent >= chunks * SMALLEST_CHUNK
     for n, rail in enumerate(rails):
-        rail.plug()
+        rail.deliver_again()
         job.rail_up(n)
     assert all(end["transport"] == "rdma" for end in job.link_ends())
     assert job.total("failbacks") == failbacks + job.total("fallbacks") - fallbacks
-    sent = [rail.counter("sent_pkts") for rail in rails]
+    packets = [rail.counter("sent_pkts") for rail in rails]
     with training.disturbed() as block:
         pass
-    assert all(rail.counter("sent_pkts") > n for rail, n in zip(rails, sent, strict=True))
+    assert all(rail.counter("sent_pkts") > n for rail, n in zip(rails, packets, strict=True))
     assert block.chunks(TCP) == 0, job.text()
 
 
