@@ -13,7 +13,7 @@ from pipemorph_trainer.paths.delegated import DelegatedIncoming
 from pipemorph_trainer.paths.message import Batch, Direction, TensorMeta
 from pipemorph_trainer.profile import LinkRecorder
 
-pytestmark = pytest.mark.skipif(engine_module() is None, reason="the engine is not built")
+pytestmark = pytest.mark.needs_engine
 
 
 def test_slots_reserved_on_a_dead_link_name_the_peer():
