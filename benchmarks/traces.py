@@ -310,7 +310,8 @@ def draw(rows: list[Row], trace: Trace, out: FilePath) -> None:
             right.plot(ends, row.emulated_iterations, marker=".", label=row.variant)
     right.set_xlabel("s since training began (EMULATED stages)")
     right.set_ylabel("ms per iteration")
-    right.set_ylim(bottom=0)
+    # Room above for the legend.
+    right.set_ylim(0, 1.4 * right.get_ylim()[1])
     longest = max(sum(row.emulated_iterations) for row in rows) / 1e3
     if longest:
         right.set_xlim(0, longest)
@@ -320,7 +321,7 @@ def draw(rows: list[Row], trace: Trace, out: FilePath) -> None:
     below.set_ylabel("delay, ms", color="#8a2be2")
     below.set_ylim(0, 200)
     if any(row.emulated_iterations for row in rows):
-        right.legend(fontsize=8, loc="upper right")
+        right.legend(fontsize=8, loc="upper right", ncols=2)
     figure.savefig(out)
 
 
