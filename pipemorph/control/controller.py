@@ -81,6 +81,8 @@ class Snapshot(BaseModel):
     slow: list[bool] = Field(default_factory=list)
     flaps: int = 0
     bases: list[tuple[int, int, str, dict[str, float]]] = Field(default_factory=list)
+    slow_series: list[tuple[int, int, str, float]] = Field(default_factory=list)
+    """Link, replica, direction and delay of what was slow when this was taken."""
     records: list[AdaptationRecord] = Field(default_factory=list)
     home: PlanMessage | None = None
     """The plan for links that are well, where measurements asked for another than the spec's."""
@@ -712,6 +714,7 @@ class JobController:
             slow=list(judged.slow),
             flaps=self._pacing.flaps,
             bases=self._links.bases(),
+            slow_series=self._links.delays(),
             records=self.records,
             home=self._home_message(),
             footprints=[(f.activation_bytes, f.offload_copy) for f in self._footprints],
@@ -778,6 +781,7 @@ class JobController:
                 unknown=(True,) * links,
             )
         self._links.restore_bases(saved.bases)
+        self._links.restore_delays(saved.slow_series)
         return self
 
 

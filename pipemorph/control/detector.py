@@ -189,6 +189,8 @@ class DelayDetector:
         if path != self.path:
             self._switch(path)
         known = self._bases.get(path)
+        if known is not None and self.changed_at is None:
+            self.changed_at = mark  # Restored: known of it is the time since now.
         if known is None:
             self._learn(value, exact, mark)
             return
@@ -230,6 +232,17 @@ class DelayDetector:
         if self.path is None:
             self.path = path
             self.level = Level.HEALTHY
+
+    def restore_slow(self, delay: float) -> None:
+        """Start from a delay that was there when the base was kept, after :meth:`restore_base`.
+        It takes as much evidence as ever to be healthy again: what nobody watched is no
+        recovery."""
+        base = self.base
+        if base is None:
+            return
+        self._since = deque([base + delay] * LEARN, RECENT)
+        self._alarmed_at = delay
+        self.level = Level.SLOW
 
     def bases(self) -> dict[str, float]:
         """Normal wire time per path, to be kept by a host."""

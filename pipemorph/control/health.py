@@ -104,6 +104,7 @@ class LinkBook:
         self._stale_after = stale_after
         self._series: dict[Key, _Series] = {}
         self._known_bases: dict[Key, dict[str, float]] = {}
+        self._known_delays: dict[Key, float] = {}
 
     def observe(
         self, samples: Sequence[LinkSample], now: float, *, op_time: Callable[[int], float]
@@ -139,6 +140,8 @@ class LinkBook:
             series = self._series[key] = _Series(DelayDetector(self._thresholds), now)
             for path, base in self._known_bases.get(key, {}).items():
                 series.detector.restore_base(path, base)
+            if (delay := self._known_delays.get(key)) is not None:
+                series.detector.restore_slow(delay)
         series.seen_at = max(series.seen_at, now)
         receiver = sample.link + 1 if sample.direction == FORWARD else sample.link
         exact = sample.wire.exact > 0
@@ -237,6 +240,19 @@ class LinkBook:
         """Inverse of :meth:`bases`, before the first sample."""
         for link, replica, direction, bases in rows:
             self._known_bases[link, replica, direction] = dict(bases)
+
+    def delays(self) -> list[tuple[int, int, str, float]]:
+        """Delays of the directions that are slow, for a snapshot."""
+        return [
+            (*key, s.detector.delay)
+            for key, s in sorted(self._series.items())
+            if s.detector.level is Level.SLOW
+        ]
+
+    def restore_delays(self, rows: Iterable[tuple[int, int, str, float]]) -> None:
+        """Inverse of :meth:`delays`, before the first sample."""
+        for link, replica, direction, delay in rows:
+            self._known_delays[link, replica, direction] = delay
 
 
 def _plannable(detector: DelayDetector) -> float:

@@ -416,6 +416,40 @@ def test_a_restored_controller_goes_on_where_it_was() -> None:
     assert restored.epoch == 2
 
 
+@pytest.mark.parametrize("delay", [0.060, 0.012])
+@pytest.mark.parametrize("restart_at", range(12))
+def test_a_link_that_nobody_watched_for_a_while_is_not_taken_for_well(
+    restart_at: int, delay: float
+) -> None:
+    """The host is restarted with each of the reports of an iteration, the last one among them:
+    that the iteration is done must not count as time in which the link was well."""
+
+    class Restarted(Plant):
+        left = -1
+
+        def send(self, **fields: Any) -> None:
+            if self.left == 0:
+                saved = json.loads(json.dumps(self.controller.snapshot()))
+                self.controller = JobController.restore(self.spec, saved)
+            self.left -= 1
+            super().send(**fields)
+
+    plant = Restarted(spec())
+    plant.run(4)
+    plant.delays[1] = delay
+    plant.run(8)
+    assert [record.kind for record in plant.controller.records] == ["adapt"]
+    plant.left = restart_at
+    plant.run(6)
+    assert plant.left < 0
+    assert [record.kind for record in plant.controller.records] == ["adapt"]
+    slow = plant.controller.links(plant.now)[1]
+    assert slow.delay == pytest.approx(delay, rel=0.1)
+    plant.delays[1] = 0.0
+    plant.run(12)
+    assert [record.kind for record in plant.controller.records] == ["adapt", "return"]
+
+
 @pytest.mark.parametrize(
     "damage",
     [
