@@ -8,7 +8,10 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 
+from pipemorph.errors import InputError
 from pipemorph_trainer.errors import ShapeError
+from pipemorph_trainer.executor.loop import Inputs
+from pipemorph_trainer.links import Seat
 from pipemorph_trainer.paths.message import TensorMeta
 
 
@@ -31,6 +34,36 @@ def split(
                 )
     cut_args, cut_kwargs = split_args_kwargs_into_chunks(args, dict(kwargs), microbatches)
     return list(cut_args), list(cut_kwargs)
+
+
+def of_stage(
+    seat: Seat,
+    microbatches: int,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    target: Any,
+    *,
+    needs_target: bool,
+) -> tuple[Inputs, Any]:
+    """Microbatches of what this stage uses, and what tells a change of shapes.
+
+    Raises :class:`InputError` if it is not given what it needs.
+    """
+    inputs = Inputs()
+    shapes: Any = None
+    if kwargs:
+        inputs.kwargs = split((), kwargs, microbatches)[1]
+    if seat.first:
+        if not args and not kwargs:
+            raise InputError(f"{seat}: step() got no input; stage 0 needs the batch")
+        if args:
+            inputs.args = split(args, {}, microbatches)[0]
+        shapes = signature((*inputs.args[:1], *inputs.kwargs[:1]))
+    if seat.last and target is not None:
+        inputs.targets = [chunk[0] for chunk in split((target,), {}, microbatches, "target")[0]]
+    elif seat.last and needs_target:
+        raise InputError(f"{seat}: step() got no target; loss_fn on this stage needs it")
+    return inputs, shapes
 
 
 def signature(value: Any) -> Any:

@@ -8,10 +8,13 @@ from typing import Literal
 
 from pipemorph.planning import Path
 from pipemorph.wire import IterationSample, LinkSample, StageProfile
-from pipemorph_trainer.control import ControlClient, Offloaded, RankTelemetry
+from pipemorph_trainer.agent import AgentHandle, connect, start_agent
+from pipemorph_trainer.context import TrainerContext
+from pipemorph_trainer.control import ControlClient, NoControl, Offloaded, RankTelemetry
 from pipemorph_trainer.links import LinkEnd, Seat
 from pipemorph_trainer.rails import RailWatch
 from pipemorph_trainer.transports import TransportWatch
+from pipemorph_trainer.world import World
 
 PUBLISH_SECONDS = 0.05
 State = Literal["starting", "training", "finished", "failed"]
@@ -92,3 +95,15 @@ class Reporter:
                 message=message[:1024] if message else None,
             )
         )
+
+
+def join_agent(context: TrainerContext, world: World) -> tuple[ControlClient, AgentHandle | None]:
+    """This rank's line to the job's agent, if there is one. Rank 0 starts it, and holds it."""
+    if context.ingest_url is None:
+        return NoControl(), None
+    agent = where = None
+    if world.seat.rank == 0:
+        agent = start_agent(context)
+        where = (agent.host, agent.port)
+    host, port = world.share(where)
+    return connect(context, host, port), agent

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
+from typing import Any
+
+from pipemorph_trainer.errors import PipelineError, WaitTimeoutError, first_sentence
 
 
 class Waiting:
@@ -32,3 +36,27 @@ class Waiting:
             return f"{self._who} was not waiting for a message"
         what, since = stack[0]
         return f"{self._who} waited {time.monotonic() - since:.1f} s for {what}"
+
+
+class CollectiveWait:
+    """Waits for collectives on CPU tensors, each at most ``deadline`` seconds."""
+
+    def __init__(self, waiting: Waiting, deadline: float) -> None:
+        self._waiting, self._deadline = waiting, deadline
+
+    def __call__(self, work: Any) -> None:
+        """Wait for one. Raises :class:`PipelineError` naming what is waited for."""
+        began = time.monotonic()
+        try:
+            work.wait(timedelta(seconds=self._deadline))
+        except RuntimeError as error:
+            raise self._failed(error, time.monotonic() - began) from error
+
+    def _failed(self, error: RuntimeError, seconds: float) -> PipelineError:
+        if seconds >= self._deadline:
+            return WaitTimeoutError(
+                f"{self._waiting.describe()}; the deadline is {self._deadline:g} s"
+            )
+        return PipelineError(
+            f"{self._waiting.describe()}; a connection failed: {first_sentence(error)}"
+        )

@@ -1,0 +1,71 @@
+"""The loss of an iteration, on its way from the last stage to every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipemorph_trainer.accelerator import Accelerator
+from pipemorph_trainer.executor.device_times import LossCopy
+from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
+from pipemorph_trainer.world import World
+
+
+class SharedLoss:
+    """Shares the loss of one iteration after another: :meth:`post` it, then :meth:`wait`.
+
+    ``microbatches``: N, over which the loss is the mean, as it is over the replicas.
+    """
+
+    def __init__(
+        self,
+        *,
+        world: World,
+        microbatches: int,
+        accelerator: Accelerator | None,
+        waiting: Waiting,
+        wait: CollectiveWait,
+    ) -> None:
+        # Not its groups: a world that is left has the last references to them.
+        self._world, self._microbatches = world, microbatches
+        self._accelerator = accelerator
+        self._waiting, self._wait_for = waiting, wait
+        self._loss = torch.zeros(1, dtype=torch.float64)
+        self._work: Any = None
+        self._copy: LossCopy | None = None
+
+    def post(self, losses: list[Tensor]) -> None:
+        """Begin to share the loss. The last stage does so after its last F, the others before
+        their first op, so that it is here long before it is asked for. Losses of a device are
+        shared once they are on the host: what comes after the last F is launched meanwhile."""
+        if losses and self._accelerator is not None:
+            self._copy = LossCopy(self._accelerator, losses)
+        else:
+            self._share([float(loss) for loss in losses])
+
+    def between_ops(self) -> None:
+        """Share losses of a device that have come to the host meanwhile."""
+        if self._copy is not None and self._copy.done():
+            self._share(self._copy.take())
+
+    def wait(self, iteration: int) -> float:
+        """The mean over microbatches and replicas. Raises :class:`PipelineError` if it does
+        not come."""
+        self._waiting.begin(f"the loss of iteration {iteration} from the last stage")
+        if self._copy is not None:
+            self._share(self._copy.take())
+        self._wait_for(self._work)
+        self._waiting.end()
+        return float(self._loss) / self._world.seat.replicas
+
+    def _share(self, losses: Sequence[float]) -> None:
+        self._copy = None
+        total = 0.0
+        for loss in losses:
+            total += loss
+        self._loss = torch.tensor([total / self._microbatches], dtype=torch.float64)
+        self._work = dist.all_reduce(self._loss, group=self._world.control, async_op=True)

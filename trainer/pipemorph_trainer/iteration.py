@@ -1,0 +1,214 @@
+"""The iterations of one rank: from the commit of a plan to the agreement on the next.
+
+``docs/trainer.md``, "An iteration", has the steps in their order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from time import time
+from typing import Any
+
+from pipemorph.errors import InputError
+from pipemorph.planning import Plan
+from pipemorph.wire import IterationSample
+from pipemorph_trainer.commit import RankRow
+from pipemorph_trainer.control import ControlClient
+from pipemorph_trainer.executor.bell import Bell
+from pipemorph_trainer.executor.device_times import DeviceTimes
+from pipemorph_trainer.executor.loop import Executor, Inputs, Outcome
+from pipemorph_trainer.executor.loss import SharedLoss
+from pipemorph_trainer.executor.token import TokenPass
+from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
+from pipemorph_trainer.gradients import average_over_replicas
+from pipemorph_trainer.links import Neighbourhood
+from pipemorph_trainer.own_stage import OwnStage
+from pipemorph_trainer.paths.arrival import OpClock
+from pipemorph_trainer.rounds import Rounds
+from pipemorph_trainer.stage_plans import StagePlans
+from pipemorph_trainer.telemetry import Reporter
+from pipemorph_trainer.trace import TraceWriter
+from pipemorph_trainer.world import World
+
+log = logging.getLogger("pipemorph.trainer")
+
+PLAN_POLL_SECONDS = 0.02
+
+
+class Iterations:
+    """Runs one iteration after another. Main thread only.
+
+    Args:
+        world: whom this rank shares losses, gradients and agreements with.
+        neighbours: the links of the stage.
+        stage: what runs the ops.
+        plans: what may run; plans that come from ``control`` go there.
+        reporter, trace: what is told of each iteration, and written of it.
+        bell: rung when there is news; ``op_clock``: when ops run, for the links.
+        waiting: what is waited for, in words; ``wait``: for collectives.
+        deadline: longest wait for one message, seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        world: World,
+        neighbours: Neighbourhood,
+        stage: OwnStage,
+        plans: StagePlans,
+        control: ControlClient,
+        reporter: Reporter,
+        trace: TraceWriter,
+        bell: Bell,
+        op_clock: OpClock,
+        waiting: Waiting,
+        wait: CollectiveWait,
+        deadline: float,
+    ) -> None:
+        self._world, self._seat = world, world.seat
+        self._neighbours, self._stage, self._plans = neighbours, stage, plans
+        self._control, self._reporter, self._trace = control, reporter, trace
+        self._waiting, self._wait_for = waiting, wait
+        self._device_times: DeviceTimes | None = None
+        if stage.accelerator is not None:
+            self._device_times = DeviceTimes(stage.accelerator)
+        self._loss = SharedLoss(
+            world=world,
+            microbatches=stage.microbatches,
+            accelerator=stage.accelerator,
+            waiting=waiting,
+            wait=wait,
+        )
+        self._executor = Executor(
+            seat=self._seat,
+            runner=stage.runner,
+            neighbours=neighbours,
+            bell=bell,
+            op_clock=op_clock,
+            waiting=waiting,
+            deadline=deadline,
+            boundary=self._between_ops,
+            on_first_forward=self._choose_split,
+            on_last_forward=self._loss.post,
+            reserve=plans.shapes_known,
+            device_times=self._device_times,
+        )
+        self._token = TokenPass(self._seat, neighbours, self._executor)
+        self.rounds = Rounds(
+            plans.book.in_force.version,
+            world=world,
+            waiting=waiting,
+            wait=wait,
+            report=self._report,
+        )
+        """What became of the iterations that have run; to be told when they are over."""
+        self._training_began = 0.0
+        self._polled_at = 0.0
+
+    def run(self, iteration: int, inputs: Inputs, shapes: Any) -> float:
+        """Run one: forward and backward of all microbatches, gradients over the replicas.
+
+        ``shapes``: what tells a change of shapes on stage 0. Returns the loss. Raises
+        :class:`PipelineError` naming the message that did not come.
+        """
+        origin = time()
+        self._training_began = self._training_began or origin
+        plan = self._begin(iteration, origin)
+        handshake = self._token.start(iteration, plan.version, shapes)
+        self._stage.begin_window()
+        if not self._seat.last:
+            self._loss.post([])
+        outcome = self._executor.run(
+            plan, iteration, self._token.generation, inputs, handshake=handshake
+        )
+        if self._stage.module is not None and self._world.replicas is not None:
+            self._waiting.begin(f"gradients of iteration {iteration} of the other replicas")
+            average_over_replicas(
+                self._stage.module.parameters(), self._world.replicas, self._wait_for
+            )
+            self._waiting.end()
+        self._stage.update()
+        loss = self._loss.wait(iteration)
+        self._end(iteration, plan, origin, outcome, loss)
+        return loss
+
+    def install(self, plan: Plan) -> None:
+        """Prepare a plan here. Raises :class:`InputError` if it does not fit this job."""
+        self._plans.install(plan)
+        self._reporter.prepared = self._plans.book.newest
+
+    def _begin(self, iteration: int, origin: float) -> Plan:
+        """Commit what all ranks agreed on two iterations ago, and select the links' paths."""
+        self.rounds.finish(iteration - 2)
+        agreed = self.rounds.agreed
+        if self._plans.book.commit(agreed):
+            log.info("%s: plan %d from iteration %d on", self._seat, agreed, iteration)
+        plan = self._plans.book.in_force
+        for end in self._neighbours.ends:
+            end.select(plan.paths[end.link])
+            end.shaper.begin(iteration, self._training_began)
+        self._reporter.state = "training"
+        self._reporter.begin_iteration(iteration, plan.version)
+        self._executor.at_iteration(iteration)
+        self.rounds.begin(iteration, epoch=plan.version, at=origin)
+        return plan
+
+    def _end(
+        self, iteration: int, plan: Plan, origin: float, outcome: Outcome, loss: float
+    ) -> None:
+        """Tell of the iteration: its part in the agreement, its profile and its trace."""
+        if self._device_times is not None:
+            self._waiting.begin(f"the device to finish iteration {iteration}")
+            outcome.ops = self._device_times.settle(outcome.ops)
+            outcome.copies = self._device_times.settle_copies(outcome.copies)
+            self._waiting.end()
+        ops = outcome.ops
+        row = RankRow(
+            self._plans.book.versions(),
+            ops[0].start,
+            ops[-1].end,
+            sum(op.end - op.start for op in ops),
+        )
+        self.rounds.offer(iteration, row, loss)
+        self._reporter.publish(
+            profile=self._stage.profile(ops, outcome.copies),
+            offloaded=self._stage.offloaded(outcome.copies),
+        )
+        self._trace.iteration(iteration, plan.version, origin, outcome)
+
+    def _choose_split(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> None:
+        """Before the first F: try on one real microbatch how this stage can be split."""
+        if self._stage.module is None:
+            return
+        self._waiting.begin("its own split-backward self-test")
+        report = self._stage.self_test(args, kwargs, target)
+        self._waiting.end()
+        if report.offload is not None and report.offload.reason:
+            self._plans.forbid_offload(report.offload.reason)
+        for text in report.lines():
+            log.info("%s: %s", self._seat, text)
+
+    def _between_ops(self) -> None:
+        """Between two ops and during long waits: cheap, and nothing here blocks."""
+        now = time()
+        if now - self._polled_at < PLAN_POLL_SECONDS:
+            return
+        self._polled_at = now
+        self._loss.between_ops()
+        self.rounds.finish_if_done(self._reporter.iteration - 1)
+        plan = self._control.newest_plan()
+        if plan is not None:
+            try:
+                self.install(plan)
+            except InputError as error:
+                log.warning("%s: plan %d refused: %s", self._seat, plan.version, error)
+                self._reporter.publish(message=f"plan {plan.version} refused: {error}")
+        for end in self._neighbours.ends:
+            end.severer.at(self._reporter.iteration, now - self._training_began)
+        self._reporter.between_ops()
+
+    def _report(self, sample: IterationSample) -> None:
+        """Rank 0: publish an iteration now that all ranks' times are here."""
+        if self._seat.rank == 0:
+            self._reporter.publish(finished=sample)

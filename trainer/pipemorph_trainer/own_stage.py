@@ -1,0 +1,160 @@
+"""The stage of this rank: what runs its ops, where, and what it tells of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipemorph.wire import StageProfile
+from pipemorph_trainer.accelerator import Accelerator
+from pipemorph_trainer.control import Offloaded
+from pipemorph_trainer.emulated import EmulatedRunner, EmulatedStage
+from pipemorph_trainer.executor.loop import Inputs
+from pipemorph_trainer.inputs import of_stage
+from pipemorph_trainer.links import Seat
+from pipemorph_trainer.offload import ActivationStore
+from pipemorph_trainer.profile import (
+    Footprint,
+    PeakMemory,
+    TimedCopy,
+    TimedOp,
+    footprint,
+    offloaded,
+    stage_profile,
+)
+from pipemorph_trainer.split import SplitReport, StageRunner
+from pipemorph_trainer.stage import Runner
+
+LossFn = Callable[[Any, Any], Tensor]
+
+
+class OwnStage:
+    """A module or an emulated stage, at its seat in the pipeline.
+
+    ``microbatches``: N. ``accelerator``: behind ``device``; None for the CPU. ``store``: where
+    activations go in host memory; None: they stay on the device.
+    """
+
+    def __init__(
+        self,
+        stage: nn.Module | EmulatedStage,
+        seat: Seat,
+        *,
+        loss_fn: LossFn | None,
+        microbatches: int,
+        device: torch.device,
+        accelerator: Accelerator | None,
+        store: ActivationStore | None,
+    ) -> None:
+        self._seat = seat
+        self.microbatches = microbatches
+        self.device, self.accelerator = device, accelerator
+        self._store = store
+        self._memory = PeakMemory(device)
+        self._footprint = _footprint_of(stage)
+        self._needs_target = False
+        self.module: nn.Module | None = None
+        """None if the stage is emulated."""
+        self.runner: Runner
+        self.keeper: nn.Module | EmulatedRunner
+        """What has the stage's state, for checkpoints."""
+        if isinstance(stage, EmulatedStage):
+            self.runner = self.keeper = EmulatedRunner(stage, seat.stage, seat.stages, seat.replica)
+            return
+        self.module = self.keeper = stage
+        self._needs_target = seat.last and loss_fn is not None
+        self.runner = StageRunner(
+            stage,
+            is_first=seat.first,
+            is_last=seat.last,
+            loss_fn=loss_fn if seat.last else None,
+            microbatches=microbatches,
+            store=store,
+        )
+
+    def inputs(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any
+    ) -> tuple[Inputs, Any]:
+        """Microbatches of what this stage uses, and what tells a change of shapes."""
+        if self.module is None:
+            return Inputs(), ("emulated",)
+        return of_stage(
+            self._seat, self.microbatches, args, kwargs, target, needs_target=self._needs_target
+        )
+
+    def self_test(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> SplitReport:
+        """Try on one real microbatch how a module can be split, and split it so from now on."""
+        assert isinstance(self.runner, StageRunner)
+        report = self.runner.self_test(args, kwargs, target)
+        self._footprint = footprint(report)
+        return report
+
+    def update(self) -> None:
+        """At the end of an iteration: what an optimizer does for a module."""
+        if isinstance(self.runner, EmulatedRunner):
+            self.runner.update()
+
+    def begin_window(self) -> None:
+        """Peak memory counts from here on."""
+        self._memory.reset()
+
+    def profile(self, ops: Sequence[TimedOp], copies: Sequence[TimedCopy]) -> StageProfile:
+        """What one iteration's ops took, and the peak memory of the window."""
+        return stage_profile(
+            self._seat.stage,
+            ops,
+            self.runner.split,
+            peak_memory=self._memory.read(),
+            footprint=self._footprint,
+            copies=copies,
+        )
+
+    def offloaded(self, copies: Sequence[TimedCopy]) -> Offloaded | None:
+        """One iteration's copies to host memory; None where there were none."""
+        return offloaded(copies, self._store.pool.nbytes if self._store is not None else 0)
+
+    def close(self) -> None:
+        """Give the host memory for activations back."""
+        if self._store is not None:
+            self._store.close()
+
+
+def device_of(module: nn.Module | None) -> torch.device:
+    """Where a module's first parameter or buffer is; the CPU if it has none."""
+    if module is None:
+        return torch.device("cpu")
+    first = next((t for t in (*module.parameters(), *module.buffers())), None)
+    return first.device if first is not None else torch.device("cpu")
+
+
+def open_store(
+    stage: nn.Module | EmulatedStage,
+    device: torch.device,
+    accelerator: Accelerator | None,
+    host_memory: int | None,
+) -> tuple[ActivationStore | None, str]:
+    """Where a stage's activations go in at most ``host_memory`` bytes of host memory, if they
+    need more than time for that; and why they have to stay on the device, empty if not."""
+    if host_memory is None:
+        return None, (
+            "it has no host memory for activations; give adaptation.allowOffload and"
+            " hostMemory (host_memory of Pipeline)"
+        )
+    if isinstance(stage, EmulatedStage):
+        return None, ""
+    return ActivationStore(device, host_memory, accelerator), ""
+
+
+def _footprint_of(stage: nn.Module | EmulatedStage) -> Footprint:
+    """Of an emulated stage what it is told to be; of a module nothing yet."""
+    if not isinstance(stage, EmulatedStage):
+        return Footprint()
+    apart = stage.backward_input + stage.backward_weight
+    return Footprint(
+        activation_bytes=stage.activation_bytes,
+        offload_copy=stage.offload_copy,
+        fused_ratio=stage.whole_backward / apart if apart > 0 else None,
+    )
