@@ -18,18 +18,10 @@ from pipemorph_operator import names
 from pipemorph_operator.api import ApiRefused, Cluster, path
 from pipemorph_operator.children.attempt import secret
 from pipemorph_operator.config import OperatorConfig
-from pipemorph_operator.decide import (
-    Decision,
-    Event,
-    Observed,
-    current_name,
-    decide,
-    dump,
-    hold,
-    operator_part,
-    refuse,
-)
+from pipemorph_operator.decide import decide, hold, refuse
+from pipemorph_operator.decision import Decision, Event, Observed
 from pipemorph_operator.facts import JobFacts, PodFacts, format_time
+from pipemorph_operator.job_object import current_name, dump, operator_part
 from pipemorph_operator.metrics import JOBS
 
 log = logging.getLogger("pipemorph.operator")
@@ -72,7 +64,7 @@ class Reconciler:
             seen = Observed(seen.body, seen.now, seen.current, seen.others, pods)
             decision = decide(seen, config)
         try:
-            return await self._carry_out(seen, decision, config)
+            return await self._carry_out(seen, decision)
         except ApiRefused as refused:
             if not refused.namespace_ends:
                 raise
@@ -99,13 +91,11 @@ class Reconciler:
 
     # --- write ----------------------------------------------------------------------------
 
-    async def _carry_out(
-        self, seen: Observed, decision: Decision, config: OperatorConfig
-    ) -> float | None:
+    async def _carry_out(self, seen: Observed, decision: Decision) -> float | None:
         metadata = seen.body["metadata"]
         namespace, uid = metadata["namespace"], metadata["uid"]
         if decision.create is not None:
-            decision = await self._create(seen, decision, config)
+            decision = await self._create(seen, decision)
         if decision.status is not None:
             await self._write_status(seen.body, decision.status)
         for job in decision.delete_jobs:
@@ -122,7 +112,7 @@ class Reconciler:
             await self._tell(seen.body, event)
         return decision.again_in
 
-    async def _create(self, seen: Observed, decision: Decision, config: OperatorConfig) -> Decision:
+    async def _create(self, seen: Observed, decision: Decision) -> Decision:
         """Make an attempt's objects; what the API server will never take makes the job Failed."""
         attempt, status = decision.create, decision.status
         assert attempt is not None and status is not None
@@ -135,10 +125,10 @@ class Reconciler:
                     status.job_uid = made["metadata"]["uid"]
         except ApiRefused as refused:
             if refused.status == FORBIDDEN and not refused.namespace_ends:
-                return hold(seen, config, names.R_REFUSED, refused.message)
+                return hold(seen, names.R_REFUSED, refused.message)
             if refused.status not in PERMANENT:
                 raise
-            return refuse(seen, config, names.R_REFUSED, refused.message)
+            return refuse(seen, names.R_REFUSED, refused.message)
         return decision
 
     async def _write_status(self, body: Mapping[str, Any], status: JobStatus) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 
 from pipemorph_operator.children.naming import attempt_name
 from pipemorph_operator.config import OperatorConfig
-from pipemorph_operator.decide import Decision, Observed, decide, dump
+from pipemorph_operator.decide import decide
+from pipemorph_operator.decision import Decision, Observed
 from pipemorph_operator.facts import Ended, JobFacts, PodFacts
+from pipemorph_operator.job_object import dump
 
 T0 = datetime(2026, 1, 1, tzinfo=UTC)
 UID = "0b7c9d2e-1111-2222-3333-444455556666"

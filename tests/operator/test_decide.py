@@ -6,8 +6,9 @@ import pytest
 from support import T0, World, body, failed, job_facts, pod
 
 from pipemorph_operator.config import OperatorConfig
-from pipemorph_operator.decide import DRAIN_SECONDS, STUCK_SECONDS, dump, operator_part
+from pipemorph_operator.decide import DRAIN_SECONDS, STUCK_SECONDS
 from pipemorph_operator.facts import JobFacts, format_time
+from pipemorph_operator.job_object import dump, operator_part
 from pipemorph_operator.policy.restart import LOST_SECONDS
 
 

@@ -25,10 +25,10 @@ from pipemorph.wire import LinkHealthReport
 from pipemorph_operator import names
 from pipemorph_operator.api import ApiRefused, Cluster
 from pipemorph_operator.children.attempt import audience
-from pipemorph_operator.decide import read_job
 from pipemorph_operator.ingest import pace, saved
 from pipemorph_operator.ingest.auth import Expected
 from pipemorph_operator.ingest.summary import Source, judge, summarize
+from pipemorph_operator.job_object import read_job
 from pipemorph_operator.metrics import (
     DIRECTIVES,
     JOBS_HELD,

@@ -11,13 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from pipemorph.status import AttemptRecord
 from pipemorph_operator import names
-from pipemorph_operator.facts import Ended, PodFacts
+from pipemorph_operator.facts import Ended, PodFacts, parse_time
 
 FIRST_DELAY_SECONDS = 1.0
 LAST_DELAY_SECONDS = 300.0
 STEADY_SECONDS = 600.0
 """An attempt that ran this long was not part of a crash loop: the delay starts again."""
+
+NOT_A_CRASH = (names.R_SUSPENDED, names.R_EVICTED)
+"""Somebody stopped these attempts, and says when another one may run."""
 
 LOST_SECONDS = 5.0
 """A pod that is still there so long after its end was due has a node that does not answer."""
@@ -69,6 +73,19 @@ def lost(pods: Sequence[PodFacts], now: datetime, stages: int) -> Cause | None:
             where = f"{rank(pod.index, stages)} on node {pod.node}"
             return Cause(names.R_DISRUPTED, f"{where}: the node does not answer", counted=False)
     return None
+
+
+def short_attempts(records: Sequence[AttemptRecord]) -> int:
+    """How many of the last attempts ended soon after they began."""
+    count = 0
+    for record in reversed(records):
+        began, ended = parse_time(record.started_at), parse_time(record.ended_at)
+        if began and ended and (ended - began).total_seconds() > STEADY_SECONDS:
+            break
+        if record.reason in NOT_A_CRASH:
+            break
+        count += 1
+    return count
 
 
 def delay_seconds(consecutive: int) -> float:

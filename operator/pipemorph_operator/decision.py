@@ -1,0 +1,140 @@
+"""A decision: all it is made from, what comes out, and the draft of it in between."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Literal
+
+from pipemorph.status import MAX_ATTEMPTS_KEPT, AttemptRecord, ConditionStatus, JobStatus
+from pipemorph_operator import names
+from pipemorph_operator.children import Attempt
+from pipemorph_operator.facts import JobFacts, PodFacts, format_time
+from pipemorph_operator.job_object import operator_part
+from pipemorph_operator.policy import conditions, state
+
+Kind = Literal["Normal", "Warning"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """One Kubernetes event about the job."""
+
+    kind: Kind
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Observed:
+    """All a decision is made from. ``current``: Job of the attempt in status, if it exists;
+    ``others``: Jobs of other attempts; ``pods``: of the current attempt, None if not looked."""
+
+    body: Mapping[str, Any]
+    now: datetime
+    current: JobFacts | None = None
+    others: Sequence[JobFacts] = ()
+    pods: Sequence[PodFacts] | None = None
+
+
+@dataclass
+class Decision:
+    """What to change. ``status`` None: leave it. ``needs_pods``: decide again with the pods."""
+
+    status: JobStatus | None = None
+    create: Attempt | None = None
+    apply: list[dict[str, Any]] = field(default_factory=list)
+    delete_jobs: list[str] = field(default_factory=list)
+    delete_attempts: list[str] = field(default_factory=list)
+    """Names of Secrets, ConfigMaps and PodGroups of attempts that are over."""
+    delete_self: bool = False
+    needs_pods: bool = False
+    events: list[Event] = field(default_factory=list)
+    again_in: float | None = None
+    counts: list[str] = field(default_factory=list)
+    """Of ``created``, ``successful``, ``failed``, ``restarted``: for the metrics."""
+
+
+class Draft:
+    """One decision in the making: the status as it will be, and what goes with it."""
+
+    def __init__(self, seen: Observed) -> None:
+        self.seen = seen
+        self.now = seen.now
+        self.metadata = seen.body["metadata"]
+        self.generation: int | None = self.metadata.get("generation")
+        self.status = operator_part(seen.body)
+        self.out = Decision()
+
+    def mark(self, kind: str, status: ConditionStatus, reason: str, message: str) -> None:
+        """Set the condition of type ``kind``."""
+        self.status.conditions = conditions.updated(
+            self.status.conditions,
+            kind,
+            status,
+            reason,
+            message,
+            generation=self.generation,
+            now=self.now,
+        )
+
+    def say(self, kind: Kind, reason: str, message: str) -> None:
+        """Let people hear of it, in an event."""
+        self.out.events.append(Event(kind, reason, message))
+
+    def soon(self, seconds: float | None) -> None:
+        """Look at the job again in so many seconds at the latest; None: that sets no limit."""
+        if seconds is not None:
+            now = self.out.again_in
+            self.out.again_in = seconds if now is None else min(now, seconds)
+
+    def waiting(self, message: str) -> None:
+        """Ranks were made, and not all of them are ready."""
+        self.mark(names.PODS_READY, "False", names.R_WAITING_FOR_PODS, message)
+        self.mark(names.RUNNING, "False", names.R_WAITING_FOR_PODS, message)
+
+    def not_running(self, reason: str, message: str) -> None:
+        """No rank is to run now, for another reason."""
+        self.mark(names.PODS_READY, "False", reason, message)
+        self.mark(names.RUNNING, "False", reason, message)
+
+    def queued(self, current: JobFacts) -> None:
+        """The attempt's Job is suspended, by somebody else."""
+        self.status.start_time = self.status.attempt_start_time = None
+        message = f"Job {current.name} is suspended by its queue"
+        self.mark(names.PODS_READY, "False", names.R_QUEUED, message)
+        self.mark(names.RUNNING, "False", names.R_QUEUED, message)
+
+    def jobs(self) -> list[JobFacts]:
+        """Jobs of all attempts, the current one's first."""
+        current = self.seen.current
+        return [*([current] if current is not None else []), *self.seen.others]
+
+    def record(self, reason: str, message: str, *, counted: bool) -> None:
+        """Close the attempt in status and put the next one's number there."""
+        number = self.status.attempt or 0
+        record = AttemptRecord(
+            attempt=number,
+            started_at=self.status.attempt_start_time,
+            ended_at=format_time(self.now),
+            reason=reason,
+            message=message[: conditions.MESSAGE_LENGTH],
+            counted=counted,
+        )
+        self.status.attempts = [*self.status.attempts, record][-MAX_ATTEMPTS_KEPT:]
+        self.status.attempt = number + 1
+        self.status.job_name = self.status.job_uid = self.status.attempt_start_time = None
+
+    def done(self, *, soon: bool = False) -> Decision:
+        """The decision. ``soon``: what follows from the new status can be done at once."""
+        status = self.status
+        status.observed_generation = self.generation
+        status.state = state.scalar(status.conditions)
+        if status.pods is not None:
+            done = min(status.pods.wanted, status.pods.ready + status.pods.succeeded)
+            status.ready = f"{done}/{status.pods.wanted}"
+        if soon:
+            self.soon(0.0)
+        self.out.status = status
+        return self.out

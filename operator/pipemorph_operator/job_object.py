@@ -1,0 +1,66 @@
+"""A PipeMorphJob as the API has it: what is read of one, and how its status is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from pipemorph.errors import InputError
+from pipemorph.manifest import describe
+from pipemorph.spec import PipeMorphJob
+from pipemorph.status import JobStatus
+from pipemorph_operator import names
+from pipemorph_operator.children.naming import attempt_name
+
+
+def read_job(body: Mapping[str, Any]) -> PipeMorphJob:
+    """The job in an API object. Raises :class:`InputError`, one line that names the field."""
+    metadata = body["metadata"]
+    document = {
+        "apiVersion": body.get("apiVersion", names.API_VERSION),
+        "kind": names.KIND,
+        "metadata": {
+            "name": metadata["name"],
+            "namespace": metadata["namespace"],
+            "labels": dict(metadata.get("labels") or {}),
+        },
+        "spec": body.get("spec") or {},
+    }
+    try:
+        job = PipeMorphJob.model_validate(document)
+    except ValidationError as error:
+        raise InputError(describe(error)) from None
+    # Late: the planner is not needed for anything else here.
+    from pipemorph.control.initial import check_plan
+
+    try:
+        check_plan(job.spec)
+    except (InputError, ValidationError) as error:
+        raise InputError(f"spec.schedule: {error}") from None
+    return job
+
+
+def operator_part(body: Mapping[str, Any]) -> JobStatus:
+    """The operator's own part of a job's status; the ingest's is its own to write."""
+    status = JobStatus.model_validate(body.get("status") or {})
+    own = [c for c in status.conditions if c.type in names.OPERATOR_CONDITIONS]
+    return status.model_copy(
+        update={"conditions": own, "training": None, "control": None}, deep=True
+    )
+
+
+def dump(status: JobStatus) -> dict[str, Any]:
+    """A status for the API."""
+    return status.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+def current_name(body: Mapping[str, Any]) -> str | None:
+    """Name of the Job to look for: of the attempt in status, or of the first."""
+    spec = body.get("spec") or {}
+    cut = spec.get("parallelism") or {}
+    ranks = int(cut.get("stages") or 1) * int(cut.get("replicas") or 1)
+    number = (body.get("status") or {}).get("attempt") or 0
+    metadata = body["metadata"]
+    return attempt_name(metadata["name"], metadata["uid"], number, ranks)
