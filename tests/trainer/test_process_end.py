@@ -203,3 +203,17 @@ def two_pipelines(context: TrainerContext, mine: bool) -> None:
 @pytest.mark.parametrize("mine", [True, False], ids=["user's group", "pipeline's group"])
 def test_a_pipeline_takes_its_groups_with_it_and_leaves_the_default_one(mine: bool) -> None:
     run_ranks(4, two_pipelines, mine, timeout=100.0)
+
+
+def fail_without_groups(context: TrainerContext) -> None:
+    pipe = Pipeline(
+        nn.Linear(4, 4), context=context, loss_fn=nn.functional.mse_loss, microbatches=2,
+        deadline_seconds=30.0,
+    )  # fmt: skip
+    pipe.step(torch.ones(4, 4), target=torch.zeros(4, 4))
+    dist.destroy_process_group()
+    pipe.__exit__(ValueError, ValueError("as in a with statement"), None)
+
+
+def test_a_user_may_destroy_all_groups_before_a_pipeline_is_taken_down() -> None:
+    run_ranks(2, fail_without_groups, timeout=100.0)

@@ -26,7 +26,8 @@ class Groups:
     """The groups that one pipeline made."""
 
     def __init__(self) -> None:
-        self._made: list[dist.ProcessGroup] = []
+        self._made: list[tuple[dist.ProcessGroup, str]] = []
+        """With their backends, which torch forgets of a group that the user has destroyed."""
 
     def new(self, ranks: list[int] | None = None, **options: Any) -> dist.ProcessGroup:
         """``dist.new_group``, for a group that ends with the pipeline. Collective: all ranks
@@ -36,7 +37,7 @@ class Groups:
     def adopt(self, group: Any) -> dist.ProcessGroup:
         """Take over a group that was made for this pipeline."""
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
-            self._made.append(group)
+            self._made.append((group, dist.get_backend_config(group)))
         made: dist.ProcessGroup = group
         return made
 
@@ -47,22 +48,22 @@ class Groups:
         way is given up first, so that this waits for no peer; peers see connections close.
         """
         while self._made:
-            group = self._made.pop()
-            if not clean and not abandon(group):
+            group, backends = self._made.pop()
+            if not clean and not abandon(group, backends):
                 continue
             # A user may have destroyed all groups already, as torch's own scripts do last.
             with contextlib.suppress(ValueError):
                 dist.destroy_process_group(group)
 
 
-def abandon(group: dist.ProcessGroup) -> bool:
-    """Make all that is under way in a group fail at once, without its peers.
+def abandon(group: dist.ProcessGroup, backends: str) -> bool:
+    """Make all that is under way in a group fail at once, without its peers, which see
+    connections close. ``backends``: what carries the group, as ``cpu:gloo,cuda:nccl`` or ``gloo``.
 
     False where nothing is left to destroy: a communicator that was aborted cannot be shut down.
     """
     if group.size() < 2:
         return True
-    backends = dist.get_backend_config(group)
     if "gloo" in backends:
         # gloo can abort nothing, but a receive that times out closes the group's connections,
         # with all that waits there.
@@ -82,7 +83,9 @@ def destroy_at_exit(group: dist.ProcessGroup) -> None:
     """
 
     def destroy() -> None:
-        if dist.is_initialized() and group is dist.GroupMember.WORLD and abandon(group):
+        if not dist.is_initialized() or group is not dist.GroupMember.WORLD:
+            return
+        if abandon(group, dist.get_backend_config(group)):
             dist.destroy_process_group()
 
     atexit.register(destroy)

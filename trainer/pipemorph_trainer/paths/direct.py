@@ -19,7 +19,6 @@ has run it.
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
@@ -35,6 +34,7 @@ from torch import Tensor
 from pipemorph_trainer.accelerator import Stream, accelerator_of
 from pipemorph_trainer.errors import PipelineError, WaitTimeoutError, first_sentence
 from pipemorph_trainer.executor.bell import Bell
+from pipemorph_trainer.groups import abandon
 from pipemorph_trainer.paths.arrival import OpClock, PeerClock, now, record_arrival
 from pipemorph_trainer.paths.faults import DIRECT_QUEUE, Shaper
 from pipemorph_trainer.paths.line import Line
@@ -45,8 +45,6 @@ MAX_OUTSTANDING = 2
 POSTED_AHEAD = 3
 """Receives posted before they are needed: covers an op that holds the interpreter."""
 JOIN_SECONDS = 5.0
-_ABANDON_TAG = 1 << 20
-"""A tag nobody sends with."""
 
 
 class DirectIncoming:
@@ -166,14 +164,7 @@ class DirectIncoming:
 
     def abandon(self) -> None:
         """Make every receive fail that is under way. The peer sees the connection close."""
-        if self._device.type == "cuda":
-            self._group.abort()
-            return
-        # gloo can abort nothing, but a receive that times out closes its pair of ranks, with
-        # all that waits there.
-        with contextlib.suppress(RuntimeError):
-            probe = self._group.recv([torch.empty(1)], self._peer_in_group, _ABANDON_TAG)
-            probe.wait(timedelta(milliseconds=1))
+        abandon(self._group, "nccl" if self._device.type == "cuda" else "gloo")
 
     def _receive(self) -> None:
         """The receiver thread."""
