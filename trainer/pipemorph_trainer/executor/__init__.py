@@ -1,1 +1,1 @@
-"""The dispatch loop of one stage: runs ops when their messages are here."""
+"""What one iteration of one stage is made of: its token, its ops, its loss, and waiting."""
