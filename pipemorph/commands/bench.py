@@ -117,6 +117,9 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
             raise InputError(f"--{name}: {value} is not between 0 and {most}")
     if not 0 < args.wait < float("inf"):
         raise InputError(f"--wait: {args.wait} is not a number of seconds above 0")
+    named = bool(args.device) or args.gid_index is not None
+    if named and asked and "rdma" not in asked:
+        raise InputError("--device and --gid-index are of rdma, which --transports leaves out")
     role = "listen" if args.listen else "connect" if args.connect else "local"
     return {
         "role": role,
@@ -124,8 +127,9 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
         "announce": False,
         "connect": args.connect,
         "port": args.port,
-        "asked": asked,
-        "transports": asked or _likely(role == "local"),
+        # A rail that is named is asked for.
+        "asked": asked or (["rdma"] if named else []),
+        "transports": asked or _likely(role == "local", named),
         "sizes": sorted(set(sizes)),
         "window": args.window,
         "rounds": args.rounds,
@@ -143,8 +147,8 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _likely(local: bool) -> list[str]:
-    rdma = any(Path("/sys/class/infiniband").glob("*"))
+def _likely(local: bool, rails_named: bool) -> list[str]:
+    rdma = rails_named or any(Path("/sys/class/infiniband").glob("*"))
     return ["tcp", *(["shm"] if local else []), *(["rdma"] if rdma else []), "gloo"]
 
 

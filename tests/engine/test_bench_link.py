@@ -72,7 +72,9 @@ def test_two_ends_that_meet_by_what_the_first_prints():
             part = listener.stdout.readline()
             assert part, listener.stderr.read()
             said += part
-        found = re.search(r"(\w+)=(\S+) pipemorph bench link --connect \S+ --port (\d+)", said)
+        found = re.search(
+            r"(\w+)=(\S+) pipemorph bench link --connect 127\.0\.0\.1 --port (\d+)", said
+        )
         assert found, said
         port = found[3]
         # Somebody without the secret is shown the door, and the listener goes on waiting.
@@ -127,6 +129,7 @@ def test_nobody_there_is_one_line():
         (["--gid-index", "-1"], "--gid-index: -1"),
         (["--traffic-class", "256"], "--traffic-class: 256"),
         (["--service-level", "16"], "--service-level: 16"),
+        (["--device", "mlx5_0", "--transports", "tcp"], "which --transports leaves out"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(arguments, named, capsys):
@@ -150,6 +153,11 @@ def test_rails_are_as_asked_for_at_this_end(monkeypatch):
         *("--device", "mlx5_0", "--device", "mlx5_1:2", "--gid-index", "3"),
         *("--traffic-class", "104", "--service-level", "5"),
     )["rdma"]
+    # A rail that is named is asked for, also where no RDMA device is in sight.
+    for named in (("--device", "mlx5_0"), ("--gid-index", "3")):
+        assert parsed(*named)["asked"] == ["rdma"]
+        assert "rdma" in parsed(*named)["transports"]
+    assert parsed()["asked"] == []
     made = []
     monkeypatch.setattr(bench, "Engine", lambda **given: made.append(given))
     bench.make_engine(0, "secret", "0.0.0.0", "rdma", rdma=options)

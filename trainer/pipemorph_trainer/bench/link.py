@@ -22,17 +22,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipemorph.commands.table import table
-from pipemorph_trainer._engine import Engine, EngineError, Link, PathStats
+from pipemorph_trainer._engine import Engine, EngineError, Link
 from pipemorph_trainer.bench import transfers
+from pipemorph_trainer.bench.link_report import LATENCY_BYTES, path_record, show
 
 JOB = "pipemorph bench link"
-LATENCY_BYTES = 4096
 SECRET_VARIABLE = "PIPEMORPH_BENCH_SECRET"
 WORD_BYTES = 64 << 10
 GLOO_SECONDS = 30.0
 IDLE_SECONDS = 600.0
 LISTENER, CONNECTOR = 0, 1
+# What may go wrong with one transport and leaves the others to be measured.
+TROUBLE = (EngineError, RuntimeError, OSError)
+
+
+class BenchError(Exception):
+    """What must not be taken for a transport that is unavailable."""
 
 
 class Words:
@@ -56,9 +61,16 @@ class Words:
         message.release()
         return word
 
+    def answer(self) -> dict[str, Any]:
+        """Like :meth:`hear`. Raises EngineError if it is that the other end failed."""
+        word = self.hear()
+        if "error" in word:
+            raise EngineError(f"at the other end: {word['error']}")
+        return word
+
     def ask(self, word: dict[str, Any]) -> dict[str, Any]:
         self.say(word)
-        return self.hear()
+        return self.answer()
 
 
 def make_engine(
@@ -120,65 +132,83 @@ class Bench:
         )
 
 
+def first_line(error: Exception) -> str:
+    """What an error says, without the stack that torch appends; its type if it says nothing."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def name_of_this_host(listens_on: str) -> str:
+    """What the other host is to connect to: the address if only one is listened on."""
+    return socket.gethostname() if listens_on in ("0.0.0.0", "::") else listens_on
+
+
 # --- The end that listens -------------------------------------------------------------------------
 
 
 def listen(options: dict[str, Any], secret: str) -> int:
     """Serve one benchmark. Says on stdout how to reach it."""
     host = options["listen"]
+    alone = not options["announce"]  # nobody on this host says it for this end
+    if alone and options["rdma"]["rdma_devices"]:
+        # A device that is not there is said at once, and not when somebody has come.
+        make_engine(LISTENER, secret, host, "rdma", rdma=options["rdma"]).close()
     meeting = make_engine(LISTENER, secret, host, "tcp", options["port"])
-    if options["announce"]:
+    if not alone:
         print(json.dumps({"port": meeting.port}), flush=True)
     else:
         print(
             f"on the other host run:\n\n  {SECRET_VARIABLE}={secret} pipemorph bench link "
-            f"--connect {socket.gethostname()} --port {meeting.port}\n",
+            f"--connect {name_of_this_host(host)} --port {meeting.port}\n",
             flush=True,
         )
     link = meeting.accept(peer_rank=CONNECTOR, link_id=0, timeout=options["wait"])
     words = Words(link)
     agreed = words.hear()
+    asked = {*options["asked"], *agreed.pop("asked", ())}
     bench = Bench(options | agreed, LISTENER, words)
     words.say({"host": platform.node(), "torch": torch.__version__})
     acts = {"open": _open, "gloo": _gloo, "stream": _stream, "ping": _ping}
+    transport, status = "", 0
     while (word := words.hear(IDLE_SECONDS))["do"] != "end":
         if word["do"] == "close":
             bench.close()
-        else:
+            words.say({"closed": True})
+            continue
+        transport = word.get("transport", transport)
+        try:
             acts[word["do"]](bench, word, secret)
+        except TROUBLE as error:
+            bench.close()
+            words.say({"error": first_line(error)})
+            if alone:
+                text = f"pipemorph bench link: {transport}: unavailable: {first_line(error)}"
+                print(text, file=sys.stderr, flush=True)
+            status |= transport in asked
     bench.close()
     meeting.close()
-    return 0
+    return status
 
 
 def _open(bench: Bench, word: dict[str, Any], secret: str) -> None:
-    try:
-        options = bench.options
-        engine = make_engine(
-            LISTENER, secret, options["listen"], word["transport"], rdma=options["rdma"]
-        )
-        bench.engine = engine
-        bench.words.say({"port": engine.port})
-        bench.link = engine.accept(peer_rank=CONNECTOR, link_id=1, timeout=GLOO_SECONDS)
-        bench.run = 0
-        for size in bench.options["sizes"]:
-            bench.link.reserve(transfers.FORWARD, bench.options["window"], size)
-        bench.words.say({"transport": bench.link.transport, "rails": engine.rails})
-    except EngineError as error:
-        bench.close()
-        bench.words.say({"error": str(error)})
+    options = bench.options
+    bench.engine = make_engine(
+        LISTENER, secret, options["listen"], word["transport"], rdma=options["rdma"]
+    )
+    bench.words.say({"port": bench.engine.port})
+    bench.link = bench.engine.accept(peer_rank=CONNECTOR, link_id=1, timeout=GLOO_SECONDS)
+    bench.run = 0
+    for size in options["sizes"]:
+        bench.link.reserve(transfers.FORWARD, options["window"], size)
+    bench.words.say({"rails": bench.engine.rails})
 
 
-def _gloo(bench: Bench, word: dict[str, Any], secret: str) -> None:
+def _gloo(bench: Bench, word: dict[str, Any], _: str) -> None:
     with socket.socket() as s:
         s.bind((bench.options["listen"], 0))
         port = s.getsockname()[1]
     bench.words.say({"port": port})
-    try:
-        bench.join_gloo("127.0.0.1" if word["local"] else bench.options["listen"], port)
-        bench.words.say({"transport": "gloo"})
-    except (RuntimeError, OSError) as error:
-        bench.words.say({"error": str(error).splitlines()[0]})
+    bench.join_gloo("127.0.0.1" if word["local"] else bench.options["listen"], port)
+    bench.words.say({"joined": True})
 
 
 def _stream(bench: Bench, word: dict[str, Any], _: str) -> None:
@@ -220,12 +250,12 @@ def connect(options: dict[str, Any], secret: str, host: str, port: int) -> dict[
             peer_rank=LISTENER, link_id=0, host=host, port=port, timeout=options["wait"]
         )
         words = Words(link)
-        peer = words.ask({"sizes": options["sizes"], "window": options["window"]})
+        agreed = {name: options[name] for name in ("sizes", "window", "asked")}
+        peer = words.ask(agreed)
         bench = Bench(options, CONNECTOR, words)
         results = []
         for transport in options["transports"]:
             results.append(_measure(bench, transport, secret, host))
-            bench.close()
         words.say({"do": "end"})
     finally:
         meeting.close()
@@ -242,37 +272,48 @@ def connect(options: dict[str, Any], secret: str, host: str, port: int) -> dict[
 
 
 def _measure(bench: Bench, transport: str, secret: str, host: str) -> dict[str, Any]:
+    """One transport from its opening to its end; "unavailable" says why there are no numbers."""
     result: dict[str, Any] = {"transport": transport, "unavailable": None}
+    trouble = ""
     try:
-        if transport == "gloo":
-            local = host == "127.0.0.1"
-            port = bench.words.ask({"do": "gloo", "local": local})["port"]
-            bench.join_gloo(host, port)
-        else:
-            rdma = bench.options["rdma"]
-            bench.engine = make_engine(CONNECTOR, secret, "0.0.0.0", transport, rdma=rdma)
-            answer = bench.words.ask({"do": "open", "transport": transport})
-            if "error" in answer:
-                raise EngineError(f"at {host}: {answer['error']}")
-            bench.link = bench.engine.connect(
-                peer_rank=LISTENER, link_id=1, host=host, port=answer["port"], timeout=GLOO_SECONDS
-            )
-            bench.link.reserve(transfers.BACKWARD, 2, LATENCY_BYTES)
-            bench.run = 0
-        ready = bench.words.hear()
-        if "error" in ready:
-            raise EngineError(f"at {host}: {ready['error']}")
-    except (EngineError, RuntimeError, OSError) as error:
-        return result | {"unavailable": str(error).splitlines()[0]}
-    if bench.engine is not None and transport == "rdma":
-        result["rails"] = [bench.engine.rails, ready["rails"]]
-        result["rails_trouble"] = bench.engine.rails_trouble
-    result["throughput"] = [_throughput(bench, size) for size in bench.options["sizes"]]
-    result["latency"] = _latency(bench)
-    if bench.link is not None:
-        result["paths"] = [path_record(path) for path in bench.link.stats().paths]
+        theirs = _meet(bench, transport, secret, host)
+        if bench.engine is not None and transport == "rdma":
+            result["rails"] = [bench.engine.rails, theirs["rails"]]
+            result["rails_trouble"] = bench.engine.rails_trouble
+        result["throughput"] = [_throughput(bench, size) for size in bench.options["sizes"]]
+        result["latency"] = _latency(bench)
+        if bench.link is not None:
+            result["paths"] = [path_record(path) for path in bench.link.stats().paths]
+    except TROUBLE as error:
+        trouble = first_line(error)
+    # Closed first, so that the other end does not wait for what will not come. What it had said
+    # by then would be taken for an answer to the next question.
+    bench.close()
     bench.words.say({"do": "close"})
+    while "closed" not in (said := bench.words.hear()):
+        if "error" in said:
+            trouble = "; ".join(filter(None, [trouble, f"at the other end: {said['error']}"]))
+    if trouble:
+        return {"transport": transport, "unavailable": trouble}
     return result
+
+
+def _meet(bench: Bench, transport: str, secret: str, host: str) -> dict[str, Any]:
+    """Open a transport at both ends; what the other says of its own. Raises one of TROUBLE."""
+    if transport == "gloo":
+        local = host == "127.0.0.1"
+        said = bench.words.ask({"do": "gloo", "transport": transport, "local": local})
+        bench.join_gloo(host, said["port"])
+    else:
+        rdma = bench.options["rdma"]
+        bench.engine = make_engine(CONNECTOR, secret, "0.0.0.0", transport, rdma=rdma)
+        said = bench.words.ask({"do": "open", "transport": transport})
+        bench.link = bench.engine.connect(
+            peer_rank=LISTENER, link_id=1, host=host, port=said["port"], timeout=GLOO_SECONDS
+        )
+        bench.link.reserve(transfers.BACKWARD, 2, LATENCY_BYTES)
+        bench.run = 0
+    return bench.words.answer()
 
 
 def _throughput(bench: Bench, size: int) -> dict[str, Any]:
@@ -287,9 +328,9 @@ def _throughput(bench: Bench, size: int) -> dict[str, Any]:
             transfers.engine_send(bench.link, bench.run, tensors, count, window)
         else:
             transfers.gloo_send(tensors, count, window, LISTENER)
-        said = bench.words.hear()
+        said = bench.words.answer()
         if not said["whole"]:
-            raise EngineError(f"messages of {size} bytes arrived with another content")
+            raise BenchError(f"messages of {size} bytes arrived with another content")
         times.append(said["seconds"])
     times = times[1:]  # the first one warms up buffers, pages and congestion windows
     rate = size * count / 1e9
@@ -317,86 +358,6 @@ def _latency(bench: Bench) -> dict[str, Any]:
         "p50": transfers.percentile(times, 50),
         "p99": transfers.percentile(times, 99),
     }
-
-
-def path_record(path: PathStats) -> dict[str, Any]:
-    """One data path after all is measured. Rates and round trips are of rails only, None
-    elsewhere; the round trip is that of a probe on the path while it was idle."""
-    return {
-        "kind": path.kind,
-        "rail": path.rail,
-        "state": path.state,
-        "bytes": path.bytes,
-        "gb_per_s_busy": path.bytes_per_second and path.bytes_per_second / 1e9,
-        "rtt_min": path.rtt_min,
-        "rtt_mean": path.rtt_mean,
-        "rtt_p99": path.rtt_p99,
-        "times_lost": path.times_lost,
-    }
-
-
-def _paths_table(transport: dict[str, Any]) -> list[str]:
-    """What each rail carried: a row per path, under the transport's own numbers."""
-    rails = [path for path in transport.get("paths", ()) if path["kind"] == "rdma"]
-    if not rails:
-        return []
-
-    def micro(seconds: float | None) -> str:
-        return "unavailable" if seconds is None else f"{seconds * 1e6:.0f} µs"
-
-    rows = [
-        [
-            path["rail"],
-            path["state"],
-            f"{path['bytes'] / 1e9:.3g}",
-            "unavailable" if path["gb_per_s_busy"] is None else f"{path['gb_per_s_busy']:.3g}",
-            *(micro(path[f"rtt_{which}"]) for which in ("min", "mean", "p99")),
-            str(path["times_lost"]),
-        ]
-        for path in rails
-    ]
-    head = ["rail", "state", "GB", "GB/s busy", "RTT min", "mean", "p99", "times lost"]
-    here, there = transport["rails"]
-    return [
-        f"\n{transport['transport']}: rails {', '.join(here)} → {', '.join(there)}",
-        table(head, rows, numbers=2),
-        *([transport["rails_trouble"]] if transport["rails_trouble"] else []),
-    ]
-
-
-def show(report: dict[str, Any]) -> str:
-    """The report as one table, a row per size and a column per transport, and one of rails."""
-    measured = [t for t in report["transports"] if t["unavailable"] is None]
-    lines = [
-        f"{report['hosts'][0]} → {report['hosts'][1]}, {report['window']} messages under way, "
-        f"median of {report['rounds']} rounds, {report['cores']} cores, load {report['load']:.1f}; "
-        "GB/s, delivered into the receiver's tensors\n"
-    ]
-    head = ["message", *(t["transport"] for t in measured)]
-    rows = [
-        [_size(p["size"]), *(f"{t['throughput'][i]['gb_per_s']:.3g}" for t in measured)]
-        for i, p in enumerate(measured[0]["throughput"] if measured else [])
-    ]
-    for which in ("p50", "p99"):
-        rows.append(
-            [
-                f"{_size(LATENCY_BYTES)} one way, {which}",
-                *(f"{t['latency'][which] * 1e6:.0f} µs" for t in measured),
-            ]
-        )
-    lines = [*lines, table(head, rows, numbers=1)] if measured else []
-    for transport in measured:
-        lines += _paths_table(transport)
-    lines += [
-        f"{t['transport']}: unavailable: {t['unavailable']}"
-        for t in report["transports"]
-        if t["unavailable"] is not None
-    ]
-    return "\n".join(lines)
-
-
-def _size(n: int) -> str:
-    return f"{n >> 20} MiB" if n >= 1 << 20 else f"{n >> 10} KiB"
 
 
 def locally(options: dict[str, Any], secret: str) -> dict[str, Any]:
@@ -427,7 +388,7 @@ def main() -> int:
             report = connect(options, secret, options["connect"], options["port"])
         else:
             report = locally(options, secret)
-    except EngineError as error:
+    except (EngineError, BenchError) as error:
         print(f"pipemorph bench link: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
