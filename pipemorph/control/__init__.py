@@ -1,13 +1,16 @@
 """The control loop: what a job reports, what it should do. Pure; hosts bring clock and sockets.
 
 ``detector`` judges one direction of a link, ``health`` a job's links, ``profile`` its stages,
-``forecast`` predicts, ``controller`` decides, ``records`` keeps what it was worth.
+``reports`` takes in, ``judgement`` finds a cause to act, ``forecast`` predicts, ``replan``
+proposes, ``controller`` decides, ``reasons`` says why, ``records`` keeps what it was worth,
+``snapshot`` what outlives the host.
 """
 
-from pipemorph.control.controller import JobController, JobView
+from pipemorph.control.controller import JobController
 from pipemorph.control.health import Health, LinkHealth
 from pipemorph.control.initial import initial_paths, initial_plan
 from pipemorph.control.records import AdaptationRecord, Decision
+from pipemorph.control.view import JobView
 
 __all__ = [
     "AdaptationRecord",

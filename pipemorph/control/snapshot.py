@@ -1,0 +1,85 @@
+"""A controller on record: what outlives its host, as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pipemorph.control.forecast import Situation
+from pipemorph.control.limits import Limits
+from pipemorph.control.plan_body import PlanBody
+from pipemorph.control.records import AdaptationRecord
+from pipemorph.errors import InputError
+from pipemorph.planning import StageTimes
+from pipemorph.wire import Directive, PlanMessage
+
+
+class Snapshot(BaseModel):
+    """What outlives the host: enough that an epoch is never given to another plan, that what
+    was changed is changed back, and that the records stay."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: Literal[1] = 1
+    attempt: int = Field(ge=0)
+    epoch: int = Field(ge=0)
+    sequence: int = Field(ge=0)
+    directive: Directive | None = None
+    wire_times: list[float] = Field(default_factory=list)
+    delays: list[float] = Field(default_factory=list)
+    slow: list[bool] = Field(default_factory=list)
+    flaps: int = 0
+    bases: list[tuple[int, int, str, dict[str, float]]] = Field(default_factory=list)
+    slow_series: list[tuple[int, int, str, float]] = Field(default_factory=list)
+    """Link, replica, direction and delay of what was slow when this was taken."""
+    records: list[AdaptationRecord] = Field(default_factory=list)
+    home: PlanMessage | None = None
+    """The plan for links that are well, where measurements asked for another than the spec's."""
+    footprints: list[tuple[int | None, float | None]] = Field(default_factory=list)
+    """Per stage: bytes that one microbatch holds, seconds that a copy of them takes."""
+
+    @staticmethod
+    def read(data: Mapping[str, Any]) -> Snapshot:
+        """Raises :class:`InputError`, one line, if it is none."""
+        try:
+            return Snapshot.model_validate(data)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            raise InputError(f"the saved state is unusable: {where}: {first['msg']}") from None
+
+    def wanted_body(self, first: PlanBody) -> PlanBody:
+        """The plan of the newest directive, else ``first``, the spec's. Raises
+        :class:`InputError` if it is not for as many stages."""
+        if self.directive is None:
+            return first
+        plan = self.directive.plan.plan()
+        stages = first.schedule.stage_count
+        if plan.schedule.stage_count != stages or len(plan.paths) != stages - 1:
+            raise InputError("the saved state is of a job with another number of stages")
+        return PlanBody.of(plan)
+
+    def home_body(self, first: PlanBody) -> PlanBody:
+        """The plan for links that are well, else ``first``, the spec's. Raises
+        :class:`InputError` if it is not for as many stages."""
+        if self.home is None:
+            return first
+        plan = self.home.plan()
+        if plan.schedule.stage_count != first.schedule.stage_count:
+            raise InputError("the saved state is of a job with another number of stages")
+        return PlanBody(plan.schedule, first.paths, Limits.of(plan))
+
+    def judged(self, stages: tuple[StageTimes, ...]) -> Situation | None:
+        """What was judged last, with op times that are not on record; None if nothing was."""
+        links = len(stages) - 1
+        if not len(self.slow) == len(self.wire_times) == len(self.delays) == links:
+            return None
+        return Situation(
+            stages=stages,
+            wire_times=tuple(self.wire_times),
+            delays=tuple(self.delays),
+            slow=tuple(self.slow),
+            unknown=(True,) * links,
+        )

@@ -1,0 +1,62 @@
+"""What a controller shows of its job: for a progress line, report.json or status."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipemorph.control.health import LinkHealth
+from pipemorph.control.plan_body import PlanBody
+from pipemorph.control.rails import RailsView
+from pipemorph.control.records import Ledger
+from pipemorph.control.reports import Reported
+from pipemorph.control.transports import TransportsView
+from pipemorph.planning import Path
+from pipemorph.planning.offload import offloaded
+
+
+@dataclass(frozen=True)
+class JobView:
+    """The job as last reported, for a progress line or status. Seconds."""
+
+    state: str
+    message: str | None
+    iteration: int
+    iteration_seconds: float | None
+    bubble_fraction: float | None
+    loss: float | None
+    links: tuple[LinkHealth, ...]
+    warmup: tuple[int, ...]
+    paths: tuple[Path, ...]
+    wanted_epoch: int
+    observed_epoch: int
+    applied_epoch: int
+    peak_memory: list[int | None]
+    offloaded: tuple[int, ...] = ()
+    """Microbatches per iteration that the wanted plan moves to host memory, per stage."""
+    rails: RailsView = field(default_factory=RailsView)
+    transports: TransportsView = field(default_factory=TransportsView)
+
+    @staticmethod
+    def of(
+        reported: Reported, ledger: Ledger, wanted: PlanBody, wanted_epoch: int, now: float
+    ) -> JobView:
+        """``now``: wall clock, seconds."""
+        newest = ledger.newest()
+        return JobView(
+            state=reported.state,
+            message=reported.message,
+            iteration=reported.iteration,
+            iteration_seconds=ledger.recent_seconds(),
+            bubble_fraction=newest.bubble_fraction if newest else None,
+            loss=newest.loss if newest else None,
+            links=reported.links.states(now),
+            warmup=wanted.schedule.warmup(),
+            paths=wanted.paths,
+            offloaded=tuple(offloaded(wanted.schedule, wanted.limits.device)),
+            wanted_epoch=wanted_epoch,
+            observed_epoch=reported.observed_epoch,
+            applied_epoch=reported.applied_epoch,
+            peak_memory=reported.stages.peak_memory(),
+            rails=reported.rails.view(now),
+            transports=reported.transports.view(),
+        )
