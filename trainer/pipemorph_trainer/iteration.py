@@ -19,6 +19,7 @@ from pipemorph_trainer.executor.bell import Bell
 from pipemorph_trainer.executor.device_times import DeviceTimes
 from pipemorph_trainer.executor.loop import Executor, Inputs, Outcome
 from pipemorph_trainer.executor.loss import SharedLoss
+from pipemorph_trainer.executor.profiling import profiling
 from pipemorph_trainer.executor.token import TokenPass
 from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
 from pipemorph_trainer.gradients import average_over_replicas
@@ -171,6 +172,8 @@ class Iterations:
             sum(op.end - op.start for op in ops),
         )
         self.rounds.offer(iteration, row, loss)
+        if profiling():
+            self.rounds.settle(iteration)
         self._reporter.publish(
             profile=self._stage.profile(ops, outcome.copies),
             offloaded=self._stage.offloaded(outcome.copies),

@@ -59,6 +59,15 @@ class Rounds:
         found.loss = loss
         found.round = Round(iteration, row, self._world.control)
 
+    def settle(self, iteration: int) -> None:
+        """Wait until the collective of an iteration is through, for which ranks need no more than
+        to get to the end of it as well."""
+        found = self._open[iteration]
+        if found.round is not None:
+            self._waiting.begin(f"all ranks to finish iteration {iteration}")
+            self._wait_for(found.round.work)
+            self._waiting.end()
+
     def end(self, iteration: int, at: float) -> None:
         """The next step() has begun, or nothing follows.
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from time import time
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import profiler
 
@@ -23,6 +22,7 @@ from pipemorph.planning.offload import Residency
 from pipemorph_trainer.errors import PeerLostError, PipelineError, ShapeError, WaitTimeoutError
 from pipemorph_trainer.executor.bell import Bell
 from pipemorph_trainer.executor.device_times import DeviceTimes
+from pipemorph_trainer.executor.profiling import profiling
 from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.links import LinkEnd, Neighbourhood, Seat
 from pipemorph_trainer.paths.arrival import OpClock
@@ -32,8 +32,6 @@ from pipemorph_trainer.stage import Grads, Runner
 
 NEVER = float("inf")
 _NO_RANGE = nullcontext()
-# Private in torch; without it ranges are always recorded, which is right and only slower.
-_profiling: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 LONGEST_NAP = 0.25
 """A waiting stage still looks at its control line and its neighbours this often, seconds."""
 
@@ -134,9 +132,7 @@ class Executor:
                 self._sleep(None, now, deadline)
                 now = time()
             self._waiting.end()
-        if _profiling():
-            # A profiler that stops gives the records of sends under way back to torch, which
-            # writes to them when the sends are through: the process ends in a crash.
+        if profiling():
             for end in self._ends:
                 end.finish_sends()
 
@@ -333,7 +329,7 @@ class Executor:
 
     def _range(self, letter: str, microbatch: int) -> AbstractContextManager[Any]:
         """``PP:3F7`` for torch.profiler; nothing where nobody profiles, as it costs 40 µs an op."""
-        if not _profiling():
+        if not profiling():
             return _NO_RANGE
         return profiler.record_function(f"PP:{self._seat.stage}{letter}{microbatch}")
 
