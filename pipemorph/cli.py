@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
+import io
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
 from pipemorph import __version__
-from pipemorph.errors import InputError
+from pipemorph.commands.emit import silence_stdout
+from pipemorph.errors import InputError, one_line
 
 # Each module has ``add_parser(subparsers)`` and ``run(args) -> int``. One that is named on
 # the command line is imported alone, so that `plan` does not pay for what `run` needs.
@@ -24,16 +25,33 @@ COMMANDS = {
 }
 
 
+MOST = 1000
+"""Characters of an error message."""
+
+
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, like every other error of the command."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: {one_line(message, MOST)} (see {self.prog} --help)\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand. Returns the exit status: 2 for input that cannot be used."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if sys.stdout is None:
+        print("pipemorph: standard output is closed; send it to /dev/null", file=sys.stderr)
+        return 2
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Names of files and words of ranks may hold what the locale's encoding cannot say.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(arguments: list[str]) -> int:
     named = [name for name in COMMANDS if arguments[:1] == [name]]
     parser = _Parser(
         prog="pipemorph",
@@ -50,14 +68,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return int(status)
     except InputError as error:
-        print(f"pipemorph {args.command}: {error}", file=sys.stderr)
+        print(f"pipemorph {args.command}: {one_line(str(error), MOST)}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # The reader (`| head`) has gone; Python would complain once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader (`| head`) has gone.
+        silence_stdout()
         return 1
-    except KeyboardInterrupt:
-        return 130
 
 
 if __name__ == "__main__":

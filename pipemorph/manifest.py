@@ -10,25 +10,22 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import json
-import math
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
-from pipemorph.errors import InputError
+from pipemorph.document import check_plain, named, only_document, read_text, shown
+from pipemorph.errors import InputError, one_line
 from pipemorph.spec import FieldError, PipeMorphJob
 
 MAX_BYTES = 1 << 20
 """Kubernetes takes no larger object either."""
 MAX_VALUES = 100_000
-"""Values once aliases are followed: a short file can expand to more than memory holds."""
-MAX_DEPTH = 64
+"""Values once aliases are followed."""
 
 
 def load_job(path: str | Path) -> PipeMorphJob:
@@ -36,32 +33,19 @@ def load_job(path: str | Path) -> PipeMorphJob:
 
     Raises :class:`InputError`, one line that starts with the file's name.
     """
-    name = str(path)
-    try:
-        if name == "-":
-            raw = sys.stdin.buffer.read(MAX_BYTES + 1)
-        else:
-            with Path(path).open("rb") as file:
-                raw = file.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else None
-        raise InputError(f"{_printable(name)}: cannot be read: {reason or error}") from None
-    if len(raw) > MAX_BYTES:
-        raise InputError(f"{name}: is over {MAX_BYTES >> 20} MiB; a manifest is a few KB")
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{name}: is not UTF-8 text (byte {error.start})") from None
+    text = read_text(path, MAX_BYTES)
     try:
         return parse_job(text)
     except InputError as error:
-        raise InputError(f"{name}: {error}") from None
+        raise InputError(f"{named(path)}: {error}") from None
 
 
 def parse_job(text: str) -> PipeMorphJob:
     """The job in manifest text. Raises :class:`InputError`, one line, without a file name."""
-    document = _document(text)
-    _check_plain(document)
+    document = only_document(text)
+    if not isinstance(document, dict):
+        raise InputError(f"is {shown(document)}; expected the fields of a PipeMorphJob")
+    check_plain(document, MAX_VALUES)
     try:
         job = PipeMorphJob.model_validate(document)
     except ValidationError as error:
@@ -133,125 +117,6 @@ def _namespace(name: str, where: Sequence[str]) -> importlib.machinery.ModuleSpe
     return spec
 
 
-# --- text to plain data ----------------------------------------------------------------------
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML in which a repeated key is an error, as the second would win silently."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {key.value!r} is there twice", key.start_mark
-                    )
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; like YAML's mappings here, without a repeated key."""
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise InputError(f"is not YAML or JSON: the key {_printable(repr(key))} is there twice")
-        found[key] = value
-    return found
-
-
-def _number(text: str) -> float | int:
-    """A number with an exponent or a fraction. 1e3 is the integer 1000, as for Kubernetes."""
-    value = float(text)
-    whole = value.is_integer() and abs(value) < 1 << 63 and "e" in text.lower()
-    return int(value) if whole else value
-
-
-def _exponent(loader: _Loader, node: yaml.Node) -> float | int:
-    assert isinstance(node, yaml.ScalarNode)
-    return _number(str(loader.construct_scalar(node)))
-
-
-# YAML 1.1 takes 1e3 for text, since it has no dot and no sign after the e.
-_Loader.add_implicit_resolver(
-    "tag:pipemorph.io,2026:exponent",
-    re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
-    list("-+.0123456789"),
-)
-_Loader.add_constructor("tag:pipemorph.io,2026:exponent", _exponent)
-
-
-def _document(text: str) -> object:
-    """The only document in the text."""
-    if text.lstrip().startswith("{"):
-        try:
-            return json.loads(text, object_pairs_hook=_unique, parse_float=_number)
-        except (ValueError, RecursionError):
-            pass  # YAML may be written with braces too; its message will do.
-    try:
-        documents = [d for d in yaml.load_all(text, Loader=_Loader) if d is not None]
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
-        reason = getattr(error, "problem", None) or str(error)
-        raise InputError(f"is not YAML or JSON: {_printable(reason)}{where}") from None
-    except (ValueError, TypeError, RecursionError, OverflowError, LookupError) as error:
-        # Impossible dates, numbers with thousands of digits, brackets nested too deep,
-        # bad escapes: PyYAML lets these through.
-        raise InputError(f"is not YAML or JSON: {_printable(str(error))}") from None
-    except AttributeError:
-        raise InputError("is not YAML or JSON: a tag stands where it cannot") from None
-    if not documents:
-        raise InputError("is empty; expected a PipeMorphJob")
-    if len(documents) > 1:
-        raise InputError(f"has {len(documents)} documents; expected one PipeMorphJob")
-    return documents[0]
-
-
-def _check_plain(document: object) -> None:
-    """Raise :class:`InputError` unless the document is what JSON can say, and of sane size."""
-    if not isinstance(document, dict):
-        raise InputError(f"is {_shown(document)}; expected the fields of a PipeMorphJob")
-    budget = MAX_VALUES
-    todo: list[tuple[str, object, int]] = [("", document, 0)]
-    while todo:
-        where, value, depth = todo.pop()
-        budget -= 1
-        if budget < 0 or depth > MAX_DEPTH:
-            raise InputError(f"has more than {MAX_VALUES} values or {MAX_DEPTH} levels")
-        match value:
-            case dict():
-                for key, inner in value.items():
-                    if not isinstance(key, str):
-                        raise InputError(f"{where or 'top'}: the key {_shown(key)} is not text")
-                    _check_text(where, key)
-                    todo.append((f"{where}.{key}" if where else key, inner, depth + 1))
-            case list():
-                todo += [(f"{where}[{i}]", inner, depth + 1) for i, inner in enumerate(value)]
-            case str():
-                _check_text(where, value)
-            case bool() | None:
-                pass
-            case int():
-                if abs(value) >= 1 << 63:
-                    raise InputError(f"{_printable(where)}: is a number beyond 64 bits")
-            case float():
-                if not math.isfinite(value):
-                    raise InputError(f"{_printable(where)}: is {value}; expected a finite number")
-            case _:
-                raise InputError(
-                    f"{_printable(where)}: is {_shown(value)}, which JSON cannot hold; quote it"
-                )
-
-
-def _check_text(where: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise InputError(f"{_printable(where) or 'top'}: is not valid Unicode text") from None
-
-
 # --- what is wrong, in one line --------------------------------------------------------------
 
 
@@ -278,10 +143,10 @@ def describe(error: ValidationError) -> str:
         return f"{where}: is missing"
     if isinstance(cause, FieldError):
         inner = f"{where}.{cause.where}" if where and cause.where else where or cause.where
-        return f"{_printable(inner)}: {_printable(cause.message)}"
+        return f"{one_line(inner)}: {one_line(cause.message)}"
     if kind == "value_error":
-        return f"{where}: {_printable(str(cause))}"
-    return f"{where or 'top'}: is {_shown(found)}; expected {_expected(errors, location)}"
+        return f"{where}: {one_line(str(cause))}"
+    return f"{where or 'top'}: is {shown(found)}; expected {_expected(errors, location)}"
 
 
 _EXPECTED = {
@@ -336,7 +201,7 @@ def _one_expected(kind: str, context: dict[str, Any], message: str) -> str:
             return f"at most {context['max_length']} entries"
         case "string_too_short" | "too_short":
             return "something that is not empty"
-    return f"something else ({_printable(message)})"
+    return f"something else ({one_line(message)})"
 
 
 _PATTERNS = {
@@ -392,26 +257,10 @@ def _path(location: Sequence[int | str]) -> str:
             continue
         else:
             path += f".{part}" if path else part
-    return _printable(path)
+    return one_line(path)
 
 
 _UNION_TAGS = frozenset({"int", "float", "str", "bool", "none"})
-
-
-def _shown(value: object) -> str:
-    """A value as the manifest would say it, short."""
-    try:
-        text = json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError):
-        text = str(value)
-    return _printable(text)
-
-
-def _printable(text: str, limit: int = 200) -> str:
-    """One line of printable text."""
-    flat = "".join(c if c.isprintable() else " " for c in text)
-    flat = " ".join(flat.split())
-    return flat if len(flat) <= limit else flat[: limit - 1] + "…"
 
 
 def _check_plan(job: PipeMorphJob) -> None:
@@ -425,4 +274,4 @@ def _check_plan(job: PipeMorphJob) -> None:
         raise InputError(f"spec.schedule: {error}") from None
     except ValidationError as error:
         message = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
-        raise InputError(f"spec.schedule: {_printable(message)}") from None
+        raise InputError(f"spec.schedule: {one_line(message)}") from None

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from pipemorph.commands.output import emit
+from pipemorph.commands.emit import emit
 from pipemorph.planning.advice import Advice, Option, advise
 from pipemorph.planning.problem import Problem, load_problem
 
@@ -102,8 +102,9 @@ def table(advice: Advice, source: str, measured: float | None) -> str:
         ]
         lines.append("  ".join(cells).rstrip())
     if measured is not None:
-        share = measured / advice.options[0].makespan - 1
-        lines.append(f"measured today: {measured:.1f} ms ({share:+.1%} against as it is)")
+        predicted = advice.options[0].makespan
+        share = f" ({measured / predicted - 1:+.1%} against as it is)" if predicted else ""
+        lines.append(f"measured today: {measured:.1f} ms{share}")
     lines += [f"- {text}" for text in advice.missing]
     best = advice.best
     if best is None:

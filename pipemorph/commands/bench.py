@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pipemorph.errors import InputError
+from pipemorph.errors import InputError, one_line
 
 SIZES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 TRANSPORTS = ("tcp", "shm", "rdma", "gloo")
@@ -95,6 +95,9 @@ def run(args: argparse.Namespace) -> int:
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
     """Raises :class:`InputError` that names the argument and what it may be."""
+    for name in ("transports", "sizes", "listen", "connect"):
+        if getattr(args, name) == "":
+            raise InputError(f"--{name}: is empty; give it a value or leave it out")
     asked = args.transports.split(",") if args.transports else []
     for name in asked:
         if name not in TRANSPORTS:
@@ -103,6 +106,12 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
     for name in ("window", "rounds", "pings"):
         if getattr(args, name) < 1:
             raise InputError(f"--{name}: {getattr(args, name)} is less than 1")
+    held = args.window * max(sizes)
+    if 2 * held > _memory():
+        raise InputError(
+            f"--window and --sizes: {args.window} messages of {max(sizes)} bytes do not fit into "
+            f"this host's memory of {_memory()} bytes twice, sent and received"
+        )
     if not 0 < args.port < 65536:
         raise InputError(f"--port: {args.port} is not between 1 and 65535")
     for device in args.device:
@@ -147,6 +156,10 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def _likely(local: bool, rails_named: bool) -> list[str]:
     rdma = rails_named or any(Path("/sys/class/infiniband").glob("*"))
     return ["tcp", *(["shm"] if local else []), *(["rdma"] if rdma else []), "gloo"]
@@ -156,8 +169,10 @@ def _bytes(argument: str, text: str) -> int:
     """``"64M"`` → 67108864. Raises :class:`InputError`."""
     unit = UNITS.get(text[-1:].upper(), 1)
     number = text[:-1] if unit > 1 else text
-    if not number.isdecimal() or int(number) == 0:
-        raise InputError(f"{argument}: {text!r} is not a size such as 4096, 4K or 64M")
+    if not re.fullmatch(r"\d{1,15}", number, re.ASCII) or int(number) == 0:
+        raise InputError(
+            f"{argument}: {one_line(repr(text))} is not a size such as 4096, 4K or 64M"
+        )
     size = int(number) * unit
     if size > 1 << 40:
         raise InputError(f"{argument}: {text!r} is more than 1024G")

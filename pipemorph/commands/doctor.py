@@ -10,6 +10,7 @@ import subprocess
 import sys
 from typing import Any
 
+from pipemorph.commands.emit import emit
 from pipemorph.commands.table import table
 
 TRAINER_SECONDS = 120.0
@@ -52,12 +53,13 @@ def run(args: argparse.Namespace) -> int:
             "checks": [dataclasses.asdict(line) for line in lines],
             "devices": None if found.devices is None else [_fields(d) for d in found.devices],
         }
-        print(json.dumps(said, indent=1))
+        text = json.dumps(said, indent=1)
     else:
         rows = [[line.verdict, line.name, line.found, line.advice] for line in lines]
-        print(table(["verdict", "what", "found", "what to do"], rows))
+        text = table(["verdict", "what", "found", "what to do"], rows)
         if missing:
-            print(f"\nmissing: {', '.join(missing)}")
+            text += f"\n\nmissing: {', '.join(missing)}"
+    emit((text + "\n").encode(), None)
     return 1 if missing else 0
 
 

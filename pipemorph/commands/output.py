@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pipemorph.commands.emit import emit
 from pipemorph.errors import InputError
 from pipemorph.pictures import Timeline, render_html, render_png, render_text
 from pipemorph.planning.interleaved import InterleavedSchedule, InterleavedSimulation
@@ -104,13 +105,3 @@ def headline(fields: dict[str, Any]) -> str:
         f"{fields['policy']}: {fields['makespan']:g} ms (lower bound {fields['lower_bound']:g}),"
         f" bubble {fields['bubble_fraction']:.1%}"
     )
-
-
-def emit(data: bytes, out: str | None) -> None:
-    if out is None:
-        sys.stdout.buffer.write(data)
-        return
-    try:
-        Path(out).write_bytes(data)
-    except OSError as error:
-        raise InputError(f"cannot write {out}: {error.strerror}") from None

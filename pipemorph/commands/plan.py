@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any
 
 from pipemorph.commands.output import add_output_arguments, write
@@ -11,7 +12,7 @@ from pipemorph.planning.chunks import plan_interleaved
 from pipemorph.planning.exact import TIME_LIMIT
 from pipemorph.planning.ir import Dispatch, Policy
 from pipemorph.planning.planner import plan
-from pipemorph.planning.problem import Problem, load_problem
+from pipemorph.planning.problem import Problem, load_problem, shown
 from pipemorph.planning.report import report, report_interleaved
 from pipemorph.planning.simulator import simulate
 
@@ -101,8 +102,8 @@ def parse_warmup(text: str) -> list[int]:
     """``"7,5,3,1"`` → ``[7, 5, 3, 1]``. Raises :class:`InputError` naming what is no number."""
     counts = []
     for part in text.split(","):
-        if not part.strip().isdecimal():
-            raise InputError(f"--warmup: {part!r} in {text!r} is not a whole number")
+        if not re.fullmatch(r"\d{1,9}", part.strip(), re.ASCII):
+            raise InputError(f"--warmup: {shown(part)} in {shown(text)} is not a whole number")
         counts.append(int(part))
     return counts
 
@@ -114,5 +115,5 @@ def parse_seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise InputError(f"--time-limit: {text!r} is not a number of seconds above 0")
+        raise InputError(f"--time-limit: {shown(text)} is not a number of seconds above 0")
     return seconds

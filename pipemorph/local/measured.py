@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -13,14 +15,19 @@ from pydantic import ValidationError
 
 from pipemorph.control.initial import initial_paths
 from pipemorph.control.profile import Footprint, StageBook, expected_times, in_flight_limits
-from pipemorph.errors import InputError
+from pipemorph.document import read_text
+from pipemorph.errors import InputError, one_line
 from pipemorph.planning.ir import Path as LinkPath
 from pipemorph.planning.planner import link_on
-from pipemorph.planning.problem import Problem, StageTimes, describe, read_mapping, read_text
+from pipemorph.planning.problem import Problem, StageTimes, describe
 from pipemorph.spec import JobSpec
 
 LAST = 8
 """Iterations a run's own time is the median of."""
+MAX_BYTES = 1 << 30
+"""Iterations of a long run, each with what it was; a timeline has at most 200,000 ops."""
+UNREADABLE = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
+"""What JSON of another shape or with other values ends in; also pydantic's ValidationError."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ def is_report(path: str) -> bool:
     if not path.endswith(".json"):
         return False
     try:
-        found = json.loads(read_text(path))
+        found = json.loads(read_text(path, MAX_BYTES))
     except (ValueError, RecursionError):
         return False  # whoever reads it as a problem says what is wrong
     return isinstance(found, dict) and "spec" in found and "iterations" in found
@@ -45,11 +52,11 @@ def is_report(path: str) -> bool:
 
 def measured_problem(path: str) -> Measured:
     """The problem a run was. Raises :class:`InputError` of one line."""
-    report = read_mapping(read_text(path), what="the report")
+    report = _read(Path(path))
     try:
         spec = JobSpec.model_validate(report["spec"])
     except ValidationError as error:
-        raise InputError(f"the report: spec.{describe(error)}") from None
+        raise InputError(f"{one_line(path)}: spec.{describe(error)}") from None
     timeline = Path(path).with_name("timeline.json")
     stages = _from_timeline(timeline, spec) if timeline.exists() else None
     source = "op times measured in the run"
@@ -57,7 +64,8 @@ def measured_problem(path: str) -> Measured:
         stated = expected_times(spec)
         if stated is None:
             raise InputError(
-                f"the report states no op times and there is no {timeline} to take them from"
+                f"{one_line(path)}: states no op times, and there is no timeline.json beside it to "
+                "take them from"
             )
         stages = tuple(_in_ms(stage) for stage in stated)
         source = "op times stated in the job"
@@ -66,22 +74,45 @@ def measured_problem(path: str) -> Measured:
     stages = tuple(map(_with_memory, stages, StageBook(spec).footprints))
     try:
         delays, paths = _links(report, spec)
-        iterations = [float(each["seconds"]) for each in report["iterations"]]
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise InputError(f"the report does not read as one of `pipemorph run`: {error!r}") from None
-    half = spec.transport.direct_duplex == "half"
-    links = [
-        link_on(path, delay, queues=spec.transport.queues, half_duplex=half)
-        for path, delay in zip(paths, delays, strict=True)
-    ]
-    problem = Problem(
-        microbatches=spec.schedule.microbatches,
-        stages=stages,
-        links=tuple(links),
-        policy=spec.schedule.policy_kind,
-        dispatch=spec.schedule.dispatch_kind,
-    )
+        iterations = [_finite(each["seconds"]) for each in report["iterations"]]
+        half = spec.transport.direct_duplex == "half"
+        links = [
+            link_on(path, delay, queues=spec.transport.queues, half_duplex=half)
+            for path, delay in zip(paths, delays, strict=True)
+        ]
+        problem = Problem(
+            microbatches=spec.schedule.microbatches,
+            stages=stages,
+            links=tuple(links),
+            policy=spec.schedule.policy_kind,
+            dispatch=spec.schedule.dispatch_kind,
+        )
+    except UNREADABLE as error:
+        raise InputError(_unlike(path, "report", error)) from None
     return Measured(problem, source, median(iterations[-LAST:]) * 1e3 if iterations else None)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What a run left behind. Raises :class:`InputError` of one line."""
+    try:
+        found = json.loads(read_text(path, MAX_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise InputError(_unlike(path, path.stem, error)) from None
+    if not isinstance(found, dict):
+        raise InputError(_unlike(path, path.stem, TypeError("not an object")))
+    return found
+
+
+def _unlike(path: str | Path, what: str, error: Exception) -> str:
+    said = one_line(f"{type(error).__name__}: {error}")
+    return f"{one_line(str(path))}: does not read as the {what} of a run ({said})"
+
+
+def _finite(value: Any) -> float:
+    """Raises ValueError, or TypeError for what is no number."""
+    if not math.isfinite(number := float(value)):
+        raise ValueError(f"{number} where a finite number was expected")
+    return number
 
 
 def _in_ms(stage: StageTimes) -> StageTimes:
@@ -120,15 +151,22 @@ def _from_timeline(path: Path, spec: JobSpec) -> tuple[StageTimes, ...] | None:
 
     A fused backward counts as B: it cannot be told how much of it is W.
     """
-    trace = read_mapping(read_text(str(path)), what=str(path))
+    trace = _read(path)
     limits = in_flight_limits(spec)
     took: list[dict[str, list[float]]] = [defaultdict(list) for _ in limits]
     try:
         for event in trace["traceEvents"]:
             if event["ph"] == "X" and event["cat"] in ("F", "B", "W", "BW"):
-                took[event["tid"]][event["cat"]].append(float(event["dur"]) / 1e3)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise InputError(f"{path} does not read as a run's timeline: {error!r}") from None
+                took[event["tid"]][event["cat"]].append(_finite(event["dur"]) / 1e3)
+        return _medians(took, limits)
+    except UNREADABLE as error:
+        raise InputError(_unlike(path, "timeline", error)) from None
+
+
+def _medians(
+    took: list[dict[str, list[float]]], limits: Sequence[int | None]
+) -> tuple[StageTimes, ...] | None:
+    """Raises pydantic.ValidationError for times that no stage can have."""
     stages = []
     for ops, limit in zip(took, limits, strict=True):
         backward = ops["B"] or ops["BW"]

@@ -7,15 +7,12 @@ seconds. Times that come out are in the unit of the times that went in.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from pipemorph.document import check_plain, named, only_document, read_text
 from pipemorph.errors import InputError
 from pipemorph.planning.ir import Dispatch, Policy
 
@@ -23,6 +20,8 @@ from pipemorph.planning.ir import Dispatch, Policy
 # `microbatches` is an error message and not a machine that swaps.
 MAX_OPS = 1_000_000
 MAX_LAYERS = 4096
+MAX_BYTES = 64 << 20
+"""A problem of a thousand stages has 100 KB."""
 
 
 def _number(value: object) -> object:
@@ -40,6 +39,8 @@ def integer(value: object) -> object:
 
 Time = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1e12, allow_inf_nan=False)]
 Count = Annotated[int, BeforeValidator(integer), Field(ge=1)]
+Messages = Annotated[Count, Field(le=MAX_OPS)]
+"""A number of messages; no plan sends more."""
 
 
 class _Model(BaseModel):
@@ -115,10 +116,10 @@ class Link(_Model):
     """
 
     delay: Time = 0.0
-    queues: Count | None = None
-    outstanding: Count | None = None
+    queues: Messages | None = None
+    outstanding: Messages | None = None
     half_duplex: bool = False
-    slots: Count | None = None
+    slots: Messages | None = None
 
     @model_validator(mode="after")
     def _shares_something(self) -> Link:
@@ -313,55 +314,23 @@ def describe(error: ValidationError) -> str:
     return f"{name}: {shown(found)} {wrong}" if name else f"{shown(found)} {wrong}"
 
 
-def _load(text: str) -> object:
-    try:
-        # Not left to YAML, which takes JSON's 1e3 for a string and is slow.
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return yaml.safe_load(text)
-
-
-def read_mapping(text: str, *, what: str) -> dict[str, Any]:
-    """YAML or JSON text as a mapping. Raises :class:`InputError` of one line."""
-    try:
-        data = _load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark else ""
-        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise InputError(f"{what} is not YAML or JSON: {reason}{where}") from None
-    except (ValueError, RecursionError) as error:
-        # Dates, digits beyond Python's limit, brackets nested a thousand deep.
-        raise InputError(f"{what} is not YAML or JSON: {error}".splitlines()[0]) from None
-    if not isinstance(data, dict):
-        raise InputError(f"{what} is {shown(data)}; expected a mapping of fields")
-    for key in data:
-        if not isinstance(key, str):
-            raise InputError(f"{what}: {shown(key)} is not a known field")
-    return data
-
-
 def parse_problem(text: str) -> Problem:
-    """A problem from YAML or JSON text. Raises :class:`InputError` of one line."""
-    data = read_mapping(text, what="the problem")
+    """A problem from YAML or JSON text. Raises :class:`InputError` of one line, without a file
+    name."""
+    data = only_document(text)
+    if not isinstance(data, dict):
+        raise InputError(f"is {shown(data)}; expected the fields of a problem")
+    check_plain(data, MAX_OPS)
     try:
         return Problem.model_validate(data)
     except ValidationError as error:
         raise InputError(describe(error)) from None
 
 
-def read_text(path: str) -> str:
-    """Contents of a file, or of standard input for ``-``. Raises :class:`InputError`."""
-    try:
-        if path == "-":
-            return sys.stdin.read()
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise InputError(f"{path} is not text in UTF-8") from None
-
-
 def load_problem(path: str) -> Problem:
     """A problem from a file (``-``: standard input). Raises :class:`InputError` of one line."""
-    return parse_problem(read_text(path))
+    text = read_text(path, MAX_BYTES)
+    try:
+        return parse_problem(text)
+    except InputError as error:
+        raise InputError(f"{named(path)}: {error}") from None

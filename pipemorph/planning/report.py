@@ -7,12 +7,13 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from pipemorph.errors import InputError
+from pipemorph.document import read_text
+from pipemorph.errors import InputError, one_line
 from pipemorph.planning.bubbles import Explanation, explain, explain_interleaved
 from pipemorph.planning.interleaved import InterleavedSchedule, InterleavedSimulation
 from pipemorph.planning.ir import Dispatch, Op, OpKind, Policy, Schedule
 from pipemorph.planning.offload import offloaded
-from pipemorph.planning.problem import Count, Problem, describe, integer, read_text, shown
+from pipemorph.planning.problem import Count, Problem, describe, integer, shown
 from pipemorph.planning.simulator import Simulation
 from pipemorph.planning.torch_csv import dump_csv, parse_csv
 
@@ -144,7 +145,7 @@ class PlanFile(BaseModel):
     policy: Annotated[str, BeforeValidator(_known_policy)]
     microbatches: Count | None = None
     dispatch: Dispatch = Dispatch.STATIC
-    planning_ms: float = 0.0
+    planning_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     stages: tuple[tuple[_PlannedOp, ...], ...] = Field(min_length=1)
     order: tuple[str, ...] | None = None
     device_limit: tuple[Count | None, ...] | None = None
@@ -166,13 +167,17 @@ def parse_plan_file(text: str) -> PlanFile:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"the plan is not JSON: {error}") from None
+        raise InputError(f"the plan is not JSON: {one_line(str(error))}") from None
     if not isinstance(data, dict):
         raise InputError(f"the plan is {shown(data)}; expected what `pipemorph plan` prints")
     try:
         return PlanFile.model_validate(data)
     except ValidationError as error:
         raise InputError(f"the plan: {describe(error)}") from None
+
+
+MAX_BYTES = 256 << 20
+"""A plan of a million ops has 75 MB."""
 
 
 class LoadedPlan(NamedTuple):
@@ -189,7 +194,7 @@ class LoadedPlan(NamedTuple):
 def load_plan(path: str) -> LoadedPlan:
     """A plan from a file (``-``: standard input): what ``pipemorph plan`` prints, or torch's
     compute-only CSV where the name ends in ``.csv``. Raises :class:`InputError` of one line."""
-    text = read_text(path)
+    text = read_text(path, MAX_BYTES)
     if path.lower().endswith(".csv"):
         found = parse_csv(text)
         single = found.single()

@@ -56,16 +56,17 @@ def parse_csv(text: str) -> InterleavedSchedule:
 
 
 def _read(cell: str, rank: int, column: int) -> Iterator[StageOp]:
-    if not cell:
-        return
-    if (several := _OVERLAP.fullmatch(cell)) is not None:
-        for part in several.group(1).split(";"):
-            yield from _read(part.strip(), rank, column)
-        return
+    several = _OVERLAP.fullmatch(cell)
+    for part in several.group(1).split(";") if several is not None else (cell,):
+        if part.strip():
+            yield _op(part.strip(), rank, column)
+
+
+def _op(cell: str, rank: int, column: int) -> StageOp:
     match = _CELL.fullmatch(cell)
     if match is None:
         why = "expected a stage, F, I, W or B, and a microbatch, as in 0F0"
         if _OTHER.fullmatch(cell):
             why = "expected a compute-only schedule (F, I, W, B): communication is not planned"
         raise InputError(f"the plan: rank {rank}, column {column}: found {shown(cell)}; {why}")
-    yield StageOp(int(match.group(1)), _KINDS[match.group(2)], int(match.group(3)))
+    return StageOp(int(match.group(1)), _KINDS[match.group(2)], int(match.group(3)))

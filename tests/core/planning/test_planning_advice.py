@@ -272,18 +272,36 @@ def test_a_report_is_a_problem(tmp_path: Path, capsys: Any) -> None:
     assert "measured today: 500.0 ms" in out and "EMULATED" in out
 
 
+def applied(paths: Any = ("direct",), delay: float = 0.02) -> dict[str, Any]:
+    links = [{"link": 0, "delay": delay}]
+    return {"applied_at_iteration": 3, "paths": list(paths), "links": links}
+
+
+def op(kind: str = "F", **changes: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": kind, "tid": 0, "ts": 0, "dur": 1000} | changes
+
+
 @pytest.mark.parametrize(
     ("content", "trace", "words"),
     [
-        (report(spec={"parallelism": {}}), None, "the report: spec."),
+        (report(spec={"parallelism": {}}), None, "report.json: spec."),
+        (report(spec=[]), None, "report.json: spec."),
         (
             report(spec={k: v for k, v in report()["spec"].items() if k != "emulation"}),
             None,
-            "states no op times and there is no",
+            "states no op times, and there is no timeline.json beside it",
         ),
-        (report(iterations=[{"index": 1}]), None, "does not read as one of `pipemorph run`"),
-        (report(), {"traceEvents": [{"ph": "X"}]}, "does not read as a run's timeline"),
-        (report(), {"events": []}, "does not read as a run's timeline"),
+        (report(iterations=[{"index": 1}]), None, "report.json: does not read as the report"),
+        (report(iterations=[{"seconds": float("nan")}]), None, "does not read as the report"),
+        (report(iterations={}, adaptations=[3]), None, "does not read as the report"),
+        (report(adaptations=[applied(paths=["direct"] * 5)]), None, "does not read as the report"),
+        (report(adaptations=[applied(delay=1e400)]), None, "does not read as the report"),
+        (report(), {"traceEvents": [{"ph": "X"}]}, "timeline.json: does not read as the timeline"),
+        (report(), {"events": []}, "does not read as the timeline of a run"),
+        (report(), [], "does not read as the timeline of a run"),
+        (report(), {"traceEvents": [op(dur=-5), op("B")]}, "does not read as the timeline"),
+        (report(), {"traceEvents": [op(dur=1e400), op("B")]}, "does not read as the timeline"),
+        (report(), {"traceEvents": [op(tid="x")]}, "does not read as the timeline of a run"),
     ],
 )
 def test_bad_reports(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -118,10 +119,13 @@ def test_fused_backwards_are_bw(example: Any, capsys: Any) -> None:
 
 
 def test_reads_standard_input(example: Any, capsys: Any, monkeypatch: Any) -> None:
-    import io
-
-    monkeypatch.setattr(sys, "stdin", io.StringIO(EXAMPLE.replace("DELAY", "20")))
+    text = EXAMPLE.replace("DELAY", "20").encode()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
     assert output(capsys, "plan", "-")["makespan"] == 410.0
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a: \xff")))
+    fails(capsys, "standard input: is not UTF-8 text (byte 3)", "plan", "-")
+    monkeypatch.setattr(sys, "stdin", None)
+    fails(capsys, "standard input: cannot be read: it is closed", "plan", "-")
 
 
 def test_text_and_png(example: Any, capsys: Any, tmp_path: Path) -> None:
@@ -186,7 +190,7 @@ BAD_PROBLEMS = [
     (stage_with(forward="10"), "stages[1].forward: '10' is not a number"),
     (stage_with(forward=None), "stages[1].forward: None is not a number"),
     (stage_with(backward_weight=[1]), "stages[1].backward_weight: [1] is not a number"),
-    (stage_with(forward=10**400), "stages[1].forward: 1000"),
+    (stage_with(forward=10**400), "stages[1].forward: is a number beyond 64 bits"),
     (stage_with(forward=1e300), "stages[1].forward: 1e+300 is more than 1e+12"),
     (stage_with(in_flight_limit=0), "stages[1].in_flight_limit: 0 is less than 1"),
     (stage_with(in_flight_limit=1.5), "stages[1].in_flight_limit: 1.5 is not a whole number"),
@@ -207,6 +211,15 @@ BAD_PROBLEMS = [
     (problem(links=[{"delay": -5}]), "links[0].delay: -5 is less than 0"),
     (problem(links=[{"lag": 5}]), "links[0].lag: 5 is not a known field"),
     (problem(links=[{"delay": 1, "queues": 0}]), "links[0].queues: 0 is less than 1"),
+    (problem(links=[{"delay": 1, "queues": 10**7}]), "links[0].queues: 10000000 is more than"),
+    (
+        problem(links=[{"delay": 1, "outstanding": 10**12}]),
+        "links[0].outstanding: 1000000000000 is",
+    ),
+    (
+        stage_with(activation_bytes=10**400),
+        "stages[1].activation_bytes: is a number beyond 64 bits",
+    ),
     (problem(links=[{"delay": 1, "slots": 0}]), "links[0].slots: 0 is less than 1"),
     (problem(dispatch="eager"), "dispatch: 'eager' is not one of static or online"),
     (
@@ -226,9 +239,9 @@ BAD_PROBLEMS = [
     ),
     ({k: v for k, v in problem().items() if k != "stages"}, "stages is missing"),
     ({k: v for k, v in problem().items() if k != "microbatches"}, "microbatches is missing"),
-    ([1, 2], "the problem is [1, 2]; expected a mapping"),
-    ("hello", "the problem is 'hello'; expected a mapping"),
-    (None, "the problem is None; expected a mapping"),
+    ([1, 2], "problem.json: is [1, 2]; expected the fields of a problem"),
+    ("hello", "problem.json: is 'hello'; expected the fields of a problem"),
+    (None, "problem.json: is empty"),
 ]
 
 
@@ -255,21 +268,36 @@ def test_bad_problem(content: object, words: str, tmp_path: Path, capsys: Any) -
     fails(capsys, words, "plan", str(file))
 
 
+BOMB = "\n".join(
+    ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
+)
+"""A few hundred bytes that expand to more than memory holds."""
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("microbatches: [1", "the problem is not YAML or JSON"),
-        ("a: b: c", "the problem is not YAML or JSON"),
-        ("\tx: 1", "the problem is not YAML or JSON"),
-        ("x: \x00", "the problem is not YAML or JSON"),
-        ("a: !!python/object:os.system {}", "the problem is not YAML or JSON"),
-        ("[" * 5000, "the problem is not YAML or JSON"),
-        ("when: 2024-99-99", "the problem is not YAML or JSON"),
-        ("? [1, 2]\n: x", "the problem"),
-        ("1: 2", "1 is not a known field"),
-        ("", "the problem is None; expected a mapping"),
-        (EXAMPLE.replace("DELAY", ".nan"), "links[0].delay: nan"),
-        (EXAMPLE.replace("DELAY", ".inf"), "links[0].delay: inf"),
+        ("microbatches: [1", "problem.yaml: is not YAML or JSON"),
+        ("a: b: c", "problem.yaml: is not YAML or JSON"),
+        ("\tx: 1", "problem.yaml: is not YAML or JSON"),
+        ("x: \x00", "problem.yaml: is not YAML or JSON"),
+        ("a: !!python/object:os.system {}", "problem.yaml: is not YAML or JSON"),
+        ("[" * 5000, "problem.yaml: is not YAML or JSON"),
+        ("when: 2024-99-99", "problem.yaml: is not YAML or JSON"),
+        ("when: !!timestamp soon", "problem.yaml: is not YAML or JSON"),
+        ("fast: !!bool maybe", "problem.yaml: is not YAML or JSON"),
+        ('many: !!int ""', "problem.yaml: is not YAML or JSON"),
+        (r'name: "\UFFFFFFFF"', "problem.yaml: is not YAML or JSON"),
+        ("microbatches: 4\nmicrobatches: 8", "the key 'microbatches' is there twice (line 2"),
+        ('{"microbatches": 4, "microbatches": 8}', "the key 'microbatches' is there twice"),
+        ("a: 1\n---\nb: 2", "problem.yaml: has 2 documents; expected one"),
+        (BOMB, "problem.yaml: has more than 1000000 values or 64 levels"),
+        ("? [1, 2]\n: x", "problem.yaml: is not YAML or JSON"),
+        ("1: 2", "problem.yaml: top: the key 1 is not text"),
+        ("", "problem.yaml: is empty"),
+        (EXAMPLE.replace("DELAY", ".nan"), "links[0].delay: is nan; expected a finite number"),
+        (EXAMPLE.replace("DELAY", ".inf"), "links[0].delay: is inf; expected a finite number"),
         (EXAMPLE.replace("DELAY", "yes"), "links[0].delay: True is not a number"),
         (EXAMPLE.replace("DELAY", "20 ms"), "links[0].delay: '20 ms' is not a number"),
     ],
@@ -284,14 +312,22 @@ def test_files_that_cannot_be_used(example: Any, tmp_path: Path, capsys: Any) ->
     missing = str(tmp_path / "missing.yaml")
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\x00")
-    fails(capsys, f"cannot read {missing}: No such file", "plan", missing)
+    fails(capsys, f"{missing}: cannot be read: No such file", "plan", missing)
     fails(capsys, "Is a directory", "plan", str(tmp_path))
-    fails(capsys, "is not text in UTF-8", "plan", str(binary))
+    fails(capsys, "a file with an empty name: cannot be read", "plan", "")
+    fails(capsys, "two lines: cannot be read: No such file", "plan", "two\nlines")
+    fails(capsys, "unrecognized arguments: two lines", "plan", example(), "two\nlines")
+    job = str(Path(__file__).parents[3] / "examples" / "gpt.yaml")
+    fails(capsys, "cannot be used: No such file", "run", job, "--out", "/proc/two\nlines")
+    fails(capsys, "/dev/zero: is over 64 MiB", "plan", "/dev/zero")
+    fails(capsys, "--out is empty", "plan", example(), "--out", "")
+    fails(capsys, "is not UTF-8 text (byte 0)", "plan", str(binary))
     fails(capsys, "cannot write", "plan", example(), "--out", str(tmp_path / "no" / "x"))
 
 
 def test_arguments_that_cannot_be_used(example: Any, capsys: Any) -> None:
     fails(capsys, "--warmup: 'x' in '7,x' is not", "plan", example(), "--warmup", "7,x")
+    fails(capsys, "--warmup: '9999", "plan", example(), "--warmup", "9" * 5000)
     fails(capsys, "4 stages need 4", "plan", example(), "--warmup", "7")
     fails(capsys, "warmup[1] is 3, more than warmup[0]", "plan", example(), "--warmup", "1,3,1,1")
     fails(capsys, "invalid choice: 'best'", "plan", example(), "--policy", "best")
@@ -323,6 +359,9 @@ def test_bad_plan_files(example: Any, tmp_path: Path, capsys: Any) -> None:
         (good | {"stages": [[{"op": "F", "microbatch": -1}]] * 4}, "microbatch: -1"),
         (good | {"stages": [[{"op": "F"}]] * 4}, "stages[0][0].microbatch is missing"),
         (good | {"planning_ms": "long"}, "the plan: planning_ms"),
+        (good | {"planning_ms": float("nan")}, "the plan: planning_ms: nan"),
+        (good | {"planning_ms": float("inf")}, "the plan: planning_ms: inf"),
+        (good | {"order": ["(" * 5000 + "0F0" + ")OVERLAP_F_B" * 5000]}, "rank 0, column 0"),
         (swapped, "stage 1, position 0: found F1; expected F0"),
     ]
     for number, (content, words) in enumerate(cases):
@@ -363,6 +402,23 @@ def test_pictures_without_matplotlib(example: Any, tmp_path: Path) -> None:
     assert found.stderr == (
         "pipemorph plan: pictures need matplotlib: pip install pipemorph[pictures]\n"
     )
+
+
+@pytest.mark.parametrize("command", ["plan", "advise", "doctor"])
+def test_a_stdout_that_takes_nothing_is_told_in_one_line(command: str, example: Any) -> None:
+    whole = [sys.executable, command, *([] if command == "doctor" else [example()])]
+    for redirection, words in (
+        (">/dev/full", f"pipemorph {command}: cannot write standard output: No space left"),
+        (">&-", "pipemorph: standard output is closed"),
+    ):
+        found = subprocess.run(
+            ["sh", "-c", f'"$0" -m pipemorph.cli "$@" {redirection}', *whole],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert found.returncode == 2
+        assert found.stderr.startswith(words) and found.stderr.count("\n") == 1
 
 
 def test_a_reader_that_stops_early_is_no_error(example: Any) -> None:

@@ -1,0 +1,182 @@
+"""YAML and JSON that people write, as plain data: or one line that says what is wrong.
+
+Manifests and problem files are read alike: a key that is there twice is an error, 1e3 is a
+number, and a file that expands without end is refused before it fills the memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipemorph.errors import InputError, one_line
+
+MAX_DEPTH = 64
+
+
+def read_text(path: str | Path, most: int) -> str:
+    """Contents of a file in UTF-8, or of standard input for ``-``.
+
+    Raises :class:`InputError`, one line that starts with the name, also for more than ``most``
+    bytes: some files, such as /dev/zero, have no end.
+    """
+    name = named(path)
+    try:
+        raw = _read(path, most + 1)
+    except (OSError, ValueError) as error:
+        # ValueError: a zero byte in the name.
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise InputError(f"{name}: cannot be read: {reason or error}") from None
+    if len(raw) > most:
+        raise InputError(f"{name}: is over {most >> 20} MiB")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name}: is not UTF-8 text (byte {error.start})") from None
+
+
+def named(path: str | Path) -> str:
+    """How messages call a file."""
+    text = one_line(str(path))
+    return "standard input" if text == "-" else text or "a file with an empty name"
+
+
+def _read(path: str | Path, most: int) -> bytes:
+    if str(path) != "-":
+        with Path(path).open("rb") as file:
+            return file.read(most)
+    if sys.stdin is None:
+        raise OSError(errno.EBADF, "it is closed")
+    return sys.stdin.buffer.read(most)
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which a repeated key is an error, as the second would win silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key.value!r} is there twice", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; like YAML's mappings here, without a repeated key."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise InputError(f"is not YAML or JSON: the key {one_line(repr(key))} is there twice")
+        found[key] = value
+    return found
+
+
+def _number(text: str) -> float | int:
+    """A number with an exponent or a fraction. 1e3 is the integer 1000, as for Kubernetes."""
+    value = float(text)
+    whole = value.is_integer() and abs(value) < 1 << 63 and "e" in text.lower()
+    return int(value) if whole else value
+
+
+def _exponent(loader: _Loader, node: yaml.Node) -> float | int:
+    assert isinstance(node, yaml.ScalarNode)
+    return _number(str(loader.construct_scalar(node)))
+
+
+# YAML 1.1 takes 1e3 for text, since it has no dot and no sign after the e.
+_Loader.add_implicit_resolver(
+    "tag:pipemorph.io,2026:exponent",
+    re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
+_Loader.add_constructor("tag:pipemorph.io,2026:exponent", _exponent)
+
+
+def only_document(text: str) -> object:
+    """The only document in the text. Raises :class:`InputError` of one line without a subject."""
+    if text.lstrip().startswith("{"):
+        try:
+            return json.loads(text, object_pairs_hook=_unique, parse_float=_number)
+        except (ValueError, RecursionError):
+            pass  # YAML may be written with braces too; its message will do.
+    try:
+        documents = [d for d in yaml.load_all(text, Loader=_Loader) if d is not None]
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        reason = getattr(error, "problem", None) or str(error)
+        raise InputError(f"is not YAML or JSON: {one_line(reason)}{where}") from None
+    except (ValueError, TypeError, RecursionError, OverflowError, LookupError) as error:
+        # Impossible dates, numbers with thousands of digits, brackets nested too deep,
+        # bad escapes: PyYAML lets these through.
+        raise InputError(f"is not YAML or JSON: {one_line(str(error))}") from None
+    except AttributeError:
+        raise InputError("is not YAML or JSON: a tag stands where it cannot") from None
+    if not documents:
+        raise InputError("is empty")
+    if len(documents) > 1:
+        raise InputError(f"has {len(documents)} documents; expected one")
+    return documents[0]
+
+
+def check_plain(document: object, values: int) -> None:
+    """Raise :class:`InputError` unless the document is what JSON can say, and of sane size: no more
+    than ``values`` once aliases are followed, as a short file can expand to more than memory
+    holds."""
+    budget = values
+    todo: list[tuple[str, object, int]] = [("", document, 0)]
+    while todo:
+        where, value, depth = todo.pop()
+        budget -= 1
+        if budget < 0 or depth > MAX_DEPTH:
+            raise InputError(f"has more than {values} values or {MAX_DEPTH} levels")
+        match value:
+            case dict():
+                for key, inner in value.items():
+                    if not isinstance(key, str):
+                        raise InputError(f"{where or 'top'}: the key {shown(key)} is not text")
+                    _check_text(where, key)
+                    todo.append((f"{where}.{key}" if where else key, inner, depth + 1))
+            case list():
+                todo += [(f"{where}[{i}]", inner, depth + 1) for i, inner in enumerate(value)]
+            case str():
+                _check_text(where, value)
+            case bool() | None:
+                pass
+            case int():
+                if abs(value) >= 1 << 63:
+                    raise InputError(f"{one_line(where)}: is a number beyond 64 bits")
+            case float():
+                if not math.isfinite(value):
+                    raise InputError(f"{one_line(where)}: is {value}; expected a finite number")
+            case _:
+                raise InputError(
+                    f"{one_line(where)}: is {shown(value)}, which JSON cannot hold; quote it"
+                )
+
+
+def _check_text(where: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{one_line(where) or 'top'}: is not valid Unicode text") from None
+
+
+def shown(value: object) -> str:
+    """A value as the document would say it, short."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        text = str(value)
+    return one_line(text)
