@@ -48,6 +48,10 @@ class StageTime(SpecModel):
     )
 
 
+MAX_RANKS = 100_000
+"""An Indexed Job has no more completions."""
+
+
 class Parallelism(SpecModel):
     """How the job is cut."""
 
@@ -60,7 +64,13 @@ class Parallelism(SpecModel):
     )
 
     @model_validator(mode="after")
-    def _stages_divide(self) -> Parallelism:
+    def _fits(self) -> Parallelism:
+        if self.world_size > MAX_RANKS:
+            raise FieldError(
+                "replicas",
+                f"is {self.replicas}, with {self.stages} stages {self.world_size} ranks; "
+                f"expected at most {MAX_RANKS}",
+            )
         if self.layers is not None and self.layers % self.stages:
             raise FieldError(
                 "layers",

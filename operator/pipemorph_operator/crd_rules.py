@@ -9,10 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pipemorph.spec import RESERVED_ENV, RESERVED_ENV_PREFIXES, TRAINER_CONTAINER
-
-MAX_RANKS = 100_000
-"""Completions of an Indexed Job are bounded by this."""
+from pipemorph.spec import MAX_RANKS, RESERVED_ENV, RESERVED_ENV_PREFIXES, TRAINER_CONTAINER
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from pipemorph.errors import InputError
+
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
@@ -18,7 +20,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--out",
         metavar="DIR",
-        type=Path,
         required=True,
         help="folder for report.json, timeline.json, timeline.png, logs and traces",
     )
@@ -31,4 +32,7 @@ def run(args: argparse.Namespace) -> int:
     # Late: the other subcommands do not need a server.
     from pipemorph.local import run_job
 
-    return run_job(args.job, args.out, force=args.force)
+    if not args.out:
+        # To pathlib that is the present folder.
+        raise InputError("--out is empty; name a folder")
+    return run_job(args.job, Path(args.out), force=args.force)

@@ -111,6 +111,12 @@ ENV = "spec/template/spec/containers/1/env/0/name"
         ("spec/parallelism/stages", 0, "spec.parallelism.stages: is 0; expected at least 1"),
         ("spec/parallelism/stages", ..., "spec.parallelism.stages: is missing"),
         (
+            "spec/parallelism",
+            {"stages": 500, "replicas": 201},
+            "spec.parallelism.replicas: is 201, with 500 stages 100500 ranks; "
+            "expected at most 100000",
+        ),
+        (
             "spec/parallelism/layers",
             9,
             "spec.parallelism.layers: is 9, which 4 stages do not divide; "

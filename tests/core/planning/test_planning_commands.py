@@ -319,6 +319,7 @@ def test_files_that_cannot_be_used(example: Any, tmp_path: Path, capsys: Any) ->
     fails(capsys, "unrecognized arguments: two lines", "plan", example(), "two\nlines")
     job = str(Path(__file__).parents[3] / "examples" / "gpt.yaml")
     fails(capsys, "cannot be used: No such file", "run", job, "--out", "/proc/two\nlines")
+    fails(capsys, "--out is empty; name a folder", "run", job, "--out", "")
     fails(capsys, "/dev/zero: is over 64 MiB", "plan", "/dev/zero")
     fails(capsys, "--out is empty", "plan", example(), "--out", "")
     fails(capsys, "is not UTF-8 text (byte 0)", "plan", str(binary))
