@@ -50,7 +50,7 @@ def draw(drawn: list[tuple[str, Simulation]]) -> str:
         bubble = f"{simulation.bubble_fraction:.0%}"
         out.append(
             f'<text x="{LEFT}" y="{top - 8}" font-weight="bold">{title}: '
-            f"{simulation.makespan:.0f} ms, bubble {bubble}</text>"
+            f"{simulation.makespan:.0f} ms simulated, bubble {bubble}</text>"
         )
         for stage, ops in enumerate(simulation.stages):
             y = top + stage * (ROW + GAP)

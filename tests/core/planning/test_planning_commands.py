@@ -131,7 +131,7 @@ def test_reads_standard_input(example: Any, capsys: Any, monkeypatch: Any) -> No
 def test_text_and_png(example: Any, capsys: Any, tmp_path: Path) -> None:
     assert main(["plan", example(20), "--output", "text"]) == 0
     text = capsys.readouterr().out
-    assert "410 ms" in text and text.count("stage") == 4
+    assert "410 ms simulated" in text and text.count("stage") == 4
     picture = tmp_path / "plan.png"
     assert main(["plan", example(20), "--output", "png", "--out", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
