@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from testbed import Cluster, TestbedError, project_images, tools
-from testbed.node import NodeCluster, missing_for_nodes
+from testbed.machine import missing_for_nodes
+from testbed.node_cluster import NodeCluster
 
 FOREIGN = "PIPEMORPH_TEST_KUBECONFIG"
 SKIP = "PIPEMORPH_TEST_SKIP"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from node_support import CHART, INGEST, INSTALL, OPERATOR, RELEASE, SYSTEM, Jobs
-from testbed.node import NodeCluster
+from testbed.node_cluster import NodeCluster
 
 
 @pytest.fixture(scope="module")

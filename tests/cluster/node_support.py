@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from testbed import ApiError, TestbedError, wait_for
-from testbed.node import RESOURCE, Node, NodeCluster
+from testbed.node import RESOURCE, Node
+from testbed.node_cluster import NodeCluster
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts/pipemorph-operator"

@@ -27,7 +27,8 @@ from node_support import (
 )
 from testbed import wait_for
 from testbed.api import Object
-from testbed.node import RESOURCE, NodeCluster
+from testbed.node import RESOURCE
+from testbed.node_cluster import NodeCluster
 from testbed.waiting import patience
 
 pytest_plugins = ("node_fixtures",)

@@ -14,7 +14,9 @@ import pytest
 from testbed import NotYet, TestbedError, wait_for
 from testbed.api import Object
 from testbed.images import BASE
-from testbed.node import DEVICES, LOST_AFTER, RESOURCE, NodeCluster, remove_leftovers
+from testbed.machine import remove_leftovers
+from testbed.node import DEVICES, RESOURCE
+from testbed.node_cluster import LOST_AFTER, NodeCluster
 
 pytestmark = pytest.mark.node
 
@@ -184,7 +186,7 @@ def test_what_a_killed_run_leaves_is_removed_by_the_next(tmp_path: Path) -> None
         """
         import sys, time
         from pathlib import Path
-        from testbed.node import NodeCluster
+        from testbed.node_cluster import NodeCluster
         with NodeCluster.started(Path(sys.argv[1])) as nodes:
             print(nodes.bridge, flush=True)
             time.sleep(600)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from testbed import NotYet, TestbedError, tools, wait_for
-from testbed.node import missing_for_nodes
+from testbed.machine import missing_for_nodes
 from testbed.processes import Process
 
 # Bound here: a test may put something else in place of one of them.

@@ -15,7 +15,8 @@ from pathlib import Path
 from testbed import project_images, tools
 from testbed.cluster import Cluster
 from testbed.errors import TestbedError
-from testbed.node import NodeCluster, missing_for_nodes
+from testbed.machine import missing_for_nodes
+from testbed.node_cluster import NodeCluster
 
 GROUPS = {"api": tools.API_TOOLS, "node": tools.NODE_TOOLS}
 
