@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import time
 from collections.abc import Callable
 from typing import TextIO
@@ -194,8 +196,13 @@ class Progress:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except OSError:
+        except OSError as error:
             self._closed = True
+            # A reader that has gone (`| head`) knows that; a full disk is news.
+            if not isinstance(error, BrokenPipeError):
+                why = f"standard output cannot be written: {error.strerror}"
+                with contextlib.suppress(OSError):  # the same terminal, closed as well
+                    print(f"pipemorph run: {why}; stopping", file=sys.stderr)
             self._on_closed()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 from dataclasses import replace
@@ -154,6 +155,31 @@ def test_a_fallback_is_told_once_and_stays_on_the_line() -> None:
     happened, line = stream.getvalue().splitlines()
     assert happened == HAPPENED.text
     assert "  link 2 fell back to tcp, 1 sick RDMA port  epoch 0" in line
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "pipemorph run: standard output cannot be written: No space left on device; stopping\n",
+        ),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), ""),
+    ],
+)
+def test_an_output_that_takes_no_more_stops_the_run_and_says_why_once(
+    error: OSError, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise error
+
+    stopped: list[bool] = []
+    progress = Progress(Full(), job(), Journal(), on_closed=lambda: stopped.append(True))
+    progress.note("one")
+    progress.note("two")
+    assert stopped == [True]
+    assert capsys.readouterr().err == said
 
 
 def test_nothing_is_said_of_rails_that_are_not_there() -> None:
