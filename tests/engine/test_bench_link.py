@@ -106,6 +106,26 @@ def test_two_ends_that_meet_by_what_the_first_prints():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("redirection", "said"),
+    [
+        (
+            ">/dev/full",
+            "pipemorph bench link: cannot write standard output: No space left on device\n",
+        ),
+        ("| true", ""),
+    ],
+)
+def test_an_output_that_takes_nothing_is_one_line(redirection, said):
+    least = "--transports shm --sizes 4K --rounds 1 --volume 4K --pings 1"
+    command = f"{sys.executable} -m pipemorph.cli bench link {least} {redirection}"
+    done = subprocess.run(
+        ["sh", "-c", command], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.stderr == said
+
+
+@pytest.mark.slow
 def test_nobody_there_is_one_line():
     status, out, err = finish(start("--connect", "127.0.0.1", "--port", "9", "--wait", "1"))
     assert status == 1

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipemorph.commands.emit import emit, silence_stdout
+from pipemorph.errors import InputError
 from pipemorph_trainer._engine import Engine, EngineError, Link
 from pipemorph_trainer.bench import transfers
 from pipemorph_trainer.bench.link_report import LATENCY_BYTES, path_record, show
@@ -393,7 +395,15 @@ def main() -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    print(json.dumps(report, indent=1) if options["output"] == "json" else show(report))
+    text = json.dumps(report, indent=1) if options["output"] == "json" else show(report)
+    try:
+        emit((text + "\n").encode(), None)
+    except InputError as error:
+        print(f"pipemorph bench link: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        silence_stdout()
+        return 1
     # A transport that was asked for by name and is not there is a failure.
     asked = options["asked"]
     return int(any(t["unavailable"] and t["transport"] in asked for t in report["transports"]))
