@@ -8,6 +8,8 @@ namespace {
 // Empty messages take no slot, so something else has to bound how many are under way.
 constexpr size_t kMaxInlineInFlight = 4096;
 constexpr size_t kMaxFailuresKept = 4096;
+// Of so many chunks one is the oldest message's.
+constexpr uint64_t kOldestEvery = 8;
 
 }  // namespace
 
@@ -50,7 +52,7 @@ std::shared_ptr<OutMessage> Outbox::post(MessageInfo info, const uint8_t* data,
     turn_[direction] = (turn_[direction] + 1) % queues_;
     queue_[m->queue].push_back(m);
     waiting_[direction].push_back(m);
-    assign_credits(static_cast<int>(direction));
+    promise_slots(direction);
     return m;
 }
 
@@ -66,42 +68,58 @@ std::optional<MessageInfo> Outbox::next_inline(int64_t now_wall_ns, int64_t now_
 
 void Outbox::granted(const SlotGrant& grant) {
     const size_t d = grant.direction;
-    credits_[d].push_back(grant);
+    credits_[d][grant.bytes].free.push_back(grant);
     largest_slot_[d] = std::max(largest_slot_[d], grant.bytes);
-    assign_credits(static_cast<int>(d));
+    promise_slots(d);
 }
 
-// The oldest waiting message that fits takes the smallest slot that holds it, of several the one
-// released last: it may still be in a cache.
-void Outbox::assign_credits(int direction) {
-    auto& waiting = waiting_[size_t(direction)];
-    auto& credits = credits_[size_t(direction)];
-    const uint64_t largest = largest_slot_[size_t(direction)];
-    for (auto it = waiting.begin(); it != waiting.end() && !credits.empty();) {
+// The oldest waiting message that fits is promised one of the smallest slots that hold it. In the
+// order of the messages: the receiver may ask for them in that order, and free no slot before.
+void Outbox::promise_slots(size_t direction) {
+    auto& waiting = waiting_[direction];
+    auto& credits = credits_[direction];
+    size_t left = Outbox::credits(static_cast<int>(direction));
+    for (auto it = waiting.begin(); it != waiting.end() && left > 0;) {
         const Pointer m = *it;
-        if (m->info.bytes > largest) {
+        if (m->info.bytes > largest_slot_[direction]) {
             it = waiting.erase(it);
-            fail(m, too_large(m->info, largest));
+            fail(m, too_large(m->info, largest_slot_[direction]));
             continue;
         }
-        auto best = credits.end();
-        for (auto c = credits.begin(); c != credits.end(); ++c)
-            if (c->bytes >= m->info.bytes && (best == credits.end() || c->bytes <= best->bytes))
-                best = c;
-        if (best == credits.end()) {
+        const auto found =
+            std::find_if(credits.lower_bound(m->info.bytes), credits.end(),
+                         [](const auto& c) { return c.second.free.size() > c.second.promised; });
+        if (found == credits.end()) {
             ++it;
             continue;
         }
-        m->slot = *best;
-        credits.erase(best);
+        ++found->second.promised;
+        m->promised = found->first;
+        --left;
         it = waiting.erase(it);
     }
+}
+
+// Which of the slots it is turns out with the first chunk: the one released last, which may still
+// be in a cache. Few go round like that, where the receiver empties them at once.
+void Outbox::take_slot(OutMessage& m) {
+    auto& credits = credits_[static_cast<size_t>(m.info.key.direction)].at(m.promised);
+    m.slot = credits.free.back();
+    credits.free.pop_back();
+    --credits.promised;
+}
+
+size_t Outbox::credits(int direction) const {
+    size_t n = 0;
+    for (const auto& [bytes, c] : credits_[static_cast<size_t>(direction)])
+        n += c.free.size() - c.promised;
+    return n;
 }
 
 bool Outbox::has_chunks() const {
     if (!again_.empty()) return true;
     return std::any_of(queue_.begin(), queue_.end(),
-                       [](const auto& q) { return !q.empty() && q.front()->slot; });
+                       [](const auto& q) { return !q.empty() && q.front()->promised > 0; });
 }
 
 ChunkTask Outbox::give(const Pointer& m, uint32_t index, uint32_t path, uint32_t epoch,
@@ -134,23 +152,38 @@ std::optional<ChunkTask> Outbox::next_chunk(uint32_t path, uint32_t epoch, int64
         ++chunks_resent;
         return give(m, index, path, epoch, now_wall_ns, now_steady_ns);
     }
-    for (size_t i = 0; i < queue_.size(); ++i) {
-        auto& q = queue_[cursor_];
-        cursor_ = (cursor_ + 1) % queue_.size();
-        if (q.empty() || !q.front()->slot) continue;
-        const Pointer m = q.front();
-        const uint32_t index = m->next_chunk++;
-        if (m->next_chunk == m->chunks) q.pop_front();
-        return give(m, index, path, epoch, now_wall_ns, now_steady_ns);
+    std::deque<Pointer>* queue = next_queue();
+    if (queue == nullptr) return std::nullopt;
+    const Pointer m = queue->front();
+    if (!m->slot) take_slot(*m);
+    const uint32_t index = m->next_chunk++;
+    if (m->next_chunk == m->chunks) queue->pop_front();
+    return give(m, index, path, epoch, now_wall_ns, now_steady_ns);
+}
+
+// The queue whose head has the fewest chunks left, of several the oldest message's: messages of one
+// size leave one after the other, so that each is whole as early as it can be, and a small one does
+// not wait for the rest of a large one. Now and then the oldest has its turn, whatever its size.
+std::deque<Outbox::Pointer>* Outbox::next_queue() {
+    const bool oldest = ++turns_ % kOldestEvery == 0;
+    std::deque<Pointer>* best = nullptr;
+    std::pair<uint64_t, uint64_t> least;
+    for (auto& q : queue_) {
+        if (q.empty() || q.front()->promised == 0) continue;
+        const OutMessage& m = *q.front();
+        const std::pair rank{oldest ? uint64_t{0} : m.chunks - m.next_chunk, m.info.id};
+        if (best != nullptr && rank >= least) continue;
+        best = &q;
+        least = rank;
     }
-    return std::nullopt;
+    return best;
 }
 
 uint64_t Outbox::ready_chunks() const {
     uint64_t n = again_.size();
     for (const auto& q : queue_)
         for (const Pointer& m : q) {
-            if (!m->slot) break;
+            if (m->promised == 0) break;
             n += m->chunks - m->next_chunk;
         }
     return n;
@@ -237,7 +270,7 @@ std::string Outbox::describe(uint64_t id) const {
     const OutMessage& m = *it->second;
     std::string s = m.info.key.describe() + ", ";
     if (m.chunks == 0) return s + (m.started_steady_ns ? "sent" : "waiting in its queue");
-    if (!m.slot) return s + "waiting for a slot at the receiver";
+    if (m.promised == 0) return s + "waiting for a slot at the receiver";
     return s + std::to_string(m.next_chunk) + " of " + std::to_string(m.chunks) + " chunks sent";
 }
 

@@ -26,6 +26,7 @@ struct OutMessage {
     int64_t posted_steady_ns = 0;
     int64_t started_steady_ns = 0;
     size_t queue = 0;
+    uint64_t promised = 0;  // bytes of the slot it may take; 0: it waits for one
     std::optional<SlotGrant> slot;
     uint32_t chunks = 0;
     uint32_t next_chunk = 0;
@@ -78,7 +79,7 @@ class Outbox {
     std::string failure(uint64_t id) const;
     size_t in_flight() const { return by_id_.size(); }
     uint64_t largest_slot(int direction) const { return largest_slot_[size_t(direction)]; }
-    size_t credits(int direction) const { return credits_[size_t(direction)].size(); }
+    size_t credits(int direction) const;
     std::string describe(uint64_t id) const;
 
     uint64_t chunks_resent = 0;
@@ -88,7 +89,9 @@ class Outbox {
 
   private:
     using Pointer = std::shared_ptr<OutMessage>;
-    void assign_credits(int direction);
+    void promise_slots(size_t direction);
+    void take_slot(OutMessage& message);
+    std::deque<Pointer>* next_queue();
     void fail(const Pointer& message, std::string why);
     void forget(const Pointer& message);
     ChunkTask give(const Pointer& message, uint32_t index, uint32_t path, uint32_t epoch,
@@ -101,9 +104,14 @@ class Outbox {
     std::array<size_t, kDirections> turn_{};
     // Direction d's queues are at [d * queues_, (d + 1) * queues_).
     std::vector<std::deque<Pointer>> queue_;
-    size_t cursor_ = 0;
+    uint64_t turns_ = 0;
     std::array<std::deque<Pointer>, kDirections> waiting_;  // for a slot, oldest first
-    std::array<std::vector<SlotGrant>, kDirections> credits_;
+    // Slots of one size that are free here. `promised`: as many of them are somebody's already.
+    struct Credits {
+        std::vector<SlotGrant> free;
+        size_t promised = 0;
+    };
+    std::array<std::map<uint64_t, Credits>, kDirections> credits_;
     std::array<uint64_t, kDirections> largest_slot_{};
     std::deque<std::pair<Pointer, uint32_t>> again_;  // chunks lost with their path
     std::deque<Pointer> inline_;

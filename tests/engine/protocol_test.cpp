@@ -108,9 +108,36 @@ TEST(a_queue_that_waits_does_not_hold_up_the_others) {
         order.push_back(task->message->info.key.microbatch);
         p.carry(*task);
     }
-    // By chunk, in turn, over the queues; message 2 is the only one left.
-    CHECK((order == std::vector<int64_t>{0, 1, 0, 3, 0, 0, 0, 0, 0, 0}));
+    // Small ones first; message 2 is the only one left.
+    CHECK((order == std::vector<int64_t>{1, 3, 0, 0, 0, 0, 0, 0, 0, 0}));
     CHECK(p.out.in_flight() == 1);
+}
+
+TEST(messages_of_one_size_leave_one_after_the_other) {
+    Pair p;
+    p.reserve(0, 3, 9 * kChunk);
+    for (int i = 0; i < 3; ++i) p.post(message(i, 9 * kChunk));
+    std::vector<int64_t> order;
+    while (const auto task = p.next()) {
+        order.push_back(task->message->info.key.microbatch);
+        p.carry(*task);
+    }
+    CHECK(order.size() == 27 && std::is_sorted(order.begin(), order.end()));
+}
+
+TEST(a_large_message_has_its_turn_among_small_ones) {
+    Pair p;
+    p.reserve(0, 1, 64 * kChunk);
+    p.reserve(0, 160, kChunk);
+    p.post(message(0, 64 * kChunk));
+    for (int i = 1; i <= 160; ++i) p.post(message(i, kChunk));
+    int large = 0;
+    for (int i = 0; i < 80; ++i) {
+        const auto task = p.next();
+        large += task->message->info.key.microbatch == 0;
+        p.carry(*task);
+    }
+    CHECK(large == 10);
 }
 
 TEST(a_message_larger_than_any_slot_is_an_error_with_numbers) {
