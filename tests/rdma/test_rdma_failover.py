@@ -63,6 +63,70 @@ def test_cable_pulled_in_mid_message_and_put_back(fabric: Fabric):
         assert link.b.stats()["messages_received"] == 16
 
 
+@pytest.mark.parametrize("ends", ["b", "ab"])
+def test_cable_pulled_out_of_the_card(fabric: Fabric, ends: str):
+    """Nobody has told these devices to go down: the emulated card loses its carrier, as by a cable
+    that is pulled (at both ends) or by half of a switch (at one; the other sees only silence)."""
+    rails = [fabric.rail(guest, 0) for guest in (fabric.a, fabric.b) if guest.name in ends]
+    downed = [rail.counter("link_downed") for rail in rails]
+    with linked(fabric) as link:
+        link.reserve(4, 2 * MIB)
+        link.rails_up(2)
+        epoch = link.a.stats()["paths"][0]["epoch"]
+        transfer = link.transfer(8, 2 * MIB)
+        transfer.until_chunks(4, path=0)
+        for rail in rails:
+            rail.pull_cable()
+        transfer.finish()
+        until(
+            "the path given up at both ends",
+            lambda: all(p.stats()["paths"][0]["times_lost"] >= 1 for p in (link.a, link.b)),
+            30,
+            lambda: paths_text(link.a.stats()),
+        )
+        assert [rail.link_state() for rail in rails] == ["UP NO-CARRIER"] * len(rails)
+        assert all(r.counter("link_downed") > n for r, n in zip(rails, downed, strict=True))
+        s = link.a.stats()
+        assert s["paths"][0]["state"] != "UP"
+        assert s["fallbacks"] == 0, paths_text(s)
+        # Nothing is set up anew: the cable is enough.
+        for rail in rails:
+            rail.push_cable()
+        link.rails_up(2)
+        before = link.a.stats()["paths"][0]
+        assert before["epoch"] > epoch
+        link.transfer(8, 2 * MIB).finish()
+        assert [rail.link_state() for rail in rails] == ["UP LOWER_UP"] * len(rails)
+        assert link.a.stats()["paths"][0]["chunks"] > before["chunks"]
+        b = link.b.stats()
+        assert (b["messages_received"], b["bytes_received"]) == (16, 32 * MIB)
+
+
+def test_all_cables_pulled_out_of_both_machines(fabric: Fabric):
+    downed = [rail.counter("link_downed") for rail in fabric.rails]
+    with linked(fabric) as link:
+        link.reserve(4, 2 * MIB)
+        link.rails_up(2)
+        over_tcp = fabric.a.sent_bytes("eth0")
+        transfer = link.transfer(16, 2 * MIB)
+        transfer.until_chunks(4, path=0)
+        for rail in fabric.rails:
+            rail.pull_cable()
+        transfer.finish()
+        s = link.a.stats()
+        assert s["transport"] == "tcp", paths_text(s)
+        assert fabric.a.sent_bytes("eth0") - over_tcp >= sum(p["bytes"] for p in s["paths"][2:]) > 0
+        assert [rail.link_state() for rail in fabric.rails] == ["UP NO-CARRIER"] * 4
+        assert all(r.counter("link_downed") > n for r, n in zip(fabric.rails, downed, strict=True))
+        for rail in fabric.rails:
+            rail.push_cable()
+        link.rails_up(2)
+        link.transfer(6, 2 * MIB).finish()
+        s = link.a.stats()
+        assert (s["transport"], s["failbacks"]) == ("rdma", s["fallbacks"])
+        assert link.b.stats()["messages_received"] == 22
+
+
 def test_lost_acknowledgements_repeat_nothing(fabric: Fabric):
     """What the receiver's rail sends is dropped: the data arrives, and the sender cannot know."""
     sender = fabric.rail(fabric.a, 0)

@@ -5,6 +5,7 @@ a ── rail 0  (eth1, 10.77.1.1/2) ── b      Soft-RoCE rxe0
 a ── rail 1  (eth2, 10.77.2.1/2) ── b      Soft-RoCE rxe1
 """
 
+import json
 import re
 import sys
 import tempfile
@@ -62,6 +63,19 @@ class Rail:
         # Large frames: RoCE then uses packets of 4096 bytes, which emulated machines carry faster.
         self.guest.run("ip", "link", "set", self.netdev, "mtu", "9000", "up")
         self.guest.run("ip", "address", "replace", f"{self.address}/24", "dev", self.netdev)
+
+    def pull_cable(self) -> None:
+        """Out of the card: its port is down, and the device above it up, as it was."""
+        self.guest.carrier(self.number + 1, False)
+
+    def push_cable(self) -> None:
+        self.guest.carrier(self.number + 1, True)
+
+    def link_state(self) -> str:
+        """What the kernel says of the network device: whether it is to be up, and whether it is."""
+        said = self.guest.run("ip", "-j", "link", "show", self.netdev)
+        flags = json.loads(said)[0]["flags"]
+        return " ".join(flag for flag in ("UP", "LOWER_UP", "NO-CARRIER") if flag in flags)
 
     def drop_incoming(self, *, only_acknowledgements: bool = False) -> None:
         """Lose every RoCE packet that comes in here; the cable and TCP stay as they are.
@@ -122,6 +136,7 @@ class Fabric:
                 guest.try_run("tc", "qdisc", "del", "dev", f"eth{n}", "clsact")
                 guest.try_run("tc", "qdisc", "del", "dev", f"eth{n}", "root")
         for rail in self.rails:
+            rail.push_cable()
             rail.guest.run("ip", "-4", "address", "flush", "dev", rail.netdev)
             rail.plug()
 

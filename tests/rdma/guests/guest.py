@@ -60,6 +60,7 @@ class Guest:
         self.name = name
         self._port = directory / f"{name}.agent"
         self._console = directory / f"{name}.console"
+        self._monitor = directory / f"{name}.qmp"
         self._numbers = itertools.count(1)
         self._answers: dict[int, queue.Queue[dict[str, Any]]] = {}
         self._lock = threading.Lock()
@@ -78,6 +79,7 @@ class Guest:
             "-device", "virtio-serial-pci",
             "-chardev", f"socket,id=agent,path={self._port},server=on,wait=off",
             "-device", "virtserialport,chardev=agent,name=agent",
+            "-qmp", f"unix:{self._monitor},server=on,wait=off",
         ]  # fmt: skip
         for number, nic in enumerate(nics):
             role = "on" if nic.listens else "off"
@@ -122,6 +124,31 @@ class Guest:
         self.process.stop(grace=0)
         if self._socket is not None:
             self._socket.close()
+
+    def monitor(self, command: str, **arguments: Any) -> Any:
+        """Have QEMU itself do something: a command of its machine protocol (QMP)."""
+        with socket.socket(socket.AF_UNIX) as s:
+            s.settimeout(30)
+            s.connect(str(self._monitor))
+            with s.makefile("rw") as lines:
+                lines.readline()  # its greeting
+                for say in (
+                    {"execute": "qmp_capabilities"},
+                    {"execute": command, "arguments": arguments},
+                ):
+                    lines.write(json.dumps(say) + "\n")
+                    lines.flush()
+                    # Events of the machine come in between.
+                    while "event" in (answer := json.loads(lines.readline())):
+                        pass
+                    if "error" in answer:
+                        raise GuestError(f"QEMU of {self.name}, {say}: {answer['error']}")
+        return answer["return"]
+
+    def carrier(self, number: int, on: bool) -> None:
+        """Whether the guest's network card finds something at the other end of its cable. Without
+        it no frame gets in or out."""
+        self.monitor("set_link", name=f"n{number}", up=on)
 
     def _tails(self) -> str:
         text = self._console.read_text(errors="replace") if self._console.exists() else ""
