@@ -1,6 +1,7 @@
 """The fixture that gives tests real verbs; docs/testbeds.md says what it needs.
 
 `fabric`: two guests with two Soft-RoCE devices each, booted once for all tests.
+`launchers`: a process with torch in each of them, for all tests that need one.
 """
 
 import os
@@ -14,6 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "cluster"))
 
 from guests import Fabric, missing_for_guests
+from launchers import Launchers
 from testbed import TestbedError
 
 SKIP = "PIPEMORPH_TEST_SKIP"
@@ -50,6 +52,13 @@ def fabric(request: pytest.FixtureRequest) -> Iterator[Fabric]:
             f"{SKIP}=rdma: these tests are then reported as skipped)",
             pytrace=False,
         )
+
+
+@pytest.fixture(scope="session")
+def launchers(fabric: Fabric) -> Iterator[Launchers]:
+    made = Launchers(fabric)
+    yield made
+    made.kill()
 
 
 @pytest.hookimpl(hookwrapper=True)

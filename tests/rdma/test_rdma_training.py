@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 from guests import Fabric, Rail
+from launchers import Launchers
 from peers import until
 from training import MESSAGE_BYTES, Training
 
@@ -28,10 +29,10 @@ NOTICED = 45.0
 
 
 @pytest.fixture(scope="module")
-def runs(fabric: Fabric) -> Iterator[Training]:
-    made = Training(fabric, ITERATIONS)
+def runs(launchers: Launchers) -> Iterator[Training]:
+    made = Training(launchers, ITERATIONS)
     yield made
-    made.close()
+    made.give_up()
 
 
 @pytest.fixture
@@ -212,6 +213,10 @@ def test_a_killed_rank_ends_the_others_by_name(training: Training, fabric: Fabri
     assert time.monotonic() - began < NOTICED
     until("the end of all ranks", lambda: all(r.ended() is not None for r in job.ranks), 20.0)
     assert [rank.ended() for rank in job.ranks] == [1, -signal.SIGKILL, 1]
+    # Nobody waits for an answer of a rank that has ended, asked before it did or after.
+    ended = "the program has ended with "
+    assert block.errors(of=(1,), deadline=5.0) == [f"{ended}{-signal.SIGKILL}"]
+    assert job.ranks[0].error_of(job.ranks[0].start("state"), 5.0) == f"{ended}1"
     assert fabric.b.queue_pairs() == 0
     training.give_up()
 

@@ -1,26 +1,22 @@
 """A training job across the guests, from the test's side: rank 0 and 2 in guest a, 1 in b.
 
-Both of its links run between the guests. The ranks are forked from one process per guest
-(training_launcher.py), which lives as long as the module's tests.
+Both of its links run between the guests.
 """
 
-import itertools
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from guests import Fabric, Guest
-from peers import Remote, paths_text, until
+from guests import Fabric
+from launchers import Launchers
+from peers import paths_text, until
 
-LAUNCHER = Path(__file__).with_name("training_launcher.py")
 STAGES = 3
 MICROBATCHES = 4
 # Rows of 8 floats: messages of 1.25 MiB, which is two chunks.
 ROWS = 40960
 MESSAGE_BYTES = ROWS * 8 * 4
-IMPORT_DEADLINE = 540.0
 # An emulated processor that shares two real ones with much else.
 TRAIN_DEADLINE = 400.0
 
@@ -31,30 +27,6 @@ SPEC: dict[str, Any] = {
     # The test says how many, not the job.
     "trainer": {"module": "none", "threads": 1, "iterations": 1000},
 }
-
-
-class Launchers:
-    """The process with torch in each guest."""
-
-    def __init__(self, fabric: Fabric) -> None:
-        self.fabric = fabric
-        env = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        self._of = {
-            guest.name: Remote(f"launcher {guest.name}", guest.python(str(LAUNCHER), env=env))
-            for guest in (fabric.a, fabric.b)
-        }
-        # Both import at the same time.
-        for launcher in self._of.values():
-            launcher.await_ready(IMPORT_DEADLINE)
-        self.ports = itertools.count(29500)
-
-    def __getitem__(self, guest: Guest) -> Remote:
-        return self._of[guest.name]
-
-    def kill(self) -> None:
-        # The agent made a session for each, so this takes the ranks, too.
-        for launcher in self._of.values():
-            launcher.task.kill()
 
 
 class RankOf:
@@ -120,7 +92,9 @@ class TrainingJob:
                 "rank": rank.rank, "world_size": STAGES, "local_rank": 0,
                 "master_addr": Fabric.CONTROL["a"], "master_port": self.port,
             }  # fmt: skip
-            started.append(rank.start("launch", seat=seat, spec=SPEC, rows=ROWS))
+            started.append(
+                rank.start("launch", module="training_rank", seat=seat, spec=SPEC, rows=ROWS)
+            )
         for rank, number in zip(self.ranks, started, strict=True):
             rank.pid = rank.result(number)
 
@@ -234,9 +208,9 @@ class Block:
 class Training:
     """An undisturbed run, and one that goes through every fault and must equal it."""
 
-    def __init__(self, fabric: Fabric, iterations: int) -> None:
-        self.fabric = fabric
-        self.launchers = Launchers(fabric)
+    def __init__(self, launchers: Launchers, iterations: int) -> None:
+        self.fabric = launchers.fabric
+        self.launchers = launchers
         undisturbed = TrainingJob(self.launchers)
         # One by one, since the weights are compared after any of them.
         self.losses = [undisturbed.train(1)[0] for _ in range(iterations)]
@@ -269,8 +243,4 @@ class Training:
         if self._job is not None:
             self._job.kill()
             self._job = None
-        self.fabric.restore()
-
-    def close(self) -> None:
-        self.launchers.kill()
         self.fabric.restore()

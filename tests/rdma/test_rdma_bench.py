@@ -1,0 +1,203 @@
+"""`pipemorph bench link` between two hosts that have rails.
+
+What carried is the kernel's word: the counters of each RDMA device and of the network device under
+it, at both ends.
+"""
+
+import json
+import re
+from typing import Any
+
+import pytest
+from guests import Fabric, Guest, Rail
+from launchers import Launchers
+from peers import until
+
+pytestmark = [pytest.mark.rdma, pytest.mark.slow, pytest.mark.timeout(900)]
+
+KIB, MIB = 1 << 10, 1 << 20
+QUICK = ("--sizes", "64K,1M", "--rounds", "1", "--volume", "2M", "--pings", "20")
+# Of what is streamed, a warm-up each and one round of `QUICK`.
+STREAMED = 2 * (32 * 64 * KIB + 8 * MIB)
+PACKET = 4096
+# Longer than the engine waits for a rail, 10 s, and for a link of another transport, 30 s.
+DEADLINE = 120.0
+
+
+class End:
+    """One end, as `pipemorph bench link ARGV` in a guest."""
+
+    def __init__(
+        self, launchers: Launchers, guest: Guest, *argv: str, env: dict[str, str] | None = None
+    ) -> None:
+        name = f"bench {next(launchers.ports)}"
+        self._guest, self._launcher = guest, launchers[guest]
+        self._files = {kind: f"/run/{name}.{kind}" for kind in ("out", "err")}
+        self._launcher.do(
+            "launch", name=name, module="bench_end", argv=argv, env=env or {}, **self._files
+        )
+        self._end = self._launcher.start("wait", name=name)
+
+    def said(self, where: str = "out") -> str:
+        return self._guest.read(self._files[where])
+
+    def finish(self) -> tuple[int, str, str]:
+        """Its exit status and what it said, without torch's warnings that it finds no name for an
+        address: there is no name service here."""
+        status = self._launcher.result(self._end, DEADLINE)
+        err = re.sub(r"^\[W.*\[c10d\].*\n", "", self.said("err"), flags=re.MULTILINE)
+        return status, self.said(), err
+
+
+class Listener(End):
+    """The end in guest b, which has said how to reach it."""
+
+    def __init__(self, launchers: Launchers, *argv: str) -> None:
+        fabric = launchers.fabric
+        where = ("--listen", fabric.CONTROL["b"], "--port", str(next(launchers.ports)))
+        super().__init__(launchers, fabric.b, *where, *argv)
+        until("how to connect", lambda: "--port" in self.said(), 20.0, lambda: self.said("err"))
+        found = re.search(r"^ +(\w+)=(\w+) pipemorph bench link (.+)$", self.said(), re.MULTILINE)
+        assert found is not None, self.said()
+        self._launchers = launchers
+        self._env = {found[1]: found[2]}
+        self._connect = found[3].split()
+
+    def connected(self, *argv: str) -> End:
+        """The end in guest a, started as this one says."""
+        guest = self._launchers.fabric.a
+        return End(self._launchers, guest, *self._connect, *argv, *QUICK, env=self._env)
+
+
+def counted(rail: Rail) -> dict[str, int]:
+    return {name: rail.counter(name) for name in ("sent_pkts", "rcvd_pkts")}
+
+
+def ipv6_received(rail: Rail) -> int:
+    said = rail.guest.read(f"/proc/net/dev_snmp6/{rail.netdev}")
+    found = re.search(r"^Ip6InReceives\s+(\d+)$", said, re.MULTILINE)
+    assert found is not None, said
+    return int(found[1])
+
+
+def only_line(said: str) -> str:
+    (line,) = said.splitlines()
+    return line
+
+
+def test_the_rail_that_is_named_carries_all_of_it(fabric: Fabric, launchers: Launchers):
+    idle, used = ([fabric.rail(guest, n) for guest in (fabric.a, fabric.b)] for n in (0, 1))
+    left_alone = [counted(rail) for rail in idle]
+    before = [counted(rail) for rail in used]
+    sent = [rail.guest.sent_bytes(rail.netdev) for rail in used]
+    over_control = fabric.a.sent_bytes("eth0")
+    listener = Listener(launchers, "--device", "rxe1")
+    connector = listener.connected(
+        *("--transports", "rdma", "--device", "rxe1", "--output", "json")
+    )
+    status, out, err = connector.finish()
+    assert (status, err) == (0, ""), out
+    report: dict[str, Any] = json.loads(out)
+    assert report["hosts"] == ["a", "b"]
+    (rdma,) = report["transports"]
+    assert rdma["unavailable"] is None
+    assert rdma["rails"] == [["rxe1 port 1"], ["rxe1 port 1"]]
+    assert rdma["rails_trouble"] is None
+    assert [(p["size"], p["messages"]) for p in rdma["throughput"]] == [(64 * KIB, 32), (MIB, 8)]
+    for point in rdma["throughput"]:
+        assert 0 < point["slowest"] <= point["gb_per_s"] <= point["fastest"]
+    assert 0 < rdma["latency"]["p50"] <= rdma["latency"]["p99"]
+    # One path, and so none over TCP.
+    (path,) = rdma["paths"]
+    assert (path["kind"], path["rail"], path["state"]) == ("rdma", "rxe1 port 1", "UP")
+    assert path["times_lost"] == 0
+    assert path["bytes"] >= STREAMED
+    assert path["gb_per_s_busy"] > 0
+    assert 0 < path["rtt_min"] <= path["rtt_mean"] <= path["rtt_p99"]
+
+    now = [counted(rail) for rail in used]
+    assert now[0]["sent_pkts"] - before[0]["sent_pkts"] >= path["bytes"] // PACKET
+    assert now[1]["rcvd_pkts"] - before[1]["rcvd_pkts"] >= path["bytes"] // PACKET
+    grown = [rail.guest.sent_bytes(rail.netdev) - n for rail, n in zip(used, sent, strict=True)]
+    assert grown[0] >= path["bytes"]
+    # Its pings came back the same way.
+    assert grown[1] >= 20 * 4 * KIB
+    assert fabric.a.sent_bytes("eth0") - over_control < path["bytes"] // 20
+    assert [counted(rail) for rail in idle] == left_alone
+    assert listener.finish()[::2] == (0, "")
+
+
+def test_by_the_gid_that_is_named_and_beside_other_transports(fabric: Fabric, launchers: Launchers):
+    """In a table. The GID is the link-local one, which would not be taken by itself."""
+    ends = [fabric.rail(guest, 0) for guest in (fabric.a, fabric.b)]
+    indices = {next(i for i, g in enumerate(r.gids()) if g.startswith("fe80:")) for r in ends}
+    (index,) = indices
+    rail = ("--device", "rxe0", "--gid-index", str(index))
+    before, received = counted(ends[1]), ipv6_received(ends[1])
+    listener = Listener(launchers, *rail)
+    connector = listener.connected(*rail, "--transports", "tcp,rdma,gloo")
+    status, out, err = connector.finish()
+    assert (status, err) == (0, ""), out
+    assert out.startswith("a → b, 4 messages under way, median of 1 rounds")
+    assert re.search(r"^\| message +\| +tcp \| +rdma \| +gloo \|$", out, re.MULTILINE), out
+    for first in ("64 KiB", "1 MiB"):
+        assert re.search(rf"^\| {first} +(\| +[\d.e-]+ ){{3}}\|$", out, re.MULTILINE), out
+    for which in ("p50", "p99"):
+        row = rf"^\| 4 KiB one way, {which} +(\| +\d+ µs ){{3}}\|$"
+        assert re.search(row, out, re.MULTILINE), out
+    assert "\nrdma: rails rxe0 port 1 → rxe0 port 1\n" in out
+    row = r"^\| rxe0 port 1 \| UP +\| +([\d.]+) (\| +[\d.e-]+ )(\| +\d+ µs ){3}\| +0 \|$"
+    found = re.search(row, out, re.MULTILINE)
+    assert found is not None, out
+    assert float(found[1]) == pytest.approx(STREAMED / 1e9, rel=0.1)
+    packets = counted(ends[1])["rcvd_pkts"] - before["rcvd_pkts"]
+    assert packets >= STREAMED // PACKET
+    # They came by that address: the other one is of IPv4.
+    assert ipv6_received(ends[1]) - received >= packets
+    assert listener.finish()[::2] == (0, "")
+
+
+def test_a_rail_that_is_not_there_is_one_line(fabric: Fabric, launchers: Launchers):
+    missing = "there is no RDMA device rxe7"
+    # The end that listens says so before anybody has come.
+    where = ("--listen", fabric.CONTROL["b"], "--port", str(next(launchers.ports)))
+    status, out, err = End(launchers, fabric.b, *where, "--device", "rxe7").finish()
+    assert (status, out) == (1, "")
+    line = only_line(err)
+    assert line.startswith("pipemorph bench link: ")
+    assert line.endswith(missing)
+    # Named alone it is asked for, and the status says that it was not had.
+    listener = Listener(launchers)
+    rails = [counted(rail) for rail in fabric.rails]
+    status, out, err = listener.connected("--device", "rxe7").finish()
+    assert (status, err) == (1, "")
+    assert out.splitlines()[-1].startswith("rdma: unavailable: ")
+    assert out.endswith(f"{missing}\n")
+    # What is there was measured all the same.
+    assert re.search(r"^\| message +\| +tcp \| +gloo \|$", out, re.MULTILINE), out
+    assert [counted(rail) for rail in fabric.rails] == rails
+    # That end had no trouble.
+    assert listener.finish()[::2] == (0, "")
+
+
+def test_a_rail_that_leads_nowhere_is_one_line(launchers: Launchers):
+    """A GID that is not there, at either end. What is asked for besides is measured."""
+    first, wrong = ("--device", "rxe0"), ("--gid-index", "200")
+    pairs = [((*first, *wrong), first), (first, (*first, *wrong))]
+    listeners = [Listener(launchers, *theirs) for _, theirs in pairs]
+    # At the same time, since each waits until the engine gives up.
+    connectors = [
+        listener.connected("--transports", "rdma,tcp", *ours)
+        for (ours, _), listener in zip(pairs, listeners, strict=True)
+    ]
+    for connector, listener in zip(connectors, listeners, strict=True):
+        status, out, err = connector.finish()
+        assert (status, err) == (1, ""), out
+        line = out.splitlines()[-1]
+        assert line.startswith("rdma: unavailable: ")
+        assert "no rail to rank 0 has been up" in line
+        assert "rxe0 port 1 has no GID with index 200" in line
+        assert re.search(r"^\| message +\| +tcp \|$", out, re.MULTILINE), out
+        status, _, err = listener.finish()
+        assert status == 1
+        assert only_line(err).startswith("pipemorph bench link: rdma: unavailable: ")
