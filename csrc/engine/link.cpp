@@ -107,7 +107,17 @@ bool Link::up() const {
 }
 
 void Link::die(const std::string& why) {
-    finish(State::dead, why);
+    std::string missing;
+    {
+        // A link short of its rails may die of the peer's giving up first, which knows nothing of
+        // the trouble at this end.
+        const Lock lock(mu_);
+        const int64_t now = steady_ns();
+        // Rails that went with the peer only just now tell nothing.
+        if (now - without_rail_since_ns_ > runtime_->peer_deadline_ns / 5)
+            missing = missing_rail(now);
+    }
+    finish(State::dead, missing.empty() ? why : why + "; " + missing);
 }
 
 void Link::finish(State state, const std::string& why) {

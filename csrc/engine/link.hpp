@@ -217,6 +217,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     void note_carrier();
     PathStats describe(const Path& path) const;
     std::string paths_text() const;
+    std::string missing_rail(int64_t now_ns) const;
     RdmaPath::Settings rdma_settings() const;
     void lose_path(Path& path, const std::string& why);
     void send_fence(uint32_t index, uint32_t epoch);

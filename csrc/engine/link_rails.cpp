@@ -237,9 +237,7 @@ void Link::look_after_rails(int64_t now) {
         if (without_rail_since_ns_ != 0) {
             const int64_t without = now - without_rail_since_ns_;
             if (paths_.size() == rails_ && without > runtime_->peer_deadline_ns)
-                dead = describe() + " is dead: rdma is required, and no rail to " +
-                       rank_text(identity_.peer_rank) + " has been up for " +
-                       seconds_text(to_seconds(without)) + ": " + paths_text();
+                dead = describe() + " is dead: " + missing_rail(now);
             else if (!fell_back_ && without > kHeadStart && paths_.size() > rails_) {
                 fell_back_ = true;
                 ++fallbacks_;
@@ -247,7 +245,15 @@ void Link::look_after_rails(int64_t now) {
             }
         }
     }
-    if (!dead.empty()) die(dead);
+    if (!dead.empty()) finish(State::dead, dead);
+}
+
+// What is missing where nothing but rails may carry; empty where something may.
+std::string Link::missing_rail(int64_t now) const {
+    if (rails_ == 0 || paths_.size() != rails_ || without_rail_since_ns_ == 0) return {};
+    return "rdma is required, and no rail to " + rank_text(identity_.peer_rank) +
+           " has been up for " + seconds_text(to_seconds(now - without_rail_since_ns_)) + ": " +
+           paths_text();
 }
 
 }  // namespace pipemorph

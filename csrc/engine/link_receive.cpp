@@ -56,7 +56,7 @@ std::string Link::nothing_arrived(const Key& key, double timeout) const {
     if (const auto progress = in_.progress(key))
         s += std::to_string(progress->chunks) + " of " + std::to_string(progress->of) +
              " chunks are here; ";
-    s += paths_text();
+    s += before_more(paths_text());
     s += state_ == State::up ? "link is up, " : "link is reconnecting (" + last_trouble_ + "), ";
     const uint32_t slots = in_.slots(direction);
     return s + std::to_string(slots - in_.slots_in_use(direction)) + " of " +

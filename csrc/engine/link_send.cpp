@@ -49,10 +49,11 @@ bool Link::wait_sent(uint64_t ticket, int64_t deadline_ns, int64_t slice_ns, dou
         if (out_.ticket(ticket) != Outbox::Ticket::in_flight || over()) continue;
         const int64_t now = steady_ns();
         if (now >= deadline_ns)
-            throw EngineTimeout(
-                describe() + ": " + out_.describe(ticket) + ", not acknowledged by rank " +
-                std::to_string(identity_.peer_rank) + " within " + seconds_text(timeout) + "; " +
-                paths_text() + "link is " + (state_ == State::up ? "up" : "reconnecting"));
+            throw EngineTimeout(describe() + ": " + out_.describe(ticket) +
+                                ", not acknowledged by rank " +
+                                std::to_string(identity_.peer_rank) + " within " +
+                                seconds_text(timeout) + "; " + before_more(paths_text()) +
+                                "link is " + (state_ == State::up ? "up" : "reconnecting"));
         if (now >= slice_end) return false;
         wait_slice(lock, deadline_ns, slice_end - now);
     }

@@ -30,7 +30,7 @@ PathStats Link::describe(const Path& p) const {
     return s;
 }
 
-// For the errors of waits, if something is wrong: "1 of 2 data paths up (rxe0 port 1 DOWN: ...), ".
+// For errors, if something is wrong: "1 of 2 data paths up (rxe0 port 1 DOWN: ...)".
 std::string Link::paths_text() const {
     std::string down;
     size_t up = 0;
@@ -45,7 +45,7 @@ std::string Link::paths_text() const {
     }
     if (down.empty()) return {};
     return std::to_string(up) + " of " + std::to_string(paths_.size()) + " data paths up (" + down +
-           "), ";
+           ")";
 }
 
 LinkStats Link::stats() const {

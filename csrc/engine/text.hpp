@@ -1,4 +1,4 @@
-// How durations and ranks are said in messages to people.
+// How things are said in messages to people.
 #pragma once
 
 #include <cstdint>
@@ -15,6 +15,10 @@ inline std::string seconds_text(double seconds) {
 
 inline std::string rank_text(uint32_t rank) {
     return "rank " + std::to_string(rank);
+}
+
+inline std::string before_more(const std::string& text) {
+    return text.empty() ? text : text + ", ";
 }
 
 }  // namespace pipemorph

@@ -94,9 +94,10 @@ class Link:
             "transport": "rdma", "chunk_bytes": 1 << 16, "peer_deadline": 10.0,
         }  # fmt: skip
         given |= settings
+        deadlines = given.pop("peer_deadlines", (given["peer_deadline"],) * 2)
         self.a, self.b = Peer(fabric.a, 0), Peer(fabric.b, 1)
-        self.opened = self.a.do("open", rank=0, **given)
-        port = self.b.do("open", rank=1, **given)["port"]
+        self.opened = self.a.do("open", rank=0, **given | {"peer_deadline": deadlines[0]})
+        port = self.b.do("open", rank=1, **given | {"peer_deadline": deadlines[1]})["port"]
         accepting = self.b.start("accept", peer=0)
         self.transport = self.a.do("connect", peer=1, host=fabric.CONTROL["b"], port=port)
         assert self.b.result(accepting) == self.transport
