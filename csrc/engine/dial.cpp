@@ -23,7 +23,7 @@ class Dialling : public std::enable_shared_from_this<Dialling> {
         auto self = shared_from_this();
         timer_ = runtime_.control.after(limit_ns, [self] {
             self->timer_ = 0;
-            self->fail("no answer from " + self->address_.text() + " in time");
+            self->fail(self->no_answer());
         });
         fd_ = start_connect(address_);
         if (!fd_) {
@@ -84,6 +84,15 @@ class Dialling : public std::enable_shared_from_this<Dialling> {
     void connect_failed(int error) {
         result_.nobody_there = error == ECONNREFUSED;
         fail("cannot connect to " + address_.text() + ": " + std::strerror(error));
+    }
+
+    // How far it came says what is wrong: the network, a stranger there, or a peer that waits for
+    // others.
+    std::string no_answer() const {
+        const std::string who = address_.text();
+        if (!connected_) return "cannot connect to " + who + ": no answer";
+        if (!handshake_.met()) return who + " took the connection, but says nothing";
+        return who + " is there, but did not accept the connection";
     }
 
     void fail(std::string why) {

@@ -377,16 +377,17 @@ std::shared_ptr<Link> Engine::connect(uint32_t peer_rank, uint32_t link, const s
             h.rails = static_cast<uint16_t>(runtime_->rails.size());
             h.require_rdma = c.require_rdma;
             h.listen_port = runtime_->listen_port;
-            // A parked connection waits for accept(), so one attempt may use all the time left.
-            const int64_t limit = std::max<int64_t>(deadline - steady_ns(), kMillisecond);
-            runtime_->control.post(
-                [this, attempt, address, limit] { start_attempt(attempt, address, limit); });
+            // A parked connection waits for accept(), so one attempt may use all the time left. It
+            // ends by itself then, and only it knows what it was waiting for.
+            runtime_->control.post([this, attempt, address, deadline] {
+                start_attempt(attempt, address,
+                              std::max<int64_t>(deadline - steady_ns(), kMillisecond));
+            });
             std::unique_lock lock(mu_);
             try {
-                while (!attempt->finished && steady_ns() < deadline) {
+                while (!attempt->finished) {
                     check_open();
-                    wait(changed_, lock,
-                         std::clamp<int64_t>(deadline - steady_ns(), kMillisecond, kSlice));
+                    wait(changed_, lock, kSlice);
                     lock.unlock();
                     interrupted();
                     lock.lock();
@@ -400,18 +401,14 @@ std::shared_ptr<Link> Engine::connect(uint32_t peer_rank, uint32_t link, const s
                 throw;
             }
             if (attempt->link) return attempt->link;
-            attempt->given_up = true;
-            if (attempt->finished) {
-                trouble = attempt->error;
-                refused = trouble.starts_with("refused");
-            } else {
-                trouble = rank_text(peer_rank) + " at " + address.text() +
-                          " is there, but did not accept the link";
-            }
+            trouble = attempt->error;
+            refused = trouble.starts_with("refused");
             if (attempt->final) throw EngineError(who + ": " + trouble);
+            if (steady_ns() >= deadline) break;
         }
         std::unique_lock lock(mu_);
-        if (steady_ns() + kRetry >= deadline) {
+        // An attempt without time would only cover up what is known.
+        if (steady_ns() + 2 * kRetry >= deadline) {
             const std::string message = who + ": not connected to " + host + ":" +
                                         std::to_string(port) + " within " + seconds_text(timeout) +
                                         " (last: " + trouble + ")";

@@ -109,6 +109,8 @@ class DiallerHandshake : public Handshake {
   public:
     // `boot_id` empty: offer no proof of the host.
     DiallerHandshake(const Digest& key, Hello hello, std::string boot_id);
+    // The listener has said that it is an engine, and knows who asks.
+    bool met() const { return step_ != Step::nonce; }
     Verdict verdict() const { return verdict_; }
     const std::string& refusal() const { return refusal_; }
     const HelloReply& reply() const { return reply_; }

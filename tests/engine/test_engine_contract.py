@@ -5,7 +5,9 @@ import contextlib
 import gc
 import os
 import pathlib
+import re
 import select
+import socket
 import subprocess
 import sys
 import threading
@@ -27,6 +29,11 @@ def eventually(condition, timeout=pairs.TIMEOUT):
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
         os.sched_yield()
+
+
+def all_up(link):
+    """Paths come up in the background, after the link itself."""
+    return all(path.state == "UP" for path in link.stats().paths)
 
 
 def test_the_module_has_what_its_contract_names():
@@ -168,6 +175,7 @@ def test_a_view_outlives_release_and_engine_without_a_fault():
 def test_timeout_names_link_key_and_what_is_missing():
     with pairs.in_process() as p:
         p.accepted.reserve(0, 8, 100)
+        eventually(lambda: all_up(p.accepted))  # it would be said of a path that is not
         start = time.monotonic()
         with pytest.raises(EngineTimeout) as e:
             p.accepted.receive((1, 7, 3, 0, 0), 0.25)
@@ -400,8 +408,9 @@ def expect_refusal(match, *, low=None, high=None, link=pairs.LINK, peer=1, timeo
     accepted = []
 
     def accept():
+        # For longer than is dialled: whoever comes too late is not told that it is wrong here.
         with contextlib.suppress(EngineError):
-            accepted.append(b.accept(peer_rank=0, link_id=pairs.LINK, timeout=timeout))
+            accepted.append(b.accept(peer_rank=0, link_id=pairs.LINK, timeout=pairs.TIMEOUT))
 
     acceptor = threading.Thread(target=accept)
     acceptor.start()
@@ -452,6 +461,42 @@ def test_nobody_there():
             a.connect(peer_rank=1, link_id=0, host="127.0.0.1", port=port, timeout=0.3)
         with pytest.raises(EngineTimeout, match="rank 5 did not connect"):
             a.accept(peer_rank=5, link_id=0, timeout=0.1)
+
+
+def listening(backlog):
+    s = socket.socket()
+    s.bind(("127.0.0.1", 0))
+    s.listen(backlog)
+    return s
+
+
+def connecting(port):
+    s = socket.socket()
+    s.setblocking(False)
+    s.connect_ex(("127.0.0.1", port))
+    return s
+
+
+@pytest.mark.parametrize(
+    ("who", "said"),
+    [
+        ("nobody answers", "cannot connect to 127.0.0.1:{port}: no answer"),
+        ("a mute", "127.0.0.1:{port} took the connection, but says nothing"),
+        ("a peer that waits for others", "127.0.0.1:{port} is there, but did not accept"),
+    ],
+)
+def test_a_connection_that_was_not_answered_in_time_says_how_far_it_came(who, said):
+    with contextlib.ExitStack() as stack:
+        a, b = (stack.enter_context(contextlib.closing(pairs.engine(rank))) for rank in (0, 1))
+        port = b.port
+        if who != "a peer that waits for others":
+            port = stack.enter_context(listening(0)).getsockname()[1]
+        if who == "nobody answers":
+            # With as many as it lets wait, it drops what comes after them.
+            queue = [stack.enter_context(connecting(port)) for _ in range(3)]
+            assert len(select.select([], queue, [], 0.2)[1]) < len(queue), "the queue is not full"
+        with pytest.raises(EngineTimeout, match=re.escape(said.format(port=port))):
+            a.connect(peer_rank=1, link_id=0, host="127.0.0.1", port=port, timeout=0.5)
 
 
 def test_accept_may_come_after_connect():
