@@ -292,7 +292,7 @@ TEST(link_dead_when_control_stays_away) {
     const int64_t start = steady_ns();
     two.dialled->die("gone without a word");  // no goodbye
     until("dead", [&] { return !survivor->alive(); });
-    CHECK(steady_ns() - start < 2 * kSecond);
+    CHECK(steady_ns() - start < 5 * kSecond);  // by this deadline, not by any other
     CHECK(survivor->error().find("link 7 (rank 0 <-> 1)") != std::string::npos);
     CHECK(survivor->error().find("rank 0") != std::string::npos);
 }

@@ -186,8 +186,12 @@ def test_ten_thousand_strangers_disturb_nothing_and_learn_nothing():
             number += 1
             return vitals(peer.link, os.getpid()), theirs
 
+        deadline = time.monotonic() + pairs.TIMEOUT
+        while any(path.state != "UP" for path in peer.link.stats().paths):
+            assert time.monotonic() < deadline, "not all data connections come up"
+            os.sched_yield()
         play_round()
-        calm = play_round()  # buffers and slots are as large as they get
+        calm = play_round()  # descriptors, buffers and slots are as many as they get
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         ports = [peer.engine.port, peer.port]

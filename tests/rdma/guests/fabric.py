@@ -5,6 +5,7 @@ a ── rail 0  (eth1, 10.77.1.1/2) ── b      Soft-RoCE rxe0
 a ── rail 1  (eth2, 10.77.2.1/2) ── b      Soft-RoCE rxe1
 """
 
+import ipaddress
 import json
 import re
 import sys
@@ -109,10 +110,16 @@ class Rail:
         self.guest.run("tc", "qdisc", "del", "dev", self.netdev, "root")
 
     def gids(self) -> list[str]:
-        """Valid entries of the GID table, in order."""
+        """Valid entries of the GID table, in order. The kernel renews it in the background when
+        addresses change."""
         folder = f"/sys/class/infiniband/{self.device}/ports/1/gids"
         said = self.guest.sh(f"for i in 0 1 2 3 4 5 6 7; do cat {folder}/$i; done")
         return [gid for gid in said.split() if gid.strip("0:")]
+
+    def addresses_of_gids(self) -> set[str]:
+        """The IPv4 addresses in the GID table."""
+        found = (ipaddress.IPv6Address(gid).ipv4_mapped for gid in self.gids())
+        return {str(address) for address in found if address is not None}
 
 
 @dataclass(frozen=True)

@@ -230,6 +230,12 @@ class Guest:
         fields = self.read(f"/proc/{pid}/stat").rsplit(")", 1)[1].split()
         return ProcessStat(fields[0], int(fields[11]) + int(fields[12]))
 
+    def thread_states(self, pid: int) -> list[str]:
+        """The kernel's letter for each thread of a process."""
+        # One may end while it is looked for.
+        said = self.sh(f"cat /proc/{pid}/task/*/stat 2>/dev/null || :")
+        return [line.rsplit(")", 1)[1].split()[0] for line in said.splitlines()]
+
     def queue_pairs(self) -> int:
         """How many reliable connections the kernel keeps, for whatever process."""
         said = json.loads(self.run("rdma", "-j", "resource", "show", "qp"))
