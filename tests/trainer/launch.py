@@ -13,6 +13,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import re
 import signal
 import socket
 import sys
@@ -22,12 +23,42 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipemorph_trainer.context import TrainerContext
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "pipemorph_trainer.pipeline"])
+
+
+class Missing(NamedTuple):
+    """The message a rank told of: one that did not come, or one that its neighbour did not take."""
+
+    kind: str
+    microbatch: int
+    iteration: int
+    stage: int
+    """The neighbour's."""
+    link: int
+    taken: bool
+    """Whether it was to be taken."""
+
+
+_WHAT = r"(F|B) of microbatch (\d+) of iteration (\d+)"
+_WHERE = r"on link (\d+) \((?:direct, gloo|delegated, \w+)\)"
+_TO_COME = re.compile(rf"waited [\d.]+ s for {_WHAT} from stage (\d+) {_WHERE}")
+_TO_TAKE = re.compile(rf"waited [\d.]+ s for stage (\d+) to take {_WHAT} {_WHERE}")
+
+
+def missing_in(text: str) -> Missing:
+    """What a rank says it was missing. Raises AssertionError if it names no message."""
+    if found := _TO_COME.search(text):
+        kind, *numbers = found.groups()
+        return Missing(kind, *map(int, numbers), False)  # type: ignore[call-arg, arg-type]
+    found = _TO_TAKE.search(text)
+    assert found is not None, f"no message is named:\n{text[-2000:]}"
+    stage, kind, microbatch, iteration, link = found.groups()
+    return Missing(kind, int(microbatch), int(iteration), int(stage), int(link), True)
 
 
 @dataclass(frozen=True)

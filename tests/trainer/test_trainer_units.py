@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import signal
+import socket
 import threading
 import time
 from dataclasses import replace
@@ -24,9 +25,10 @@ from pipemorph.wire import StageProfile
 from pipemorph_trainer.commit import CANDIDATES, PlanBook, RankRow, agree, bubble_fraction
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.emulated import Accelerator
-from pipemorph_trainer.errors import PipelineError, ShapeError, first_sentence
+from pipemorph_trainer.errors import PeerLostError, PipelineError, ShapeError, first_sentence
 from pipemorph_trainer.executor.bell import Bell
 from pipemorph_trainer.executor.loop import Outcome
+from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
 from pipemorph_trainer.inputs import signature, split
 from pipemorph_trainer.links import Seat
 from pipemorph_trainer.paths import line as lines
@@ -218,6 +220,32 @@ def test_a_neighbour_that_does_not_dial_is_named() -> None:
         pytest.raises(PipelineError, match=r"rank 1 waited 0 s for rank 0 to dial its line"),
     ):
         lines.accept(listener, rank=1, peer_rank=0, secret=b"s", timeout=0.05)
+
+
+def test_a_line_that_ends_a_moment_after_another_connection_is_waited_for() -> None:
+    with lines.listen(True) as listener, socket.create_connection(listener.getsockname()) as mine:
+        theirs, _ = listener.accept()
+        line = lines.Line(mine, 1)
+        theirs.sendall(b"part of a note")
+        assert not line.ends_within(0.02)
+        threading.Timer(0.05, theirs.close).start()
+        assert line.ends_within(10.0)
+        assert line.lost == "its connection closed"
+
+
+def test_a_collective_that_fails_names_who_is_gone() -> None:
+    class Work:
+        def wait(self, _: object) -> None:
+            raise RuntimeError("[/pair.cc:547] Connection closed by peer [127.0.0.1]:4. Or so.")
+
+    waiting = Waiting("rank 0 (stage 0)")
+    wait = CollectiveWait(waiting, 20.0)
+    waiting.begin("the loss")
+    with pytest.raises(PipelineError, match=r"a connection failed: Connection closed by peer"):
+        wait(Work())
+    wait.who_is_gone = lambda: "rank 1 (stage 1) is gone: it was killed"
+    with pytest.raises(PeerLostError, match=r"for the loss; rank 1 \(stage 1\) is gone"):
+        wait(Work())
 
 
 # --- time -----------------------------------------------------------------------------------

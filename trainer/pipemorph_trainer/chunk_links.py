@@ -77,6 +77,9 @@ class LocalLine:
     def pump(self) -> None:
         """Nothing comes from outside."""
 
+    def ends_within(self, seconds: float) -> bool:
+        return False
+
     def close(self, *, goodbye: bool) -> None:
         self.shapes.clear()
 

@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pipemorph.trainer")
 
+END_SECONDS = 0.25
+"""Between the first and the last connection that the kernel closes of a process that died."""
+
 
 @dataclass(frozen=True)
 class Seat:
@@ -161,6 +164,11 @@ class LinkEnd:
     def __str__(self) -> str:
         return f"link {self.link} ({self.path.value}, {self.transport})"
 
+    def is_lost(self) -> bool:
+        """Whether the neighbour is. Asked where another of its connections broke, so the end of
+        the line, which tells more, may be about to come."""
+        return self.line.ends_within(END_SECONDS)
+
     def gone(self) -> str:
         """That the neighbour is lost, and how."""
         return f"rank {self.peer_rank} (stage {self.peer_stage}) is gone: {self.line.lost}"
@@ -215,6 +223,10 @@ class Neighbourhood:
     @property
     def ends(self) -> list[LinkEnd]:
         return [end for end in (self.upstream, self.downstream) if end is not None]
+
+    def gone(self) -> str | None:
+        """Which neighbour is lost, and how, where a connection broke that is not of one alone."""
+        return next((end.gone() for end in self.ends if end.is_lost()), None)
 
 
 def engine_module() -> Any | None:

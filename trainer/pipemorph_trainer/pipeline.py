@@ -164,6 +164,7 @@ class Pipeline:
             half_duplex=settings.direct_duplex == "half",
             groups=self._world.groups,
         )
+        self._wait_for.who_is_gone = self._neighbours.gone
         self._plans = StagePlans(plan, self.seat, self._neighbours.ends, no_offload=no_offload)
         for end in self._neighbours.ends:
             if end.failover is not None:

@@ -436,8 +436,7 @@ class Executor:
         """The same error, with the message that was missing. If the peer is gone, that is why."""
         if isinstance(error, WaitTimeoutError):
             return WaitTimeoutError(f"{self._waiting.describe()}; {error}")
-        end.line.pump()
-        why = str(error) if end.line.lost is None else end.gone()
+        why = end.gone() if end.is_lost() else str(error)
         return PeerLostError(f"{self._waiting.describe()}; {why}")
 
     def _sleep(self, at: float | None, now: float, deadline: float) -> None:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from pipemorph_trainer.errors import PipelineError, WaitTimeoutError, first_sentence
+from pipemorph_trainer.errors import (
+    PeerLostError,
+    PipelineError,
+    WaitTimeoutError,
+    first_sentence,
+)
 
 
 class Waiting:
@@ -43,6 +49,8 @@ class CollectiveWait:
 
     def __init__(self, waiting: Waiting, deadline: float) -> None:
         self._waiting, self._deadline = waiting, deadline
+        self.who_is_gone: Callable[[], str | None] = lambda: None
+        """Asked when a connection failed, which by itself names nobody."""
 
     def __call__(self, work: Any) -> None:
         """Wait for one. Raises :class:`PipelineError` naming what is waited for."""
@@ -57,6 +65,9 @@ class CollectiveWait:
             return WaitTimeoutError(
                 f"{self._waiting.describe()}; the deadline is {self._deadline:g} s"
             )
+        gone = self.who_is_gone()
+        if gone is not None:
+            return PeerLostError(f"{self._waiting.describe()}; {gone}")
         return PipelineError(
             f"{self._waiting.describe()}; a connection failed: {first_sentence(error)}"
         )

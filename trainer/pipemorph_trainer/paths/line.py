@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import json
 import os
+import select
 import socket
 import struct
 import time
@@ -118,6 +119,17 @@ class Line:
                 break
         if self._buffer:
             self._parse()
+
+    def ends_within(self, seconds: float) -> bool:
+        """Whether nothing more can come, waiting at most so long for the end."""
+        deadline = time.monotonic() + seconds
+        news = select.poll()
+        news.register(self._sock, select.POLLIN)
+        self.pump()
+        while self.lost is None and (left := deadline - time.monotonic()) > 0:
+            news.poll(1e3 * left)
+            self.pump()
+        return self.lost is not None
 
     def _parse(self) -> None:
         buffer, at = self._buffer, 0
