@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from jobs import Job, loss_fn, make_batch, make_stage, reference
 from launch import Ranks, free_port, run_ranks
 from torch import Tensor, nn
 
-from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph_trainer import Pipeline, TrainerContext, world
 
 pytestmark = pytest.mark.multiprocess
 
@@ -198,6 +199,26 @@ def test_misuse_is_told_in_one_line(what: str, told: str) -> None:
     assert all(r.exitcode == 1 for r in results)
     last = [r.error.strip().splitlines()[-1] for r in results]
     assert any(told in line for line in last), last
+
+
+def joined(context: TrainerContext, through: Path) -> bool:
+    """Whether rank 1, which is slow in the middle of it, is through when this rank is."""
+    broadcast = world.dist.broadcast_object_list
+
+    def slow(*args: Any, **options: Any) -> None:
+        broadcast(*args, **options)
+        threading.Event().wait(0.3)
+        through.touch()
+
+    if context.rank == 1:
+        vars(world.dist)["broadcast_object_list"] = slow
+    world.join(context, 2, torch.device("cpu"))
+    return through.exists()
+
+
+def test_no_rank_joins_before_the_others(tmp_path: Path) -> None:
+    """One that then refuses its plan would take the store along, and the others told of that."""
+    assert run_ranks(2, joined, tmp_path / "through") == [True, True]
 
 
 SCRIPT = """

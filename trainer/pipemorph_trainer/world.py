@@ -95,6 +95,8 @@ def join(context: TrainerContext, stages: int, device: torch.device) -> World:
     secret = [context.secret or secrets.token_bytes(32)]
     # Without a secret from the host, the ranks trust whom the process group let in.
     dist.broadcast_object_list(secret, src=0, group=control)
+    # Rank 0 may refuse its plan next and end, with the store that the others are still using.
+    dist.barrier(control)
     return World(
         seat=seat,
         mesh=mesh,
