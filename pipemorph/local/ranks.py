@@ -181,7 +181,8 @@ class RankSet:
     def settle(self, seconds: float) -> None:
         """Give what ended ranks left behind (rank 0's agent) this long to end by itself."""
         end = time.monotonic() + seconds
-        groups = {rank.process.pid for rank in self.ranks}
+        # Of a rank that was reaped the number may be a stranger's by now.
+        groups = {rank.process.pid for rank in self.ranks if rank.process.returncode is None}
         while _live_members(groups) and time.monotonic() < end:
             time.sleep(0.02)
 
@@ -191,6 +192,8 @@ class RankSet:
             if rank.process.returncode is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(rank.process.pid, signal.SIGKILL)
+        # Also what ranks started: nobody here is told of its end.
+        self.settle(REAP_SECONDS)
         for rank in self.ranks:
             rank.status = rank.process.wait(REAP_SECONDS)
             self._warden.tell("forget", rank.process.pid)

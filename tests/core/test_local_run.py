@@ -18,7 +18,7 @@ import pytest
 from local_support import DEADLINE, MARK, LocalRun, until
 
 from pipemorph.local import run_job
-from pipemorph.local.ranks import RankSet, Seat
+from pipemorph.local.ranks import RankSet, Seat, Warden, _live_members
 
 Runs = Callable[..., LocalRun]
 
@@ -191,6 +191,23 @@ def test_what_a_rank_started_ends_with_it(runs: Runs) -> None:
     run = runs({1: "parent", 2: "die 1"})
     assert run.finish()[0] == 1
     assert_clean(run)
+
+
+def test_what_a_rank_started_is_gone_when_its_ranks_are_killed(tmp_path: Path) -> None:
+    """A process is not gone at once: this one has memory to give back."""
+    large = "x = bytearray(b'x') * (300 << 20); print('there', flush=True); import time; "
+    large += "time.sleep(300)"
+    start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {large!r}])"
+    warden, log = Warden(), tmp_path / "log"
+    try:
+        with RankSet(warden, lambda rank, status: None) as ranks:
+            seat = Seat.of(0, 1, 1)
+            ranks.start(seat, [sys.executable, "-c", start], os.environ, log)
+            until(lambda: "there" in log.read_text(), "the rank's own process")
+            ranks.kill()
+            assert not _live_members({ranks.ranks[0].process.pid})
+    finally:
+        warden.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
