@@ -20,8 +20,11 @@ DEADLINE = 20.0
 
 
 def put(path: Path, text: object) -> None:
+    """At once, as a driver does: a file that is being written would be read as empty."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{text}\n")
+    fresh = path.parent.parent / f".{path.name}"
+    fresh.write_text(f"{text}\n")
+    fresh.replace(path)
 
 
 @pytest.fixture
