@@ -20,7 +20,9 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 STAGES, MICROBATCHES = 4, 12
 TIMES = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}
 SLOW_LINK, SLOW_FROM, SLOW_TO, DELAY_MS = 2, 6, 14, 60.0
-ITERATIONS = 24
+ITERATIONS = 30
+"""Enough for the return even if a stall before the fault had passed for a slow link: then it is
+put off by eight iterations."""
 DEADLINE = 280
 
 
@@ -83,9 +85,10 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Done:
 
 
 def answer_to_the_fault(done: Done) -> dict[str, Any]:
-    """The first adaptation that names the slow link; a busy machine may cause others."""
+    """The first adaptation to the slow link; a busy machine may cause others."""
     for adaptation in done.report["adaptations"]:
-        if SLOW_LINK in [x["link"] for x in adaptation["links"] if x["health"] == "slow"]:
+        slow = [x["link"] for x in adaptation["links"] if x["health"] == "slow"]
+        if SLOW_LINK in slow and adaptation["detectable_at"] >= SLOW_FROM:
             found: dict[str, Any] = adaptation
             return found
     raise AssertionError(f"nothing answered the fault\n{done}")
@@ -144,10 +147,10 @@ def test_epochs_of_iterations_follow_the_adaptations(adapted: Done) -> None:
 
 def test_the_plan_of_the_start_comes_back(adapted: Done) -> None:
     report = adapted.report
-    back = report["adaptations"][-1]
-    assert back["kind"] == "return", adapted
-    assert back["applied_at_iteration"] is not None
-    assert back["detectable_at"] >= SLOW_TO
+    after = [a for a in report["adaptations"] if a["detectable_at"] >= SLOW_TO]
+    returns = [a for a in after if a["kind"] == "return" and a["applied_at_iteration"]]
+    assert returns, adapted
+    back = returns[-1]
     assert set(back["paths"]) == {"direct"}
     assert back["warmup_after"] == report["adaptations"][0]["warmup_before"]
     seconds = [i["seconds"] for i in report["iterations"]]
@@ -157,10 +160,14 @@ def test_the_plan_of_the_start_comes_back(adapted: Done) -> None:
 def test_directives_reach_the_ranks_at_once(adapted: Done) -> None:
     """From the controller's decision to the ranks' sockets, as the agent measured it."""
     log = (adapted.out / "logs" / "rank-0.log").read_text()
-    taken = [int(ms) for ms in re.findall(r"to 4 ranks (\d+) ms after it was issued", log)]
+    told = re.findall(r"epoch (\d+) to 4 ranks (\d+) ms after it was issued", log)
+    taken = {int(epoch): int(ms) for epoch, ms in told}
     print(f"directive → ranks: {taken} ms")
-    assert len(taken) == len(adapted.report["adaptations"])
-    assert median(taken) < 200
+    # One that another followed at once, or the end, need not have reached anybody.
+    adaptations = adapted.report["adaptations"]
+    applied = {a["epoch"] for a in adaptations if a["applied_at_iteration"] is not None}
+    assert applied and applied <= set(taken), adapted
+    assert median(taken.values()) < 200
 
 
 def test_the_timeline_opens_in_a_trace_viewer(adapted: Done) -> None:
@@ -183,12 +190,7 @@ def test_a_rank_that_is_killed_ends_the_run_with_what_the_others_waited_for(
         stderr=subprocess.STDOUT,
         text=True,
     )
-    assert host.stdout is not None
-    said = []
-    for line in host.stdout:
-        said.append(line)
-        if "iteration 2 of" in line or "iteration 3 of" in line:
-            break
+    said = _read_until(host, 2)
     victim = next(
         int(entry.name)
         for entry in Path("/proc").iterdir()
@@ -196,7 +198,7 @@ def test_a_rank_that_is_killed_ends_the_run_with_what_the_others_waited_for(
     )
     os.kill(victim, signal.SIGKILL)
     rest, _ = host.communicate(timeout=120)
-    output = "".join(said) + rest
+    output = said + rest
     assert host.returncode == 1, output
     assert "rank 2 (stage 2) was killed by SIGKILL" in output
     # Killed in mid-schedule, its neighbours miss its messages; killed at the end of an iteration,
@@ -219,16 +221,25 @@ def test_ctrl_c_in_mid_training(tmp_path: Path) -> None:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    assert host.stdout is not None
-    for line in host.stdout:
-        if "iteration 1 of" in line or "iteration 2 of" in line:
-            break
+    _read_until(host, 1)
     host.send_signal(signal.SIGINT)
     output, _ = host.communicate(timeout=120)
     assert host.returncode == 130, output
     assert "to go on from the newest checkpoint" in output
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["completed"] is False and len(report["iterations"]) >= 1
+
+
+def _read_until(host: subprocess.Popen[str], iteration: int) -> str:
+    """What a run says until ``iteration`` or a later one is over: not each has a line."""
+    assert host.stdout is not None
+    said = ""
+    for line in host.stdout:
+        said += line
+        told = re.search(r"iteration (\d+) of", line)
+        if told is not None and int(told[1]) >= iteration:
+            return said
+    raise AssertionError(f"the run ended before iteration {iteration}:\n{said}")
 
 
 def _is_rank(pid: int, host: int, rank: int) -> bool:
