@@ -146,7 +146,10 @@ async def run(options: argparse.Namespace) -> None:
             planner=partial(timed, planner),
             on_answer=heard,
         )
-        http = await serve.start(options.host, options.metrics_port, lambda: store.synced)
+        serving = False
+        http = await serve.start(
+            options.host, options.metrics_port, lambda: serving and store.synced
+        )
         everywhere: list[str | None] = [None]
         tasks = [
             asyncio.create_task(follow(cluster, store, namespace))
@@ -156,6 +159,7 @@ async def run(options: argparse.Namespace) -> None:
             tasks.append(asyncio.create_task(renew(context, options.tls_cert, options.tls_key)))
         try:
             async with server:
+                serving = True
                 log.info("serving at %s", server.url)
                 tasks.append(asyncio.create_task(tick(server, store)))
                 stopping = asyncio.create_task(stop.wait())
