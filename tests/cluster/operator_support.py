@@ -269,8 +269,19 @@ class Jobs:
         )
 
     def ranks(self, name: str, pod: Object, attempt: int = 0) -> "Ranks":
-        spec = JobSpec.model_validate(self.get(name)["spec"])
-        return Ranks(self, name, spec, self.token(name, pod), attempt)
+        """The ranks of a job's attempt, once the ingest has heard of it: as an agent, whose first
+        reports may be refused as well."""
+        spec, token = JobSpec.model_validate(self.get(name)["spec"]), self.token(name, pod)
+        path = f"/v1/jobs/{self.namespace}/{name}/directive?attempt={attempt}&after=0&wait=0"
+
+        def heard_of() -> bool:
+            status, answer = self.installation.request("GET", path, token=token)
+            if status != 200:
+                raise NotYet(f"it answered {status}: {answer}")
+            return True
+
+        wait_for(f"the ingest to hear of attempt {attempt} of {name}", heard_of, 30.0)
+        return Ranks(self, name, spec, token, attempt)
 
 
 STATES = frozenset(

@@ -42,7 +42,7 @@ def test_killed_in_the_middle_of_every_transition(jobs: Jobs, seed: int) -> None
     jobs.patch(name, {"suspend": True})
     killer.strike()  # suspending
     jobs.wait(name, "Suspended")
-    assert jobs.batch_jobs(name) == []
+    wait_for("no Job to be left", lambda: not jobs.batch_jobs(name), 30.0)
     jobs.patch(name, {"suspend": False})
     killer.strike()  # resuming
     pods = jobs.run(name, 2, attempt=1)

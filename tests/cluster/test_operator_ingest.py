@@ -176,8 +176,9 @@ def test_what_is_no_good_report_changes_nothing(jobs: Jobs) -> None:
     jobs.apply(manifest("strict", stages=2))
     ranks = jobs.ranks("strict", jobs.run("strict", 2)[0])
     ranks.run(2)
-    jobs.wait("strict", lambda job: job["status"].get("training", {}).get("iteration"))
-    before = jobs.get("strict")["status"]
+    before = jobs.wait("strict", lambda job: job["status"].get("training", {}).get("iteration"))[
+        "status"
+    ]
     replayed = ranks.report(iteration=999).model_dump_json().encode()
     fresh = json.loads(ranks.report(sequence=500, iteration=999).model_dump_json())
     for expected, body in (
@@ -194,11 +195,10 @@ def test_what_is_no_good_report_changes_nothing(jobs: Jobs) -> None:
         assert "\n" not in answer["error"]
     # The next in order is still the next, and nothing of what was refused shows.
     ranks.run(1)
+    # Progress is written now and then: an older figure may be there for some seconds.
     after = jobs.wait(
-        "strict",
-        lambda job: job["status"]["training"]["iteration"] != before["training"]["iteration"],
+        "strict", lambda job: job["status"]["training"]["iteration"] == ranks.iteration
     )["status"]
-    assert after["training"]["iteration"] == ranks.iteration
     assert after["training"]["wantedEpoch"] == before["training"]["wantedEpoch"]
     assert after.get("attempts") == before.get("attempts")
 
@@ -232,7 +232,10 @@ def test_adaptation_can_be_switched_off_while_it_runs(jobs: Jobs) -> None:
     ranks = jobs.ranks("switch", jobs.run("switch", 4)[0])
     ranks.run(4)
     jobs.patch("switch", {"adaptation": {"enabled": False}})
-    jobs.wait("switch", lambda job: job["status"]["observedGeneration"] == 2)
+    # The ingest sees it apart from the operator.
+    edited = f"{jobs.namespace}/switch: adaptation was edited"
+    log = jobs.installation.ingest.process.log
+    wait_for("the ingest to take it up", lambda: edited in log.read_text(), 30.0)
     ranks.delays[1] = SLOW
     ranks.until("LinksHealthy=False")
     ranks.run(6)

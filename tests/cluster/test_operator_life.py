@@ -268,7 +268,8 @@ def test_suspend_stops_all_ranks_and_resume_starts_an_attempt(jobs: Jobs, when: 
     stopped = jobs.wait(name, "Suspended")
     assert condition(stopped, "Suspended") == ("True", "SuspendedBySpec")
     jobs.pods(name, 0, attempt=0)
-    assert jobs.batch_jobs(name) == []
+    # It goes after its last rank.
+    wait_for("no Job to be left", lambda: not jobs.batch_jobs(name), 30.0)
     jobs.patch(name, {"suspend": False})
     pods = jobs.run(name, 2, attempt=started)
     assert jobs.get(name)["status"]["restarts"] == 0
@@ -399,6 +400,8 @@ def test_a_quota_is_said_in_status_and_the_job_starts_when_it_is_raised(jobs: Jo
 def test_conflicting_writes_are_set_right(jobs: Jobs) -> None:
     jobs.apply(manifest("fought", stages=2))
     jobs.run("fought", 2)
+    # The ingest writes once it has seen the job, and for a silent one that is all.
+    jobs.wait("fought", lambda job: condition(job, "RailsHealthy")[0])
     generation = jobs.get("fought")["metadata"]["generation"]
     wrong = {"status": {"state": "Failed", "attempt": 0, "ready": "9/9"}}
     jobs.cluster.client.patch(
