@@ -136,24 +136,48 @@ def test_the_cpu_needs_none_of_it() -> None:
 # --- times and losses of a device ----------------------------------------------------------------
 
 
+ROUNDING = 1e-5
+"""Of differences between wall-clock times, seconds."""
+
+
+class Kernel:
+    """Work on a device; when it ran, by the clock of simulated events."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.began = self.ended = 0.0
+
+    def __call__(self) -> None:
+        self.began = time.perf_counter()
+        threading.Event().wait(self._seconds)
+        self.ended = time.perf_counter()
+
+    @property
+    def took(self) -> float:
+        return self.ended - self.began
+
+
 def test_ops_are_timed_where_they_run() -> None:
     """The host launches both ops at once; the device runs them later, one after the other."""
     device = SimulatedDevice()
     times = DeviceTimes(device)
-    pauses = (0.03, 0.06)
+    first, second = kernels = Kernel(0.03), Kernel(0.06)
     ops = []
-    for index, pause in enumerate(pauses):
+    for index, kernel in enumerate(kernels):
         times.start()
-        wait = threading.Event()
-        device.launch(lambda wait=wait, pause=pause: wait.wait(pause))
+        device.launch(kernel)
         times.end()
         ops.append(TimedOp(OpKind.F, index, 0.0, 0.0))
+    threading.Event().wait(0.05)
+    began = time.perf_counter()
     driver = Driver(device, 0)
     settled = times.settle(ops)
+    ended = time.perf_counter()
     driver.close()
     assert [(op.kind, op.microbatch) for op in settled] == [(OpKind.F, 0), (OpKind.F, 1)]
-    for op, pause in zip(settled, pauses, strict=True):
-        assert pause <= op.end - op.start < pause + 0.05
+    took = [op.end - op.start for op in settled]
+    assert first.took - ROUNDING <= took[0] <= second.began - began + ROUNDING
+    assert second.took - ROUNDING <= took[1] <= ended - first.ended + ROUNDING
     assert settled[0].end <= settled[1].start
     # The next iteration starts anew.
     assert not times._marks
@@ -165,15 +189,18 @@ def test_a_copy_back_is_timed_where_it_runs_and_one_beside_compute_takes_nothing
     times.start()
     with times.copy():
         device.record(device.new_stream())
+    kernel = Kernel(0.05)
     with times.copy():
-        device.launch(lambda: time.sleep(0.05))
+        device.launch(kernel)
     times.end()
     copies = [TimedCopy(OpKind.F, 0, 0.0, 9.0, 1), TimedCopy(OpKind.B, 0, 0.0, 9.0, 1)]
+    began = time.perf_counter()
     driver = Driver(device, 0)
     (op,) = times.settle([TimedOp(OpKind.B, 0, 0.0, 0.0)])
     out, back = times.settle_copies(copies)
     driver.close()
-    assert out.end - out.start < 0.05 <= back.end - back.start <= op.end - op.start + 1e-6
+    assert out.end - out.start <= kernel.began - began + ROUNDING
+    assert kernel.took - ROUNDING <= back.end - back.start <= op.end - op.start + ROUNDING
     assert not times._copies
 
 
