@@ -195,6 +195,9 @@ class Iterations:
     def _between_ops(self) -> None:
         """Between two ops and during long waits: cheap, and nothing here blocks."""
         now = time()
+        for end in self._neighbours.ends:
+            # In the very iteration, however short it is.
+            end.severer.at(self._reporter.iteration, now - self._training_began)
         if now - self._polled_at < PLAN_POLL_SECONDS:
             return
         self._polled_at = now
@@ -207,8 +210,6 @@ class Iterations:
             except InputError as error:
                 log.warning("%s: plan %d refused: %s", self._seat, plan.version, error)
                 self._reporter.publish(message=f"plan {plan.version} refused: {error}")
-        for end in self._neighbours.ends:
-            end.severer.at(self._reporter.iteration, now - self._training_began)
         self._reporter.between_ops()
 
     def _report(self, sample: IterationSample) -> None:
