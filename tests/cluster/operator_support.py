@@ -220,8 +220,10 @@ class Jobs:
         )
 
     def pods(self, name: str, count: int, attempt: int = 0, deadline: float = 60.0) -> list[Object]:
-        """The attempt's pods, by rank, once there are so many."""
-        labels = f"pipemorph.io/job-name={name},pipemorph.io/attempt={attempt}"
+        """The attempt's pods, by rank, once there are so many. Not those of an earlier job of that
+        name, which stay until they are collected."""
+        uid = self.get(name)["metadata"]["uid"]
+        labels = f"pipemorph.io/job-uid={uid},pipemorph.io/attempt={attempt}"
 
         def look() -> list[Object] | None:
             found = self.cluster.client.list("pods", self.namespace, labels=labels)
