@@ -16,7 +16,6 @@ namespace {
 constexpr size_t kMostNodes = 1024;  // what kernels are built for, at most
 constexpr size_t kMostProcessors = 8192;
 constexpr size_t kWordBits = sizeof(unsigned long) * CHAR_BIT;
-using Processors = std::vector<unsigned long>;
 using Nodes = std::array<unsigned long, kMostNodes / kWordBits>;
 
 std::string first_line(const std::string& path) {
@@ -26,31 +25,14 @@ std::string first_line(const std::string& path) {
     return line;
 }
 
-bool get_processors(Processors& out) {
-    out.assign(kMostProcessors / kWordBits, 0);
-    return ::sched_getaffinity(0, out.size() * sizeof out[0],
-                               reinterpret_cast<cpu_set_t*>(out.data())) == 0;
-}
-
-bool set_processors(const Processors& wanted) {
-    return ::sched_setaffinity(0, wanted.size() * sizeof wanted[0],
-                               reinterpret_cast<const cpu_set_t*>(wanted.data())) == 0;
-}
-
-// Those of `allowed` that are on the node; empty if there are none, or all are.
-Processors of_node(int node, const std::string& nodes, const Processors& allowed) {
+// Those of `allowed` that are on the node; nothing if there are none, or all are.
+std::optional<Processors> of_node(int node, const std::string& nodes, const Processors& allowed) {
     const std::string list = first_line(nodes + "/node" + std::to_string(node) + "/cpulist");
-    Processors out(allowed.size(), 0);
-    bool any = false;
-    for (const int processor : parse_list(list)) {
-        const auto at = static_cast<size_t>(processor);
-        if (at >= kMostProcessors) continue;
-        const unsigned long bit = 1UL << (at % kWordBits);
-        if ((allowed[at / kWordBits] & bit) == 0) continue;
-        out[at / kWordBits] |= bit;
-        any = true;
-    }
-    return any && out != allowed ? out : Processors();
+    Processors out = allowed.none();
+    for (const int processor : parse_list(list))
+        if (allowed.has(static_cast<size_t>(processor))) out.add(static_cast<size_t>(processor));
+    if (out.empty() || out == allowed) return std::nullopt;
+    return out;
 }
 
 enum class Answer { done, theirs, refused };
@@ -107,10 +89,11 @@ std::vector<int> parse_list(const std::string& text) {
 }
 
 bool run_on(int node, const std::string& nodes) {
-    Processors allowed;
-    if (node < 0 || !get_processors(allowed)) return false;
-    const Processors wanted = of_node(node, nodes, allowed);
-    return !wanted.empty() && set_processors(wanted);
+    if (node < 0) return false;
+    const auto allowed = Processors::allowed();
+    if (!allowed) return false;
+    const auto wanted = of_node(node, nodes, *allowed);
+    return wanted && wanted->apply();
 }
 
 OnNode::OnNode(int node, const std::string& nodes) {
@@ -125,15 +108,16 @@ OnNode::OnNode(int node, const std::string& nodes) {
         case Answer::refused:
             break;
     }
-    if (!get_processors(processors_)) return;
-    const Processors wanted = of_node(node, nodes, processors_);
-    if (!wanted.empty() && set_processors(wanted)) means_ = Means::affinity;
+    processors_ = Processors::allowed();
+    if (!processors_) return;
+    const auto wanted = of_node(node, nodes, *processors_);
+    if (wanted && wanted->apply()) means_ = Means::affinity;
 }
 
 OnNode::~OnNode() {
     // Neither can fail for what the thread had before.
     if (means_ == Means::policy) ::syscall(SYS_set_mempolicy, MPOL_DEFAULT, nullptr, 0UL);
-    if (means_ == Means::affinity) set_processors(processors_);
+    if (means_ == Means::affinity) processors_->apply();
 }
 
 }  // namespace pipemorph::numa

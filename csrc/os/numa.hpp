@@ -6,8 +6,11 @@
 // node of the thread that touches them first, so that thread is moved there for the time.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
+
+#include "os/processors.hpp"
 
 namespace pipemorph::numa {
 
@@ -47,7 +50,7 @@ class OnNode {
 
   private:
     Means means_ = Means::none;
-    std::vector<unsigned long> processors_;  // to go back to
+    std::optional<Processors> processors_;  // to go back to
 };
 
 }  // namespace pipemorph::numa

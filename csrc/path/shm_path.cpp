@@ -6,13 +6,17 @@
 #include <cerrno>
 #include <cstring>
 
+#include "os/clock.hpp"
 #include "os/copy.hpp"
+#include "os/processors.hpp"
 
 namespace pipemorph {
 namespace {
 
 constexpr int kHeadersPerTurn = 16;
 constexpr size_t kMaxDescriptors = 4;
+// No thread steps aside more often: where every processor is busy, it is in somebody's way anyway.
+constexpr int64_t kAsideEvery = kMillisecond / 2;
 
 }  // namespace
 
@@ -59,7 +63,7 @@ bool ShmPath::send_some() {
             return flush_header();
         }
     }
-    const auto task = host_->next_chunk(index, epoch);
+    auto task = host_->next_chunk(index, epoch);
     if (!task) return false;
     const SlotGrant& slot = *task->message->slot;
     const auto segment = host_->peer_segment(slot.segment);
@@ -68,7 +72,13 @@ bool ShmPath::send_some() {
         host_->protocol_error("a slot was granted outside of the memory that is mapped for it");
         return false;
     }
-    std::memcpy(segment->data() + at, task->data, task->bytes);
+    // A large message does not fit the caches together with what else goes through them. What is
+    // written there would take each line from the receiver's, to which it belonged last.
+    if (task->message->chunks > 1)
+        copy_past_caches(segment->data() + at, task->data, task->bytes);
+    else
+        std::memcpy(segment->data() + at, task->data, task->bytes);
+    task->header.processor = current_processor();
     encode_chunk(task->header, header_out_);
     header_left_ = kChunkHeaderSize;
     return flush_header();
@@ -136,8 +146,13 @@ bool ShmPath::header_received() {
         return false;
     }
     if (sink.verdict == ChunkSink::Verdict::take) {
-        if (sink.data != sink.slot_data)
+        if (sink.data != sink.slot_data) {
+            // The sender is at the next chunk meanwhile, so both need a processor.
+            if (header->chunks() > 1 && steady_ns() >= next_aside_ns_ &&
+                step_aside(header->processor))
+                next_aside_ns_ = steady_ns() + kAsideEvery;
             copy_past_caches(sink.data, sink.slot_data, header->length());
+        }
         host_->finish_chunk(sink, true);
     }
     return true;

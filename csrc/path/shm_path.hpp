@@ -26,6 +26,7 @@ class ShmPath final : public StreamPath {
 
     std::array<uint8_t, kChunkHeaderSize> header_in_{};
     size_t header_have_ = 0;
+    int64_t next_aside_ns_ = 0;
     std::deque<Fd> descriptors_;
 };
 

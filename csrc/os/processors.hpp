@@ -1,0 +1,40 @@
+// Which processors the calling thread may run on, for hosts of any size.
+#pragma once
+
+#include <climits>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+namespace pipemorph {
+
+class Processors {
+  public:
+    // The calling thread's. Nothing if the system does not say.
+    static std::optional<Processors> allowed();
+    // Confine the calling thread to these. False if none of them may be used: nothing is changed.
+    bool apply() const;
+
+    Processors none() const { return Processors(words_.size()); }
+    bool has(size_t processor) const;
+    void add(size_t processor);
+    void remove(size_t processor);
+    bool empty() const;
+    bool operator==(const Processors&) const = default;
+
+  private:
+    explicit Processors(size_t words) : words_(words, 0) {}
+    static constexpr size_t kWordBits = sizeof(unsigned long) * CHAR_BIT;
+    std::vector<unsigned long> words_;
+};
+
+// The one that the calling thread runs on.
+uint32_t current_processor();
+
+// If the calling thread runs on that one, it goes to another that it may use, and may come back.
+// For threads that wake each other and work at the same time: a kernel that has put both on one
+// processor may leave them there for tens of milliseconds beside an idle one, since each of them
+// sleeps when the other begins. Whether it moved.
+bool step_aside(uint32_t processor);
+
+}  // namespace pipemorph

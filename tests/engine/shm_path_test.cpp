@@ -1,0 +1,167 @@
+// A path over shared memory against a hand-written peer.
+#include "path/shm_path.hpp"
+
+#include <sys/socket.h>
+
+#include <condition_variable>
+#include <cstring>
+#include <mutex>
+
+#include "check.hpp"
+#include "os/clock.hpp"
+#include "os/processors.hpp"
+
+using namespace pipemorph;
+
+namespace {
+
+constexpr uint32_t kChunk = 256 << 10;
+constexpr uint32_t kPath = 2;
+constexpr uint32_t kEpoch = 5;
+
+// A link with one slot, to be sent to and to be received in.
+struct FakeHost final : PathHost {
+    std::mutex mu;
+    std::condition_variable changed;
+    std::shared_ptr<Memory> memory = Memory::anonymous(4 * kChunk);
+    std::vector<uint8_t> source = std::vector<uint8_t>(4 * kChunk);
+    std::vector<uint8_t> posted = std::vector<uint8_t>(4 * kChunk);
+    std::shared_ptr<OutMessage> message = std::make_shared<OutMessage>();
+    uint64_t to_send = 0;  // bytes left of the message
+    uint32_t ran_on = 0;
+    int finished = 0;
+
+    void send(uint64_t bytes) {
+        const std::lock_guard lock(mu);
+        message->slot = SlotGrant{0, 0, 1, 0, 0, 4 * kChunk};
+        message->info.id = 1;
+        message->info.bytes = to_send = bytes;
+        message->chunks = static_cast<uint32_t>((bytes + kChunk - 1) / kChunk);
+    }
+    std::optional<ChunkTask> next_chunk(uint32_t path, uint32_t epoch) override {
+        const std::lock_guard lock(mu);
+        if (to_send == 0) return std::nullopt;
+        ChunkTask task;
+        task.message = message;
+        task.header.path = path;
+        task.header.epoch = epoch;
+        task.header.chunk_bytes = kChunk;
+        task.header.message = message->info;
+        task.header.index = static_cast<uint32_t>((message->info.bytes - to_send) / kChunk);
+        task.bytes = task.header.length();
+        task.data = source.data() + task.header.offset();
+        to_send -= task.bytes;
+        return task;
+    }
+    ChunkSink begin_chunk(const ChunkHeader& h) override {
+        ChunkSink sink;
+        sink.verdict = ChunkSink::Verdict::take;
+        sink.slot_data = memory->data() + h.offset();
+        sink.data = posted.data() + h.offset();
+        return sink;
+    }
+    void finish_chunk(const ChunkSink&, bool) override {
+        const std::lock_guard lock(mu);
+        ran_on = current_processor();
+        ++finished;
+        changed.notify_all();
+    }
+    void stale_chunk() override {}
+    void path_lost(uint32_t, uint32_t, const std::string&) override {}
+    void protocol_error(const std::string&) override {}
+    std::optional<Segment> next_segment_to_offer() override { return std::nullopt; }
+    void segment_offered(uint32_t, uint64_t, Fd) override {}
+    std::shared_ptr<Memory> peer_segment(uint32_t) override { return memory; }
+};
+
+struct Wire {
+    Reactor reactor{"test"};
+    std::shared_ptr<FakeHost> host = std::make_shared<FakeHost>();
+    Fd peer;
+    std::shared_ptr<ShmPath> path;
+
+    Wire() {
+        int fds[2];
+        CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds) == 0);
+        peer = Fd(fds[0]);
+        const timeval limit{20, 0};
+        CHECK(setsockopt(peer.get(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit) == 0);
+        path = std::make_shared<ShmPath>(reactor, host, kPath, kEpoch, Fd(fds[1]));
+        path->start();
+    }
+    ~Wire() { reactor.stop(); }
+
+    ChunkHeader hear() {
+        std::array<uint8_t, kChunkHeaderSize> head;
+        CHECK(::recv(peer.get(), head.data(), head.size(), MSG_WAITALL) == kChunkHeaderSize);
+        const auto header = decode_chunk(head);
+        CHECK(header);
+        return *header;
+    }
+    void say(const ChunkHeader& header) {
+        std::array<uint8_t, kChunkHeaderSize> head;
+        encode_chunk(header, head);
+        CHECK(::send(peer.get(), head.data(), head.size(), MSG_NOSIGNAL) == kChunkHeaderSize);
+    }
+};
+
+ChunkHeader chunk(uint64_t bytes, uint32_t processor) {
+    ChunkHeader h;
+    h.path = kPath;
+    h.epoch = kEpoch;
+    h.chunk_bytes = kChunk;
+    h.processor = processor;
+    h.message.id = 1;
+    h.message.bytes = bytes;
+    return h;
+}
+
+}  // namespace
+
+TEST(shm_path_puts_chunks_into_the_slot_before_it_tells_of_them) {
+    // One chunk, and several with a last one that ends in the middle of a cache line.
+    for (const uint64_t bytes : {uint64_t{kChunk}, uint64_t{3} * kChunk - 4095 - 7}) {
+        Wire wire;
+        for (size_t i = 0; i < wire.host->source.size(); ++i)
+            wire.host->source[i] = static_cast<uint8_t>(i * i >> 7);
+        wire.host->send(bytes);
+        wire.path->kick();
+        for (uint64_t at = 0; at < bytes;) {
+            const ChunkHeader h = wire.hear();
+            CHECK(h.offset() == at && h.message.bytes == bytes);
+            CHECK(Processors::allowed()->has(h.processor));
+            CHECK(std::memcmp(wire.host->memory->data() + at, wire.host->source.data() + at,
+                              h.length()) == 0);
+            at += h.length();
+        }
+        CHECK(wire.host->memory->data()[bytes] == 0);
+    }
+}
+
+TEST(shm_path_copies_on_another_processor_than_the_sender) {
+    const auto allowed = *Processors::allowed();
+    size_t processors = 0;
+    for (size_t i = 0; i < 8192; ++i) processors += allowed.has(i);
+    Wire wire;
+    int together = 0;
+    constexpr int kChunks = 50;
+    uint32_t sender = current_processor();
+    for (int i = 0; i < kChunks; ++i) {
+        wire.say(chunk(2 * kChunk, sender));
+        std::unique_lock lock(wire.host->mu);
+        const auto end = std::chrono::system_clock::now() + std::chrono::seconds(20);
+        CHECK(wire.host->changed.wait_until(lock, end, [&] { return wire.host->finished > i; }));
+        together += wire.host->ran_on == sender;
+        // The next sender is where the thread that copies has been last, and is found again.
+        sender = wire.host->ran_on;
+        lock.unlock();
+        // It does not step aside twice in half a millisecond.
+        for (const int64_t began = steady_ns(); steady_ns() < began + kMillisecond;)
+            std::this_thread::yield();
+    }
+    // The kernel may move it back at any time, and rarely does.
+    if (processors > 1)
+        CHECK(together < kChunks / 4);
+    else
+        CHECK(together == kChunks);
+}
