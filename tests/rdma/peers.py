@@ -94,15 +94,23 @@ class Link:
             "transport": "rdma", "chunk_bytes": 1 << 16, "peer_deadline": 10.0,
         }  # fmt: skip
         given |= settings
-        deadlines = given.pop("peer_deadlines", (given["peer_deadline"],) * 2)
+        self.slots = 0
+        self._next = 0
         self.a, self.b = Peer(fabric.a, 0), Peer(fabric.b, 1)
+        try:
+            self._connect(given)
+        except BaseException:
+            # Their queue pairs would be counted as the next test's.
+            self.kill()
+            raise
+
+    def _connect(self, given: dict[str, Any]) -> None:
+        deadlines = given.pop("peer_deadlines", (given["peer_deadline"],) * 2)
         self.opened = self.a.do("open", rank=0, **given | {"peer_deadline": deadlines[0]})
         port = self.b.do("open", rank=1, **given | {"peer_deadline": deadlines[1]})["port"]
         accepting = self.b.start("accept", peer=0)
-        self.transport = self.a.do("connect", peer=1, host=fabric.CONTROL["b"], port=port)
+        self.transport = self.a.do("connect", peer=1, host=self.fabric.CONTROL["b"], port=port)
         assert self.b.result(accepting) == self.transport
-        self.slots = 0
-        self._next = 0
 
     def reserve(self, slots: int, size: int) -> None:
         self.b.do("reserve", direction=0, slots=slots, size=size)
