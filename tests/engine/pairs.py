@@ -3,8 +3,10 @@
 import contextlib
 import hashlib
 import multiprocessing
+import os
 import random
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +29,14 @@ def engine(rank: int, **settings: Any) -> Engine:
 
 def payload(seed: int, size: int) -> bytes:
     return random.Random(seed).randbytes(size)
+
+
+def eventually(condition: Callable[[], bool], timeout: float = TIMEOUT) -> None:
+    """Wait on a condition that no call can wait for. Each look yields the processor."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        os.sched_yield()
 
 
 def digest(data: Any) -> str:

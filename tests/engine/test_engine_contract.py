@@ -5,9 +5,7 @@ import contextlib
 import gc
 import os
 import pathlib
-import re
 import select
-import socket
 import subprocess
 import sys
 import threading
@@ -21,14 +19,6 @@ from pipemorph_trainer._engine import Engine, EngineError, EngineTimeout
 
 MIB = 1 << 20
 TRANSPORTS = pytest.mark.parametrize("transport", ["tcp", "shm"])
-
-
-def eventually(condition, timeout=pairs.TIMEOUT):
-    """Wait on a condition that no call can wait for. Each look yields the processor."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        os.sched_yield()
 
 
 def all_up(link):
@@ -175,7 +165,7 @@ def test_a_view_outlives_release_and_engine_without_a_fault():
 def test_timeout_names_link_key_and_what_is_missing():
     with pairs.in_process() as p:
         p.accepted.reserve(0, 8, 100)
-        eventually(lambda: all_up(p.accepted))  # it would be said of a path that is not
+        pairs.eventually(lambda: all_up(p.accepted))  # it would be said of a path that is not
         start = time.monotonic()
         with pytest.raises(EngineTimeout) as e:
             p.accepted.receive((1, 7, 3, 0, 0), 0.25)
@@ -192,7 +182,7 @@ def test_timeout_names_link_key_and_what_is_missing():
 def test_mistakes_are_named():
     with pairs.in_process() as p:
         p.accepted.reserve(0, 1, 1000)
-        eventually(lambda: p.dialled.send_slots(0) == 1)
+        pairs.eventually(lambda: p.dialled.send_slots(0) == 1)
         with pytest.raises(EngineError, match=r"1001 bytes.*1000 bytes"):
             p.dialled.send((0, 0, 0, 0, 0), bytes(1001))
         with pytest.raises(ValueError, match="65 bytes"):
@@ -261,7 +251,7 @@ def test_the_payload_is_held_until_acknowledged_and_then_let_go(transport):
                 return False
             return True
 
-        eventually(resizable)
+        pairs.eventually(resizable)
 
 
 @TRANSPORTS
@@ -295,7 +285,7 @@ def test_a_destination_posted_after_arrival_is_filled_by_receive(transport):
         for i in range(3):
             data, into = pairs.payload(i, MIB), bytearray(MIB)
             p.dialled.send((0, 0, i, 0, 0), data)
-            eventually(lambda i=i: p.accepted.arrived((0, 0, i, 0, 0)))
+            pairs.eventually(lambda i=i: p.accepted.arrived((0, 0, i, 0, 0)))
             p.accepted.post_receive((0, 0, i, 0, 0), into)
             m = p.accepted.receive((0, 0, i, 0, 0), pairs.TIMEOUT)
             assert into == data == m.view()
@@ -320,7 +310,7 @@ def test_posted_destinations_are_let_go_of_when_the_link_ends():
         with pytest.raises(BufferError):
             into.append(0)
         p.dialled.close()
-        eventually(lambda: not p.accepted.alive)
+        pairs.eventually(lambda: not p.accepted.alive)
         p.accepted.stats()
         into.append(0)
 
@@ -330,7 +320,7 @@ def test_reserve_adds_and_never_shrinks():
         for slots, size, total in ((2, 100, 2), (1, 50, 2), (4, 100, 4), (2, 200, 6), (4, 100, 6)):
             p.accepted.reserve(0, slots, size)
             assert p.accepted.stats().slots_granted == total
-        eventually(lambda: p.dialled.send_slots(0) == 6)
+        pairs.eventually(lambda: p.dialled.send_slots(0) == 6)
         p.dialled.send((0, 0, 0, 0, 0), bytes(200))
         p.accepted.receive((0, 0, 0, 0, 0), pairs.TIMEOUT)
 
@@ -375,7 +365,7 @@ def test_telemetry():
             ticket = p.dialled.send((0, 0, i, 0, 0), bytes(MIB))
             p.accepted.receive((0, 0, i, 0, 0), pairs.TIMEOUT).release()
             p.dialled.wait_sent(ticket, pairs.TIMEOUT)
-        eventually(lambda: p.dialled.stats().rtt_p99 is not None)
+        pairs.eventually(lambda: p.dialled.stats().rtt_p99 is not None)
         s = p.dialled.stats()
         assert 0 < s.rtt_min <= s.rtt_mean <= s.rtt_p99 < 5
         assert abs(s.clock_offset) <= s.rtt_p99 + 1e-4  # one machine, one clock
@@ -401,142 +391,6 @@ def test_waiting_for_a_slot_counts_as_queueing_and_not_as_wire_time():
         assert m.started_at - m.posted_at > 0.45
 
 
-def expect_refusal(match, *, low=None, high=None, link=pairs.LINK, peer=1, timeout=3.0):
-    """Dial with something wrong, see both sides say what."""
-    a = pairs.engine(0, **(low or {}))
-    b = pairs.engine(1, **(high or {}))
-    accepted = []
-
-    def accept():
-        # For longer than is dialled: whoever comes too late is not told that it is wrong here.
-        with contextlib.suppress(EngineError):
-            accepted.append(b.accept(peer_rank=0, link_id=pairs.LINK, timeout=pairs.TIMEOUT))
-
-    acceptor = threading.Thread(target=accept)
-    acceptor.start()
-    try:
-        with pytest.raises(EngineError, match=match) as e:
-            a.connect(peer_rank=peer, link_id=link, host="127.0.0.1", port=b.port, timeout=timeout)
-        assert f"link {link}" in str(e.value)
-        refused = b.refused()
-    finally:
-        b.close(0.0)
-        a.close(0.0)
-        acceptor.join()
-    assert not accepted
-    return refused
-
-
-def test_a_wrong_secret_is_refused():
-    refused = expect_refusal("authentication failed", low={"secret": b"guess"})
-    assert len(refused) == 1
-    assert "wrong job secret" in refused[0]
-
-
-def test_a_wrong_job_or_attempt_is_refused():
-    [refused] = expect_refusal("wrong job: rank 0 runs 'test/2'", low={"job": "test/2"})
-    assert "'test/2'" in refused
-    assert "'test/1'" in refused
-
-
-def test_a_wrong_rank_is_refused():
-    [refused] = expect_refusal("wrong rank", peer=2)
-    assert "rank 0 looks for rank 2, this is rank 1" in refused
-
-
-def test_a_wrong_link_is_refused():
-    [refused] = expect_refusal("wrong link: rank 0 dials link 9", link=9, timeout=1.0)
-    assert "waits for link 3" in refused
-
-
-def test_contradicting_transports_are_refused():
-    expect_refusal("transports differ", low={"transport": "tcp"}, high={"transport": "shm"})
-
-
-def test_nobody_there():
-    with contextlib.closing(pairs.engine(0)) as a:
-        with contextlib.closing(pairs.engine(1)) as b:
-            port = b.port
-        with pytest.raises(EngineTimeout, match=rf"rank 0 -> 1.*:{port}.*Connection refused"):
-            a.connect(peer_rank=1, link_id=0, host="127.0.0.1", port=port, timeout=0.3)
-        with pytest.raises(EngineTimeout, match="rank 5 did not connect"):
-            a.accept(peer_rank=5, link_id=0, timeout=0.1)
-
-
-def listening(backlog):
-    s = socket.socket()
-    s.bind(("127.0.0.1", 0))
-    s.listen(backlog)
-    return s
-
-
-def connecting(port):
-    s = socket.socket()
-    s.setblocking(False)
-    s.connect_ex(("127.0.0.1", port))
-    return s
-
-
-@pytest.mark.parametrize(
-    ("who", "said"),
-    [
-        ("nobody answers", "cannot connect to 127.0.0.1:{port}: no answer"),
-        ("a mute", "127.0.0.1:{port} took the connection, but says nothing"),
-        ("a peer that waits for others", "127.0.0.1:{port} is there, but did not accept"),
-    ],
-)
-def test_a_connection_that_was_not_answered_in_time_says_how_far_it_came(who, said):
-    with contextlib.ExitStack() as stack:
-        a, b = (stack.enter_context(contextlib.closing(pairs.engine(rank))) for rank in (0, 1))
-        port = b.port
-        if who != "a peer that waits for others":
-            port = stack.enter_context(listening(0)).getsockname()[1]
-        if who == "nobody answers":
-            # With as many as it lets wait, it drops what comes after them.
-            queue = [stack.enter_context(connecting(port)) for _ in range(3)]
-            assert len(select.select([], queue, [], 0.2)[1]) < len(queue), "the queue is not full"
-        with pytest.raises(EngineTimeout, match=re.escape(said.format(port=port))):
-            a.connect(peer_rank=1, link_id=0, host="127.0.0.1", port=port, timeout=0.5)
-
-
-def test_accept_may_come_after_connect():
-    a, b = pairs.engine(0), pairs.engine(1)
-    box = []
-    dialler = threading.Thread(
-        target=lambda: box.append(
-            a.connect(peer_rank=1, link_id=0, host="127.0.0.1", port=b.port, timeout=pairs.TIMEOUT)
-        )
-    )
-    dialler.start()
-    with pytest.raises(EngineTimeout):
-        b.accept(peer_rank=4, link_id=0, timeout=0.2)  # meanwhile the dialler waits
-    link = b.accept(peer_rank=0, link_id=0, timeout=pairs.TIMEOUT)
-    dialler.join()
-    box[0].send((0, 0, 0, 0, 0), b"", b"hi")
-    assert link.receive((0, 0, 0, 0, 0), pairs.TIMEOUT).note == b"hi"
-    a.close()
-    b.close()
-
-
-def test_a_link_can_be_made_again_after_its_end():
-    with pairs.in_process() as p:
-        p.dialled.close()
-        eventually(lambda: not p.accepted.alive)
-        again = []
-        acceptor = threading.Thread(
-            target=lambda: again.append(
-                p.high.accept(peer_rank=0, link_id=pairs.LINK, timeout=pairs.TIMEOUT)
-            )
-        )
-        acceptor.start()
-        link = p.low.connect(
-            peer_rank=1, link_id=pairs.LINK, host="127.0.0.1", port=p.high.port, timeout=10.0
-        )
-        acceptor.join()
-        link.send((0, 0, 0, 0, 0), b"", b"again")
-        assert again[0].receive((0, 0, 0, 0, 0), pairs.TIMEOUT).note == b"again"
-
-
 def tasks():
     return {t.name for t in pathlib.Path("/proc/self/task").iterdir()}
 
@@ -559,7 +413,7 @@ def test_nothing_is_left_after_close(transport):
     for _ in range(5):
         use()
     gc.collect()
-    eventually(lambda: tasks() <= threads)
+    pairs.eventually(lambda: tasks() <= threads)
     assert len(descriptors()) <= len(fds)
 
 
@@ -569,7 +423,7 @@ def test_an_engine_that_is_only_dropped_ends_too():
     assert len(tasks()) > len(threads)
     del e
     gc.collect()
-    eventually(lambda: tasks() <= threads)
+    pairs.eventually(lambda: tasks() <= threads)
     assert descriptors() <= fds
 
 
