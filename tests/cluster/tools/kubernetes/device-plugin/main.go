@@ -154,7 +154,8 @@ func (p *plugin) serveOnce(ctx context.Context, directory string) error {
 		default:
 		}
 		now, err := os.Stat(kubelet)
-		if err != nil || !os.SameFile(before, now) {
+		// A file system gives a new file the number of one just removed, but not its time.
+		if err != nil || !os.SameFile(before, now) || !now.ModTime().Equal(before.ModTime()) {
 			return errors.New("the kubelet's socket was replaced")
 		}
 		pause(ctx)
