@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -24,6 +25,9 @@ LOW_PRIORITY = ["nice", "-n", "10"]
 """A tenth of a busy processor: the lowest would come to nothing while the first run on a machine
 builds Kubernetes."""
 SECONDS_AT_LOW_PRIORITY = 1200
+SHOWN_LINES, SHOWN_COLUMNS = 8, 300
+"""How much of a failure's message is shown again at the end: the programs under test may have said
+far more than fits a screen, or than who keeps the output keeps."""
 
 
 @dataclass
@@ -62,11 +66,30 @@ class Part:
         how = {0: "ok", None: "not run"}.get(self.status, f"FAILED (exit {self.status})")
         return f"{self.name:12} {how:18} {self.seconds:5.0f} s   {self._counted()}"
 
-    def _counted(self) -> str:
+    def _suite(self) -> ElementTree.Element | None:
         if not self.counts.exists():
-            return ""
+            return None
         suite = ElementTree.parse(self.counts).getroot().find("testsuite")
         assert suite is not None, f"{self.counts} has no testsuite"
+        return suite
+
+    def failures(self) -> Iterator[str]:
+        """Each test that failed, with the first lines of why."""
+        suite = self._suite()
+        if suite is None:
+            if self.status not in (0, None):
+                yield f"{self.name}: exit {self.status}; what it said is above"
+            return
+        for case in suite.iter("testcase"):
+            for why in (*case.iter("failure"), *case.iter("error")):
+                lines = why.get("message", "").splitlines()[:SHOWN_LINES]
+                text = "".join(f"\n    {line[:SHOWN_COLUMNS]}" for line in lines)
+                yield f"{case.get('classname')}::{case.get('name')}{text}"
+
+    def _counted(self) -> str:
+        suite = self._suite()
+        if suite is None:
+            return ""
         total, *rest = (int(suite.get(k, 0)) for k in ("tests", "failures", "errors", "skipped"))
         names = ("failed", "errors", "SKIPPED")
         told = [f"{n} {name}" for n, name in zip(rest, names, strict=True) if n]
@@ -117,6 +140,9 @@ def main(lint: list[str]) -> int:
     print(f"\n{' all parts ':=^100}")
     for part in parts:
         print(part)
+    for part in parts:
+        for failure in part.failures():
+            print(f"\nFAILED {failure}")
     return 0 if all(part.status == 0 for part in parts) else 1
 
 
