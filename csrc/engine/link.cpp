@@ -120,12 +120,20 @@ void Link::die(const std::string& why) {
     finish(State::dead, missing.empty() ? why : why + "; " + missing);
 }
 
+// A reason as the peer is told it, which puts the link's name before it.
+std::string Link::without_name(const std::string& why) const {
+    const std::string name = describe() + " is dead: ";
+    return why.starts_with(name) ? why.substr(name.size()) : why;
+}
+
 void Link::finish(State state, const std::string& why) {
     std::shared_ptr<Connection> connection;
     std::vector<std::shared_ptr<DataPath>> paths;
     {
         const Lock lock(mu_);
         if (over()) return;
+        // What only this end knows: the peer would look for it, and wait, in vain.
+        if (state == State::dead && !peer_left_) send_frame(ByeFrame{without_name(why), true});
         state_ = state;
         error_ = why;
         connection = std::exchange(control_, nullptr);

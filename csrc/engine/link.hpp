@@ -224,6 +224,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     void replace(Path& path);
     void retire_replaced(uint32_t index, uint32_t epoch);
     void grant(const std::vector<SlotGrant>& grants);
+    std::string without_name(const std::string& why) const;
     void finish(State state, const std::string& why);  // no lock
 
     const std::shared_ptr<Runtime> runtime_;
@@ -242,7 +243,8 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
 
     std::shared_ptr<Connection> control_;
     uint32_t control_epoch_ = 0;
-    bool leaving_ = false;  // we said goodbye
+    bool leaving_ = false;    // we said goodbye
+    bool peer_left_ = false;  // the peer did
     bool redialling_ = false;
     int64_t heard_ns_ = 0;  // the last time that anything came over control
     int64_t down_since_ns_ = 0;

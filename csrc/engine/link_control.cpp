@@ -225,8 +225,14 @@ void Link::handle(Frame frame) {
             ((f->received_wall_ns - f->ping_wall_ns) + (f->sent_wall_ns - now_wall)) / 2;
         if (rtt >= 0) echo_.add(rtt, peer_minus_ours);
     } else if (const auto* f = std::get_if<ByeFrame>(&frame)) {
-        die(describe() + " is dead: rank " + std::to_string(identity_.peer_rank) + " closed it" +
-            (f->reason.empty() ? "" : " with " + f->reason));
+        {
+            const Lock lock(mu_);
+            peer_left_ = true;
+        }
+        const std::string what = f->died             ? " gave it up: " + f->reason
+                                 : f->reason.empty() ? " closed it"
+                                                     : " closed it with " + f->reason;
+        die(describe() + " is dead: rank " + std::to_string(identity_.peer_rank) + what);
     } else if (const auto* f = std::get_if<ConfirmFrame>(&frame)) {
         confirmed(f->transport);
     } else if (const auto* f = std::get_if<RegionFrame>(&frame)) {

@@ -164,7 +164,10 @@ EncodedFrame encode_frame(const Frame& frame) {
                               w.i64(f.received_wall_ns);
                               w.i64(f.sent_wall_ns);
                           },
-                          [&](const ByeFrame& f) { w.text(f.reason); },
+                          [&](const ByeFrame& f) {
+                              w.u8(f.died ? 1 : 0);
+                              w.text(f.reason.substr(0, ByeFrame::kMostReason));
+                          },
                           [&](const RegionFrame& f) {
                               w.u32(f.rail);
                               w.u32(f.segment);
@@ -258,7 +261,9 @@ std::optional<Frame> decode_frame(uint8_t type, Bytes body) {
             return finish(r, f);
         }
         case 10: {
-            ByeFrame f{r.text(1024)};
+            ByeFrame f;
+            f.died = r.u8() != 0;
+            f.reason = r.text(ByeFrame::kMostReason);
             return finish(r, std::move(f));
         }
         case 11: {

@@ -90,8 +90,12 @@ struct PongFrame {
     int64_t sent_wall_ns = 0;
 };
 
+// The sender is done with the link. Of one that was closed the reason says what was left undone
+// (empty: nothing), of one that died what it died of.
 struct ByeFrame {
+    static constexpr size_t kMostReason = 1024;
     std::string reason;
+    bool died = false;
 };
 
 // Where a segment's slots can be written to over one of the receiver's rails. Sent before the

@@ -46,7 +46,7 @@ std::vector<Frame> one_of_each() {
             InlineFrame{some_message()},  AckFrame{42},
             FenceFrame{1, 2, {3, 4, 5}},  BitmapFrame{1, 2, {{3, 10, {0xff, 0x03}}, {4, 0, {}}}},
             MappedFrame{3, "no memory"},  PingFrame{1, 2},
-            PongFrame{1, 2, 3, 4},        ByeFrame{"done"}};
+            PongFrame{1, 2, 3, 4},        ByeFrame{"done", true}};
 }
 
 }  // namespace
