@@ -112,6 +112,10 @@ class TrainingJob:
         """The counters of every end of every link."""
         return [rank.link(link) for rank, link in self.ends()]
 
+    def path(self, path: int) -> dict[tuple[int, int], dict[str, Any]]:
+        """The counters of a path at every end of every link, by rank and link."""
+        return {(rank.rank, link): rank.link(link)["paths"][path] for rank, link in self.ends()}
+
     def total(self, counter: str) -> int:
         """A counter, summed over all ends of all links."""
         return sum(int(end[counter]) for end in self.link_ends())
@@ -154,12 +158,17 @@ class Block:
         }
         self._running = [rank.start("train", until=self.until) for rank in job.ranks]
 
-    def until_chunks(self, more: int, path: int, rank: int = 0, link: int = 0) -> None:
-        """Wait until one end of a link has given so many chunks of these iterations to a path."""
-        before = self._before[rank, link][path]
+    def until_chunks(self, more: int, paths: Sequence[int] = (0, 1)) -> None:
+        """Wait until rank 0 has given so many chunks of these iterations to some paths."""
+        before = self._before[0, 0]
+
+        def given() -> int:
+            now = self.job.ranks[0].link(0)["paths"]
+            return sum(now[path]["chunks"] - before[path] for path in paths)
+
         until(
-            f"{more} chunks from rank {rank} on path {path} of link {link}",
-            lambda: self.job.ranks[rank].link(link)["paths"][path]["chunks"] >= before + more,
+            f"{more} chunks from rank 0 on paths {paths} of link 0",
+            lambda: given() >= more,
             120.0,
             self.job.text,
         )

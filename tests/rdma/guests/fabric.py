@@ -60,6 +60,16 @@ class Rail:
     def unplug(self) -> None:
         self.guest.run("ip", "link", "set", self.netdev, "down")
 
+    def unplug_in_mid_chunk(self, packets: int = 32) -> None:
+        """As soon as this many packets wait to leave a slow rail, which the guest sees for itself:
+        asking it from outside takes as long as sending a chunk."""
+        self.guest.sh(
+            f"until tc -s qdisc show dev {self.netdev} root | "
+            f"awk '/backlog/ {{n = $3 + 0}} END {{exit n < {packets}}}'; do :; done; "
+            f"ip link set {self.netdev} down",
+            deadline=60.0,
+        )
+
     def plug(self) -> None:
         # Large frames: RoCE then uses packets of 4096 bytes, which emulated machines carry faster.
         self.guest.run("ip", "link", "set", self.netdev, "mtu", "9000", "up")
