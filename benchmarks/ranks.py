@@ -14,9 +14,12 @@ def run_ranks(file: str, world: int, arguments: list[str], deadline_seconds: flo
     Raises RuntimeError if a rank fails (its stderr is passed on) and
     :class:`subprocess.TimeoutExpired` after ``deadline_seconds``.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    # Kept until the ranks have ended, so that nobody else is given it before their store has it.
+    # That asks to share, and it alone listens.
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    port = holder.getsockname()[1]
     environ = {
         "GLOO_SOCKET_IFNAME": "lo",
         **os.environ,
@@ -40,6 +43,7 @@ def run_ranks(file: str, world: int, arguments: list[str], deadline_seconds: flo
     finally:
         for rank in ranks:
             rank.kill()
+        holder.close()
     if any(codes):
         raise RuntimeError(f"ranks ended with {codes}; what they said is above")
     return out

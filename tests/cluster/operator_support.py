@@ -20,6 +20,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from testbed import Cluster, NotYet, wait_for
+from testbed.controlplane import free_ports
 from testbed.processes import Process
 
 from pipemorph.control import initial_plan
@@ -67,9 +68,7 @@ def manifest(name: str, stages: int = 4, **spec: Any) -> Object:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
+    return free_ports(1, "127.0.0.1")[0]
 
 
 class Program:

@@ -2,7 +2,6 @@
 
 import socket
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,15 +20,20 @@ SERVICE_IP_OF_API = "10.96.0.1"
 START_DEADLINE = 90.0
 
 
+_held: list[socket.socket] = []
+
+
 def free_ports(count: int, host: str) -> list[int]:
-    """Ports that are free now, all different: held together before the first is given back."""
-    with ExitStack() as held:
-        ports = []
-        for _ in range(count):
-            listener = held.enter_context(socket.socket())
-            listener.bind((host, 0))
-            ports.append(int(listener.getsockname()[1]))
-        return ports
+    """Ports that nobody else is given while this process lives, however often the program that
+    listens there is started: servers ask to share a port, and only one listens."""
+    ports = []
+    for _ in range(count):
+        holder = socket.socket()
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((host, 0))
+        _held.append(holder)
+        ports.append(int(holder.getsockname()[1]))
+    return ports
 
 
 @dataclass(frozen=True)
