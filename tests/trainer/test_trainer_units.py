@@ -222,6 +222,12 @@ def test_a_neighbour_that_does_not_dial_is_named() -> None:
         lines.accept(listener, rank=1, peer_rank=0, secret=b"s", timeout=0.05)
 
 
+def test_a_rank_0_without_an_ipv4_address_is_named() -> None:
+    assert lines.own_address("127.0.0.1") == "127.0.0.1"
+    with pytest.raises(PipelineError, match=r"MASTER_ADDR is ::1, .* over IPv4 \(\w"):
+        lines.own_address("::1")
+
+
 def test_a_line_that_ends_a_moment_after_another_connection_is_waited_for() -> None:
     with lines.listen(True) as listener, socket.create_connection(listener.getsockname()) as mine:
         theirs, _ = listener.accept()

@@ -7,7 +7,6 @@ cannot be mistaken for each other. Within a rank a message is handed over as it 
 
 from __future__ import annotations
 
-import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -193,13 +192,6 @@ def meet_chunks(
                 neighbours[link + 1].upstream = end
                 ends.append(end)
     return ChunkLinks(neighbours, ends)
-
-
-def own_address(master_addr: str) -> str:
-    """The address this machine uses towards rank 0's."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master_addr, 9))
-        return str(probe.getsockname()[0])
 
 
 def _is_loopback(address: str) -> bool:

@@ -238,13 +238,6 @@ def engine_module() -> Any | None:
     return _engine
 
 
-def _own_address(master_addr: str) -> str:
-    """The address this machine uses towards rank 0's."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master_addr, 9))
-        return str(probe.getsockname()[0])
-
-
 def _shared_queue(seat: Seat, faults: Sequence[Fault]) -> SharedQueue | None:
     """The queue of the link to the next stage, made by the lower stage where it is needed."""
     own = [f for f in faults if f.link == seat.stage and f.replica == seat.replica]
@@ -276,7 +269,7 @@ def meet(
     """
     module = engine_module() if engine_options is not None else None
     hosts: list[Any] = [None] * (seat.stages * seat.replicas)
-    dist.all_gather_object(hosts, (socket.gethostname(), _own_address(master_addr)))
+    dist.all_gather_object(hosts, (socket.gethostname(), lines.own_address(master_addr)))
     one_host = len({name for name, _ in hosts}) == 1
     bind = "127.0.0.1" if one_host else "0.0.0.0"
     listener = lines.listen(one_host)

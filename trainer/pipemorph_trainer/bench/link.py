@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from pipemorph.commands.emit import emit, silence_stdout
+from pipemorph.discovery.host import memory_bytes
 from pipemorph.errors import InputError
 from pipemorph_trainer._engine import Engine, EngineError, Link
 from pipemorph_trainer.bench import transfers
@@ -40,6 +41,27 @@ TROUBLE = (EngineError, RuntimeError, OSError)
 
 class BenchError(Exception):
     """What must not be taken for a transport that is unavailable."""
+
+
+def buffer_of(options: dict[str, Any], rank: int) -> torch.Tensor:
+    """Room for a window of the largest messages, ``uint8`` on the CPU, ``[window × size]``, every
+    page of it touched. Raises :class:`BenchError` where this host has not got the memory."""
+    window, size = options["window"], max(options["sizes"])
+    asked = f"--window and --sizes: {window} messages of {size} bytes"
+    memory = memory_bytes()
+    if 2 * window * size > memory:
+        raise BenchError(
+            f"{asked} do not fit twice, sent and received, into the {memory} bytes of memory of "
+            f"{platform.node()}; connect with smaller ones"
+        )
+    try:
+        buffer = torch.empty(window * size, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise BenchError(
+            f"{asked}: {platform.node()} has no memory for them ({first_line(error)}); connect "
+            "with smaller ones"
+        ) from None
+    return buffer.fill_(rank)
 
 
 class Words:
@@ -102,14 +124,13 @@ def make_engine(
 class Bench:
     """What both ends have: the present transport's link, tensors, and a running number."""
 
-    def __init__(self, options: dict[str, Any], rank: int, words: Words) -> None:
-        self.options, self.rank, self.words = options, rank, words
+    def __init__(
+        self, options: dict[str, Any], rank: int, words: Words, buffer: torch.Tensor
+    ) -> None:
+        self.options, self.rank, self.words, self.buffer = options, rank, words, buffer
         self.engine: Engine | None = None
         self.link: Link | None = None
         self.run = 0
-        window = options["window"]
-        self.buffer = torch.empty(window * max(options["sizes"]), dtype=torch.uint8)
-        self.buffer.fill_(rank)
         self.small = torch.zeros(LATENCY_BYTES, dtype=torch.uint8)
 
     def tensors(self, size: int) -> list[torch.Tensor]:
@@ -167,7 +188,15 @@ def listen(options: dict[str, Any], secret: str) -> int:
     words = Words(link)
     agreed = words.hear()
     asked = {*options["asked"], *agreed.pop("asked", ())}
-    bench = Bench(options | agreed, LISTENER, words)
+    options = options | agreed
+    try:
+        # The end that connects has seen to its own memory, not to this one's.
+        buffer = buffer_of(options, LISTENER)
+    except BenchError as error:
+        words.say({"error": str(error)})
+        meeting.close()
+        raise
+    bench = Bench(options, LISTENER, words, buffer)
     words.say({"host": platform.node(), "torch": torch.__version__})
     acts = {"open": _open, "gloo": _gloo, "stream": _stream, "ping": _ping}
     transport, status = "", 0
@@ -245,7 +274,9 @@ def _ping(bench: Bench, word: dict[str, Any], _: str) -> None:
 
 
 def connect(options: dict[str, Any], secret: str, host: str, port: int) -> dict[str, Any]:
-    """Measure everything. Raises EngineError if the other end is not there or another secret's."""
+    """Measure everything. Raises EngineError if the other end is not there, another secret's, or
+    has not got the memory, and :class:`BenchError` if this one has not."""
+    buffer = buffer_of(options, CONNECTOR)
     meeting = make_engine(CONNECTOR, secret, "0.0.0.0", "tcp")
     try:
         link = meeting.connect(
@@ -254,7 +285,7 @@ def connect(options: dict[str, Any], secret: str, host: str, port: int) -> dict[
         words = Words(link)
         agreed = {name: options[name] for name in ("sizes", "window", "asked")}
         peer = words.ask(agreed)
-        bench = Bench(options, CONNECTOR, words)
+        bench = Bench(options, CONNECTOR, words, buffer)
         results = []
         for transport in options["transports"]:
             results.append(_measure(bench, transport, secret, host))

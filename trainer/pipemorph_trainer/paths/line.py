@@ -161,6 +161,20 @@ class Line:
         self._sock.close()
 
 
+def own_address(master_addr: str) -> str:
+    """The address this machine uses towards rank 0's. Raises :class:`PipelineError` if there is
+    none: links are IPv4."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((master_addr, 9))
+        except OSError as error:
+            raise PipelineError(
+                f"MASTER_ADDR is {master_addr}, which is not to be reached over IPv4 "
+                f"({error.strerror}); links between stages need an IPv4 address, or a name with one"
+            ) from None
+        return str(probe.getsockname()[0])
+
+
 def listen(loopback: bool) -> socket.socket:
     """A socket neighbours can dial, on this machine only if all ranks are here."""
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
