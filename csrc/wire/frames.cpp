@@ -262,7 +262,9 @@ std::optional<Frame> decode_frame(uint8_t type, Bytes body) {
         }
         case 10: {
             ByeFrame f;
-            f.died = r.u8() != 0;
+            const uint8_t died = r.u8();
+            if (died > 1) return std::nullopt;
+            f.died = died == 1;
             f.reason = r.text(ByeFrame::kMostReason);
             return finish(r, std::move(f));
         }
