@@ -7,8 +7,14 @@
 #include <cerrno>
 #include <cstring>
 
+#include "os/clock.hpp"
+
 namespace pipemorph {
 namespace {
+
+// For the network to make the connection, with a second try of the kernel's. An address may be that
+// of a pod that is gone, which its name has not heard of, or the first of several.
+constexpr int64_t kReach = 3 * kSecond;
 
 class Dialling : public std::enable_shared_from_this<Dialling> {
   public:
@@ -21,9 +27,13 @@ class Dialling : public std::enable_shared_from_this<Dialling> {
 
     void start(int64_t limit_ns) {
         auto self = shared_from_this();
-        timer_ = runtime_.control.after(limit_ns, [self] {
+        const int64_t reach_ns = std::min(limit_ns, kReach);
+        timer_ = runtime_.control.after(reach_ns, [self, rest_ns = limit_ns - reach_ns] {
             self->timer_ = 0;
-            self->fail(self->no_answer());
+            if (self->connected_ && rest_ns > 0)
+                self->end_after(rest_ns);
+            else
+                self->fail(self->no_answer());
         });
         fd_ = start_connect(address_);
         if (!fd_) {
@@ -34,6 +44,13 @@ class Dialling : public std::enable_shared_from_this<Dialling> {
     }
 
   private:
+    void end_after(int64_t limit_ns) {
+        timer_ = runtime_.control.after(limit_ns, [self = shared_from_this()] {
+            self->timer_ = 0;
+            self->fail(self->no_answer());
+        });
+    }
+
     void on_event() {
         if (!connected_) {
             if (const int error = connect_error(fd_); error != 0) {

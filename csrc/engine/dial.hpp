@@ -18,7 +18,7 @@ struct DialResult {
 };
 
 // On the runtime's control thread. `done` is called exactly once, on that thread, unless the
-// reactor stops first.
+// reactor stops first. An address that does not answer at all is given up before the limit.
 void dial(Runtime& runtime, const Address& address, Hello hello, int64_t limit_ns,
           std::function<void(DialResult)> done);
 
