@@ -208,7 +208,8 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     void take_offer(const OfferFrame& offer);         // no lock
     void take_answer(const AnswerFrame& answer);      // no lock
     void region_received(const RegionFrame& region);
-    void give_up_offer(uint32_t index, const std::string& why);
+    void bar_rail(bool ours, uint32_t rail, const std::string& why);
+    bool barred(const Path& path) const;
     void look_after_rails(int64_t now_ns);
     bool leave_to_other_rails(uint32_t index, int64_t now_ns) const;
     bool rails_carry() const;
@@ -258,6 +259,9 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     uint32_t rails_ = 0;       // how many of them are
     std::vector<std::shared_ptr<Registration>> registrations_;
     std::map<std::pair<uint32_t, uint32_t>, RegionFrame> peer_regions_;  // by rail and segment
+    // Rails that may not touch all the slots: why, by rail. For as long as the link lives.
+    std::map<uint32_t, std::string> barred_ours_;
+    std::map<uint32_t, std::string> barred_peers_;
     uint64_t recoveries_seen_ = 0;
     int64_t without_rail_since_ns_ = 0;  // 0 while one carries
     bool fell_back_ = false;

@@ -91,6 +91,7 @@ void Link::dial_paths() {
         const int64_t now = steady_ns();
         for (uint32_t i = 0; i < paths_.size(); ++i) {
             Path& p = paths_[i];
+            if (p.kind == Transport::rdma && barred(p)) continue;
             if (!p.machine.may_dial(now)) continue;
             // Every attempt has an epoch of its own: the peer may have taken one that we gave up.
             const uint32_t epoch = p.machine.dial();
@@ -139,7 +140,9 @@ std::optional<ChunkTask> Link::next_chunk(uint32_t path, uint32_t epoch) {
         return std::nullopt;
     const int64_t now = steady_ns();
     if (rails_ > 0) {
-        if (p.kind == Transport::rdma ? leave_to_other_rails(path, now) : !sockets_may_carry(now))
+        // A barred one is up until its own thread has heard of it.
+        if (p.kind == Transport::rdma ? barred(p) || leave_to_other_rails(path, now)
+                                      : !sockets_may_carry(now))
             return std::nullopt;
     }
     if (stands_by(path)) return std::nullopt;

@@ -72,6 +72,10 @@ void Link::take_offer(const OfferFrame& offer) {
     AnswerFrame answer{offer.path, offer.epoch, {}, {}};
     std::shared_ptr<RdmaPath> made;
     try {
+        {
+            const Lock lock(mu_);
+            if (barred(paths_[offer.path])) throw EngineError("this rail is out of use");
+        }
         made = std::make_shared<RdmaPath>(runtime_->rails[offer.to_rail], shared_from_this(),
                                           offer.path, offer.epoch, rdma_settings());
         made->connect(offer.qp, false);
@@ -131,7 +135,32 @@ void Link::take_answer(const AnswerFrame& answer) {
 
 void Link::region_received(const RegionFrame& region) {
     const Lock lock(mu_);
-    peer_regions_[{region.rail, region.segment}] = region;
+    if (region.bytes == 0)
+        bar_rail(false, region.rail,
+                 rank_text(identity_.peer_rank) + " cannot register its memory with it");
+    else
+        peer_regions_[{region.rail, region.segment}] = region;
+}
+
+// A rail that may not write to every slot carries nothing any more: which slot a message gets is
+// not known when a rail is chosen for it.
+void Link::bar_rail(bool ours, uint32_t rail, const std::string& why) {
+    (ours ? barred_ours_ : barred_peers_).emplace(rail, why);
+    for (uint32_t i = 0; i < rails_; ++i) {
+        Path& p = paths_[i];
+        if (!barred(p)) continue;
+        p.trouble = why;
+        if (std::exchange(p.offered, nullptr)) {
+            lose_path(p, why);
+            send_fence(i, p.machine.epoch());
+        } else if (const auto live = std::static_pointer_cast<RdmaPath>(p.live)) {
+            live->rail_failed(why);
+        }
+    }
+}
+
+bool Link::barred(const Path& path) const {
+    return barred_ours_.contains(path.our_rail) || barred_peers_.contains(path.peer_rail);
 }
 
 std::optional<PathHost::RemoteSlot> Link::remote_slot(uint32_t path, const SlotGrant& slot) {

@@ -1,4 +1,6 @@
 // What a link receives: slots granted, messages out.
+#include <algorithm>
+
 #include "engine/link.hpp"
 #include "engine/text.hpp"
 #include "os/clock.hpp"
@@ -26,15 +28,29 @@ void Link::reserve(int direction, uint32_t slots, uint64_t slot_bytes) {
     auto memory =
         shared ? Memory::shareable(stride * missing) : Memory::anonymous(stride * missing);
     // So does registering: once per rail, for as long as the link lives.
-    std::vector<std::shared_ptr<Registration>> registered;
-    if (rdma)
-        for (const auto& rail : runtime_->rails)
-            registered.push_back(std::make_shared<Registration>(
-                rail->device(), memory, abi::kLocalWrite | abi::kRemoteWrite));
+    std::vector<std::shared_ptr<Registration>> registered(rdma ? runtime_->rails.size() : 0);
+    std::vector<std::string> trouble(registered.size());
+    for (size_t rail = 0; rail < registered.size(); ++rail) {
+        try {
+            registered[rail] = std::make_shared<Registration>(
+                runtime_->rails[rail]->device(), memory, abi::kLocalWrite | abi::kRemoteWrite);
+        } catch (const EngineError& e) {
+            trouble[rail] = e.what();
+        }
+    }
     const Lock lock(mu_);
     if (over()) throw_over();
+    const bool all_barred =
+        std::all_of(registered.begin(), registered.end(), [](const auto& r) { return !r; });
+    if (rdma && all_barred && paths_.size() == rails_)
+        throw EngineError(describe() + ": rdma is required, and " + trouble.front());
     const uint32_t segment = in_.add_segment(direction, missing, slot_bytes, std::move(memory));
     for (uint32_t rail = 0; rail < registered.size(); ++rail) {
+        if (!registered[rail]) {
+            stream_.send(RegionFrame{rail, segment, 0, 0, 0});
+            bar_rail(true, rail, trouble[rail]);
+            continue;
+        }
         const Registration& r = *registered[rail];
         stream_.send(
             RegionFrame{rail, segment, reinterpret_cast<uint64_t>(r.data()), r.size(), r.rkey()});

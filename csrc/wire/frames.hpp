@@ -98,8 +98,8 @@ struct ByeFrame {
     bool died = false;
 };
 
-// Where a segment's slots can be written to over one of the receiver's rails. Sent before the
-// slots are granted.
+// Where a segment's slots can be written to over one of the receiver's rails; no bytes: nowhere,
+// that rail is out of use. Sent before the slots are granted.
 struct RegionFrame {
     uint32_t rail = 0;
     uint32_t segment = 0;
