@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from math import ceil, floor
+from math import ceil
+
+from pydantic import ValidationError
 
 from pipemorph.errors import InputError
 from pipemorph.planning.ir import Dispatch, Policy
@@ -19,7 +20,8 @@ from pipemorph.planning.kernel import lower_bound
 from pipemorph.planning.offload import device_peak, host_peak
 from pipemorph.planning.partition import split_layers
 from pipemorph.planning.planner import PlannedSchedule, plan
-from pipemorph.planning.problem import Problem, StageTimes
+from pipemorph.planning.problem import Problem, describe
+from pipemorph.planning.resizing import evened, layers_of, parts, shrunk, split_anew, work
 from pipemorph.planning.simulator import Simulation, simulate
 from pipemorph.planning.variants import offloading_variants
 
@@ -130,7 +132,7 @@ class _Advisor:
                 batch=factor,
             )
         for factor in FACTORS:
-            stages = tuple(_shrunk(stage, factor) for stage in self.problem.stages)
+            stages = tuple(shrunk(stage, factor) for stage in self.problem.stages)
             smaller = self._changed(self.problem, microbatches=n * factor, stages=stages)
             yield from self._plan(
                 "microbatches",
@@ -143,19 +145,16 @@ class _Advisor:
     def split(self) -> Iterator[Option | str]:
         """Other layers per stage; without layers, at best the mean on every stage."""
         problem = self.problem
-        totals = [_total(stage) for stage in problem.stages]
+        totals = [work(stage, problem.policy) for stage in problem.stages]
         mean = sum(totals) / len(totals)
         uneven = max(totals) / mean if mean else 1.0
         if problem.layers is None or problem.layer_split is None:
             if uneven <= EVEN:
                 return
-            even = tuple(
-                stage.model_copy(update=_scaled(problem.stages)) for stage in problem.stages
-            )
             yield from self._plan(
                 "split",
                 f"even stages (slowest is {uneven:.2f}× the mean)",
-                self._changed(problem, stages=even),
+                self._changed(problem, stages=evened(problem.stages)),
                 self.units,
                 note="at best",
             )
@@ -165,49 +164,24 @@ class _Advisor:
 
     def _split_of_layers(self, today: Sequence[int]) -> Iterator[Option | str]:
         problem = self.problem
-        layers = [each for each in problem.layers or () for _ in range(each.count)]
-        times = [_total(layer) for layer in layers]
-        old = _parts(today)
+        layers = layers_of(problem)
+        times = [work(layer, problem.policy) for layer in layers]
         # What a stage takes beside its layers (embedding, loss) stays where it is.
         fixed = [
-            max(0.0, _total(stage) - sum(times[part]))
-            for stage, part in zip(problem.stages, old, strict=True)
+            max(0.0, work(stage, problem.policy) - sum(times[part]))
+            for stage, part in zip(problem.stages, parts(today), strict=True)
         ]
         counts = split_layers(times, fixed)
         if counts == tuple(today):
             yield f"the split {_few(today)} is the best for its slowest stage"
             return
         sized = self.sized and all(layer.activation_bytes for layer in layers)
-        stages, units = [], []
-        for stage, unit, was, now in zip(
-            problem.stages, self.units, old, _parts(counts), strict=True
-        ):
-            update: dict[str, float | int | None] = {
-                kind: max(
-                    0.0, getattr(stage, kind) - sum(getattr(layer, kind) for layer in layers[was])
-                )
-                + sum(getattr(layer, kind) for layer in layers[now])
-                for kind in ("forward", "backward_input", "backward_weight")
-            }
-            if sized:
-                grows = sum(layer.activation_bytes or 0 for layer in layers[now])
-                shrinks = sum(layer.activation_bytes or 0 for layer in layers[was])
-                size = max(1.0, unit - shrinks + grows)
-            else:
-                size = unit * (now.stop - now.start) / (was.stop - was.start)
-            if stage.in_flight_limit is not None:
-                update["in_flight_limit"] = max(
-                    1, floor(stage.in_flight_limit * unit / size + 1e-9)
-                )
-            if stage.offload_copy is not None:
-                update["offload_copy"] = stage.offload_copy * size / unit
-            stages.append(stage.model_copy(update=update))
-            units.append(size)
+        stages, units = split_anew(problem, counts, self.units, sized=sized)
         note = "" if sized else "memory by the number of layers"
         yield from self._plan(
             "split",
             f"layers {_few(today)} → {_few(counts)}",
-            self._changed(problem, stages=tuple(stages), layers=None, layer_split=None),
+            self._changed(problem, stages=stages, layers=None, layer_split=None),
             units,
             note=note,
         )
@@ -277,8 +251,11 @@ class _Advisor:
         try:
             checked = Problem.model_validate(problem.model_dump())
             planned = plan(checked, checked.policy)
-        except (InputError, ValueError) as error:
-            yield f"{lever}, {change}: {_one_line(error)}"
+        except ValidationError as error:
+            yield f"{lever}, {change}: {describe(error)}"
+            return
+        except InputError as error:
+            yield f"{lever}, {change}: {error}"
             return
         yield self._option(lever, change, planned, units, batch=batch, note=note)
 
@@ -322,44 +299,6 @@ def _run(planned: PlannedSchedule) -> Simulation:
     return simulate(planned.schedule, planned.problem, planned.problem.dispatch)
 
 
-def _total(times: object) -> float:
-    """F, B and W together."""
-    kinds = ("forward", "backward_input", "backward_weight")
-    return float(sum(getattr(times, kind) for kind in kinds))
-
-
-def _scaled(stages: Sequence[StageTimes]) -> dict[str, float]:
-    """The mean of every time."""
-    return {
-        kind: sum(getattr(stage, kind) for stage in stages) / len(stages)
-        for kind in ("forward", "backward_input", "backward_weight")
-    }
-
-
-def _shrunk(stage: StageTimes, factor: int) -> StageTimes:
-    """For microbatches of ``1/factor`` the size: as many more fit under the cap."""
-    limit, size = stage.in_flight_limit, stage.activation_bytes
-    return stage.model_copy(
-        update={
-            "forward": stage.forward / factor,
-            "backward_input": stage.backward_input / factor,
-            "backward_weight": stage.backward_weight / factor,
-            "in_flight_limit": None if limit is None else limit * factor,
-            "activation_bytes": None if size is None else max(1, size // factor),
-            "offload_copy": None if stage.offload_copy is None else stage.offload_copy / factor,
-        }
-    )
-
-
-def _parts(counts: Sequence[int]) -> list[slice]:
-    ends = list(accumulate(counts))
-    return [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
-
-
 def _few(values: Sequence[int]) -> str:
     shown = [str(value) for value in values]
     return "-".join(shown if len(shown) <= 16 else [*shown[:7], "…", *shown[-7:]])
-
-
-def _one_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
