@@ -42,6 +42,7 @@ std::string gid_text(const GidBytes& gid) {
 }
 
 bool is_link_local(const GidBytes& gid) {
+    if (is_ipv4_mapped(gid)) return gid[12] == 169 && gid[13] == 254;
     return gid[0] == 0xfe && (gid[1] & 0xc0) == 0x80;
 }
 

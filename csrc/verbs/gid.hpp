@@ -21,11 +21,12 @@ struct GidInfo {
 };
 
 std::string gid_text(const GidBytes& gid);
-bool is_link_local(const GidBytes& gid);
+bool is_link_local(const GidBytes& gid);  // fe80::/10, 169.254.0.0/16
 bool is_ipv4_mapped(const GidBytes& gid);
 
 // The one to use by itself: RoCE v2 before v1, with a network device before without, routable
 // before link-local, IPv4 before IPv6 (it is what people configure), then the lowest index.
+// `pipemorph doctor` ranks alike (Gid.rank of pipemorph/discovery/rdma.py).
 std::optional<GidInfo> best_gid(const std::vector<GidInfo>& table);
 
 // Pairs ours with theirs, at most as many as the shorter list: those with the longest common

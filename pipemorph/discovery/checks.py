@@ -113,7 +113,9 @@ def _gids(port: Port, lacking: Verdict) -> Check:
         f"{best.netdev or 'no interface'} ({best.kind}); {len(port.gids)} in all"
     )
     if best.kind == "link-local":
-        return Check(name, found, lacking, "only link-local: give the interface a routable address")
+        return Check(
+            name, found, lacking, "the best is link-local: give the interface a routable address"
+        )
     if best.type != "RoCE v2":
         return Check(name, found, lacking, "RoCE v1 is not routed: enable RoCE v2 on the device")
     return Check(name, found, "ok")

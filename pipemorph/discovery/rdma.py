@@ -59,9 +59,19 @@ class Gid:
         return str(address.ipv4_mapped or address)
 
     @property
-    def rank(self) -> tuple[bool, bool, bool, int]:
-        """Smaller is better: routable, RoCE v2, with an interface, then by index."""
-        return self.kind != "routable", self.type != "RoCE v2", self.netdev is None, self.index
+    def rank(self) -> tuple[bool, bool, bool, bool, int]:
+        """Smaller is better: RoCE v2, with an interface, routable, IPv4, then by index.
+
+        The engine's order (``best_gid`` of csrc/verbs/gid.hpp), so that the first is the one a
+        job takes.
+        """
+        return (
+            self.type != "RoCE v2",
+            self.netdev is None,
+            self.kind != "routable",
+            ipaddress.IPv6Address(self.address).ipv4_mapped is None,
+            self.index,
+        )
 
 
 @dataclass(frozen=True)
@@ -79,7 +89,7 @@ class Port:
     link_layer: str | None
     """``Ethernet`` (RoCE) or ``InfiniBand``."""
     gids: tuple[Gid, ...]
-    """Best first."""
+    """Best first: a job takes the first one, unless it names an index."""
     counters: dict[str, int | None] = field(hash=False)
     """Of :data:`COUNTERS` those that the driver has; None where one cannot be read."""
     active_mtu: int | None = None
@@ -96,7 +106,8 @@ class Port:
             return False
         if self.link_layer == "InfiniBand":
             return True
-        return any(gid.kind == "routable" and gid.type == "RoCE v2" for gid in self.gids)
+        best = next(iter(self.gids), None)
+        return best is not None and best.kind == "routable" and best.type == "RoCE v2"
 
     def __str__(self) -> str:
         return f"{self.device}/{self.number}"

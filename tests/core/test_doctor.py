@@ -17,6 +17,7 @@ from pipemorph.commands.table import table
 from pipemorph.discovery import host, numa, rdma, verbs
 from pipemorph.discovery.checks import Check, Facts, checks, size
 
+GIDS_BEST_FIRST = Path(__file__).parents[1] / "engine" / "gids_best_first.txt"
 ZERO = "0000:0000:0000:0000:0000:0000:0000:0000"
 V1_LOCAL = ("fe80:0000:0000:0000:0ac0:ebff:fe12:3456", "IB/RoCE v1", "eth1")
 V2_LOCAL = ("fe80:0000:0000:0000:0ac0:ebff:fe12:3456", "RoCE v2", "eth1")
@@ -77,17 +78,29 @@ def line(lines: list[Check], name: str) -> Check:
     return found
 
 
-def test_gids_are_ranked_routable_roce_v2_first_and_link_local_last(tmp_path: Path) -> None:
+def test_gids_are_ranked_as_the_engine_ranks_them(tmp_path: Path) -> None:
     make_device(tmp_path, "mlx5_0", [V1_LOCAL, V2_LOCAL, V1_MAPPED, V2_APIPA, V2_MAPPED])
     (device,) = rdma.devices(tmp_path) or []
     (port,) = device.ports
-    assert [g.index for g in port.gids] == [4, 2, 1, 3, 0]
+    assert [g.index for g in port.gids] == [4, 3, 1, 2, 0]
     assert port.gids[0].address == "::ffff:10.1.2.3"
     assert port.gids[0].shown == "10.1.2.3"
-    assert [g.kind for g in port.gids] == ["routable"] * 2 + ["link-local"] * 3
+    local, routable = "link-local", "routable"
+    assert [g.kind for g in port.gids] == [routable, local, local, routable, local]
     assert port.usable
     assert device.firmware == "28.39.1002"
     assert device.pci is None
+    # The table that the engine's own test reads, too.
+    types = {"v1": "IB/RoCE v1", "v2": "RoCE v2"}
+    ranked = [
+        rdma.Gid(int(index), address, types[kind], None if netdev == "-" else netdev)
+        for index, address, kind, netdev in map(
+            str.split, filter(lambda row: row[0] != "#", GIDS_BEST_FIRST.read_text().splitlines())
+        )
+    ]
+    assert len(ranked) >= 10
+    by_index = sorted(ranked, key=lambda gid: gid.index)
+    assert sorted(by_index, key=lambda gid: gid.rank) == ranked
 
 
 def test_a_port_that_nobody_can_reach_is_not_usable(tmp_path: Path) -> None:

@@ -1,4 +1,11 @@
 // What rails are chosen by, and the life of a path. No device is needed.
+#include <arpa/inet.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+
 #include "check.hpp"
 #include "protocol/path_state.hpp"
 #include "verbs/gid.hpp"
@@ -30,6 +37,25 @@ GidBytes ipv6(uint8_t first, uint8_t second, uint8_t last) {
 
 constexpr int64_t kMs = 1'000'000;
 
+// The table that the tests of `pipemorph doctor` read, too.
+std::vector<GidInfo> gids_best_first() {
+    std::ifstream in(std::filesystem::path(__FILE__).parent_path() / "gids_best_first.txt");
+    CHECK(in.is_open());
+    std::vector<GidInfo> out;
+    for (std::string line; std::getline(in, line);) {
+        if (line.starts_with('#')) continue;
+        std::string address, type, netdev;
+        GidInfo g;
+        std::istringstream(line) >> g.index >> address >> type >> netdev;
+        CHECK(::inet_pton(AF_INET6, address.c_str(), g.gid.data()) == 1);
+        CHECK(!netdev.empty() && (type == "v1" || type == "v2"));
+        g.type = type == "v2" ? Type::roce_v2 : Type::roce_v1;
+        g.has_netdev = netdev != "-";
+        out.push_back(g);
+    }
+    return out;
+}
+
 }  // namespace
 
 TEST(gid_routable_roce_v2_with_a_netdev_is_best) {
@@ -51,6 +77,19 @@ TEST(gid_routable_roce_v2_with_a_netdev_is_best) {
     table.erase(table.begin() + 1);
     CHECK(best() == 5);
     CHECK(!best_gid({}));
+}
+
+TEST(gids_rank_as_doctor_ranks_them) {
+    const std::vector<GidInfo> ranked = gids_best_first();
+    CHECK(ranked.size() >= 10);
+    std::vector<GidInfo> table = ranked;
+    std::sort(table.begin(), table.end(),
+              [](const GidInfo& a, const GidInfo& b) { return a.index < b.index; });
+    for (const GidInfo& expected : ranked) {
+        const uint32_t best = best_gid(table)->index;
+        CHECK(best == expected.index);
+        std::erase_if(table, [&](const GidInfo& g) { return g.index == best; });
+    }
 }
 
 TEST(gid_is_said_as_people_write_it) {
