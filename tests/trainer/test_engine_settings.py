@@ -1,0 +1,97 @@
+"""What a job says of the transfer engine is what the engine is told."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pipemorph.planning import Dispatch, Policy
+from pipemorph.spec import PipeMorphJob
+from pipemorph_trainer import TrainerContext, links, settings
+from pipemorph_trainer.executor.bell import Bell
+from pipemorph_trainer.groups import Groups
+from pipemorph_trainer.links import Seat
+from pipemorph_trainer.paths.arrival import OpClock
+
+
+def told(monkeypatch: pytest.MonkeyPatch, transport: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the engine that the only rank of a job makes."""
+    made: list[dict[str, Any]] = []
+
+    class Engine:
+        rails_trouble = None
+        port = 1
+
+        def __init__(self, **given: Any) -> None:
+            made.append(given)
+            self.bell_fd = os.eventfd(0)
+
+        def refused(self) -> list[str]:
+            return []
+
+    def gather(into: list[Any], mine: Any) -> None:
+        into[:] = [mine]
+
+    for module in (links, settings):
+        monkeypatch.setattr(module, "engine_module", lambda: SimpleNamespace(Engine=Engine))
+    monkeypatch.setattr(links.dist, "all_gather_object", gather)
+    job = PipeMorphJob.model_validate(
+        {
+            "apiVersion": "pipemorph.io/v1alpha1",
+            "kind": "PipeMorphJob",
+            "metadata": {"name": "a-job"},
+            "spec": {
+                "parallelism": {"stages": 2},
+                "schedule": {"microbatches": 4},
+                "trainer": {"module": "m", "iterations": 1},
+                "transport": transport,
+            },
+        }
+    )
+    context = TrainerContext(0, 2, 0, "127.0.0.1", 1, job=job, namespace="a-team", attempt=3)
+    of_job = settings.Settings.of(job.spec)
+    plan = settings.plain_plan(2, 4, Policy("pipemorph"), Dispatch("static"), of_job.path)
+    found = links.meet(
+        Seat(rank=0, stage=0, stages=1, replica=0, replicas=1),
+        secret=b"the job's secret",
+        master_addr="127.0.0.1",
+        faults=(),
+        bell=Bell(),
+        op_clock=OpClock(),
+        device=torch.device("cpu"),
+        engine_options=settings.engine_options(context, of_job, plan, directed=False),
+        deadline=5.0,
+        on_block=lambda *_: None,
+        on_unblock=lambda: None,
+        groups=Groups(),
+    )
+    assert isinstance(found.engine, Engine)
+    os.close(found.engine.bell_fd)
+    (given,) = made
+    return given
+
+
+def test_the_engine_is_told_what_the_job_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    rdma = {
+        "devices": ["mlx5_0", "mlx5_1:2"], "gidIndex": 3, "trafficClass": 104, "serviceLevel": 5
+    }  # fmt: skip
+    transport = {"engine": "rdma", "require": "rdma", "queues": 6, "rdma": rdma}
+    assert told(monkeypatch, transport) == {
+        "job": "a-team/a-job/3/0", "rank": 0, "secret": b"the job's secret", "host": "127.0.0.1",
+        "queues": 6, "transport": "rdma", "require": "rdma",
+        "rdma_devices": ["mlx5_0", "mlx5_1:2"], "gid_index": 3, "traffic_class": 104,
+        "service_level": 5,
+    }  # fmt: skip
+
+
+def test_what_the_job_leaves_open_is_left_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = told(monkeypatch, {"rdma": {"gidIndex": 0}})
+    assert given["gid_index"] == 0  # an entry as good as any other
+    given = told(monkeypatch, {})
+    assert (given["transport"], given["require"]) == ("auto", None)
+    assert (given["rdma_devices"], given["gid_index"]) == ([], -1)
+    assert (given["traffic_class"], given["service_level"]) == (0, 0)
