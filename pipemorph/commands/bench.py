@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pipemorph.discovery.host import memory_bytes
 from pipemorph.errors import InputError, one_line
 
 SIZES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
@@ -107,10 +108,10 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
         if getattr(args, name) < 1:
             raise InputError(f"--{name}: {getattr(args, name)} is less than 1")
     held = args.window * max(sizes)
-    if 2 * held > _memory():
+    if 2 * held > memory_bytes():
         raise InputError(
             f"--window and --sizes: {args.window} messages of {max(sizes)} bytes do not fit into "
-            f"this host's memory of {_memory()} bytes twice, sent and received"
+            f"this host's memory of {memory_bytes()} bytes twice, sent and received"
         )
     if not 0 < args.port < 65536:
         raise InputError(f"--port: {args.port} is not between 1 and 65535")
@@ -154,10 +155,6 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
             "service_level": args.service_level,
         },
     }
-
-
-def _memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _likely(local: bool, rails_named: bool) -> list[str]:

@@ -20,6 +20,17 @@ MODULES = (
 """Kernel modules that are looked for: the RDMA core, its drivers, and what joins GPUs to it."""
 
 
+def memory_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """What processes here may use: the host's memory, or less where the control group (version 2,
+    whose own folder a pod sees there) has a limit."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+    except OSError:
+        return memory
+    return min(memory, int(limit)) if limit.isdecimal() else memory
+
+
 def locked_limit() -> int:
     """Bytes this process may lock; :data:`UNLIMITED` for no limit."""
     return resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]

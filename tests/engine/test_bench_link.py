@@ -3,7 +3,9 @@
 import argparse
 import json
 import os
+import platform
 import re
+import socket
 import subprocess
 import sys
 
@@ -11,6 +13,7 @@ import pytest
 
 from pipemorph.cli import main
 from pipemorph.commands import bench as command
+from pipemorph.discovery import host
 from pipemorph_trainer.bench import link as bench
 from pipemorph_trainer.bench import transfers
 
@@ -103,6 +106,69 @@ def test_two_ends_that_meet_by_what_the_first_prints():
     finally:
         listener.kill()
         listener.communicate()
+
+
+def run_here(monkeypatch, secret, *arguments):
+    """An end in this process, as `pipemorph bench link ARGUMENTS` starts it."""
+    monkeypatch.setattr(sys, "argv", ["link", json.dumps(parsed(*arguments, *QUICK))])
+    monkeypatch.setenv(bench.SECRET_VARIABLE, secret)
+    # This process has other tests to run.
+    monkeypatch.setattr(bench.torch, "set_num_threads", lambda _: None)
+    return bench.main()
+
+
+TOO_LARGE = (
+    "--window and --sizes: 4 messages of 1048576 bytes do not fit twice, sent and received, into "
+    f"the 4194304 bytes of memory of {platform.node()}; connect with smaller ones\n"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_listener_with_less_memory_says_so_at_both_ends(monkeypatch, capfd):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    connector = start(
+        *("--connect", "127.0.0.1", "--port", port, *QUICK),
+        env={bench.SECRET_VARIABLE: "a secret"},
+    )
+    try:
+        monkeypatch.setattr(bench, "memory_bytes", lambda: 4 << 20)
+        assert run_here(monkeypatch, "a secret", "--listen", "127.0.0.1", "--port", port) == 1
+        assert capfd.readouterr().err == f"pipemorph bench link: {TOO_LARGE}"
+        status, out, err = finish(connector)
+        assert (status, out) == (1, "")
+        assert err == f"pipemorph bench link: at the other end: {TOO_LARGE}"
+    finally:
+        connector.kill()
+        connector.communicate()
+
+
+def test_a_connector_with_less_memory_says_so_before_it_connects(monkeypatch, capfd):
+    monkeypatch.setattr(bench, "memory_bytes", lambda: 4 << 20)
+    assert run_here(monkeypatch, "a secret", "--connect", "127.0.0.1", "--port", "9") == 1
+    assert capfd.readouterr().err == f"pipemorph bench link: {TOO_LARGE}"
+
+
+def test_memory_that_is_promised_and_not_given_is_one_line(monkeypatch):
+    monkeypatch.setattr(bench, "memory_bytes", lambda: 1 << 60)
+    with pytest.raises(bench.BenchError) as raised:
+        bench.buffer_of({"window": 1, "sizes": [1 << 55]}, bench.LISTENER)
+    said = str(raised.value)
+    assert said.startswith(
+        f"--window and --sizes: 1 messages of {1 << 55} bytes: {platform.node()}"
+    )
+    assert "allocate memory" in said
+    assert "\n" not in said
+
+
+def test_memory_is_what_the_control_group_leaves(tmp_path):
+    whole = host.memory_bytes(tmp_path)
+    assert whole >= 1 << 28
+    for limit, left in ((f"{1 << 20}\n", 1 << 20), ("max\n", whole), (f"{1 << 60}\n", whole)):
+        (tmp_path / "memory.max").write_text(limit)
+        assert host.memory_bytes(tmp_path) == left
 
 
 @pytest.mark.slow
