@@ -72,12 +72,12 @@ bool port_active(const VerbsDevice& device, uint8_t port, bool& exists) {
 
 }  // namespace
 
-std::string card_of(const std::string& device) {
+std::string card_of(const std::string& device, const std::string& sysfs) {
     // Soft-RoCE has no device of its own; its parent is a network device.
-    const std::string base = "/sys/class/infiniband/" + device;
+    const std::string base = sysfs + "/class/infiniband/" + device;
     std::string link = base + "/device";
     if (const std::string parent = first_word(base + "/parent"); !parent.empty())
-        link = "/sys/class/net/" + parent + "/device";
+        link = sysfs + "/class/net/" + parent + "/device";
     char real[PATH_MAX];
     if (::realpath(link.c_str(), real) == nullptr) return {};
     std::istringstream parts(real);
@@ -129,17 +129,22 @@ Registration::~Registration() {
 
 std::vector<std::shared_ptr<Rail>> Rail::open_all(const RailOptions& options,
                                                   std::string& trouble) {
+    const Verbs* verbs = load_verbs(trouble);
+    if (verbs == nullptr) return {};
+    return open_all(*verbs, options, trouble, "/sys");
+}
+
+std::vector<std::shared_ptr<Rail>> Rail::open_all(const Verbs& verbs, const RailOptions& options,
+                                                  std::string& trouble, const std::string& sysfs) {
     std::vector<std::shared_ptr<Rail>> rails;
     const auto complain = [&](const std::string& what) {
         trouble += (trouble.empty() ? "" : "; ") + what;
     };
-    const Verbs* verbs = load_verbs(trouble);
-    if (verbs == nullptr) return rails;
     int count = 0;
-    abi::Device** list = verbs->get_device_list(&count);
+    abi::Device** list = verbs.get_device_list(&count);
     if (list == nullptr || count == 0) {
         complain("this machine has no RDMA devices");
-        if (list != nullptr) verbs->free_device_list(list);
+        if (list != nullptr) verbs.free_device_list(list);
         return rails;
     }
     std::vector<abi::Device*> found(list, list + count);
@@ -155,7 +160,7 @@ std::vector<std::shared_ptr<Rail>> Rail::open_all(const RailOptions& options,
     };
     const auto add = [&](abi::Device* raw, uint8_t only) {
         try {
-            auto device = std::make_shared<VerbsDevice>(*verbs, raw);
+            auto device = std::make_shared<VerbsDevice>(verbs, raw);
             if (only != 0) {
                 try_port(device, only);
                 return;
@@ -165,7 +170,7 @@ std::vector<std::shared_ptr<Rail>> Rail::open_all(const RailOptions& options,
                 const bool active = port_active(*device, port, exists);
                 if (!exists) break;
                 const std::string what = device->name + " port " + std::to_string(port);
-                const std::string card = card_of(device->name);
+                const std::string card = card_of(device->name, sysfs);
                 if (!active)
                     complain(what + " is not active");
                 else if (!card.empty() && cards.contains(card))
@@ -194,7 +199,7 @@ std::vector<std::shared_ptr<Rail>> Rail::open_all(const RailOptions& options,
                 add(*at, static_cast<uint8_t>(port));
         }
     }
-    verbs->free_device_list(list);
+    verbs.free_device_list(list);
     if (rails.empty() && trouble.empty()) trouble = "no RDMA port is active";
     for (const auto& rail : rails) rail->start();
     return rails;

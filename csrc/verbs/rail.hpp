@@ -81,6 +81,11 @@ class Rail : public std::enable_shared_from_this<Rail> {
     // are left out, and `trouble` says of each why; if nothing is left it says so in any case.
     static std::vector<std::shared_ptr<Rail>> open_all(const RailOptions& options,
                                                        std::string& trouble);
+    // The same with the library and the sysfs that are given.
+    static std::vector<std::shared_ptr<Rail>> open_all(const Verbs& verbs,
+                                                       const RailOptions& options,
+                                                       std::string& trouble,
+                                                       const std::string& sysfs);
 
     Rail(std::shared_ptr<VerbsDevice> device, uint8_t port, const RailOptions& options);
     ~Rail();
@@ -126,6 +131,6 @@ class Rail : public std::enable_shared_from_this<Rail> {
 };
 
 // "0000:3b:00": what two ports of one card have in common; empty if the device is on no PCI bus.
-std::string card_of(const std::string& device);
+std::string card_of(const std::string& device, const std::string& sysfs);
 
 }  // namespace pipemorph

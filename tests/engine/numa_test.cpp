@@ -5,41 +5,22 @@
 #include <linux/mempolicy.h>
 #include <linux/seccomp.h>
 #include <sched.h>
-#include <stdlib.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstddef>
-#include <filesystem>
-#include <fstream>
 #include <iterator>
 #include <thread>
 
 #include "check.hpp"
 #include "os/memory.hpp"
+#include "tree.hpp"
 
 using namespace pipemorph;
 
 namespace {
-
-// A folder that goes with the test.
-class Tree {
-  public:
-    Tree() {
-        char name[] = "/tmp/pipemorph-numa-XXXXXX";
-        CHECK(::mkdtemp(name) != nullptr);
-        root = name;
-    }
-    ~Tree() { std::filesystem::remove_all(root); }
-    void put(const std::string& path, const std::string& text) const {
-        const std::filesystem::path file = root + "/" + path;
-        std::filesystem::create_directories(file.parent_path());
-        std::ofstream(file) << text << "\n";
-    }
-    std::string root;
-};
 
 std::vector<int> processors() {
     cpu_set_t set;
