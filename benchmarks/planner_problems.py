@@ -52,8 +52,19 @@ def problem_set(per_kind: int = PER_KIND, seed: int = SEED) -> list[Case]:
     return cases
 
 
-def _problem(rng: random.Random, shape: str, cap: Callable[[int], int | None]) -> Problem:
-    stages, microbatches = rng.randint(2, 8), rng.randint(6, 24)
+def sized_problem(shape: str, cap: str, stages: int, microbatches: int, index: int) -> Problem:
+    """One of the same kind at any size, to measure the time to plan; its optimum is not known."""
+    rng = random.Random(f"{SEED}/{shape}/{cap}/{stages}x{microbatches}/{index}")
+    return _problem(rng, shape, CAPS[cap], (stages, microbatches))
+
+
+def _problem(
+    rng: random.Random,
+    shape: str,
+    cap: Callable[[int], int | None],
+    size: tuple[int, int] | None = None,
+) -> Problem:
+    stages, microbatches = size or (rng.randint(2, 8), rng.randint(6, 24))
     uneven = shape == "uneven" or (shape == "multi-link" and rng.random() < 0.5)
     slow = rng.randint(2, 4) if shape == "multi-link" else 1
     base = (10.0, rng.choice((10.0, 10.5, 12.0, 20.0)), rng.choice((5.5, 8.0, 10.0)))
