@@ -230,7 +230,7 @@ def table(rows: list[Row]) -> str:
     base = rows[0]
     lines = [
         f"| {STAGES} stages, {MICROBATCHES} microbatches |"
-        f" simulated, {len(base.simulated)} traces | against 1F1B |"
+        f" simulated, {len(base.simulated)} trace{'s'[: len(base.simulated) > 1]} | against 1F1B |"
         " emulated | simulated, same trace | against 1F1B | plans |",
         "|---|" + "---:|" * 6,
     ]
@@ -346,7 +346,8 @@ def main() -> int:
                 print(f"running {variant.name} …", file=sys.stderr, flush=True)
                 emulate(variant, trace, base / variant.slug, row)
     print(table(rows))
-    print(f"\nEmulated stages; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.")
+    where = "Simulated only" if args.no_emulation else "Emulated stages"
+    print(f"\n{where}; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.")
     kept = promises(rows)
     for text, holds in kept:
         print(f"{'ok ' if holds else 'NO '} {text}")
