@@ -109,6 +109,8 @@ def test_bench_fails_at_its_end_and_names_what_did_not_hold(bench: Path) -> None
         "",
         "failed: gpt_losses (exit 1)",
     ]
+    for alone in ("engine_idle", "gpt_losses"):
+        assert run(bench / "all.py", "--out", bench / "out", alone).returncode == 1, alone
 
 
 @pytest.mark.parametrize("name", ["engine", "engine_idle"])
@@ -178,3 +180,20 @@ def test_the_jobs_that_traces_runs_are_manifests() -> None:
         job = parse_job(text)
         assert job.spec.adaptation.enabled is variant.adaptive
         assert len(job.spec.faults) == traces.DRAWS
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_traces_reads_what_an_emulated_run_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traces = load("traces")
+    smallest = {"STAGES": 2, "SLOW_LINK": 0, "MICROBATCHES": 4, "ITERATIONS": 3, "SETTLE": 1}
+    for name, value in smallest.items():
+        monkeypatch.setattr(traces, name, value)
+    row = traces.Row(traces.BOTH.name)
+    traces.emulate(traces.BOTH, traces.Trace.random(0), tmp_path, row)
+    assert len(row.emulated_iterations) == 3
+    # F, B and W of four microbatches at least; a delay of 1 ms or more each way was held up.
+    assert row.emulated > 4 * sum(traces.TIMES_MS.values())
+    assert 0 < row.bubble < 1
