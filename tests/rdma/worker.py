@@ -75,6 +75,13 @@ class Worker:
         self.link = self.engine.accept(peer_rank=peer, link_id=1, timeout=timeout)
         return self.link.transport
 
+    def limit_locked_memory(self, limit: int) -> Any:
+        """From now on, and as a user who has to respect it."""
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit, limit))
+        os.setuid(65534)
+
     def reserve(self, direction: int, slots: int, size: int) -> Any:
         self.link.reserve(direction, slots, size)
 
@@ -115,6 +122,12 @@ class Worker:
         for ticket in tickets:
             self.link.wait_sent(ticket, 120.0)
         return time.perf_counter() - begin
+
+    def send_singly(self, direction: int, size: int, count: int, first: int) -> Any:
+        """Each when the one before it has arrived."""
+        data = payload(0, size)
+        for i in range(first, first + count):
+            self.link.wait_sent(self.link.send((0, 0, i, direction, 0), data), 60.0)
 
     def swallow(self, direction: int, first: int, count: int) -> Any:
         for i in range(first, first + count):

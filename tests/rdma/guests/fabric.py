@@ -104,10 +104,28 @@ class Rail:
 
     def dropped(self) -> int:
         """Packets lost by :meth:`drop_incoming` so far."""
+        return self._filtered()[1]
+
+    def watch_incoming(self, *, traffic_class: int) -> None:
+        """Count the RoCE packets that come in here with this traffic class, which over IPv4 is the
+        whole of the second byte of the header (DSCP and ECN)."""
+        self.guest.sh(
+            f"tc qdisc replace dev {self.netdev} clsact; "
+            f"tc filter add dev {self.netdev} ingress protocol ip u32 "
+            f"match ip protocol 17 0xff match ip dport {ROCE_PORT} 0xffff "
+            f"match ip dsfield {traffic_class:#x} 0xff action pass"
+        )
+
+    def watched(self) -> int:
+        """Packets counted by :meth:`watch_incoming` so far."""
+        return self._filtered()[0]
+
+    def _filtered(self) -> tuple[int, int]:
+        """Packets that the filter for incoming ones has taken, and how many of them it dropped."""
         said = self.guest.run("tc", "-s", "filter", "show", "dev", self.netdev, "ingress")
-        found = re.search(r"Sent \d+ bytes \d+ pkt \(dropped (\d+)", said)
+        found = re.search(r"Sent \d+ bytes (\d+) pkt \(dropped (\d+)", said)
         assert found is not None, said
-        return int(found.group(1))
+        return int(found.group(1)), int(found.group(2))
 
     def deliver_again(self) -> None:
         self.guest.run("tc", "qdisc", "del", "dev", self.netdev, "clsact")
