@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
 import time
@@ -16,6 +15,8 @@ from typing import Any
 import aiohttp
 import kopf
 
+from pipemorph.errors import InputError
+from pipemorph.log_level import log_level
 from pipemorph_operator import serve
 from pipemorph_operator.api import ApiRefused, Cluster, path
 from pipemorph_operator.config import OperatorConfig
@@ -130,12 +131,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    logging.basicConfig(
-        level=os.environ.get("PIPEMORPH_LOG", "INFO").upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    options = parser().parse_args()
+    try:
+        level = log_level()
+    except InputError as error:
+        parser().error(str(error))
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("kopf").setLevel(logging.WARNING)
-    asyncio.run(run(parser().parse_args()))
+    asyncio.run(run(options))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipemorph.errors import InputError
+from pipemorph.log_level import log_level
 
 
 def add_parser(subparsers: Any) -> None:
@@ -35,4 +36,5 @@ def run(args: argparse.Namespace) -> int:
     if not args.out:
         # To pathlib that is the present folder.
         raise InputError("--out is empty; name a folder")
+    log_level()  # of the ranks' agent, which nobody would miss for long
     return run_job(args.job, Path(args.out), force=args.force)

@@ -8,13 +8,13 @@ and ends when its input does. Both ends are one program of one version, joined b
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 import signal
 import sys
 from typing import BinaryIO
 
 from pipemorph.control.replan import Proposal, Replan, propose
+from pipemorph.log_level import log_level
 
 HEADER_BYTES = 8
 
@@ -46,7 +46,7 @@ def serve(questions: BinaryIO, answers: BinaryIO) -> None:
 
 def main() -> None:
     logging.basicConfig(
-        level=os.environ.get("PIPEMORPH_LOG", "INFO").upper(),
+        level=log_level(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )

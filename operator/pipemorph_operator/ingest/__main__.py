@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import ssl
 from asyncio import sslproto
@@ -16,7 +15,9 @@ from pathlib import Path
 from prometheus_client import Counter
 
 from pipemorph.control.replan import Proposal, Replan
+from pipemorph.errors import InputError
 from pipemorph.ingest import IngestServer, Planner, ProcessPlanner
+from pipemorph.log_level import log_level
 from pipemorph_operator import serve
 from pipemorph_operator.api import Cluster, path
 from pipemorph_operator.ingest.auth import PodTokenAuthenticator
@@ -194,12 +195,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    logging.basicConfig(
-        level=os.environ.get("PIPEMORPH_LOG", "INFO").upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
-    sslproto.SSLProtocol.max_size = TLS_READ_BYTES
     options = parser().parse_args()
+    try:
+        level = log_level()
+    except InputError as error:
+        parser().error(str(error))
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    sslproto.SSLProtocol.max_size = TLS_READ_BYTES
     if not options.plain_http and not (options.tls_cert and options.tls_key):
         parser().error("give --tls-cert and --tls-key, or --plain-http")
     asyncio.run(run(options))

@@ -15,6 +15,8 @@ import socket
 import sys
 import time
 
+from pipemorph.errors import InputError
+from pipemorph.log_level import log_level
 from pipemorph.wire import Directive
 from pipemorph_trainer.agent.launch import AgentConfig
 from pipemorph_trainer.agent.merge import TelemetryMerger
@@ -105,11 +107,11 @@ def _die_with(parent: int) -> None:
 
 
 def main() -> None:
-    logging.basicConfig(
-        level=os.environ.get("PIPEMORPH_LOG", "INFO").upper(),
-        format="%(asctime)s agent: %(message)s",
-        stream=sys.stderr,
-    )
+    try:
+        level = log_level()
+    except InputError as error:
+        raise SystemExit(f"pipemorph agent: {error}") from None
+    logging.basicConfig(level=level, format="%(asctime)s agent: %(message)s", stream=sys.stderr)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's business; EOF follows.
     config = _read_config()
     _die_with(config.parent)

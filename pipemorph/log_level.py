@@ -1,0 +1,18 @@
+"""How much our processes log: the environment variable ``PIPEMORPH_LOG``."""
+
+from __future__ import annotations
+
+import os
+
+from pipemorph.errors import InputError, one_line
+
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+VARIABLE = "PIPEMORPH_LOG"
+
+
+def log_level() -> str:
+    """A level of :mod:`logging`, INFO by default. Raises :class:`InputError` for any other word."""
+    given = os.environ.get(VARIABLE) or "INFO"
+    if given.upper() not in LEVELS:
+        raise InputError(f"{VARIABLE} is {one_line(given)!r}; expected one of {', '.join(LEVELS)}")
+    return given.upper()
