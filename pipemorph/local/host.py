@@ -31,7 +31,7 @@ from pipemorph.local.service import ControlService
 from pipemorph.local.supervise import End, Ending, Events, RankExited, supervise
 from pipemorph.local.timeline import write_timeline
 from pipemorph.manifest import check_module, load_job
-from pipemorph.spec import PipeMorphJob
+from pipemorph.spec import Checkpoint, PipeMorphJob
 
 EXIT = {End.COMPLETED: 0, End.FAILED: 1, End.DEADLINE: 1, End.INTERRUPTED: 130}
 UNWRITTEN_STATUS = 1
@@ -196,6 +196,12 @@ def describe(ending: Ending) -> str:
     return "\n".join((ending.reason, *(f"  {line}" for line in ending.details)))
 
 
+def _resumes(checkpoint: Checkpoint) -> bool:
+    """Whether the next run would begin with a checkpoint; ``.metadata`` is written last."""
+    saved = Path(checkpoint.directory).glob("iteration-*/.metadata")
+    return checkpoint.resume and any(saved)
+
+
 def _farewell(
     ending: Ending, run: RunRecord, folder: OutFolder, manifest: str, written: bool
 ) -> str:
@@ -205,7 +211,7 @@ def _farewell(
     if written:
         lines.append(f"report: {folder.report}")
     checkpoint = run.job.spec.checkpoint
-    if ending.end is not End.COMPLETED and checkpoint is not None and checkpoint.resume:
+    if ending.end is not End.COMPLETED and checkpoint is not None and _resumes(checkpoint):
         lines.append(
             f"to go on from the newest checkpoint in {checkpoint.directory}: "
             f"pipemorph run {manifest} --out ANOTHER_FOLDER"

@@ -215,12 +215,18 @@ def test_an_interrupted_run_leaves_a_report_and_nothing_else(
     runs: Runs, number: signal.Signals
 ) -> None:
     run = runs(others="wait", spec={"checkpoint": {"directory": "ckpt", "every": 2}})
+    saved = number is not signal.SIGHUP
+    if saved:
+        checkpoint = run.folder / "ckpt" / "iteration-00000002"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / ".metadata").touch()
     host = run.start()
     host.send_signal(number)
     status, output = ended(run)
     assert status == 130, output
     assert f"{number.name}: stopping 4 ranks" in output
-    assert "to go on from the newest checkpoint in ckpt: pipemorph run job.yaml" in output
+    go_on = "to go on from the newest checkpoint in ckpt: pipemorph run job.yaml"
+    assert (go_on in output) is saved, output
     assert run.report()["completed"] is False
     assert run.report()["end"] == "interrupted"
     assert_clean(run)
@@ -392,6 +398,16 @@ def test_bad_input_starts_nothing(runs: Runs, spec: dict[str, Any], says: str) -
     assert says in output
     assert not run.out.exists()
     assert not (run.folder / "meeting").exists()
+
+
+def test_an_unknown_log_level_starts_nothing(runs: Runs) -> None:
+    run = runs(env={"PIPEMORPH_LOG": "loud"})
+    status, output = run.finish()
+    assert status == 2
+    assert output == (
+        "pipemorph run: PIPEMORPH_LOG is 'loud'; expected one of DEBUG, INFO, WARNING, ERROR\n"
+    )
+    assert not run.out.exists()
 
 
 def test_an_earlier_run_is_not_overwritten_unasked(runs: Runs) -> None:

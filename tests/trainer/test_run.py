@@ -214,7 +214,7 @@ def test_a_rank_that_is_killed_ends_the_run_with_what_the_others_waited_for(
 
 
 def test_ctrl_c_in_mid_training(tmp_path: Path) -> None:
-    checkpoint = {"directory": str(tmp_path / "checkpoints"), "every": 100}
+    checkpoint = {"directory": str(tmp_path / "checkpoints"), "every": 1}
     host = subprocess.Popen(
         command(tmp_path, manifest(checkpoint=checkpoint)),
         stdout=subprocess.PIPE,
