@@ -1,7 +1,8 @@
 # make demo   the main job on this machine: a few minutes, no cluster, no GPU
 # make test   lint, types, C++ (plain, ASan+UBSan, TSan) and the whole Python suite
 # make bench  every figure the README quotes
-# Needs: Python >= 3.11 with venv, a C++20 compiler. Everything else goes into .venv.
+# Needs: Python >= 3.11 with venv, a C++20 compiler; everything else goes into .venv. `make test`
+# also needs Go, openssl and root on Debian: see docs/testbeds.md.
 
 PYTHON ?= python3
 VENV   ?= .venv

@@ -223,8 +223,8 @@ class Transport(SpecModel):
     )
     direct_duplex: Literal["full", "half"] = Field(
         default="full",
-        description="Direct path under a fault trace: full gives each direction of a link its "
-        "own queue, as this trainer does; half gives both one, as torch.distributed does on "
+        description="Direct path: full gives each direction of a link its own communicator and "
+        "queue, as this trainer does; half gives both one, as torch.distributed does on "
         "NCCL for a pair of ranks, so that a send waits for what the neighbour sends. For "
         "comparisons, on CPU.",
     )

@@ -1,7 +1,7 @@
 """The jobs that may report, and the ingest's part of their status.
 
 Filled by a watch of PipeMorphJobs: a job is held while it has an attempt and has not ended. The
-ingest owns ``training``, ``control`` and three conditions (field owner ``pipemorph-ingest``),
+ingest owns ``training``, ``control`` and four conditions (field owner ``pipemorph-ingest``),
 so the operator's writes and these never undo each other; every write carries all it owns.
 """
 
