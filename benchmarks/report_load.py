@@ -47,10 +47,38 @@ class Load:
     turns: int = 0
     slow_from: int = 0
     slow_over: int = 0
+    completes: int = 1
+    """Which report of a slow link, counted from 1, is the one that a controller can act on."""
     seconds: float = 0.0
     rate: float = 35.0
     first: int = 1
     """Sequence number of a job's first report."""
+
+
+def report_body(job: Job, sequence: int, observed: int, wire: float) -> str:
+    """A report: two windows of both directions and a finished iteration. ``observed``: epoch in
+    effect; ``wire``: one-way time of every message, seconds."""
+    times = f'"min":{wire},"p50":{wire},"p99":{wire},"mean":{wire}'
+    links = ",".join(
+        f'{{"link":0,"direction":"{direction}","path":"direct","transport":"gloo",'
+        f'"iteration":{sequence},"bytes":1048576,"queue_p50":0.0,'
+        f'"wire":{{"count":2,"exact":2,{times}}}}}'
+        for direction in ("forward", "backward")
+        for _ in range(WINDOWS)
+    )
+    stages = ",".join(
+        f'{{"stage":{stage},"forward":0.01,"backward_input":0.01,"backward_weight":0.01,'
+        f'"split":"emulated","peak_memory":1048576}}'
+        for stage in range(2)
+    )
+    return (
+        f'{{"protocol":1,"job":"{job.name}","namespace":"{job.namespace}",'
+        f'"attempt":0,"sequence":{sequence},"sent_at":1.0,"state":"training",'
+        f'"iteration":{sequence},"observed_epoch":{observed},"applied_epoch":{observed},'
+        f'"iterations":[{{"index":{sequence - 1},"seconds":0.5,"loss":1.0,'
+        f'"epoch":{observed},"bubble_fraction":0.1}}],'
+        f'"links":[{links}],"stages":[{stages}]}}'
+    )
 
 
 class Line(asyncio.Protocol):
@@ -101,8 +129,8 @@ class Reporter:
         self._end = f"Host: {load.server_name}\r\nAuthorization: Bearer {job.token}\r\n"
         self._sequence = load.first - 1
         self.observed = 0
-        self.asked_at: float | None = None
-        """When the first report of the slow link was sent that a directive was not yet seen for."""
+        self.slow_sent: list[float] = []
+        """When each report of the slow link was sent, until the directive was there."""
 
     async def line(self) -> Line:
         _, line = await asyncio.get_running_loop().create_connection(
@@ -112,30 +140,9 @@ class Reporter:
         return line
 
     def request(self, wire: float) -> bytes:
-        """The next report: two windows of both directions and a finished iteration."""
+        """The next report."""
         self._sequence += 1
-        at = self._sequence
-        times = f'"min":{wire},"p50":{wire},"p99":{wire},"mean":{wire}'
-        links = ",".join(
-            f'{{"link":0,"direction":"{direction}","path":"direct","transport":"gloo",'
-            f'"iteration":{at},"bytes":1048576,"queue_p50":0.0,'
-            f'"wire":{{"count":2,"exact":2,{times}}}}}'
-            for direction in ("forward", "backward")
-            for _ in range(WINDOWS)
-        )
-        stages = ",".join(
-            f'{{"stage":{stage},"forward":0.01,"backward_input":0.01,"backward_weight":0.01,'
-            f'"split":"emulated","peak_memory":1048576}}'
-            for stage in range(2)
-        )
-        body = (
-            f'{{"protocol":1,"job":"{self._job.name}","namespace":"{self._job.namespace}",'
-            f'"attempt":0,"sequence":{at},"sent_at":1.0,"state":"training","iteration":{at},'
-            f'"observed_epoch":{self.observed},"applied_epoch":{self.observed},'
-            f'"iterations":[{{"index":{at - 1},"seconds":0.5,"loss":1.0,'
-            f'"epoch":{self.observed},"bubble_fraction":0.1}}],'
-            f'"links":[{links}],"stages":[{stages}]}}'
-        )
+        body = report_body(self._job, self._sequence, self.observed, wire)
         return (
             f"POST {self._base}/reports HTTP/1.1\r\n{self._end}"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}"
@@ -145,8 +152,8 @@ class Reporter:
         """Seconds to the answer."""
         request = self.request(wire)
         started = time.monotonic()
-        if wire == SLOW and self.asked_at is None and not self.observed:
-            self.asked_at = started
+        if wire == SLOW and not self.observed:
+            self.slow_sent.append(started)
         self.take(*await line.ask(request))
         return time.monotonic() - started
 
@@ -183,10 +190,11 @@ class _Gate:
 
 @dataclass
 class Figures:
-    """What was seen. Seconds. ``directives``: from the report that completes the evidence (the
-    last one sent before the directive) to the directive; ``evidence``: from the first report of
-    the slow link, which no detector could act on alone. ``wall``, ``own_cpu``: since all
-    connections are open; what this process takes of a processor."""
+    """What was seen. Seconds. ``directives``: from when the report that completes the evidence
+    was sent (:attr:`Load.completes`) to the directive at the agent, however many more reports
+    were sent meanwhile; ``evidence``: the same from the first report of the slow link. A report
+    that was lost counts as sent, so that both are too long then. ``wall``, ``own_cpu``: since
+    all connections are open; what this process takes of a processor."""
 
     reports: int = 0
     wall: float = 0.0
@@ -197,6 +205,8 @@ class Figures:
     answers: list[float] = field(default_factory=list)
     directives: list[float] = field(default_factory=list)
     evidence: list[float] = field(default_factory=list)
+    unasked: int = 0
+    """Directives that came before the evidence was complete."""
 
 
 async def steady(load: Load, reporters: Sequence[Reporter], out: Figures) -> None:
@@ -207,8 +217,6 @@ async def steady(load: Load, reporters: Sequence[Reporter], out: Figures) -> Non
     began: list[tuple[float, float]] = []
 
     async def one(number: int, reporter: Reporter) -> None:
-        last_sent = 0.0
-
         async def wait_for_directive(polled: Line) -> None:
             while not reporter.observed:
                 try:
@@ -217,9 +225,11 @@ async def steady(load: Load, reporters: Sequence[Reporter], out: Figures) -> Non
                     out.reconnects += 1
                     polled = await reporter.line()
             now = time.monotonic()
-            out.directives.append(now - last_sent)
-            if reporter.asked_at is not None:
-                out.evidence.append(now - reporter.asked_at)
+            if len(reporter.slow_sent) < load.completes:
+                out.unasked += 1
+                return
+            out.directives.append(now - reporter.slow_sent[load.completes - 1])
+            out.evidence.append(now - reporter.slow_sent[0])
 
         async with opening:
             line = await reporter.line()
@@ -234,8 +244,7 @@ async def steady(load: Load, reporters: Sequence[Reporter], out: Figures) -> Non
         for turn in range(load.turns):
             due = start + turn * load.period
             await asyncio.sleep(due - time.monotonic())
-            last_sent = time.monotonic()
-            out.late = max(out.late, last_sent - due)
+            out.late = max(out.late, time.monotonic() - due)
             try:
                 took = await reporter.send(line, NORMAL if turn < slow_from else SLOW)
             except ConnectionError:

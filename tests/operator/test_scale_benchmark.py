@@ -1,0 +1,105 @@
+"""What the benchmark of many jobs says of a service is what the service did."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+PERIOD, LAG = 0.05, 0.6
+
+
+@pytest.fixture
+def report_load(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return _module(monkeypatch, "report_load")
+
+
+@pytest.fixture
+def operator_scale(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return _module(monkeypatch, "operator_scale")
+
+
+def _module(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
+    """As its own process would import it, and forgotten with the test."""
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+    return __import__(name)
+
+
+class SlowService:
+    """Answers reports at once. Decides ``LAG`` after the report that it can decide on."""
+
+    def __init__(self, completes: int) -> None:
+        self._completes, self._slow = completes, 0
+        self._directive = asyncio.Event()
+
+    async def ask(self, request: bytes) -> tuple[int, bytes]:
+        if request.startswith(b"GET"):
+            await self._directive.wait()
+            return 200, b'{"protocol":1,"directive":{"epoch":1}}'
+        if b'"p50":0.08' in request:
+            self._slow += 1
+            if self._slow == self._completes:
+                asyncio.get_running_loop().call_later(LAG, self._directive.set)
+        return 200, b'{"protocol":1,"directive":null}'
+
+
+def play(
+    report_load: ModuleType, monkeypatch: pytest.MonkeyPatch, *, wanted: int, taken: int
+) -> Any:
+    """One job's load, which takes it that a directive wants so many reports of a slow link, on
+    a service that takes so many."""
+    load = report_load.Load(
+        port=1, server_name="s", ca_file="", jobs=[], period=PERIOD,
+        turns=24, slow_from=2, slow_over=1, completes=wanted,
+    )  # fmt: skip
+    reporter = report_load.Reporter(
+        load, ssl.create_default_context(), report_load.Job(namespace="n", name="j", token="t")
+    )
+    out = report_load.Figures()
+
+    async def run() -> None:
+        service = SlowService(taken)
+
+        async def line() -> SlowService:
+            return service
+
+        monkeypatch.setattr(reporter, "line", line)
+        await report_load.steady(load, [reporter], out)
+
+    asyncio.run(run())
+    return out
+
+
+def test_a_directive_that_takes_many_periods_is_seen_to_take_them(
+    report_load: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many reports were sent while it was on its way."""
+    out = play(report_load, monkeypatch, wanted=2, taken=2)
+    (directive,), (evidence,) = out.directives, out.evidence
+    assert directive >= LAG
+    # The second report was sent a period after the first.
+    assert evidence >= directive + 0.5 * PERIOD
+    assert out.unasked == 0
+
+
+def test_a_directive_before_the_evidence_is_complete_is_no_quick_one(
+    report_load: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = play(report_load, monkeypatch, wanted=20, taken=1)
+    assert (out.directives, out.evidence, out.unasked) == ([], [], 1)
+
+
+def test_the_report_that_completes_the_evidence_is_the_controllers(
+    operator_scale: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three windows make an alarm, and a report brings two of each direction."""
+    assert operator_scale.completing_report() == 2
+    monkeypatch.setattr(operator_scale.report_load, "SLOW", operator_scale.report_load.NORMAL)
+    with pytest.raises(RuntimeError, match="no directive after 10 reports"):
+        operator_scale.completing_report()
