@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import sys
+from collections import defaultdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -103,3 +104,45 @@ def test_the_report_that_completes_the_evidence_is_the_controllers(
     monkeypatch.setattr(operator_scale.report_load, "SLOW", operator_scale.report_load.NORMAL)
     with pytest.raises(RuntimeError, match="no directive after 10 reports"):
         operator_scale.completing_report()
+
+
+WELL = {
+    "pods": {"ratio": 1.2},
+    "capacity": {"reports_per_second_wall": 2000.0},
+    "reports": {"directives_missing": 0.0, "directives_unasked": 0.0},
+}
+
+
+@pytest.mark.parametrize(
+    "missed",
+    [
+        ("pods", "ratio", 1.21, "a plain Indexed Job"),
+        ("capacity", "reports_per_second_wall", 1999.0, "reports/s"),
+        ("reports", "directives_missing", 1.0, "without a directive"),
+        ("reports", "directives_unasked", 1.0, "before there was evidence"),
+    ],
+)
+def test_each_goal_of_the_operator_can_be_missed(
+    operator_scale: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    missed: tuple[str, str, float, str],
+) -> None:
+    section, figure, value, goal = missed
+
+    def outcome(*arguments: str, **changed: float) -> tuple[int, list[str]]:
+        """Exit status and the goals that do not hold, with figures that are well but for these."""
+        found = {name: defaultdict(lambda: 5.0, figures) for name, figures in WELL.items()}
+        found["jobs"] = defaultdict(lambda: 5.0)
+        found[section].update(changed)
+        monkeypatch.setattr(operator_scale, "run", lambda _: found)
+        monkeypatch.setattr(sys, "argv", ["operator_scale.py", *arguments])
+        status = operator_scale.main()
+        lines = capsys.readouterr().out.splitlines()
+        assert len([line for line in lines if line.endswith((" holds", "NOT HOLD"))]) == 4
+        return status, [line for line in lines if line.endswith("DOES NOT HOLD")]
+
+    assert outcome("--check") == (0, [])
+    for arguments, expected in (((), 0), (("--check",), 1)):
+        status, (broken,) = outcome(*arguments, **{figure: value})
+        assert (status, goal in broken) == (expected, True)
