@@ -42,6 +42,12 @@ def test_bfloat16(stages: int, path: str, engine: str) -> None:
     check(Job(stages, 4, dtype=torch.bfloat16, path=path, engine=engine))
 
 
+@pytest.mark.parametrize("dispatch", ["static", "online"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies_in_bfloat16(policy: str, dispatch: str) -> None:
+    check(Job(3, 6, policy=policy, dispatch=dispatch, dtype=torch.bfloat16))
+
+
 @pytest.mark.parametrize(("path", "engine"), PATHS)
 @pytest.mark.parametrize("dispatch", ["static", "online"])
 def test_under_delays(dispatch: str, path: str, engine: str) -> None:
@@ -56,9 +62,10 @@ def test_under_delays(dispatch: str, path: str, engine: str) -> None:
 
 
 @pytest.mark.needs_engine
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("engine", ["tcp", "shm"])
-def test_plan_and_path_switch_in_mid_run(engine: str) -> None:
-    job = Job(3, 6, policy="1f1b", path="auto", engine=engine, iterations=8)
+def test_plan_and_path_switch_in_mid_run(engine: str, dtype: torch.dtype) -> None:
+    job = Job(3, 6, policy="1f1b", path="auto", engine=engine, iterations=8, dtype=dtype)
     second = make_plan(job, 3, "zero-bubble", paths=(Path.DIRECT, Path.DELEGATED))
     third = make_plan(job, 7, "gpipe", paths=(Path.DELEGATED, Path.DIRECT), dispatch="online")
     job = job.with_(switches=((0, second, (0, 2)), (1, second, (1,)), (3, third, (0, 1, 2))))
