@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipemorph.errors import InputError
+from pipemorph.errors import InputError, one_line
 from pipemorph.spec import PipeMorphJob
 from pipemorph.spec_cluster import NodeExclusion
 from pipemorph.status import JobStatus, PodCounts
@@ -17,7 +17,7 @@ from pipemorph_operator import names
 from pipemorph_operator.children import Attempt, Unbuildable, objects
 from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.decision import Decision, Draft, Observed
-from pipemorph_operator.facts import JobFacts, format_time, parse_time
+from pipemorph_operator.facts import MESSAGE_LENGTH, JobFacts, format_time, parse_time
 from pipemorph_operator.job_object import read_job
 from pipemorph_operator.policy import conditions, deadline, exclusion, managed, restart, ttl
 
@@ -61,6 +61,20 @@ def hold(seen: Observed, reason: str, message: str) -> Decision:
     if not known:
         draft.say("Warning", reason, message)
     draft.soon(LOOK_AGAIN_SECONDS)
+    return draft.done()
+
+
+def stumble(seen: Observed, error: Exception) -> Decision:
+    """The decision after none could be made, by a fault of the operator's own: say so. Ranks that
+    run are left to run."""
+    draft = Draft(seen)
+    message = one_line(
+        f"a fault of the operator, tried again: {type(error).__name__}: {error}", MESSAGE_LENGTH
+    )
+    if not any(c.message == message for c in draft.status.conditions):
+        draft.say("Warning", names.R_INTERNAL, message)
+    running = conditions.is_true(draft.status.conditions, names.RUNNING)
+    draft.mark(names.RUNNING, "True" if running else "False", names.R_INTERNAL, message)
     return draft.done()
 
 

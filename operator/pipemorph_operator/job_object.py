@@ -12,6 +12,7 @@ from pipemorph.manifest import describe
 from pipemorph.spec import PipeMorphJob
 from pipemorph.status import JobStatus
 from pipemorph_operator import names
+from pipemorph_operator.children.given import without_nulls
 from pipemorph_operator.children.naming import attempt_name
 
 
@@ -26,7 +27,7 @@ def read_job(body: Mapping[str, Any]) -> PipeMorphJob:
             "namespace": metadata["namespace"],
             "labels": dict(metadata.get("labels") or {}),
         },
-        "spec": body.get("spec") or {},
+        "spec": _plain_spec(body),
     }
     try:
         job = PipeMorphJob.model_validate(document)
@@ -40,6 +41,13 @@ def read_job(body: Mapping[str, Any]) -> PipeMorphJob:
     except (InputError, ValidationError) as error:
         raise InputError(f"spec.schedule: {error}") from None
     return job
+
+
+def _plain_spec(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The spec. Of the pod template alone the API server leaves nulls in: it knows no fields of
+    it that could be null."""
+    spec = dict(body.get("spec") or {})
+    return spec | {"template": without_nulls(spec["template"])} if "template" in spec else spec
 
 
 def operator_part(body: Mapping[str, Any]) -> JobStatus:

@@ -13,12 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+import aiohttp
+
 from pipemorph.status import JobStatus
 from pipemorph_operator import names
 from pipemorph_operator.api import ApiRefused, Cluster, path
 from pipemorph_operator.children.attempt import secret
 from pipemorph_operator.config import OperatorConfig
-from pipemorph_operator.decide import decide, hold, refuse
+from pipemorph_operator.decide import decide, hold, refuse, stumble
 from pipemorph_operator.decision import Decision, Event, Observed
 from pipemorph_operator.facts import JobFacts, PodFacts, format_time
 from pipemorph_operator.job_object import current_name, dump, operator_part
@@ -51,18 +53,25 @@ class Reconciler:
     async def reconcile(self, namespace: str, name: str) -> float | None:
         """One turn. Returns in how many seconds another is due at the latest, if one is.
 
-        Raises :class:`ApiRefused` and connection errors: come again later.
+        Raises :class:`ApiRefused` and connection errors: come again later. So for anything that
+        no decision can be made of, once status says so.
         """
         body = await self._cluster.get(path("PipeMorphJob", namespace, name))
         if body is None:
             return None
         seen = await self._observe(body)
         config = self._config()
-        decision = decide(seen, config)
-        if decision.needs_pods:
-            pods = await self._pods(namespace, body["metadata"]["uid"], seen)
-            seen = Observed(seen.body, seen.now, seen.current, seen.others, pods)
+        try:
             decision = decide(seen, config)
+            if decision.needs_pods:
+                pods = await self._pods(namespace, body["metadata"]["uid"], seen)
+                seen = Observed(seen.body, seen.now, seen.current, seen.others, pods)
+                decision = decide(seen, config)
+        except (ApiRefused, aiohttp.ClientError, TimeoutError, OSError):
+            raise
+        except Exception as error:
+            await self._own_up(seen, error)
+            raise
         try:
             return await self._carry_out(seen, decision)
         except ApiRefused as refused:
@@ -111,6 +120,13 @@ class Reconciler:
             log.info("%s/%s: %s: %s", namespace, metadata["name"], event.reason, event.message)
             await self._tell(seen.body, event)
         return decision.again_in
+
+    async def _own_up(self, seen: Observed, error: Exception) -> None:
+        try:
+            await self._carry_out(seen, stumble(seen, error))
+        except Exception:
+            # The first error is what the caller must hear of.
+            log.exception("status cannot say what failed")
 
     async def _create(self, seen: Observed, decision: Decision) -> Decision:
         """Make an attempt's objects; what the API server will never take makes the job Failed."""

@@ -336,3 +336,102 @@ def test_what_cannot_be_built_says_why(given: Object, reason: str) -> None:
     with pytest.raises(Unbuildable) as caught:
         objects(attempt(template=given), OperatorConfig(ingest_url="x"))
     assert caught.value.reason == reason
+
+
+RDMA = {"rdma": {"resourceName": "rdma/hca"}}
+SPREAD = {"topology": {"key": "zone", "mode": "spread"}}
+PACK = {"topology": {"key": "zone"}}
+NODE_TERMS = "requiredDuringSchedulingIgnoredDuringExecution"
+
+
+def given_with(where: str, value: Any) -> Object:
+    """A good template with one field set; ``trainer.`` is its container."""
+    container: Object = {"name": "trainer", "image": "i"}
+    made: Object = {"spec": {"containers": [container]}}
+    first, *way = where.split(".")
+    node = container if first == "trainer" else made
+    *way, last = way if first == "trainer" else [first, *way]
+    for part in way:
+        node = node.setdefault(part, {})
+    node[last] = value
+    return made
+
+
+@pytest.mark.parametrize(
+    ("where", "placement"),
+    [
+        ("trainer.resources", RDMA),
+        ("trainer.resources.limits", RDMA),
+        ("trainer.resources.requests", RDMA),
+        ("trainer.securityContext", RDMA),
+        ("trainer.securityContext.capabilities", RDMA),
+        ("trainer.securityContext.capabilities.add", RDMA),
+        ("trainer.volumeMounts", {"sharedMemory": "1Gi"}),
+        ("trainer.command", {}),
+        ("trainer.args", {}),
+        ("trainer.env", {}),
+        ("trainer.ports", {}),
+        ("metadata", {"networks": ["rail-0"]}),
+        ("metadata.labels", {}),
+        ("metadata.annotations", {"networks": ["rail-0"]}),
+        ("spec.volumes", {"sharedMemory": "1Gi"}),
+        ("spec.restartPolicy", {}),
+        ("spec.initContainers", {}),
+        ("spec.affinity", {"onePodPerNode": True}),
+        ("spec.affinity.podAntiAffinity", {"onePodPerNode": True}),
+        (f"spec.affinity.podAntiAffinity.{NODE_TERMS}", {"onePodPerNode": True}),
+        ("spec.affinity.podAffinity", PACK),
+        ("spec.affinity.podAffinity.preferredDuringSchedulingIgnoredDuringExecution", PACK),
+        ("spec.affinity.nodeAffinity", {"excludeNodes": ["n"]}),
+        (f"spec.affinity.nodeAffinity.{NODE_TERMS}", {"excludeNodes": ["n"]}),
+        (f"spec.affinity.nodeAffinity.{NODE_TERMS}.nodeSelectorTerms", {"excludeNodes": ["n"]}),
+        ("spec.topologySpreadConstraints", SPREAD),
+        ("spec.schedulerName", {"gang": {"volcano": {}}}),
+    ],
+)
+def test_null_in_a_template_is_absent(where: str, placement: Object) -> None:
+    made = template(attempt(template=given_with(where, None), placement=placement))
+    plain = {"spec": {"containers": [{"name": "trainer", "image": "i"}]}}
+    assert made == template(attempt(template=plain, placement=placement))
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "said"),
+    [
+        ("trainer.resources", [], "spec.containers[0].resources: is []; expected a mapping"),
+        ("trainer.resources.limits", "1", 'spec.containers[0].resources.limits: is "1"; expected'),
+        ("trainer.securityContext", 5, "spec.containers[0].securityContext: is 5; expected a map"),
+        (
+            "trainer.securityContext.capabilities.add",
+            "SYS_PTRACE",
+            'capabilities.add: is "SYS_PTRACE"; expected a list',
+        ),
+        ("trainer.volumeMounts", {"a": 1}, "spec.containers[0].volumeMounts: is {"),
+        ("metadata.labels", ["a"], 'metadata.labels: is ["a"]; expected a mapping'),
+        ("metadata.labels", {"a": 1}, "metadata.labels.a: is 1; expected text"),
+        ("metadata.annotations", {"a": True}, "metadata.annotations.a: is true; expected text"),
+        ("spec.volumes", 5, "spec.volumes: is 5; expected a list"),
+        ("spec.affinity", [], "spec.affinity: is []; expected a mapping"),
+        ("spec.affinity.podAffinity", "x", 'spec.affinity.podAffinity: is "x"; expected a map'),
+        (f"spec.affinity.podAntiAffinity.{NODE_TERMS}", {}, f"{NODE_TERMS}: is {{}}; expected a"),
+        (
+            f"spec.affinity.nodeAffinity.{NODE_TERMS}.nodeSelectorTerms",
+            [{}, None],
+            "nodeSelectorTerms[1]: is null; expected a mapping",
+        ),
+        (
+            f"spec.affinity.nodeAffinity.{NODE_TERMS}.nodeSelectorTerms",
+            [{"matchFields": 1}],
+            "nodeSelectorTerms[0].matchFields: is 1; expected a list",
+        ),
+        ("spec.topologySpreadConstraints", {}, "spec.topologySpreadConstraints: is {}; expected"),
+    ],
+)
+def test_a_wrong_type_in_a_template_is_named(where: str, value: Any, said: str) -> None:
+    everything = RDMA | SPREAD | {"onePodPerNode": True, "networks": ["a"], "excludeNodes": ["n"]}
+    given = given_with(where, value)
+    with pytest.raises(Unbuildable) as caught:
+        objects(attempt(template=given, placement=everything), CONFIG)
+    assert caught.value.reason == "InvalidSpec"
+    assert caught.value.message.startswith("spec.template.")
+    assert said in caught.value.message

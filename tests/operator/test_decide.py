@@ -387,3 +387,19 @@ def test_the_operators_part_of_status_leaves_out_the_ingests() -> None:
     assert "training" not in part
     assert "control" not in part
     assert [c["type"] for c in part["conditions"]] == ["Running"]
+
+
+def test_an_empty_field_of_a_template_starts_and_a_wrong_one_fails_with_its_name() -> None:
+    def world(resources: object) -> World:
+        container = {"name": "trainer", "image": "i", "resources": resources}
+        template = {"spec": {"containers": [container]}}
+        rdma = {"rdma": {"resourceName": "rdma/hca"}}
+        return World(body(template=template, placement=rdma))
+
+    empty = world(None)
+    empty.turn()
+    assert empty.status["state"] == "Starting"
+    wrong = world([])
+    wrong.settle()
+    assert wrong.condition("Failed") == ("True", "InvalidSpec")
+    assert "spec.template.spec.containers[0].resources: is []" in wrong.message("Failed")

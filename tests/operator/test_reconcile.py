@@ -8,6 +8,7 @@ import logging
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from support import CONFIG, body
 
 from pipemorph_operator.api import ApiRefused, _refusal
@@ -31,6 +32,18 @@ class Refusing:
 
     async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
         self.statuses.append(obj["status"])
+
+
+class Events(Refusing):
+    """One that takes events and statuses."""
+
+    def __init__(self) -> None:
+        super().__init__(refusal(500, "not asked for here"))
+        self.events: list[dict[str, Any]] = []
+
+    async def create(self, obj: dict[str, Any], owner: str) -> dict[str, Any]:
+        self.events.append(obj)
+        return obj
 
 
 def refusal(status: int, message: str, *causes: str) -> ApiRefused:
@@ -84,3 +97,35 @@ def test_what_the_api_server_will_never_take_is_said_in_status(
     assert status["state"] == "Failed"
     assert "spec.template: Invalid value" in json.dumps(status["conditions"])
     assert "event ObjectRefused was refused" in caplog.text
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_a_fault_of_the_operator_is_said_in_status_and_tried_again(
+    running: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise AttributeError("no such thing")
+
+    monkeypatch.setattr("pipemorph_operator.reconcile.decide", broken)
+    api = Events()
+    if running:
+        was = {"type": "Running", "status": "True", "reason": "AllRanksReady", "message": ""}
+        api.status = {"conditions": [was | {"lastTransitionTime": "2026-01-01T00:00:00Z"}]}
+    for _ in range(2):
+        with pytest.raises(AttributeError, match="no such thing"):
+            reconcile(api)
+        api.status = api.statuses[-1]
+    (status,) = api.statuses
+    assert status["state"] == ("Running" if running else "Pending")
+    (condition,) = status["conditions"]
+    assert condition["reason"] == "InternalError"
+    assert "AttributeError: no such thing" in condition["message"]
+    assert [event["reason"] for event in api.events] == ["InternalError"]
+
+
+def test_a_status_that_cannot_be_read_does_not_hide_why(caplog: pytest.LogCaptureFixture) -> None:
+    api = Events()
+    api.status = {"attempt": "three"}
+    with pytest.raises(ValidationError, match="attempt"):
+        reconcile(api)
+    assert "status cannot say what failed" in caplog.text

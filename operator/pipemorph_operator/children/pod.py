@@ -6,7 +6,6 @@ command, unless the user's template has its own.
 
 from __future__ import annotations
 
-import copy
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +14,10 @@ from pipemorph.spec import (
     RESERVED_ENV_PREFIXES,
     TRAINER_CONTAINER,
     FieldError,
-    check_template,
 )
 from pipemorph.spec_cluster import Placement
 from pipemorph_operator import names
-from pipemorph_operator.children import gang, placement
+from pipemorph_operator.children import gang, given, placement
 from pipemorph_operator.config import OperatorConfig
 
 if TYPE_CHECKING:
@@ -78,8 +76,7 @@ def _alone(spec: Object) -> bool:
 def _start(attempt: Attempt, config: OperatorConfig) -> Object:
     from pipemorph_operator.children.attempt import Unbuildable
 
-    given = attempt.job.spec.template
-    if given is None:
+    if attempt.job.spec.template is None:
         if not config.trainer_image:
             raise Unbuildable(
                 names.R_NO_IMAGE,
@@ -91,17 +88,16 @@ def _start(attempt: Attempt, config: OperatorConfig) -> Object:
             container["imagePullPolicy"] = config.trainer_pull_policy
         return {"spec": {"containers": [container]}}
     try:
-        check_template(given)
+        out = given.pod_template(attempt.job.spec.template)
     except FieldError as error:
         raise Unbuildable(names.R_INVALID_SPEC, f"spec.template.{error}") from None
-    restart = given["spec"].get("restartPolicy", "Never")
+    restart = out["spec"].get("restartPolicy", "Never")
     if restart != "Never":
         raise Unbuildable(
             names.R_INVALID_SPEC,
             f"spec.template.spec.restartPolicy is {restart}; only Never is possible, since all "
             "ranks restart together",
         )
-    out = copy.deepcopy(given)
     containers = [c for c in out["spec"]["containers"] if c["name"] == CONTAINER]
     if config.trainer_image:
         containers[0].setdefault("image", config.trainer_image)
