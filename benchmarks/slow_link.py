@@ -1,11 +1,13 @@
 """The closed loop under a slow last link: five ways to run, 0, 30 and 60 ms, emulated stages.
 
-One command: ``python benchmarks/slow_link.py [--json FILE] [--keep DIR]``. Every row is one
-``pipemorph run`` of a 14B-like profile (8 emulated stages, 24 microbatches) whose fault trace
+One command: ``python benchmarks/slow_link.py [--json FILE] [--keep DIR] [--check]``. Every row is
+one ``pipemorph run`` of a 14B-like profile (8 emulated stages, 24 microbatches) whose fault trace
 walks the delay of the last link through 0, 30 and 60 ms. Nothing is told to the controller:
 what pipemorph does in a phase it found out from the trainer's telemetry. A phase's time is
 the median of its iterations once the schedule has settled; beside it stands what the
-simulator says of it.
+simulator says of it. How long that took is printed for each change: iterations from the first
+slow one to the first under the new plan. Each goal is said to hold or not; with --check the exit
+status is 1 if one does not.
 
 Zero-bubble is run on two kinds of direct path. With one queue per pair of ranks, a send waits
 for what the neighbour sends: torch.distributed gives a pair of ranks one NCCL stream, and the
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -34,8 +37,12 @@ TIMES = {"forward": 10.0, "backwardInput": 10.5, "backwardWeight": 5.5}
 MESSAGE_BYTES, STANDS_FOR = 1 << 16, 1 << 24
 DELAYS_MS = (0.0, 30.0, 60.0)
 PHASE, SETTLE = 8, 4
-"""Iterations per delay, and how many of them at its start are not counted: detection, and
-two iterations until all ranks have committed the new plan."""
+"""Iterations per delay, and how many of them at its start are not counted as settled:
+detection, and two iterations until all ranks have committed the new plan."""
+MOST_OF_OWN, LEAST_FASTER, MOST_ITERATIONS = 1.15, 3.0, 2
+"""Goals: times its own undisturbed iteration, and times faster than zero-bubble, both at the
+longest delay; iterations until a new plan is in effect."""
+OURS, BASELINE = "pipemorph", "zero-bubble, queue per pair of ranks"
 DEADLINE_SECONDS = 300
 
 
@@ -53,10 +60,10 @@ class Variant:
 
 VARIANTS = (
     Variant("1F1B, queue per direction", "1f1b", "direct"),
-    Variant("zero-bubble, queue per pair of ranks", "zero-bubble", "direct", "half"),
+    Variant(BASELINE, "zero-bubble", "direct", "half"),
     Variant("zero-bubble, queue per direction", "zero-bubble", "direct"),
     Variant("zero-bubble, delegated", "zero-bubble", "delegated"),
-    Variant("pipemorph", "pipemorph", "auto"),
+    Variant(OURS, "pipemorph", "auto"),
 )
 
 
@@ -171,10 +178,82 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class Change:
+    """A change of the link's delay, and what came of it. Seconds per iteration."""
+
+    delay_ms: float
+    began: int
+    """First iteration with this delay."""
+    applied: int | None
+    """First iteration under a plan that was made for it; None: none was in these iterations."""
+    waiting: float
+    """Mean from ``began`` until the new plan, or of all if there was none."""
+    settled: float
+
+    @property
+    def iterations(self) -> int | None:
+        """Until the new plan was in effect."""
+        return None if self.applied is None else self.applied - self.began
+
+
+def changes(row: Row) -> list[Change]:
+    """Of the only variant that adapts. A plan belongs to a change if it was decided on with the
+    slow link among its reasons, in an iteration with that delay."""
+    found = []
+    for k, delay in enumerate(DELAYS_MS):
+        if not k:
+            continue
+        began, end = k * PHASE, (k + 1) * PHASE
+        applied = [
+            record["applied_at_iteration"]
+            for record in row.adaptations
+            if began <= record["detected_at_iteration"] < end
+            and record["applied_at_iteration"] is not None
+            and any(link["link"] == STAGES - 2 for link in record["links"])
+        ]
+        first = min((at for at in applied if at < end), default=None)
+        waiting = statistics.fmean(row.iterations[began : end if first is None else first])
+        found.append(Change(delay, began, first, waiting, row.seconds[f"{delay:g}"]))
+    return found
+
+
+def goals(rows: list[Row]) -> list[tuple[str, bool]]:
+    """What the README says of this, with what was measured, and whether it holds."""
+    by_name = {row.variant: row for row in rows}
+    ours, base = by_name[OURS], by_name[BASELINE]
+    last = f"{DELAYS_MS[-1]:g}"
+    own = ours.seconds[f"{DELAYS_MS[0]:g}"]
+    of_own, faster = ours.seconds[last] / own, base.seconds[last] / ours.seconds[last]
+    found = [
+        (f"{OURS} at {last} ms ≤ {MOST_OF_OWN} × its own undisturbed time: {of_own:.2f}",
+         of_own <= MOST_OF_OWN),
+        (f"{OURS} at {last} ms ≥ {LEAST_FASTER:g} × faster than {BASELINE}: {faster:.2f}",
+         faster >= LEAST_FASTER),
+    ]  # fmt: skip
+    for change in changes(ours):
+        what = f"{change.delay_ms:g} ms from iteration {change.began}: new plan in effect"
+        if change.iterations is not None:
+            found.append(
+                (f"{what} after ≤ {MOST_ITERATIONS} iterations: {change.iterations} ("
+                 f"{change.waiting * 1e3:.0f} ms each, then {change.settled * 1e3:.0f} ms)",
+                 change.iterations <= MOST_ITERATIONS)
+            )  # fmt: skip
+        else:
+            # The plan in effect may be the best for this delay too: if it loses next to nothing.
+            kept = change.waiting / own
+            found.append(
+                (f"{what} or none needed (≤ {MOST_OF_OWN} × undisturbed from the first iteration):"
+                 f" none, {kept:.2f}", kept <= MOST_OF_OWN)
+            )  # fmt: skip
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--keep", type=Path, help="keep the runs, with their pictures, here")
+    parser.add_argument("--check", action="store_true", help="exit 1 if a goal does not hold")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="pipemorph-bench-") as scratch:
         base = args.keep or Path(scratch)
@@ -182,10 +261,13 @@ def main() -> int:
         for variant in VARIANTS:
             print(f"running {variant.name} …", file=sys.stderr, flush=True)
             rows.append(run(variant, base / variant.slug))
-    print(table(rows))
+    print(f"{table(rows)} {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}.\n")
+    kept = goals(rows)
+    for text, holds in kept:
+        print(f"{text} {'holds' if holds else 'DOES NOT HOLD'}")
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
-    return 0
+    return 1 if args.check and not all(holds for _, holds in kept) else 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,113 @@
+"""The benchmark of the closed loop says so when the loop is late, or does not close."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+PATH = Path(__file__).resolve().parents[2] / "benchmarks/slow_link.py"
+WELL = [0.7] * 8
+LAST = 6
+"""The slow link."""
+
+
+@pytest.fixture(scope="module")
+def slow_link() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_slow_link", PATH)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def record(detected: int, applied: int | None, link: int = LAST) -> dict[str, Any]:
+    return {
+        "detected_at_iteration": detected,
+        "applied_at_iteration": applied,
+        "links": [{"link": link}],
+    }
+
+
+def rows(slow_link: ModuleType, iterations: list[float], *adaptations: dict[str, Any]) -> list[Any]:
+    """As measured, and a baseline that is three times as slow."""
+
+    def row(variant: str, times: list[float], records: list[dict[str, Any]]) -> Any:
+        settled = {
+            text: sorted(times[8 * k + 4 : 8 * k + 8])[1]
+            for k, text in enumerate(("0", "30", "60"))
+        }
+        return slow_link.Row(variant, settled, settled, records, times)
+
+    return [
+        row(slow_link.BASELINE, [*WELL, *[1.5] * 8, *[3.0] * 8], []),
+        row(slow_link.OURS, iterations, list(adaptations)),
+    ]
+
+
+def verdicts(slow_link: ModuleType, found: list[Any]) -> tuple[bool, ...]:
+    return tuple(holds for _, holds in slow_link.goals(found))
+
+
+def test_changes_that_are_answered_in_two_iterations_are_well(slow_link: ModuleType) -> None:
+    times = [*WELL, 1.1, 1.2, *[0.75] * 6, 1.6, 1.8, *[0.8] * 6]
+    # Of another link, of the phase before, and one that refines what is in effect.
+    others = (record(9, 9, link=1), record(15, 17), record(20, 22))
+    found = rows(slow_link, times, record(8, 10), record(16, 18), *others)
+    assert verdicts(slow_link, found) == (True,) * 4
+    first, second = slow_link.changes(found[1])
+    assert (first.iterations, first.applied, second.iterations) == (2, 10, 2)
+    assert first.waiting == pytest.approx(1.15)
+
+
+def test_a_plan_that_is_better_for_the_next_delay_too_may_stay(slow_link: ModuleType) -> None:
+    times = [*WELL, 1.1, 1.1, *[0.75] * 6, *[0.79] * 8]
+    assert verdicts(slow_link, rows(slow_link, times, record(8, 10))) == (True,) * 4
+
+
+@pytest.mark.parametrize(
+    ("second", "adaptation", "expected"),
+    [
+        # One iteration late: what is settled looks the same.
+        ([*[1.1] * 3, *[0.8] * 5], record(16, 19), (True, True, True, False)),
+        # Wanted but never in effect, or in effect when the delay is over.
+        ([1.1] * 8, record(16, None), (False, False, True, False)),
+        ([1.1] * 8, record(22, 24), (False, False, True, False)),
+        # None, though iterations were slow until settled.
+        ([*[1.1] * 4, *[0.8] * 4], record(17, 18, link=2), (True, True, True, False)),
+    ],
+)
+def test_a_late_plan_or_none_is_a_broken_goal(
+    slow_link: ModuleType,
+    second: list[float],
+    adaptation: dict[str, Any],
+    expected: tuple[bool, ...],
+) -> None:
+    times = [*WELL, 1.1, 1.1, *[0.75] * 6, *second]
+    assert verdicts(slow_link, rows(slow_link, times, record(8, 10), adaptation)) == expected
+
+
+def test_check_makes_a_broken_goal_the_exit_status(
+    slow_link: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def status(iterations: list[float], *arguments: str) -> int:
+        """Of runs that gave these, with goals that do not hold."""
+        measured = {row.variant: row for row in rows(slow_link, iterations, record(8, 10))}
+        monkeypatch.setattr(slow_link, "VARIANTS", [v for v in variants if v.name in measured])
+        monkeypatch.setattr(slow_link, "run", lambda variant, _: measured[variant.name])
+        monkeypatch.setattr(sys, "argv", ["slow_link.py", *arguments])
+        code: int = slow_link.main()
+        return code
+
+    variants = slow_link.VARIANTS
+    well, late = [*WELL, 1.1, 1.1, *[0.75] * 6, *[0.79] * 8], [*WELL, *[1.1] * 8, *[1.9] * 8]
+    assert status(well, "--check") == 0
+    assert "DOES NOT HOLD" not in capsys.readouterr().out
+    assert status(late) == 0
+    assert status(late, "--check") == 1
+    assert capsys.readouterr().out.count("DOES NOT HOLD") == 6
