@@ -1,16 +1,19 @@
 """Many ranks' telemetry, one report of at most 64 KiB. Pure: no clock, no sockets.
 
-What does not fit waits for the next report; what has gone stale meanwhile is replaced.
-Order of importance: the newest window of each link, worst link first; the newest
-iterations; stage profiles, links' transports and RDMA ports that changed; older iterations; older
-windows. Transports and ports are kept, to be told again to an ingest that has started over.
+What does not fit waits for the next report; what has gone stale meanwhile is replaced. First
+come the newest iterations, which are few and small. Then stage profiles, links' transports and
+RDMA ports that changed have a part of the bytes each, in which what waits longest goes first: a
+plan needs a profile of every stage as much as windows of every link. The newest windows of links
+have all the rest (:mod:`.windows` chooses), and where that is enough, what is left over takes
+more of all. Transports and ports are kept, to be told again to an ingest that has started over.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeVar
 
 from pipemorph.wire import (
@@ -23,19 +26,19 @@ from pipemorph.wire import (
     TransportSample,
     WireModel,
 )
+from pipemorph_trainer.agent.windows import Budget, LinkWindows
 from pipemorph_trainer.control import RankTelemetry
 
-WINDOWS_PER_LINK = 8
-"""Windows kept per link, direction and path while no report gets through."""
 ITERATIONS_KEPT = 4096
 NEWEST_ITERATIONS = 16
 HEADROOM_BYTES = 256
 """Room for sequence numbers and times, which are set after the lists."""
+PROFILES_SHARE, TRANSPORTS_SHARE, RAILS_SHARE = 1 / 4, 1 / 16, 1 / 8
+"""Of a report's bytes while others want them: some 60 profiles, 30 ends of links, and RDMA ports
+of which each may name 64 counters."""
 STATES = ("starting", "training", "finished", "failed")
 
 T = TypeVar("T", bound=WireModel)
-LinkKey = tuple[int, int, str, str]
-"""link, replica, direction, path"""
 StageKey = tuple[int, int]
 """stage, replica"""
 RailKey = tuple[int, int, str, int]
@@ -57,20 +60,6 @@ class Selection:
     message: str | None
 
 
-@dataclass
-class _Budget:
-    """Bytes left in one report."""
-
-    bytes_left: int
-
-    def admit(self, item: WireModel) -> bool:
-        size = len(item.model_dump_json()) + 1
-        if size > self.bytes_left:
-            return False
-        self.bytes_left -= size
-        return True
-
-
 class TelemetryMerger:
     """What the agent knows and has not yet reported.
 
@@ -86,7 +75,7 @@ class TelemetryMerger:
         self._states: dict[int, str] = {}
         self._iteration = 0
         self._applied_epoch = 0
-        self._links: dict[LinkKey, deque[LinkSample]] = {}
+        self._links = LinkWindows()
         self._iterations: deque[IterationSample] = deque(maxlen=ITERATIONS_KEPT)
         self._profiles: dict[StageKey, StageProfile] = {}
         self._unsent_profiles: dict[StageKey, StageProfile] = {}
@@ -107,8 +96,7 @@ class TelemetryMerger:
             self._iteration = telemetry.iteration
             self._applied_epoch = telemetry.applied_epoch
         for sample in telemetry.links:
-            key = (sample.link, sample.replica, sample.direction, sample.path.value)
-            self._links.setdefault(key, deque(maxlen=WINDOWS_PER_LINK)).append(sample)
+            self._links.add(sample)
             self.dirty = True
         if telemetry.profile is not None:
             self._add_profile(telemetry.profile)
@@ -158,22 +146,24 @@ class TelemetryMerger:
             message=self._message,
             ports=self._seen_ports(),
         )
-        budget = _Budget(MAX_REPORT_BYTES - len(empty.model_dump_json().encode()) - HEADROOM_BYTES)
-        newest_first = list(reversed(self._iterations))
-        windows = sorted((list(w) for w in self._links.values() if w), key=_badness, reverse=True)
+        room = MAX_REPORT_BYTES - len(empty.model_dump_json().encode()) - HEADROOM_BYTES
+        budget = Budget(room)
+        finished = list(reversed(self._iterations))
+        profiles = list(self._unsent_profiles.values())
+        ends = list(self._unsent_transports.values())
+        ports = list(self._unsent_rails.values())
 
-        links = _fill(budget, (w[-1] for w in windows), 512)
-        iterations = _fill(budget, newest_first[:NEWEST_ITERATIONS], 256)
-        stages = _fill(budget, self._unsent_profiles.values(), 256)
-        transports = _fill(budget, self._unsent_transports.values(), 512)
-        rails = _fill(budget, self._unsent_rails.values(), 256)
-        iterations += _fill(budget, newest_first[NEWEST_ITERATIONS:], 256 - len(iterations))
-        older = (sample for w in windows for sample in reversed(w[:-1]))
-        links += _fill(budget, older, 512 - len(links))
-
+        iterations = _fill(budget, finished, NEWEST_ITERATIONS)
+        stages = _fill_part(budget, profiles, 256, room * PROFILES_SHARE)
+        transports = _fill_part(budget, ends, 512, room * TRANSPORTS_SHARE)
+        rails = _fill_part(budget, ports, 256, room * RAILS_SHARE)
+        chosen = self._links.choose(budget, room)
+        stages += _fill(budget, profiles, 256, after=len(stages))
+        transports += _fill(budget, ends, 512, after=len(transports))
+        rails += _fill(budget, ports, 256, after=len(rails))
+        iterations += _fill(budget, finished, 256, after=len(iterations))
+        links = self._links.samples(chosen, budget)
         iterations.sort(key=lambda sample: sample.index)
-        chronological = {id(sample): i for w in windows for i, sample in enumerate(w)}
-        links.sort(key=lambda sample: (sample.iteration, chronological[id(sample)]))
         report = empty.model_copy(
             update={
                 "iterations": iterations,
@@ -187,13 +177,8 @@ class TelemetryMerger:
 
     def delivered(self, selection: Selection) -> None:
         """Forget what the ingest has accepted. What came in since stays."""
-        sent = {id(item) for item in (*selection.links, *selection.iterations)}
-        for key, window in list(self._links.items()):
-            kept = [sample for sample in window if id(sample) not in sent]
-            if kept:
-                self._links[key] = deque(kept, maxlen=WINDOWS_PER_LINK)
-            else:
-                del self._links[key]
+        self._links.delivered(selection.links)
+        sent = {id(sample) for sample in selection.iterations}
         self._iterations = deque(
             (sample for sample in self._iterations if id(sample) not in sent), ITERATIONS_KEPT
         )
@@ -229,21 +214,24 @@ class TelemetryMerger:
     def _add_profile(self, profile: StageProfile) -> None:
         key = (profile.stage, profile.replica)
         if self._profiles.get(key) != profile:
-            self._profiles[key] = profile
-            self._unsent_profiles.pop(key, None)
-            self._unsent_profiles[key] = profile
+            # In the place of one that waits: put at the end, one that is always new never goes.
+            self._profiles[key] = self._unsent_profiles[key] = profile
 
 
-def _badness(window: list[LinkSample]) -> float:
-    """How slow a link's newest window is, seconds: on the wire and in its queue."""
-    return window[-1].wire.p50 + window[-1].queue_p50
-
-
-def _fill(budget: _Budget, items: Iterable[T], most: int) -> list[T]:
-    """The first items, in order, that fit; at most ``most``. Stops at the first that does not."""
+def _fill(budget: Budget, items: Sequence[T], most: int, *, after: int = 0) -> list[T]:
+    """Those of ``items`` that fit, in order from index ``after`` up to at most ``most``. Stops at
+    the first that does not."""
     taken: list[T] = []
-    for item in items:
-        if len(taken) >= most or not budget.admit(item):
+    for item in islice(items, after, most):
+        if not budget.admit(item):
             break
         taken.append(item)
+    return taken
+
+
+def _fill_part(budget: Budget, items: Sequence[T], most: int, size: float) -> list[T]:
+    """As :func:`_fill`, within ``size`` bytes."""
+    part = budget.part(size)
+    taken = _fill(part, items, most)
+    budget.back(part)
     return taken

@@ -1,0 +1,144 @@
+"""Which link windows go into the next report where not all of them fit.
+
+A job of 64 stages and 16 replicas has 2016 series of windows, and a report has room for some
+200. Three things are wanted of them, so each has its part of the room:
+
+- a link that turns slow, or recovers, is in the very next report: largest change first;
+- a link that is slow stays in the reports, since a detector wants several windows: slowest first;
+- no link is forgotten, or it would be taken for unknown: longest unreported first. This takes
+  all the room that is left, so every series is told again within a bounded number of reports.
+
+A series only goes forward: once a window is delivered, older ones of its series are forgotten.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from pipemorph.wire import LinkSample, WireModel
+
+WINDOWS_PER_LINK = 8
+"""Windows kept per link, direction and path while no report gets through."""
+LINKS_PER_REPORT = 512
+CHANGED_SHARE = SLOWEST_SHARE = 1 / 8
+"""Of a report's bytes: for about 25 series each."""
+
+LinkKey = tuple[int, int, str, str]
+"""link, replica, direction, path"""
+
+
+@dataclass
+class Budget:
+    """Bytes left in one report."""
+
+    bytes_left: int
+
+    def admit(self, item: WireModel) -> bool:
+        """Take the room ``item`` needs, if it is there."""
+        size = len(item.model_dump_json().encode()) + 1
+        if size > self.bytes_left:
+            return False
+        self.bytes_left -= size
+        return True
+
+    def part(self, size: float) -> Budget:
+        """At most ``size`` bytes of these, to be given :meth:`back`."""
+        part = Budget(min(int(size), self.bytes_left))
+        self.bytes_left -= part.bytes_left
+        return part
+
+    def back(self, part: Budget) -> None:
+        """What ``part`` has not needed is here again."""
+        self.bytes_left += part.bytes_left
+
+
+@dataclass
+class _Series:
+    """Windows of one direction of one link over one path that wait, oldest first."""
+
+    waiting: deque[LinkSample] = field(default_factory=lambda: deque(maxlen=WINDOWS_PER_LINK))
+    told_at: int = 0
+    """Number of the report that told of it last; 0: none."""
+    told: float = 0.0
+    """How slow it was then, seconds."""
+
+    @property
+    def slowness(self) -> float:
+        """Of its newest window."""
+        return _slowness(self.waiting[-1])
+
+    @property
+    def change(self) -> float:
+        return abs(self.slowness - self.told)
+
+    def delivered(self, newest: LinkSample, report: int) -> None:
+        """``report`` told of it, up to the window ``newest``."""
+        self.told_at, self.told = report, _slowness(newest)
+        if any(sample is newest for sample in self.waiting):
+            while self.waiting.popleft() is not newest:
+                pass
+
+
+class LinkWindows:
+    """All series of a job, and when each was last told of."""
+
+    def __init__(self) -> None:
+        self._series: dict[LinkKey, _Series] = {}
+        self._delivered = 0
+
+    def __bool__(self) -> bool:
+        """Whether any window waits."""
+        return any(series.waiting for series in self._series.values())
+
+    def add(self, sample: LinkSample) -> None:
+        self._series.setdefault(_key(sample), _Series()).waiting.append(sample)
+
+    def choose(self, budget: Budget, room: int) -> list[_Series]:
+        """Series whose newest windows fit, and take their bytes; ``room``: bytes of the report."""
+        waiting = [series for series in self._series.values() if series.waiting]
+        chosen: dict[int, _Series] = {}
+
+        def admit(share: float, order: Callable[[_Series], float]) -> None:
+            part = budget.part(room * share)
+            for series in sorted(waiting, key=order):
+                if id(series) in chosen:
+                    continue
+                if len(chosen) >= LINKS_PER_REPORT or not part.admit(series.waiting[-1]):
+                    break
+                chosen[id(series)] = series
+            budget.back(part)
+
+        admit(CHANGED_SHARE, lambda series: -series.change)
+        admit(SLOWEST_SHARE, lambda series: -series.slowness)
+        admit(1.0, lambda series: series.told_at)
+        return list(chosen.values())
+
+    def samples(self, chosen: Iterable[_Series], budget: Budget) -> list[LinkSample]:
+        """The newest windows of ``chosen`` and as many older ones as fit, in the order they were
+        measured."""
+        found = [series.waiting[-1] for series in chosen]
+        for series in chosen:
+            for sample in list(series.waiting)[-2::-1]:
+                if len(found) >= LINKS_PER_REPORT or not budget.admit(sample):
+                    break
+                found.append(sample)
+        at = {id(w): i for series in chosen for i, w in enumerate(series.waiting)}
+        return sorted(found, key=lambda sample: (sample.iteration, at[id(sample)]))
+
+    def delivered(self, samples: Iterable[LinkSample]) -> None:
+        """Forget these and what is older; what came in since stays."""
+        self._delivered += 1
+        newest = {_key(sample): sample for sample in samples}
+        for key, sample in newest.items():
+            self._series[key].delivered(sample, self._delivered)
+
+
+def _slowness(window: LinkSample) -> float:
+    """Seconds on the wire and in its queue."""
+    return window.wire.p50 + window.queue_p50
+
+
+def _key(sample: LinkSample) -> LinkKey:
+    return (sample.link, sample.replica, sample.direction, sample.path.value)
