@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipemorph.planning import Link, Problem, StageTimes
+from pipemorph.planning import Link, Problem, StageTimes, link_on
+from pipemorph.planning import Path as LinkPath
 
 FACTS = Path(__file__).with_name("planner_facts.json")
 SEED = 1
@@ -82,6 +83,37 @@ def _problem(
         stages=tuple(times),
         links=tuple(Link(delay=delay) for delay in delays),
     )
+
+
+def harder_problems(stages: int, microbatches: int, index: int) -> dict[str, Problem]:
+    """Several slow links under a cap of S+2, and what else there is to plan for: how links carry
+    messages, backwards that may be fused, activations that may go to host memory."""
+    problem = sized_problem("multi-link", "S+2", stages, microbatches, index)
+
+    def linked(path: LinkPath, *, half_duplex: bool = False) -> Problem:
+        links = (link_on(path, each.delay, half_duplex=half_duplex) for each in problem.links)
+        return problem.model_copy(update={"links": tuple(links)})
+
+    fused = [
+        stage.model_copy(
+            update={"fused_backward": 0.8 * (stage.backward_input + stage.backward_weight)}
+        )
+        for stage in problem.stages
+    ]
+    offloading = [
+        stage.model_copy(
+            update={"in_flight_limit": None, "device_limit": stages + 2, "offload_copy": 1.0}
+        )
+        for stage in problem.stages
+    ]
+    return {
+        "nothing else": problem,
+        "delegated paths": linked(LinkPath.DELEGATED),
+        "direct paths": linked(LinkPath.DIRECT),
+        "direct paths, half duplex": linked(LinkPath.DIRECT, half_duplex=True),
+        "a fused backward, 0.8 of B + W": problem.model_copy(update={"stages": tuple(fused)}),
+        "offload, device limit S+2": problem.model_copy(update={"stages": tuple(offloading)}),
+    }
 
 
 def digest(problem: Problem) -> str:

@@ -151,6 +151,8 @@ def test_planner_prints_both_tables_for_all_planners_and_its_verdicts(tmp_path: 
         assert len(cells) == 10 and all(re.fullmatch(r"\d+\.\d ms", cell) for cell in cells[4:9])
         assert all(float(cell.removesuffix(" ms")) > 0 for cell in cells[4:9])
     assert "Time grows with (S·N)^" in done.stdout
+    harder = rows(done.stdout, "| S | N | |")
+    assert len(harder) == 6 and harder[0][:3] == ["8", "32", "nothing else"]
     found: dict[str, Any] = json.loads(report.read_text())
     assert len(found["times"]) == len(times) and set(found["times"][0]["ms"]) == set(planners)
     assert report.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
