@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import signal
 import socket
 import threading
@@ -220,6 +221,40 @@ def test_a_neighbour_that_does_not_dial_is_named() -> None:
         pytest.raises(PipelineError, match=r"rank 1 waited 0 s for rank 0 to dial its line"),
     ):
         lines.accept(listener, rank=1, peer_rank=0, secret=b"s", timeout=0.05)
+
+
+def test_who_is_refused_at_a_line_is_logged_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    def dial(listener: socket.socket, rank: int, peer_rank: int, secret: bytes) -> socket.socket:
+        line = lines.dial(
+            "127.0.0.1", listener.getsockname()[1],
+            rank=rank, peer_rank=peer_rank, secret=secret, timeout=10,
+        )  # fmt: skip
+        return line._sock
+
+    def strangers(listener: socket.socket) -> None:
+        socket.create_connection(listener.getsockname()).close()
+        for who in ((2, 1, b"s"), (0, 3, b"s"), (0, 1, b"wrong")):
+            with dial(listener, *who):
+                pass
+
+    with lines.listen(True) as listener:
+        thread = threading.Thread(target=strangers, args=[listener], daemon=True)
+        thread.start()
+        with pytest.raises(
+            PipelineError,
+            match=r"rank 1 waited 3 s for rank 0 to dial its line; refused 4 connections, "
+            r"the last one from 127\.0\.0\.1:\d+: wrong secret: it says it is rank 0",
+        ):
+            lines.accept(listener, rank=1, peer_rank=0, secret=b"s", timeout=3.0)
+        thread.join(10)
+    logged = [message for message in caplog.messages if "rank 1 refused a connection" in message]
+    assert len(logged) == 4
+    for said, why in zip(
+        logged,
+        ("closed the line|broke", "is rank 2, dialling rank 1", "dialling rank 3", "wrong secret"),
+        strict=True,
+    ):
+        assert re.search(why, said)
 
 
 def test_a_rank_0_without_an_ipv4_address_is_named() -> None:

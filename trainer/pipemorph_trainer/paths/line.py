@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import logging
 import os
 import select
 import socket
@@ -21,6 +22,8 @@ from typing import NamedTuple
 
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.paths.message import Direction, Note, Position, TensorMeta
+
+log = logging.getLogger("pipemorph.trainer")
 
 _HEADER = struct.Struct("<BBH")
 _TOKEN = struct.Struct("<III")
@@ -216,31 +219,56 @@ def dial(host: str, port: int, *, rank: int, peer_rank: int, secret: bytes, time
 def accept(
     listener: socket.socket, *, rank: int, peer_rank: int, secret: bytes, timeout: float
 ) -> Line:
-    """Wait for the previous stage's rank to dial; anybody else is turned away.
+    """Wait for the previous stage's rank to dial; anybody else is turned away, which is logged.
 
-    Raises :class:`PipelineError` naming the rank that did not come within ``timeout``.
+    Raises :class:`PipelineError` naming the rank that did not come within ``timeout``, and who was
+    turned away meanwhile.
     """
     deadline = time.monotonic() + timeout
+    refused, last = 0, ""
     while True:
         listener.settimeout(max(0.001, deadline - time.monotonic()))
         try:
-            sock, _ = listener.accept()
-            sock.settimeout(max(0.001, min(10.0, deadline - time.monotonic())))
-            nonce = os.urandom(_NONCE_BYTES)
-            sock.sendall(nonce)
-            dialer, _, proof = _HELLO.unpack(
-                _read_exactly(sock, _HELLO.size, "a stranger on the line")
-            )
+            sock, (host, port) = listener.accept()
         except TimeoutError:
-            if time.monotonic() < deadline:
-                continue
+            many = "connection" if refused == 1 else "connections"
+            told = f"; refused {refused} {many}, the last one {last}" if refused else ""
             raise PipelineError(
-                f"rank {rank} waited {timeout:.0f} s for rank {peer_rank} to dial its line"
+                f"rank {rank} waited {timeout:.0f} s for rank {peer_rank} to dial its line{told}"
             ) from None
-        except (OSError, PipelineError):
-            continue
-        if dialer == peer_rank and hmac.compare_digest(
-            proof, _proof(secret, nonce, peer_rank, rank)
-        ):
+        except ConnectionAbortedError:
+            continue  # It broke before it was taken: the listener is as good as before.
+        except OSError as error:
+            raise PipelineError(
+                f"rank {rank} cannot take the connection of rank {peer_rank}: {error}"
+            ) from error
+        sock.settimeout(max(0.001, min(10.0, deadline - time.monotonic())))
+        why = _stranger(sock, rank, peer_rank, secret)
+        if why is None:
             return Line(sock, peer_rank)
         sock.close()
+        refused, last = refused + 1, f"from {host}:{port}: {why}"
+        log.warning("rank %d refused a connection to its line %s", rank, last)
+
+
+def _stranger(sock: socket.socket, rank: int, peer_rank: int, secret: bytes) -> str | None:
+    """Why what dialled is not rank ``peer_rank`` of this job; None if it is."""
+    nonce = os.urandom(_NONCE_BYTES)
+    try:
+        sock.sendall(nonce)
+        hello = _read_exactly(sock, _HELLO.size, "it")
+    except TimeoutError:
+        return "it did not say who it is"
+    except OSError as error:
+        return f"its connection broke ({error.strerror})"
+    except PipelineError as error:
+        return str(error)
+    dialer, listener, proof = _HELLO.unpack(hello)
+    if not hmac.compare_digest(proof, _proof(secret, nonce, dialer, listener)):
+        return (
+            f"wrong secret: it says it is rank {dialer}, but is of another job or attempt, or has "
+            "another PIPEMORPH_SECRET_FILE"
+        )
+    if (dialer, listener) != (peer_rank, rank):
+        return f"it is rank {dialer}, dialling rank {listener}"
+    return None
