@@ -62,7 +62,7 @@ class NodeExclusion(SpecModel):
         default=2,
         ge=1,
         le=100,
-        description="Attempts with a slow link at a node before the next attempt avoids it.",
+        description="Attempts that end with a slow link at a node before the next avoids it.",
     )
     max_nodes: int = Field(
         default=8, ge=1, le=64, description="Most nodes excluded; beyond that none is added."

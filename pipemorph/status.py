@@ -82,13 +82,13 @@ class AttemptRecord(StatusModel):
 
 
 class NodeRecord(StatusModel):
-    """A node that was at an end of a slow link."""
+    """A node that was at an end of a slow link when an attempt ended."""
 
     name: str = Field(max_length=253, description="Name of the node.")
     attempts: list[int] = Field(
         default_factory=list,
         max_length=MAX_ATTEMPTS_KEPT,
-        description="Attempts in which one of its links was slow.",
+        description="Attempts at whose end one of its links was slow.",
     )
     excluded: bool = Field(default=False, description="Whether the next attempt avoids it.")
 

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 from pipemorph.errors import InputError, one_line
 from pipemorph.spec import PipeMorphJob
-from pipemorph.spec_cluster import NodeExclusion
-from pipemorph.status import JobStatus, PodCounts
+from pipemorph.spec_cluster import Placement
+from pipemorph.status import PodCounts
 from pipemorph_operator import names
+from pipemorph_operator.accuse import accuse
 from pipemorph_operator.children import Attempt, Unbuildable, objects
 from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.decision import Decision, Draft, Observed
@@ -177,12 +178,9 @@ def _start(draft: Draft, job: PipeMorphJob, config: OperatorConfig) -> Decision:
     if wait > 0:
         draft.soon(wait)
         return draft.done()
-    attempt = Attempt(
-        job,
-        draft.metadata["uid"],
-        number,
-        tuple(node.name for node in draft.status.nodes if node.excluded),
-    )
+    rule = (job.spec.placement or Placement()).node_exclusion
+    excluded, unwanted = exclusion.avoided(draft.status.nodes, rule)
+    attempt = Attempt(job, draft.metadata["uid"], number, excluded, unwanted)
     try:
         draft.out.apply = objects(attempt, config)
     except Unbuildable as error:
@@ -271,9 +269,6 @@ def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
             job,
             restart.Cause(names.R_EVICTED, f"Job {current.name} was suspended", counted=False),
         )
-    _accuse(draft, job)
-    if draft.out.needs_pods:
-        return draft.out
     if current.suspended:
         draft.queued(current)
         return draft.done()
@@ -303,7 +298,8 @@ def _complete(draft: Draft, ranks: int) -> Decision:
 
 def _ended(draft: Draft, job: PipeMorphJob, cause: restart.Cause) -> Decision:
     """The attempt in status has ended otherwise than well."""
-    _accuse(draft, job)
+    if cause.reason not in restart.NOT_A_CRASH:
+        accuse(draft, job)
     if draft.out.needs_pods:
         return draft.out
     number = draft.status.attempt or 0
@@ -337,37 +333,6 @@ def _ended(draft: Draft, job: PipeMorphJob, cause: restart.Cause) -> Decision:
     draft.say("Warning", cause.reason, f"attempt {number} ended: {cause.message}")
     draft.out.counts.append("restarted")
     return draft.done(soon=True)
-
-
-def _accuse(draft: Draft, job: PipeMorphJob) -> None:
-    """Keep the nodes at the ends of slow links on record."""
-    training = JobStatus.model_validate(draft.seen.body.get("status") or {}).training
-    if training is None or not training.slow_links or training.attempt != draft.status.attempt:
-        return
-    if draft.seen.pods is None:
-        # Nodes of an attempt are looked up when a slow link is first reported.
-        known = {n for r in draft.status.nodes for n in r.attempts}
-        if training.attempt not in known and draft.seen.current is not None:
-            draft.out.needs_pods = True
-        return
-    placement = job.spec.placement
-    rule = placement.node_exclusion if placement else NodeExclusion()
-    ranks = {
-        rank
-        for link in training.slow_links
-        for rank in exclusion.ends(link, job.spec.parallelism.stages)
-    }
-    accused = exclusion.nodes_of(ranks, {pod.index: pod.node for pod in draft.seen.pods})
-    before = {node.name for node in draft.status.nodes if node.excluded}
-    draft.status.nodes = exclusion.accuse(draft.status.nodes, accused, training.attempt, rule)
-    for node in draft.status.nodes:
-        if node.excluded and node.name not in before:
-            draft.say(
-                "Warning",
-                names.R_NODE_EXCLUDED,
-                f"node {node.name} had slow links in attempts"
-                f" {', '.join(map(str, node.attempts))}; the next attempt avoids it",
-            )
 
 
 # --- conditions ---------------------------------------------------------------------------

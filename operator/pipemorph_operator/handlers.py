@@ -66,7 +66,6 @@ def what_matters(body: Mapping[str, Any]) -> dict[str, Any]:
             c for c in status.get("conditions") or () if c.get("type") not in INGEST_CONDITIONS
         ],
         "training": {k: training.get(k) for k in ("attempt", "state")},
-        "slow": sorted((k["link"], k.get("replica", 0)) for k in training.get("slowLinks") or ()),
     }
 
 

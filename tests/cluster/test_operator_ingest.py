@@ -243,7 +243,7 @@ def test_adaptation_can_be_switched_off_while_it_runs(jobs: Jobs) -> None:
 
 
 def test_nodes_whose_links_stay_sick_are_avoided(jobs: Jobs) -> None:
-    placement = {"nodeExclusion": {"afterAttempts": 2}}
+    placement = {"nodeExclusion": {"afterAttempts": 2}, "excludeNodes": ["no-1", "no-2"]}
     jobs.apply(manifest("sick", failurePolicy={"maxRestarts": 3}, placement=placement))
     cluster = jobs.cluster
     nodes = [f"{jobs.namespace}-{i}" for i in range(6)]
@@ -263,7 +263,11 @@ def test_nodes_whose_links_stay_sick_are_avoided(jobs: Jobs) -> None:
         jobs.wait(
             "sick",
             lambda job, a=attempt, r=ranks: (
-                any(a in n["attempts"] for n in job["status"]["nodes"]) or r.run(1)
+                (
+                    job["status"]["training"]["attempt"] == a
+                    and job["status"]["training"]["slowLinks"]
+                )
+                or r.run(1)
             ),
         )
         cluster.fake_pod_failed(jobs.namespace, pods[3]["metadata"]["name"])
@@ -282,6 +286,7 @@ def test_nodes_whose_links_stay_sick_are_avoided(jobs: Jobs) -> None:
         "requiredDuringSchedulingIgnoredDuringExecution"
     ]["nodeSelectorTerms"]
     assert terms[0]["matchFields"] == [
-        {"key": "metadata.name", "operator": "NotIn", "values": [nodes[1]]}
+        {"key": "metadata.name", "operator": "NotIn", "values": [node]}
+        for node in sorted(["no-1", "no-2", nodes[1]])
     ]
     jobs.expect_event("sick", "Warning NodeExcluded")

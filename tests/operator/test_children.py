@@ -281,7 +281,22 @@ def test_excluded_nodes_are_kept_out_of_every_alternative() -> None:
     assert len(found) == 2
     for term in found:
         assert term["matchExpressions"][0]["key"] == "gpu"
-        assert term["matchFields"][0]["values"] == ["n1", "n2"]
+        # The API server takes one node per requirement.
+        assert term["matchFields"] == [
+            {"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in ("n1", "n2")
+        ]
+
+
+def test_unwanted_nodes_are_used_where_there_are_no_others() -> None:
+    job = body(placement={"excludeNodes": ["n1"]})
+    made = Attempt(read_job(job), UID, 2, (), ("n2", "n1"))
+    found = template(made)["spec"]["affinity"]["nodeAffinity"]
+    (term,) = found["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert term["preference"]["matchFields"] == [
+        {"key": "metadata.name", "operator": "NotIn", "values": ["n2"]}
+    ]
+    (hard,) = found[NODE_TERMS]["nodeSelectorTerms"]
+    assert [field["values"] for field in hard["matchFields"]] == [["n1"]]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from support import T0, World, body, failed, job_facts, pod
 
@@ -347,31 +349,96 @@ def test_a_queue_that_evicts_often_is_not_taken_for_a_crash_loop() -> None:
     assert 4 in world.jobs, "the next attempt waits"
 
 
-def test_nodes_of_slow_links_are_recorded_and_avoided() -> None:
+SLOW = {
+    "link": 1, "replica": 0, "direction": "forward",
+    "delayMs": 50.0, "wireTimeMs": 51.0, "confidence": 1.0,
+}  # fmt: skip
+
+
+def after(
+    *attempts: tuple[str, ...],
+    slow_at_the_end: bool = True,
+    suspended: bool = False,
+    **more: object,
+) -> World:
+    """A job of three ranks after attempts on those nodes, link 1 slow in all of them; and the
+    next attempt, started."""
     rule = {"nodeExclusion": {"afterAttempts": 2}}
-    world = World(body(stages=3, failurePolicy={"maxRestarts": 5}, placement=rule))
-    slow = {
-        "link": 1, "replica": 0, "direction": "forward",
-        "delayMs": 50.0, "wireTimeMs": 51.0, "confidence": 1.0,
-    }  # fmt: skip
-    for attempt, nodes in enumerate((("a", "b", "c"), ("d", "e", "b"))):
+    world = World(body(stages=3, failurePolicy={"maxRestarts": 5}, placement=rule, **more))
+    for attempt, nodes in enumerate(attempts):
         world.running(attempt, ranks=3)
-        world.body["status"]["training"] = {"attempt": attempt, "slowLinks": [slow]}
         world.pods = [pod(i, node=node) for i, node in enumerate(nodes)]
+        world.body["status"]["training"] = {"attempt": attempt, "slowLinks": [SLOW]}
         world.settle()
-        world.jobs[attempt] = job_facts(attempt, stages=3, active=0, failed=failed())
-        world.turn()
+        if not slow_at_the_end:
+            world.body["status"]["training"]["slowLinks"] = []
+        if suspended:
+            world.body["spec"]["suspend"] = True
+            world.settle()
+            world.body["spec"]["suspend"] = False
+        else:
+            world.jobs[attempt] = job_facts(attempt, stages=3, active=0, failed=failed())
+            world.turn()
         world.later(60)
         world.settle()
-    assert [n["name"] for n in world.status["nodes"] if n["excluded"]] == ["b"]
-    assert "NodeExcluded" in world.events
-    decision = World(world.body)
-    decision.jobs = {}
+    return world
+
+
+def node_affinity(world: World) -> str:
+    """That of the attempt in status, made again."""
     world.jobs.clear()
     world.body["status"] = {k: v for k, v in world.status.items() if k != "jobUid"}
-    made = world.turn().apply[-1]
-    text = str(made["spec"]["template"]["spec"]["affinity"])
-    assert "'NotIn', 'values': ['b']" in text
+    made = world.turn().apply[-1]["spec"]["template"]["spec"]
+    return str(made.get("affinity", {}).get("nodeAffinity", {}))
+
+
+def test_nodes_of_slow_links_are_recorded_and_avoided() -> None:
+    world = after(("a", "b", "c"), ("d", "e", "b"))
+    assert [n["name"] for n in world.status["nodes"] if n["excluded"]] == ["b"]
+    assert "NodeExcluded" in world.events
+    found = node_affinity(world)
+    assert "required" in found
+    assert "'NotIn', 'values': ['b']" in found
+    assert "preferred" not in found
+
+
+def test_where_there_are_no_other_nodes_the_slow_ones_are_still_used() -> None:
+    world = after(("a", "b", "c"), ("a", "b", "c"))
+    assert not any(n["excluded"] for n in world.status["nodes"])
+    assert "NodeExcluded" not in world.events
+    found = node_affinity(world)
+    assert "required" not in found
+    assert "preferred" in found
+    assert "['b']" in found
+    assert "['c']" in found
+
+
+def test_a_job_on_one_node_avoids_none() -> None:
+    world = after(("a", "a", "a"), ("a", "a", "a"))
+    assert "nodes" not in world.status or world.status["nodes"] == []
+    assert node_affinity(world) == "{}"
+
+
+@pytest.mark.parametrize(
+    "otherwise",
+    [
+        {"slow_at_the_end": False},
+        {"suspended": True},
+        {"faults": [{"link": 1, "delayMs": 50.0}]},
+    ],
+    ids=["well again", "suspended", "injected"],
+)
+def test_nodes_are_not_accused_of_what_is_no_sickness_of_theirs(otherwise: Any) -> None:
+    world = after(("a", "b", "c"), ("d", "e", "b"), **otherwise)
+    assert world.status["attempt"] == 2
+    assert not world.status.get("nodes")
+    assert node_affinity(world) == "{}"
+
+
+def test_with_the_rule_switched_off_nothing_is_avoided_any_more() -> None:
+    world = after(("a", "b", "c"), ("d", "e", "b"))
+    world.body["spec"]["placement"]["nodeExclusion"]["enabled"] = False
+    assert node_affinity(world) == "{}"
 
 
 def test_the_operators_part_of_status_leaves_out_the_ingests() -> None:

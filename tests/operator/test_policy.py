@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 from support import T0, failed, pod
 
+from pipemorph.spec import Fault
 from pipemorph.spec_cluster import NodeExclusion
 from pipemorph.status import MAX_NODES_KEPT, Condition, NodeRecord, SlowLink
 from pipemorph_operator import names
@@ -117,25 +118,69 @@ def test_ends_of_a_link() -> None:
     assert exclusion.ends(link(0, replica=2), stages=4) == (8, 9)
 
 
+def fault(number: int, replica: int = 0) -> Fault:
+    return Fault.model_validate({"link": number, "replica": replica, "delayMs": 50.0})
+
+
+def test_both_nodes_of_a_slow_link_are_suspects() -> None:
+    nodes = {0: "a", 1: "b", 2: "b", 3: "c"}
+    assert exclusion.suspects([link(0)], [], nodes, stages=4) == {"a", "b"}
+    assert exclusion.suspects([link(1)], [], nodes, stages=4) == set(), "both ends on one node"
+    assert exclusion.suspects([link(0), link(2)], [], nodes, stages=4) == {"a", "b", "c"}
+    assert exclusion.suspects([link(0)], [], {0: "a"}, stages=4) == set(), "maybe on one node"
+
+
+def test_a_link_that_the_jobs_own_faults_slow_accuses_nobody() -> None:
+    nodes = {0: "a", 1: "b", 2: "c", 3: "d"}
+    both = [link(0), link(0, replica=1)]
+    assert exclusion.suspects(both, [fault(0)], nodes, stages=2) == {"c", "d"}
+    assert exclusion.suspects(both, [fault(0), fault(0, 1)], nodes, stages=2) == set()
+
+
+MANY = {"k", "l", "m", "n"}
+"""Nodes that an attempt ran on besides the accused."""
+
+
 def test_a_node_accused_in_several_attempts_is_excluded() -> None:
     rule = NodeExclusion(after_attempts=2, max_nodes=1)
-    records = exclusion.accuse([], {"a", "b"}, 0, rule)
-    records = exclusion.accuse(records, {"a"}, 0, rule)
+    records = exclusion.accuse([], {"a", "b"}, 0, rule, {"a", "b"})
+    records = exclusion.accuse(records, {"a"}, 0, rule, {"a", "b"})
     assert not any(r.excluded for r in records), "one attempt counted twice"
-    records = exclusion.accuse(records, {"b", "c"}, 1, rule)
+    records = exclusion.accuse(records, {"b", "c"}, 1, rule, {"b", "c"})
     assert [r.name for r in records if r.excluded] == ["b"]
-    records = exclusion.accuse(records, {"a"}, 2, rule)
+    records = exclusion.accuse(records, {"a"}, 2, rule, {"a"})
     assert [r.name for r in records if r.excluded] == ["b"], "more than maxNodes"
+    assert exclusion.avoided(records, rule) == (("b",), ("a",))
+
+
+def test_so_many_nodes_stay_as_the_last_attempt_had() -> None:
+    rule = NodeExclusion(after_attempts=1)
+
+    def excluded(accused: set[str], ran_on: set[str], *known: str) -> set[str]:
+        before = [NodeRecord(name=name) for name in known]
+        records = exclusion.accuse(before, accused, 0, rule, ran_on)
+        hard, soft = exclusion.avoided(records, rule)
+        assert {*hard, *soft} == accused, "one that is accused is not avoided at all"
+        return {*hard}
+
+    assert excluded({"a"}, {"a"}) == set(), "the only node"
+    assert excluded({"a", "b"}, {"a", "b"}) == set(), "both nodes"
+    assert excluded({"a", "b"}, {"a", "b", "c"}) == set(), "one pod per node would not fit"
+    assert excluded({"a", "b"}, {"a", "b", "c"}, "d") == {"a"}
+    assert excluded({"a", "b"}, {"a", "b", "c"}, "d", "e") == {"a", "b"}
 
 
 def test_exclusion_can_be_off_and_is_bounded() -> None:
     off = NodeExclusion(enabled=False, after_attempts=1)
-    assert not any(r.excluded for r in exclusion.accuse([], {"a"}, 0, off))
+    records = exclusion.accuse([NodeRecord(name="z", excluded=True)], {"a"}, 0, off, MANY)
+    assert [r.name for r in records if r.excluded] == ["z"]
+    assert exclusion.avoided(records, off) == ((), ()), "what was excluded stays so when it is off"
     many = exclusion.accuse(
         [NodeRecord(name="z", attempts=[0, 1], excluded=True)],
         {f"n{i}" for i in range(200)},
         0,
         NodeExclusion(),
+        MANY,
     )
     assert len(many) == MAX_NODES_KEPT
     assert many[0].name == "z"

@@ -35,6 +35,8 @@ class Attempt:
     uid: str
     number: int
     excluded_nodes: tuple[str, ...] = ()
+    unwanted_nodes: tuple[str, ...] = ()
+    """Used where no others have room."""
 
     @property
     def ranks(self) -> int:

@@ -21,6 +21,7 @@ _POD_TERMS: Shape = {
 }
 _NODE_TERMS: Shape = {
     "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchFields": []}]},
+    "preferredDuringSchedulingIgnoredDuringExecution": [],
 }
 _TEMPLATE: Shape = {
     "metadata": {"labels": {"*": str}, "annotations": {"*": str}},

@@ -36,6 +36,9 @@ def place(attempt: Attempt, template: Object, trainer: Object) -> None:
     avoid = sorted({*placement.exclude_nodes, *attempt.excluded_nodes})
     if avoid:
         _avoid(spec, avoid)
+    unwanted = sorted({*attempt.unwanted_nodes} - {*avoid})
+    if unwanted:
+        _avoid_if_possible(spec, unwanted)
 
 
 def _devices(trainer: Object, rdma: Rdma) -> None:
@@ -99,6 +102,16 @@ def _avoid(spec: Object, nodes: Iterable[str]) -> None:
     terms = required.setdefault("nodeSelectorTerms", []) or [{}]
     required["nodeSelectorTerms"] = terms
     for term in terms:
-        term.setdefault("matchFields", []).append(
-            {"key": "metadata.name", "operator": "NotIn", "values": list(nodes)}
-        )
+        term.setdefault("matchFields", []).extend(_not(nodes))
+
+
+def _avoid_if_possible(spec: Object, nodes: Iterable[str]) -> None:
+    affinity = spec.setdefault("affinity", {}).setdefault("nodeAffinity", {})
+    affinity.setdefault("preferredDuringSchedulingIgnoredDuringExecution", []).append(
+        {"weight": PREFERENCE, "preference": {"matchFields": _not(nodes)}}
+    )
+
+
+def _not(nodes: Iterable[str]) -> list[Object]:
+    """Requirements, which all hold together: one of this kind may name one node only."""
+    return [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]

@@ -1,0 +1,43 @@
+"""When an attempt has ended: which nodes its slow links speak against."""
+
+from __future__ import annotations
+
+from pipemorph.spec import PipeMorphJob
+from pipemorph.spec_cluster import Placement
+from pipemorph.status import JobStatus
+from pipemorph_operator import names
+from pipemorph_operator.decision import Draft
+from pipemorph_operator.policy import exclusion
+
+
+def accuse(draft: Draft, job: PipeMorphJob) -> None:
+    """Keep the nodes of links that were slow when the attempt in status ended on record.
+
+    A link that was slow for a while and is not any more is none that stays sick. May ask for
+    the pods, which say where the ranks were; without their Job they are gone, too.
+    """
+    training = JobStatus.model_validate(draft.seen.body.get("status") or {}).training
+    if training is None or not training.slow_links or training.attempt != draft.status.attempt:
+        return
+    if draft.seen.current is None:
+        return
+    if draft.seen.pods is None:
+        draft.out.needs_pods = True
+        return
+    rule = (job.spec.placement or Placement()).node_exclusion
+    nodes = {pod.index: pod.node for pod in draft.seen.pods if pod.node is not None}
+    accused = exclusion.suspects(
+        training.slow_links, job.spec.faults, nodes, job.spec.parallelism.stages
+    )
+    before = {node.name for node in draft.status.nodes if node.excluded}
+    draft.status.nodes = exclusion.accuse(
+        draft.status.nodes, accused, training.attempt, rule, set(nodes.values())
+    )
+    for node in draft.status.nodes:
+        if node.excluded and node.name not in before:
+            draft.say(
+                "Warning",
+                names.R_NODE_EXCLUDED,
+                f"node {node.name} had slow links at the end of attempts"
+                f" {', '.join(map(str, node.attempts))}; the next attempt avoids it",
+            )
