@@ -11,6 +11,7 @@ import time
 
 import pairs
 import pytest
+import test_engine_strangers as strangers
 
 from pipemorph_trainer._engine import EngineError
 
@@ -228,23 +229,41 @@ def test_shared_memory_leaves_nothing_behind_when_killed_in_mid_transfer():
     assert not [f for f in pathlib.Path("/dev/shm").iterdir() if "pipemorph" in f.name]
 
 
-def test_a_stopped_peer_is_noticed_by_its_silence():
-    """No reset and no end of stream: as when a machine or a cable is gone."""
-    with pairs.with_peer(hold_still, 0, transport="tcp", peer_deadline=1.5) as peer:
+def thread_states(pid):
+    """The state of every thread of a process, which comes after its name in parentheses."""
+    tasks = pathlib.Path(f"/proc/{pid}/task").iterdir()
+    return {(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks}
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["silent", "cut"])
+@pytest.mark.parametrize("peer_rank", [0, 1], ids=["dialler", "acceptor"])
+def test_a_stopped_peer_is_noticed_within_the_deadline(peer_rank, cut):
+    """As when a machine or a cable is gone: no reset, no end of stream, no refusal, since the
+    kernel goes on listening for the peer. The control connection is silent, or cut and stays away.
+    Neither end may wait for longer than its own deadline says."""
+    deadline = 1.5
+    direction = 0 if peer_rank == 1 else 1
+    with pairs.with_peer(
+        hold_still, direction, peer_rank=peer_rank, transport="tcp", peer_deadline=deadline
+    ) as peer:
         assert peer.hear() == "ready"
         os.kill(peer.pid, signal.SIGSTOP)
         try:
+            pairs.eventually(lambda: thread_states(peer.pid) == {"T"})
             start = time.monotonic()
-            with pytest.raises(EngineError, match="rank 1"):
-                peer.link.receive((0, 0, 0, 1, 0), 60.0)
-            assert 0.5 < time.monotonic() - start < 30
+            if cut:
+                peer.link.sever_control()
+            with pytest.raises(EngineError, match=f"no control connection to rank {peer_rank} "):
+                peer.link.receive((0, 0, 0, 1 - direction, 0), 60.0)
+            # Silence counts from half of the deadline on.
+            assert 0.9 * deadline < time.monotonic() - start < 5 * deadline
+            assert not peer.link.alive
         finally:
             os.kill(peer.pid, signal.SIGCONT)
 
 
 def flood(port, stop, count):
     rng = random.Random(7)
-    good_start = b"PMPH\x02\x00\x01\x00"
     while not stop.is_set():
         s = socket.socket()
         try:
@@ -254,9 +273,11 @@ def flood(port, stop, count):
             if kind == 0:
                 s.sendall(rng.randbytes(rng.randrange(200)))
             elif kind == 1:
-                s.sendall(good_start + rng.randbytes(32))
-                assert s.recv(40, socket.MSG_WAITALL)[:4] in (b"PMPH", b"")
-                s.sendall(rng.randbytes(300))
+                first = strangers.opening(rng)
+                s.sendall(first)
+                answer = s.recv(strangers.OPENING_BYTES, socket.MSG_WAITALL)
+                assert answer[:8] in (first[:8], b"")
+                s.sendall(strangers.forged(first, answer, rng))
             elif kind == 2:
                 s.sendall(b"GET / HTTP/1.1\r\n\r\n")
         except OSError:
@@ -297,7 +318,8 @@ def test_thousands_of_strangers_do_not_disturb_a_transfer():
         assert stats.reconnects == 0
         refused = peer.engine.refused()
         assert 0 < len(refused) < 20  # counted, not listed one by one
-        assert any("not a PipeMorph connection" in r and "times" in r for r in refused)
+        for reason in ("not a PipeMorph connection", "authentication failed"):
+            assert any(reason in r and "times" in r for r in refused), refused
         peer.tell("done")
 
 
