@@ -26,7 +26,7 @@ Key = tuple[int, int, str]
 
 
 def bound(series: int) -> int:
-    """Reports within which each series is told again: at least 60 at each go by their age."""
+    """Reports within which each series is told again: some 60 in each report are those unreported longest."""
     return 1 + -(-series // 60)
 
 

@@ -28,7 +28,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipemorph.errors import InputError
+from pydantic import ValidationError
+
+from pipemorph.document import read_text
+from pipemorph.errors import InputError, one_line
+from pipemorph.manifest import MAX_BYTES, describe
 from pipemorph.spec import PipeMorphJob
 
 
@@ -53,8 +57,8 @@ class TrainerContext:
 
     @staticmethod
     def from_env(environ: Mapping[str, str] = os.environ) -> TrainerContext:
-        """Read the environment. Raises :class:`InputError` naming a variable that is
-        missing or unreadable."""
+        """Read the environment, and the files it names. Raises :class:`InputError` naming a
+        variable that is missing or unreadable."""
 
         def number(name: str, default: int | None = None) -> int:
             for key in (name, f"PET_{name}"):
@@ -70,9 +74,8 @@ class TrainerContext:
         def text(name: str) -> str | None:
             return environ.get(name) or environ.get(f"PET_{name}") or None
 
-        job = None
-        if job_file := environ.get("PIPEMORPH_JOB_FILE"):
-            job = PipeMorphJob.model_validate_json(Path(job_file).read_text())
+        job_file = environ.get("PIPEMORPH_JOB_FILE")
+        job = _job(job_file) if job_file else None
         secret_file = environ.get("PIPEMORPH_SECRET_FILE")
         token_file = environ.get("PIPEMORPH_TOKEN_FILE")
         trace_dir = environ.get("PIPEMORPH_TRACE_DIR")
@@ -84,10 +87,10 @@ class TrainerContext:
             master_addr=text("MASTER_ADDR") or "127.0.0.1",
             master_port=number("MASTER_PORT"),
             job=job,
-            args=json.loads(environ.get("PIPEMORPH_ARGS", "{}")),
+            args=_args(environ.get("PIPEMORPH_ARGS", "{}")),
             namespace=environ.get("PIPEMORPH_NAMESPACE", "default"),
             attempt=number("PIPEMORPH_ATTEMPT", 0),
-            secret=Path(secret_file).read_bytes() if secret_file else b"",
+            secret=_secret(secret_file) if secret_file else b"",
             ingest_url=text("PIPEMORPH_INGEST_URL"),
             token_file=Path(token_file) if token_file else None,
             trace_dir=Path(trace_dir) if trace_dir else None,
@@ -100,3 +103,44 @@ class TrainerContext:
                 f"{want.replicas} replicas = {want.world_size} ranks"
             )
         return context
+
+
+def _job(file: str) -> PipeMorphJob:
+    try:
+        return PipeMorphJob.model_validate_json(read_text(file, MAX_BYTES))
+    except InputError as error:
+        raise InputError(f"PIPEMORPH_JOB_FILE: {error}") from None
+    except ValidationError as error:
+        raise InputError(f"PIPEMORPH_JOB_FILE: {one_line(file)}: {_why(error)}") from None
+
+
+def _why(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    return one_line(first["msg"]) if first["type"] == "json_invalid" else describe(error)
+
+
+def _secret(file: str) -> bytes:
+    try:
+        secret = Path(file).read_bytes()
+    except (OSError, ValueError) as error:
+        # ValueError: a zero byte in the name.
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise InputError(
+            f"PIPEMORPH_SECRET_FILE: {one_line(file)}: cannot be read: {reason or error}"
+        ) from None
+    if not secret:
+        raise InputError(f"PIPEMORPH_SECRET_FILE: {one_line(file)}: is empty; expected a secret")
+    return secret
+
+
+def _args(text: str) -> dict[str, Any]:
+    try:
+        args = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        # RecursionError: brackets nested thousands deep.
+        raise InputError(
+            f"PIPEMORPH_ARGS is {one_line(text)!r}; expected a JSON object: {one_line(str(error))}"
+        ) from None
+    if not isinstance(args, dict):
+        raise InputError(f"PIPEMORPH_ARGS is {one_line(text)!r}; expected a JSON object")
+    return args

@@ -1,0 +1,94 @@
+"""A rank's environment, and what is wrong with it: one line, exit 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipemorph.errors import InputError
+from pipemorph_trainer.context import TrainerContext
+
+RANKS = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}
+
+
+def job(stages: object = 2) -> str:
+    spec = {
+        "parallelism": {"stages": stages},
+        "schedule": {"microbatches": 2},
+        "trainer": {"module": "pipemorph_trainer.examples.emulated", "iterations": 1},
+    }
+    return json.dumps(
+        {
+            "apiVersion": "pipemorph.io/v1alpha1",
+            "kind": "PipeMorphJob",
+            "metadata": {"name": "job"},
+            "spec": spec,
+        }
+    )
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    (tmp_path / "job.json").write_text(job())
+    (tmp_path / "misspelt.json").write_text(job("two"))
+    (tmp_path / "cut.json").write_text(job()[:-9])
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe")
+    (tmp_path / "secret").write_bytes(b"\x00secret")
+    (tmp_path / "empty").touch()
+    return tmp_path
+
+
+def test_what_is_named_is_read(files: Path) -> None:
+    context = TrainerContext.from_env(
+        RANKS
+        | {
+            "PIPEMORPH_JOB_FILE": str(files / "job.json"),
+            "PIPEMORPH_SECRET_FILE": str(files / "secret"),
+            "PIPEMORPH_ARGS": '{"layers": 2}',
+        }
+    )
+    assert context.job is not None and context.job.spec.parallelism.stages == 2
+    assert (context.secret, context.args) == (b"\x00secret", {"layers": 2})
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("PIPEMORPH_JOB_FILE", "gone.json", "gone.json: cannot be read: No such file"),
+        ("PIPEMORPH_JOB_FILE", ".", "cannot be read: Is a directory"),
+        ("PIPEMORPH_JOB_FILE", "misspelt.json", 'spec.parallelism.stages: is "two"; expected an'),
+        ("PIPEMORPH_JOB_FILE", "cut.json", "cut.json: Invalid JSON: EOF while parsing"),
+        ("PIPEMORPH_JOB_FILE", "binary.json", "binary.json: is not UTF-8 text"),
+        ("PIPEMORPH_SECRET_FILE", "gone", "gone: cannot be read: No such file"),
+        ("PIPEMORPH_SECRET_FILE", ".", "cannot be read: Is a directory"),
+        ("PIPEMORPH_SECRET_FILE", "empty", "empty: is empty"),
+        ("PIPEMORPH_ARGS", "layers=2", "'layers=2'; expected a JSON object"),
+        ("PIPEMORPH_ARGS", "[2]", "'[2]'; expected a JSON object"),
+        ("PIPEMORPH_ARGS", "[" * 100_000, "expected a JSON object"),
+    ],
+)
+def test_what_cannot_be_read_is_named(files: Path, variable: str, value: str, told: str) -> None:
+    found = value if variable.endswith("ARGS") else str(files / value)
+    with pytest.raises(InputError) as refused:
+        TrainerContext.from_env(RANKS | {variable: found})
+    said = str(refused.value)
+    assert said.startswith(variable) and told in said, said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("module", ["emulated", "gpt"])
+def test_a_rank_that_cannot_read_its_environment_exits_2(tmp_path: Path, module: str) -> None:
+    """On a cluster that is not tried again."""
+    gone = tmp_path / "secret"
+    done = subprocess.run(
+        [sys.executable, "-m", f"pipemorph_trainer.examples.{module}"],
+        env=os.environ | RANKS | {"PIPEMORPH_SECRET_FILE": str(gone)},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    why = f"PIPEMORPH_SECRET_FILE: {gone}: cannot be read: No such file or directory"
+    assert (done.returncode, done.stderr) == (2, f"{module}: {why}\n")
