@@ -10,6 +10,10 @@ import yaml
 from operator_support import CHART, FULL_NAME, RELEASE, ROOT, SYSTEM, Jobs, Program, manifest
 from testbed import TestbedError
 
+from pipemorph_operator.children import Attempt, objects
+from pipemorph_operator.config import OperatorConfig
+from pipemorph_operator.job_object import read_job
+
 pytest_plugins = ("operator_fixtures",)
 pytestmark = pytest.mark.cluster
 
@@ -129,6 +133,30 @@ def test_edits_that_can_be_followed_are_taken(jobs: Jobs) -> None:
         ("placement.onePodPerNode", True),
     ):
         jobs.apply(changed(path, value))
+
+
+def test_an_attempt_that_avoids_nodes_is_taken(jobs: Jobs) -> None:
+    """A node selector requirement on a node's name may have one value only."""
+    body = manifest("avoids")
+    body["metadata"] |= {"namespace": jobs.namespace, "uid": "0b7c9d2e-0000-0000-0000-444455556666"}
+    attempt = Attempt(read_job(body), body["metadata"]["uid"], 0, ("a", "b"), ("c", "d"))
+    made = objects(attempt, OperatorConfig(ingest_url="https://none.invalid"))
+    affinity = made[-1]["spec"]["template"]["spec"]["affinity"]["nodeAffinity"]
+    assert all(len(str(terms)) > 2 for terms in affinity.values())
+    assert len(affinity) == 2, "both kinds are to be judged"
+    for obj in made:
+        jobs.cluster.apply(obj, "--dry-run=server")
+
+
+def test_null_in_a_template_runs_and_a_wrong_type_fails_with_the_fields_name(jobs: Jobs) -> None:
+    rdma = {"rdma": {"resourceName": "example.com/hca"}}
+    for name, resources in (("empty", None), ("wrong", [])):
+        job = manifest(name, stages=1, placement=rdma)
+        job["spec"]["template"]["spec"]["containers"][0]["resources"] = resources
+        jobs.apply(job)
+    jobs.pods("empty", 1)
+    failed = jobs.wait("wrong", "Failed")
+    assert "containers[0].resources: is []; expected a mapping" in str(failed["status"])
 
 
 @pytest.mark.parametrize(
