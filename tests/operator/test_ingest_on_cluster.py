@@ -9,6 +9,7 @@ import random
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 from support import UID, body
 
 from pipemorph.control import JobController
@@ -123,6 +124,32 @@ def test_what_cannot_be_right_never_reaches_the_api_server(text: str, status: in
     door = Door()
     assert door.knock(text) == status
     assert door.api.reviews == 0
+
+
+def refused(reason: str) -> float:
+    return REGISTRY.get_sample_value("pipemorph_ingest_refused_total", {"reason": reason}) or 0.0
+
+
+@pytest.mark.parametrize(
+    ("claims", "reason"),
+    [
+        ('{"exp": -1%s}' % ("0" * 400), "expired"),
+        ('{"exp": -1%s}' % ("0" * 5000), "malformed"),
+        ('{"exp": 1%s}' % ("0" * 400), "audience"),
+        ('{"exp": -Infinity}', "expired"),
+        ('{"exp": NaN, "aud": {}}', "audience"),
+        ('{"exp": [1], "aud": [[], {}, null]}', "audience"),
+        ("[" * 5000, "malformed"),
+        ('{"exp": true', "malformed"),
+        ("[]", "malformed"),
+    ],
+    ids=lambda value: value[:24],
+)
+def test_claims_of_any_kind_are_refused_and_counted(claims: str, reason: str) -> None:
+    middle = base64.urlsafe_b64encode(claims.encode()).decode()
+    door, before = Door(), refused(reason)
+    assert door.knock(f"head.{middle}.signature") == 401
+    assert (refused(reason) - before, door.api.reviews) == (1, 0)
 
 
 def change(api: Api, what: str) -> None:

@@ -26,7 +26,8 @@ def check(token: str, audience: str, now: float) -> None:
     claims = _claims(token)
     expires = claims.get("exp")
     if isinstance(expires, (int, float)) and expires <= now:
-        raise Unfit("expired", f"the token expired {now - expires:.0f} s ago")
+        # It can be any number at all, also one that no float holds.
+        raise Unfit("expired", f"the token expired {now - max(expires, 0):.0f} s ago")
     found = claims.get("aud")
     audiences = found if isinstance(found, list) else [found]
     if audience not in audiences:
