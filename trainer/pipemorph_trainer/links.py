@@ -7,7 +7,6 @@ where the engine is built and wanted one engine link beside it.
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,6 +22,7 @@ from pipemorph_trainer.accelerator import accelerator_of
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.executor.bell import Bell
 from pipemorph_trainer.groups import Groups
+from pipemorph_trainer.machine import this_machine
 from pipemorph_trainer.paths import line as lines
 from pipemorph_trainer.paths.arrival import OpClock, PeerClock
 from pipemorph_trainer.paths.delegated import DelegatedIncoming, DelegatedOutgoing
@@ -190,6 +190,7 @@ class LinkEnd:
             self.peer_clock.offset = stats.clock_offset
 
     same_host = True
+    """Whether the neighbour reads the same clock."""
 
     def close(self, *, goodbye: bool) -> None:
         if goodbye:
@@ -269,10 +270,11 @@ def meet(
     """
     module = engine_module() if engine_options is not None else None
     hosts: list[Any] = [None] * (seat.stages * seat.replicas)
-    dist.all_gather_object(hosts, (socket.gethostname(), lines.own_address(master_addr)))
-    one_host = len({name for name, _ in hosts}) == 1
-    bind = "127.0.0.1" if one_host else "0.0.0.0"
-    listener = lines.listen(one_host)
+    here = this_machine()
+    dist.all_gather_object(hosts, (here, lines.own_address(master_addr)))
+    one_loopback = all(here.shares_loopback(machine) for machine, _ in hosts)
+    bind = "127.0.0.1" if one_loopback else "0.0.0.0"
+    listener = lines.listen(one_loopback)
     engine = None
     if module is not None and engine_options is not None:
         engine = module.Engine(
@@ -320,7 +322,8 @@ def meet(
     dist.all_gather_object(ports, mine)
 
     def address(rank: int) -> str:
-        return "127.0.0.1" if hosts[rank][0] == hosts[seat.rank][0] else str(hosts[rank][1])
+        machine, towards_rank_0 = hosts[rank]
+        return "127.0.0.1" if here.shares_loopback(machine) else str(towards_rank_0)
 
     def connect(peer: int, *, dials: bool) -> Line:
         if dials:
@@ -372,7 +375,7 @@ def meet(
             direct_transport="nccl" if device.type == "cuda" else "gloo",
         )
         made.engine_link = engine_link
-        made.same_host = hosts[peer][0] == hosts[seat.rank][0]
+        made.same_host = here.shares_clock(hosts[peer][0])
         groups = edge_groups[link]
         direct = (
             DirectIncoming(

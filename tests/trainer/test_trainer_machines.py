@@ -1,0 +1,75 @@
+"""Ranks of several machines, or namespaces of one, whatever those are called."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import run_ranks
+from torch import nn
+
+from pipemorph_trainer import Pipeline, TrainerContext, links
+from pipemorph_trainer.machine import Machine, this_machine
+from pipemorph_trainer.paths import line as lines
+
+ELSEWHERE = "127.0.0.2"
+"""Stands for the address a machine has in its network; what listens at 127.0.0.1 is not there."""
+
+
+def test_a_machine_is_told_by_its_kernel_and_its_network() -> None:
+    here = this_machine()
+    assert here == this_machine()
+    assert here.hostname == socket.gethostname()
+    assert here.boot_id == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert here.network == str(Path("/proc/self/ns/net").readlink())
+
+
+def test_where_the_kernel_does_not_say_names_have_to_do(tmp_path: Path) -> None:
+    here = this_machine(tmp_path)
+    assert here == Machine(socket.gethostname(), "", "")
+    assert here.shares_clock(here) and here.shares_loopback(here)
+    assert not here.shares_clock(this_machine())
+
+
+def meet(context: TrainerContext, changed: str | None) -> tuple[list[str], list[bool], float]:
+    """What this rank dialled, whether each neighbour reads its clock, and its loss. Rank 1 is
+    where ``changed`` is another."""
+    if context.rank == 1 and changed is not None:
+        there = this_machine()._replace(**{changed: "another"})
+        vars(links)["this_machine"] = lambda: there
+    vars(lines)["own_address"] = lambda master_addr: ELSEWHERE
+    dialled: list[str] = []
+    dial = lines.dial
+
+    def watched(host: str, *args: Any, **options: Any) -> lines.Line:
+        dialled.append(host)
+        return dial(host, *args, **options)
+
+    vars(lines)["dial"] = watched
+    torch.manual_seed(context.rank)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    with Pipeline(
+        module, context=context, loss_fn=nn.functional.mse_loss, microbatches=4, policy="1f1b"
+    ) as pipe:
+        loss = pipe.step(torch.ones(8, 4), target=torch.zeros(8, 4))
+        return dialled, [end.same_host for end in pipe._neighbours.ends], float(loss)
+
+
+@pytest.mark.parametrize(
+    ("changed", "address", "one_clock"),
+    [
+        (None, "127.0.0.1", True),
+        ("hostname", ELSEWHERE, False),
+        # Clones of one machine: one name, two kernels.
+        ("boot_id", ELSEWHERE, False),
+        # Containers that share name and kernel, each with a network of its own.
+        ("network", ELSEWHERE, True),
+    ],
+)
+def test_neighbours_meet_where_they_are(changed: str | None, address: str, one_clock: bool) -> None:
+    zero, one = run_ranks(2, meet, changed, context={"secret": b"secret"})
+    assert zero == ([address], [one_clock], one[2])
+    assert one[:2] == ([], [one_clock])
