@@ -130,6 +130,7 @@ def _fail(draft: Draft, reason: str, message: str) -> Decision:
     draft.say("Warning", reason, message)
     draft.out.counts.append("failed")
     draft.out.delete_jobs += [j.name for j in draft.jobs() if not j.drained and not j.deleting]
+    draft.out.delete_attempts += [j.name for j in draft.jobs()]
     draft.out.again_in = None
     return draft.done(soon=True)
 
@@ -142,10 +143,11 @@ def _suspend(draft: Draft, job: PipeMorphJob) -> Decision:
     that reports and secrets of the ranks before are not those of the ranks after."""
     running = [j for j in draft.jobs() if not j.drained]
     current = draft.seen.current
+    known = [draft.status.job_name] if draft.status.job_name else []
     if current is not None or draft.status.job_uid is not None:
         draft.record(names.R_SUSPENDED, "spec.suspend is true", counted=False)
     draft.out.delete_jobs += [j.name for j in draft.jobs() if not j.deleting]
-    draft.out.delete_attempts += [j.name for j in draft.jobs()]
+    draft.out.delete_attempts += sorted({*known, *(j.name for j in draft.jobs())})
     draft.status.start_time = None
     draft.status.pods = PodCounts(wanted=job.spec.parallelism.world_size)
     if running:
@@ -173,7 +175,9 @@ def _start(draft: Draft, job: PipeMorphJob, config: OperatorConfig) -> Decision:
     draft.out.delete_jobs += [
         j.name for j in old if not j.deleting and (j.attempt < newest or not j.drained)
     ]
-    draft.out.delete_attempts += [j.name for j in old]
+    last = Attempt(job, draft.metadata["uid"], max(0, number - 1)).name
+    # That of the last attempt may be gone, and its other objects still there.
+    draft.out.delete_attempts += sorted({*(j.name for j in old), *([last] if number else [])})
     wait = _wait_before(draft, old)
     if wait > 0:
         draft.soon(wait)
@@ -293,6 +297,7 @@ def _complete(draft: Draft, ranks: int) -> Decision:
     draft.status.completion_time = format_time(draft.now)
     draft.say("Normal", names.COMPLETE, f"all {ranks} ranks finished")
     draft.out.counts.append("successful")
+    draft.out.delete_attempts += [j.name for j in draft.jobs()]
     return draft.done(soon=True)
 
 

@@ -47,7 +47,8 @@ class Decision:
     apply: list[dict[str, Any]] = field(default_factory=list)
     delete_jobs: list[str] = field(default_factory=list)
     delete_attempts: list[str] = field(default_factory=list)
-    """Names of Secrets, ConfigMaps and PodGroups of attempts that are over."""
+    """Names of Secrets and ConfigMaps of attempts that are over. A PodGroup goes with the
+    ConfigMap that owns it."""
     delete_self: bool = False
     needs_pods: bool = False
     events: list[Event] = field(default_factory=list)

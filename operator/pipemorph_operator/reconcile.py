@@ -18,6 +18,7 @@ import aiohttp
 from pipemorph.status import JobStatus
 from pipemorph_operator import names
 from pipemorph_operator.api import ApiRefused, Cluster, path
+from pipemorph_operator.children import gang
 from pipemorph_operator.children.attempt import secret
 from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.decide import decide, hold, refuse, stumble
@@ -135,10 +136,12 @@ class Reconciler:
         try:
             key = secrets.token_hex(SECRET_BYTES)
             await self._cluster.create(secret(attempt, key), names.OPERATOR_OWNER)
+            made: dict[str, dict[str, Any]] = {}
             for obj in decision.apply:
-                made = await self._cluster.apply(obj, names.OPERATOR_OWNER)
-                if obj["kind"] == "Job":
-                    status.job_uid = made["metadata"]["uid"]
+                group = obj["kind"] == "PodGroup"
+                wanted = gang.owned_by(made["ConfigMap"], obj) if group else obj
+                made[obj["kind"]] = await self._cluster.apply(wanted, names.OPERATOR_OWNER)
+            status.job_uid = made["Job"]["metadata"]["uid"]
         except ApiRefused as refused:
             if refused.status == FORBIDDEN and not refused.namespace_ends:
                 return hold(seen, names.R_REFUSED, refused.message)

@@ -71,6 +71,18 @@ def test_ranks_that_have_ended_and_are_not_counted_yet_are_not_missing() -> None
     assert (world.status["state"], world.status["ready"]) == ("Running", "2/2")
 
 
+@pytest.mark.parametrize("complete", [True, False])
+def test_what_an_attempt_had_goes_when_the_job_ends(complete: bool) -> None:
+    """Its PodGroup, which goes with the ConfigMap, can hold the resources of a queue."""
+    world = World(body())
+    world.running()
+    world.jobs[0] = job_facts(active=0, complete=complete, failed=None if complete else failed())
+    decision = world.turn()
+    assert world.status["state"] == ("Complete" if complete else "Failed")
+    assert decision.delete_attempts == [job_facts().name]
+    assert decision.delete_jobs == [], "the pods' logs are gone"
+
+
 @pytest.mark.parametrize("terminal", ["Complete", "Failed"])
 def test_a_terminal_state_wins_over_everything(terminal: str) -> None:
     world = World(body(activeDeadlineSeconds=10, failurePolicy={"maxRestarts": 5}))
@@ -168,6 +180,19 @@ def test_a_job_deleted_by_hand_is_another_attempt_and_counted() -> None:
     world.settle()
     assert world.status["attempts"][0]["reason"] == "JobDeleted"
     assert world.status["attempt"] == 1
+    world.jobs.clear()
+    world.body["spec"]["suspend"] = True
+    assert world.turn().delete_attempts == [job_facts(1).name], "its Secret and ConfigMap stay"
+
+
+def test_what_an_attempt_had_goes_before_the_next_also_without_its_job() -> None:
+    world = World(body(failurePolicy={"maxRestarts": 1}))
+    world.running()
+    world.jobs.clear()
+    world.turn()
+    decision = world.turn()
+    assert decision.create is not None
+    assert decision.delete_attempts == [job_facts(0).name]
 
 
 def test_suspend_before_the_start_uses_no_attempt() -> None:

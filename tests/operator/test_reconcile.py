@@ -46,6 +46,32 @@ class Events(Refusing):
         return obj
 
 
+class Taking(Events):
+    """One that takes everything and gives each object a UID."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        super().__init__()
+        self.spec = spec
+        self.applied: list[dict[str, Any]] = []
+        self.deleted: list[str] = []
+        self.job: dict[str, Any] | None = None
+
+    async def get(self, url: str) -> dict[str, Any] | None:
+        if "/jobs/" in url:
+            return self.job
+        found = await super().get(url)
+        return found | {"spec": found["spec"] | self.spec} if found else None
+
+    async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
+        if subresource:
+            return await super().apply(obj, owner, subresource=subresource)
+        self.applied.append(obj)
+        return obj | {"metadata": obj["metadata"] | {"uid": f"uid-of-{obj['kind']}"}}
+
+    async def delete(self, url: str, **_: Any) -> None:
+        self.deleted.append(url)
+
+
 def refusal(status: int, message: str, *causes: str) -> ApiRefused:
     """As in the body of an answer."""
     said = {"reason": "Forbidden", "message": message}
@@ -129,3 +155,27 @@ def test_a_status_that_cannot_be_read_does_not_hide_why(caplog: pytest.LogCaptur
     with pytest.raises(ValidationError, match="attempt"):
         reconcile(api)
     assert "status cannot say what failed" in caplog.text
+
+
+@pytest.mark.parametrize("gang", [{"volcano": {}}, {"coscheduling": {}}], ids=min)
+def test_a_pod_group_goes_with_its_attempts_config_map(gang: dict[str, Any]) -> None:
+    """The garbage collector deletes what has no owner left: there must be no other."""
+    api = Taking({"placement": {"gang": gang}})
+    reconcile(api)
+    made = {obj["kind"]: obj["metadata"] for obj in api.applied}
+    assert list(made) == ["Service", "ConfigMap", "PodGroup", "Job"], "pods before their group"
+    (owner,) = made["PodGroup"]["ownerReferences"]
+    assert owner == {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "name": made["ConfigMap"]["name"],
+        "uid": "uid-of-ConfigMap",
+    }
+    for kind in ("Service", "ConfigMap", "Job"):
+        assert made[kind]["ownerReferences"][0]["kind"] == "PipeMorphJob"
+    assert api.statuses[-1]["jobUid"] == "uid-of-Job"
+    # Suspended, the attempt is over.
+    api.status, api.spec = api.statuses[-1], api.spec | {"suspend": True}
+    api.job = {"metadata": made["Job"] | {"uid": "uid-of-Job"}}
+    reconcile(api)
+    assert f"/api/v1/namespaces/team/configmaps/{made['ConfigMap']['name']}" in api.deleted

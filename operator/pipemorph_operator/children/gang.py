@@ -68,3 +68,12 @@ def pod_group(attempt: Attempt) -> dict[str, Any] | None:
         "metadata": attempt.metadata(attempt.name),
         "spec": spec,
     }
+
+
+def owned_by(config_map: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
+    """The PodGroup, owned by its attempt's ConfigMap as the API server has it, and by nobody
+    else: the garbage collector takes it when the ConfigMap is deleted, so that a queue gets back
+    what the group holds. The operator itself may delete no PodGroup."""
+    owner = {k: config_map[k] for k in ("apiVersion", "kind")}
+    owner |= {k: config_map["metadata"][k] for k in ("name", "uid")}
+    return group | {"metadata": group["metadata"] | {"ownerReferences": [owner]}}
