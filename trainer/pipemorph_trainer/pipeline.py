@@ -323,6 +323,8 @@ class Pipeline:
             self._save_if_due()
         inputs, shapes = self._stage.inputs(args, kwargs, target)
         loss = self._iterations.run(iteration, inputs, shapes)
+        if self._agent is not None:
+            self._agent.tell_end()
         self.iteration = iteration + 1
         self._last_activity = time()
         return torch.tensor(loss, dtype=torch.float32)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +16,8 @@ from pydantic import BaseModel, ConfigDict
 
 from pipemorph.errors import InputError
 from pipemorph_trainer.context import TrainerContext
+
+log = logging.getLogger("pipemorph.agent")
 
 BACKLOG = 4096
 """Ranks may dial before the agent has finished starting; the kernel holds them here."""
@@ -43,10 +47,23 @@ class AgentHandle:
     host: str
     port: int
     process: subprocess.Popen[bytes]
+    told: bool = False
 
     @property
     def alive(self) -> bool:
         return self.process.poll() is None
+
+    def tell_end(self) -> None:
+        """Warn, once, if the agent has ended although nobody asked it to: the ranks train on as
+        if nothing were wrong, so nobody else would say so. Never blocks."""
+        if self.told or self.alive:
+            return
+        self.told = True
+        log.warning(
+            "the agent has ended (%s): nothing is reported or adapted any more, training goes on "
+            "with the plan in force; what it said before is in this log",
+            _how(self.process.returncode),
+        )
 
     def close(self, timeout: float = LAST_REPORT_SECONDS) -> None:
         """Let the agent send its last report and end; kill it after ``timeout`` seconds."""
@@ -57,6 +74,16 @@ class AgentHandle:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+
+def _how(code: int) -> str:
+    """How a process ended, of its return code as in :class:`subprocess.Popen`."""
+    if code >= 0:
+        return f"exit {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
 
 
 def start_agent(context: TrainerContext) -> AgentHandle:
