@@ -26,6 +26,7 @@ from testbed.processes import Process
 from pipemorph.control import initial_plan
 from pipemorph.planning import Path as LinkPath
 from pipemorph.planning import Plan, StageTimes, problem_for, simulate
+from pipemorph.planning.offload import device_peak
 from pipemorph.spec import JobSpec
 from pipemorph.wire import (
     Directive,
@@ -303,6 +304,8 @@ class Ranks:
         self.next: Directive | None = None
         self.iteration = self.sequence = self.observed = 0
         self.seconds: list[float] = []
+        self.waits: list[float] = []
+        """Seconds until each report was answered."""
         self.due = 0.0
 
     def run(self, iterations: int) -> None:
@@ -348,9 +351,9 @@ class Ranks:
             stages=[
                 StageProfile(
                     stage=i, forward=0.01, backward_input=0.01, backward_weight=0.01,
-                    split="emulated", peak_memory=1 << 20,
+                    split="emulated", peak_memory=peak,
                 )
-                for i in range(stages)
+                for i, peak in enumerate(self.peak_memory)
             ],
             iterations=[
                 IterationSample(
@@ -359,6 +362,15 @@ class Ranks:
                 )
             ],
         )  # fmt: skip
+
+    @property
+    def peak_memory(self) -> list[int]:
+        """Bytes per stage: 1 MiB for each microbatch in flight at a time under the plan."""
+        plan = self.plan
+        return [
+            device_peak(ops, limit) << 20
+            for ops, limit in zip(plan.schedule.stages, plan.device_limits, strict=True)
+        ]
 
     def _sample(self, link: int, direction: Any, wire: float) -> LinkSample:
         times = dict.fromkeys(("min", "p50", "p99", "mean"), wire)
@@ -387,7 +399,9 @@ class Ranks:
         self._pace()
         self.sequence += 1
         body = self.report(**fields).model_dump_json().encode()
+        began = time.monotonic()
         status, answer = self.post(body)
+        self.waits.append(time.monotonic() - began)
         assert status == 200, answer
         directive = DirectiveEnvelope.model_validate(answer).directive
         if directive is not None:

@@ -58,6 +58,7 @@ def test_a_slow_link_is_planned_around_within_two_iterations_and_back(
     plant = Plant(job)
     plant.run(6)
     undisturbed = plant.seconds[-1]
+    lean = [plant.profile(i, op).peak_memory for i, op in enumerate(plant.ops)]
     plant.delays[link] = 0.060
     plant.run(12)
     disturbed = plant.seconds[6]
@@ -76,7 +77,9 @@ def test_a_slow_link_is_planned_around_within_two_iterations_and_back(
     assert record.bubble_before is not None
     assert record.bubble_after is not None
     assert record.bubble_after < record.bubble_before
-    assert None not in record.peak_memory_after
+    full = [plant.profile(i, op).peak_memory for i, op in enumerate(plant.ops)]
+    assert (record.peak_memory_before, record.peak_memory_after) == (lean, full)
+    assert sum(lean) < sum(full), "more in flight takes no more memory"
     assert [row["link"] for row in record.links] == [link]
     assert record.links[0]["delay"] == pytest.approx(0.060, abs=0.003)
     assert f"link {link} is slow by" in record.reason
