@@ -189,7 +189,9 @@ def _one_expected(kind: str, context: dict[str, Any], message: str) -> str:
         return _EXPECTED[kind]
     if kind in _BOUNDS:
         words, key = _BOUNDS[kind]
-        return f"{words} {context[key]:g}"
+        bound = context[key]
+        # In full, as one writes it: :g has six digits.
+        return f"{words} {int(bound) if bound == int(bound) else format(bound, 'g')}"
     match kind:
         case "literal_error":
             return f"one of {context['expected'].replace(chr(39), '').replace(' or ', ', ')}"

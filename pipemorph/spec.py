@@ -28,7 +28,8 @@ RESERVED_ENV = frozenset(
 )
 RESERVED_ENV_PREFIXES = ("PIPEMORPH_", "PET_", "TORCHELASTIC_")
 
-Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+# An hour is beyond any op or delay; what is far longer overflows the clocks that wait for it.
+Milliseconds = Annotated[float, Field(ge=0, le=3_600_000, allow_inf_nan=False)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)]
 
 
@@ -320,7 +321,7 @@ class Fault(SpecModel):
     )
     bandwidth_mbps: float | None = Field(
         default=None,
-        gt=0,
+        ge=0.001,
         allow_inf_nan=False,
         description="Limits the link to this many megabits per second.",
     )

@@ -198,6 +198,21 @@ ENV = "spec/template/spec/containers/1/env/0/name"
         ("spec/faults/0/toIteration", 10, "spec.faults[0].toIteration: is 10, which is not after"),
         ("spec/faults/0/fromSeconds", 1, "spec.faults[0]: is bounded by iterations and by seconds"),
         ("spec/faults/0/delayMs", ..., "spec.faults[0]: has no effect; give one of delayMs"),
+        (
+            "spec/faults/0/delayMs",
+            1e300,
+            "spec.faults[0].delayMs: is 1e+300; expected at most 3600000",
+        ),
+        (
+            "spec/faults/0/bandwidthMbps",
+            1e-300,
+            "spec.faults[0].bandwidthMbps: is 1e-300; expected at least 0.001",
+        ),
+        (
+            "spec/emulation/messageBytes",
+            2 << 30,
+            "spec.emulation.messageBytes: is 2147483648; expected at most 1073741824",
+        ),
         ("spec/trainer/module", "no module", 'spec.trainer.module: is "no module"; expected a'),
         ("spec/trainer/args", [1], "spec.trainer.args: is [1]; expected a mapping"),
         ("spec/trainer", None, "spec.trainer: is null; expected a mapping"),
