@@ -130,7 +130,7 @@ def _fail(draft: Draft, reason: str, message: str) -> Decision:
     draft.say("Warning", reason, message)
     draft.out.counts.append("failed")
     draft.out.delete_jobs += [j.name for j in draft.jobs() if not j.drained and not j.deleting]
-    draft.out.delete_attempts += [j.name for j in draft.jobs()]
+    draft.end_attempts()
     draft.out.again_in = None
     return draft.done(soon=True)
 
@@ -143,11 +143,10 @@ def _suspend(draft: Draft, job: PipeMorphJob) -> Decision:
     that reports and secrets of the ranks before are not those of the ranks after."""
     running = [j for j in draft.jobs() if not j.drained]
     current = draft.seen.current
-    known = [draft.status.job_name] if draft.status.job_name else []
     if current is not None or draft.status.job_uid is not None:
         draft.record(names.R_SUSPENDED, "spec.suspend is true", counted=False)
     draft.out.delete_jobs += [j.name for j in draft.jobs() if not j.deleting]
-    draft.out.delete_attempts += sorted({*known, *(j.name for j in draft.jobs())})
+    draft.end_attempts()
     draft.status.start_time = None
     draft.status.pods = PodCounts(wanted=job.spec.parallelism.world_size)
     if running:
@@ -297,7 +296,7 @@ def _complete(draft: Draft, ranks: int) -> Decision:
     draft.status.completion_time = format_time(draft.now)
     draft.say("Normal", names.COMPLETE, f"all {ranks} ranks finished")
     draft.out.counts.append("successful")
-    draft.out.delete_attempts += [j.name for j in draft.jobs()]
+    draft.end_attempts()
     return draft.done(soon=True)
 
 

@@ -112,6 +112,12 @@ class Draft:
         current = self.seen.current
         return [*([current] if current is not None else []), *self.seen.others]
 
+    def end_attempts(self) -> None:
+        """Have what all attempts so far were given deleted, also where a Job is gone already."""
+        current = (self.seen.body.get("status") or {}).get("jobName")
+        found = {*(job.name for job in self.jobs()), *([current] if current else [])}
+        self.out.delete_attempts += sorted(found)
+
     def record(self, reason: str, message: str, *, counted: bool) -> None:
         """Close the attempt in status and put the next one's number there."""
         number = self.status.attempt or 0

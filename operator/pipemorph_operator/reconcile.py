@@ -147,7 +147,10 @@ class Reconciler:
                 return hold(seen, names.R_REFUSED, refused.message)
             if refused.status not in PERMANENT:
                 raise
-            return refuse(seen, names.R_REFUSED, refused.message)
+            failed = refuse(seen, names.R_REFUSED, refused.message)
+            # Those before the one that was refused are there.
+            failed.delete_attempts.append(attempt.name)
+            return failed
         return decision
 
     async def _write_status(self, body: Mapping[str, Any], status: JobStatus) -> None:

@@ -83,6 +83,15 @@ def test_what_an_attempt_had_goes_when_the_job_ends(complete: bool) -> None:
     assert decision.delete_jobs == [], "the pods' logs are gone"
 
 
+def test_what_an_attempt_had_goes_also_when_its_job_went_before() -> None:
+    world = World(body())
+    world.running()
+    world.jobs.clear()
+    decision = world.turn()
+    assert world.condition("Failed") == ("True", "JobDeleted")
+    assert decision.delete_attempts == [job_facts().name]
+
+
 @pytest.mark.parametrize("terminal", ["Complete", "Failed"])
 def test_a_terminal_state_wins_over_everything(terminal: str) -> None:
     world = World(body(activeDeadlineSeconds=10, failurePolicy={"maxRestarts": 5}))

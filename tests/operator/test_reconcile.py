@@ -30,6 +30,9 @@ class Refusing:
     async def create(self, obj: dict[str, Any], owner: str) -> dict[str, Any]:
         raise self.refusal
 
+    async def delete(self, url: str, **_: Any) -> None:
+        """Whatever is there."""
+
     async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
         self.statuses.append(obj["status"])
 
@@ -70,6 +73,15 @@ class Taking(Events):
 
     async def delete(self, url: str, **_: Any) -> None:
         self.deleted.append(url)
+
+
+class RefusingJobs(Taking):
+    """One that takes all but Jobs."""
+
+    async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
+        if obj["kind"] == "Job":
+            raise refusal(422, "spec.template: Invalid value")
+        return await super().apply(obj, owner, subresource=subresource)
 
 
 def refusal(status: int, message: str, *causes: str) -> ApiRefused:
@@ -179,3 +191,11 @@ def test_a_pod_group_goes_with_its_attempts_config_map(gang: dict[str, Any]) -> 
     api.job = {"metadata": made["Job"] | {"uid": "uid-of-Job"}}
     reconcile(api)
     assert f"/api/v1/namespaces/team/configmaps/{made['ConfigMap']['name']}" in api.deleted
+
+
+def test_what_was_made_before_a_refusal_goes() -> None:
+    api = RefusingJobs({"placement": {"gang": {"volcano": {}}}})
+    reconcile(api)
+    assert api.statuses[-1]["state"] == "Failed"
+    made = next(obj["metadata"]["name"] for obj in api.applied if obj["kind"] == "ConfigMap")
+    assert f"/api/v1/namespaces/team/configmaps/{made}" in api.deleted
