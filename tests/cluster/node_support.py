@@ -188,6 +188,15 @@ class Witness:
                     found.append(entry["status"])
         return found
 
+    def since(self, kind: str, status: str) -> str:
+        """When a condition first became so, as RFC 3339 in UTC, to the second: of two such
+        times the earlier is the lesser string."""
+        for seen in self.seen:
+            for entry in seen.get("conditions", []):
+                if (entry["type"], entry["status"]) == (kind, status):
+                    return str(entry["lastTransitionTime"])
+        raise AssertionError(f"{kind} was never {status}: it was {self.conditions(kind)}")
+
     def never_back(self, *path: str) -> None:
         found = self.numbers(*path)
         assert found, f"{'.'.join(path)} was never there"
