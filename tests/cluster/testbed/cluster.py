@@ -444,7 +444,7 @@ def _holds(found: Object, condition: Condition) -> bool:
     if not isinstance(condition, str):
         return bool(condition(found))
     kind, _, status = condition.partition("=")
-    conditions = found.get("status", {}).get("conditions", [])
+    conditions = found.get("status", {}).get("conditions") or []  # A new CRD has null there.
     for entry in conditions:
         if entry["type"] == kind:
             if entry["status"] == (status or "True"):
