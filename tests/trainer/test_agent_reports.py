@@ -26,7 +26,8 @@ Key = tuple[int, int, str]
 
 
 def bound(series: int) -> int:
-    """Reports within which each series is told again: some 60 in each report are those unreported longest."""
+    """Reports within which each series is told again: some 60 in each are those that were not
+    told of for longest."""
     return 1 + -(-series // 60)
 
 
@@ -174,6 +175,16 @@ def test_a_slow_link_stays_in_the_reports() -> None:
     key = (7, 1, "backward")
     job.delays[key] = 0.03
     assert all(key in keys(job.tick().report) for _ in range(8))
+
+
+def test_a_link_that_recovers_stays_until_that_is_sure() -> None:
+    job = Job(64, 4)
+    key = (7, 1, "backward")
+    job.delays[key] = 0.03
+    for _ in range(bound(len(job.series))):
+        job.tick()
+    del job.delays[key]
+    assert all(key in keys(job.tick().report) for _ in range(9))
 
 
 def test_windows_of_a_link_never_come_after_newer_ones() -> None:

@@ -3,8 +3,9 @@
 A job of 64 stages and 16 replicas has 2016 series of windows, and a report has room for some
 200. Three things are wanted of them, so each has its part of the room:
 
-- a link that turns slow, or recovers, is in the very next report: largest change first;
-- a link that is slow stays in the reports, since a detector wants several windows: slowest first;
+- a link that turns slow, or recovers, is in the very next report, and in those that follow, since
+  a detector wants several windows: largest difference to what was told lately first;
+- a link that is slow stays in the reports: slowest first;
 - no link is forgotten, or it would be taken for unknown: longest unreported first. This takes
   all the room that is left, so every series is told again within a bounded number of reports.
 
@@ -24,6 +25,10 @@ WINDOWS_PER_LINK = 8
 LINKS_PER_REPORT = 512
 CHANGED_SHARE = SLOWEST_SHARE = 1 / 8
 """Of a report's bytes: for about 25 series each."""
+
+FADING = 1 / 4
+"""Weight of the newest report in the mean of what was told of a series: a step by 30 ms still
+differs from it by 2 ms after nine reports, as many as a detector needs to be sure of a recovery."""
 
 LinkKey = tuple[int, int, str, str]
 """link, replica, direction, path"""
@@ -62,7 +67,7 @@ class _Series:
     told_at: int = 0
     """Number of the report that told of it last; 0: none."""
     told: float = 0.0
-    """How slow it was then, seconds."""
+    """How slow it was lately as told, seconds: a mean in which each report fades."""
 
     @property
     def slowness(self) -> float:
@@ -75,7 +80,9 @@ class _Series:
 
     def delivered(self, newest: LinkSample, report: int) -> None:
         """``report`` told of it, up to the window ``newest``."""
-        self.told_at, self.told = report, _slowness(newest)
+        slowness = _slowness(newest)
+        self.told += (slowness - self.told) * (FADING if self.told_at else 1.0)
+        self.told_at = report
         if any(sample is newest for sample in self.waiting):
             while self.waiting.popleft() is not newest:
                 pass
