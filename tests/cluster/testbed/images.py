@@ -109,7 +109,7 @@ def base_images(directory: Path) -> list[Path]:
             "the static one (Debian: apt-get install busybox-static)"
         )
     applets = ["cat", "echo", "env", "false", "httpd", "head", "ip", "ls", "mkdir", "nc", "ping"]
-    applets += ["sh", "sleep", "true", "wc"]
+    applets += ["sh", "sleep", "timeout", "true", "wc"]
     programs = {f"bin/{name}": _program(name) for name in ("bash", "getent")}
     libraries = {library for program in programs.values() for library in _libraries(program)}
     base = build_image(
