@@ -39,6 +39,8 @@ std::string Address::text(bool with_port) const {
         inet_ntop(AF_INET6, &reinterpret_cast<const sockaddr_in6&>(storage).sin6_addr, host,
                   sizeof host);
     if (!with_port) return host;
+    if (family() == AF_INET6)
+        return "[" + std::string(host) + "]:" + std::to_string(port_of(storage));
     return std::string(host) + ":" + std::to_string(port_of(storage));
 }
 
@@ -83,6 +85,8 @@ Fd listen_on(const Address& address) {
     Fd fd(::socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
     if (!fd) throw EngineError(std::string("socket: ") + std::strerror(errno));
     if (address.family() != AF_UNIX) set_option(fd, SOL_SOCKET, SO_REUSEADDR, 1);
+    // "::" is every address of the host, whatever the system's default.
+    if (address.family() == AF_INET6) set_option(fd, IPPROTO_IPV6, IPV6_V6ONLY, 0);
     if (::bind(fd.get(), address.get(), address.size) != 0 || ::listen(fd.get(), 512) != 0)
         throw EngineError("cannot listen on " + address.text() + ": " + std::strerror(errno));
     return fd;

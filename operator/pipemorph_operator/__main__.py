@@ -124,7 +124,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--ingest-ca", help="PEM file ranks trust the ingest's certificate by")
     made.add_argument("--trainer-image", default="", help="image of jobs that name none")
     made.add_argument("--trainer-pull-policy", default="", help="pull policy of that image")
-    made.add_argument("--host", default="0.0.0.0", help="address of metrics and probes")
+    made.add_argument("--host", help="address of metrics and probes; all of them if not given")
     made.add_argument("--metrics-port", type=int, default=8080)
     made.add_argument("--workers", type=int, default=WORKERS, help="jobs reconciled at a time")
     return made

@@ -8,9 +8,10 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 
-async def start(host: str, port: int, is_ready: Callable[[], bool]) -> web.AppRunner:
-    """Serve until the runner is cleaned up. Raises OSError if the port is taken.
+async def start(host: str | None, port: int, is_ready: Callable[[], bool]) -> web.AppRunner:
+    """Serve until the runner is cleaned up, at every address of the pod if ``host`` is None.
 
+    Raises OSError if the port is taken.
     ``/healthz`` answers if the event loop runs; ``/readyz`` as ``is_ready`` says.
     """
 

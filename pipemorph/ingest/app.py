@@ -195,7 +195,7 @@ class IngestServer:
         store: JobStore,
         authenticator: Authenticator,
         *,
-        host: str = "127.0.0.1",
+        host: str | None = "127.0.0.1",
         port: int = 0,
         tls: ssl.SSLContext | None = None,
         limits: Limits | None = None,

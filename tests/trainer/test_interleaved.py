@@ -82,10 +82,12 @@ def check(
     schedule: InterleavedSchedule,
     dtype: torch.dtype = torch.float32,
     faults: Sequence[Fault] = (),
+    master_addr: str = "127.0.0.1",
 ) -> list[Record]:
     placement = schedule.placement()
     job = Job(len(placement), schedule.microbatches, dtype=dtype, iterations=4, faults=faults)
-    found = run_ranks(len(schedule.ranks), train, job, schedule)
+    context = {"master_addr": master_addr}
+    found = run_ranks(len(schedule.ranks), train, job, schedule, context=context)
     for rank, ops in enumerate(schedule.ranks):
         wanted = [f"{op.stage}{op.kind.value}{op.microbatch}" for op in ops]
         assert all(order == wanted for _, order in found[rank].values())
@@ -120,6 +122,10 @@ def test_policies(policy: str, ranks: int, stages: int, microbatches: int) -> No
 
 def test_bfloat16() -> None:
     check(make_schedule("zero-bubble-v", 2, 4, 4), torch.bfloat16)
+
+
+def test_over_ipv6() -> None:
+    check(make_schedule("1f1b-interleaved", 2, 4, 4), master_addr="::1")
 
 
 def test_under_delays() -> None:

@@ -11,7 +11,7 @@ import torch
 from launch import run_ranks
 from torch import nn
 
-from pipemorph_trainer import Pipeline, TrainerContext, links
+from pipemorph_trainer import Pipeline, TrainerContext, addresses, links
 from pipemorph_trainer.machine import Machine, this_machine
 from pipemorph_trainer.paths import line as lines
 
@@ -34,13 +34,16 @@ def test_where_the_kernel_does_not_say_names_have_to_do(tmp_path: Path) -> None:
     assert not here.shares_clock(this_machine())
 
 
-def meet(context: TrainerContext, changed: str | None) -> tuple[list[str], list[bool], float]:
+def meet(
+    context: TrainerContext, changed: str | None, path: str = "direct"
+) -> tuple[list[str], list[bool], float]:
     """What this rank dialled, whether each neighbour reads its clock, and its loss. Rank 1 is
     where ``changed`` is another."""
     if context.rank == 1 and changed is not None:
         there = this_machine()._replace(**{changed: "another"})
         vars(links)["this_machine"] = lambda: there
-    vars(lines)["own_address"] = lambda master_addr: ELSEWHERE
+    if context.master_addr == "127.0.0.1":
+        vars(addresses)["own_address"] = lambda master_addr: ELSEWHERE
     dialled: list[str] = []
     dial = lines.dial
 
@@ -52,8 +55,9 @@ def meet(context: TrainerContext, changed: str | None) -> tuple[list[str], list[
     torch.manual_seed(context.rank)
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     with Pipeline(
-        module, context=context, loss_fn=nn.functional.mse_loss, microbatches=4, policy="1f1b"
-    ) as pipe:
+        module, context=context, loss_fn=nn.functional.mse_loss, microbatches=4, policy="1f1b",
+        path=path, engine="tcp",
+    ) as pipe:  # fmt: skip
         loss = pipe.step(torch.ones(8, 4), target=torch.zeros(8, 4))
         return dialled, [end.same_host for end in pipe._neighbours.ends], float(loss)
 
@@ -73,3 +77,10 @@ def test_neighbours_meet_where_they_are(changed: str | None, address: str, one_c
     zero, one = run_ranks(2, meet, changed, context={"secret": b"secret"})
     assert zero == ([address], [one_clock], one[2])
     assert one[:2] == ([], [one_clock])
+
+
+@pytest.mark.parametrize("path", ["direct", "delegated"])
+def test_neighbours_meet_over_ipv6(path: str) -> None:
+    context = {"secret": b"secret", "master_addr": "::1"}
+    zero, one = run_ranks(2, meet, "network", path, context=context)
+    assert zero == (["::1"], [True], one[2])

@@ -23,6 +23,7 @@ from pipemorph.errors import InputError
 from pipemorph.planning import OpKind, Path
 from pipemorph.spec import Fault
 from pipemorph.wire import StageProfile
+from pipemorph_trainer import addresses
 from pipemorph_trainer.commit import CANDIDATES, PlanBook, RankRow, agree, bubble_fraction
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.emulated import Accelerator
@@ -186,7 +187,7 @@ def test_a_change_of_path_closes_the_window() -> None:
 
 
 def test_notes_tokens_and_shapes_cross_a_line() -> None:
-    with lines.listen(True) as listener:
+    with lines.listen("127.0.0.1") as listener:
         port = listener.getsockname()[1]
         made: list[lines.Line] = []
         thread = threading.Thread(
@@ -217,7 +218,7 @@ def test_notes_tokens_and_shapes_cross_a_line() -> None:
 
 def test_a_neighbour_that_does_not_dial_is_named() -> None:
     with (
-        lines.listen(True) as listener,
+        lines.listen("127.0.0.1") as listener,
         pytest.raises(PipelineError, match=r"rank 1 waited 0 s for rank 0 to dial its line"),
     ):
         lines.accept(listener, rank=1, peer_rank=0, secret=b"s", timeout=0.05)
@@ -237,7 +238,7 @@ def test_who_is_refused_at_a_line_is_logged_and_told(caplog: pytest.LogCaptureFi
             with dial(listener, *who):
                 pass
 
-    with lines.listen(True) as listener:
+    with lines.listen("127.0.0.1") as listener:
         thread = threading.Thread(target=strangers, args=[listener], daemon=True)
         thread.start()
         with pytest.raises(
@@ -257,14 +258,21 @@ def test_who_is_refused_at_a_line_is_logged_and_told(caplog: pytest.LogCaptureFi
         assert re.search(why, said)
 
 
-def test_a_rank_0_without_an_ipv4_address_is_named() -> None:
-    assert lines.own_address("127.0.0.1") == "127.0.0.1"
-    with pytest.raises(PipelineError, match=r"MASTER_ADDR is ::1, .* over IPv4 \(\w"):
-        lines.own_address("::1")
+def test_the_own_address_is_of_the_kind_that_rank_0_has() -> None:
+    assert addresses.own_address("127.0.0.1") == "127.0.0.1"
+    assert addresses.own_address("::1") == "::1"
+    with pytest.raises(
+        PipelineError,
+        match=r"MASTER_ADDR is no\.invalid, .* reached over IPv4: \w.*, nor over IPv6: \w",
+    ):
+        addresses.own_address("no.invalid")
 
 
 def test_a_line_that_ends_a_moment_after_another_connection_is_waited_for() -> None:
-    with lines.listen(True) as listener, socket.create_connection(listener.getsockname()) as mine:
+    with (
+        lines.listen("127.0.0.1") as listener,
+        socket.create_connection(listener.getsockname()) as mine,
+    ):
         theirs, _ = listener.accept()
         line = lines.Line(mine, 1)
         theirs.sendall(b"part of a note")

@@ -7,6 +7,7 @@ cannot be mistaken for each other. Within a rank a message is handed over as it 
 
 from __future__ import annotations
 
+import ipaddress
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from pipemorph.planning import Path
 from pipemorph.spec import Fault
+from pipemorph_trainer.addresses import everywhere
 from pipemorph_trainer.executor.bell import Bell
 from pipemorph_trainer.groups import Groups
 from pipemorph_trainer.links import LinkEnd, Neighbourhood
@@ -162,7 +164,7 @@ def meet_chunks(
     with ExitStack() as stack:
         # One listener per link, or a rank that dials early would take another's place.
         listeners = {
-            link: stack.enter_context(lines.listen(_is_loopback(address)))
+            link: stack.enter_context(lines.listen(_bound(address)))
             for link in across
             if placement[link + 1] == rank
         }
@@ -194,8 +196,10 @@ def meet_chunks(
     return ChunkLinks(neighbours, ends)
 
 
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.")
+def _bound(address: str) -> str:
+    """What to listen on where this rank is reached at ``address``: nobody else has to get in."""
+    loopback = ipaddress.ip_address(address).is_loopback
+    return address if loopback else everywhere(address)
 
 
 def _end(link: int, peer: int, receives: Direction, line: Line, faults: Sequence[Fault]) -> LinkEnd:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from pipemorph.errors import InputError
 from pipemorph.planning.interleaved import InterleavedSchedule, validate_interleaved
 from pipemorph.spec import Fault
+from pipemorph_trainer.addresses import own_address
 from pipemorph_trainer.chunk_links import meet_chunks
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.errors import PipelineError, first_sentence
@@ -28,7 +29,6 @@ from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.inputs import signature, split
 from pipemorph_trainer.links import LinkEnd, Seat
 from pipemorph_trainer.paths.arrival import OpClock
-from pipemorph_trainer.paths.line import own_address
 from pipemorph_trainer.profile import TimedOp
 from pipemorph_trainer.split import StageRunner
 from pipemorph_trainer.world import join

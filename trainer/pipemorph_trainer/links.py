@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from pipemorph.planning import Path
 from pipemorph.spec import Fault, Rdma
+from pipemorph_trainer import addresses
 from pipemorph_trainer.accelerator import accelerator_of
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.executor.bell import Bell
@@ -271,10 +272,11 @@ def meet(
     module = engine_module() if engine_options is not None else None
     hosts: list[Any] = [None] * (seat.stages * seat.replicas)
     here = this_machine()
-    dist.all_gather_object(hosts, (here, lines.own_address(master_addr)))
+    own_address = addresses.own_address(master_addr)
+    dist.all_gather_object(hosts, (here, own_address))
     one_loopback = all(here.shares_loopback(machine) for machine, _ in hosts)
-    bind = "127.0.0.1" if one_loopback else "0.0.0.0"
-    listener = lines.listen(one_loopback)
+    bind = "127.0.0.1" if one_loopback else addresses.everywhere(own_address)
+    listener = lines.listen(bind)
     engine = None
     if module is not None and engine_options is not None:
         engine = module.Engine(

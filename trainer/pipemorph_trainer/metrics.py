@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from pipemorph.planning import Plan
 from pipemorph.wire import RailSample, TransportSample
+from pipemorph_trainer.addresses import everywhere, own_address
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.control import ControlClient, RankTelemetry
 
@@ -250,17 +251,18 @@ def metered(
     if not context.metrics_port:
         return control
     job = context.job.metadata.name if context.job is not None else "job"
-    metrics = serve(job, seat.stage, seat.replica, context.metrics_port)
+    host = everywhere(own_address(context.master_addr))
+    metrics = serve(job, seat.stage, seat.replica, context.metrics_port, host)
     return control if metrics is None else MeteredControl(control, metrics, plan)
 
 
-def serve(job: str, stage: int, replica: int, port: int) -> RankMetrics | None:
-    """Metrics at ``port``, or None and a warning: a rank trains without them as well."""
+def serve(job: str, stage: int, replica: int, port: int, host: str) -> RankMetrics | None:
+    """Metrics at ``host:port``, or None and a warning: a rank trains without them as well."""
     try:
         metrics = RankMetrics(job, stage, replica)
         from prometheus_client import start_http_server
 
-        start_http_server(port, registry=metrics.registry)
+        start_http_server(port, host, registry=metrics.registry)
     except ImportError:
         log.warning("no metrics: prometheus-client is not installed")
         return None

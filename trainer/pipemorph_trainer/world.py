@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipemorph.errors import InputError
+from pipemorph_trainer.addresses import in_url
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.groups import Groups, destroy_at_exit
 from pipemorph_trainer.links import Seat
@@ -123,7 +124,7 @@ def _init_process_group(context: TrainerContext, device: torch.device) -> None:
     else:
         dist.init_process_group(
             backend,
-            init_method=f"tcp://{context.master_addr}:{context.master_port}",
+            init_method=f"tcp://{in_url(context.master_addr)}:{context.master_port}",
             rank=context.rank,
             world_size=context.world_size,
             timeout=timeout,

@@ -183,7 +183,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--namespace", action="append", default=[], help="serve only this one; may be repeated"
     )
-    made.add_argument("--host", default="0.0.0.0", help="address to serve at")
+    made.add_argument("--host", help="address to serve at; all of them if not given")
     made.add_argument("--port", type=int, default=8443)
     made.add_argument("--tls-cert", help="PEM file with the certificate chain")
     made.add_argument("--tls-key", help="PEM file with its key")

@@ -26,6 +26,7 @@ from pipemorph.commands.emit import emit, silence_stdout
 from pipemorph.discovery.host import memory_bytes
 from pipemorph.errors import InputError
 from pipemorph_trainer._engine import Engine, EngineError, Link
+from pipemorph_trainer.addresses import in_url
 from pipemorph_trainer.bench import transfers
 from pipemorph_trainer.bench.link_report import LATENCY_BYTES, path_record, show
 
@@ -148,7 +149,7 @@ class Bench:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             "gloo",
-            init_method=f"tcp://{host}:{port}",
+            init_method=f"tcp://{in_url(host)}:{port}",
             rank=self.rank,
             world_size=2,
             timeout=timedelta(seconds=GLOO_SECONDS),

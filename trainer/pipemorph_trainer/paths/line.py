@@ -20,6 +20,7 @@ import time
 from collections import deque
 from typing import NamedTuple
 
+from pipemorph_trainer.addresses import in_url
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.paths.message import Direction, Note, Position, TensorMeta
 
@@ -164,27 +165,10 @@ class Line:
         self._sock.close()
 
 
-def own_address(master_addr: str) -> str:
-    """The address this machine uses towards rank 0's. Raises :class:`PipelineError` if there is
-    none: links are IPv4."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((master_addr, 9))
-        except OSError as error:
-            raise PipelineError(
-                f"MASTER_ADDR is {master_addr}, which is not to be reached over IPv4 "
-                f"({error.strerror}); links between stages need an IPv4 address, or a name with one"
-            ) from None
-        return str(probe.getsockname()[0])
-
-
-def listen(loopback: bool) -> socket.socket:
-    """A socket neighbours can dial, on this machine only if all ranks are here."""
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind(("127.0.0.1" if loopback else "0.0.0.0", 0))
-    sock.listen(8)
-    return sock
+def listen(host: str) -> socket.socket:
+    """A socket neighbours can dial at ``host``, an address of this machine, or at all of them."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family, backlog=8)
 
 
 def _proof(secret: bytes, nonce: bytes, dialer: int, listener: int) -> bytes:
@@ -207,11 +191,11 @@ def dial(host: str, port: int, *, rank: int, peer_rank: int, secret: bytes, time
     reached or refuses."""
     try:
         sock = socket.create_connection((host, port), timeout=timeout)
-        nonce = _read_exactly(sock, _NONCE_BYTES, f"rank {peer_rank} at {host}:{port}")
+        nonce = _read_exactly(sock, _NONCE_BYTES, f"rank {peer_rank} at {in_url(host)}:{port}")
         sock.sendall(_HELLO.pack(rank, peer_rank, _proof(secret, nonce, rank, peer_rank)))
     except OSError as error:
         raise PipelineError(
-            f"rank {rank} cannot reach rank {peer_rank} at {host}:{port}: {error}"
+            f"rank {rank} cannot reach rank {peer_rank} at {in_url(host)}:{port}: {error}"
         ) from error
     return Line(sock, peer_rank)
 
@@ -229,7 +213,7 @@ def accept(
     while True:
         listener.settimeout(max(0.001, deadline - time.monotonic()))
         try:
-            sock, (host, port) = listener.accept()
+            sock, (host, port, *_) = listener.accept()
         except TimeoutError:
             many = "connection" if refused == 1 else "connections"
             told = f"; refused {refused} {many}, the last one {last}" if refused else ""
@@ -247,7 +231,7 @@ def accept(
         if why is None:
             return Line(sock, peer_rank)
         sock.close()
-        refused, last = refused + 1, f"from {host}:{port}: {why}"
+        refused, last = refused + 1, f"from {in_url(host)}:{port}: {why}"
         log.warning("rank %d refused a connection to its line %s", rank, last)
 
 

@@ -1,0 +1,37 @@
+"""The plain port of metrics and probes, at the addresses a pod may have."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import aiohttp
+import pytest
+
+from pipemorph_operator import serve
+
+
+@pytest.mark.untimed
+@pytest.mark.parametrize("address", ["127.0.0.1", "[::1]"])
+def test_every_address_of_the_pod_is_served(address: str) -> None:
+    """Kubernetes asks at the pod's own, which is IPv6 in a cluster that is."""
+
+    async def ask() -> list[int]:
+        ready = [False, True]
+        # Nobody else gets a port that is held, and who listens there asks to share it.
+        with socket.socket() as holder:
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.bind(("127.0.0.1", 0))
+            port = holder.getsockname()[1]
+            http = await serve.start(None, port, lambda: ready.pop(0))
+        try:
+            async with aiohttp.ClientSession() as session:
+                statuses = []
+                for path in ("healthz", "readyz", "readyz", "metrics"):
+                    async with session.get(f"http://{address}:{port}/{path}") as answer:
+                        statuses.append(answer.status)
+                return statuses
+        finally:
+            await http.cleanup()
+
+    assert asyncio.run(ask()) == [200, 503, 200, 200]
