@@ -330,6 +330,37 @@ def test_at_most_twenty_reports_a_second(
     assert len(ingest.reports) - before <= 20 * seconds + 2
 
 
+def test_reports_go_on_after_another_agent_has_taken_over(
+    ingest: Ingest, agent: AgentHandle, line: Callable[[int], AgentClient]
+) -> None:
+    """The ingest takes no sequence number twice; and nobody tells it that training begins."""
+    zero, one = line(0), line(1)
+    zero.publish(telemetry(0, iteration=7, finished_iteration=finished(6)))
+    until(lambda: ingest.iterations() == [6], "iteration 6")
+    agent.process.kill()
+    agent.process.wait(DEADLINE)
+    one.publish(telemetry(1, iteration=7, links=[sample()]))
+
+    def served() -> bool:
+        agent.tend()
+        return one.newest_plan() is None and one.ready and one.reconnects == 1
+
+    until(served, "a line of rank 1 to the next agent")
+    before = len(ingest.reports)
+    ingest.issue(3)
+    zero.publish(telemetry(0, iteration=8, finished_iteration=finished(7)))
+
+    def reported() -> bool:
+        zero.newest_plan()  # a line moves on when it is used
+        return 7 in ingest.iterations()
+
+    until(reported, "iteration 7")
+    assert ingest.reports[before].iteration == 8
+    numbers = [report.sequence for report in ingest.reports]
+    assert numbers == sorted(set(numbers)) and max(numbers) > 10**9
+    assert until(one.newest_plan, "the directive").version == 3
+
+
 def test_a_wrong_secret_is_refused_and_logged(
     ingest: Ingest, token_file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,55 +2,87 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
+import socket
 import sys
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from launch import Ranks
 from torch import nn
 
 from pipemorph_trainer import Pipeline, TrainerContext
-from pipemorph_trainer.agent import AgentHandle
+from pipemorph_trainer.agent import AgentClient, AgentHandle
+from pipemorph_trainer.agent.launch import AgentConfig
 
 INGEST = "http://127.0.0.1:9"
 """Nobody listens there, which an agent bears."""
 
 
-def train(context: TrainerContext, signal_number: int | None) -> float:
-    """Four iterations; after the first of them rank 0's agent gets the signal."""
+def train(context: TrainerContext, killed: bool) -> list[int]:
+    """Iterations until both ranks have a line to the agent, which is killed after the first if
+    ``killed``. Returns how often this rank's line was lost."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     with Pipeline(
         module, context=context, loss_fn=nn.functional.mse_loss, microbatches=4, policy="1f1b"
     ) as pipe:
-        for iteration in range(4):
-            loss = pipe.step(torch.ones(8, 4), target=torch.zeros(8, 4))
-            if iteration == 0 and context.rank == 0 and signal_number is not None:
-                assert pipe._agent is not None and pipe._agent.alive
-                pipe._agent.process.send_signal(signal_number)
+        line = pipe._control
+        assert isinstance(line, AgentClient)
+        lost = []
+        for losses in range(2 if killed else 1):
+            deadline = time.monotonic() + 60
+            while True:
+                pipe.step(torch.ones(8, 4), target=torch.zeros(8, 4))
+                up = torch.tensor(int(line.ready and line.reconnects == losses))
+                dist.all_reduce(up, dist.ReduceOp.MIN)
+                if up:
+                    break
+                assert time.monotonic() < deadline, f"no line to agent {losses + 1} within 60 s"
+            lost.append(line.reconnects)
+            if context.rank == 0 and killed and losses == 0:
+                assert pipe._agent is not None
+                pipe._agent.process.kill()
                 pipe._agent.process.wait(20)
-        return float(loss)
+        return lost
 
 
-@pytest.mark.parametrize("signal_number", [9, None])
-def test_the_end_of_the_agent_is_told_once_and_training_goes_on(signal_number: int | None) -> None:
+@pytest.mark.parametrize("killed", [True, False])
+def test_an_agent_that_ends_is_followed_by_another_while_training_goes_on(killed: bool) -> None:
     context = {"secret": b"secret", "ingest_url": INGEST}
-    zero, one = Ranks(2, train, signal_number, context=context).wait(100)
+    zero, one = Ranks(2, train, killed, context=context).wait(100)
     assert (zero.exitcode, one.exitcode) == (0, 0), zero.error + one.error + zero.output
-    told = (
-        "the agent has ended (killed by SIGKILL): nothing is reported or adapted any more, "
-        "training goes on with the plan in force"
-    )
-    assert zero.output.count("the agent has ended") == (signal_number is not None), zero.output
-    assert (told in zero.output) == (signal_number is not None)
-    assert "the agent has ended" not in one.output
+    assert zero.value == one.value == ([0, 1] if killed else [0])
+    told = "the agent has ended (killed by SIGKILL): nothing is reported or adapted until another"
+    for said, times in ((told, killed), ("the agent has been started again", killed)):
+        assert zero.output.count(said) == times, zero.output
+    assert "the agent has" not in one.output
 
 
-def test_an_exit_is_told_with_its_code(caplog: pytest.LogCaptureFixture) -> None:
-    process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(2)"], stdin=-1)
-    handle = AgentHandle("127.0.0.1", 1, process)
-    process.wait(20)
-    handle.tell_end()
-    handle.tell_end()
+def test_one_that_does_not_last_is_started_less_and_less_often(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = AgentConfig(
+        job="gpt", namespace="default", attempt=0, world_size=1, secret_hex="00",
+        ingest_url=INGEST, token_file=None, listen_fd=0, parent=os.getpid(),
+    )  # fmt: skip
+    now = 100.0
+    listener = socket.create_server(("127.0.0.1", 0))
+    ends_at_once = (sys.executable, "-c", "raise SystemExit(2)")
+    handle = AgentHandle(config, listener, "127.0.0.1", command=ends_at_once, clock=lambda: now)
+    pauses, began = [], now
+    while len(pauses) < 9:
+        process = handle.process
+        process.wait(20)
+        handle.tend()
+        handle.tend()
+        if handle.process is process:
+            now += 0.5
+        else:
+            pauses.append(now - began)
+            began = now
     handle.close()
-    assert [m.partition(":")[0] for m in caplog.messages] == ["the agent has ended (exit 2)"]
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    said = [message.partition(":")[0] for message in caplog.messages]
+    assert said == ["the agent has ended (exit 2)", "the agent has been started again"] * 9

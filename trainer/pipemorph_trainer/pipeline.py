@@ -324,7 +324,7 @@ class Pipeline:
         inputs, shapes = self._stage.inputs(args, kwargs, target)
         loss = self._iterations.run(iteration, inputs, shapes)
         if self._agent is not None:
-            self._agent.tell_end()
+            self._agent.tend()
         self.iteration = iteration + 1
         self._last_activity = time()
         return torch.tensor(loss, dtype=torch.float32)

@@ -37,9 +37,21 @@ async def serve(config: AgentConfig) -> None:
     """Serve the ranks and the ingest until rank 0 is gone, then send the last report."""
     merger = TelemetryMerger(config.job, config.namespace, config.attempt, config.world_size)
 
+    # A first agent reports at once that ranks start. One that follows it would say so as well,
+    # wrongly, until rank 0 has told it where training is.
+    informed = asyncio.Event()
+    if not config.reports_before:
+        informed.set()
+
     def on_telemetry(telemetry: RankTelemetry) -> None:
         merger.add(telemetry)
         uplink.notify()
+        if telemetry.rank == 0:
+            informed.set()
+
+    async def report() -> None:
+        await informed.wait()
+        await uplink.run()
 
     def on_directive(directive: Directive) -> None:
         ranks.broadcast(directive.plan)
@@ -58,17 +70,19 @@ async def serve(config: AgentConfig) -> None:
         token_file=config.token_file,
         merger=merger,
         on_directive=on_directive,
+        reports_before=config.reports_before,
     )
     await ranks.start(socket.socket(fileno=config.listen_fd))
-    reporting = asyncio.create_task(uplink.run())
+    reporting = asyncio.create_task(report())
     await _rank_zero_is_gone()
     signal.alarm(LAST_RESORT_SECONDS)
     reporting.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await reporting
-    await uplink.flush(LAST_REPORT_SECONDS)
+    if informed.is_set():
+        await uplink.flush(LAST_REPORT_SECONDS)
     await ranks.close(LAST_WORDS_SECONDS)
-    if merger.dirty:
+    if merger.dirty and informed.is_set():
         await uplink.flush(LAST_REPORT_SECONDS)
 
 

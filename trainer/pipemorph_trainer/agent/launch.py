@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import os
@@ -9,7 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -22,6 +24,12 @@ log = logging.getLogger("pipemorph.agent")
 BACKLOG = 4096
 """Ranks may dial before the agent has finished starting; the kernel holds them here."""
 LAST_REPORT_SECONDS = 5.0
+FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 1.0, 60.0
+"""Between two starts of the agent."""
+REPORTS_OF_AN_AGENT = 10**9
+"""More than one can send: at 20 a second it takes a year and a half. 2**53 has room for millions
+of agents."""
+AGENT = (sys.executable, "-m", "pipemorph_trainer.agent")
 
 
 class AgentConfig(BaseModel):
@@ -38,42 +46,102 @@ class AgentConfig(BaseModel):
     token_file: Path | None
     listen_fd: int
     parent: int
+    reports_before: int = 0
+    """An upper bound on the sequence numbers that agents of this attempt have used: the ingest
+    takes none twice. Above 0, this is not the first agent."""
 
 
-@dataclass
 class AgentHandle:
-    """A running agent. ``host`` and ``port`` are where the ranks reach it."""
+    """A running agent, and those that follow it should it end early.
 
-    host: str
-    port: int
-    process: subprocess.Popen[bytes]
-    told: bool = False
+    ``host`` and ``port`` are where the ranks reach it. The listening socket stays open here, so
+    that the next agent has the same, and ranks that dial meanwhile just wait.
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        listener: socket.socket,
+        host: str,
+        *,
+        command: Sequence[str] = AGENT,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._listener = listener
+        self._command = command
+        self._clock = clock
+        self.host = host
+        self.port: int = listener.getsockname()[1]
+        self._ended = False
+        self._pause = FIRST_PAUSE_SECONDS
+        self._started_at = 0.0
+        self.process = self._start()
 
     @property
     def alive(self) -> bool:
         return self.process.poll() is None
 
-    def tell_end(self) -> None:
-        """Warn, once, if the agent has ended although nobody asked it to: the ranks train on as
-        if nothing were wrong, so nobody else would say so. Never blocks."""
-        if self.told or self.alive:
+    def tend(self) -> None:
+        """Start the agent again if it has ended although nobody asked it to. Never blocks.
+
+        Nobody else would notice: the ranks train on with the plan in force. Call it now and then,
+        from the thread that started the agent. One that does not last is started less and less
+        often, down to once a minute.
+        """
+        if self.alive:
             return
-        self.told = True
-        log.warning(
-            "the agent has ended (%s): nothing is reported or adapted any more, training goes on "
-            "with the plan in force; what it said before is in this log",
-            _how(self.process.returncode),
+        lasted = self._clock() - self._started_at
+        if not self._ended:
+            self._ended = True
+            if lasted > LAST_PAUSE_SECONDS:
+                self._pause = FIRST_PAUSE_SECONDS
+            log.warning(
+                "the agent has ended (%s): nothing is reported or adapted until another runs, "
+                "training goes on with the plan in force; what it said before is in this log",
+                _how(self.process.returncode),
+            )
+        if lasted < self._pause:
+            return
+        self._pause = min(2 * self._pause, LAST_PAUSE_SECONDS)
+        self._hang_up()
+        self._config = self._config.model_copy(
+            update={"reports_before": self._config.reports_before + REPORTS_OF_AN_AGENT}
         )
+        try:
+            self.process = self._start()
+        except OSError as error:
+            # As if it had ended at once: it is tried again after a pause.
+            log.warning("the agent cannot be started again: %s", error)
+            return
+        self._ended = False
+        log.warning("the agent has been started again")
 
     def close(self, timeout: float = LAST_REPORT_SECONDS) -> None:
         """Let the agent send its last report and end; kill it after ``timeout`` seconds."""
-        if self.process.stdin is not None:
-            self.process.stdin.close()
+        self._listener.close()
+        self._hang_up()
         try:
             self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._started_at = self._clock()
+        listen_fd = self._listener.fileno()
+        process = subprocess.Popen(self._command, stdin=subprocess.PIPE, pass_fds=[listen_fd])
+        assert process.stdin is not None
+        # It may have ended by now, which the next look at it tells.
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(self._config.model_dump_json().encode() + b"\n")
+            process.stdin.flush()
+        return process
+
+    def _hang_up(self) -> None:
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
 
 
 def _how(code: int) -> str:
@@ -90,8 +158,8 @@ def start_agent(context: TrainerContext) -> AgentHandle:
     """Start the agent beside this rank and return at once.
 
     The listening socket is made here and inherited, so the port is known before the agent
-    is up and ranks that dial early just wait. The agent ends with this process: its
-    standard input is a pipe that closes, and the kernel signals it.
+    is up and ranks that dial early just wait; so do those of an agent that follows it. The agent
+    ends with this process: its standard input is a pipe that closes, and the kernel signals it.
 
     Call it from the main thread (the kernel ties the signal to the calling thread). Raises
     :class:`InputError` without an ingest URL or a secret, OSError if no socket is to be had.
@@ -101,28 +169,22 @@ def start_agent(context: TrainerContext) -> AgentHandle:
     if not context.secret:
         raise InputError("PIPEMORPH_SECRET_FILE is not set; the agent lets in who holds the secret")
     listener, host = _listener(context.master_addr)
-    with listener:
-        config = AgentConfig(
-            job=context.job.metadata.name if context.job else "job",
-            namespace=context.namespace,
-            attempt=context.attempt,
-            world_size=context.world_size,
-            secret_hex=context.secret.hex(),
-            ingest_url=context.ingest_url,
-            token_file=context.token_file,
-            listen_fd=listener.fileno(),
-            parent=os.getpid(),
-        )
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pipemorph_trainer.agent"],
-            stdin=subprocess.PIPE,
-            pass_fds=[listener.fileno()],
-        )
-        port = listener.getsockname()[1]
-    assert process.stdin is not None
-    process.stdin.write(config.model_dump_json().encode() + b"\n")
-    process.stdin.flush()
-    return AgentHandle(host, port, process)
+    config = AgentConfig(
+        job=context.job.metadata.name if context.job else "job",
+        namespace=context.namespace,
+        attempt=context.attempt,
+        world_size=context.world_size,
+        secret_hex=context.secret.hex(),
+        ingest_url=context.ingest_url,
+        token_file=context.token_file,
+        listen_fd=listener.fileno(),
+        parent=os.getpid(),
+    )
+    try:
+        return AgentHandle(config, listener, host)
+    except OSError:
+        listener.close()
+        raise
 
 
 def _listener(master_addr: str) -> tuple[socket.socket, str]:

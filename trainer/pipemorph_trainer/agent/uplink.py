@@ -54,13 +54,14 @@ class Uplink:
         token_file: Path | None,
         merger: TelemetryMerger,
         on_directive: Callable[[Directive], None],
+        reports_before: int = 0,
     ) -> None:
         self._base = f"{base_url.rstrip('/')}/v1/jobs/{namespace}/{job}"
         self._attempt = attempt
         self._token_file = token_file
         self._merger = merger
         self._on_directive = on_directive
-        self._sequence = 0
+        self._sequence = reports_before
         self._epoch = 0
         self._news = asyncio.Event()
         self._post_lock = asyncio.Lock()
