@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         levels = item.get_closest_marker("cluster") or item.get_closest_marker("node")
         if levels is not None and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(300))
+            item.add_marker(pytest.mark.timeout(600))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

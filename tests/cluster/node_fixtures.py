@@ -15,7 +15,7 @@ def release(node_cluster: NodeCluster, project_archives: dict[str, Path]) -> Ite
         node_cluster.import_image(archive)
     node_cluster.helm("install", RELEASE, str(CHART), *INSTALL, "--create-namespace")
     for name in (OPERATOR, INGEST):
-        node_cluster.wait("deployments", name, "Available", 90.0, namespace=SYSTEM)
+        node_cluster.wait("deployments", name, "Available", 180.0, namespace=SYSTEM)
     yield node_cluster
     node_cluster.helm("uninstall", RELEASE, "--namespace", SYSTEM, "--ignore-not-found")
     node_cluster.client.delete("crds", "pipemorphjobs.pipemorph.io")

@@ -232,7 +232,7 @@ class Cluster:
         kind: str,
         name: str,
         condition: Condition,
-        deadline: float = 60.0,
+        deadline: float = 120.0,
         *,
         namespace: str | None = None,
     ) -> Object:
@@ -252,9 +252,12 @@ class Cluster:
             except ApiError as error:
                 if error.code == 404 and condition == "deleted":
                     return last or {"metadata": {"name": name}}
-                if error.code in {404, 429, 503}:
+                # 5xx: etcd or the API server were not given the processor for a while.
+                if error.code in {404, 429} or error.code >= 500:
                     raise NotYet(error.message) from None
                 raise
+            except OSError as error:
+                raise NotYet(f"no answer from {self.server}: {error!r}") from None
             if condition == "deleted":
                 finalizers = last["metadata"].get("finalizers", [])
                 raise NotYet(f"it still exists, with finalizers {finalizers}")
@@ -262,7 +265,11 @@ class Cluster:
 
         def details() -> str:
             status = json.dumps(last.get("status", {}), indent=1)
-            return f"last status: {status}\n{self.events(kind, name, namespace)}"
+            try:
+                events = self.events(kind, name, namespace)
+            except (ApiError, OSError) as error:
+                events = f"its events could not be listed: {error!r}"
+            return f"last status: {status}\n{events}"
 
         what = condition if isinstance(condition, str) else "the condition"
         return wait_for(f"{what} of {kind} {name}", look, deadline, details=details)

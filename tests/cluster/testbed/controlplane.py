@@ -218,7 +218,7 @@ class ControlPlane:
         # The controllers run once the controller manager has made this one.
         try:
             self.client.request("GET", "/api/v1/namespaces/default/serviceaccounts/default")
-        except ApiError as error:
+        except (ApiError, OSError) as error:
             raise NotYet(str(error)) from None
         return True
 

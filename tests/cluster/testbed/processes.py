@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from testbed.errors import TestbedError
-from testbed.waiting import wait_for
+from testbed.waiting import patience, wait_for
 
 PR_SET_PDEATHSIG = 1
 # Looked up before the fork: between fork and exec only system calls are safe.
@@ -116,8 +116,12 @@ def run(
     environment: Mapping[str, str] | None = None,
     deadline: float = 60.0,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end and return what it said, whatever its exit status."""
+    """Run a program to its end and return what it said, whatever its exit status.
+
+    It is given `deadline` seconds, times `patience`.
+    """
     words = [str(part) for part in command]
+    allowed = deadline * patience()
     try:
         return subprocess.run(
             words,
@@ -127,13 +131,13 @@ def run(
             capture_output=True,
             text=True,
             env=dict(os.environ) | dict(environment or {}),
-            timeout=deadline,
+            timeout=allowed,
             check=False,
         )
     except FileNotFoundError as error:
         raise TestbedError(f"found no program {words[0]}: install it") from error
     except subprocess.TimeoutExpired as error:
-        raise TestbedError(f"{' '.join(words)} did not end within {deadline} s") from error
+        raise TestbedError(f"{' '.join(words)} did not end within {allowed:.0f} s") from error
 
 
 def output(

@@ -43,13 +43,14 @@ def wait_for(
     start = time.monotonic()
     missing = ""
     while True:
+        # Before the check: one that comes late, since nobody ran for a while, still counts.
+        waited = time.monotonic() - start
         try:
             found = check()
             if found is not None and found is not False:
                 return found
         except NotYet as error:
             missing = str(error)
-        waited = time.monotonic() - start
         if waited > deadline * (patience() if patient else 1.0):
             parts = [f"waited {waited:.1f} s for {what}", missing, details()]
             raise TestbedError("; ".join(part for part in parts if part))
