@@ -13,8 +13,9 @@ from ipaddress import IPv4Network
 from pathlib import Path
 
 from testbed import node_config, tools
+from testbed.api import ApiError, Object
 from testbed.cluster import Cluster
-from testbed.controlplane import ControlPlane
+from testbed.controlplane import SERVICE_IP_OF_API, ControlPlane
 from testbed.errors import TestbedError
 from testbed.machine import cgroup_name, cgroup_roots, remove_cgroup
 from testbed.processes import Process, output, run
@@ -96,7 +97,6 @@ class Node:
         self.proxy = self._program(
             "kube-proxy", tools.find("kube-proxy"), f"--config={self._proxy_config}"
         )
-        self.proxy.start()
         self.kubelet = self._program(
             "kubelet",
             tools.find("kubelet"),
@@ -106,6 +106,9 @@ class Node:
             f"--node-ip={self.address}",
         )
         self.kubelet.start()
+        self.kubelet.wait_until("its node to be registered", self._object, START_DEADLINE)
+        # Not before: it waits for its node for so long only, and ends if that comes later.
+        self.proxy.start()
         self.device_plugin = self._program(
             "device-plugin",
             tools.find("device-plugin"),
@@ -117,6 +120,8 @@ class Node:
         )
         self.device_plugin.start()
         self.kubelet.wait_until("its node to be ready", self._ready, START_DEADLINE)
+        # A node is ready without them, and what a pod sends before them is never answered.
+        self.proxy.wait_until("its rules for the API server", self._reaches_the_api, START_DEADLINE)
 
     def _program(self, name: str, *command: str | Path) -> Process:
         process = Process(f"{name} of {self.name}", [*self._enter(), *command], self._log(name))
@@ -211,19 +216,28 @@ class Node:
             raise NotYet(done.stderr.strip())
         return True
 
+    def _object(self) -> Object:
+        try:
+            return self.cluster.client.get("nodes", self.name)
+        except (ApiError, OSError) as error:
+            raise NotYet(f"the kubelet has not registered its node: {error}") from None
+
     def _ready(self) -> bool:
-        found = [n for n in self.cluster.client.list("nodes") if n["metadata"]["name"] == self.name]
-        if not found:
-            raise NotYet("the kubelet has not registered its node")
-        status = found[0]["status"]
+        status = self._object()["status"]
         ready = [c for c in status.get("conditions", []) if c["type"] == "Ready"]
         if not ready or ready[0]["status"] != "True":
             raise NotYet(f"found the condition {ready}")
         devices = status.get("allocatable", {}).get(RESOURCE)
         if devices != str(DEVICES):
             raise NotYet(f"found {devices} of {RESOURCE}, expected {DEVICES}")
-        if not self.proxy.running:
-            raise TestbedError(f"kube-proxy ended; {self.proxy.log_end()}")
+        return True
+
+    def _reaches_the_api(self) -> bool:
+        connect = f"exec 3<>/dev/tcp/{SERVICE_IP_OF_API}/443"
+        done = run([*self._enter(), "timeout", "5", "bash", "-c", connect])
+        if done.returncode != 0:
+            said = done.stderr.strip() or f"exit status {done.returncode}"
+            raise NotYet(f"no connection to {SERVICE_IP_OF_API}:443: {said}")
         return True
 
     def import_image(self, archive: Path) -> None:
@@ -241,17 +255,13 @@ class Node:
         raise TestbedError(f"found no link {index.strip()} of pod {namespace}/{pod} on {self.name}")
 
     def restart_kubelet(self) -> None:
-        before = self._registrations()
         self.kubelet.stop()
+        # The node's status still is the last kubelet's. Its word on devices is taken back, so
+        # that only the next one, once it has been told of them, can make the node ready.
+        nothing = {"status": {"allocatable": {RESOURCE: "0"}}}
+        self.cluster.client.patch("nodes", self.name, nothing, subresource="status")
         self.kubelet.start()
-        # The node's status still is the last kubelet's, with devices that this one has not yet.
-        self.kubelet.wait_until(
-            "its devices to be registered", lambda: self._registrations() > before, START_DEADLINE
-        )
         self.kubelet.wait_until("its node to be ready", self._ready, START_DEADLINE)
-
-    def _registrations(self) -> int:
-        return self.device_plugin.log.read_text().count(" registered ")
 
     def kill(self) -> None:
         """Lose the node, as by a power cut: every process of it is gone at once."""
