@@ -5,29 +5,50 @@ from __future__ import annotations
 import argparse
 import ssl
 import sys
+import time
 import urllib.error
 import urllib.request
 
-SECONDS = 10.0
+ATTEMPT_SECONDS = 10.0
+WAIT_SECONDS = 60.0
+"""Right after an installation the ingest is still starting, and its Service takes a moment to
+reach every node."""
+PAUSE_SECONDS = 1.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="pipemorph-selftest", description=__doc__)
     parser.add_argument("--ingest-url", required=True)
     parser.add_argument("--ingest-ca", required=True)
+    parser.add_argument(
+        "--wait", type=float, default=WAIT_SECONDS, help="seconds until no answer is a failure"
+    )
     options = parser.parse_args()
     trust = ssl.create_default_context(cafile=options.ingest_ca)
     url = f"{options.ingest_url}/v1/jobs/helm/test/directive?attempt=0"
-    try:
-        with urllib.request.urlopen(url, timeout=SECONDS, context=trust) as answer:
-            found = answer.status
-    except urllib.error.HTTPError as error:
-        found = error.code
-    except OSError as error:
-        sys.exit(f"{options.ingest_url} cannot be reached: {error}")
+    end = time.monotonic() + options.wait
+    while True:
+        try:
+            found = _answer(url, trust)
+            break
+        except OSError as error:
+            # Time does not mend a certificate.
+            untrusted = isinstance(getattr(error, "reason", None), ssl.SSLCertVerificationError)
+            if untrusted or time.monotonic() >= end:
+                sys.exit(f"{options.ingest_url} cannot be reached: {error}")
+        time.sleep(PAUSE_SECONDS)
     if found != 401:
         sys.exit(f"{options.ingest_url} answered {found} to a caller without token, expected 401")
     sys.stdout.write(f"{options.ingest_url} answers and asks for a token\n")
+
+
+def _answer(url: str, trust: ssl.SSLContext) -> int:
+    """The status of the answer; OSError if there is none."""
+    try:
+        with urllib.request.urlopen(url, timeout=ATTEMPT_SECONDS, context=trust) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
 
 
 if __name__ == "__main__":

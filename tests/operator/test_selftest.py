@@ -1,0 +1,126 @@
+"""What ``helm test`` runs: it waits for an ingest that is still starting, and for nothing else."""
+
+from __future__ import annotations
+
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from pipemorph_operator import selftest
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Says what its server is told to, and nothing in the log."""
+
+    def do_GET(self) -> None:
+        self.send_response(self.server.answer)  # type: ignore[attr-defined]
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Ingest(ThreadingHTTPServer):
+    """Has its port from the beginning, and listens there from ``start`` on."""
+
+    answer = 401
+
+    def __init__(self, certificate: Path, key: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Answers, bind_and_activate=False)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key)
+        self.server_bind()
+        self.url = f"https://127.0.0.1:{self.server_port}"
+        self._thread = threading.Thread(target=self.serve_forever, daemon=True)
+        self._context = context
+
+    def start(self) -> None:
+        self.server_activate()
+        self.socket = self._context.wrap_socket(self.socket, server_side=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self.shutdown()
+            self._thread.join()
+        self.server_close()
+
+
+def made(folder: Path, name: str) -> tuple[Path, Path]:
+    """A certificate for 127.0.0.1 that vouches for itself, and its key."""
+    certificate, key = folder / f"{name}.crt", folder / f"{name}.key"
+    kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+    about = ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
+    files = ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(
+        ["openssl", "req", "-x509", *kind, *about, *files], check=True, capture_output=True
+    )
+    return certificate, key
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> tuple[Path, Path]:
+    return made(tmp_path, "ingest")
+
+
+@pytest.fixture
+def ingest(authority: tuple[Path, Path]) -> Iterator[Ingest]:
+    server = Ingest(*authority)
+    yield server
+    server.stop()
+
+
+def run(monkeypatch: pytest.MonkeyPatch, url: str, authority: Path, *more: str) -> None:
+    arguments = ["selftest", f"--ingest-url={url}", f"--ingest-ca={authority}", *more]
+    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setenv("no_proxy", "*")  # whatever the machine asks for its ways out
+    selftest.main()
+
+
+def never(_: float) -> None:
+    raise AssertionError("it waits for what will not come")
+
+
+def test_an_ingest_that_starts_late_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+    ingest: Ingest,
+    authority: tuple[Path, Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(selftest.time, "sleep", lambda _: ingest.start())
+    run(monkeypatch, ingest.url, authority[0])
+    assert capsys.readouterr().out == f"{ingest.url} answers and asks for a token\n"
+
+
+def test_nobody_is_not_waited_for_longer_than_asked(
+    monkeypatch: pytest.MonkeyPatch, ingest: Ingest, authority: tuple[Path, Path]
+) -> None:
+    monkeypatch.setattr(selftest.time, "sleep", never)
+    with pytest.raises(SystemExit, match=f"{ingest.url} cannot be reached: .*refused"):
+        run(monkeypatch, ingest.url, authority[0], "--wait=0")
+
+
+def test_a_certificate_of_another_authority_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, ingest: Ingest, tmp_path: Path
+) -> None:
+    ingest.start()
+    monkeypatch.setattr(selftest.time, "sleep", never)
+    other, _ = made(tmp_path, "other")
+    with pytest.raises(SystemExit, match="CERTIFICATE_VERIFY_FAILED"):
+        run(monkeypatch, ingest.url, other)
+
+
+def test_an_ingest_that_takes_strangers_fails(
+    monkeypatch: pytest.MonkeyPatch, ingest: Ingest, authority: tuple[Path, Path]
+) -> None:
+    ingest.answer = 200
+    ingest.start()
+    with pytest.raises(SystemExit, match="answered 200 to a caller without token, expected 401"):
+        run(monkeypatch, ingest.url, authority[0])
