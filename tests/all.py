@@ -1,9 +1,10 @@
-"""Runs all that CI checks, in two lanes, and says how each part ended.
+"""Runs all that CI checks, in three lanes, and says how each part ended.
 
-The tests of the Kubernetes level wait most of the time. Beside them, at low priority, runs what no
-clock decides: the linters, and the tests marked ``untimed``. All other tests have the machine to
-themselves. Every test is in exactly one part, since the parts' marker expressions exclude each
-other and leave nothing out. What runs beside others writes to build/tests and is shown at its end.
+The tests on Kubernetes wait most of the time, so those on nodes and those of the API level run side
+by side. Beside both, at low priority, runs what no clock decides: the linters, and the tests marked
+``untimed``. All other tests have the machine to themselves. Every test is in exactly one part,
+since the parts' marker expressions exclude each other and leave nothing out. What runs beside
+others writes to build/tests and is shown at its end.
 
     python tests/all.py make lint      (what follows is run first in the lane beside)
 """
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -37,6 +38,7 @@ class Part:
     name: str
     command: list[str]
     shown: bool = True
+    priority: Sequence[str] = ()
     status: int | None = None
     seconds: float = 0.0
     process: subprocess.Popen[bytes] | None = None
@@ -56,9 +58,8 @@ class Part:
             self.status = self.process.wait()
         else:
             with self.log.open("wb") as log:
-                self.process = subprocess.Popen(
-                    LOW_PRIORITY + self.command, cwd=ROOT, stdout=log, stderr=log
-                )
+                command = [*self.priority, *self.command]
+                self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
                 self.status = self.process.wait()
         self.seconds = time.monotonic() - began
 
@@ -96,10 +97,10 @@ class Part:
         return ", ".join([f"{total - sum(rest)} passed", *told])
 
 
-def pytest(name: str, expression: str, *, shown: bool = True) -> Part:
-    made = Part(name, [], shown)
+def pytest(name: str, expression: str, *, shown: bool = True, priority: Sequence[str] = ()) -> Part:
+    made = Part(name, [], shown, priority)
     made.command = [sys.executable, "-m", "pytest", "-m", expression]
-    if not shown:
+    if priority:
         made.command += ["-o", f"timeout={SECONDS_AT_LOW_PRIORITY}"]
     # Two at once must not write one file.
     made.command += [f"--junitxml={made.counts}", "-o", f"cache_dir={OUT / f'{name}.cache'}"]
@@ -108,27 +109,32 @@ def pytest(name: str, expression: str, *, shown: bool = True) -> Part:
 
 def main(lint: list[str]) -> int:
     OUT.mkdir(parents=True, exist_ok=True)
-    kubernetes = pytest("kubernetes", "not untimed and (cluster or node)")
+    nodes = pytest("nodes", "not untimed and node")
+    api = pytest("api", "not untimed and cluster and not node", shown=False)
     alone = pytest("alone", "not untimed and not (cluster or node)")
-    beside = [pytest("untimed", "untimed", shown=False)]
+    untimed = pytest("untimed", "untimed", shown=False, priority=LOW_PRIORITY)
+    lanes = [[api], [untimed]]
     if lint:
-        beside.insert(0, Part("lint", lint, shown=False))
-    parts = [*beside, kubernetes, alone]
+        lanes[1].insert(0, Part("lint", lint, shown=False, priority=LOW_PRIORITY))
+    beside = [part for lane in lanes for part in lane]
+    parts = [*beside, nodes, alone]
     for part in parts:
         part.counts.unlink(missing_ok=True)
 
-    def run_beside() -> None:
-        for part in beside:
+    def run_in_turn(lane: list[Part]) -> None:
+        for part in lane:
             part.run()
 
     names = " and ".join(part.name for part in beside)
     print(f"beside the first part: {names}; output in {OUT.relative_to(ROOT)}", flush=True)
-    lane = threading.Thread(target=run_beside, daemon=True)
-    lane.start()
+    threads = [threading.Thread(target=run_in_turn, args=[lane], daemon=True) for lane in lanes]
+    for thread in threads:
+        thread.start()
     try:
-        kubernetes.run()
+        nodes.run()
         print(f"waiting for what ran beside: {names}", flush=True)
-        lane.join()
+        for thread in threads:
+            thread.join()
         for part in beside:
             print(f"\n{f' {part.name} ':-^100}\n{part.log.read_text(errors='replace')}", flush=True)
         alone.run()
