@@ -180,11 +180,7 @@ class RankSet:
 
     def settle(self, seconds: float) -> None:
         """Give what ended ranks left behind (rank 0's agent) this long to end by itself."""
-        end = time.monotonic() + seconds
-        # Of a rank that was reaped the number may be a stranger's by now.
-        groups = {rank.process.pid for rank in self.ranks if rank.process.returncode is None}
-        while _live_members(groups) and time.monotonic() < end:
-            time.sleep(0.02)
+        _until_gone([rank for rank in self.ranks if not rank.running], seconds)
 
     def kill(self) -> None:
         """End whatever is left of every rank, and wait until it is gone. Idempotent."""
@@ -193,7 +189,7 @@ class RankSet:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(rank.process.pid, signal.SIGKILL)
         # Also what ranks started: nobody here is told of its end.
-        self.settle(REAP_SECONDS)
+        _until_gone(self.ranks, REAP_SECONDS)
         for rank in self.ranks:
             rank.status = rank.process.wait(REAP_SECONDS)
             self._warden.tell("forget", rank.process.pid)
@@ -206,6 +202,15 @@ class RankSet:
             if ended is not None:
                 exited = ended.si_code == os.CLD_EXITED
                 self._on_exit(rank, ended.si_status if exited else -ended.si_status)
+
+
+def _until_gone(ranks: list[RankProcess], seconds: float) -> None:
+    """Wait until nothing is alive that these ranks are or started, at most ``seconds``."""
+    end = time.monotonic() + seconds
+    # Of a rank that was reaped the number may be a stranger's by now.
+    groups = {rank.process.pid for rank in ranks if rank.process.returncode is None}
+    while _live_members(groups) and time.monotonic() < end:
+        time.sleep(0.02)
 
 
 def _live_members(groups: set[int]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import time
@@ -89,6 +90,7 @@ def supervise(
     ranks.settle(AGENT_SECONDS)
     refresh()
     ranks.kill()
+    _forget_exits(events)
     return ending
 
 
@@ -101,16 +103,18 @@ def _until_the_end(
 ) -> Ending:
     first_done: float | None = None
     while ranks.running:
-        now = time.monotonic()
-        if deadline is not None and now >= deadline:
-            return Ending(End.DEADLINE, "spec.activeDeadlineSeconds have passed")
-        if first_done is not None and now >= first_done + straggle:
-            late = ", ".join(str(rank.seat) for rank in ranks.running)
-            return Ending(End.FAILED, f"{late}: still running {straggle:g} s after others finished")
         try:
             event = events.get(timeout=REFRESH_SECONDS)
         except Empty:
             refresh()
+            # Only now: after a stall of this host, what happened meanwhile counts first.
+            now = time.monotonic()
+            if deadline is not None and now >= deadline:
+                return Ending(End.DEADLINE, "spec.activeDeadlineSeconds have passed")
+            if first_done is not None and now >= first_done + straggle:
+                late = ", ".join(str(rank.seat) for rank in ranks.running)
+                why = f"{late}: still running {straggle:g} s after others finished"
+                return Ending(End.FAILED, why)
             continue
         if isinstance(event, Signalled):
             return Ending(End.INTERRUPTED, event.number.name)
@@ -192,16 +196,33 @@ def _wait(
     """Wait until no rank runs or it is ``enough``, at most ``seconds``. True if a signal cut
     it short."""
     end = time.monotonic() + seconds
-    while ranks.running and time.monotonic() < end and not enough():
+    while ranks.running and not enough():
+        left = end - time.monotonic()
         try:
-            event = events.get(timeout=REFRESH_SECONDS)
+            # What has happened by the end is taken in, however late this host looks.
+            event = events.get(timeout=min(max(0.0, left), REFRESH_SECONDS))
         except Empty:
+            if left <= 0:
+                return False
             refresh()
             continue
         if isinstance(event, Signalled):
             return True
         ranks.note_exit(event.rank, event.status)
     return False
+
+
+def _forget_exits(events: Events) -> None:
+    """Take out the exits that nobody waited for: of ranks that were killed. The next attempt
+    would take them for those of its own ranks."""
+    signals = []
+    with contextlib.suppress(Empty):
+        while True:
+            event = events.get_nowait()
+            if isinstance(event, Signalled):
+                signals.append(event)
+    for signalled in signals:
+        events.put(signalled)
 
 
 def _with_peers(ending: Ending, ranks: RankSet, killed: list[RankProcess], why: str) -> Ending:

@@ -45,7 +45,7 @@ def last_word(*_):
 
 if action == "wait":
     signal.signal(signal.SIGTERM, last_word)
-if action == "stubborn":
+if action in ("stubborn", "cling"):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if action == "parent":
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
@@ -60,7 +60,7 @@ def everyone():
         pause.wait(0.01)
 
 everyone()
-if action == "finish" or (action == "recover" and attempt > 0):
+if action == "finish" or (action in ("recover", "cling") and attempt > 0):
     sys.exit(0)
 if action == "recover":
     sys.exit(3)
@@ -89,11 +89,14 @@ while True:  # In turns: a signal that comes just before a wait is handled after
 '''
 
 
-def until(what: Callable[[], T], why: str, seconds: float = DEADLINE) -> T:
-    """Poll until ``what()`` is true; fail naming ``why`` after ``seconds``."""
-    end = time.monotonic() + seconds
+def until(what: Callable[[], T], why: str | Callable[[], str]) -> T:
+    """Poll until ``what()`` is true; fail after :data:`DEADLINE`, saying ``why`` as it is then."""
+    end = time.monotonic() + DEADLINE
     while not (value := what()):
-        assert time.monotonic() < end, f"not within {seconds} s: {why}"
+        if time.monotonic() >= end:
+            raise AssertionError(
+                f"not within {DEADLINE:g} s: {why if isinstance(why, str) else why()}"
+            )
         time.sleep(0.01)
     return value
 
@@ -158,8 +161,14 @@ class LocalRun:
             text=True,
             start_new_session=True,
         )
-        until(self.all_here, "all ranks up")
+        until(lambda: self.all_here() or self.ended, "all ranks up")
+        if not self.all_here():
+            raise AssertionError(f"it ended before all ranks were up: {self.host.communicate()[0]}")
         return self.host
+
+    @property
+    def ended(self) -> bool:
+        return self.host is not None and self.host.poll() is not None
 
     def all_here(self, attempt: int = 0) -> bool:
         meeting = self.folder / "meeting" / str(attempt)

@@ -1,0 +1,76 @@
+"""What ranks did while their host stood still counts as done in time."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from pipemorph.local.ranks import RankProcess, RankSet, Seat
+from pipemorph.local.supervise import (
+    End,
+    Events,
+    RankExited,
+    Signalled,
+    _forget_exits,
+    _until_the_end,
+    _wait,
+)
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> RankSet:
+    """Two ranks that run as far as the host knows; there are no processes."""
+    made = RankSet(None, lambda rank, status: None)  # type: ignore[arg-type]
+    log = tmp_path / "log"
+    log.touch()
+    for rank in range(2):
+        made.ranks.append(RankProcess(Seat.of(rank, 2, 1), None, log, 0))  # type: ignore[arg-type]
+    return made
+
+
+def told(*events: RankExited | Signalled) -> Events:
+    queue = Events()
+    for event in events:
+        queue.put(event)
+    return queue
+
+
+def test_ranks_that_stopped_in_time_are_not_killed(ranks: RankSet) -> None:
+    events = told(RankExited(0, -15), RankExited(1, -15))
+    assert not _wait(ranks, events, lambda: None, 0.0)
+    assert ranks.running == []
+
+
+def test_a_wait_ends_where_nothing_has_happened(ranks: RankSet) -> None:
+    events = told(RankExited(1, -15))
+    assert not _wait(ranks, events, lambda: None, 0.0)
+    assert [rank.seat.rank for rank in ranks.running] == [0]
+    assert _wait(ranks, told(Signalled(signal.SIGINT)), lambda: None, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("exits", "end"), [([(0, 0), (1, 0)], End.COMPLETED), ([(0, 0), (1, 3)], End.FAILED),
+                       ([(0, 0)], End.DEADLINE)],
+)  # fmt: skip
+def test_what_ranks_did_by_the_deadline_comes_first(
+    ranks: RankSet, exits: list[tuple[int, int]], end: End
+) -> None:
+    events = told(*(RankExited(*each) for each in exits))
+    ended = _until_the_end(ranks, events, lambda: None, time.monotonic() - 1, 0.0)
+    assert ended.end is end, ended
+
+
+def test_one_that_goes_on_too_long_after_the_first_is_named(ranks: RankSet) -> None:
+    ended = _until_the_end(ranks, told(RankExited(0, 0)), lambda: None, None, 0.0)
+    assert ended.reason == "rank 1 (stage 1): still running 0 s after others finished"
+
+
+def test_signals_outlive_the_attempt_and_exits_do_not() -> None:
+    interrupt = Signalled(signal.SIGINT)
+    events = told(RankExited(0, -9), interrupt, RankExited(1, -9))
+    _forget_exits(events)
+    assert events.get_nowait() == interrupt
+    assert events.empty()
