@@ -39,9 +39,9 @@ std::string Address::text(bool with_port) const {
         inet_ntop(AF_INET6, &reinterpret_cast<const sockaddr_in6&>(storage).sin6_addr, host,
                   sizeof host);
     if (!with_port) return host;
-    if (family() == AF_INET6)
-        return "[" + std::string(host) + "]:" + std::to_string(port_of(storage));
-    return std::string(host) + ":" + std::to_string(port_of(storage));
+    const std::string port = ':' + std::to_string(port_of(storage));
+    // Not "[" + std::string: gcc 12 warns of an overlap that cannot be.
+    return family() == AF_INET6 ? std::string("[").append(host) + "]" + port : host + port;
 }
 
 Address Address::with_port(uint16_t port) const {
