@@ -21,6 +21,7 @@ from pipemorph_operator import serve
 from pipemorph_operator.api import ApiRefused, Cluster, path
 from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.handlers import Key, Watched, registry
+from pipemorph_operator.listed import until_listed
 from pipemorph_operator.metrics import RECONCILES
 from pipemorph_operator.reconcile import Reconciler
 from pipemorph_operator.workqueue import WorkQueue
@@ -95,6 +96,7 @@ async def run(options: argparse.Namespace) -> None:
         tasks = [asyncio.create_task(work(queue, reconciler)) for _ in range(options.workers)]
         tasks.append(asyncio.create_task(resync(queue, cluster, options.namespace)))
         try:
+            await until_listed(cluster, stop)
             # kopf leaves alone tasks that were there before it.
             await kopf.operator(
                 registry=registry(queue, watched),
