@@ -17,7 +17,8 @@ from pipemorph.ingest import Refused
 from pipemorph.spec import JobSpec
 from pipemorph.status import JobStatus, SlowLink, TrainingStatus
 from pipemorph.wire import LinkHealthReport
-from pipemorph_operator.ingest import pace, saved
+from pipemorph_operator.api import ApiRefused
+from pipemorph_operator.ingest import pace, saved, store
 from pipemorph_operator.ingest.auth import (
     KEPT_SECONDS,
     POD_NAME,
@@ -301,12 +302,15 @@ def test_the_links_of_a_job_that_has_ended_are_neither_slow_nor_unknown() -> Non
 
 
 class StatusWrites:
-    """An API server that takes every status."""
+    """An API server that takes every status, after as many as it was given refusals."""
 
-    def __init__(self) -> None:
+    def __init__(self, *refusals: Exception) -> None:
         self.taken: list[dict[str, Any]] = []
+        self.refusals = list(refusals)
 
     async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> None:
+        if self.refusals:
+            raise self.refusals.pop(0)
         self.taken.append(obj["status"])
 
 
@@ -341,6 +345,36 @@ def test_a_job_that_ends_is_told_so_once(there: bool) -> None:
     (told,) = api.taken
     assert (told["training"]["iteration"], told["training"]["slowLinkCount"]) == (7, 0)
     assert told["conditions"][0]["reason"] == "JobFinished"
+
+
+@pytest.mark.parametrize(
+    ("refusals", "written"),
+    [
+        ([ApiRefused(429, "TooManyRequests", "later"), ConnectionResetError(), TimeoutError()], 1),
+        ([ApiRefused(404, "NotFound", "no such job")], 0),
+    ],
+    ids=["for now", "for good"],
+)
+def test_the_last_word_on_a_job_is_tried_again(
+    refusals: list[Exception], written: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its links would be slow for ever: nobody looks at a job again that has ended."""
+    monkeypatch.setattr(store, "LAST_WORD_PAUSES", (0.0,) * 5)
+    api: Any = StatusWrites(*refusals)
+    job = body(stages=4)
+    job["status"] = {"attempt": 0}
+    ended = {"type": "Failed", "status": "True", "reason": "RankFailed", "message": "m"}
+    ended["lastTransitionTime"] = "2026-01-01T00:00:00Z"
+
+    async def run() -> None:
+        jobs = ClusterStore(api)
+        jobs.changed("LISTED", job)
+        job["status"]["conditions"] = [ended]
+        jobs.changed("MODIFIED", job)
+        await asyncio.gather(*jobs._last_words.values())
+
+    asyncio.run(run())
+    assert (len(api.taken), api.refusals) == (written, [])
 
 
 def test_a_summary_is_status_as_the_crd_has_it() -> None:

@@ -45,6 +45,11 @@ MOST_WRITES = 16
 """Writes of status at a time. More would only wait in the API server, each with its time limit
 running; here they wait without one, and directives come first."""
 
+LAST_WORD_PAUSES = (1.0, 5.0, 20.0, 60.0, 0.0)
+"""Seconds after each try to write the last status of a job."""
+GONE = frozenset({404, 409})
+"""Answers for a job that is not there any more, or is another one of that name."""
+
 Key = tuple[str, str]
 
 
@@ -80,6 +85,10 @@ class Held:
     looked_at: float = float("-inf")
     ended: bool = False
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def key(self) -> Key:
+        return self.namespace, self.name
 
     @property
     def source(self) -> Source:
@@ -261,13 +270,18 @@ class ClusterStore:
 
     async def _say_last(self, held: Held) -> None:
         """The job has ended: its last figures go to status. Its links are not slow any more."""
-        async with held.writing:
+        for pause in LAST_WORD_PAUSES:
             try:
-                await self._write(held)
+                async with held.writing:
+                    await self._write(held)
+                return
             except (ApiRefused, aiohttp.ClientError, TimeoutError, OSError) as error:
-                log.warning(
-                    "%s/%s: last status was not written: %s", held.namespace, held.name, error
-                )
+                why = str(error) or type(error).__name__
+                log.warning("%s/%s: last status was not written: %s", *held.key, why)
+                if isinstance(error, ApiRefused) and error.status in GONE:
+                    return
+            # Nothing else would ever write it: nobody looks at a job that has ended.
+            await asyncio.sleep(pause)
 
     # --- status ---------------------------------------------------------------------------
 
