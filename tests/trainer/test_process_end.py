@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -80,7 +81,7 @@ from pipemorph_trainer import Pipeline, TrainerContext
 context = TrainerContext.from_env()
 with Pipeline(
     nn.Linear(4, 4), context=context, loss_fn=nn.functional.mse_loss, microbatches=2,
-    path="direct", deadline_seconds=2.0,
+    path="direct", deadline_seconds=5.0,
 ) as pipe:
     pipe.step(torch.ones(4, 4), target=torch.zeros(4, 4))
     if context.rank == 1:
@@ -155,7 +156,8 @@ def test_a_rank_whose_peer_has_stopped_ends_by_itself(tmp_path: Path) -> None:
             rank.send_signal(signal.SIGKILL)
             rank.communicate()
     assert ranks[0].returncode == 1, f"{ranks[0].returncode}: {told[-3000:]}"
-    assert "waited 2.0 s for the gradient norm of iteration 0" in told
+    waited = re.search(r"waited ([\d.]+) s for the gradient norm of iteration 0", told)
+    assert waited is not None and float(waited[1]) >= 5.0, told[-3000:]
 
 
 def workers() -> int:
