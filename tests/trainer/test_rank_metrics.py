@@ -8,6 +8,7 @@ import urllib.request
 from typing import Any
 
 import pytest
+from launch import free_port
 
 from pipemorph.errors import InputError
 from pipemorph.planning import Op, OpKind, Path, Plan, Policy, Schedule
@@ -194,10 +195,9 @@ def test_without_a_port_nothing_is_measured() -> None:
 def test_they_are_served_over_http_and_a_taken_port_is_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with socket.create_server(("", 0)) as taken:
-        port = taken.getsockname()[1]
-        with caplog.at_level(logging.WARNING):
-            assert serve("gpt", 1, 0, port, "0.0.0.0") is None
+    port = free_port()
+    with socket.create_server(("", port)), caplog.at_level(logging.WARNING):
+        assert serve("gpt", 1, 0, port, "0.0.0.0") is None
     assert f"port {port}" in caplog.text
     assert "spec.trainer.metricsPort" in caplog.text
     metrics = serve("gpt", 1, 0, port, "0.0.0.0")
