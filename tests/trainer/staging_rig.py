@@ -19,7 +19,7 @@ from pipemorph_trainer.paths.message import Batch, Direction, TensorMeta
 from pipemorph_trainer.paths.staging import StagedIncoming, StagedOutgoing, Staging
 from pipemorph_trainer.profile import LinkRecorder
 
-TIMEOUT = 20.0
+TIMEOUT = 60.0
 SECRET = b"a secret of the test"
 
 

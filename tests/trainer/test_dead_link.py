@@ -37,7 +37,7 @@ def test_slots_reserved_on_a_dead_link_name_the_peer():
     )
     batch = Batch(0, 0, 1, (TensorMeta.of(torch.zeros(4)),))
     incoming.reserve(1, batch)
-    ends[1].close(0.2)
+    ends[1].close(20.0)
     try:
         deadline = time.monotonic() + 20
         while link.alive:

@@ -16,7 +16,7 @@ from pipemorph_trainer.agent.merge import TelemetryMerger
 from pipemorph_trainer.control import RankTelemetry
 from pipemorph_trainer.rails import REFRESH_SECONDS, RailWatch, read
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 
 
 def put(path: Path, text: object) -> None:
