@@ -79,10 +79,9 @@ async def serve(config: AgentConfig) -> None:
     reporting.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await reporting
-    if informed.is_set():
-        await uplink.flush(LAST_REPORT_SECONDS)
+    sent = informed.is_set() and await uplink.flush(LAST_REPORT_SECONDS)
     await ranks.close(LAST_WORDS_SECONDS)
-    if merger.dirty and informed.is_set():
+    if informed.is_set() and (merger.dirty or not sent):
         await uplink.flush(LAST_REPORT_SECONDS)
 
 

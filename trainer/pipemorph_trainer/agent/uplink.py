@@ -78,13 +78,16 @@ class Uplink:
             tasks.create_task(self._with_backoff("report", self._report_loop, session))
             tasks.create_task(self._with_backoff("directive poll", self._poll_loop, session))
 
-    async def flush(self, timeout: float) -> None:
-        """Send what is left, until it is sent or ``timeout`` seconds have passed."""
+    async def flush(self, timeout: float) -> bool:
+        """Send what is left, within ``timeout`` seconds and without trying again. Whether all of
+        it was sent."""
         with contextlib.suppress(TimeoutError, aiohttp.ClientError, Refused, OSError):
             async with asyncio.timeout(timeout), _session() as session:
                 await self._post(session)
                 while self._merger.dirty:
                     await self._post(session)
+            return True
+        return False
 
     async def _with_backoff(
         self,
