@@ -86,6 +86,16 @@ def free_port() -> int:
     return int(holder.getsockname()[1])
 
 
+def ended(pid: int) -> bool:
+    """Whether a process has ended. One whose parent is gone may stay a zombie, as in a container
+    whose first process reaps nobody."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+    return stat.rpartition(")")[2].split()[0] == "Z"
+
+
 class Ranks:
     """Running ranks. ``entry(context, *args)`` runs on each; its value is pickled back."""
 
@@ -126,12 +136,15 @@ class Ranks:
         assert pid is not None
         os.kill(pid, number)
 
-    def wait_for_output(self, rank: int, text: str, timeout: float = 60.0) -> str:
-        """Wait until a rank has printed ``text``; returns all it printed so far."""
+    def wait_for_output(
+        self, rank: int, text: str, timeout: float = 60.0, *, after: str = ""
+    ) -> str:
+        """Wait until a rank has printed ``text``, ``after`` what it had printed before; returns
+        all it printed so far."""
         deadline = time.monotonic() + timeout
         file = self._file(rank).with_suffix(".out")
         while time.monotonic() < deadline and self.processes[rank].exitcode is None:
-            if file.exists() and text in (said := file.read_text(errors="replace")):
+            if file.exists() and text in (said := file.read_text(errors="replace"))[len(after) :]:
                 return said
             self.processes[rank].join(0.02)
         said = file.read_text(errors="replace") if file.exists() else ""
@@ -145,7 +158,7 @@ class Ranks:
         left = [rank for rank in ranks if self.processes[rank].exitcode is None]
         assert not left, f"ranks {left} have not ended within {timeout:.0f} s"
 
-    def wait(self, timeout: float = 60.0) -> list[RankResult]:
+    def wait(self, timeout: float = 100.0) -> list[RankResult]:
         """Wait for all to end. Those still running after ``timeout`` are killed, and have
         exit code None."""
         deadline = self._began + timeout

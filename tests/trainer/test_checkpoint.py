@@ -87,13 +87,13 @@ def test_only_finished_checkpoints_count_and_old_ones_go(tmp_path: Path) -> None
 def test_names_that_stages_share_fix_the_number_of_stages(tmp_path: Path) -> None:
     run_ranks(2, entry, str(tmp_path), 2, False, True)
     assert run_ranks(2, entry, str(tmp_path), 3, False, True)[0][0] == 2
-    results = Ranks(4, entry, str(tmp_path), 3, False, True).wait(40)
+    results = Ranks(4, entry, str(tmp_path), 3, False, True).wait()
     assert "resume with 2 stages, not 4" in results[0].error
 
 
 def test_a_folder_that_cannot_be_written_is_told_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    (result,) = Ranks(1, entry, str(tmp_path / "file"), 2, False).wait(40)
+    (result,) = Ranks(1, entry, str(tmp_path / "file"), 2, False).wait()
     assert "InputError: spec.checkpoint.directory: " in result.error
     assert "/file cannot be written to: File exists" in result.error
 
@@ -109,7 +109,7 @@ def entry_with_little_room(context: TrainerContext, folder: str) -> None:
 
 
 def test_a_checkpoint_that_cannot_be_written_is_told_on_every_rank(tmp_path: Path) -> None:
-    for result in Ranks(2, entry_with_little_room, str(tmp_path)).wait(40):
+    for result in Ranks(2, entry_with_little_room, str(tmp_path)).wait():
         last = result.error.strip().splitlines()[-1]
         assert re.search(
             r"PipelineError: .*/iteration-00000002 cannot be written: rank 1: .*too large", last

@@ -165,7 +165,7 @@ def growing(context: TrainerContext) -> None:
 
 
 def test_shapes_that_differ_between_microbatches_are_named() -> None:
-    results = Ranks(2, growing).wait(30)
+    results = Ranks(2, growing).wait()
     assert "outputs are float32[1, 6]" in results[0].error
     assert "expected float32[1, 3]" in results[0].error
     assert results[1].exitcode == 1
@@ -195,7 +195,7 @@ def misuse(context: TrainerContext, what: str) -> None:
     ],
 )
 def test_misuse_is_told_in_one_line(what: str, told: str) -> None:
-    results = Ranks(2, misuse, what).wait(30)
+    results = Ranks(2, misuse, what).wait()
     assert all(r.exitcode == 1 for r in results)
     last = [r.error.strip().splitlines()[-1] for r in results]
     assert any(told in line for line in last), last
