@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,16 @@ def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any
 
 
 def test_plan_prints_the_contracted_fields(example: Any, capsys: Any) -> None:
+    began = time.perf_counter()
     found = output(capsys, "plan", example(20), "--output", "json")
+    took_ms = (time.perf_counter() - began) * 1e3
     assert found["policy"] == "pipemorph"
     assert found["makespan"] == found["lower_bound"] == 410.0
     assert round(found["bubble_fraction"], 3) == 0.122
     assert found["warmup"] == [8, 5, 3, 1]
     assert found["slackness"] == [3, 2, 2]
     assert len(found["in_flight_peak"]) == 4
-    assert 0 < found["planning_ms"] < 10_000
+    assert 0 < found["planning_ms"] < took_ms
     assert found["stages"][0][0] == {"op": "F", "microbatch": 0, "start": 0.0, "end": 10.0}
     assert [len(stage) for stage in found["stages"]] == [36] * 4
 
