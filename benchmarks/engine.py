@@ -35,7 +35,6 @@ import json
 import multiprocessing
 import os
 import platform
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -223,19 +222,17 @@ def measure(options: argparse.Namespace) -> tuple[Times, Times, Times]:
     This process receives; another one sends. :raises engine_iperf.IperfError: there is no iperf3.
     """
     iperf = engine_iperf.find()
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        options.store_port = s.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=sender, args=(theirs, options), daemon=True)
-    process.start()
 
     def ports(own: dict[str, int]) -> Any:
         ours.send(own)
         return ours.recv()
 
-    side = Side(1, options, ports)
+    with engine_iperf.held_port() as options.store_port:
+        process = context.Process(target=sender, args=(theirs, options), daemon=True)
+        process.start()
+        side = Side(1, options, ports)
     sources = [t.clone() for t in side.tensors]
 
     def timed(run: Callable[[], None]) -> tuple[float, float]:
