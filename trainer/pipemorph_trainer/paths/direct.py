@@ -98,9 +98,11 @@ class DirectIncoming:
     def ready_at(self, microbatch: int) -> float | None:
         assert self._batch is not None
         iteration = self._batch.iteration
+        # In this order: the thread sets it behind the last message that came.
+        error = self.error
         if (iteration, microbatch) not in self._arrived:
-            if self.error is not None:
-                raise PipelineError(self.error)
+            if error is not None:
+                raise PipelineError(error)
             return None
         key = (int(self.direction), iteration, microbatch)
         note = self._line.notes.get(key)
