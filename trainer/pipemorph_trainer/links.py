@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pipemorph.trainer")
 
-END_SECONDS = 0.25
+END_SECONDS = 1.0
 """Between the first and the last connection that the kernel closes of a process that died."""
 
 
