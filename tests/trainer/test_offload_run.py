@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -71,8 +70,8 @@ def test_host_memory_shortens_iterations_behind_a_slow_link(tmp_path: Path) -> N
     assert without.status == 0, without
     done = run(tmp_path / "with", job(allowOffload=True, hostMemory=8 * BYTES))
     assert done.status == 0, done
-    before, after = median(last_iterations(without)), median(last_iterations(done))
-    # 720 and 511 ms by the simulator; a busy machine adds to both.
+    # 720 and 511 ms by the simulator. A busy machine adds to some, and takes off none.
+    before, after = min(last_iterations(without)), min(last_iterations(done))
     assert after < 0.85 * before, (before, after, str(done))
     losses = [[row["loss"] for row in each.report["iterations"]] for each in (without, done)]
     assert losses[0] == losses[1]
