@@ -8,6 +8,7 @@ covers as much:
         python -m pytest tests/engine/test_engine_fuzz.py
 """
 
+import fcntl
 import os
 import pathlib
 import re
@@ -27,6 +28,7 @@ SOURCES = (
     *("tests/engine/fuzz_targets.cpp", "tests/engine/fuzz/libfuzzer.cpp"),
 )
 MAX_INPUT = 600
+LISTS_LOCK = pathlib.Path("/var/lib/apt/lists/lock")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -37,11 +39,25 @@ def compiler() -> str:
     if found is None and shutil.which("apt-get") and os.geteuid() == 0:
         apt = ["apt-get", "-q", "-o", "DPkg::Lock::Timeout=300"]
         quiet = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-        suite.run(*apt, "update", env=quiet)
+        update_lists(*apt, env=quiet)
         suite.run(*apt, "install", "--yes", "--no-install-recommends", *PACKAGES, env=quiet)
         found = _clang()
     assert found, f"no clang++ with libFuzzer: install one (Debian: {' '.join(PACKAGES)})"
     return found
+
+
+def update_lists(*apt: str, env: dict[str, str]) -> None:
+    """apt's timeout is not for the lock of the package lists, which a timer of the machine or
+    another lane of tests may hold."""
+    for _ in range(5):
+        with LISTS_LOCK.open("a") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_EX)  # returns when nobody has it
+        done = subprocess.run(
+            [*apt, "update"], check=False, capture_output=True, text=True, timeout=600, env=env
+        )
+        if done.returncode == 0 or str(LISTS_LOCK) not in done.stderr:
+            break
+    assert done.returncode == 0, done.stderr[-6000:]
 
 
 def _clang() -> str | None:
@@ -100,7 +116,7 @@ def test_nothing_is_found(fuzzer, target, tmp_path):
         target,
         f"-max_total_time={SECONDS}",
         # Not by resident size: its peak outlives exec, so libFuzzer would see that of pytest.
-        *(f"-max_len={MAX_INPUT}", "-timeout=10", "-rss_limit_mb=0", "-malloc_limit_mb=64"),
+        *(f"-max_len={MAX_INPUT}", "-timeout=60", "-rss_limit_mb=0", "-malloc_limit_mb=64"),
         f"-artifact_prefix={artifacts}/",
         *(found, CORPUS / target),
         env={},

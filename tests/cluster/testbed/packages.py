@@ -1,12 +1,15 @@
 """What a testbed needs of the machine, by Debian package."""
 
+import fcntl
 import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from testbed.errors import TestbedError
-from testbed.processes import output
+from testbed.processes import output, run
+
+LISTS_LOCK = Path("/var/lib/apt/lists/lock")
 
 
 def need(programs: Mapping[str, str], say: Callable[[str], None]) -> None:
@@ -27,12 +30,27 @@ def need(programs: Mapping[str, str], say: Callable[[str], None]) -> None:
     say(f"installing {' '.join(packages)}")
     apt = ["apt-get", "-q", "-o", "DPkg::Lock::Timeout=300"]
     quiet = {"DEBIAN_FRONTEND": "noninteractive"}
-    output([*apt, "update"], environment=quiet, deadline=300)
+    _update_lists([*apt, "update"], quiet)
     command = [*apt, "install", "--yes", "--no-install-recommends", *packages]
     output(command, environment=quiet, deadline=600)
     still = sorted(program for program in missing if not _found(program))
     if still:
         raise TestbedError(f"installed {' '.join(packages)}, but found no {', '.join(still)}")
+
+
+def _update_lists(command: list[str], environment: Mapping[str, str]) -> None:
+    """apt's timeout is not for the lock of the package lists, which a timer of the machine or
+    another lane of tests may hold."""
+    for _ in range(5):
+        with LISTS_LOCK.open("a") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_EX)  # returns when nobody has it
+        done = run(command, environment=environment, deadline=300)
+        if done.returncode == 0 or str(LISTS_LOCK) not in done.stderr:
+            break
+    if done.returncode != 0:
+        raise TestbedError(
+            f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}"
+        )
 
 
 def _found(program: str) -> bool:
