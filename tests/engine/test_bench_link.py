@@ -17,7 +17,7 @@ from pipemorph.discovery import host
 from pipemorph_trainer.bench import link as bench
 from pipemorph_trainer.bench import transfers
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(700)
 
 QUICK = ["--sizes", "4K,1M", "--rounds", "1", "--volume", "4M", "--pings", "50"]
 
@@ -32,8 +32,18 @@ def start(*arguments, env=None):
     )
 
 
+@pytest.fixture
+def port():
+    """A port that nobody else is given. A program may listen there: it asks to share, and it alone
+    listens."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield str(holder.getsockname()[1])
+
+
 def finish(process):
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=300)
     return process.returncode, out, err
 
 
@@ -67,8 +77,8 @@ def test_both_ends_on_this_host():
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_two_ends_that_meet_by_what_the_first_prints():
-    listener = start("--listen", "127.0.0.1", "--port", "29613", *QUICK)
+def test_two_ends_that_meet_by_what_the_first_prints(port):
+    listener = start("--listen", "127.0.0.1", "--port", port, *QUICK)
     try:
         said = ""
         while "--connect" not in said:
@@ -79,11 +89,11 @@ def test_two_ends_that_meet_by_what_the_first_prints():
             r"(\w+)=(\S+) pipemorph bench link --connect 127\.0\.0\.1 --port (\d+)", said
         )
         assert found, said
-        port = found[3]
+        assert found[3] == port
         # Somebody without the secret is shown the door, and the listener goes on waiting.
         status, _, err = finish(
             start(
-                *("--connect", "127.0.0.1", "--port", port, "--wait", "20", *QUICK),
+                *("--connect", "127.0.0.1", "--port", port, *QUICK),
                 env={found[1]: "a guess"},
             )
         )
@@ -125,10 +135,7 @@ TOO_LARGE = (
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_listener_with_less_memory_says_so_at_both_ends(monkeypatch, capfd):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
+def test_a_listener_with_less_memory_says_so_at_both_ends(monkeypatch, capfd, port):
     connector = start(
         *("--connect", "127.0.0.1", "--port", port, *QUICK),
         env={bench.SECRET_VARIABLE: "a secret"},
@@ -186,7 +193,7 @@ def test_an_output_that_takes_nothing_is_one_line(redirection, said):
     least = "--transports shm --sizes 4K --rounds 1 --volume 4K --pings 1"
     command = f"{sys.executable} -m pipemorph.cli bench link {least} {redirection}"
     done = subprocess.run(
-        ["sh", "-c", command], capture_output=True, text=True, timeout=100, check=False
+        ["sh", "-c", command], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.stderr == said
 
