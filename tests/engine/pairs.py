@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import inspect
 import multiprocessing
 import os
 import random
@@ -18,12 +19,17 @@ from pipemorph_trainer._engine import Engine, Link
 SECRET = b"the job's secret"
 LINK = 3
 TIMEOUT = 30.0
+"""For whatever takes no time. Also how long a peer may be silent, so that a machine which stands
+still for some seconds breaks no link: where a test is about a peer's silence, it says how long."""
+HEAR_TIMEOUT = 3 * TIMEOUT
+"""For a process to say what it is to say, be it after it has been started from a cold disk."""
 
 Key = tuple[int, int, int, int, int]
 
 
 def engine(rank: int, **settings: Any) -> Engine:
     given: dict[str, Any] = {"job": "test/1", "secret": SECRET, "host": "127.0.0.1"}
+    given["peer_deadline"] = TIMEOUT
     return Engine(rank=rank, **(given | settings))
 
 
@@ -35,7 +41,8 @@ def eventually(condition: Callable[[], bool], timeout: float = TIMEOUT) -> None:
     """Wait on a condition that no call can wait for. Each look yields the processor."""
     deadline = time.monotonic() + timeout
     while not condition():
-        assert time.monotonic() < deadline, "it never came true"
+        if time.monotonic() > deadline:
+            raise AssertionError(f"never within {timeout} s: {inspect.getsource(condition)}")
         os.sched_yield()
 
 
@@ -98,25 +105,20 @@ def _peer_main(
         raise
 
 
-class Peer:
-    """A process with the other end of a link, which runs ``body(link, connection, *args)``."""
+class Child:
+    """A process with an end of a link, which runs ``body(link, connection, *args)``."""
 
-    def __init__(
-        self, process: Any, connection: Connection, own: Engine, link: Link, port: int
-    ) -> None:
+    def __init__(self, process: Any, connection: Connection) -> None:
         self.process = process
-        self.port = port
         self.connection = connection
-        self.engine = own
-        self.link = link
 
     @property
     def pid(self) -> int:
         return int(self.process.pid)
 
     def hear(self) -> Any:
-        if not self.connection.poll(TIMEOUT * 2):
-            raise TimeoutError("the peer process says nothing")
+        if not self.connection.poll(HEAR_TIMEOUT):
+            raise TimeoutError(f"the peer process has said nothing for {HEAR_TIMEOUT} s")
         said = self.connection.recv()
         if isinstance(said, tuple) and said and said[0] == "failed":
             raise AssertionError(f"the peer process failed:\n{said[1]}")
@@ -126,35 +128,53 @@ class Peer:
         self.connection.send(what)
 
 
+class Peer(Child):
+    """The child at the other end of a link of this process."""
+
+    def __init__(self, child: Child, own: Engine, link: Link, port: int) -> None:
+        super().__init__(child.process, child.connection)
+        self.port = port
+        self.engine = own
+        self.link = link
+
+
 @contextlib.contextmanager
-def with_peer(
-    body: Callable[..., None], *args: Any, peer_rank: int = 1, **settings: Any
-) -> Iterator[Peer]:
-    """Rank 0 dials and rank 1 accepts; ``peer_rank`` is the one in the other process."""
+def child(
+    body: Callable[..., None], rank: int, settings: dict[str, Any], *args: Any
+) -> Iterator[Child]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(
-        target=_peer_main, args=(theirs, body, peer_rank, settings, args), daemon=True
+        target=_peer_main, args=(theirs, body, rank, settings, args), daemon=True
     )
     process.start()
     theirs.close()
-    own = engine(1 - peer_rank, **settings)
     try:
-        if not ours.poll(TIMEOUT):
-            raise TimeoutError("the peer process did not start")
-        port = ours.recv()
-        if peer_rank == 1:
-            link = own.connect(
-                peer_rank=1, link_id=LINK, host="127.0.0.1", port=port, timeout=TIMEOUT
-            )
-        else:
-            ours.send(own.port)
-            link = own.accept(peer_rank=0, link_id=LINK, timeout=TIMEOUT)
-        yield Peer(process, ours, own, link, port)
+        yield Child(process, ours)
     finally:
-        own.close(0.0)
         process.join(10.0)
         if process.is_alive():
             process.kill()
             process.join()
         ours.close()
+
+
+@contextlib.contextmanager
+def with_peer(
+    body: Callable[..., None], *args: Any, peer_rank: int = 1, **settings: Any
+) -> Iterator[Peer]:
+    """Rank 0 dials and rank 1 accepts; ``peer_rank`` is the one in the other process."""
+    with child(body, peer_rank, settings, *args) as peer:
+        own = engine(1 - peer_rank, **settings)
+        try:
+            port = peer.hear()
+            if peer_rank == 1:
+                link = own.connect(
+                    peer_rank=1, link_id=LINK, host="127.0.0.1", port=port, timeout=TIMEOUT
+                )
+            else:
+                peer.tell(own.port)
+                link = own.accept(peer_rank=0, link_id=LINK, timeout=TIMEOUT)
+            yield Peer(peer, own, link, port)
+        finally:
+            own.close(0.0)
