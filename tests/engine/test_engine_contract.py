@@ -26,6 +26,17 @@ def all_up(link):
     return all(path.state == "UP" for path in link.stats().paths)
 
 
+def resizable(link, data):
+    """Whether the engine has let go of a bytearray. It grows by a byte then. The last to hold it
+    may be one of the engine's threads, a moment longer than what was to be done took."""
+    link.stats()  # any call lets go of what is finished
+    try:
+        data.append(0)
+    except BufferError:
+        return False
+    return True
+
+
 def test_the_module_has_what_its_contract_names():
     # In the sources: an editable installation keeps the compiled module elsewhere.
     root = pathlib.Path(__file__).resolve().parents[2]
@@ -242,16 +253,7 @@ def test_the_payload_is_held_until_acknowledged_and_then_let_go(transport):
             data.append(0)
         p.accepted.reserve(0, 1, 1000)
         p.dialled.wait_sent(ticket, pairs.TIMEOUT)
-
-        def resizable():
-            p.dialled.stats()  # any call lets go of what is finished
-            try:
-                data.append(0)
-            except BufferError:
-                return False
-            return True
-
-        pairs.eventually(resizable)
+        pairs.eventually(lambda: resizable(p.dialled, data))
 
 
 @TRANSPORTS
@@ -274,8 +276,7 @@ def test_a_posted_destination_receives_the_message(transport):
             with pytest.raises(BufferError):
                 into[i].append(0)  # still held
             m.release()
-        p.accepted.stats()
-        into[0].append(0)
+        pairs.eventually(lambda: resizable(p.accepted, into[0]))
 
 
 @TRANSPORTS
@@ -311,8 +312,7 @@ def test_posted_destinations_are_let_go_of_when_the_link_ends():
             into.append(0)
         p.dialled.close()
         pairs.eventually(lambda: not p.accepted.alive)
-        p.accepted.stats()
-        into.append(0)
+        pairs.eventually(lambda: resizable(p.accepted, into))
 
 
 def test_reserve_adds_and_never_shrinks():
@@ -350,7 +350,7 @@ def test_what_arrived_before_the_end_is_still_good():
         m = p.accepted.receive((0, 0, 0, 0, 0), pairs.TIMEOUT)
         assert bytes(m.view()) == b"last words"
         for call in (
-            lambda: p.accepted.receive((0, 0, 1, 0, 0), 5.0),
+            lambda: p.accepted.receive((0, 0, 1, 0, 0), pairs.TIMEOUT),
             lambda: p.accepted.try_receive((0, 0, 1, 0, 0)),
             lambda: p.accepted.send((0, 0, 1, 1, 0), b"x"),
         ):
@@ -367,7 +367,7 @@ def test_telemetry():
             p.dialled.wait_sent(ticket, pairs.TIMEOUT)
         pairs.eventually(lambda: p.dialled.stats().rtt_p99 is not None)
         s = p.dialled.stats()
-        assert 0 < s.rtt_min <= s.rtt_mean <= s.rtt_p99 < 5
+        assert 0 < s.rtt_min <= s.rtt_mean <= s.rtt_p99 < pairs.TIMEOUT
         assert abs(s.clock_offset) <= s.rtt_p99 + 1e-4  # one machine, one clock
         assert (s.messages_sent, s.bytes_sent, s.state) == (5, 5 * MIB, "up")
         records = p.dialled.drain_telemetry()
@@ -382,11 +382,13 @@ def test_waiting_for_a_slot_counts_as_queueing_and_not_as_wire_time():
         ticket = p.dialled.send((0, 0, 0, 0, 0), b"x")
         with contextlib.suppress(EngineTimeout):
             p.dialled.wait_sent(ticket, 0.5)
+        began = time.monotonic()
         p.accepted.reserve(0, 1, 100)
         p.dialled.wait_sent(ticket, pairs.TIMEOUT)
+        since_there_was_a_slot = time.monotonic() - began
         [(_, _, queue, wire)] = p.dialled.drain_telemetry()
         assert queue > 0.45
-        assert wire < queue
+        assert wire <= since_there_was_a_slot
         m = p.accepted.receive((0, 0, 0, 0, 0), pairs.TIMEOUT)
         assert m.started_at - m.posted_at > 0.45
 
@@ -420,7 +422,7 @@ def test_nothing_is_left_after_close(transport):
 def test_an_engine_that_is_only_dropped_ends_too():
     threads, fds = tasks(), descriptors()
     e = pairs.engine(0)
-    assert len(tasks()) > len(threads)
+    assert tasks() - threads
     del e
     gc.collect()
     pairs.eventually(lambda: tasks() <= threads)

@@ -75,12 +75,12 @@ def test_cut_connections_in_mid_transfer_lose_and_repeat_nothing(transport):
         paths = 4 if transport == "tcp" else 1
         data = [pairs.payload(i, size - i) for i in range(count)]
         expected = [pairs.digest(d) for d in data]
-        deadline = time.monotonic() + pairs.TIMEOUT
+        deadline = time.monotonic() + 2 * pairs.TIMEOUT
         number = 0
         # Until the faults have happened with chunks in them: a cut may fall between two chunks,
         # and over shared memory it nearly always does.
         while number < 6 or (transport == "tcp" and link.stats().chunks_resent == 0):
-            assert time.monotonic() < deadline
+            assert time.monotonic() < deadline, f"no chunk was sent again in {number} rounds"
             tickets = [link.send((0, number, i, 0, 0), d) for i, d in enumerate(data)]
             peer.tell(number)
             for i, t in enumerate(tickets):
@@ -137,10 +137,7 @@ def test_all_data_connections_cut_at_once():
         for t in tickets:
             p.dialled.wait_sent(t, pairs.TIMEOUT)
         # Both cuts were made good on all sockets, in the background and for as long as it takes.
-        deadline = time.monotonic() + pairs.TIMEOUT
-        while p.dialled.stats().reconnects < 8:
-            assert time.monotonic() < deadline
-            os.sched_yield()
+        pairs.eventually(lambda: p.dialled.stats().reconnects >= 8)
 
 
 def hold_still(link, connection, direction):
@@ -176,6 +173,15 @@ def named_memory(pid):
 @pytest.mark.parametrize("peer_rank", [0, 1])
 def test_a_killed_peer_is_noticed_within_the_deadline(transport, peer_rank):
     deadline = 3.0
+    # A machine that stands still for a moment lengthens what is measured on it, never shortens it.
+    took = [seconds_until_noticed(transport, peer_rank, deadline)]
+    while took[-1] >= deadline and len(took) < 3:
+        took.append(seconds_until_noticed(transport, peer_rank, deadline))
+    assert took[-1] < deadline, f"noticed after {took} s"
+
+
+def seconds_until_noticed(transport, peer_rank, deadline):
+    """Kills a peer, and checks all that must hold of its link then."""
     direction = 0 if peer_rank == 1 else 1
     with pairs.with_peer(
         hold_still, direction, peer_rank=peer_rank, transport=transport, peer_deadline=deadline
@@ -191,7 +197,7 @@ def test_a_killed_peer_is_noticed_within_the_deadline(transport, peer_rank):
         os.kill(peer.pid, signal.SIGKILL)
         with pytest.raises(EngineError, match=rf"link 3 \(rank 0 <-> 1\).*rank {peer_rank}"):
             peer.link.receive((0, 0, 0, 1 - direction, 0), 60.0)
-        assert time.monotonic() - start < deadline
+        took = time.monotonic() - start
         assert not peer.link.alive
         assert f"rank {peer_rank}" in peer.link.error
         with pytest.raises(EngineError, match=f"rank {peer_rank}"):
@@ -200,6 +206,7 @@ def test_a_killed_peer_is_noticed_within_the_deadline(transport, peer_rank):
             peer.link.send((0, 1, 0, direction, 0), b"x")
         assert peer.link.sent(tickets[0])  # that one had arrived
     assert not names & set(unix_sockets().values())
+    return took
 
 
 def kill_self_in_mid_transfer(link, connection):
@@ -224,6 +231,8 @@ def test_shared_memory_leaves_nothing_behind_when_killed_in_mid_transfer():
         peer.tell("die")
         with pytest.raises(EngineError, match="rank 1"):
             peer.link.receive((9, 9, 9, 1, 0), 60.0)
+        peer.process.join(pairs.TIMEOUT)
+        assert peer.process.exitcode == -signal.SIGKILL
         peer.engine.close()
         assert not names & set(unix_sockets().values())
     assert not [f for f in pathlib.Path("/dev/shm").iterdir() if "pipemorph" in f.name]
@@ -247,6 +256,7 @@ def test_a_stopped_peer_is_noticed_within_the_deadline(peer_rank, cut):
         hold_still, direction, peer_rank=peer_rank, transport="tcp", peer_deadline=deadline
     ) as peer:
         assert peer.hear() == "ready"
+        before = time.monotonic()
         os.kill(peer.pid, signal.SIGSTOP)
         try:
             pairs.eventually(lambda: thread_states(peer.pid) == {"T"})
@@ -256,7 +266,8 @@ def test_a_stopped_peer_is_noticed_within_the_deadline(peer_rank, cut):
             with pytest.raises(EngineError, match=f"no control connection to rank {peer_rank} "):
                 peer.link.receive((0, 0, 0, 1 - direction, 0), 60.0)
             # Silence counts from half of the deadline on.
-            assert 0.9 * deadline < time.monotonic() - start < 5 * deadline
+            assert time.monotonic() - before > 0.9 * deadline
+            assert time.monotonic() - start < 5 * deadline
             assert not peer.link.alive
         finally:
             os.kill(peer.pid, signal.SIGCONT)
@@ -302,11 +313,8 @@ def test_thousands_of_strangers_do_not_disturb_a_transfer():
             for i, d in enumerate(data):
                 peer.link.send((0, 0, i, 0, 0), d)
             assert peer.hear() == {i: pairs.digest(d) for i, d in enumerate(data)}
-            deadline = time.monotonic() + pairs.TIMEOUT
-            while made[0] < 2000:
-                assert time.monotonic() < deadline
-                assert thread.is_alive()
-                os.sched_yield()
+            pairs.eventually(lambda: made[0] >= 2000 or not thread.is_alive(), 2 * pairs.TIMEOUT)
+            assert thread.is_alive(), "a stranger was told what it must not be"
         finally:
             stop.set()
             thread.join()
