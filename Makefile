@@ -15,7 +15,7 @@ ENGINE_SOURCES := $(filter csrc/%,$(CXX_SOURCES)) CMakeLists.txt
 export CMAKE_BUILD_PARALLEL_LEVEL ?= 2
 # A package index that stutters must not end a run.
 export PIP_RETRIES ?= 10
-export PIP_TIMEOUT ?= 60
+export PIP_DEFAULT_TIMEOUT ?= 60
 
 .PHONY: demo test bench lint format setup check-host clean
 
