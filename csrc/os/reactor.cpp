@@ -120,19 +120,21 @@ void Reactor::cancel(uint64_t timer) {
     }
 }
 
-// Runs what is due and returns the milliseconds until the next timer, or -1.
-int Reactor::run_timers() {
+// The milliseconds until the next timer is due, or -1.
+int Reactor::until_timer() const {
+    if (timers_.empty()) return -1;
+    const int64_t wait = std::max<int64_t>(timers_.begin()->first - steady_ns(), 0);
+    return static_cast<int>(std::min<int64_t>((wait + kMillisecond - 1) / kMillisecond, 60'000));
+}
+
+void Reactor::run_timers() {
     while (!timers_.empty()) {
         const auto first = timers_.begin();
-        const int64_t wait = first->first - steady_ns();
-        if (wait > 0)
-            return static_cast<int>(
-                std::min<int64_t>((wait + kMillisecond - 1) / kMillisecond, 60'000));
+        if (first->first > steady_ns()) return;
         const Task task = std::move(first->second.second);
         timers_.erase(first);
         task();
     }
-    return -1;
 }
 
 void Reactor::run_tasks() {
@@ -150,7 +152,7 @@ void Reactor::run() {
     std::array<epoll_event, 64> events;
     for (;;) {
         run_tasks();
-        int timeout = run_timers();
+        int timeout = until_timer();
         {
             const std::lock_guard lock(mu_);
             if (stopping_) return;
@@ -168,6 +170,9 @@ void Reactor::run() {
             const auto handler = it->second.handler;
             (*handler)(events[size_t(i)].events);
         }
+        // Last: after a thread was held up, what has come meanwhile is heard before anybody is
+        // given up for not having said it.
+        run_timers();
     }
 }
 

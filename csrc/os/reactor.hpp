@@ -45,7 +45,8 @@ class Reactor {
         std::shared_ptr<Handler> handler;
     };
     void run();
-    int run_timers();
+    int until_timer() const;
+    void run_timers();
     void run_tasks();
     void wake();
 

@@ -1,0 +1,42 @@
+// What a reactor's thread does first.
+#include "os/reactor.hpp"
+
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include <future>
+#include <string>
+
+#include "check.hpp"
+#include "os/clock.hpp"
+
+using namespace pipemorph;
+
+TEST(reactor_hears_what_has_come_before_it_gives_anybody_up) {
+    int fds[2];
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds) == 0);
+    const Fd ours(fds[0]);
+    const Fd peer(fds[1]);
+    Reactor reactor("test");
+    std::string order;
+    std::promise<void> both;
+    const auto happened = [&](char what) {
+        order += what;
+        if (order.size() == 2) both.set_value();
+    };
+    reactor.post([&] {
+        reactor.add(ours.get(), EPOLLIN, [&](uint32_t) {
+            char byte;
+            if (::recv(ours.get(), &byte, 1, MSG_DONTWAIT) == 1) happened('e');
+        });
+        // The thread is held up until the deadline is over and the word is there as well.
+        const int64_t due = steady_ns() + kMillisecond;
+        reactor.after(kMillisecond, [&] { happened('t'); });
+        if (::send(peer.get(), "x", 1, MSG_NOSIGNAL) != 1) happened('!');
+        while (steady_ns() < due) {
+        }
+    });
+    CHECK(both.get_future().wait_for(std::chrono::seconds(30)) == std::future_status::ready);
+    reactor.stop();
+    CHECK(order == "et");
+}
