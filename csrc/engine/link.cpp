@@ -10,7 +10,8 @@ Link::Link(std::shared_ptr<Runtime> runtime, Identity identity)
     : runtime_(std::move(runtime)),
       identity_(identity),
       out_(runtime_->config.queues, runtime_->config.chunk_bytes),
-      heard_ns_(steady_ns()) {}
+      heard_ns_(steady_ns()),
+      ticked_ns_(heard_ns_) {}
 
 Link::~Link() = default;
 

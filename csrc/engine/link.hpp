@@ -195,6 +195,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     void confirmed(Transport transport);        // no lock
     void redial_control();                      // no lock
     void probe_peer();                          // no lock
+    void forgive_pause(int64_t now_ns);
     Hello hello(Purpose purpose) const;
 
     // Paths.
@@ -247,7 +248,8 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     bool leaving_ = false;    // we said goodbye
     bool peer_left_ = false;  // the peer did
     bool redialling_ = false;
-    int64_t heard_ns_ = 0;  // the last time that anything came over control
+    int64_t heard_ns_ = 0;   // the last time that anything came over control
+    int64_t ticked_ns_ = 0;  // the last time that anybody looked
     int64_t down_since_ns_ = 0;
     int64_t refused_since_ns_ = 0;  // nobody listens at the peer's address since
     int64_t redial_backoff_ns_ = 0;

@@ -135,6 +135,18 @@ void Link::probe_peer() {
     reactor.add(fd->get(), EPOLLOUT, [end, fd](uint32_t) { end(connect_error(*fd)); });
 }
 
+// A process that was stopped (a job suspended, a machine paused) heard nobody, and nobody is to
+// blame for that: the time does not count against the peer, which may have been stopped, too.
+void Link::forgive_pause(int64_t now) {
+    constexpr int64_t kNoPause = 250 * kMillisecond;  // a few ticks
+    const int64_t passed = now - ticked_ns_;
+    ticked_ns_ = now;
+    if (passed <= std::max(runtime_->peer_deadline_ns / 4, kNoPause)) return;
+    for (int64_t* since :
+         {&heard_ns_, &down_since_ns_, &refused_since_ns_, &without_rail_since_ns_})
+        if (*since != 0) *since = std::min(*since + passed, now);
+}
+
 void Link::tick() {
     const int64_t now = steady_ns();
     const int64_t deadline = runtime_->peer_deadline_ns;
@@ -144,6 +156,7 @@ void Link::tick() {
     bool live = false;
     {
         const Lock lock(mu_);
+        forgive_pause(now);
         if (state_ == State::up && control_) {
             live = true;
             if (now - heard_ns_ > deadline / 2) {
