@@ -21,6 +21,8 @@ void Link::sever_data_path(uint32_t index) {
 std::string Link::may_attach_data(uint32_t path, uint32_t epoch) const {
     const Lock lock(mu_);
     if (over()) return error_;
+    // The dialler's last word may still change the transport, and with it what the paths are.
+    if (state_ == State::connecting) return describe() + " is not confirmed yet";
     if (path >= paths_.size()) return describe() + " has no data path " + std::to_string(path);
     if (paths_[path].kind == Transport::rdma)
         return describe() + ": data path " + std::to_string(path) + " is a rail";

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <future>
 #include <random>
 #include <thread>
 
@@ -274,12 +275,53 @@ TEST(link_a_silent_stranger_is_shown_the_door) {
     const auto address = resolve("127.0.0.1", engine.port(), false).front();
     const Fd fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
     CHECK(::connect(fd.get(), address.get(), address.size) == 0);
-    timeval limit{10, 0};
+    timeval limit{30, 0};
     setsockopt(fd.get(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
     char byte;
     CHECK(::recv(fd.get(), &byte, 1, 0) == 0);  // closed, and not a byte said
     until("refused", [&] { return engine.refused().size() == 1; });
     CHECK(engine.refused()[0].find("said nothing") != std::string::npos);
+}
+
+// Its dialler's last word may still come and say that the paths are of another kind.
+TEST(link_takes_no_data_connection_before_it_is_confirmed) {
+    Engine engine(config(1, Transport::tcp));
+    std::shared_ptr<Link> accepted;
+    std::thread acceptor([&] {
+        try {
+            accepted = engine.accept(0, 7, 30.0, [] {});
+        } catch (const EngineError&) {  // seen below
+        }
+    });
+    Runtime runtime(config(0, Transport::tcp));
+    const auto dialled = [&](Purpose purpose) {
+        Hello h;
+        h.purpose = purpose;
+        h.job = "test";
+        h.to_rank = 1;
+        h.link = 7;
+        h.epoch = 1;
+        h.sockets = 1;
+        h.transport = Transport::tcp;
+        std::promise<DialResult> said;
+        runtime.control.post([&] {
+            dial(runtime, resolve("127.0.0.1", engine.port(), false).front(), std::move(h),
+                 60 * kSecond, [&](DialResult result) { said.set_value(std::move(result)); });
+        });
+        return said.get_future().get();
+    };
+    const DialResult control = dialled(Purpose::control);
+    const DialResult early = dialled(Purpose::data);
+    std::vector<uint8_t> confirm;
+    append_frame(confirm, encode_frame(ConfirmFrame{Transport::tcp}), 0, 0);
+    const bool confirmed = ::send(control.fd.get(), confirm.data(), confirm.size(), MSG_NOSIGNAL) ==
+                           static_cast<ssize_t>(confirm.size());
+    acceptor.join();
+    const DialResult late = dialled(Purpose::data);
+    runtime.stop();
+    CHECK(control.fd && confirmed && accepted);
+    CHECK(early.not_yet && early.error.find("not confirmed yet") != std::string::npos);
+    CHECK(late.fd);
 }
 
 TEST(link_tells_its_peer_what_it_died_of) {
@@ -291,7 +333,8 @@ TEST(link_tells_its_peer_what_it_died_of) {
         const int64_t start = steady_ns();
         dead->die(dead->describe() + " is dead: " + std::string(5000, 'y'));
         until("dead", [&] { return !survivor->alive(); });
-        CHECK(steady_ns() - start < 5 * kSecond);  // far below any deadline of theirs
+        // Sooner than by silence, which counts from half of the deadline on.
+        CHECK(steady_ns() - start < to_ns(config(0, Transport::tcp).peer_deadline) / 2);
         const std::string said = "link 7 (rank 0 <-> 1) is dead: rank " +
                                  std::to_string(dialler ? 0 : 1) + " gave it up: yyy";
         CHECK(survivor->error().starts_with(said));
