@@ -216,8 +216,9 @@ void Link::handle(Frame frame) {
                      stream_.last_received());
         flush();
     } else if (const auto* f = std::get_if<PongFrame>(&frame)) {
-        const int64_t now_steady = steady_ns();
+        // In this order: held up in between, the echo counts as a slow one, not as a wrong clock.
         const int64_t now_wall = wall_ns();
+        const int64_t now_steady = steady_ns();
         const Lock lock(mu_);
         const int64_t rtt =
             now_steady - f->ping_steady_ns - (f->sent_wall_ns - f->received_wall_ns);
