@@ -186,12 +186,12 @@ def test_a_port_is_kept_for_the_ranks_until_they_listen(runs: Runs) -> None:
 
 
 def test_a_rank_that_does_not_stop_is_killed(runs: Runs) -> None:
-    # The others end unasked: how long a signal takes to end them is a matter of the machine.
-    run = runs({0: "die 1", 3: "stubborn"}, others="finish", spec=grace_of(1))
+    # And no others: how long a signal takes to end them is a matter of the machine.
+    run = runs({0: "die 1", 1: "stubborn"}, stages=2, spec=grace_of(1))
     status, output = run.finish()
     assert status == 1
     assert "rank 0 (stage 0) exited with code 1" in output
-    assert "did not stop within 1 s: rank 3 (stage 3)" in output
+    assert "did not stop within 1 s: rank 1 (stage 1)" in output
     assert_clean(run)
 
 
@@ -340,7 +340,7 @@ def test_a_restart_is_a_new_attempt_with_a_new_secret(runs: Runs) -> None:
 
 def test_a_rank_that_had_to_be_killed_does_not_end_the_next_attempt(runs: Runs) -> None:
     restarts = {"failurePolicy": {"maxRestarts": 1}}
-    run = runs({1: "cling"}, others="recover", spec=grace_of(1) | restarts)
+    run = runs({0: "recover", 1: "cling"}, stages=2, spec=grace_of(1) | restarts)
     status, output = run.finish()
     assert "did not stop within 1 s: rank 1 (stage 1)" in output
     assert status == 0, output
