@@ -28,12 +28,13 @@ class Dialling : public std::enable_shared_from_this<Dialling> {
     void start(int64_t limit_ns) {
         auto self = shared_from_this();
         const int64_t reach_ns = std::min(limit_ns, kReach);
+        hurried_ = limit_ns < kReach;
         timer_ = runtime_.control.after(reach_ns, [self, rest_ns = limit_ns - reach_ns] {
             self->timer_ = 0;
             if (self->connected_ && rest_ns > 0)
                 self->end_after(rest_ns);
             else
-                self->fail(self->no_answer());
+                self->out_of_time();
         });
         fd_ = start_connect(address_);
         if (!fd_) {
@@ -47,8 +48,13 @@ class Dialling : public std::enable_shared_from_this<Dialling> {
     void end_after(int64_t limit_ns) {
         timer_ = runtime_.control.after(limit_ns, [self = shared_from_this()] {
             self->timer_ = 0;
-            self->fail(self->no_answer());
+            self->out_of_time();
         });
+    }
+
+    void out_of_time() {
+        result_.cut_short = hurried_ && !handshake_.met();
+        fail(no_answer());
     }
 
     void on_event() {
@@ -134,6 +140,7 @@ class Dialling : public std::enable_shared_from_this<Dialling> {
     std::function<void(DialResult)> done_;
     Fd fd_;
     bool connected_ = false;
+    bool hurried_ = false;
     uint64_t timer_ = 0;
     DialResult result_;
 };

@@ -15,6 +15,7 @@ struct DialResult {
     bool refused = false;       // the peer (or we) said no, and asking again will not help
     bool not_yet = false;       // the peer said: not now
     bool nobody_there = false;  // connection refused: no process listens there
+    bool cut_short = false;     // the limit left no time for an answer
 };
 
 // On the runtime's control thread. `done` is called exactly once, on that thread, unless the

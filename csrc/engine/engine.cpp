@@ -335,6 +335,7 @@ struct Engine::Attempt {
     std::shared_ptr<Link> link;
     std::string error;
     bool final = false;
+    bool cut_short = false;
 };
 
 std::shared_ptr<Link> Engine::connect(uint32_t peer_rank, uint32_t link, const std::string& host,
@@ -354,6 +355,7 @@ std::shared_ptr<Link> Engine::connect(uint32_t peer_rank, uint32_t link, const s
     Session session;
     fill_random(session);
     std::string trouble = "nothing tried yet";
+    bool known = false;
     bool refused = false;
     for (uint32_t epoch = 1;; ++epoch) {
         std::vector<Address> addresses;
@@ -361,6 +363,7 @@ std::shared_ptr<Link> Engine::connect(uint32_t peer_rank, uint32_t link, const s
             addresses = resolve(host, port, false);
         } catch (const EngineError& e) {
             trouble = e.what();  // a pod's name may appear a little later than the pod
+            known = false;
         }
         for (const Address& address : addresses) {
             auto attempt = std::make_shared<Attempt>();
@@ -401,13 +404,17 @@ std::shared_ptr<Link> Engine::connect(uint32_t peer_rank, uint32_t link, const s
                 throw;
             }
             if (attempt->link) return attempt->link;
-            trouble = attempt->error;
-            refused = trouble.starts_with("refused");
+            // A last attempt without time for an answer would only cover up what is known.
+            if (!known || !attempt->cut_short) {
+                trouble = attempt->error;
+                known = !attempt->cut_short;
+                refused = trouble.starts_with("refused");
+            }
             if (attempt->final) throw EngineError(who + ": " + trouble);
             if (steady_ns() >= deadline) break;
         }
         std::unique_lock lock(mu_);
-        // An attempt without time would only cover up what is known.
+        // Nor is it worth an attempt.
         if (steady_ns() + 2 * kRetry >= deadline) {
             const std::string message = who + ": not connected to " + host + ":" +
                                         std::to_string(port) + " within " + seconds_text(timeout) +
@@ -433,6 +440,7 @@ void Engine::start_attempt(const std::shared_ptr<Attempt>& attempt, const Addres
         attempt->finished = true;
         attempt->error = r.error;
         attempt->final = r.refused;
+        attempt->cut_short = r.cut_short;
         changed_.notify_all();
     });
 }

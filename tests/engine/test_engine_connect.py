@@ -1,8 +1,10 @@
 """How two engines find each other: who is refused, and what is said where nothing comes about."""
 
 import contextlib
+import os
 import re
 import select
+import signal
 import socket
 import threading
 
@@ -120,6 +122,25 @@ def test_a_connection_that_was_not_answered_in_time_says_how_far_it_came(who, sa
             queue = [stack.enter_context(connecting(port)) for _ in range(3)]
             assert len(select.select([], queue, [], 0.2)[1]) < len(queue), "the queue is not full"
         dial_in_vain(a, port, re.escape(said.format(port=port)))
+
+
+def never(link, connection):
+    raise AssertionError(f"{link.link_id} came about")
+
+
+def test_a_last_attempt_without_time_does_not_cover_up_what_is_known():
+    for timeout in (2.0, 6.0, pairs.TIMEOUT):  # the later for a machine that stood still at first
+        with pairs.child(never, 1, {}) as peer, contextlib.closing(pairs.engine(0)) as a:
+            port = peer.hear()
+            stop = threading.Timer(timeout - 1.0, os.kill, (peer.pid, signal.SIGSTOP))
+            stop.start()
+            with pytest.raises(EngineError) as raised:
+                a.connect(peer_rank=1, link_id=9, host="127.0.0.1", port=port, timeout=timeout)
+            stop.join()
+            peer.process.kill()
+        if "wrong link: rank 0 dials link 9" in str(raised.value):
+            return
+    raise raised.value
 
 
 def test_accept_may_come_after_connect():
