@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from operator_support import CHART, RELEASE, SYSTEM, Installation, Jobs
+from operator_support import CHART, RELEASE, SYSTEM, Installation, Jobs, wait_for_kind
 from testbed import Cluster
 
 
@@ -14,6 +14,7 @@ def installation(
     """The chart, installed once, with both programs running. A test that kills one starts it."""
     cluster.helm("install", RELEASE, str(CHART), "--namespace", SYSTEM, "--create-namespace")
     cluster.wait("crds", "pipemorphjobs.pipemorph.io", "Established")
+    wait_for_kind(cluster, "pipemorphjobs")
     made = Installation(cluster, tmp_path_factory.mktemp("operator"))
     made.operator.start()
     made.ingest.start()

@@ -12,14 +12,14 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
-from testbed import Cluster, NotYet, wait_for
+from testbed import ApiError, Cluster, NotYet, TestbedError, wait_for
 from testbed.controlplane import free_ports
 from testbed.processes import Process
 
@@ -48,6 +48,9 @@ Object = dict[str, Any]
 
 OP = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}
 REPORT_INTERVAL = 0.05
+DEADLINE = 120.0
+"""For what comes within seconds on a machine that has nothing else to do. An API server that was
+away may be asked again only half a minute later: so long its clients wait between two tries."""
 STEP = StageTimes(forward=0.01, backward_input=0.01, backward_weight=0.01)
 
 
@@ -70,6 +73,18 @@ def manifest(name: str, stages: int = 4, **spec: Any) -> Object:
 
 def free_port() -> int:
     return free_ports(1, "127.0.0.1")[0]
+
+
+def wait_for_kind(cluster: Cluster, kind: str) -> None:
+    """Until clients find a kind: a CRD is established some time before it is listed."""
+
+    def listed() -> bool:
+        try:
+            return bool(cluster.client.path(kind))
+        except (TestbedError, ApiError) as error:
+            raise NotYet(str(error)) from None
+
+    wait_for(f"{kind} to be listed by the API server", listed, 120.0)
 
 
 class Program:
@@ -111,11 +126,11 @@ class Program:
     def _ready(self) -> bool:
         try:
             return self._get("/readyz")[0] == 200
-        except OSError:
+        except (OSError, http.client.HTTPException):
             return False
 
     def _get(self, path: str) -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.metrics_port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", self.metrics_port, timeout=40)
         try:
             connection.request("GET", path)
             answer = connection.getresponse()
@@ -203,7 +218,7 @@ class Jobs:
     def get(self, name: str) -> Object:
         return self.cluster.client.get("pipemorphjobs", name, self.namespace)
 
-    def wait(self, name: str, condition: Any, deadline: float = 60.0) -> Object:
+    def wait(self, name: str, condition: Any, deadline: float = DEADLINE) -> Object:
         if isinstance(condition, str) and condition in STATES:
             wanted = condition
 
@@ -219,7 +234,7 @@ class Jobs:
             "jobs", self.namespace, labels=f"pipemorph.io/job-name={name}"
         )
 
-    def pods(self, name: str, count: int, attempt: int = 0, deadline: float = 60.0) -> list[Object]:
+    def pods(self, name: str, count: int, attempt: int = 0) -> list[Object]:
         """The attempt's pods, by rank, once there are so many. Not those of an earlier job of that
         name, which stay until they are collected."""
         uid = self.get(name)["metadata"]["uid"]
@@ -233,7 +248,7 @@ class Jobs:
         found = wait_for(
             f"{count} pods of attempt {attempt} of {name}",
             look,
-            deadline,
+            DEADLINE,
             details=lambda: (
                 json.dumps(self.get(name).get("status", {}), indent=1)
                 + self.installation.operator.process.log_end()
@@ -259,7 +274,17 @@ class Jobs:
         wait_for(
             f"event {text} of {name}",
             lambda: text in self.cluster.events("pipemorphjobs", name, self.namespace),
-            30.0,
+            DEADLINE,
+            details=lambda: self.cluster.events("pipemorphjobs", name, self.namespace),
+        )
+
+    def expect_none_left(self, name: str) -> None:
+        """A Job goes after its last rank."""
+        wait_for(
+            f"no Job of {name} to be left",
+            lambda: not self.batch_jobs(name),
+            DEADLINE,
+            details=lambda: json.dumps([job["metadata"] for job in self.batch_jobs(name)]),
         )
 
     def token(self, name: str, pod: Object, **more: Any) -> str:
@@ -282,13 +307,42 @@ class Jobs:
                 raise NotYet(f"it answered {status}: {answer}")
             return True
 
-        wait_for(f"the ingest to hear of attempt {attempt} of {name}", heard_of, 30.0)
+        wait_for(f"the ingest to hear of attempt {attempt} of {name}", heard_of, DEADLINE)
         return Ranks(self, name, spec, token, attempt)
 
 
 STATES = frozenset(
     {"Pending", "Queued", "Starting", "Running", "Restarting", "Suspended", "Complete", "Failed"}
 )
+
+
+class History:
+    """The states of a job from now on, one by one: however late they are looked at, none is
+    missed."""
+
+    def __init__(self, jobs: Jobs, name: str) -> None:
+        self._jobs, self._name = jobs, name
+        self._last = jobs.get(name)
+
+    def wait(self, what: str, fits: Callable[[Object], object]) -> Object:
+        """The first state that fits, of those after the one that was found last."""
+
+        def look() -> Object | None:
+            since = self._last["metadata"]["resourceVersion"]
+            where = ("pipemorphjobs", self._name, self._jobs.namespace)
+            try:
+                for found in self._jobs.cluster.client.watch(*where, since=since, seconds=2):
+                    self._last = found
+                    if fits(found):
+                        return found
+            except OSError as error:
+                raise NotYet(f"the watch broke off: {error!r}") from None
+            return None
+
+        def details() -> str:
+            return f"last status: {json.dumps(self._last.get('status', {}), indent=1)}"
+
+        return wait_for(f"{what} of {self._name}", look, DEADLINE, interval=0.0, details=details)
 
 
 class Ranks:
@@ -313,18 +367,19 @@ class Ranks:
         for _ in range(iterations):
             self._iterate()
 
-    def until(self, condition: str) -> Object:
-        """Train until the job's status says so."""
-        kind, _, status = condition.partition("=")
+    def until(self, wanted: str, reason: str = "") -> Object:
+        """Train until the job's status says so, for that reason if one is given."""
+        kind, _, status = wanted.partition("=")
 
         def look() -> Object:
             self._iterate()
             found = self.jobs.get(self.name)
-            if _condition(found, kind)["status"] != status:
+            said = condition(found, kind)
+            if said != (status, reason or said[1]):
                 raise NotYet(f"iteration {self.iteration}: {json.dumps(found['status'])}")
             return found
 
-        return wait_for(f"{condition} of {self.name}", look, 60.0, interval=0.0)
+        return wait_for(f"{wanted} {reason} of {self.name}", look, DEADLINE, interval=0.0)
 
     def _iterate(self) -> None:
         if self.next is not None:
@@ -424,11 +479,14 @@ class Ranks:
         )
 
     def flood(self, body: bytes, count: int) -> set[int]:
-        """Post so many times over one connection, as fast as it goes; the answers' codes."""
-        codes = set()
+        """Post so many times over one connection, as fast as it goes, and on until one is turned
+        down; the answers' codes."""
+        codes: set[int] = set()
+        posted, end = 0, time.monotonic() + DEADLINE
         headers = {"Authorization": f"Bearer {self.token}"}
         with closing(self.jobs.installation.connection()) as connection:
-            for _ in range(count):
+            while posted < count or (429 not in codes and time.monotonic() < end):
+                posted += 1
                 connection.request("POST", self.path, body=body, headers=headers)
                 answer = connection.getresponse()
                 answer.read()
@@ -447,4 +505,4 @@ def condition(job: Object, kind: str) -> tuple[str, str]:
     return found["status"], found["reason"]
 
 
-__all__ = ["Installation", "Jobs", "Program", "Ranks", "condition", "manifest"]
+__all__ = ["History", "Installation", "Jobs", "Program", "Ranks", "condition", "manifest"]

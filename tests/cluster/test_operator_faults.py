@@ -4,7 +4,7 @@ import random
 import time
 
 import pytest
-from operator_support import Jobs, manifest
+from operator_support import DEADLINE, Jobs, manifest
 from testbed import wait_for
 
 pytest_plugins = ("operator_fixtures",)
@@ -42,7 +42,7 @@ def test_killed_in_the_middle_of_every_transition(jobs: Jobs, seed: int) -> None
     jobs.patch(name, {"suspend": True})
     killer.strike()  # suspending
     jobs.wait(name, "Suspended")
-    wait_for("no Job to be left", lambda: not jobs.batch_jobs(name), 30.0)
+    jobs.expect_none_left(name)
     jobs.patch(name, {"suspend": False})
     killer.strike()  # resuming
     pods = jobs.run(name, 2, attempt=1)
@@ -59,7 +59,7 @@ def test_killed_in_the_middle_of_every_transition(jobs: Jobs, seed: int) -> None
     jobs.cluster.client.delete("pipemorphjobs", name, jobs.namespace)
     killer.strike()  # deleting
     jobs.wait(name, "deleted")
-    wait_for("no Job to be left", lambda: not jobs.batch_jobs(name), 60.0)
+    jobs.expect_none_left(name)
     jobs.apply(manifest("fails", stages=2))
     pods = jobs.run("fails", 2)
     jobs.cluster.fake_pod_failed(jobs.namespace, pods[1]["metadata"]["name"], exit_code=3)
@@ -94,7 +94,7 @@ def test_the_ingest_killed_in_the_middle_of_an_adaptation(jobs: Jobs) -> None:
         wait_for(
             f"a directive for a delay of {delay} s after epochs {seen}",
             adapted,
-            60.0,
+            DEADLINE,
             interval=0.0,
             details=lambda: f"{ranks.iteration}: {jobs.installation.ingest.process.log_end(40)}",
         )

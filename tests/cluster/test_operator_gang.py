@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from operator_support import FULL_NAME, SYSTEM, Jobs, manifest
+from operator_support import FULL_NAME, SYSTEM, Jobs, manifest, wait_for_kind
 from testbed import Cluster, wait_for
 
 pytest_plugins = ("operator_fixtures",)
@@ -40,16 +40,18 @@ def pod_groups(cluster: Cluster) -> Iterator[None]:
     }
     cluster.apply(kind)
     cluster.wait("crds", CRD, "Established")
+    wait_for_kind(cluster, CRD)
     rights = ("create", "clusterrole", "groups", "--verb=create,patch", f"--resource={CRD}")
     cluster.kubectl(*rights)
     account = f"--serviceaccount={SYSTEM}:{FULL_NAME}"
     cluster.kubectl("create", "clusterrolebinding", "groups", "--clusterrole=groups", account)
     yield
     cluster.kubectl("delete", "clusterrolebinding,clusterrole", "groups")
-    cluster.kubectl("delete", "crd", CRD)
+    cluster.kubectl("delete", "crd", CRD, "--wait=false")
+    cluster.wait("crds", CRD, "deleted")
 
 
-@pytest.mark.timeout(240)  # The garbage collector hears of a new kind every 30 s.
+@pytest.mark.timeout(900)  # The garbage collector hears of a new kind every 30 s.
 def test_a_pod_group_goes_when_its_attempt_is_over(jobs: Jobs) -> None:
     jobs.apply(manifest("gang", stages=2, placement={"gang": {"coscheduling": {}}}))
     pods = jobs.pods("gang", 2)
