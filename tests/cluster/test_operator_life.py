@@ -5,8 +5,8 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from operator_support import Installation, Jobs, Object, condition, manifest
-from testbed import TestbedError, wait_for
+from operator_support import DEADLINE, Installation, Jobs, Object, condition, manifest
+from testbed import ApiError, TestbedError, wait_for
 
 pytest_plugins = ("operator_fixtures",)
 pytestmark = pytest.mark.cluster
@@ -17,6 +17,15 @@ def children(jobs: Jobs) -> list[str]:
     kinds = "jobs,pods,services,secrets,configmaps,pipemorphjobs"
     found = jobs.cluster.kubectl("get", kinds, "-n", jobs.namespace, "-o", "name").split()
     return [name for name in found if name != "configmap/kube-root-ca.crt"]
+
+
+def expect_nothing_left(jobs: Jobs) -> None:
+    wait_for(
+        "nothing to be left",
+        lambda: not children(jobs),
+        DEADLINE,
+        details=lambda: f"found {children(jobs)}",
+    )
 
 
 LOST_NODE = "test_pods_of_a_node_that_is_gone_start_again_elsewhere"
@@ -68,7 +77,7 @@ def test_a_job_runs_completes_and_leaves_nothing(jobs: Jobs) -> None:
     for reason in ("AttemptStarted", "Running", "Complete"):
         jobs.expect_event("one", f"Normal {reason}:")
     jobs.cluster.kubectl("delete", "pmj", "one", "-n", jobs.namespace)
-    wait_for("nothing to be left", lambda: not children(jobs), 60.0)
+    expect_nothing_left(jobs)
 
 
 def test_kopf_leaves_no_finalizer_and_no_annotation(jobs: Jobs) -> None:
@@ -180,7 +189,7 @@ def test_suspend_while_it_waits_for_the_last_attempts_ranks(jobs: Jobs) -> None:
     jobs.patch("pause", {"suspend": True})
     jobs.cluster.fake_pod_gone(jobs.namespace, pods[1]["metadata"]["name"])
     jobs.wait("pause", "Suspended")
-    wait_for("no Job to be left", lambda: not jobs.batch_jobs("pause"), 30.0)
+    jobs.expect_none_left("pause")
     jobs.patch("pause", {"suspend": False})
     jobs.run("pause", 2, attempt=1)
     status = jobs.get("pause")["status"]
@@ -228,7 +237,7 @@ def test_metrics_count_what_became_of_jobs_and_forget_those_that_are_gone(jobs: 
     wait_for(
         "the job's series",
         lambda: ingest.metric("pipemorph_job_iteration", **series) == 2,
-        30.0,
+        DEADLINE,
     )
     assert ingest.metric("pipemorph_ingest_jobs") >= 1
     for attempt in (0, 1):
@@ -242,12 +251,17 @@ def test_metrics_count_what_became_of_jobs_and_forget_those_that_are_gone(jobs: 
     wait_for(
         f"{expected} to be counted",
         lambda: {what: count(what) for what in expected} == expected,
-        30.0,
+        DEADLINE,
         details=lambda: str({what: count(what) for what in expected}),
     )
     assert operator.metric("pipemorph_operator_reconcile_seconds_count", result="ok") > 0
     assert operator.metric("pipemorph_api_requests_total", verb="PATCH", code="200") > 0
-    assert not any(sample.labels.get("name") == name for sample in ingest.samples())
+    # The ingest hears of the end apart from the operator.
+    wait_for(
+        "the job's series to be gone",
+        lambda: not any(sample.labels.get("name") == name for sample in ingest.samples()),
+        DEADLINE,
+    )
 
 
 @pytest.mark.parametrize("when", ["from the start", "starting", "running"])
@@ -268,8 +282,7 @@ def test_suspend_stops_all_ranks_and_resume_starts_an_attempt(jobs: Jobs, when: 
     stopped = jobs.wait(name, "Suspended")
     assert condition(stopped, "Suspended") == ("True", "SuspendedBySpec")
     jobs.pods(name, 0, attempt=0)
-    # It goes after its last rank.
-    wait_for("no Job to be left", lambda: not jobs.batch_jobs(name), 30.0)
+    jobs.expect_none_left(name)
     jobs.patch(name, {"suspend": False})
     pods = jobs.run(name, 2, attempt=started)
     assert jobs.get(name)["status"]["restarts"] == 0
@@ -297,7 +310,7 @@ def test_a_finished_job_is_deleted_after_its_time(jobs: Jobs) -> None:
     jobs.apply(manifest("brief", stages=1, ttlSecondsAfterFinished=2))
     jobs.succeed(jobs.run("brief", 1))
     jobs.wait("brief", "deleted")
-    wait_for("nothing to be left", lambda: not children(jobs), 60.0)
+    expect_nothing_left(jobs)
 
 
 def test_jobs_managed_by_others_are_left_alone(jobs: Jobs) -> None:
@@ -331,7 +344,7 @@ def test_a_job_deleted_while_it_is_created_leaves_nothing(jobs: Jobs) -> None:
     for i in range(5):
         jobs.run(f"gone-{i}", 2)
         jobs.cluster.client.delete("pipemorphjobs", f"gone-{i}", jobs.namespace)
-    wait_for("nothing to be left", lambda: not children(jobs), 60.0)
+    expect_nothing_left(jobs)
 
 
 def test_a_job_object_deleted_by_hand_is_another_attempt(jobs: Jobs) -> None:
@@ -370,6 +383,19 @@ def test_what_only_the_operator_can_know_is_failed_with_a_reason(jobs: Jobs) -> 
         jobs.expect_event(name, f"Warning {reason}")
 
 
+def no_job_is_taken(jobs: Jobs) -> bool:
+    """Whether the API server, which hears of a quota apart from its controller, refuses a Job."""
+    pod = {"restartPolicy": "Never", "containers": [{"name": "main", "image": "none.invalid/a"}]}
+    probe = {"metadata": {"name": "probe"}, "spec": {"template": {"spec": pod}}}
+    url = jobs.cluster.client.path("jobs", jobs.namespace)
+    try:
+        jobs.cluster.client.request("POST", url, probe, query={"dryRun": "All"})
+    except ApiError as refused:
+        assert "exceeded quota" in refused.message, refused
+        return True
+    return False
+
+
 def test_a_quota_is_said_in_status_and_the_job_starts_when_it_is_raised(jobs: Jobs) -> None:
     quota = {"metadata": {"name": "none"}, "spec": {"hard": {"count/jobs.batch": "0"}}}
     jobs.cluster.client.create("resourcequotas", quota, jobs.namespace)
@@ -379,6 +405,7 @@ def test_a_quota_is_said_in_status_and_the_job_starts_when_it_is_raised(jobs: Jo
         lambda found: "hard" in found.get("status", {}),
         namespace=jobs.namespace,
     )
+    wait_for("the quota to be in force", lambda: no_job_is_taken(jobs), DEADLINE)
     jobs.apply(manifest("dear", stages=1))
     refused = ("False", "ObjectRefused")
     held = jobs.wait("dear", lambda job: condition(job, "PodsReady") == refused)
@@ -393,7 +420,7 @@ def test_a_quota_is_said_in_status_and_the_job_starts_when_it_is_raised(jobs: Jo
         jobs.patch("dear", {"failurePolicy": {"maxRestarts": next(edits)}})
         return jobs.batch_jobs("dear")
 
-    wait_for("its Job", lambda: made() or None, 60.0, interval=0.5)
+    wait_for("its Job", lambda: made() or None, DEADLINE, interval=0.5)
     jobs.run("dear", 1)
 
 
@@ -418,7 +445,7 @@ def test_conflicting_writes_are_set_right(jobs: Jobs) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_pods_of_a_node_that_is_gone_start_again_elsewhere(
     lost_node: tuple[Jobs, list[Object]],
 ) -> None:
