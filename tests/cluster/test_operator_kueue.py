@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from operator_support import Jobs, condition, manifest
+from operator_support import DEADLINE, Jobs, condition, manifest
 from testbed import ApiError, Cluster, NotYet, wait_for
 
 pytest_plugins = ("operator_fixtures",)
@@ -58,10 +58,13 @@ def webhook(cluster: Cluster) -> Iterator[None]:
 
     def in_force() -> bool:
         url = cluster.client.path("jobs", "default")
-        made = cluster.client.request("POST", url, probe, query={"dryRun": "All"})
+        try:
+            made = cluster.client.request("POST", url, probe, query={"dryRun": "All"})
+        except ApiError as error:
+            raise NotYet(str(error)) from None  # It is known before it can be applied.
         return bool(made["spec"].get("suspend"))
 
-    wait_for("the policy to be in force", in_force, 60.0)
+    wait_for("the policy to be in force", in_force, DEADLINE)
     yield
     for plural in ("mutatingadmissionpolicybindings", "mutatingadmissionpolicies"):
         cluster.client.request("DELETE", f"{group}/{plural}/{POLICY}")
@@ -81,7 +84,7 @@ def waiting_job(jobs: Jobs, name: str, attempt: int) -> Object:
             raise NotYet(f"found Jobs of the attempts {numbers}, expected {attempt} alone")
         return found[0]
 
-    made: Object = wait_for(f"the Job of attempt {attempt} of {name}", look, 60.0)
+    made: Object = wait_for(f"the Job of attempt {attempt} of {name}", look, DEADLINE)
     assert made["metadata"]["labels"][QUEUE] == "training"
     assert made["spec"]["suspend"] is True
     jobs.wait(name, "Queued")
@@ -137,7 +140,7 @@ def test_suspended_by_its_user_while_it_is_queued(jobs: Jobs) -> None:
     waiting_job(jobs, "held", 0)
     jobs.patch("held", {"suspend": True})
     jobs.wait("held", "Suspended")
-    wait_for("no Job to be left in the queue", lambda: not jobs.batch_jobs("held"), 60.0)
+    jobs.expect_none_left("held")
     jobs.patch("held", {"suspend": False})
     admit(jobs, waiting_job(jobs, "held", 1))
     jobs.run("held", 2, attempt=1)
