@@ -25,6 +25,7 @@ constexpr uint32_t kReceives = 256;
 constexpr uint32_t kHeaderRoom = 256;  // for one encoded chunk header
 static_assert(kChunkHeaderSize <= kHeaderRoom);
 constexpr int64_t kLook = 50 * kMillisecond;
+constexpr int64_t kAway = 200 * kMillisecond;  // later than a busy machine is
 constexpr int64_t kProbeEvery = 500 * kMillisecond;
 constexpr double kRateWeight = 0.3;  // of the newest sample
 constexpr int64_t kRateSpan = 20 * kMillisecond;
@@ -154,7 +155,7 @@ void RdmaPath::on_start() {
     rail_->watch(std::shared_ptr<RailUser>(self, this));
     reactor_.add(channel_->fd, EPOLLIN, [self](uint32_t) { self->on_completions(); });
     watched_ = true;
-    progress_ns_ = last_word_ns_ = steady_ns();
+    progress_ns_ = last_word_ns_ = looked_ns_ = steady_ns();
     if (speaks_first_) post_probe();
     on_completions();
     look();
@@ -426,7 +427,13 @@ void RdmaPath::look() {
     reactor_.after(kLook, [weak = weak_from_this()] {
         if (const auto self = weak.lock()) static_cast<RdmaPath&>(*self).look();
     });
+    // Nobody may have told this thread of what has completed: it was away, as in a process that
+    // was stopped. And while nobody looked, as on a machine that was paused, silence says nothing.
+    drain();
+    if (qp_ == nullptr) return;
     const int64_t now = steady_ns();
+    const int64_t away = now - std::exchange(looked_ns_, now) - kLook;
+    if (away > kAway) progress_ns_ = std::min(now, progress_ns_ + away);
     if (writes_out_ > 0 || probe_out_) {
         const int64_t silent = now - progress_ns_;
         // A slow rail is not a dead one: allow for what it has been seen to carry.

@@ -97,6 +97,7 @@ class RdmaPath final : public DataPath, public RailUser {
     std::unordered_map<uint64_t, uint64_t> lane_of_;  // message → when its lane was opened
     std::vector<uint64_t> lane_message_;
     int64_t progress_ns_ = 0;  // of the last completion, or of the first post after a pause
+    int64_t looked_ns_ = 0;    // when look() ran last
     int64_t probe_ns_ = 0;
     int64_t last_word_ns_ = 0;  // when a completion last proved the path to be good
     // Rate over the time with writes under way.
