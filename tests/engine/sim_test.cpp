@@ -1,5 +1,6 @@
 // 100,000 schedules of sim_world, with faults at random and at every step. PIPEMORPH_SIM_SCHEDULES
-// asks for another number; PIPEMORPH_SIM_SEED replays one and says what happened in it.
+// asks for another number, as the builds with sanitizers do; PIPEMORPH_SIM_SEED replays one and
+// says what happened in it.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -30,23 +31,24 @@ Options random_schedule(uint64_t seed, const Rules& rules) {
 
 struct Outcome {
     Tally tally;
-    std::string violation;  // with its seed; the first that a thread came across
+    std::string violation;  // of the first schedule that has one
 };
 
 // Several threads, each with schedules of its own: the protocol's classes share nothing.
 Outcome play_random(uint64_t schedules, const Rules& rules = {}) {
     std::mutex mu;
     Outcome outcome;
-    std::atomic<bool> stop{false};
+    std::atomic<uint64_t> end{schedules};
     const auto work = [&](uint64_t first) {
         Tally tally;
-        for (uint64_t seed = first; seed < schedules && !stop; seed += kThreads) {
+        for (uint64_t seed = first; seed < end; seed += kThreads) {
             const std::string why = play(random_schedule(seed, rules), tally);
             if (why.empty()) continue;
-            stop = true;
             const std::lock_guard lock(mu);
-            if (outcome.violation.empty())
-                outcome.violation = "schedule " + std::to_string(seed) + ": " + why;
+            // The other thread may have found one meanwhile, and goes on to here.
+            if (seed >= end) break;
+            end = seed;
+            outcome.violation = "schedule " + std::to_string(seed) + ": " + why;
         }
         const std::lock_guard lock(mu);
         outcome.tally += tally;
