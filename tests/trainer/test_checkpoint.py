@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from pipemorph.spec import Checkpoint
 from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
 
-pytestmark = pytest.mark.multiprocess
+# Several runs in a test, each with a deadline of its own.
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(400)]
 
 LAYERS, WIDTH, MICROBATCHES = 4, 6, 4
 

@@ -17,7 +17,8 @@ from pipemorph_trainer import iteration as iterations
 from pipemorph_trainer.executor import loop
 from pipemorph_trainer.paths import direct, failover
 
-pytestmark = pytest.mark.multiprocess
+# Several runs in a test, each with a deadline of its own.
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 GIVEN_UP = re.compile(r"rank (\d) \(stage \d\), link (\d): the direct path is given up: (.*);")
 ITERATIONS = 4
