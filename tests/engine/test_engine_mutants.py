@@ -16,7 +16,7 @@ import test_engine_cpp as suite
 
 BUILD = suite.ROOT / "build" / "engine-tests"
 COMPILER = [os.environ.get("CXX", "c++"), "-std=c++20", "-O1"]
-SCHEDULES = 20_000
+SCHEDULES = 2_000
 
 pytestmark = [pytest.mark.slow, pytest.mark.untimed]
 
