@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
+from torch import Tensor, nn, tensor_split
 
 from pipemorph.errors import InputError
 from pipemorph_trainer.errors import ShapeError
@@ -32,8 +31,31 @@ def split(
                     f"{name} has shape {list(tensor.shape)}; expected a first dimension that "
                     f"{microbatches} microbatches divide"
                 )
+    if all(type(value) in _PLAIN for _, value in named):
+        cut = [_chunks(value, microbatches) for _, value in named]
+        chunks = [tuple(values[k] for values in cut) for k in range(microbatches)]
+        n = len(args)
+        return [c[:n] for c in chunks], [dict(zip(kwargs, c[n:], strict=True)) for c in chunks]
+    # It knows containers, distributed tensors and masks. To import it takes longer than torch
+    # itself does, which a rank that has none of these is spared.
+    from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
+
     cut_args, cut_kwargs = split_args_kwargs_into_chunks(args, dict(kwargs), microbatches)
     return list(cut_args), list(cut_kwargs)
+
+
+_PLAIN = (Tensor, nn.Parameter, bool, int, float, str, type(None))
+
+
+def _chunks(value: Any, microbatches: int) -> Sequence[Any]:
+    if not isinstance(value, Tensor):
+        return [value] * microbatches
+    chunks = tensor_split(value, microbatches)
+    if value.requires_grad and value.is_leaf:
+        # As torch does: the backward reads the gradient of what a stage was given.
+        for chunk in chunks:
+            chunk.retain_grad()
+    return chunks
 
 
 def of_stage(

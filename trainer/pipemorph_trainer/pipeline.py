@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path as FilePath
 from time import time
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from pipemorph.planning import Dispatch, Plan, Policy
 from pipemorph.spec import Checkpoint, Fault
 from pipemorph_trainer.accelerator import accelerator_of
 from pipemorph_trainer.agent import AgentHandle
-from pipemorph_trainer.checkpoint import Checkpoints
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.control import ControlClient, NoControl
 from pipemorph_trainer.emulated import EmulatedStage
@@ -45,6 +44,9 @@ from pipemorph_trainer.stage_plans import StagePlans, check_offload, check_stage
 from pipemorph_trainer.telemetry import Reporter, join_agent
 from pipemorph_trainer.trace import TraceWriter
 from pipemorph_trainer.world import join
+
+if TYPE_CHECKING:
+    from pipemorph_trainer.checkpoint import Checkpoints
 
 SWITCH_SECONDS = 1e-3
 """How soon a receiver thread gets the interpreter; the default of 5 ms is half an op. Shorter
@@ -204,6 +206,9 @@ class Pipeline:
         self._checkpoint = settings.checkpoint
         self._checkpoints: Checkpoints | None = None
         if self._checkpoint is not None:
+            # To import it takes longer than torch itself does.
+            from pipemorph_trainer.checkpoint import Checkpoints
+
             folder = FilePath(self._checkpoint.directory)
             self._checkpoints = Checkpoints(folder, self._world, self._stage.keeper, optimizer)
         self.start_iteration = self._resume()

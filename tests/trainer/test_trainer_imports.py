@@ -1,0 +1,49 @@
+"""What a rank imports before it trains: it is started anew after every failure, so it is quick."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
+
+from pipemorph_trainer.inputs import split
+
+# Each takes as long as torch itself, or brings what does.
+SLOW = ("sympy", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.pipelining")
+
+
+def test_a_pipeline_is_imported_without_what_few_jobs_need():
+    code = (
+        "import sys, torch\n"
+        "brought = set(sys.modules)\n"
+        "import pipemorph_trainer.pipeline\n"
+        "from pipemorph_trainer.inputs import split\n"
+        "split((torch.zeros(4, 2),), {}, 2)\n"
+        f"print([name for name in {SLOW} if name in sys.modules.keys() - brought])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"mask": torch.arange(4), "scale": 2.0, "name": None}])
+@pytest.mark.parametrize("leaf", [False, True])
+def test_plain_inputs_are_cut_as_torch_cuts_them(kwargs: dict[str, object], leaf: bool):
+    args = (torch.rand(4, 3).requires_grad_(leaf), nn.Parameter(torch.rand(8, 1)), 7)
+    ours = split(args, kwargs, 2)
+    theirs = split_args_kwargs_into_chunks(args, kwargs, 2)
+    assert [len(part) for part in ours] == [len(part) for part in theirs] == [2, 2]
+    for mine, other in zip((*ours[0], *ours[1]), (*theirs[0], *theirs[1]), strict=True):
+        assert type(mine) is type(other)
+        pairs = [
+            (list(mine.values()), list(other.values()))
+            if isinstance(mine, dict) and isinstance(other, dict)
+            else (list(mine), list(other))
+        ]
+        for a, b in ((x, y) for left, right in pairs for x, y in zip(left, right, strict=True)):
+            if not isinstance(a, Tensor):
+                assert a == b
+                continue
+            assert torch.equal(a, b)
+            assert (a.requires_grad, a.retains_grad) == (b.requires_grad, b.retains_grad)
