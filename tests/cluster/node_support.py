@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -62,6 +62,10 @@ class Jobs:
     def get(self, name: str) -> Object:
         return self.nodes.client.get("pipemorphjobs", name, self.namespace)
 
+    def watch(self, name: str, *, since: str, seconds: int) -> Iterator[Object]:
+        client = self.nodes.client
+        return client.watch("pipemorphjobs", name, self.namespace, since=since, seconds=seconds)
+
     def patch(self, name: str, spec: Object) -> None:
         self.nodes.client.patch("pipemorphjobs", name, {"spec": spec}, self.namespace)
 
@@ -116,17 +120,17 @@ class Jobs:
         """Delete a job and wait until nothing of it is left, on the nodes either."""
         uids = {pod["metadata"]["uid"] for pod in self.pods(name)}
         self.nodes.client.delete("pipemorphjobs", name, self.namespace)
-        self.nodes.wait("pipemorphjobs", name, "deleted", 60.0, namespace=self.namespace)
+        self.nodes.wait("pipemorphjobs", name, "deleted", namespace=self.namespace)
         wait_for(
             f"all of {name} to go",
             lambda: not self.left(name),
-            60.0,
+            120.0,
             details=lambda: f"found {self.left(name)}",
         )
         wait_for(
             f"the pods of {name} to go from the nodes",
             lambda: not uids & {uid for node in self.nodes.nodes for uid in pods_on(node)},
-            60.0,
+            120.0,
         )
 
 
@@ -139,11 +143,12 @@ def pods_on(node: Node) -> list[str]:
 def addresses(node: Node) -> list[str]:
     """Addresses that the node's CNI plugin has given out and not got back."""
     folder = node.directory / "var-lib/cni/networks/testbed"
-    return [path.name for path in folder.iterdir() if path.name[0].isdigit()]
+    return sorted(path.name for path in folder.iterdir() if path.name[0].isdigit())
 
 
 class Witness:
-    """Sees every status of a job that a poll can see; its history is for assertions."""
+    """Sees every status of a job, however short it lasts, until the block ends; for assertions on
+    its history."""
 
     def __init__(self, jobs: Jobs, name: str) -> None:
         self._jobs, self._name = jobs, name
@@ -159,14 +164,42 @@ class Witness:
         self._stop.set()
         self._thread.join()
 
+    def wait(self, what: str, check: Callable[[Object], object], deadline: float) -> Object:
+        """The first status a check of the job holds for, which may be past when it is asked for:
+        `{"status": ...}`. What the ranks and the operator said last is told on a miss."""
+
+        def found() -> Object | None:
+            return next((job for status in self.seen if check(job := {"status": status})), None)
+
+        def details() -> str:
+            newest = json.dumps(self.seen[-1:], indent=1)
+            return f"{len(self.seen)} seen, the newest {newest}\n{self._jobs.logs(self._name)}"
+
+        return wait_for(f"{what} of {self._name}", found, deadline, details=details)
+
     def _look(self) -> None:
-        while not self._stop.wait(0.1):
+        version = ""
+        last = False
+        while not last:
+            # Once more after the end: what the block has seen by other means is seen here too.
+            last = self._stop.is_set()
             try:
-                status = self._jobs.get(self._name).get("status", {})
+                if not version:
+                    version = self._see(self._jobs.get(self._name))
+                for job in self._jobs.watch(self._name, since=version, seconds=1):
+                    version = self._see(job)
+                if last:
+                    self._see(self._jobs.get(self._name))
             except (ApiError, OSError):
-                continue  # what cannot be seen is not seen; tests assert on what was
-            if not self.seen or self.seen[-1] != status:
-                self.seen.append(status)
+                # What cannot be seen is not seen; tests assert on what was.
+                version = ""
+                self._stop.wait(0.1)
+
+    def _see(self, job: Object) -> str:
+        status = job.get("status", {})
+        if not self.seen or self.seen[-1] != status:
+            self.seen.append(status)
+        return str(job["metadata"]["resourceVersion"])
 
     def numbers(self, *path: str) -> list[int]:
         """A number of status over time, where it was there: `numbers("control", "epoch")`."""

@@ -87,13 +87,17 @@ def test_the_first_example_adapts_and_completes(release: NodeCluster, jobs: Jobs
 
 def test_a_slow_link_is_worked_round_and_forgotten(release: NodeCluster, jobs: Jobs) -> None:
     before = {node.name: addresses(node) for node in release.nodes}
-    slow = {"link": 1, "fromIteration": 12, "toIteration": 45, "delayMs": 80.0}
-    jobs.apply(manifest("slow", iterations=110, faults=[slow]))
+    # Status is written every 5 s, and more often only where something turns: each of the three
+    # parts of the run takes longer than that on a fast machine.
+    begin, end, iterations = 30, 70, 135
+    slow = {"link": 1, "fromIteration": begin, "toIteration": end, "delayMs": 80.0}
+    jobs.apply(manifest("slow", iterations=iterations, faults=[slow]))
     with Witness(jobs, "slow") as witness:
         jobs.wait("slow", "Running", START)
         _check_ranks(release, jobs, "slow")
-        jobs.wait("slow", "LinksHealthy=False", START)
-        found = jobs.wait("slow", _adapted_to(1), 60.0)
+        # Not while a busy machine makes links slow before: ranks start all at once.
+        adapted_to = _adapted_to(1, since=begin)
+        found = witness.wait("a plan for the slow link", adapted_to, 2 * START)
         jobs.wait("slow", _forgotten(found, link=1, delay_ms=80.0), 180.0)
         done = jobs.wait("slow", _all_told, 240.0)
     assert follows(witness.conditions("LinksHealthy"), "False", "True")
@@ -104,17 +108,21 @@ def test_a_slow_link_is_worked_round_and_forgotten(release: NodeCluster, jobs: J
 
     change = found["status"]["training"]["lastAdaptation"]
     taken = change["appliedAtIteration"] - change["detectedAtIteration"]
-    assert taken <= 4 * patience(), told(found)
-    # While the link is slow, in windows that the new plan has to itself. The plan of the start
-    # would take at least what is simulated, as long as the link is slow: ops only take longer.
-    well = min(_iteration_seconds(witness, 1, 12))
-    adapted = median(_iteration_seconds(witness, change["appliedAtIteration"] + WINDOW, 45))
-    unadapted = _with_the_plan_of_the_start(link=1, delay_ms=80.0)
-    assert adapted < (well + unadapted) / 2, (
-        f"{adapted} s, {well} s before, {unadapted} s without a new plan: less than half of it won"
-        f" back\n{told(found)}"
+    # Two on an idle machine. The ingest alone may have to wait for a processor, while ranks go on.
+    assert taken <= 4 * max(2.0, patience()), told(found)
+    # While the link is slow, in windows that the new plan has to itself. What else the machine
+    # adds to an iteration it has added before, too.
+    before_it = _iteration_seconds(witness, 1, begin)
+    first = max(begin, change["appliedAtIteration"]) + WINDOW
+    adapted = median(_iteration_seconds(witness, first, end))
+    left = adapted - median(before_it)
+    cost = _cost_with_the_plan_of_the_start(link=1, delay_ms=80.0)
+    assert left < cost / 2, (
+        f"{left} s more than before, where the plan of the start would take {cost} s more: less"
+        f" than half of it won back\n{told(found)}"
     )
-    after = min(_iteration_seconds(witness, 45 + WINDOW, 110))
+    well = min(before_it)
+    after = min(_iteration_seconds(witness, end + WINDOW, iterations))
     assert after < 1.25 * well, f"{after} s when all was well again, {well} s before"
     story = [("LinksHealthy", "False"), ("ScheduleAdapted", "True"), ("Offloaded", "True")]
     times = [witness.since(kind, status) for kind, status in story]
@@ -138,7 +146,7 @@ def test_ranks_train_on_while_the_operator_is_replaced(release: NodeCluster, job
         veth = node.veth_of(jobs.namespace, ranks[3]["metadata"]["name"])
         limit = ["tbf", "rate", "10mbit", "burst", "16kb", "limit", "16mb"]
         node.run("tc", "qdisc", "add", "dev", veth, "root", *limit)
-        adapted = jobs.wait("real", _adapted_to(2), 90.0)
+        adapted = witness.wait("a plan for the limited link", _adapted_to(2), 90.0)
         assert follows(witness.conditions("LinksHealthy"), "False")
         assert adapted["status"]["control"]["epoch"] >= 1
 
@@ -149,7 +157,8 @@ def test_ranks_train_on_while_the_operator_is_replaced(release: NodeCluster, job
         more = ["--set", "operator.logLevel=DEBUG", "--set", "ingest.logLevel=DEBUG"]
         release.helm("upgrade", RELEASE, str(CHART), *INSTALL, *more)
         for name in (OPERATOR, INGEST):
-            release.kubectl("rollout", "status", f"--namespace={SYSTEM}", f"deployment/{name}")
+            rollout = ("rollout", "status", f"--namespace={SYSTEM}", f"deployment/{name}")
+            release.kubectl(*rollout, deadline=180.0)
         jobs.wait("real", _at_iteration(seen + 8), 90.0)
 
         node.run("tc", "qdisc", "delete", "dev", veth, "root")
@@ -235,7 +244,7 @@ def test_uninstalled_nothing_is_left_but_the_definition(release: NodeCluster) ->
             for found in release.client.list(kind, SYSTEM)
         } - {"serviceaccounts/default", "configmaps/kube-root-ca.crt"}
 
-    wait_for("all of the chart to go", lambda: not left(), 60.0, details=lambda: f"found {left()}")
+    wait_for("all of the chart to go", lambda: not left(), 120.0, details=lambda: f"found {left()}")
     for kind in ("clusterroles", "clusterrolebindings"):
         names = [found["metadata"]["name"] for found in release.client.list(kind)]
         assert not [name for name in names if name.startswith(RELEASE)]
@@ -278,12 +287,15 @@ def _attempt(number: int) -> Callable[[Object], bool]:
     return lambda job: job.get("status", {}).get("attempt") == number
 
 
-def _adapted_to(link: int) -> Callable[[Object], bool]:
+def _adapted_to(link: int, *, since: int = 0) -> Callable[[Object], bool]:
+    """A plan for what was found of a link is in effect, at iteration `since` or later."""
+
     def adapted(job: Object) -> bool:
         change = _training(job).get("lastAdaptation") or {}
         return (
             condition(job, "ScheduleAdapted").get("status") == "True"
             and link in change.get("links", [])
+            and _training(job)["iteration"] >= since
             and change.get("appliedAtIteration") is not None
         )
 
@@ -309,8 +321,9 @@ def _forgotten(adapted: Object, *, link: int, delay_ms: float) -> Callable[[Obje
     return forgotten
 
 
-def _with_the_plan_of_the_start(*, link: int, delay_ms: float) -> float:
-    """Iteration time of a job of `manifest` that never gets another plan: simulated, seconds."""
+def _cost_with_the_plan_of_the_start(*, link: int, delay_ms: float) -> float:
+    """What a delay adds to an iteration of a job of `manifest` that never gets another plan:
+    simulated, seconds."""
     spec = parse_job(yaml.safe_dump(manifest("slow", iterations=1))).spec
     times = StageTimes(forward=0.010, backward_input=0.010, backward_weight=0.005)
     stages = [times] * spec.parallelism.stages
@@ -320,7 +333,8 @@ def _with_the_plan_of_the_start(*, link: int, delay_ms: float) -> float:
         problem_for(spec.schedule.microbatches, stages, delays, [Path.DIRECT] * len(delays))
         for delays in (well, slow)
     )
-    return predict(plan(first, Policy("pipemorph")).schedule, after)
+    schedule = plan(first, Policy("pipemorph")).schedule
+    return predict(schedule, after) - predict(schedule, first)
 
 
 def _iteration_seconds(witness: Witness, first: int, last: int) -> list[float]:

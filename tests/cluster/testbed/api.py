@@ -9,7 +9,7 @@ import http.client
 import json
 import ssl
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,7 @@ class ApiClient:
                 answer = once(kept)
                 self._local.connection = kept
                 return answer
-            except (ConnectionError, http.client.HTTPException):
+            except (ConnectionError, ssl.SSLError, http.client.HTTPException):
                 kept.close()  # closed by the server while it was idle: ask on a fresh one
         fresh = self._connect(deadline)
         try:
@@ -187,6 +187,37 @@ class ApiClient:
         )
         items: list[Object] = found["items"]
         return items
+
+    def watch(
+        self, kind: str, name: str, namespace: str | None = None, *, since: str, seconds: int
+    ) -> Iterator[Object]:
+        """The object as it was after each change that follows the resource version `since`, for
+        so many seconds; `ApiError` if the server does not know that version any more."""
+        query = {
+            "watch": "1",
+            "fieldSelector": f"metadata.name={name}",
+            "resourceVersion": since,
+            "timeoutSeconds": str(seconds),
+        }
+        target = f"{self.path(kind, namespace)}?{urlencode(query)}"
+        with closing(self._connect(seconds + 30.0)) as connection:
+            try:
+                connection.putrequest("GET", self._prefix + target)
+                for header, value in self._headers:
+                    connection.putheader(header, value)
+                connection.endheaders()
+                answer = connection.getresponse()
+                if answer.status != 200:
+                    said = {"message": answer.read().decode(errors="replace")}
+                    raise ApiError("GET", target, answer.status, said)
+                for line in answer:
+                    event = json.loads(line)
+                    if event["type"] == "ERROR":
+                        raise ApiError("GET", target, event["object"]["code"], event["object"])
+                    found: Object = event["object"]
+                    yield found
+            except (http.client.HTTPException, json.JSONDecodeError) as error:
+                raise ConnectionError(f"GET {self.server}{target}: {error!r}") from error
 
     def create(self, kind: str, body: Object, namespace: str | None = None) -> Object:
         namespace = namespace or body.get("metadata", {}).get("namespace")
