@@ -1,48 +1,56 @@
 """The rail against ib_write_bw: the same guests, cable and run, one after the other in turns."""
 
+import itertools
 import re
-import threading
+from collections.abc import Iterator
 
 import pytest
 from guests import Fabric
-from peers import linked
+from peers import Link, linked
 
 pytestmark = [pytest.mark.rdma, pytest.mark.slow]
 
 MIB = 1 << 20
-# Message size, how many of them in a measurement, and measurements. perftest sends at least five.
-SIZES = ((MIB, 8, 3), (8 * MIB, 5, 3), (32 * MIB, 5, 2))
+# Message size, and how many of them in a measurement. perftest sends at least five.
+SIZES = ((MIB, 8), (8 * MIB, 5), (32 * MIB, 5))
+LEAST = 0.85
+TURNS = 6
 
 
 def ib_write_bw(fabric: Fabric, size: int, count: int, port: int) -> float:
     """MiB/s of RDMA writes over rail 0, without immediate values, as perftest measures it."""
     command = ["ib_write_bw", "-d", "rxe0", "-x", "1", "-s", str(size), "-n",
                str(count), "-t", "8", "-p", str(port), "-F"]  # fmt: skip
-    server = threading.Thread(target=lambda: fabric.b.try_run(*command, deadline=120))
-    server.start()
-    try:
-        fabric.b.sh(f"until ss -ltn | grep -q :{port}; do sleep 0.1; done")
-        said = fabric.a.run(*command, fabric.CONTROL["b"], deadline=120)
-    finally:
-        server.join()
+    server = fabric.b.spawn(*command)
+    fabric.b.sh(f"until ss -ltn | grep -q :{port}; do sleep 0.1; done", deadline=60)
+    said = fabric.a.run(*command, fabric.CONTROL["b"], deadline=120)
+    assert server.reap() == 0
     row = re.search(rf"^\s*{size}\s+\d+\s+\S+\s+(\S+)", said, re.MULTILINE)
     assert row is not None, said
     return float(row.group(1))
 
 
-@pytest.mark.timeout(400)
-def test_one_rail_is_as_fast_as_ib_write_bw(fabric: Fabric, record_property):
-    for size, count, rounds in SIZES:
-        ratios = []
+def in_turns(link: Link, size: int, count: int, ports: Iterator[int]) -> list[float]:
+    """Our rate by perftest's, measured again until it is good: emulated processors share two real
+    ones with all else that runs here, so that a bad turn says nothing of the link."""
+    ratios: list[float] = []
+    while len(ratios) < TURNS and max(ratios, default=0.0) < LEAST:
+        taken = link.b.start("swallow", direction=0, first=0, count=count)
+        seconds = link.a.do("measure", direction=0, size=size, count=count, first=0)
+        link.b.result(taken)
+        ours = count * size / MIB / seconds
+        ratios.append(ours / ib_write_bw(link.fabric, size, count, next(ports)))
+    return ratios
+
+
+@pytest.mark.timeout(900)
+def test_one_rail_is_as_fast_as_ib_write_bw(fabric: Fabric):
+    ports = itertools.count(18515)
+    for size, count in SIZES:
         with linked(fabric, rdma_devices=["rxe0"], chunk_bytes=MIB) as link:
             link.reserve(4, size)
             link.rails_up(1)
-            for number in range(rounds):
-                taken = link.b.start("swallow", direction=0, first=0, count=count)
-                seconds = link.a.do("measure", direction=0, size=size, count=count, first=0)
-                link.b.result(taken)
-                ours = count * size / MIB / seconds
-                ratios.append(ours / ib_write_bw(fabric, size, count, 18515 + number))
-        # Of the best turn: emulated processors share two real ones with all else that runs here.
-        record_property(f"ratio at {size // MIB} MiB", max(ratios))
-        assert max(ratios) >= 0.85, f"{size // MIB} MiB: {ratios} of ib_write_bw"
+            ratios = in_turns(link, size, count, ports)
+        said = f"{size // MIB} MiB: {[f'{ratio:.2f}' for ratio in ratios]} of ib_write_bw"
+        print(said)
+        assert max(ratios) >= LEAST, said
