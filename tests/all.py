@@ -100,6 +100,7 @@ class Part:
 def pytest(name: str, expression: str, *, shown: bool = True, priority: Sequence[str] = ()) -> Part:
     made = Part(name, [], shown, priority)
     made.command = [sys.executable, "-m", "pytest", "-m", expression]
+    made.command.append("--hypothesis-profile=repeatable")
     if priority:
         made.command += ["-o", f"timeout={SECONDS_AT_LOW_PRIORITY}"]
     # Two at once must not write one file.

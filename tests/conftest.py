@@ -22,6 +22,10 @@ settings.register_profile(
     "any machine",
     settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]),
 )
+settings.register_profile(
+    "repeatable", settings.get_profile("any machine"), derandomize=True, database=None
+)
+"""For tests/all.py: who changes one thing is not told there of a rare example of another."""
 settings.load_profile("any machine")
 
 _LEFT_OUT = pytest.StashKey[int]()
