@@ -389,6 +389,17 @@ def test_a_torch_that_does_not_fit_gets_fused_backwards(monkeypatch: pytest.Monk
     assert "no hooks to see" in runner.reason
 
 
+def test_a_graph_split_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipemorph_trainer.split import self_test
+
+    monkeypatch.setattr(self_test, "MEASURABLE", 0.0)
+    for most, wanted in ((1e9, "graph"), (0.0, "fused")):
+        monkeypatch.setattr(self_test, "MAX_OVERHEAD", most)
+        runner = runner_of(nn.LayerNorm(WIDTH))
+        assert runner.split == wanted, runner.reason
+    assert "times the unsplit backward" in runner.reason
+
+
 def test_report_has_times_bytes_and_a_line_for_people() -> None:
     report = runner_of(mlp()).report
     assert report is not None
