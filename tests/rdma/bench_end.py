@@ -31,12 +31,14 @@ class _Processes:
 def run(number: int, commands: int, arguments: dict[str, Any]) -> int:
     """`arguments`: argv after `pipemorph bench link`, more environment, and files for out and err.
     Returns the exit status."""
-    os.write(1, json.dumps({"number": number, "result": os.getpid()}).encode() + b"\n")
-    os.dup(1)  # the launcher takes the end of this pipe for the end of the program
+    # Kept open: the launcher takes the end of this pipe for the end of the program.
+    answers = os.dup(1)
     for name, standard in (("out", 1), ("err", 2)):
         file = os.open(arguments[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, standard)
         os.close(file)
+    # Not before there is something to read what it says from.
+    os.write(answers, json.dumps({"number": number, "result": os.getpid()}).encode() + b"\n")
     os.environ |= arguments["env"]
     bench.subprocess = _Processes  # type: ignore[attr-defined, assignment]
     return cli.main(["bench", "link", *arguments["argv"]])

@@ -6,7 +6,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,11 +14,12 @@ import pytest
 # The process and waiting helpers are the cluster testbed's.
 sys.path.insert(0, str(Path(__file__).parent.parent / "cluster"))
 
-from guests import Fabric, missing_for_guests
+from guests import Fabric, fetched, missing_for_guests
 from launchers import Launchers
 from testbed import TestbedError
 
 SKIP = "PIPEMORPH_TEST_SKIP"
+MISSING = pytest.StashKey[str]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -29,22 +30,46 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give time for the boot, which the first test of a run is charged with."""
     for item in items:
         if item.get_closest_marker("rdma") and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(400))
+            item.add_marker(pytest.mark.timeout(600))
 
 
-@pytest.fixture(scope="session")
-def fabric(request: pytest.FixtureRequest) -> Iterator[Fabric]:
-    if "rdma" in os.environ.get(SKIP, "").replace(",", " ").split():
-        pytest.skip(f"{SKIP} names rdma: what this test checks is not checked")
-    capture = request.config.pluginmanager.get_plugin("capturemanager")
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Install and fetch what is missing before the first test, which has a time limit."""
+    if session.config.option.collectonly or session.testsfailed or _skipped():
+        return
+    if not any(item.get_closest_marker("rdma") for item in session.items):
+        return
+    say = _teller(session.config)
+    try:
+        missing_for_guests(say)
+        fetched(say)
+    except TestbedError as error:
+        # Reported by each test that needs it, as its own failure.
+        session.config.stash[MISSING] = str(error)
+
+
+def _skipped() -> bool:
+    return "rdma" in os.environ.get(SKIP, "").replace(",", " ").split()
+
+
+def _teller(config: pytest.Config) -> Callable[[str], None]:
+    capture = config.pluginmanager.get_plugin("capturemanager")
 
     def say(text: str) -> None:
         with capture.global_and_fixture_disabled():
             print(f"\nrdma guests: {text}", flush=True)
 
+    return say
+
+
+@pytest.fixture(scope="session")
+def fabric(request: pytest.FixtureRequest) -> Iterator[Fabric]:
+    if _skipped():
+        pytest.skip(f"{SKIP} names rdma: what this test checks is not checked")
     try:
-        missing_for_guests(say)
-        with Fabric.started(say) as made:
+        if MISSING in request.config.stash:
+            raise TestbedError(request.config.stash[MISSING])
+        with Fabric.started(_teller(request.config)) as made:
             yield made
     except TestbedError as error:
         pytest.fail(

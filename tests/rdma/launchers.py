@@ -7,7 +7,7 @@ from guests import Fabric, Guest
 from peers import Remote
 
 LAUNCHER = Path(__file__).with_name("training_launcher.py")
-IMPORT_DEADLINE = 540.0
+IMPORT_DEADLINE = 1200.0
 
 
 class Launchers:

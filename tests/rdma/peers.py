@@ -14,7 +14,8 @@ from typing import Any
 from guests import Fabric, Guest, GuestError, Task
 
 WORKER = Path(__file__).with_name("worker.py")
-TIMEOUT = 60.0
+# For what must come, and mostly has come within a second: a longer one costs nothing.
+PATIENCE = 120.0
 
 
 def engine_module() -> str:
@@ -33,8 +34,9 @@ class Remote:
         self._answers: dict[int, dict[str, Any]] = {}
         self._lock = threading.Lock()
 
-    def await_ready(self, deadline: float = TIMEOUT) -> None:
-        self._wait(0, deadline)
+    def await_ready(self, deadline: float = PATIENCE) -> int:
+        """Wait for its first word, which is its process number."""
+        return int(self._wait(0, deadline)["result"])
 
     def start(self, op: str, **arguments: Any) -> int:
         """Begin a command; :meth:`result` waits for its end."""
@@ -42,16 +44,16 @@ class Remote:
         self.task.tell({"number": number, "op": op, "arguments": arguments})
         return number
 
-    def result(self, number: int, deadline: float = TIMEOUT * 2) -> Any:
+    def result(self, number: int, deadline: float = PATIENCE * 2) -> Any:
         said = self._wait(number, deadline)
         if "error" in said:
             raise GuestError(f"{self.name}: {said['error']}")
         return said["result"]
 
-    def do(self, op: str, *, deadline: float = TIMEOUT * 2, **arguments: Any) -> Any:
+    def do(self, op: str, *, deadline: float = PATIENCE * 2, **arguments: Any) -> Any:
         return self.result(self.start(op, **arguments), deadline)
 
-    def error_of(self, number: int, deadline: float = TIMEOUT * 2) -> str:
+    def error_of(self, number: int, deadline: float = PATIENCE * 2) -> str:
         """What a command that must fail says."""
         said = self._wait(number, deadline)
         assert "error" in said, f"it succeeded: {said}"
@@ -77,8 +79,7 @@ class Peer(Remote):
     def __init__(self, guest: Guest, rank: int) -> None:
         super().__init__(f"worker {rank}", guest.python("-S", str(WORKER), engine_module()))
         self.guest, self.rank = guest, rank
-        self.await_ready()
-        self.pid: int = self.do("pid")
+        self.pid = 0
 
     def stats(self) -> dict[str, Any]:
         found: dict[str, Any] = self.do("stats")
@@ -98,6 +99,9 @@ class Link:
         self._next = 0
         self.a, self.b = Peer(fabric.a, 0), Peer(fabric.b, 1)
         try:
+            # They start at the same time.
+            for peer in (self.a, self.b):
+                peer.pid = peer.await_ready()
             self._connect(given)
         except BaseException:
             # Their queue pairs would be counted as the next test's.
@@ -112,15 +116,21 @@ class Link:
         self.transport = self.a.do("connect", peer=1, host=self.fabric.CONTROL["b"], port=port)
         assert self.b.result(accepting) == self.transport
 
-    def reserve(self, slots: int, size: int) -> None:
-        self.b.do("reserve", direction=0, slots=slots, size=size)
+    def reserve(self, slots: int, size: int, **more: Any) -> None:
+        self.b.do("reserve", direction=0, slots=slots, size=size, **more)
         self.slots = slots
 
     def transfer(self, count: int, size: int) -> "Transfer":
         first, self._next = self._next, self._next + count
         return Transfer(self, first, count, size)
 
-    def rails_up(self, count: int, peers: str = "ab", deadline: float = 40.0) -> None:
+    def times_lost(self, path: int) -> dict[str, int]:
+        """How often each end has given up a path: a new link may try more than once."""
+        return {
+            peer.guest.name: peer.stats()["paths"][path]["times_lost"] for peer in (self.a, self.b)
+        }
+
+    def rails_up(self, count: int, deadline: float = PATIENCE) -> None:
         """Wait until so many rails are up at both ends."""
 
         def up() -> bool:
@@ -170,7 +180,7 @@ class Transfer:
         until(
             f"{more} chunks on path {path}",
             lambda: self.link.a.stats()["paths"][path]["chunks"] >= before + more,
-            30.0,
+            PATIENCE,
             lambda: paths_text(self.link.a.stats()),
         )
 
@@ -189,7 +199,7 @@ def until_stopped(guest: Guest, pid: int) -> None:
     until(
         f"every thread of {pid} stopped",
         lambda: set(guest.thread_states(pid)) == {"T"},
-        30.0,
+        PATIENCE,
         lambda: " ".join(guest.thread_states(pid)),
     )
 

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 from guests import Fabric, Guest, Rail
 from launchers import Launchers
-from peers import until
+from peers import PATIENCE, until
 
-pytestmark = [pytest.mark.rdma, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.rdma, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 KIB, MIB = 1 << 10, 1 << 20
 QUICK = ("--sizes", "64K,1M", "--rounds", "1", "--volume", "2M", "--pings", "20")
 # Of what is streamed, a warm-up each and one round of `QUICK`.
 STREAMED = 2 * (32 * 64 * KIB + 8 * MIB)
 PACKET = 4096
-# Longer than the engine waits for a rail, 10 s, and for a link of another transport, 30 s.
-DEADLINE = 120.0
+# Much longer than the engine waits for a rail, 10 s, and for a link of another transport, 30 s.
+DEADLINE = 300.0
 
 
 class End:
@@ -56,12 +56,17 @@ class Listener(End):
         fabric = launchers.fabric
         where = ("--listen", fabric.CONTROL["b"], "--port", str(next(launchers.ports)))
         super().__init__(launchers, fabric.b, *where, *argv)
-        until("how to connect", lambda: "--port" in self.said(), 20.0, lambda: self.said("err"))
-        found = re.search(r"^ +(\w+)=(\w+) pipemorph bench link (.+)$", self.said(), re.MULTILINE)
-        assert found is not None, self.said()
+        # With the end of its line: what is read may be written still.
+        how = re.compile(r"^ +(\w+)=(\w+) pipemorph bench link (.+)\n", re.MULTILINE)
+        until("how to connect", lambda: bool(how.search(self.said())), DEADLINE, self._both)
+        found = how.search(self.said())
+        assert found is not None
         self._launchers = launchers
         self._env = {found[1]: found[2]}
         self._connect = found[3].split()
+
+    def _both(self) -> str:
+        return f"out: {self.said()!r}, err: {self.said('err')!r}"
 
     def connected(self, *argv: str) -> End:
         """The end in guest a, started as this one says."""
@@ -78,6 +83,15 @@ def ipv6_received(rail: Rail) -> int:
     found = re.search(r"^Ip6InReceives\s+(\d+)$", said, re.MULTILINE)
     assert found is not None, said
     return int(found[1])
+
+
+def link_local_gid_index(rail: Rail) -> int:
+    def found() -> list[int]:
+        return [index for index, gid in rail.gids().items() if gid.startswith("fe80:")]
+
+    # The kernel gives the address in the background, when the network device is up.
+    until("a link-local GID", lambda: bool(found()), PATIENCE, lambda: str(rail.gids()))
+    return found()[0]
 
 
 def only_line(said: str) -> str:
@@ -130,12 +144,10 @@ def test_the_rail_that_is_named_carries_all_of_it(fabric: Fabric, launchers: Lau
 def test_by_the_gid_that_is_named_and_beside_other_transports(fabric: Fabric, launchers: Launchers):
     """In a table. The GID is the link-local one, which would not be taken by itself."""
     ends = [fabric.rail(guest, 0) for guest in (fabric.a, fabric.b)]
-    indices = {next(i for i, g in enumerate(r.gids()) if g.startswith("fe80:")) for r in ends}
-    (index,) = indices
-    rail = ("--device", "rxe0", "--gid-index", str(index))
+    rails = [("--device", "rxe0", "--gid-index", str(link_local_gid_index(rail))) for rail in ends]
     before, received = counted(ends[1]), ipv6_received(ends[1])
-    listener = Listener(launchers, *rail)
-    connector = listener.connected(*rail, "--transports", "tcp,rdma,gloo")
+    listener = Listener(launchers, *rails[1])
+    connector = listener.connected(*rails[0], "--transports", "tcp,rdma,gloo")
     status, out, err = connector.finish()
     assert (status, err) == (0, ""), out
     assert out.startswith("a → b, 4 messages under way, median of 1 rounds")

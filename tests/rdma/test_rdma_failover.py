@@ -5,26 +5,26 @@ filter that drops, its GID table, its list of queue pairs, or what it says of a 
 """
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 from guests import Fabric, GuestError, Rail
-from peers import Link, linked, paths_text, until, until_stopped
+from peers import PATIENCE, Link, linked, paths_text, until, until_stopped
 
 pytestmark = pytest.mark.rdma
 
 MIB = 1 << 20
 
 
-def until_lost(link: Link, path: int, *, ends: str = "ab") -> None:
-    """Wait until a path was given up. The last message may arrive before that is noticed."""
-    peers = [peer for peer in (link.a, link.b) if peer.guest.name in ends]
-    until(
-        f"path {path} given up at {ends}",
-        lambda: all(peer.stats()["paths"][path]["times_lost"] > 0 for peer in peers),
-        30.0,
-        lambda: paths_text(link.a.stats()),
-    )
+def until_lost(link: Link, path: int, before: Mapping[str, int], *, ends: str = "ab") -> None:
+    """Wait until a path was given up once more than `before`, see `Link.times_lost`. The last
+    message may arrive before that is noticed."""
+
+    def lost() -> bool:
+        now = link.times_lost(path)
+        return all(now[end] > before[end] for end in ends)
+
+    until(f"path {path} given up at {ends}", lost, PATIENCE, lambda: paths_text(link.a.stats()))
 
 
 def until_downed(rails: Sequence[Rail], before: Sequence[int]) -> None:
@@ -33,8 +33,19 @@ def until_downed(rails: Sequence[Rail], before: Sequence[int]) -> None:
     until(
         "the ports down",
         lambda: all(r.counter("link_downed") > n for r, n in zip(rails, before, strict=True)),
-        10.0,
+        PATIENCE,
         lambda: ", ".join(f"{r.device} of {r.guest.name}: {r.link_state()}" for r in rails),
+    )
+
+
+def until_two_queue_pairs(fabric: Fabric) -> None:
+    """Wait until guest b has one for each rail that is up. What it tried before is destroyed in
+    the background."""
+    until(
+        "two queue pairs in guest b",
+        lambda: fabric.b.queue_pairs() == 2,
+        PATIENCE,
+        lambda: f"there are {fabric.b.queue_pairs()}",
     )
 
 
@@ -46,13 +57,15 @@ def test_both_rails_carry_and_nothing_is_sent_twice(fabric: Fabric):
         assert link.opened["rails"] == ["rxe0 port 1", "rxe1 port 1"]
         link.reserve(4, MIB)
         link.rails_up(2)
-        fallbacks = link.a.stats()["fallbacks"]
+        # Rails that take long to come up may have been tried twice, and TCP may have carried.
+        before = link.a.stats()
         link.transfer(12, MIB - 5).finish()
         link.transfer(40, 1000).finish()
         s = link.a.stats()
         assert s["messages_sent"] == 52
-        assert s["chunks_resent"] == s["reconnects"] == 0
-        assert s["fallbacks"] == fallbacks, paths_text(s)
+        assert s["chunks_resent"] == 0
+        for counter in ("reconnects", "fallbacks"):
+            assert s[counter] == before[counter], paths_text(s)
         rails, sockets = s["paths"][:2], s["paths"][2:]
         assert all(p["chunks"] > 0 for p in rails)
         assert all(p["chunks"] == 0 for p in sockets)
@@ -68,24 +81,24 @@ def test_cable_pulled_in_mid_message_and_put_back(fabric: Fabric):
     with linked(fabric) as link:
         link.reserve(4, 2 * MIB)
         link.rails_up(2)
-        fallbacks = link.a.stats()["fallbacks"]
+        s, lost = link.a.stats(), link.times_lost(0)
+        epoch, fallbacks = s["paths"][0]["epoch"], s["fallbacks"]
         transfer = link.transfer(8, 2 * MIB)
         transfer.until_chunks(4, path=0)
         rail.unplug()
         transfer.finish()
         assert rail.counter("link_downed") > downed
-        until_lost(link, 0)
+        until_lost(link, 0, lost)
         s = link.a.stats()
-        assert s["paths"][0]["times_lost"] == 1
+        assert s["paths"][0]["times_lost"] == lost["a"] + 1
         assert s["fallbacks"] == fallbacks, paths_text(s)
         assert s["paths"][0]["state"] != "UP"
         # A recovered NIC is used again, with a fresh queue pair.
         rail.plug()
         link.rails_up(2)
         before = link.a.stats()["paths"][0]
-        assert before["epoch"] > 1
-        transfer = link.transfer(8, 2 * MIB)
-        transfer.finish()
+        assert before["epoch"] > epoch
+        link.transfer(8, 2 * MIB).finish()
         assert link.a.stats()["paths"][0]["chunks"] > before["chunks"]
         assert link.b.stats()["messages_received"] == 16
 
@@ -99,14 +112,14 @@ def test_cable_pulled_out_of_the_card(fabric: Fabric, ends: str):
     with linked(fabric) as link:
         link.reserve(4, 2 * MIB)
         link.rails_up(2)
-        s = link.a.stats()
+        s, lost = link.a.stats(), link.times_lost(0)
         epoch, fallbacks = s["paths"][0]["epoch"], s["fallbacks"]
         transfer = link.transfer(8, 2 * MIB)
         transfer.until_chunks(4, path=0)
         for rail in rails:
             rail.pull_cable()
         transfer.finish()
-        until_lost(link, 0)
+        until_lost(link, 0, lost)
         until_downed(rails, downed)
         assert [rail.link_state() for rail in rails] == ["UP NO-CARRIER"] * len(rails)
         s = link.a.stats()
@@ -160,8 +173,9 @@ def test_lost_acknowledgements_repeat_nothing(fabric: Fabric):
         transfer = link.transfer(8, 2 * MIB)
         transfer.until_chunks(4, path=0)
         sender.drop_incoming()
+        lost = link.times_lost(0)
         transfer.finish()
-        until_lost(link, 0, ends="a")
+        until_lost(link, 0, lost, ends="a")
         assert sender.dropped() > 0
         assert sender.counter("completer_retry_err") > retries
         b = link.b.stats()
@@ -208,15 +222,14 @@ def test_a_rail_that_flaps_twice(fabric: Fabric):
             epoch = link.a.stats()["paths"][1]["epoch"]
             transfer = link.transfer(8, MIB)
             transfer.until_chunks(2, path=1)
-            rail.unplug()
-            rail.plug()
+            rail.flap()
             transfer.finish()
             assert rail.counter("link_downed") >= downed + flap
             # Else the rail that is up may be the one that is still to be given up.
             until(
                 "a fresh queue pair",
                 lambda epoch=epoch: link.a.stats()["paths"][1]["epoch"] > epoch,  # type: ignore[misc]
-                30.0,
+                PATIENCE,
                 lambda: paths_text(link.a.stats()),
             )
         link.rails_up(2)
@@ -224,36 +237,34 @@ def test_a_rail_that_flaps_twice(fabric: Fabric):
 
 
 def test_the_gid_is_looked_up_again_when_it_changes(fabric: Fabric):
-    rail = fabric.rail(fabric.a, 0)
+    rail, other_end = (fabric.rail(guest, 0) for guest in (fabric.a, fabric.b))
     with linked(fabric) as link:
         link.reserve(4, MIB)
         link.rails_up(2)
-        rail.guest.run("ip", "-4", "address", "flush", "dev", rail.netdev)
-        rail.guest.run("ip", "address", "add", "10.77.1.77/24", "dev", rail.netdev)
-        # The kernel renews the table in the background.
-        until(
-            "the new address among the GIDs, and no other",
-            lambda: rail.addresses_of_gids() == {"10.77.1.77"},
-            10.0,
-            lambda: str(rail.gids()),
+        epoch = link.a.stats()["paths"][0]["epoch"]
+        other_end.watch_incoming(source="10.77.1.77")
+        rail.guest.sh(
+            f"ip -4 address flush dev {rail.netdev}; ip address add 10.77.1.77/24 dev {rail.netdev}"
         )
+        rail.until_addressed("10.77.1.77")
         link.transfer(6, MIB).finish()
+        # Not only a new queue pair, which may have another GID that was left.
         until(
-            "a queue pair with the new address",
-            lambda: (p := link.a.stats()["paths"][0])["state"] == "UP" and p["epoch"] > 1,
-            40,
+            "packets from the new address",
+            lambda: other_end.watched() > 0,
+            PATIENCE,
             lambda: paths_text(link.a.stats()),
         )
         link.rails_up(2)
-        carried, sent = link.a.stats()["paths"][0]["chunks"], rail.counter("sent_pkts")
+        path, sent = link.a.stats()["paths"][0], other_end.watched()
+        assert path["epoch"] > epoch
         link.transfer(8, MIB).finish()
-        assert link.a.stats()["paths"][0]["chunks"] > carried
-        # The old address is gone, so the kernel sent these from the new one.
-        assert rail.addresses_of_gids() == {"10.77.1.77"}
-        assert rail.counter("sent_pkts") > sent
+        carried = link.a.stats()["paths"][0]["bytes"] - path["bytes"]
+        assert carried > 0
+        assert other_end.watched() - sent >= carried // 4096
 
 
-@pytest.mark.parametrize("deadlines", [(3.0, 6.0), (6.0, 3.0)], ids=["first", "after its peer"])
+@pytest.mark.parametrize("deadlines", [(4.0, 8.0), (8.0, 4.0)], ids=["first", "after its peer"])
 def test_required_rdma_refuses_to_fall_back(fabric: Fabric, deadlines: tuple[float, float]):
     """Either end gives up first, and each names the trouble of its own rails."""
     rails = [fabric.rail(fabric.a, n) for n in (0, 1)]
@@ -266,8 +277,8 @@ def test_required_rdma_refuses_to_fall_back(fabric: Fabric, deadlines: tuple[flo
         link.a.do("send", direction=0, first=0, count=3, size=MIB)
         for rail in rails:
             rail.unplug()
-        receiving = link.b.start("receive", direction=0, first=2, count=1, timeout=30.0)
-        error = link.a.error_of(link.a.start("wait_sent", timeout=30.0))
+        receiving = link.b.start("receive", direction=0, first=2, count=1)
+        error = link.a.error_of(link.a.start("wait_sent"))
         assert "rdma is required, and no rail to rank 1 has been up" in error
         assert "rxe0 port 1" in error
         assert "rdma is required, and no rail to rank 0 has been up" in link.b.error_of(receiving)
@@ -280,7 +291,7 @@ def test_a_killed_peer_is_not_taken_for_a_dead_path(fabric: Fabric):
         link.reserve(4, 2 * MIB)
         link.rails_up(2)
         # Not in mid-message: asking takes longer than the transfer.
-        assert fabric.b.queue_pairs() == 2
+        until_two_queue_pairs(fabric)
         transfer = link.transfer(8, 2 * MIB)
         transfer.until_chunks(4, path=0)
         link.b.task.signal(signal.SIGKILL)
@@ -295,6 +306,7 @@ def test_a_stopped_peer_is_noticed_by_its_silence(fabric: Fabric):
     with linked(fabric, peer_deadline=4.0) as link:
         link.reserve(4, 2 * MIB)
         link.rails_up(2)
+        until_two_queue_pairs(fabric)
         transfer = link.transfer(8, 2 * MIB)
         transfer.until_chunks(4, path=0)
         link.b.task.signal(signal.SIGSTOP)
@@ -305,18 +317,24 @@ def test_a_stopped_peer_is_noticed_by_its_silence(fabric: Fabric):
         assert fabric.b.queue_pairs() == 2
 
 
-def test_a_peer_stopped_for_less_than_the_deadline_goes_on(fabric: Fabric):
-    with linked(fabric, peer_deadline=20.0) as link:
+@pytest.mark.parametrize("end", ["a", "b"])
+def test_an_end_stopped_for_less_than_the_deadline_goes_on(fabric: Fabric, end: str):
+    """Nor is a rail given up, though nothing completes for longer than one may be silent, 2 s:
+    what the kernel and the device have done meanwhile counts when the process goes on."""
+    with linked(fabric, peer_deadline=8.0) as link:
         link.reserve(4, 2 * MIB)
         link.rails_up(2)
+        lost = [link.times_lost(path) for path in (0, 1)]
+        peer = link.a if end == "a" else link.b
         transfer = link.transfer(8, 2 * MIB)
         transfer.until_chunks(4, path=0)
-        link.b.task.signal(signal.SIGSTOP)
-        until_stopped(fabric.b, link.b.pid)
-        stopped = fabric.b.process_stat(link.b.pid)
+        peer.task.signal(signal.SIGSTOP)
+        until_stopped(peer.guest, peer.pid)
+        stopped = peer.guest.process_stat(peer.pid)
         assert stopped.state == "T"
-        fabric.b.run("sleep", "3")
-        assert fabric.b.process_stat(link.b.pid) == stopped
-        link.b.task.signal(signal.SIGCONT)
+        peer.guest.run("sleep", "3")
+        assert peer.guest.process_stat(peer.pid) == stopped
+        peer.task.signal(signal.SIGCONT)
         transfer.finish()
         assert link.b.stats()["messages_received"] == 8
+        assert [link.times_lost(path) for path in (0, 1)] == lost, paths_text(link.a.stats())

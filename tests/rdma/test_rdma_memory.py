@@ -2,7 +2,7 @@
 
 import pytest
 from guests import Fabric
-from peers import linked, paths_text, until
+from peers import PATIENCE, linked, paths_text, until
 
 pytestmark = [pytest.mark.rdma, pytest.mark.slow]
 
@@ -13,8 +13,7 @@ def test_slots_beyond_the_memlock_limit_leave_the_link_to_tcp(fabric: Fabric):
     with linked(fabric) as link:
         link.rails_up(2)
         before = link.a.stats()
-        link.b.do("limit_locked_memory", limit=MIB)
-        link.reserve(4, 2 * MIB)
+        link.reserve(4, 2 * MIB, locked_limit=MIB)
         link.transfer(6, 2 * MIB).finish()
         until(
             "no rail in use at either end",
@@ -23,7 +22,7 @@ def test_slots_beyond_the_memlock_limit_leave_the_link_to_tcp(fabric: Fabric):
                 for peer in (link.a, link.b)
                 for path in peer.stats()["paths"][:2]
             ),
-            20.0,
+            PATIENCE,
             lambda: paths_text(link.a.stats()),
         )
         a, b = link.a.stats(), link.b.stats()
@@ -47,7 +46,8 @@ def test_slots_beyond_the_memlock_limit_leave_the_link_to_tcp(fabric: Fabric):
 def test_where_rdma_is_required_slots_must_be_registered(fabric: Fabric):
     with linked(fabric, require="rdma") as link:
         link.rails_up(2)
-        link.b.do("limit_locked_memory", limit=MIB)
-        said = link.b.error_of(link.b.start("reserve", direction=0, slots=4, size=2 * MIB))
+        said = link.b.error_of(
+            link.b.start("reserve", direction=0, slots=4, size=2 * MIB, locked_limit=MIB)
+        )
         assert "rdma is required, and registering" in said
         assert "the memlock limit is 1024 KiB" in said

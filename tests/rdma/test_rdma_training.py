@@ -14,15 +14,16 @@ from contextlib import contextmanager
 import pytest
 from guests import Fabric, Rail
 from launchers import Launchers
-from peers import until, until_stopped
+from peers import PATIENCE, until, until_stopped
 from training import MESSAGE_BYTES, Training, TrainingJob
 
-pytestmark = [pytest.mark.rdma, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.rdma, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 # As many as the tests below make together.
 ITERATIONS = 10
 # The sockets come after the rails in a link's paths.
 TCP = range(2, 6)
+ANY = range(6)
 SMALLEST_CHUNK = MESSAGE_BYTES % (1 << 20)
 # How long a rank may take to notice: the engine's own deadline of 10 s, on a slow processor.
 NOTICED = 45.0
@@ -71,7 +72,7 @@ def renewed(job: TrainingJob, rail: int, epochs: dict[tuple[int, int], int]) -> 
             path["state"] == "UP" and path["epoch"] > epochs[end]
             for end, path in job.path(rail).items()
         ),
-        40.0,
+        PATIENCE,
         job.text,
     )
 
@@ -80,19 +81,28 @@ def epochs_of(job: TrainingJob, rail: int) -> dict[tuple[int, int], int]:
     return {end: path["epoch"] for end, path in job.path(rail).items()}
 
 
+def times_lost(job: TrainingJob, rail: int) -> dict[tuple[int, int], int]:
+    return {end: path["times_lost"] for end, path in job.path(rail).items()}
+
+
+def until_lost(job: TrainingJob, rail: int, before: dict[tuple[int, int], int]) -> None:
+    """Wait until every link has given up a rail once more, at both ends."""
+    until(
+        f"rail {rail} given up by every link",
+        lambda: all(n > before[end] for end, n in times_lost(job, rail).items()),
+        PATIENCE,
+        job.text,
+    )
+
+
 def carries_alone(training: Training, rail: Rail, other: Rail) -> None:
     """A rail carries an iteration, at every end: it has to, without the other one."""
     job = training.job()
-    lost = {end: path["times_lost"] for end, path in job.path(other.number).items()}
+    lost = times_lost(job, other.number)
     other.unplug()
-    until(
-        f"rail {other.number} given up by every link",
-        lambda: all(p["times_lost"] > lost[end] for end, p in job.path(other.number).items()),
-        30.0,
-        job.text,
-    )
+    until_lost(job, other.number, lost)
     sent = rail.counter("sent_pkts")
-    with training.disturbed() as block:
+    with training.disturbed(hold=False) as block:
         pass
     assert block.carried(rail.number), job.text()
     assert block.chunks(TCP) == 0, job.text()
@@ -106,15 +116,17 @@ def test_a_cable_pulled_in_mid_message(training: Training, fabric: Fabric):
     rail, other = pair(fabric)
     job.rail_up(0)
     downed, resent = rail.counter("link_downed"), job.total("chunks_resent")
+    lost = times_lost(job, 0)
     with (
         slow_rails(rail, rate="4mbit"),
         slow_rails(other),
+        rail.unplugged_in_mid_chunk() as unplugged,
         training.disturbed() as block,
     ):
-        rail.unplug_in_mid_chunk()
+        assert unplugged.reap(PATIENCE) == 0
         block.assert_in_progress()
     assert rail.counter("link_downed") > downed
-    assert all(path["times_lost"] >= 1 for path in job.path(0).values()), job.text()
+    until_lost(job, 0, lost)
     # It was in mid-message, and the other rail went on.
     assert job.total("chunks_resent") > resent
     assert block.chunks([1]) > 0, job.text()
@@ -129,15 +141,15 @@ def test_acknowledgements_lost(training: Training, fabric: Fabric):
     rail, other = pair(fabric)
     job.rail_up(0)
     retries, received = rail.counter("completer_retry_err"), job.total("messages_received")
-    lost = job.ranks[0].link(0)["paths"][0]["times_lost"]
     with slow_rails(rail, other), training.disturbed() as block:
         block.until_chunks(1, paths=[0])
         rail.drop_incoming(only_acknowledgements=True)
+        lost = times_lost(job, 0)[0, 0]
         block.assert_in_progress()
         until(
             "rank 0's queue pair given up",
-            lambda: job.ranks[0].link(0)["paths"][0]["times_lost"] > lost,
-            30.0,
+            lambda: times_lost(job, 0)[0, 0] > lost,
+            PATIENCE,
             job.text,
         )
         assert rail.dropped() > 0
@@ -165,7 +177,7 @@ def test_all_rails_down_and_back(training: Training, fabric: Fabric):
     until(
         "every link on TCP, at both ends",
         lambda: all(end["transport"] == "tcp" for end in job.link_ends()),
-        30.0,
+        PATIENCE,
         job.text,
     )
     assert all(rail.dropped() > 0 for rail in rails)
@@ -180,7 +192,7 @@ def test_all_rails_down_and_back(training: Training, fabric: Fabric):
     assert all(end["transport"] == "rdma" for end in job.link_ends())
     assert job.total("failbacks") == failbacks + job.total("fallbacks") - fallbacks
     packets = [rail.counter("sent_pkts") for rail in rails]
-    with training.disturbed() as block:
+    with training.disturbed(hold=False) as block:
         pass
     assert all(rail.counter("sent_pkts") > n for rail, n in zip(rails, packets, strict=True))
     assert block.chunks(TCP) == 0, job.text()
@@ -195,8 +207,7 @@ def test_a_rail_that_flaps_twice(training: Training, fabric: Fabric):
         epochs = epochs_of(job, 1)
         with slow_rails(*pair(fabric)), training.disturbed() as block:
             block.until_chunks(1, paths=[1])
-            rail.unplug()
-            rail.plug()
+            rail.flap()
             block.assert_in_progress()
         assert rail.counter("link_downed") >= downed + flap
         renewed(job, 1, epochs)
@@ -212,13 +223,7 @@ def test_a_gid_that_changes(training: Training, fabric: Fabric):
         rail.guest.run("ip", "-4", "address", "flush", "dev", rail.netdev)
         rail.guest.run("ip", "address", "add", "10.77.1.77/24", "dev", rail.netdev)
         block.assert_in_progress()
-    # The kernel renews the table in the background.
-    until(
-        "the new address among the GIDs, and no other",
-        lambda: rail.addresses_of_gids() == {"10.77.1.77"},
-        10.0,
-        lambda: str(rail.gids()),
-    )
+    rail.until_addressed("10.77.1.77")
     renewed(job, 0, epochs)
     carries_alone(training, rail, other)
     # There is no other address that these packets could have.
@@ -226,6 +231,7 @@ def test_a_gid_that_changes(training: Training, fabric: Fabric):
     epochs = epochs_of(job, 0)
     rail.guest.run("ip", "-4", "address", "flush", "dev", rail.netdev)
     rail.plug()
+    rail.until_addressed()
     renewed(job, 0, epochs)
 
 
@@ -248,15 +254,16 @@ def test_a_rank_stopped_for_less_than_the_deadline(training: Training, fabric: F
 def test_a_killed_rank_ends_the_others_by_name(training: Training, fabric: Fabric):
     job = training.job()
     assert fabric.b.queue_pairs() > 0
-    block = job.begin(1)
-    block.until_chunks(1)
+    block = job.begin(1, hold=True)
+    block.until_chunks(1, paths=ANY)
     job.ranks[1].signal(signal.SIGKILL)
+    block.proceed()
     began = time.monotonic()
     for error in block.errors(of=(0, 2), deadline=NOTICED):
         assert error.startswith("PeerLostError: "), error
         assert "rank 1 (stage 1) is gone" in error
     assert time.monotonic() - began < NOTICED
-    until("the end of all ranks", lambda: all(r.ended() is not None for r in job.ranks), 20.0)
+    until("the end of all ranks", lambda: all(r.ended() is not None for r in job.ranks), PATIENCE)
     assert [rank.ended() for rank in job.ranks] == [1, -signal.SIGKILL, 1]
     # Nobody waits for an answer of a rank that has ended, asked before it did or after.
     ended = "the program has ended with "
@@ -268,10 +275,11 @@ def test_a_killed_rank_ends_the_others_by_name(training: Training, fabric: Fabri
 
 def test_a_rank_stopped_for_ever_ends_the_others_by_name(training: Training, fabric: Fabric):
     job = training.job()
-    job.train(1)
-    block = job.begin(1)
-    block.until_chunks(1)
+    job.rail_up(0)
+    block = job.begin(1, hold=True)
+    block.until_chunks(1, paths=ANY)
     job.ranks[1].signal(signal.SIGSTOP)
+    block.proceed()
     began = time.monotonic()
     try:
         for error in block.errors(of=(0, 2), deadline=NOTICED):

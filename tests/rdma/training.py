@@ -10,7 +10,7 @@ from typing import Any
 
 from guests import Fabric
 from launchers import Launchers
-from peers import paths_text, until
+from peers import PATIENCE, paths_text, until
 
 STAGES = 3
 MICROBATCHES = 4
@@ -98,8 +98,8 @@ class TrainingJob:
         for rank, number in zip(self.ranks, started, strict=True):
             rank.pid = rank.result(number)
 
-    def begin(self, iterations: int) -> "Block":
-        return Block(self, iterations)
+    def begin(self, iterations: int, *, hold: bool = False) -> "Block":
+        return Block(self, iterations, hold)
 
     def train(self, iterations: int) -> list[str]:
         return self.begin(iterations).finish()
@@ -120,7 +120,7 @@ class TrainingJob:
         """A counter, summed over all ends of all links."""
         return sum(int(end[counter]) for end in self.link_ends())
 
-    def rail_up(self, rail: int, deadline: float = 40.0) -> None:
+    def rail_up(self, rail: int, deadline: float = PATIENCE) -> None:
         """Wait until every link uses a rail, at both ends."""
         until(
             f"rail {rail} up on every link",
@@ -143,20 +143,28 @@ class TrainingJob:
     def finish(self) -> None:
         closing = [rank.start("finish") for rank in self.ranks]
         for rank, number in zip(self.ranks, closing, strict=True):
-            rank.result(number, 30.0)
+            rank.result(number, PATIENCE)
 
 
 class Block:
-    """Iterations under way on all ranks."""
+    """Iterations under way on all ranks.
 
-    def __init__(self, job: TrainingJob, iterations: int) -> None:
+    Held, the first of them cannot end before :meth:`proceed`, however fast the guests are and
+    however slow this process is: the last stage waits with its first forward. What the others send
+    before that is on its way meanwhile.
+    """
+
+    def __init__(self, job: TrainingJob, iterations: int, hold: bool) -> None:
         self.job = job
+        self._held = job.ranks[-1] if hold else None
         self.first, self.until = job.iteration, job.iteration + iterations
         self._before = {
             (rank.rank, link): [p["chunks"] for p in rank.link(link)["paths"]]
             for rank, link in job.ends()
         }
-        self._running = [rank.start("train", until=self.until) for rank in job.ranks]
+        self._running = [
+            rank.start("train", until=self.until, hold=rank is self._held) for rank in job.ranks
+        ]
 
     def until_chunks(self, more: int, paths: Sequence[int] = (0, 1)) -> None:
         """Wait until rank 0 has given so many chunks of these iterations to some paths."""
@@ -169,7 +177,7 @@ class Block:
         until(
             f"{more} chunks from rank 0 on paths {paths} of link 0",
             lambda: given() >= more,
-            120.0,
+            PATIENCE,
             self.job.text,
         )
 
@@ -197,8 +205,14 @@ class Block:
         states = [self.job.ranks[r].state() for r in of]
         assert any(s["inside"] and s["iteration"] < self.until for s in states), states
 
+    def proceed(self) -> None:
+        if self._held is not None:
+            self._held.do("proceed")
+            self._held = None
+
     def finish(self) -> list[str]:
         """The losses, of every iteration; all ranks have the same."""
+        self.proceed()
         said = [
             rank.result(number) for rank, number in zip(self.job.ranks, self._running, strict=True)
         ]
@@ -234,12 +248,12 @@ class Training:
         return self._job
 
     @contextmanager
-    def disturbed(self, iterations: int = 1) -> Iterator[Block]:
+    def disturbed(self, iterations: int = 1, *, hold: bool = True) -> Iterator[Block]:
         """Iterations to make a fault in. They must end, and equal those of the other run."""
         job = self.job()
         assert job.iteration + iterations <= len(self.losses), "the undisturbed run is too short"
         pids = [rank.pid for rank in job.ranks]
-        block = job.begin(iterations)
+        block = job.begin(iterations, hold=hold)
         yield block
         assert block.finish() == self.losses[block.first : block.until]
         assert job.weights[block.until] == self.weights[block.until]

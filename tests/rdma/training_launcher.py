@@ -159,5 +159,5 @@ def _become(module: str, number: int, commands: int, arguments: dict[str, Any]) 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    say(0, result="ready")
+    say(0, result=os.getpid())
     Launcher().serve()

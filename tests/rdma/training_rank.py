@@ -2,7 +2,8 @@
 
 Commands come as JSON lines, and answers go out as such:
 
-  train   run iterations; the answer has every loss, as the hexadecimal of its bits
+  train   run iterations; the answer has every loss, as the hexadecimal of its bits. With `hold`
+          this stage computes nothing before `proceed`, so that the iteration cannot end before
   state   where the rank is and its links' counters, also in the middle of an iteration
   finish  close the pipeline in peace and end
 """
@@ -23,7 +24,11 @@ from pipemorph.spec import PipeMorphJob
 from pipemorph_trainer import Pipeline, PipelineError, TrainerContext
 
 WIDTH = 8
+HOLD_DEADLINE = 300.0
 _answering = threading.Lock()
+# Open unless this rank is held. Not of the stage, which the trainer may copy.
+_gate = threading.Event()
+_gate.set()
 
 
 class Stage(nn.Module):
@@ -36,7 +41,26 @@ class Stage(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
+        if not _gate.wait(HOLD_DEADLINE):
+            raise TimeoutError(f"held for {HOLD_DEADLINE} s, and nobody said to proceed")
         return x + torch.relu(self.linear(x))
+
+
+class Momentum:
+    """Stochastic gradient descent. Not torch's: to make one of those imports the compiler, which
+    takes a minute on an emulated processor."""
+
+    def __init__(self, module: nn.Module, rate: float, momentum: float) -> None:
+        self.rate, self.momentum = rate, momentum
+        self.of = [(p, torch.zeros_like(p)) for p in module.parameters()]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter, velocity in self.of:
+            assert parameter.grad is not None
+            velocity.mul_(self.momentum).add_(parameter.grad)
+            parameter.sub_(velocity, alpha=self.rate)
+            parameter.grad = None
 
 
 def make_batch(iteration: int, rows: int) -> tuple[Tensor, Tensor]:
@@ -65,20 +89,18 @@ class Rank:
             }
         )
         self.stage = Stage(seat["rank"])
-        self.optimizer = torch.optim.SGD(self.stage.parameters(), lr=0.05, momentum=0.9)
+        self.optimizer = Momentum(self.stage, rate=0.05, momentum=0.9)
         self.inside = False
         self.pipe = Pipeline(
             self.stage,
             context=TrainerContext(**seat, job=job),
             loss_fn=nn.functional.mse_loss,
-            optimizer=self.optimizer,
         )
 
     def train(self, until: int) -> dict[str, Any]:
         losses = []
         while self.pipe.iteration < until:
             x, target = make_batch(self.pipe.iteration, self.rows)
-            self.optimizer.zero_grad()
             self.inside = True
             loss = self.pipe.step(x, target=target)
             self.inside = False
@@ -130,7 +152,12 @@ def run(number: int, commands: int, arguments: dict[str, Any]) -> int:
                 request = json.loads(line)
                 if request["op"] == "state":
                     answer(request["number"], result=rank.state())
+                elif request["op"] == "proceed":
+                    _gate.set()
+                    answer(request["number"], result=None)
                 else:
+                    if request["arguments"].pop("hold", False):
+                        _gate.clear()
                     todo.put(request)
 
     threading.Thread(target=read, daemon=True).start()

@@ -8,9 +8,11 @@ a ── rail 1  (eth2, 10.77.2.1/2) ── b      Soft-RoCE rxe1
 import ipaddress
 import json
 import re
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,7 @@ from typing import ClassVar
 
 from testbed.waiting import wait_for
 
-from guests.guest import Guest, Nic
+from guests.guest import Guest, Nic, Task
 from guests.kernel import Kernel, Say, kernel
 
 AGENT = Path(__file__).with_name("agent.py")
@@ -60,20 +62,36 @@ class Rail:
     def unplug(self) -> None:
         self.guest.run("ip", "link", "set", self.netdev, "down")
 
-    def unplug_in_mid_chunk(self, packets: int = 32) -> None:
-        """As soon as this many packets wait to leave a slow rail, which the guest sees for itself:
-        asking it from outside takes as long as sending a chunk."""
-        self.guest.sh(
+    @contextmanager
+    def unplugged_in_mid_chunk(self, packets: int = 32) -> Iterator[Task]:
+        """As soon as this many packets wait to leave a slow rail, which the guest sees for itself
+        from now on: asking it from outside takes as long as sending a chunk. The task ends then."""
+        watching = self.guest.spawn(
+            "sh",
+            "-ec",
             f"until tc -s qdisc show dev {self.netdev} root | "
             f"awk '/backlog/ {{n = $3 + 0}} END {{exit n < {packets}}}'; do :; done; "
             f"ip link set {self.netdev} down",
-            deadline=60.0,
         )
+        try:
+            yield watching
+        finally:
+            watching.kill()
 
     def plug(self) -> None:
+        self.guest.sh(self.plugging())
+
+    def plugging(self) -> str:
+        """What a shell in the guest is told for it."""
         # Large frames: RoCE then uses packets of 4096 bytes, which emulated machines carry faster.
-        self.guest.run("ip", "link", "set", self.netdev, "mtu", "9000", "up")
-        self.guest.run("ip", "address", "replace", f"{self.address}/24", "dev", self.netdev)
+        return (
+            f"ip link set {self.netdev} mtu 9000 up; "
+            f"ip address replace {self.address}/24 dev {self.netdev}"
+        )
+
+    def flap(self) -> None:
+        """Unplug and plug at once, however long it takes until the guest is told the next thing."""
+        self.guest.sh(f"ip link set {self.netdev} down; {self.plugging()}")
 
     def pull_cable(self) -> None:
         """Out of the card: its port is down, and the device above it up, as it was."""
@@ -106,14 +124,17 @@ class Rail:
         """Packets lost by :meth:`drop_incoming` so far."""
         return self._filtered()[1]
 
-    def watch_incoming(self, *, traffic_class: int) -> None:
+    def watch_incoming(
+        self, *, traffic_class: int | None = None, source: str | None = None
+    ) -> None:
         """Count the RoCE packets that come in here with this traffic class, which over IPv4 is the
-        whole of the second byte of the header (DSCP and ECN)."""
+        whole of the second byte of the header (DSCP and ECN), or from this address."""
+        what = "" if traffic_class is None else f"match ip dsfield {traffic_class:#x} 0xff "
+        what += "" if source is None else f"match ip src {source} "
         self.guest.sh(
             f"tc qdisc replace dev {self.netdev} clsact; "
             f"tc filter add dev {self.netdev} ingress protocol ip u32 "
-            f"match ip protocol 17 0xff match ip dport {ROCE_PORT} 0xffff "
-            f"match ip dsfield {traffic_class:#x} 0xff action pass"
+            f"match ip protocol 17 0xff match ip dport {ROCE_PORT} 0xffff {what}action pass"
         )
 
     def watched(self) -> int:
@@ -137,17 +158,36 @@ class Rail:
     def at_full_speed(self) -> None:
         self.guest.run("tc", "qdisc", "del", "dev", self.netdev, "root")
 
-    def gids(self) -> list[str]:
-        """Valid entries of the GID table, in order. The kernel renews it in the background when
-        addresses change."""
+    def gids(self) -> dict[int, str]:
+        """Valid entries of the GID table, by index, in order. The kernel renews it in the
+        background when addresses change."""
         folder = f"/sys/class/infiniband/{self.device}/ports/1/gids"
-        said = self.guest.sh(f"for i in 0 1 2 3 4 5 6 7; do cat {folder}/$i; done")
-        return [gid for gid in said.split() if gid.strip("0:")]
+        said = {index: self.guest.read(f"{folder}/{index}").strip() for index in range(8)}
+        return {index: gid for index, gid in said.items() if gid.strip("0:")}
 
     def addresses_of_gids(self) -> set[str]:
         """The IPv4 addresses in the GID table."""
-        found = (ipaddress.IPv6Address(gid).ipv4_mapped for gid in self.gids())
+        found = (ipaddress.IPv6Address(gid).ipv4_mapped for gid in self.gids().values())
         return {str(address) for address in found if address is not None}
+
+    def until_addressed(self, address: str | None = None) -> None:
+        """Wait until an address, its own one if none is given, is the only one of IPv4 among the
+        GIDs, and the port is up: the kernel sees to both in the background."""
+        wanted = address or self.address
+        state = f"/sys/class/infiniband/{self.device}/ports/1/state"
+
+        def there() -> bool:
+            return (
+                self.addresses_of_gids() == {wanted} and "ACTIVE" in self.guest.read(state).split()
+            )
+
+        wait_for(
+            f"{wanted} to be the address of {self.device} in guest {self.guest.name}",
+            there,
+            60.0,
+            interval=0.02,
+            details=lambda: f"GIDs {self.gids()}, port {self.guest.read(state).strip()}",
+        )
 
 
 @dataclass(frozen=True)
@@ -166,14 +206,28 @@ class Fabric:
 
     def restore(self) -> None:
         """As it was when it came up, whatever the last test did."""
-        for guest in (self.a, self.b):
-            for n in _NICS:
-                guest.try_run("tc", "qdisc", "del", "dev", f"eth{n}", "clsact")
-                guest.try_run("tc", "qdisc", "del", "dev", f"eth{n}", "root")
         for rail in self.rails:
             rail.push_cable()
-            rail.guest.run("ip", "-4", "address", "flush", "dev", rail.netdev)
-            rail.plug()
+        for guest in (self.a, self.b):
+            rails = [rail for rail in self.rails if rail.guest is guest]
+            # One shell: to start a program takes long on an emulated processor.
+            guest.sh(
+                "\n".join(
+                    [
+                        *(
+                            f"tc qdisc del dev eth{n} {kind} 2>/dev/null || :"
+                            for n in _NICS
+                            for kind in ("clsact", "root")
+                        ),
+                        *(
+                            f"ip -4 address flush dev {rail.netdev}; {rail.plugging()}"
+                            for rail in rails
+                        ),
+                    ]
+                )
+            )
+        for rail in self.rails:
+            rail.until_addressed()
 
     def logs(self) -> str:
         return "\n".join(f"guest {g.name}:\n{g.logs()}" for g in (self.a, self.b))
@@ -194,13 +248,19 @@ class Fabric:
                 guest.start()
                 # The second one connects once, when it starts, and does not say if it cannot.
                 wait_for(
-                    "the cables", lambda: all(_cable(directory, n).exists() for n in _NICS), 20
+                    f"guest {guest.name} to hold its cables",
+                    lambda: all(_is_listened_on(_cable(directory, n)) for n in _NICS),
+                    60,
+                    details=guest.logs,
                 )
             for guest in guests:
                 guest.wait_ready()
             fabric = cls(*guests)
-            for guest in guests:
-                _set_up(guest, from_host)
+            with ThreadPoolExecutor() as both:
+                for done in [both.submit(_set_up, guest, from_host) for guest in guests]:
+                    done.result()
+            for rail in fabric.rails:
+                rail.until_addressed()
             for number in _NICS:
                 _check_cable(guests[0], f"10.77.{number}.2")
             yield fabric
@@ -210,6 +270,14 @@ def _cable(directory: Path, number: int) -> Path:
     return directory / f"n{number}"
 
 
+def _is_listened_on(path: Path) -> bool:
+    """A unix socket has its path a moment before anybody can connect to it."""
+    accepts_connections = 0x10000
+    lines = Path("/proc/net/unix").read_text().splitlines()[1:]
+    found = (line.split() for line in lines)
+    return any(f[-1] == str(path) and int(f[3], 16) & accepts_connections for f in found)
+
+
 def _nics(directory: Path, name: str) -> Iterator[Nic]:
     for number in _NICS:
         side = 1 if name == "a" else 2
@@ -217,17 +285,25 @@ def _nics(directory: Path, name: str) -> Iterator[Nic]:
 
 
 def _set_up(guest: Guest, from_host: Kernel) -> None:
-    for module in _MODULES:
-        guest.try_run("modprobe", "-d", str(from_host.root), module)
-    guest.run("modprobe", "-d", str(from_host.root), "virtio_net")
-    # The trainer tells hosts apart by their names.
-    guest.sh(f"echo {guest.name} > /proc/sys/kernel/hostname")
-    guest.run("ip", "link", "set", "eth0", "up")
-    guest.run("ip", "address", "add", f"{Fabric.CONTROL[guest.name]}/24", "dev", "eth0")
-    for number in (0, 1):
-        rail = Rail(guest, number)
-        rail.plug()
-        guest.run("rdma", "link", "add", rail.device, "type", "rxe", "netdev", rail.netdev)
+    modprobe = f"modprobe -d {shlex.quote(str(from_host.root))}"
+    rails = [Rail(guest, number) for number in (0, 1)]
+    # One shell: to start a program takes long on an emulated processor.
+    guest.sh(
+        "\n".join(
+            [
+                # Some kernels have a few of them built in.
+                *(f"{modprobe} {module} || :" for module in _MODULES),
+                f"{modprobe} virtio_net",
+                # The trainer tells hosts apart by their names.
+                f"echo {guest.name} > /proc/sys/kernel/hostname",
+                "ip link set eth0 up",
+                f"ip address add {Fabric.CONTROL[guest.name]}/24 dev eth0",
+                *(rail.plugging() for rail in rails),
+                *(f"rdma link add {r.device} type rxe netdev {r.netdev}" for r in rails),
+            ]
+        ),
+        deadline=120.0,
+    )
 
 
 def _check_cable(guest: Guest, address: str) -> None:
@@ -235,6 +311,6 @@ def _check_cable(guest: Guest, address: str) -> None:
     wait_for(
         f"guest {guest.name} to reach {address}",
         lambda: guest.try_run(*ping).rc == 0,
-        20,
+        60,
         details=lambda: guest.sh("ip neighbour; ip -s link"),
     )

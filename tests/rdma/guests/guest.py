@@ -20,7 +20,7 @@ from testbed.waiting import wait_for
 
 from guests.kernel import Kernel
 
-BOOT_DEADLINE = 120.0
+BOOT_DEADLINE = 240.0
 # Torch, and what three processes with it and the files they came from need.
 MEMORY_MIB = 2560
 
@@ -105,7 +105,7 @@ class Guest:
                 return None
             return made
 
-        self._socket = wait_for(f"QEMU of {self.name}", connect, 20, details=self._tails)
+        self._socket = wait_for(f"QEMU of {self.name}", connect, 60, details=self._tails)
         threading.Thread(target=self._listen, daemon=True).start()
         end = time.monotonic() + BOOT_DEADLINE
         while True:
@@ -201,7 +201,7 @@ class Guest:
         return answer
 
     def try_run(
-        self, *argv: str, deadline: float = 30.0, env: Mapping[str, str] | None = None
+        self, *argv: str, deadline: float = 60.0, env: Mapping[str, str] | None = None
     ) -> Done:
         """Run a program to its end, whatever its exit status."""
         answer = self.ask(
@@ -209,7 +209,7 @@ class Guest:
         )
         return Done(answer["rc"], answer["out"], answer["err"])
 
-    def run(self, *argv: str, deadline: float = 30.0, env: Mapping[str, str] | None = None) -> str:
+    def run(self, *argv: str, deadline: float = 60.0, env: Mapping[str, str] | None = None) -> str:
         """Run a program that must succeed; its output."""
         done = self.try_run(*argv, deadline=deadline, env=env)
         if done.rc != 0:
@@ -219,7 +219,7 @@ class Guest:
             )
         return done.out
 
-    def sh(self, script: str, deadline: float = 30.0) -> str:
+    def sh(self, script: str, deadline: float = 60.0) -> str:
         return self.run("sh", "-ec", script, deadline=deadline)
 
     def read(self, path: str) -> str:
@@ -282,7 +282,7 @@ class Task:
         if self._rc is None:
             self.guest.ask("signal", task=self.number, signum=int(number))
 
-    def reap(self, deadline: float = 30.0) -> int:
+    def reap(self, deadline: float = 60.0) -> int:
         """Wait for its end; how it ended, as of subprocess."""
         if self._rc is None:
             answer = self.guest.ask("reap", deadline, task=self.number, deadline=deadline)

@@ -78,12 +78,17 @@ def missing_for_guests(say: Say) -> None:
     packages.need(_NEEDED, say)
 
 
-def kernel(say: Say, init: str) -> Kernel:
-    """The kernel with a ramdisk that ends in `init`, fetched and built if it is not cached."""
+def fetched(say: Say) -> Path:
+    """The unpacked kernel package, fetched if it is not cached."""
     folder = cache_root() / "linux"
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder / "lock"):
-        root = _cached(folder) or _fetch(folder, say)
+        return _cached(folder) or _fetch(folder, say)
+
+
+def kernel(say: Say, init: str) -> Kernel:
+    """The kernel with a ramdisk that ends in `init`."""
+    root = fetched(say)
     release = next((root / "lib/modules").iterdir()).name
     return Kernel(release, root / f"boot/vmlinuz-{release}", _ramdisk(root, release, init), root)
 
