@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             from pipemorph_trainer import _engine  # noqa: F401
         except ImportError as error:
             pytest.fail(f"the transfer engine is not built ({error}): `make setup`", pytrace=False)
+    if item.get_closest_marker("ipv6") is not None:
+        try:
+            socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+        except OSError as error:
+            pytest.skip(f"::1 is no address of this machine ({error}): IPv6 is not checked")
 
 
 def pytest_configure() -> None:

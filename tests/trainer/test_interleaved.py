@@ -124,6 +124,7 @@ def test_bfloat16() -> None:
     check(make_schedule("zero-bubble-v", 2, 4, 4), torch.bfloat16)
 
 
+@pytest.mark.ipv6
 def test_over_ipv6() -> None:
     check(make_schedule("1f1b-interleaved", 2, 4, 4), master_addr="::1")
 

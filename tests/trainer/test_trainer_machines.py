@@ -79,6 +79,7 @@ def test_neighbours_meet_where_they_are(changed: str | None, address: str, one_c
     assert one[:2] == ([], [one_clock])
 
 
+@pytest.mark.ipv6
 @pytest.mark.parametrize("path", ["direct", "delegated"])
 def test_neighbours_meet_over_ipv6(path: str) -> None:
     context = {"secret": b"secret", "master_addr": "::1"}

@@ -258,9 +258,13 @@ def test_who_is_refused_at_a_line_is_logged_and_told(caplog: pytest.LogCaptureFi
         assert re.search(why, said)
 
 
+@pytest.mark.ipv6
 def test_the_own_address_is_of_the_kind_that_rank_0_has() -> None:
-    assert addresses.own_address("127.0.0.1") == "127.0.0.1"
     assert addresses.own_address("::1") == "::1"
+
+
+def test_a_rank_0_that_is_nowhere_is_named() -> None:
+    assert addresses.own_address("127.0.0.1") == "127.0.0.1"
     with pytest.raises(
         PipelineError,
         match=r"MASTER_ADDR is no\.invalid, .* reached over IPv4: \w.*, nor over IPv6: \w",
