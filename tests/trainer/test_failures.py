@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from jobs import Job, Stage, assert_same, loss_fn, make_batch, make_stage, reference, train
 from launch import Missing, Ranks, ended, missing_in, run_ranks
 from torch import Tensor, nn
@@ -94,6 +95,41 @@ def until(what: Callable[[], bool], why: str) -> None:
     while not what():
         assert time.monotonic() < deadline, f"not within 20 s: {why}"
         time.sleep(0.001)
+
+
+class Stops(nn.Module):
+    """Stops its process at the first forward, before the next stage knows any shapes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return x
+
+
+def stopped(context: TrainerContext) -> None:
+    module = Stops() if context.rank == 1 else nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    pipe = Pipeline(
+        module, context=context, loss_fn=nn.functional.mse_loss, microbatches=4, policy="1f1b",
+        path="delegated", engine="tcp", deadline_seconds=300.0,
+    )  # fmt: skip
+    with pipe:
+        pipe.step(torch.ones(8, 4), target=torch.zeros(8, 4))
+
+
+@pytest.mark.needs_engine
+def test_a_rank_that_is_stopped_is_noticed_whatever_is_waited_for() -> None:
+    """Its connections stay, and the line with them; only its engine does not answer any more."""
+    ranks = Ranks(3, stopped)
+    try:
+        ranks.wait_for_end([0, 2])
+    finally:
+        ranks.signal(1, signal.SIGKILL)
+    zero, _, two = ranks.wait()
+    assert re.search(
+        r"PeerLostError: rank 2 \(stage 2\) waited [\d.]+ s for shapes from stage 1 for "
+        r"iteration 0 on link 1; link 1 \(.*\) is dead: no control connection to rank 1",
+        two.error,
+    ), two.error
+    assert re.search(r"PeerLostError: .*link 0 \(.*\) is dead: no control", zero.error), zero.error
 
 
 def killed(context: TrainerContext, job: Job, neighbour: str, folder: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import profiler
 
-from pipemorph.planning import Dispatch, OpKind, Plan, Schedule
+from pipemorph.planning import Dispatch, OpKind, Path, Plan, Schedule
 from pipemorph.planning.offload import Residency
 from pipemorph_trainer.errors import PeerLostError, PipelineError, ShapeError, WaitTimeoutError
 from pipemorph_trainer.executor.bell import Bell
@@ -465,6 +465,16 @@ class Executor:
         if at is None:
             raise PeerLostError(f"{self._waiting.describe()}; {end.gone()}")
 
+    def _check_engine(self, end: LinkEnd) -> None:
+        """A neighbour that is stopped keeps its line, and only the engine knows that it is dead.
+
+        Where messages go without the engine, they may be had from it all the same.
+        """
+        if end.path is not Path.DELEGATED or end.engine_link is None:
+            return
+        if (why := end.engine_link.error) is not None:
+            raise self._named(end, PipelineError(why))
+
     def _await_shapes(self, end: LinkEnd) -> None:
         self.input_metas = self.await_line(
             end, f"shapes from stage {end.peer_stage}", end.line.shapes
@@ -479,6 +489,7 @@ class Executor:
             now = time()
             deadline = now + self._deadline
             while not source:
+                self._check_engine(end)
                 self._sleep(None, now, deadline)
                 now = time()
             self._waiting.end()
