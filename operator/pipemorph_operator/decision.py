@@ -5,25 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any
 
 from pipemorph.status import MAX_ATTEMPTS_KEPT, AttemptRecord, ConditionStatus, JobStatus
 from pipemorph_operator import names
 from pipemorph_operator.children import Attempt
+from pipemorph_operator.events import Event, Kind
 from pipemorph_operator.facts import JobFacts, PodFacts, format_time
 from pipemorph_operator.job_object import operator_part
 from pipemorph_operator.policy import conditions, state
-
-Kind = Literal["Normal", "Warning"]
-
-
-@dataclass(frozen=True)
-class Event:
-    """One Kubernetes event about the job."""
-
-    kind: Kind
-    reason: str
-    message: str
 
 
 @dataclass(frozen=True)

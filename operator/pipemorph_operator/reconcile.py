@@ -22,8 +22,9 @@ from pipemorph_operator.children import gang
 from pipemorph_operator.children.attempt import secret
 from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.decide import decide, hold, refuse, stumble
-from pipemorph_operator.decision import Decision, Event, Observed
-from pipemorph_operator.facts import JobFacts, PodFacts, format_time
+from pipemorph_operator.decision import Decision, Observed
+from pipemorph_operator.events import tell
+from pipemorph_operator.facts import JobFacts, PodFacts
 from pipemorph_operator.job_object import current_name, dump, operator_part
 from pipemorph_operator.metrics import JOBS
 
@@ -119,7 +120,7 @@ class Reconciler:
             JOBS[what].labels(job_namespace=namespace).inc()
         for event in decision.events:
             log.info("%s/%s: %s: %s", namespace, metadata["name"], event.reason, event.message)
-            await self._tell(seen.body, event)
+            await tell(self._cluster, metadata, event, names.OPERATOR_OWNER)
         return decision.again_in
 
     async def _own_up(self, seen: Observed, error: Exception) -> None:
@@ -168,35 +169,3 @@ class Reconciler:
             names.OPERATOR_OWNER,
             subresource="status",
         )
-
-    async def _tell(self, body: Mapping[str, Any], event: Event) -> None:
-        metadata = body["metadata"]
-        now = format_time(datetime.now(UTC))
-        try:
-            await self._cluster.create(
-                {
-                    "apiVersion": "v1",
-                    "kind": "Event",
-                    "metadata": {
-                        "generateName": f"{metadata['name']}.",
-                        "namespace": metadata["namespace"],
-                    },
-                    "involvedObject": {
-                        "apiVersion": names.API_VERSION,
-                        "kind": names.KIND,
-                        **{k: metadata[k] for k in ("name", "namespace", "uid")},
-                    },
-                    "type": event.kind,
-                    "reason": event.reason,
-                    "message": event.message[:1024],
-                    "source": {"component": names.OPERATOR_OWNER},
-                    "firstTimestamp": now,
-                    "lastTimestamp": now,
-                    "count": 1,
-                },
-                names.OPERATOR_OWNER,
-            )
-        except ApiRefused as refused:
-            # The transition itself is in status.
-            if not refused.namespace_ends:
-                log.warning("event %s was refused: %s", event.reason, refused)

@@ -53,6 +53,8 @@ def test_a_slow_link_is_told_adapted_to_and_told_well_again(jobs: Jobs) -> None:
     assert condition(back, "ScheduleAdapted")[1] in ("ReturnedToInitialPlan", "PlanOnItsWay")
     shown = jobs.cluster.kubectl("get", "pmj", "story", "-n", jobs.namespace).splitlines()[1]
     assert shown.split()[1:3] == ["Running", "4/4"]
+    for reason in ("SlowLinks", "PlanInEffect", "LinksAsNormal"):
+        jobs.expect_event("story", reason)
 
 
 def test_a_link_whose_delay_the_engine_avoids_is_offloaded_and_comes_back(jobs: Jobs) -> None:
@@ -69,6 +71,8 @@ def test_a_link_whose_delay_the_engine_avoids_is_offloaded_and_comes_back(jobs: 
     # and a plan that moves it be on its way as well.
     back = ranks.until("Offloaded=False", "AllLinksDirect")
     assert back["status"]["training"]["paths"] == ["direct"] * 3
+    for reason in ("LinksDelegated", "AllLinksDirect"):
+        jobs.expect_event("moved", reason)
 
 
 def test_an_epoch_outlives_the_ingest_and_only_grows(jobs: Jobs) -> None:

@@ -225,10 +225,15 @@ def test_a_fallback_is_a_turn_that_is_written_at_once() -> None:
 
 
 class Writes:
-    """An API server that takes every status."""
+    """An API server that takes every status and event."""
 
     def __init__(self) -> None:
         self.taken: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
+
+    async def create(self, obj: dict[str, Any], owner: str) -> None:
+        assert (obj["kind"], owner) == ("Event", "pipemorph-ingest")
+        self.events.append(obj)
 
     async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> None:
         self.taken.append(obj["status"])
@@ -272,6 +277,7 @@ def test_what_the_ingest_writes_and_serves_also_after_an_edit() -> None:
         await store.look(key)
         assert (gauge("rails_healthy"), gauge("fallen_links")) == (1, 0)
         store.changed("DELETED", job)
+        await asyncio.sleep(0)  # the last event is on its way
 
     asyncio.run(run())
     said = [
@@ -280,6 +286,13 @@ def test_what_the_ingest_writes_and_serves_also_after_an_edit() -> None:
     ]
     assert said == [("False", "LinksFellBack"), ("True", "PortsActive")]
     assert gauge("rails_healthy") is None
+    told = [(event["type"], event["reason"]) for event in api.events]
+    assert told == [("Warning", "LinksFellBack"), ("Normal", "PortsActive")]
+    metadata = job["metadata"]
+    assert [event["involvedObject"] for event in api.events] == 2 * [
+        {"apiVersion": "pipemorph.io/v1alpha1", "kind": "PipeMorphJob"}
+        | {k: metadata[k] for k in ("name", "namespace", "uid")}
+    ]
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:

@@ -41,7 +41,8 @@
 {{- end }}
 {{- end -}}
 
-{{/* What the ingest does: follow jobs, write its part of their status, look up the callers' pods. */}}
+{{/* What the ingest does: follow jobs, write its part of their status and events, look up the
+     callers' pods. */}}
 {{- define "pipemorph.ingestRules" -}}
 - apiGroups: [pipemorph.io]
   resources: [pipemorphjobs]
@@ -52,4 +53,7 @@
 - apiGroups: [""]
   resources: [pods]
   verbs: [get]
+- apiGroups: [""]
+  resources: [events]
+  verbs: [create]
 {{- end -}}

@@ -27,6 +27,7 @@ from pipemorph_operator.api import ApiRefused, Cluster
 from pipemorph_operator.children.attempt import audience
 from pipemorph_operator.ingest import pace, saved
 from pipemorph_operator.ingest.auth import Expected
+from pipemorph_operator.ingest.news import Herald, News
 from pipemorph_operator.ingest.summary import Source, judge, summarize
 from pipemorph_operator.job_object import read_job
 from pipemorph_operator.metrics import (
@@ -79,6 +80,7 @@ class Held:
     control: ControlState | None
     conditions: list[Condition]
     ear: Ear
+    news: News
     written: TrainingStatus | None = None
     turn: pace.Turn | None = None
     written_at: float = float("-inf")
@@ -113,6 +115,7 @@ class ClusterStore:
         self._budget = pace.Budget(monotonic())
         self._writes = asyncio.Semaphore(MOST_WRITES)
         self._writing = 0
+        self._herald = Herald(cluster)
         self._listed: set[Key] = set()
         self._last_words: dict[Key, asyncio.Task[None]] = {}
         self._unlisted: set[str | None] = set(namespaces) or {None}
@@ -232,6 +235,7 @@ class ClusterStore:
             control=status.control,
             conditions=own,
             ear=ear,
+            news=News(own),
             written=status.training,
         )
         self._held[key] = held
@@ -346,17 +350,14 @@ class ClusterStore:
         turn = pace.Turn.of(held.source, view, wall)
         training, conditions = self._summary(held, view, wall)
         status = JobStatus(conditions=conditions, training=training, control=held.control)
+        about = {"name": held.name, "namespace": held.namespace, "uid": held.uid}
         try:
             await self._cluster.apply(
                 {
                     "apiVersion": names.API_VERSION,
                     "kind": names.KIND,
-                    "metadata": {
-                        "name": held.name,
-                        "namespace": held.namespace,
-                        # Another job of the same name is not this one.
-                        "uid": held.uid,
-                    },
+                    # With the UID: another job of the same name is not this one.
+                    "metadata": about,
                     "status": status.model_dump(
                         mode="json",
                         by_alias=True,
@@ -372,6 +373,7 @@ class ClusterStore:
             raise
         STATUS_WRITES.labels(result="ok").inc()
         held.written, held.conditions = training, conditions
+        self._herald.send(about, held.news.of(conditions))
         held.turn = turn
         held.written_at = self._monotonic()
 

@@ -1,0 +1,57 @@
+"""Kubernetes events about a job: what people read under ``kubectl describe``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from pipemorph_operator import names
+from pipemorph_operator.api import ApiRefused, Cluster
+from pipemorph_operator.facts import format_time
+
+log = logging.getLogger("pipemorph.events")
+
+Kind = Literal["Normal", "Warning"]
+MAX_MESSAGE = 1024
+
+
+@dataclass(frozen=True)
+class Event:
+    """One Kubernetes event about the job."""
+
+    kind: Kind
+    reason: str
+    message: str
+
+
+async def tell(cluster: Cluster, job: Mapping[str, Any], event: Event, component: str) -> None:
+    """Write ``event``; ``job`` is the job's metadata. One that is refused is logged, since what
+    happened is in status as well. Raises what a request raises without an answer."""
+    now = format_time(datetime.now(UTC))
+    try:
+        await cluster.create(
+            {
+                "apiVersion": "v1",
+                "kind": "Event",
+                "metadata": {"generateName": f"{job['name']}.", "namespace": job["namespace"]},
+                "involvedObject": {
+                    "apiVersion": names.API_VERSION,
+                    "kind": names.KIND,
+                    **{k: job[k] for k in ("name", "namespace", "uid")},
+                },
+                "type": event.kind,
+                "reason": event.reason,
+                "message": event.message[:MAX_MESSAGE],
+                "source": {"component": component},
+                "firstTimestamp": now,
+                "lastTimestamp": now,
+                "count": 1,
+            },
+            component,
+        )
+    except ApiRefused as refused:
+        if not refused.namespace_ends:
+            log.warning("event %s was refused: %s", event.reason, refused)

@@ -1,0 +1,124 @@
+"""What people are told of a job's links and plans, and what is not worth telling."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+
+from pipemorph.status import Condition
+from pipemorph_operator.api import ApiRefused
+from pipemorph_operator.events import MAX_MESSAGE, Event
+from pipemorph_operator.ingest.news import MOST_UNDER_WAY, Herald, News
+
+JOB = {"name": "gpt", "namespace": "team", "uid": "u1"}
+
+
+def conditions(**said: str) -> list[Condition]:
+    """``LinksHealthy="SlowLinks: link 2"``: its reason and its message."""
+    return [
+        Condition(
+            type=kind,
+            status="Unknown",
+            last_transition_time="2026-01-01T00:00:00Z",
+            reason=word.partition(": ")[0],
+            message=word.partition(": ")[2],
+        )
+        for kind, word in said.items()
+    ]
+
+
+def told(news: News, **said: str) -> list[tuple[str, str, str]]:
+    return [(e.kind, e.reason, e.message) for e in news.of(conditions(**said))]
+
+
+def test_a_link_that_turns_is_told_once_and_its_recovery_too() -> None:
+    news = News([])
+    assert told(news, LinksHealthy="NoReportsYet") == []
+    # It was never otherwise.
+    assert told(news, LinksHealthy="LinksAsNormal: 3 links", Offloaded="AllLinksDirect") == []
+    slow = ("Warning", "SlowLinks", "link 2 (+30 ms forward) slow")
+    assert told(news, LinksHealthy="SlowLinks: link 2 (+30 ms forward) slow") == [slow]
+    assert told(news, LinksHealthy="SlowLinks: link 2 (+31 ms forward) slow") == []
+    # What is not known for a moment is neither trouble nor its end.
+    assert told(news, LinksHealthy="NoRecentSamples: 1 of 3") == []
+    assert told(news, LinksHealthy="SlowLinks: link 2 (+30 ms forward) slow") == []
+    well = ("Normal", "LinksAsNormal", "3 links as normal")
+    assert told(news, LinksHealthy="LinksAsNormal: 3 links as normal") == [well]
+    assert told(news, LinksHealthy="LinksAsNormal: 3 links as normal") == []
+
+
+def test_every_plan_and_every_set_of_delegated_links_is_told() -> None:
+    news = News([])
+    assert told(news, ScheduleAdapted="InitialPlan", Offloaded="AllLinksDirect: all") == []
+    assert told(news, ScheduleAdapted="PlanOnItsWay: epoch 1", Offloaded="PlanOnItsWay") == []
+    assert told(
+        news, ScheduleAdapted="PlanInEffect: epoch 1: slow", Offloaded="LinksDelegated: links 2"
+    ) == [
+        ("Normal", "PlanInEffect", "epoch 1: slow"),
+        ("Normal", "LinksDelegated", "links 2"),
+    ]
+    # Not every state is seen: the next plan may be in effect when status is written again.
+    assert told(news, ScheduleAdapted="PlanInEffect: epoch 2: slower") == [
+        ("Normal", "PlanInEffect", "epoch 2: slower")
+    ]
+    assert told(
+        news, ScheduleAdapted="ReturnedToInitialPlan: epoch 3", Offloaded="AllLinksDirect: all"
+    ) == [
+        ("Normal", "ReturnedToInitialPlan", "epoch 3"),
+        ("Normal", "AllLinksDirect", "all"),
+    ]
+
+
+def test_an_ingest_that_starts_over_does_not_repeat_what_status_says() -> None:
+    before = conditions(LinksHealthy="SlowLinks: link 2", ScheduleAdapted="PlanInEffect: epoch 1")
+    news = News(before)
+    assert news.of(before) == []
+    assert told(news, LinksHealthy="LinksAsNormal: ok") == [("Normal", "LinksAsNormal", "ok")]
+
+
+class Api:
+    """An API server that answers when the test says so."""
+
+    def __init__(self, *refusals: Exception) -> None:
+        self.refusals = list(refusals)
+        self.messages: list[str] = []
+        self.go = asyncio.Event()
+
+    async def create(self, obj: dict[str, Any], owner: str) -> None:
+        await self.go.wait()
+        if self.refusals:
+            raise self.refusals.pop(0)
+        self.messages.append(obj["message"])
+
+
+def test_nobody_waits_for_events_and_what_becomes_of_none_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    refusals = (ApiRefused(403, "Forbidden", "no"), TimeoutError())
+
+    async def run() -> list[str]:
+        api: Any = Api(*refusals)
+        herald = Herald(api)
+        herald.send(JOB, [Event("Normal", "R", "x" * 5000)] * (MOST_UNDER_WAY + 3))
+        api.go.set()
+        deadline = asyncio.get_running_loop().time() + 10
+        while herald._under_way:
+            assert asyncio.get_running_loop().time() < deadline, len(api.messages)
+            await asyncio.sleep(0)
+        herald.send(JOB, [Event("Warning", "Later", "again")])
+        while api.messages[-1] != "again":
+            assert asyncio.get_running_loop().time() < deadline, api.messages[-1]
+            await asyncio.sleep(0)
+        found: list[str] = api.messages
+        return found
+
+    with caplog.at_level(logging.WARNING):
+        messages = asyncio.run(run())
+    assert messages == ["x" * MAX_MESSAGE] * (MOST_UNDER_WAY - 2) + ["again"]
+    said = "\n".join(caplog.messages)
+    assert said.count("too many events: R is not one") == 3
+    assert said.count("event R was refused") == 1
+    assert said.count("event R was not written: TimeoutError") == 1
