@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
+import torch.fx.experimental.symbolic_shapes  # at the first backward, and as slow as torch itself
 
 import pipemorph_trainer.pipeline  # noqa: F401 - what the ranks would spend the time on
 

@@ -28,7 +28,18 @@ from typing import Any, NamedTuple
 from pipemorph_trainer.context import TrainerContext
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "pipemorph_trainer.pipeline"])
+# With what torch imports late, each as slow as itself: at a backward, for an optimizer, for a
+# checkpoint and for inputs that are no plain tensors.
+_context.set_forkserver_preload(
+    [
+        "torch",
+        "torch.fx.experimental.symbolic_shapes",
+        "torch._dynamo",
+        "torch.distributed.checkpoint",
+        "torch.distributed.pipelining.microbatch",
+        "pipemorph_trainer.pipeline",
+    ]
+)
 
 
 class Missing(NamedTuple):
