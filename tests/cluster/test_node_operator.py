@@ -124,7 +124,9 @@ def test_a_slow_link_is_worked_round_and_forgotten(release: NodeCluster, jobs: J
     well = min(before_it)
     after = min(_iteration_seconds(witness, end + WINDOW, iterations))
     assert after < 1.25 * well, f"{after} s when all was well again, {well} s before"
-    story = [("LinksHealthy", "False"), ("ScheduleAdapted", "True"), ("Offloaded", "True")]
+    # Not ScheduleAdapted: a busy machine makes op times uneven, and a plan for those may be in
+    # effect before the link is slow.
+    story = [("LinksHealthy", "False"), ("Offloaded", "True")]
     times = [witness.since(kind, status) for kind, status in story]
     assert times == sorted(times), f"{story} since {times}"
     assert condition(done, "PreflightPassed")["status"] == "True"
