@@ -8,7 +8,6 @@ covers as much:
         python -m pytest tests/engine/test_engine_fuzz.py
 """
 
-import fcntl
 import os
 import pathlib
 import re
@@ -17,6 +16,7 @@ import subprocess
 
 import pytest
 import test_engine_cpp as suite
+from testbed import packages
 
 SECONDS = int(os.environ.get("PIPEMORPH_FUZZ_SECONDS", "10"))
 KEEP = bool(os.environ.get("PIPEMORPH_FUZZ_KEEP"))
@@ -28,7 +28,6 @@ SOURCES = (
     *("tests/engine/fuzz_targets.cpp", "tests/engine/fuzz/libfuzzer.cpp"),
 )
 MAX_INPUT = 600
-LISTS_LOCK = pathlib.Path("/var/lib/apt/lists/lock")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -36,28 +35,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 def compiler() -> str:
     """A clang++ with libFuzzer, installed where root on Debian can install it."""
     found = _clang()
-    if found is None and shutil.which("apt-get") and os.geteuid() == 0:
-        apt = ["apt-get", "-q", "-o", "DPkg::Lock::Timeout=300"]
-        quiet = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-        update_lists(*apt, env=quiet)
-        suite.run(*apt, "install", "--yes", "--no-install-recommends", *PACKAGES, env=quiet)
+    if found is None and packages.can_install():
+        packages.install(PACKAGES, print)
         found = _clang()
     assert found, f"no clang++ with libFuzzer: install one (Debian: {' '.join(PACKAGES)})"
     return found
-
-
-def update_lists(*apt: str, env: dict[str, str]) -> None:
-    """apt's timeout is not for the lock of the package lists, which a timer of the machine or
-    another lane of tests may hold."""
-    for _ in range(5):
-        with LISTS_LOCK.open("a") as lock:
-            fcntl.lockf(lock, fcntl.LOCK_EX)  # returns when nobody has it
-        done = subprocess.run(
-            [*apt, "update"], check=False, capture_output=True, text=True, timeout=600, env=env
-        )
-        if done.returncode == 0 or str(LISTS_LOCK) not in done.stderr:
-            break
-    assert done.returncode == 0, done.stderr[-6000:]
 
 
 def _clang() -> str | None:

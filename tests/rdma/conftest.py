@@ -5,15 +5,9 @@
 """
 
 import os
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
-
-# The process and waiting helpers are the cluster testbed's.
-sys.path.insert(0, str(Path(__file__).parent.parent / "cluster"))
-
 from guests import Fabric, fetched, missing_for_guests
 from launchers import Launchers
 from testbed import TestbedError

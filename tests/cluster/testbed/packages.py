@@ -3,7 +3,7 @@
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from testbed.errors import TestbedError
@@ -22,20 +22,30 @@ def need(programs: Mapping[str, str], say: Callable[[str], None]) -> None:
     if not missing:
         return
     packages = sorted(set(missing.values()))
-    if shutil.which("apt-get") is None or os.geteuid() != 0:
+    if not can_install():
         raise TestbedError(
             f"found no {', '.join(sorted(missing))}: install them (on Debian they are in the "
             f"packages {' '.join(packages)})"
         )
+    install(packages, say)
+    still = sorted(program for program in missing if not _found(program))
+    if still:
+        raise TestbedError(f"installed {' '.join(packages)}, but found no {', '.join(still)}")
+
+
+def can_install() -> bool:
+    """Whether this is root on Debian or a relative of it."""
+    return shutil.which("apt-get") is not None and os.geteuid() == 0
+
+
+def install(packages: Sequence[str], say: Callable[[str], None]) -> None:
+    """Install Debian packages. Raises TestbedError with what apt says."""
     say(f"installing {' '.join(packages)}")
     apt = ["apt-get", "-q", "-o", "DPkg::Lock::Timeout=300"]
     quiet = {"DEBIAN_FRONTEND": "noninteractive"}
     _update_lists([*apt, "update"], quiet)
     command = [*apt, "install", "--yes", "--no-install-recommends", *packages]
     output(command, environment=quiet, deadline=600)
-    still = sorted(program for program in missing if not _found(program))
-    if still:
-        raise TestbedError(f"installed {' '.join(packages)}, but found no {', '.join(still)}")
 
 
 def _update_lists(command: list[str], environment: Mapping[str, str]) -> None:

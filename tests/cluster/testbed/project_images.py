@@ -190,7 +190,7 @@ class _Buildah:
 
     def _run(self, what: str, command: Sequence[str | Path]) -> None:
         nice = shutil.which("nice")
-        child = Process(what, [nice, "-n", "19", *command] if nice else command, self.log)
+        child = Process(what, [nice, "-n", "10", *command] if nice else command, self.log)
         start = time.monotonic()
         self.say(f"building {what}, once for this content, into {self.folder}")
         child.start()

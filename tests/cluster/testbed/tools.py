@@ -252,7 +252,7 @@ def _build(module: str, names: list[str], say: Say, jobs: int | None) -> None:
             start = time.monotonic()
             child = Process(
                 f"the build of {name}",
-                [nice, "-n", "19", *command] if nice else command,
+                [nice, "-n", "10", *command] if nice else command,
                 scratch / f"{name}.log",
                 # The user's own GOFLAGS or workspace must not change what is built.
                 environment={"CGO_ENABLED": "0", "GOFLAGS": "", "GOWORK": "off"},
