@@ -1,5 +1,6 @@
 # make demo   the main job on this machine: a few minutes, no cluster, no GPU
 # make test   lint, types, C++ (plain, ASan+UBSan, TSan) and the whole Python suite
+# make soak   what takes hours to be worth something: many schedules, long fuzzing, new examples
 # make bench  every figure the README quotes
 # Needs: Python >= 3.11 with venv, a C++20 compiler; everything else goes into .venv. `make test`
 # also needs Go, openssl and root on Debian: see docs/testbeds.md.
@@ -16,16 +17,36 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= 2
 # A package index that stutters must not end a run.
 export PIP_RETRIES ?= 10
 export PIP_DEFAULT_TIMEOUT ?= 60
+export UV_HTTP_RETRIES ?= 10
+export UV_HTTP_TIMEOUT ?= 60
 
-.PHONY: demo test bench lint format setup check-host clean
+# uv keeps what it has unpacked, so that the second environment on a machine takes seconds, not
+# minutes: torch is 6 GB. It reads no pip.conf: with an index of your own set UV_DEFAULT_INDEX, or
+# make INSTALL='.venv/bin/python -m pip install'.
+UV      := $(BIN)/uv
+INSTALL ?= $(UV) pip install --quiet --compile-bytecode --python $(BIN)/python
+
+# A new checkout compiles only what is new where there is ccache, which `make test` installs as root
+# on Debian.
+ifneq ($(shell command -v ccache),)
+export CMAKE_CXX_COMPILER_LAUNCHER ?= ccache
+export CCACHE_DIR ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/pipemorph/ccache
+export CCACHE_BASEDIR ?= $(CURDIR)
+export CCACHE_NOHASHDIR ?= 1
+endif
+
+.PHONY: demo test soak bench lint format setup check-host clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py --out demo-out
 
-# Lint runs beside the first tests; tests/all.py says what runs when. A part of it is run with
-# .venv/bin/python -m pytest.
+# Lint runs beside the first tests; tests/all.py says what runs when, what runs again, and what the
+# table at the end means. A part of it is run with .venv/bin/python -m pytest.
 test: $(STAMP)
 	$(BIN)/python tests/all.py make --no-print-directory lint
+
+soak: $(STAMP)
+	$(BIN)/python tests/soak.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/all.py
@@ -47,7 +68,8 @@ setup: $(STAMP)
 # its sources change.
 $(STAMP): pyproject.toml $(ENGINE_SOURCES) | check-host
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	test -x $(UV) || $(BIN)/python -m pip install --quiet uv
+	$(INSTALL) --editable '.[dev]'
 	touch $@
 
 check-host:
