@@ -14,9 +14,20 @@ HERE = Path(__file__).parent
 UNTIMED = (
     "core/planning",
     *(f"core/test_{name}.py" for name in ("controller", "detector", "manifest")),
+    "core/test_gate.py",
     "core/test_planning_half_duplex.py",
 )
 """Pure computation that takes a while, marked ``untimed`` as a whole."""
+QUIET = (
+    *(f"core/test_{name}.py" for name in ("planning_speed", "slow_link_benchmark")),
+    *(f"engine/test_{name}.py" for name in ("bench_link", "engine_benchmarks")),
+    "rdma/test_rdma_throughput.py",
+    *(
+        f"trainer/test_{name}.py"
+        for name in ("agent", "cuda_staging", "examples", "offload_run", "run", "telemetry")
+    ),
+)
+"""What compares times, marked ``quiet`` as a whole."""
 
 # How long an example takes is a matter of the machine.
 settings.register_profile(
@@ -26,7 +37,7 @@ settings.register_profile(
 settings.register_profile(
     "repeatable", settings.get_profile("any machine"), derandomize=True, database=None
 )
-"""For tests/all.py: who changes one thing is not told there of a rare example of another."""
+"""For `make test`: who changes one thing is not told there of a rare example of another."""
 settings.load_profile("any machine")
 
 _LEFT_OUT = pytest.StashKey[int]()
@@ -61,6 +72,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         where = item.path.relative_to(HERE)
         if any(where.is_relative_to(part) for part in UNTIMED):
             item.add_marker(pytest.mark.untimed)
+        if any(where.is_relative_to(part) for part in QUIET):
+            item.add_marker(pytest.mark.quiet)
     on_gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
     if not on_gpu:
         return

@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import pytest
+from gate import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plant_support import OP, Plant, spec
@@ -368,7 +369,7 @@ def test_bytes_that_nobody_measures_limit_nothing_and_that_is_said_once() -> Non
 
 
 @given(st.randoms(use_true_random=False), st.sampled_from(list(Dispatch)))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_no_proposal_is_ever_over_what_there_is_room_for(
     rng: random.Random, dispatch: Dispatch
 ) -> None:

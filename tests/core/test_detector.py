@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterable
 
 import pytest
+from gate import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -283,7 +284,7 @@ def test_hiccups_of_a_shared_machine_become_noise_and_faults_do_not() -> None:
     assert 3 <= run.feed(noisy(rng, 10, BASE + 0.030)) <= 5
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.lists(
         st.tuples(

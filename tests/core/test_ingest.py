@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from gate import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -531,7 +532,7 @@ ITERATION = {"index": 0, "seconds": 1.0, "loss": None, "epoch": 0, "bubble_fract
 LARGE = st.sampled_from([0, 1, 2**53 - 1, 1e7, 0.0, 1e-300, 5e-324])
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_no_body_is_an_error_of_ours(data: st.DataObject) -> None:
     """Whatever is sent, signed in or not: an answer below 500 and no exception."""
@@ -567,7 +568,7 @@ def test_no_body_is_an_error_of_ours(data: st.DataObject) -> None:
     job.view(0.0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.binary(max_size=200))
 def test_no_bytes_are_an_error_of_ours(raw: bytes) -> None:
     store = MemoryStore()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from gate import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -372,7 +373,7 @@ JUNK = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(
         st.tuples(st.sampled_from(spots(GOOD)), st.sampled_from(["set", "drop", "add"]), JUNK),
@@ -408,7 +409,7 @@ def test_no_mutation_of_a_manifest_is_a_traceback(
         assert parse_job(job.model_dump_json(by_alias=True)) == job
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.text(max_size=60) | st.text(alphabet="a:-[]{}&*!|>'\"#\n ,?%@`1", max_size=60))
 def test_no_text_is_a_traceback(text: str) -> None:
     with pytest.raises(InputError) as caught:

@@ -12,6 +12,9 @@ import subprocess
 import sys
 
 import pytest
+from gate import AlwaysRed
+from testbed import packages
+from testbed.tools import cache_root
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 ENVIRONMENT = {
@@ -35,7 +38,7 @@ SCHEDULES = {"plain": 100_000, "asan": 10_000, "tsan": 2_000}
 """Random ones. What a schedule does depends on its number alone, so all of the protocol's rules are
 held by the plain build. The sanitizers play the first of the same ones again, at twice the cost,
 for what rules do not show; from a few thousand on, more schedules reach no line or branch more.
-The variable of `sim_test.cpp` asks for other numbers."""
+`make soak` asks for far more by the variable of `sim_test.cpp`."""
 
 
 def run(*command: object, env: dict[str, str] | None = None) -> str:
@@ -43,13 +46,29 @@ def run(*command: object, env: dict[str, str] | None = None) -> str:
         [str(c) for c in command], check=False, capture_output=True, text=True, env=env
     )
     if done.returncode != 0:
-        pytest.fail(f"{command}: {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}")
+        said = f"{command}: {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
+        if done.returncode < 0:
+            raise AlwaysRed(f"died of signal {-done.returncode}: {said}")
+        pytest.fail(said)
     return done.stdout
 
 
 def _tool(name: str) -> str | None:
     """A program of the machine, or of this Python's environment."""
     return shutil.which(name) or shutil.which(name, path=pathlib.Path(sys.executable).parent)
+
+
+def compiler_cache() -> list[str]:
+    """CMake's setting for ccache, so that a new checkout compiles only what is new. Installed where
+    root on Debian can install it; anywhere else it is used if it is there."""
+    if shutil.which("ccache") is None and packages.can_install():
+        packages.install(["ccache"], print)
+    if shutil.which("ccache") is None:
+        return []
+    os.environ.setdefault("CCACHE_DIR", str(cache_root() / "ccache"))
+    # Compilations in two checkouts are the same but for the path of the checkout.
+    os.environ |= {"CCACHE_BASEDIR": str(ROOT), "CCACHE_NOHASHDIR": "1"}
+    return ["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"]
 
 
 def build(name: str, *settings: str) -> pathlib.Path:
@@ -64,6 +83,7 @@ def build(name: str, *settings: str) -> pathlib.Path:
         *(cmake, "-S", ROOT, "-B", folder, *generator),
         *("-DPIPEMORPH_MODULE=OFF", "-DPIPEMORPH_TESTS=ON", "-DPIPEMORPH_WERROR=ON"),
         *(f"-D{s}" for s in settings),
+        *compiler_cache(),
     )
     run(cmake, "--build", folder, "--parallel", "2")
     return folder

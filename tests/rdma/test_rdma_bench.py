@@ -13,7 +13,7 @@ from guests import Fabric, Guest, Rail
 from launchers import Launchers
 from peers import PATIENCE, until
 
-pytestmark = [pytest.mark.rdma, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.rdma, pytest.mark.soak, pytest.mark.timeout(1800)]
 
 KIB, MIB = 1 << 10, 1 << 20
 QUICK = ("--sizes", "64K,1M", "--rounds", "1", "--volume", "2M", "--pings", "20")

@@ -8,7 +8,7 @@ import pytest
 from guests import Fabric
 from peers import Link, linked
 
-pytestmark = [pytest.mark.rdma, pytest.mark.slow]
+pytestmark = [pytest.mark.rdma, pytest.mark.soak]
 
 MIB = 1 << 20
 # Message size, and how many of them in a measurement. perftest sends at least five.

@@ -17,7 +17,7 @@ from launchers import Launchers
 from peers import PATIENCE, until, until_stopped
 from training import MESSAGE_BYTES, Training, TrainingJob
 
-pytestmark = [pytest.mark.rdma, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.rdma, pytest.mark.soak, pytest.mark.timeout(1800)]
 
 # As many as the tests below make together.
 ITERATIONS = 10

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from gate import same_bits
 from torch import Tensor, nn
 
 from pipemorph.planning import (
@@ -235,13 +236,11 @@ def assert_same(found: Sequence[Record], expected: Sequence[Record]) -> None:
     """Losses, every gradient of every iteration and the parameters are equal to the bit."""
     for rank, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         for index, (a, b) in enumerate(zip(mine.losses, theirs.losses, strict=True)):
-            assert torch.equal(a, b), f"rank {rank}: loss of iteration {index}: {a} is not {b}"
+            same_bits(a, b, f"rank {rank}: loss of iteration {index}")
         for index, (a, b) in enumerate(zip(mine.grads, theirs.grads, strict=True)):
             assert a.keys() == b.keys(), f"rank {rank}, iteration {index}: other gradients"
             for name in a:
-                assert torch.equal(a[name], b[name]), (
-                    f"rank {rank}: gradient of {name} in iteration {index} differs by "
-                    f"{(a[name] - b[name]).abs().max()}"
-                )
+                where = f"rank {rank}: gradient of {name} in iteration {index}"
+                same_bits(a[name], b[name], where)
         for name, value in mine.parameters.items():
-            assert torch.equal(value, theirs.parameters[name]), f"rank {rank}: {name} differs"
+            same_bits(value, theirs.parameters[name], f"rank {rank}: {name}")

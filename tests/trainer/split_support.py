@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from gate import same_bits
 from torch import Tensor, nn
 
 from pipemorph.planning import OpKind
@@ -160,7 +161,7 @@ def assert_equal(want: Result, got: Result) -> None:
     """Bitwise: outputs, input gradients, parameter gradients and buffers."""
     for k, (a, b) in enumerate(zip(want.outputs, got.outputs, strict=True)):
         for x, y in zip(a, b, strict=True):
-            assert torch.equal(x, y), f"output of microbatch {k}"
+            same_bits(x, y, f"output of microbatch {k}")
     for k, a in want.input_grads.items():
         for j, (x, y) in enumerate(zip(a, got.input_grads[k], strict=True)):
             _same(x, y, f"input gradient {j} of microbatch {k}")
@@ -175,7 +176,7 @@ def _same(x: Tensor | None, y: Tensor | None, what: str) -> None:
     assert (x is None) == (y is None), f"{what}: {x is None} {y is None}"
     if x is not None and y is not None:
         assert x.dtype == y.dtype, what
-        assert torch.equal(x, y), what
+        same_bits(x, y, what)
 
 
 def random_order(microbatches: int, rng: random.Random) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from gate import same_bits
 from simulated_device import Driver, SimulatedDevice
 from staging_rig import Rig, rigged, until
 from torch import Tensor
@@ -71,7 +72,7 @@ def test_a_message_leaves_when_its_op_and_its_copy_are_done(rig: Rig) -> None:
     (came,) = rig.arrived(0)
     rig.receiver.run()
     assert came is not None
-    assert torch.equal(came, wanted)
+    same_bits(came, wanted)
 
 
 def test_memory_of_a_tensor_that_is_gone_waits_for_its_copy(rig: Rig) -> None:
@@ -87,8 +88,8 @@ def test_memory_of_a_tensor_that_is_gone_waits_for_its_copy(rig: Rig) -> None:
     (came,) = rig.arrived(0)
     rig.receiver.run()
     assert came is not None
-    assert torch.equal(came, wanted)
-    assert torch.equal(other, values(2, 64))
+    same_bits(came, wanted)
+    same_bits(other, values(2, 64))
 
 
 def test_a_tensor_that_is_not_contiguous(rig: Rig) -> None:
@@ -101,7 +102,7 @@ def test_a_tensor_that_is_not_contiguous(rig: Rig) -> None:
     (came,) = rig.arrived(0)
     rig.receiver.run()
     assert came is not None
-    assert torch.equal(came, wanted.t())
+    same_bits(came, wanted.t())
 
 
 def test_pinned_memory_stays_until_the_receiver_has_it_and_is_used_again(rig: Rig) -> None:
@@ -122,7 +123,7 @@ def test_pinned_memory_stays_until_the_receiver_has_it_and_is_used_again(rig: Ri
         (came,) = rig.arrived(microbatch)
         rig.receiver.run()
         assert came is not None
-        assert torch.equal(came, values(microbatch, 64)), f"microbatch {microbatch}"
+        same_bits(came, values(microbatch, 64), f"microbatch {microbatch}")
     del other, tensor
     until(lambda: rig.outgoing.link.stats().sends_in_flight == 0, "all is acknowledged")
     blocks = len(rig.sender.pinned_blocks)
@@ -154,14 +155,14 @@ def test_what_cannot_leave_yet_does_not_hold_up_another_link() -> None:
         (came,) = two.arrived(0)
         two.receiver.run()
         assert came is not None
-        assert torch.equal(came, values(2, 64))
+        same_bits(came, values(2, 64))
         assert one.sent == 0
         one.incoming.reserve(8, large)
         one.incoming.begin(large)
         (came,) = one.arrived(0)
         one.receiver.run()
         assert came is not None
-        assert torch.equal(came, values(1, 4096))
+        same_bits(came, values(1, 4096))
 
 
 def test_times_on_the_queue_begin_when_the_bytes_are_there() -> None:
@@ -268,7 +269,7 @@ def test_slots_that_cannot_be_page_locked_cost_a_copy_and_a_warning(
         assert rig.slots_in_use() == 0
         rig.receiver.run()
         assert came is not None
-        assert torch.equal(came, values(1, 64))
+        same_bits(came, values(1, 64))
 
 
 def test_awkward_tensors(rig: Rig) -> None:
@@ -292,7 +293,7 @@ def test_awkward_tensors(rig: Rig) -> None:
         assert (mine is None) == (theirs is None)
         if mine is not None and theirs is not None:
             assert mine.dtype == theirs.dtype
-            assert torch.equal(mine, theirs)
+            same_bits(mine, theirs)
     until(lambda: rig.slots_in_use() == 0, "all slots are free")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from gate import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_strategies import problems
@@ -26,7 +27,7 @@ POLICIES = st.sampled_from([Policy.ONE_F_ONE_B, Policy.ZERO_BUBBLE, Policy.PIPEM
 
 
 @given(problem=problems(half_duplex=True), policy=POLICIES, online=st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_bubbles_are_all_idle_time_and_nothing_else(
     problem: Problem, policy: Policy, online: bool
 ) -> None:
@@ -47,7 +48,7 @@ def test_bubbles_are_all_idle_time_and_nothing_else(
 
 
 @given(problem=problems(half_duplex=True), policy=POLICIES, online=st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_no_op_runs_before_its_message_is_here(
     problem: Problem, policy: Policy, online: bool
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from gate import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_strategies import problems
@@ -12,7 +13,7 @@ from pipemorph.planning.changing import simulate_changing
 
 
 @given(problem=problems(half_duplex=True), mode=st.sampled_from(list(Dispatch)))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 def test_delays_that_do_not_change(problem: Problem, mode: Dispatch) -> None:
     schedule = plan(problem, Policy.ZERO_BUBBLE).schedule
     delays = [link.delay for link in problem.links]

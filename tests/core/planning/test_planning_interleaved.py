@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gate import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_strategies import problems, random_schedule
@@ -54,7 +55,7 @@ def test_one_stage_per_rank_has_the_same_rules() -> None:
 
 
 @given(problem=problems(queues=False), seed=st.integers(0, 2**32))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_one_stage_per_rank_takes_the_same_time(problem: Problem, seed: int) -> None:
     for policy in (Policy.ONE_F_ONE_B, Policy.ZERO_BUBBLE):
         schedule = plan(problem, policy).schedule
@@ -69,7 +70,7 @@ def test_one_stage_per_rank_takes_the_same_time(problem: Problem, seed: int) -> 
     source=st.randoms(use_true_random=False),
     policy=st.sampled_from([Policy.ONE_F_ONE_B_INTERLEAVED, Policy.ZERO_BUBBLE_V]),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_plans_keep_the_rules_and_never_beat_the_bound(
     ranks: int, microbatches: int, source: random.Random, policy: Policy
 ) -> None:

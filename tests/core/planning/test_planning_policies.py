@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from gate import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from planning_reference import optimum
@@ -51,7 +52,7 @@ def uniform(
 
 
 @given(problem=problems(half_duplex=True))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_every_plan_is_valid_and_not_below_the_bound(problem: Problem) -> None:
     limits = problem.in_flight_limits()
     for policy in POLICIES:
@@ -70,7 +71,7 @@ def test_every_plan_is_valid_and_not_below_the_bound(problem: Problem) -> None:
 
 
 @given(problem=problems(half_duplex=True), seed=st.integers(0, 2**32))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_every_plan_runs_to_the_end_under_any_delay(problem: Problem, seed: int) -> None:
     """In both kinds of dispatch, within the caps at every moment."""
     rng = random.Random(seed)
@@ -105,14 +106,14 @@ def most_in_flight(ops: Sequence[TimedOp]) -> int:
 
 
 @given(problem=problems(half_duplex=True))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_pipemorph_is_never_worse_than_the_papers_algorithm(problem: Problem) -> None:
     paper = dispatch(Costs.of(problem), Rules.of(problem, paper_warmup(problem)))
     assert plan(problem, Policy.PIPEMORPH).makespan <= paper.makespan * (1 + 1e-9)
 
 
 @given(problem=problems(max_stages=3, max_microbatches=3, queues=False))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_bound_is_not_above_the_optimum(problem: Problem) -> None:
     assume(problem.stage_count * problem.microbatches <= 6)
     best = optimum(problem)
@@ -130,7 +131,7 @@ def test_bound_on_three_stages_and_microbatches() -> None:
 
 
 @given(problem=problems(), data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_a_fixed_warmup_is_kept(problem: Problem, data: st.DataObject) -> None:
     warmup: list[int] = []
     most = problem.microbatches

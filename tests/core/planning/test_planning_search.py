@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from gate import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_strategies import problems
@@ -62,7 +63,7 @@ def test_the_compiled_search_was_built() -> None:
 
 
 @given(task=tasks())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_compiled_and_plain_find_the_same_order(task: tuple[Problem, plain.Task]) -> None:
     problem, what = task
     compiled = kernel.search_task(what)
@@ -86,7 +87,7 @@ def test_without_the_compiled_search_the_plan_is_the_same(monkeypatch: pytest.Mo
 
 
 @given(problem=problems(max_stages=4), seed=st.integers(0, 2**32))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_the_searchs_execution_is_the_simulators(problem: Problem, seed: int) -> None:
     costs, executor = Costs.of(problem), Executor(Costs.of(problem))
     schedule = plan(problem).schedule

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from gate import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_reference import assert_runs_as_the_fixpoint, fixpoint_ends
@@ -33,7 +34,7 @@ TEN = StageTimes(forward=10, backward_input=10, backward_weight=10)
 
 
 @given(problem=problems(limits=False), seed=st.integers(0, 2**32))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_static_equals_the_fixpoint_of_its_constraints(problem: Problem, seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(20):
@@ -49,7 +50,7 @@ def test_static_equals_the_fixpoint_of_its_constraints(problem: Problem, seed: i
 
 
 @given(problem=problems(half_duplex=True))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_plans_equal_the_fixpoint_of_their_constraints(problem: Problem) -> None:
     full = [link.model_copy(update={"half_duplex": False}) for link in problem.links]
     problem = problem.model_copy(update={"links": tuple(full)})
@@ -103,7 +104,7 @@ def test_bubble_fraction_is_idle_time_over_all_time() -> None:
 
 
 @given(problem=problems(half_duplex=True), seed=st.integers(0, 2**32))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_online_inside_the_condition_never_deadlocks(problem: Problem, seed: int) -> None:
     """Warm-up, caps and slots at the edge of the condition, any delays, split and fused."""
     rng = random.Random(seed)
@@ -136,7 +137,7 @@ def test_online_outside_the_condition_can_deadlock() -> None:
 
 
 @given(problem=problems(limits=False, half_duplex=True))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_online_and_static_agree_where_there_is_nothing_to_choose(problem: Problem) -> None:
     """One microbatch: every stage runs F, B, W."""
     problem = problem.model_copy(update={"microbatches": 1})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from gate import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_reference import assert_runs_as_the_fixpoint, most_resident
@@ -61,7 +62,7 @@ def stays_within(simulation: Simulation, problem: Problem) -> None:
 
 
 @given(problem=offloading(limits=False), seed=st.integers(0, 2**32))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_static_equals_the_fixpoint_of_its_constraints(problem: Problem, seed: int) -> None:
     rng = random.Random(seed)
     n = min(4, problem.microbatches)
@@ -85,7 +86,7 @@ def test_static_equals_the_fixpoint_of_its_constraints(problem: Problem, seed: i
 
 
 @given(problem=offloading(half_duplex=True), seed=st.integers(0, 2**32))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_plans_keep_their_limits_under_any_delays(problem: Problem, seed: int) -> None:
     rng = random.Random(seed)
     planned = plan(problem)
@@ -121,7 +122,7 @@ def test_plans_keep_their_limits_under_any_delays(problem: Problem, seed: int) -
 
 
 @given(problem=offloading(fused=False), seed=st.integers(0, 2**32))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_offload_is_never_worse_than_none(problem: Problem, seed: int) -> None:
     assert plan(problem).makespan <= plan(on_device(problem)).makespan
 
@@ -208,7 +209,7 @@ def test_splitting_stays_where_it_fills_bubbles() -> None:
 
 
 @given(problem=offloading())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_fused_is_never_worse_than_split_or_all_fused(problem: Problem) -> None:
     problem = on_device(problem)
     planned = plan(problem)

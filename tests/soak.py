@@ -1,0 +1,95 @@
+"""What takes hours to be worth something: ``make soak``.
+
+``make test`` plays some fault schedules, fuzzes for seconds and draws the same examples each time.
+Here the same tests get far more of each, drawn anew, and tests marked ``soak`` run, which ``make
+test`` leaves out. Run it before a change to anything it covers is called done. The table goes to
+build/soak/table.md as well; docs/testbeds.md keeps the last one.
+
+    python tests/soak.py                   everything, about an hour on two cores
+    python tests/soak.py fuzz mutants      some of it
+    PIPEMORPH_SOAK_FACTOR=8 make soak      eight times as much of what can be drawn
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+
+from gate import parts
+
+OUT = parts.ROOT / "build" / "soak"
+PATIENT = ("-o", "timeout=3600")
+FACTOR = float(os.environ.get("PIPEMORPH_SOAK_FACTOR", "1"))
+
+
+def times(n: int) -> str:
+    return str(max(1, round(n * FACTOR)))
+
+
+PARTS: dict[str, tuple[list[str], dict[str, str]]] = {
+    "simulation": (
+        ["tests/engine/test_engine_cpp.py", "-k", "test_simulation and plain"],
+        {"PIPEMORPH_SIM_SCHEDULES": times(1_000_000)},
+    ),
+    "sanitizers": (
+        ["tests/engine/test_engine_cpp.py", "-k", "test_simulation and not plain"],
+        {"PIPEMORPH_SIM_SCHEDULES": times(50_000)},
+    ),
+    "mutants": (
+        ["tests/engine/test_engine_mutants.py"],
+        {"PIPEMORPH_SIM_SCHEDULES": times(20_000)},
+    ),
+    "fuzz": (
+        ["tests/engine/test_engine_fuzz.py"],
+        {"PIPEMORPH_FUZZ_SECONDS": times(300)},
+    ),
+    "examples": (
+        ["tests/core", "tests/operator", "tests/trainer", "-m", "hypothesis"],
+        {"PIPEMORPH_TEST_EXAMPLES": times(10)},
+    ),
+    "long tests": (["-m", "soak"], {}),
+}
+"""What each part runs, as pytest's arguments, and how much of it."""
+
+
+def main(names: list[str]) -> int:
+    if unknown := sorted(set(names) - set(PARTS)):
+        print(f"no part {', '.join(unknown)}; there are {', '.join(PARTS)}", file=sys.stderr)
+        return 2
+    shutil.rmtree(OUT, ignore_errors=True)
+    OUT.mkdir(parents=True)
+    ran = []
+    for name in names or PARTS:
+        selected, amounts = PARTS[name]
+        print(f"{time.strftime('%H:%M:%S')} {name}: {' '.join(selected)} {amounts}", flush=True)
+        part = parts.pytest(name, OUT, *selected, *PATIENT, shown=True, env=amounts)
+        part.run()
+        ran.append(part.result())
+    verdict = parts.judge(ran, OUT, *PATIENT)
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=parts.ROOT,
+        check=False,
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+    head = f"{time.strftime('%Y-%m-%d')}, {commit}, {os.cpu_count()} cores, {platform.machine()}"
+    amounts = "\n".join(
+        f"{name}: {', '.join(f'{k}={v}' for k, v in PARTS[name][1].items()) or 'tests marked soak'}"
+        for name in names or PARTS
+    )
+    table = f"{head}\n\n{amounts}\n\n{verdict.table()}"
+    (OUT / "table.md").write_text(f"```\n{table}\n```\n")
+    print(f"\n{table}")
+    return 0 if verdict.good else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)
