@@ -24,7 +24,7 @@ export UV_HTTP_TIMEOUT ?= 60
 # minutes: torch is 6 GB. It reads no pip.conf: with an index of your own set UV_DEFAULT_INDEX, or
 # make INSTALL='.venv/bin/python -m pip install'.
 UV      := $(BIN)/uv
-INSTALL ?= $(UV) pip install --quiet --compile-bytecode --python $(BIN)/python
+INSTALL ?= $(UV) pip install --quiet --python $(BIN)/python
 
 # A new checkout compiles only what is new where there is ccache, which `make test` installs as root
 # on Debian.
@@ -64,12 +64,16 @@ format: $(STAMP)
 
 setup: $(STAMP)
 
+# Imported once, what every rank imports is compiled. uv compiles nothing, all of it would take
+# minutes, and the tests' pods and guests see the environment read-only.
+IMPORTED_BY_RANKS := import pipemorph_trainer.pipeline, torch._dynamo, torch.distributed.checkpoint
 # Editable: Python sources are used in place, the engine is compiled once and again when
 # its sources change.
 $(STAMP): pyproject.toml $(ENGINE_SOURCES) | check-host
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	test -x $(UV) || $(BIN)/python -m pip install --quiet uv
 	$(INSTALL) --editable '.[dev]'
+	$(BIN)/python -c '$(IMPORTED_BY_RANKS)'
 	touch $@
 
 check-host:

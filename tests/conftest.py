@@ -21,7 +21,6 @@ UNTIMED = (
 QUIET = (
     *(f"core/test_{name}.py" for name in ("planning_speed", "slow_link_benchmark")),
     *(f"engine/test_{name}.py" for name in ("bench_link", "engine_benchmarks")),
-    "rdma/test_rdma_throughput.py",
     *(
         f"trainer/test_{name}.py"
         for name in ("agent", "cuda_staging", "examples", "offload_run", "run", "telemetry")
@@ -74,6 +73,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.untimed)
         if any(where.is_relative_to(part) for part in QUIET):
             item.add_marker(pytest.mark.quiet)
+        if item.get_closest_marker("untimed") is not None:
+            for other in ("quiet", "cluster", "node", "rdma"):
+                if item.get_closest_marker(other) is not None:
+                    raise pytest.UsageError(
+                        f"{item.nodeid} is marked untimed and {other}: tests/all.py would run it "
+                        "twice; take one of them away"
+                    )
     on_gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
     if not on_gpu:
         return

@@ -85,6 +85,7 @@ def test_the_first_example_adapts_and_completes(release: NodeCluster, jobs: Jobs
     jobs.delete("one-link")
 
 
+@pytest.mark.quiet
 def test_a_slow_link_is_worked_round_and_forgotten(release: NodeCluster, jobs: Jobs) -> None:
     before = {node.name: addresses(node) for node in release.nodes}
     # Status is written every 5 s, and more often only where something turns: each of the three

@@ -41,9 +41,11 @@ for what rules do not show; from a few thousand on, more schedules reach no line
 `make soak` asks for far more by the variable of `sim_test.cpp`."""
 
 
-def run(*command: object, env: dict[str, str] | None = None) -> str:
+def run(
+    *command: object, env: dict[str, str] | None = None, cwd: pathlib.Path | None = None
+) -> str:
     done = subprocess.run(
-        [str(c) for c in command], check=False, capture_output=True, text=True, env=env
+        [str(c) for c in command], check=False, capture_output=True, text=True, env=env, cwd=cwd
     )
     if done.returncode != 0:
         said = f"{command}: {done.returncode}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
@@ -90,7 +92,10 @@ def build(name: str, *settings: str) -> pathlib.Path:
 
 
 def build_and_run(name: str, which: str, **more: str) -> None:
-    said = run(build(*BUILDS[name]) / "engine_tests", which, env=more | os.environ | ENVIRONMENT)
+    folder = build(*BUILDS[name])
+    # From where it was compiled: through ccache the tests find their files by relative paths.
+    env = more | os.environ | ENVIRONMENT
+    said = run(folder / "engine_tests", which, env=env, cwd=folder)
     ran = re.search(r"^(\d+) ran, 0 failed$", said, re.MULTILINE)
     assert ran and int(ran[1]) >= 5, said[-2000:]
 
