@@ -3,7 +3,7 @@
 ``make test`` plays some fault schedules, fuzzes for seconds and draws the same examples each time.
 Here the same tests get far more of each, drawn anew, and tests marked ``soak`` run, which ``make
 test`` leaves out. Run it before a change to anything it covers is called done. The table goes to
-build/soak/table.md as well; docs/testbeds.md keeps the last one.
+build/soak/table.md as well.
 
     python tests/soak.py                   everything, about an hour on two cores
     python tests/soak.py fuzz mutants      some of it
