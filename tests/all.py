@@ -53,15 +53,15 @@ def main(lint: list[str]) -> int:
             [tests("patient", "not (untimed or cluster or node or rdma or quiet)")],
             [tests("guests", "rdma and not quiet", rdma)],
         ],
-        [[tests("quiet", "quiet")]],
+        # A cluster lives as long as its part, and one that idles would disturb the others.
+        [[tests("quiet-nodes", "quiet and node", cluster), tests("quiet", "quiet and not node")]],
     ]
     every = [part for lanes in phases for lane in lanes for part in lane]
     try:
         for lanes in phases:
             shown, *beside = [part for lane in lanes for part in lane]
             shown.shown = True
-            if beside:
-                print(f"beside {shown.name}: {', '.join(part.name for part in beside)}", flush=True)
+            print(f"beside or after {shown.name}: {', '.join(p.name for p in beside)}", flush=True)
             parts.run_beside(lanes)
             for part in beside:
                 print(f"\n{f' {part.name} ':-^100}\n{part.log.read_text(errors='replace')}")
