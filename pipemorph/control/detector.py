@@ -93,12 +93,16 @@ class DelayDetector:
         self.level = Level.LEARNING
         self.path: str | None = None
         self.changed_at: int | None = None
-        """Mark of the first window of the present level (or of the suspected next one)."""
+        """Mark of the first window of the present level: that after the last window which still
+        showed the level before."""
         self._bases: dict[str, _Base] = {}
         self._learning: list[tuple[float, bool]] = []
         self._sum = 0.0
         self._since: deque[float] = deque(maxlen=RECENT)
         self._suspected_at: int | None = None
+        self._turned_at: int | None = None
+        """Mark of the first of the newest windows that all show the other level. A suspicion may
+        be older: it starts at half the threshold, and single windows do not end it."""
         self._side = 0
         self._alarmed_at = 0.0  # The delay at the last alarm.
         self._carried = (0.0, 0.0, 0.0)
@@ -261,7 +265,7 @@ class DelayDetector:
             shift = self._bases[path].value - self.base
             self._since = deque((value + shift for value in self._since), RECENT)
         self.path = path
-        self._sum, self._suspected_at = 0.0, None
+        self._sum, self._suspected_at, self._turned_at = 0.0, None, None
 
     def _learn(self, value: float, exact: bool, mark: int) -> None:
         assert self.path is not None
@@ -300,24 +304,22 @@ class DelayDetector:
         self._sum = max(0.0, self._sum + (step * weight if step > 0 else step))
         # Also from windows under suspicion: a shared machine has hiccups of many windows.
         deviation = min(abs(value - known.value), threshold)
+        self._turn(value - known.value >= threshold, mark)
         rate = NOISE_UP if deviation > known.noise else NOISE_DOWN
         known.noise += rate * (deviation - known.noise)
         if self._sum == 0.0:
             self._since.clear()
-            self._suspected_at = None
             far_below = known.value - value > self.thresholds.of(known.value, 0.0) / 2
             known.value += (DROP if far_below else DRIFT) * (value - known.value)
             if far_below:
                 known.noise -= DROP * known.noise
             return
-        if self._suspected_at is None:
-            self._suspected_at = mark
         self._since.append(value)
         if self._sum >= ALARM:
             self._sum = ALARM
             if median(self._since) - known.value >= threshold:
                 self._alarmed_at = median(self._since) - known.value
-                self._become(Level.SLOW, self._suspected_at)
+                self._become(Level.SLOW, mark if self._turned_at is None else self._turned_at)
 
     def _observe_slow(self, known: _Base, value: float, mark: int, slack: float) -> None:
         """``slack`` above 0: ``value`` is a bound. Below the line it proves more than a value
@@ -330,6 +332,7 @@ class DelayDetector:
         step = min(2.0 if slack else 1.0, max(-1.0, 4 * (line - value) / threshold))
         if not (slack and value - slack <= line < value):
             self._sum = max(0.0, self._sum + step)
+            self._turn(value <= line, mark)
         if self._sum == 0.0:
             self._suspected_at = None
         elif self._suspected_at is None:
@@ -341,7 +344,7 @@ class DelayDetector:
                 known.noise = max(known.noise, 1.2 * self._alarmed_at / self.thresholds.noise)
             known.guessed = False
             self._since.clear()
-            self._become(Level.HEALTHY, self._suspected_at)
+            self._become(Level.HEALTHY, mark if self._turned_at is None else self._turned_at)
         else:
             self._follow(value, threshold)
 
@@ -357,7 +360,15 @@ class DelayDetector:
             self._since = deque(list(self._since)[-SHIFT:], RECENT)
             self._side = 0
 
+    def _turn(self, shows_other_level: bool, mark: int) -> None:
+        """Keep :attr:`_turned_at` after one more window."""
+        if not shows_other_level:
+            self._turned_at = None
+        elif self._turned_at is None:
+            self._turned_at = mark
+
     def _become(self, level: Level, mark: int | None) -> None:
         self.level = level
         self.changed_at = mark
-        self._sum, self._side, self._suspected_at = 0.0, 0, None
+        self._sum, self._side = 0.0, 0
+        self._suspected_at = self._turned_at = None

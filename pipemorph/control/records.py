@@ -46,7 +46,7 @@ class AdaptationRecord(BaseModel):
     """Controller's wall clock, seconds since the epoch."""
     detected_at_iteration: int
     detectable_at: int
-    """Iteration of the first window that showed the change."""
+    """Iteration of the first window that showed the change: all later ones did so, too."""
     applied_at_iteration: int | None = None
     """First iteration run under this plan; None until then, or if it was replaced before."""
     reason: str

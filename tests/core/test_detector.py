@@ -67,6 +67,23 @@ def test_a_step_is_found_in_a_few_windows_and_measured(delay: float, seed: int) 
     assert 39 <= run.detector.changed_at <= 41
 
 
+def test_a_change_begins_after_the_last_window_that_shows_none() -> None:
+    """Not where a suspicion began that windows between the two levels kept alive."""
+    run = Run(DelayDetector(Thresholds(min_delay=0.002)))
+    run.feed([BASE] * 20)
+    uneasy = [BASE + 0.0045, BASE + 0.0015, BASE + 0.0015, BASE + 0.0009]
+    assert run.feed(uneasy) == 0, "nothing yet is a change"
+    assert run.feed([BASE + 0.030] * 10) > 0
+    assert run.detector.changed_at == 24
+
+    run.feed([BASE + 0.030] * 20)
+    doubtful = [BASE, BASE, BASE, BASE + 0.030, BASE + 0.030]
+    fell = run.window + len(doubtful)
+    assert run.feed(doubtful) == 0, "nothing yet is a recovery"
+    assert run.feed([BASE] * 30) > 0
+    assert run.detector.changed_at == fell
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_recovery_takes_more_evidence_than_the_alarm(seed: int) -> None:
     rng = random.Random(seed)
