@@ -13,12 +13,17 @@ pods      apply of one job of RANKS ranks until all its pods exist, against a pl
           default settings, 20 requests a second, here alone
 jobs      JOBS jobs of two ranks: API requests of the operator per job, its memory, and the time
           a restarted operator needs until it has looked at all of them
-reports   JOBS jobs report every 2 s and hold a long poll; every link goes slow: time to answer a
-          report, and to the directive at the agent, persisted in status before, from the first
-          report that shows the slow link and from the one that completes the evidence; memory
-          of the ingest
-capacity  reports one ingest process answers per second, with every connection busy (goal: 2,000),
-          by the clock and per second of its own processor time
+capacity  reports of jobs of 2, 8 and 64 stages that one ingest process answers per second, with
+          every connection busy (goal: 2,000 of two stages), by the clock and per second of its own
+          processor time; and how many jobs that is at the rate at which agents report
+reports   jobs of 8 stages, as many as make half of that, report at the agents' rate and hold a
+          long poll; within half a minute link 0 of every job goes slow: time to answer a report,
+          and to the directive at the agent, persisted in status before, from the first report
+          that shows the slow link and from the one that completes the evidence; the ingest's memory
+storm     the same with jobs of two stages, whose links all go slow in the same moment
+
+Reports are made by the agent's code from what ranks tell it, and sent at its rate while a job
+trains: one every 53 ms.
 """
 
 from __future__ import annotations
@@ -40,23 +45,23 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests/cluster"), str(ROOT / "operator")]
 
-import report_load  # noqa: E402
 import yaml  # noqa: E402
+from agent_reports import PERIOD, Reports, parsed  # noqa: E402
 from operator_support import CHART, RELEASE, SYSTEM, Installation, Jobs, manifest  # noqa: E402
 from testbed import Cluster, tools, wait_for  # noqa: E402
 
 from pipemorph.control import JobController  # noqa: E402
 from pipemorph.manifest import parse_job  # noqa: E402
-from pipemorph.wire import LinkHealthReport  # noqa: E402
 
 DEADLINE = 1800.0
-PERIOD = 2.0
-SLOW_AFTER = 6
-"""Reports of a job before its link goes slow, at the earliest."""
+SLOW_AFTER, SPREAD, WATCHED = 5.0, 30.0, 20.0
+"""Seconds before the first link goes slow, over which the links of all jobs do, and after."""
 MORE_THAN_SENT = 1_000_000
 """A sequence number above those of the load before."""
-SPREAD = 30
-"""Reports over which the links of all jobs go slow: a minute."""
+CONNECTIONS = {2: 120, 8: 60, 64: 16}
+"""By stages, jobs that keep the ingest busy, each within its limit of 40 reports a second."""
+STEADY_STAGES, STORM_STAGES = 8, 2
+PART_OF_CAPACITY = 0.5
 
 MOST_OF_PLAIN, LEAST_REPORTS = 1.2, 2000.0
 """Goals: times a plain Indexed Job; reports per second by the clock."""
@@ -204,7 +209,7 @@ def many(installation: Installation, jobs: Jobs, count: int) -> Result:
     before = operator.metric("pipemorph_api_requests_total")
     started = time.monotonic()
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda i: create(jobs, small(f"j{i}")), range(count)))
+        list(pool.map(lambda i: create(jobs, job_of(2, f"j{i}")), range(count)))
     wait_for(
         f"{count} attempts",
         lambda: operator.metric("pipemorph_operator_jobs_created_total") >= count,
@@ -239,11 +244,18 @@ def many(installation: Installation, jobs: Jobs, count: int) -> Result:
     }
 
 
-def small(name: str) -> dict[str, Any]:
-    """A job of two ranks that has not nearly finished: no plan is worth a change for its last
-    iterations."""
+def job_of(stages: int, name: str) -> dict[str, Any]:
+    """A job that has not nearly finished: no plan is worth a change for its last iterations."""
     trainer = {"module": "pipemorph_trainer.examples.emulated", "iterations": 1_000_000_000}
-    return manifest(name, stages=2, trainer=trainer)
+    return manifest(name, stages=stages, trainer=trainer)
+
+
+def sized(jobs: Jobs, stages: int, count: int) -> dict[str, str]:
+    """New jobs of so many stages; a rank's token for each."""
+    names = [f"s{stages}-{i}" for i in range(count)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: create(jobs, job_of(stages, name)), names))
+    return tokens(jobs, names)
 
 
 def create(jobs: Jobs, job: dict[str, Any]) -> None:
@@ -253,24 +265,24 @@ def create(jobs: Jobs, job: dict[str, Any]) -> None:
     )
 
 
-def tokens(jobs: Jobs, count: int) -> dict[str, str]:
+def tokens(jobs: Jobs, names: Sequence[str]) -> dict[str, str]:
     """A rank's token per job."""
 
-    def one(i: int) -> tuple[str, str]:
-        labels = f"pipemorph.io/job-name=j{i}"
+    def one(name: str) -> tuple[str, str]:
+        labels = f"pipemorph.io/job-name={name}"
         found: list[Any] = wait_for(
-            f"a pod of j{i}",
+            f"a pod of {name}",
             lambda: jobs.cluster.client.list("pods", jobs.namespace, labels=labels) or None,
             DEADLINE,
         )
-        return f"j{i}", jobs.token(f"j{i}", found[0])
+        return name, jobs.token(name, found[0])
 
     with ThreadPoolExecutor(8) as pool:
-        return dict(pool.map(one, range(count)))
+        return dict(pool.map(one, names))
 
 
 def load(
-    installation: Installation, jobs: Jobs, made: dict[str, str], **what: float
+    installation: Installation, jobs: Jobs, stages: int, made: dict[str, str], **what: float
 ) -> dict[str, Any]:
     """Reports of these jobs, from a process of its own: see report_load.py."""
     asked = {
@@ -278,7 +290,7 @@ def load(
         "server_name": f"pm-pipemorph-operator-ingest.{SYSTEM}.svc",
         "ca_file": str(installation.folder / "ca.crt"),
         "jobs": [
-            {"namespace": jobs.namespace, "name": name, "token": token}
+            {"namespace": jobs.namespace, "name": name, "token": token, "stages": stages}
             for name, token in made.items()
         ],
     } | what
@@ -324,16 +336,15 @@ class Timed:
         return 1e3 * (seconds - self._before[0]) / max(1.0, self.count())
 
 
-def reports_to_act_on(slow_from: int, limit: int = 10) -> int:
+def reports_to_act_on(stages: int, slow_from: int, limit: int = 10) -> int:
     """How many reports of a slow link, after ``slow_from`` normal ones, a controller needs for
     its directive: the product's own, given what report_load.py sends, on a clock that stands
     still while it decides. What comes later than that is the service's doing."""
-    controller = JobController(parse_job(yaml.safe_dump(small("j"))).spec)
-    job = report_load.Job(namespace="default", name="j", token="")
+    controller = JobController(parse_job(yaml.safe_dump(job_of(stages, "j"))).spec)
+    reports = Reports(stages)
     for at in range(slow_from + limit):
-        wire = report_load.NORMAL if at < slow_from else report_load.SLOW
-        body = report_load.report_body(job, MORE_THAN_SENT + at, 0, wire)
-        controller.report(LinkHealthReport.model_validate_json(body), now=at * PERIOD)
+        body = reports.body("default", "j", MORE_THAN_SENT + at, 0, slow=at >= slow_from)
+        controller.report(parsed(body), now=at * PERIOD)
         if controller.directive() is not None:
             if at < slow_from:
                 raise RuntimeError(f"a directive after {at + 1} reports of a link that is well")
@@ -341,40 +352,49 @@ def reports_to_act_on(slow_from: int, limit: int = 10) -> int:
     raise RuntimeError(f"no directive after {limit} reports of a link that is slow")
 
 
-def completing_report() -> int:
+def completing_report(stages: int) -> int:
     """The same, which must not depend on when the link of a job goes slow."""
     # One more: that which asks for a TokenReview.
-    found = {reports_to_act_on(1 + SLOW_AFTER + turn) for turn in range(SPREAD)}
+    turns = range(turns_of(SLOW_AFTER), turns_of(SLOW_AFTER + SPREAD), turns_of(SPREAD / 30))
+    found = {reports_to_act_on(stages, 1 + turn) for turn in turns}
     if len(found) != 1:
         raise RuntimeError(f"evidence is complete after {sorted(found)} reports, depending")
     return found.pop()
 
 
-def steady(installation: Installation, jobs: Jobs, made: dict[str, str], bare: int) -> Result:
-    """Every job reports every two seconds; spread over a minute, every link goes slow.
-    ``bare``: bytes of an ingest that has no job."""
+def turns_of(seconds: float) -> int:
+    """How many reports an agent sends in so many seconds."""
+    return max(1, round(seconds / PERIOD))
+
+
+def steady(
+    installation: Installation, jobs: Jobs, stages: int, made: dict[str, str], over: float
+) -> Result:
+    """Every job reports at the agents' rate; within ``over`` seconds link 0 of each goes slow."""
     ingest = installation.ingest
-    completes = completing_report()
+    completes = completing_report(stages)
     busy, load_before = Processors(installation), os.getloadavg()[0]
     plans, persists = Timed(installation, "plan"), Timed(installation, "persist")
     writes = ingest.metric("pipemorph_ingest_status_writes_total")
     found = load(
-        installation, jobs, made, period=PERIOD, turns=SLOW_AFTER + SPREAD + 8,
-        slow_from=SLOW_AFTER, slow_over=SPREAD, first=MORE_THAN_SENT, completes=completes,
+        installation, jobs, stages, made, period=PERIOD,
+        turns=turns_of(SLOW_AFTER + over + WATCHED), slow_from=turns_of(SLOW_AFTER),
+        slow_over=round(over / PERIOD), first=MORE_THAN_SENT, completes=completes,
     )  # fmt: skip
     count = len(made)
     if not found["directives"]:
         raise RuntimeError(f"no directive for any of {count} slow links")
     return {
         "jobs": count,
+        "stages": stages,
         "reports": found["reports"],
         "reports_per_second": found["reports"] / found["wall"],
         **milliseconds("answer", found["answers"]),
-        # Links that were slow for 16 s and more without a directive.
+        # Links that were slow for WATCHED seconds and more without a directive.
         "directives_missing": count - len(found["directives"]) - found["unasked"],
         "directives_unasked": found["unasked"],
         # From the first report that shows the slow link to the directive at the agent: the wait
-        # for the reports that complete the evidence, one every two seconds, is part of it.
+        # for the reports that complete the evidence is part of it.
         **milliseconds("evidence", found["evidence"]),
         # From the report that completes it, by what the controller needs: reports_to_act_on().
         "completing_report": completes,
@@ -392,21 +412,21 @@ def steady(installation: Installation, jobs: Jobs, made: dict[str, str], bare: i
         **busy.shares(),
         "machine_load_before": load_before,
         "memory_mib": resident_bytes(ingest.process.pid) / 2**20,
-        "memory_per_job_mib": (resident_bytes(ingest.process.pid) - bare) / 2**20 / count,
         "reconnects": found["reconnects"],
     }
 
 
 def full(
-    installation: Installation, jobs: Jobs, made: dict[str, str], connections: int, seconds: float
+    installation: Installation, jobs: Jobs, stages: int, made: dict[str, str], seconds: float
 ) -> Result:
     """All connections busy, each within its job's limit."""
     busy, load_before = Processors(installation), os.getloadavg()[0]
-    some = dict(list(made.items())[:connections])
-    found = load(installation, jobs, some, seconds=seconds)
+    found = load(installation, jobs, stages, made, seconds=seconds)
     used = busy.used("ingest")
     return {
-        "connections": len(some),
+        "connections": len(made),
+        "stages": stages,
+        "jobs_at_agents_rate": found["reports"] / found["wall"] * PERIOD,
         # As measured here, beside whatever else this machine's processors have to do …
         "reports_per_second_wall": found["reports"] / found["wall"],
         **milliseconds("answer", found["answers"]),
@@ -439,7 +459,6 @@ def run(options: argparse.Namespace) -> dict[str, Result]:
         installation = Installation(cluster, Path(folder) / "operator")
         installation.operator.start()
         installation.ingest.start()
-        bare = resident_bytes(installation.ingest.process.pid)
         try:
             section("pods", pods(installation, options.ranks))
             hasten_controllers(cluster)
@@ -447,9 +466,16 @@ def run(options: argparse.Namespace) -> dict[str, Result]:
             with cluster.namespace("bench") as namespace:
                 jobs = Jobs(installation, namespace)
                 section("jobs", many(installation, jobs, options.jobs))
-                made = tokens(jobs, options.jobs)
-                section("capacity", full(installation, jobs, made, 120, 15.0))
-                section("reports", steady(installation, jobs, made, bare))
+                made = {stages: sized(jobs, stages, n) for stages, n in CONNECTIONS.items()}
+                for stages, some in made.items():
+                    section(f"capacity {stages}", full(installation, jobs, stages, some, 15.0))
+                for name, stages, over in (
+                    ("reports", STEADY_STAGES, SPREAD),
+                    ("storm", STORM_STAGES, 0.0),
+                ):
+                    most = PART_OF_CAPACITY * out[f"capacity {stages}"]["jobs_at_agents_rate"]
+                    some = dict(list(made[stages].items())[: max(1, int(most))])
+                    section(name, steady(installation, jobs, stages, some, over))
         finally:
             installation.operator.process.stop()
             installation.ingest.process.stop()
@@ -458,7 +484,7 @@ def run(options: argparse.Namespace) -> dict[str, Result]:
 
 def table(found: dict[str, Result]) -> str:
     """What the README quotes, with what it was measured beside."""
-    pods, jobs, full, steady = (found[k] for k in ("pods", "jobs", "capacity", "reports"))
+    pods, jobs = found["pods"], found["jobs"]
 
     def shares(section: Result) -> str:
         return ", ".join(
@@ -486,58 +512,72 @@ def table(found: dict[str, Result]) -> str:
         ),
         ("operator's memory then", f"{jobs['memory_mib']:.0f} MiB"),
         ("restarted operator: until each was looked at", f"{jobs['restart_seconds']:.1f} s"),
-        (
-            f"one ingest, {full['connections']:.0f} connections busy",
-            f"{full['reports_per_second_wall']:.0f} reports/s,"
-            f" {full['reports_per_cpu_second']:.0f} per second of its processor",
-        ),
-        ("… processor time per report (of the load generator)", cost(full)),
-        ("… processors busy", shares(full)),
-        (
-            f"{steady['jobs']:.0f} jobs report every {PERIOD:g} s: report answered, p50 / p99",
-            f"{steady['answer_p50_ms']:.1f} / {steady['answer_p99_ms']:.0f} ms",
-        ),
-        (
-            "… first report that shows a slow link to the directive, p50 / p99",
-            f"{steady['evidence_p50_ms']:.0f} / {steady['evidence_p99_ms']:.0f} ms",
-        ),
-        (
-            f"… the report that completes the evidence (number {steady['completing_report']:.0f})"
-            " to the directive, p50 / p99",
-            f"{steady['directive_p50_ms']:.0f} / {steady['directive_p99_ms']:.0f} ms",
-        ),
-        (
-            "… of which on average: decision, persisted in status",
-            f"{steady['decision_ms']:.0f} ms, {steady['persist_ms']:.0f} ms",
-        ),
-        (
-            "… processor time of a decision, and how many there were",
-            f"{steady['planner_cpu_ms']:.1f} ms, {steady['decisions']:.0f}",
-        ),
-        ("… slow links without a directive", f"{steady['directives_missing']:.0f}"),
-        ("… processor time per report (of the load generator)", cost(steady)),
-        ("… latest report of the load generator", f"{steady['load_generator_late_ms']:.0f} ms"),
-        ("… processors busy", shares(steady)),
-        (
-            "… ingest's memory",
-            f"{steady['memory_mib']:.0f} MiB, {1024 * steady['memory_per_job_mib']:.0f} KiB a job",
-        ),
     ]
+    for full in (found[f"capacity {stages}"] for stages in CONNECTIONS):
+        rows += [
+            (
+                f"one ingest, {full['connections']:.0f} jobs of {full['stages']:.0f} stages busy",
+                f"{full['reports_per_second_wall']:.0f} reports/s,"
+                f" {full['reports_per_cpu_second']:.0f} per second of its processor",
+            ),
+            (
+                f"… which is so many jobs at the agents' rate, {1 / PERIOD:.0f} reports/s each",
+                f"{full['jobs_at_agents_rate']:.0f}",
+            ),
+            ("… processor time per report (of the load generator)", cost(full)),
+            ("… processors busy", shares(full)),
+        ]
+    for name, when in (("reports", f"within {SPREAD:g} s"), ("storm", "at once")):
+        steady = found[name]
+        rows += [
+            (
+                f"{steady['jobs']:.0f} jobs of {steady['stages']:.0f} stages at the agents' rate:"
+                " report answered, p50 / p99",
+                f"{steady['answer_p50_ms']:.1f} / {steady['answer_p99_ms']:.0f} ms",
+            ),
+            (
+                f"… link 0 of each goes slow {when}: first report that shows it to the directive,"
+                " p50 / p99",
+                f"{steady['evidence_p50_ms']:.0f} / {steady['evidence_p99_ms']:.0f} ms",
+            ),
+            (
+                "… the report that completes the evidence"
+                f" (number {steady['completing_report']:.0f}) to the directive, p50 / p99",
+                f"{steady['directive_p50_ms']:.0f} / {steady['directive_p99_ms']:.0f} ms",
+            ),
+            (
+                "… of which on average: decision, persisted in status",
+                f"{steady['decision_ms']:.0f} ms, {steady['persist_ms']:.0f} ms",
+            ),
+            (
+                "… processor time of a decision, and how many there were",
+                f"{steady['planner_cpu_ms']:.1f} ms, {steady['decisions']:.0f}",
+            ),
+            ("… slow links without a directive", f"{steady['directives_missing']:.0f}"),
+            ("… processor time per report (of the load generator)", cost(steady)),
+            ("… latest report of the load generator", f"{steady['load_generator_late_ms']:.0f} ms"),
+            ("… processors busy", shares(steady)),
+            ("… ingest's memory", f"{steady['memory_mib']:.0f} MiB"),
+        ]
     lines = ["| operator and ingest at scale | |", "|---|---:|"]
     lines += [f"| {what} | {figure} |" for what, figure in rows]
+    first, last = found["capacity 2"], found["storm"]
     lines += [
         "",
-        f"{full['processors']:.0f} processors, which everything shares, the load generator and the"
-        f" control plane included; load average before the last two sections"
-        f" {full['machine_load_before']:.1f} and {steady['machine_load_before']:.1f}. No kubelets.",
+        f"{first['processors']:.0f} processors, which everything shares, the load generator and the"
+        " control plane included; load average before the first of the reports and before the last"
+        f" {first['machine_load_before']:.1f} and {last['machine_load_before']:.1f}. No kubelets.",
     ]
     return "\n".join(lines)
 
 
 def goals(found: dict[str, Result]) -> list[tuple[str, bool]]:
     """What is promised with what was measured, and whether it holds."""
-    pods, full, steady = (found[k] for k in ("pods", "capacity", "reports"))
-    missing, unasked = steady["directives_missing"], steady["directives_unasked"]
+    pods, full = found["pods"], found["capacity 2"]
+    slow = [found["reports"], found["storm"]]
+    links = sum(each["jobs"] for each in slow)
+    missing = sum(each["directives_missing"] for each in slow)
+    unasked = sum(each["directives_unasked"] for each in slow)
     return [
         (
             f"apply to all {pods['ranks']:.0f} pods ≤ {MOST_OF_PLAIN} × a plain Indexed Job:"
@@ -545,11 +585,11 @@ def goals(found: dict[str, Result]) -> list[tuple[str, bool]]:
             pods["ratio"] <= MOST_OF_PLAIN,
         ),
         (
-            f"one ingest ≥ {LEAST_REPORTS:.0f} reports/s:"
+            f"one ingest ≥ {LEAST_REPORTS:.0f} reports/s of two stages:"
             f" {full['reports_per_second_wall']:.0f} over {full['connections']:.0f} connections",
             full["reports_per_second_wall"] >= LEAST_REPORTS,
         ),
-        (f"slow links of {steady['jobs']:.0f} without a directive = 0: {missing:.0f}", not missing),
+        (f"slow links of {links:.0f} without a directive = 0: {missing:.0f}", not missing),
         (f"directives before there was evidence = 0: {unasked:.0f}", not unasked),
     ]
 

@@ -1,8 +1,9 @@
 """Load for the ingest: reports of many jobs from a process of its own, as cheap as they can be.
 
 Used by operator_scale.py, which runs it as ``python benchmarks/report_load.py`` with a JSON
-object on standard input (:class:`Load`) and reads one of figures from standard output. HTTP is
-written by hand over asyncio, so that most of the processor is left to what is measured.
+object on standard input (:class:`Load`) and reads one of figures from standard output. Reports
+are those of the agent (agent_reports.py). HTTP is written by hand over asyncio, so that most of
+the processor is left to what is measured.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import sys
 import time
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
+from typing import Any
 
-NORMAL, SLOW = 0.002, 0.08
-"""Wire times, seconds."""
+from agent_reports import Reports
+
 OPENED_AT_A_TIME = 32
 """Connections: the ingest cuts those that say nothing within 5 s, and handshakes take some ms."""
-WINDOWS = 2
-"""Of each direction, in a report: what half a second of a real job's messages makes at least."""
 
 
 @dataclass(frozen=True)
@@ -31,18 +32,19 @@ class Job:
     namespace: str
     name: str
     token: str
+    stages: int = 2
 
 
 @dataclass(frozen=True)
 class Load:
-    """What to do. ``slow_from``, ``slow_over``: turns from and over which each job's link goes
-    slow; with ``period`` 0 every connection is kept busy for ``seconds``, up to ``rate`` reports
-    a second of each."""
+    """What to do. ``slow_from``, ``slow_over``: turns from which on, and over which, link 0 of
+    job after job goes slow, all at once if that is 0; with ``period`` 0 every connection is kept
+    busy for ``seconds``, up to ``rate`` reports a second of each."""
 
     port: int
     server_name: str
     ca_file: str
-    jobs: list[dict[str, str]]
+    jobs: list[dict[str, Any]]
     period: float = 0.0
     turns: int = 0
     slow_from: int = 0
@@ -55,30 +57,10 @@ class Load:
     """Sequence number of a job's first report."""
 
 
-def report_body(job: Job, sequence: int, observed: int, wire: float) -> str:
-    """A report: two windows of both directions and a finished iteration. ``observed``: epoch in
-    effect; ``wire``: one-way time of every message, seconds."""
-    times = f'"min":{wire},"p50":{wire},"p99":{wire},"mean":{wire}'
-    links = ",".join(
-        f'{{"link":0,"direction":"{direction}","path":"direct","transport":"gloo",'
-        f'"iteration":{sequence},"bytes":1048576,"queue_p50":0.0,'
-        f'"wire":{{"count":2,"exact":2,{times}}}}}'
-        for direction in ("forward", "backward")
-        for _ in range(WINDOWS)
-    )
-    stages = ",".join(
-        f'{{"stage":{stage},"forward":0.01,"backward_input":0.01,"backward_weight":0.01,'
-        f'"split":"emulated","peak_memory":1048576}}'
-        for stage in range(2)
-    )
-    return (
-        f'{{"protocol":1,"job":"{job.name}","namespace":"{job.namespace}",'
-        f'"attempt":0,"sequence":{sequence},"sent_at":1.0,"state":"training",'
-        f'"iteration":{sequence},"observed_epoch":{observed},"applied_epoch":{observed},'
-        f'"iterations":[{{"index":{sequence - 1},"seconds":0.5,"loss":1.0,'
-        f'"epoch":{observed},"bubble_fraction":0.1}}],'
-        f'"links":[{links}],"stages":[{stages}]}}'
-    )
+@cache
+def reports_of(stages: int) -> Reports:
+    """Of all jobs of so many stages."""
+    return Reports(stages)
 
 
 class Line(asyncio.Protocol):
@@ -125,6 +107,7 @@ class Reporter:
 
     def __init__(self, load: Load, trust: ssl.SSLContext, job: Job) -> None:
         self._load, self._trust, self._job = load, trust, job
+        reports_of(job.stages)  # Made before anything is timed.
         self._base = f"/v1/jobs/{job.namespace}/{job.name}"
         self._end = f"Host: {load.server_name}\r\nAuthorization: Bearer {job.token}\r\n"
         self._sequence = load.first - 1
@@ -139,20 +122,23 @@ class Reporter:
         )  # fmt: skip
         return line
 
-    def request(self, wire: float) -> bytes:
+    def request(self, slow: bool) -> bytes:
         """The next report."""
         self._sequence += 1
-        body = report_body(self._job, self._sequence, self.observed, wire)
+        job = self._job
+        body = reports_of(job.stages).body(
+            job.namespace, job.name, self._sequence, self.observed, slow=slow
+        )
         return (
             f"POST {self._base}/reports HTTP/1.1\r\n{self._end}"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}"
         ).encode()
 
-    async def send(self, line: Line, wire: float) -> float:
+    async def send(self, line: Line, *, slow: bool = False) -> float:
         """Seconds to the answer."""
-        request = self.request(wire)
+        request = self.request(slow)
         started = time.monotonic()
-        if wire == SLOW and not self.observed:
+        if slow and not self.observed:
             self.slow_sent.append(started)
         self.take(*await line.ask(request))
         return time.monotonic() - started
@@ -233,20 +219,20 @@ async def steady(load: Load, reporters: Sequence[Reporter], out: Figures) -> Non
 
         async with opening:
             line = await reporter.line()
-            await reporter.send(line, NORMAL)  # Asks for a TokenReview.
+            await reporter.send(line)  # Asks for a TokenReview.
             waiting = asyncio.create_task(wait_for_directive(await reporter.line()))
         everybody.release()
         await everybody.wait()
         if not began:
             began.append((time.monotonic(), time.process_time()))
         start = time.monotonic() + load.period * number / len(reporters)
-        slow_from = load.slow_from + number % load.slow_over
+        slow_from = load.slow_from + number * load.slow_over // len(reporters)
         for turn in range(load.turns):
             due = start + turn * load.period
             await asyncio.sleep(due - time.monotonic())
             out.late = max(out.late, time.monotonic() - due)
             try:
-                took = await reporter.send(line, NORMAL if turn < slow_from else SLOW)
+                took = await reporter.send(line, slow=turn >= slow_from)
             except ConnectionError:
                 # As an agent would: this report is lost, the next one has its line.
                 out.reconnects += 1
@@ -269,7 +255,7 @@ async def full(load: Load, reporters: Sequence[Reporter], out: Figures) -> None:
     lines = []
     for reporter in reporters:
         lines.append(await reporter.line())
-        await reporter.send(lines[-1], NORMAL)
+        await reporter.send(lines[-1])
     out.own_cpu = -time.process_time()
     started = time.monotonic()
     stop = started + load.seconds
@@ -277,7 +263,7 @@ async def full(load: Load, reporters: Sequence[Reporter], out: Figures) -> None:
     async def one(reporter: Reporter, line: Line) -> None:
         due = time.monotonic()
         while due < stop:
-            out.answers.append(await reporter.send(line, NORMAL))
+            out.answers.append(await reporter.send(line))
             out.reports += 1
             due = max(due + 1 / load.rate, time.monotonic())
             await asyncio.sleep(due - time.monotonic())

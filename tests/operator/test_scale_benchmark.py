@@ -103,17 +103,43 @@ def test_a_directive_before_the_evidence_is_complete_is_no_quick_one(
 def test_the_report_that_completes_the_evidence_is_the_controllers(
     operator_scale: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three windows make an alarm, and a report brings two of each direction."""
-    assert operator_scale.completing_report() == 2
-    monkeypatch.setattr(operator_scale.report_load, "SLOW", operator_scale.report_load.NORMAL)
+    """Three windows make an alarm, and a report brings one of each direction."""
+    for stages in (2, 8):
+        assert operator_scale.completing_report(stages) == 3
+    agent_reports = sys.modules["agent_reports"]
+    monkeypatch.setattr(agent_reports, "SLOW", agent_reports.NORMAL)
     with pytest.raises(RuntimeError, match="no directive after 10 reports"):
-        operator_scale.completing_report()
+        operator_scale.completing_report(2)
+
+
+@pytest.mark.parametrize("stages", [2, 64])
+def test_a_job_is_said_to_report_what_its_agent_would(
+    operator_scale: ModuleType, stages: int
+) -> None:
+    """Every link in both directions, the op times of as many stages as there is room for when an
+    iteration ends, and its own numbers."""
+    reports = operator_scale.Reports(stages)
+    ended = 0
+    for sequence in range(1, 20):
+        body = reports.body("team", "llama", sequence, 7, slow=sequence % 2 == 0)
+        report = operator_scale.parsed(body)
+        assert (report.namespace, report.job, report.sequence) == ("team", "llama", sequence)
+        assert (report.observed_epoch, report.applied_epoch) == (7, 7)
+        windows = {(w.link, w.direction): w.wire.p50 for w in report.links}
+        assert len(windows) == len(report.links) == 2 * (stages - 1)
+        slow = {link for (link, _), seconds in windows.items() if seconds > 0.04}
+        assert slow == ({0} if sequence % 2 == 0 else set())
+        assert len(report.iterations) == bool(report.stages)
+        ended += len(report.iterations)
+        assert len(report.stages) in (0, stages)
+    assert ended == 2, "an iteration of half a second ends twice in a second"
 
 
 WELL = {
     "pods": {"ratio": 1.2},
-    "capacity": {"reports_per_second_wall": 2000.0},
+    "capacity 2": {"reports_per_second_wall": 2000.0},
     "reports": {"directives_missing": 0.0, "directives_unasked": 0.0},
+    "storm": {"directives_missing": 0.0, "directives_unasked": 0.0},
 }
 
 
@@ -121,8 +147,9 @@ WELL = {
     "missed",
     [
         ("pods", "ratio", 1.21, "a plain Indexed Job"),
-        ("capacity", "reports_per_second_wall", 1999.0, "reports/s"),
+        ("capacity 2", "reports_per_second_wall", 1999.0, "reports/s"),
         ("reports", "directives_missing", 1.0, "without a directive"),
+        ("storm", "directives_missing", 1.0, "without a directive"),
         ("reports", "directives_unasked", 1.0, "before there was evidence"),
     ],
 )
@@ -137,7 +164,8 @@ def test_each_goal_of_the_operator_can_be_missed(
     def outcome(*arguments: str, **changed: float) -> tuple[int, list[str]]:
         """Exit status and the goals that do not hold, with figures that are well but for these."""
         found = {name: defaultdict(lambda: 5.0, figures) for name, figures in WELL.items()}
-        found["jobs"] = defaultdict(lambda: 5.0)
+        for name in ("jobs", "capacity 8", "capacity 64"):
+            found[name] = defaultdict(lambda: 5.0)
         found[section].update(changed)
         monkeypatch.setattr(operator_scale, "run", lambda _: found)
         monkeypatch.setattr(sys, "argv", ["operator_scale.py", *arguments])

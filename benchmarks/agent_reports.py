@@ -1,0 +1,147 @@
+"""The reports that a job's agent sends, made by the agent's own code from what its ranks tell it.
+
+Every rank tells its agent each 50 ms of the windows of its links, and at the end of an iteration
+of its op times; the agent posts what has come in as soon as it may. A report is made once per
+kind by :class:`~pipemorph_trainer.agent.merge.TelemetryMerger` and sent with other numbers, so
+that a load generator has nearly all of the processor left for what is measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+from pipemorph.planning import Path
+from pipemorph.wire import (
+    IterationSample,
+    LinkHealthReport,
+    LinkSample,
+    StageProfile,
+    TransportSample,
+    WireTime,
+)
+from pipemorph_trainer.agent.merge import TelemetryMerger
+from pipemorph_trainer.agent.uplink import GATHER_SECONDS, REPORT_INTERVAL_SECONDS
+from pipemorph_trainer.control import RankTelemetry
+
+PERIOD = REPORT_INTERVAL_SECONDS + GATHER_SECONDS
+"""Seconds between two reports of one agent while its ranks train."""
+NORMAL, SLOW = 0.002, 0.08
+"""Wire times, seconds."""
+ITERATION = 0.5
+"""Seconds of an iteration: how often a report tells of one, and of the op times of all stages."""
+OP = 0.01
+"""Seconds."""
+MESSAGES = 5
+"""Of one window."""
+
+_NAME, _NAMESPACE = "the-name-of-the-job", "the-namespace-of-the-job"
+_SEQUENCE, _INDEX, _ITERATION, _EPOCH = 900_000_001, 900_000_002, 900_000_003, 900_000_004
+"""What stands in a body for what differs from report to report."""
+
+
+class Reports:
+    """Bodies of the reports of jobs of ``stages`` stages."""
+
+    def __init__(self, stages: int) -> None:
+        self._texts = {
+            (slow, ends): _text(stages, slow, ends)
+            for slow, ends in itertools.product((False, True), repeat=2)
+        }
+
+    def body(self, namespace: str, job: str, sequence: int, observed: int, *, slow: bool) -> str:
+        """The report number ``sequence`` of a job. ``observed``: epoch in effect; ``slow``:
+        whether link 0 is, in both directions."""
+        iteration = int(sequence * PERIOD / ITERATION)
+        ends = iteration > int((sequence - 1) * PERIOD / ITERATION)
+        numbers = {
+            _NAMESPACE: namespace, _NAME: job, _SEQUENCE: sequence,
+            _INDEX: max(0, iteration - 1), _ITERATION: iteration, _EPOCH: observed,
+        }  # fmt: skip
+        text = self._texts[slow, ends]
+        for stands_for, value in numbers.items():
+            text = text.replace(str(stands_for), str(value))
+        return text
+
+
+def _text(stages: int, slow: bool, ends: bool) -> str:
+    """One report of a job that trains: not its first, which tells what later ones do not."""
+    draw = random.Random(stages)
+    merger = TelemetryMerger(_NAME, _NAMESPACE, 0, stages)
+    for finished in (True, ends):
+        for rank in range(stages):
+            merger.add(_telemetry(draw, rank, stages, slow, finished))
+        report = merger.select(_SEQUENCE, draw.uniform(1.7e9, 1.8e9), _EPOCH)
+        merger.delivered(report)
+    return report.report.model_dump_json()
+
+
+def _telemetry(
+    draw: random.Random, rank: int, stages: int, slow: bool, finished: bool
+) -> RankTelemetry:
+    """What one rank tells. It receives activations on the link before it, and gradients on
+    that after it."""
+    received = [("forward", rank - 1)] if rank else []
+    received += [("backward", rank)] if rank < stages - 1 else []
+    links = [_window(draw, link, direction, slow) for direction, link in received]
+    sends = [("forward", rank)] if rank < stages - 1 else []
+    sends += [("backward", rank - 1)] if rank else []
+    ops = {
+        name: draw.gauss(OP, OP / 100) for name in ("forward", "backward_input", "backward_weight")
+    }
+    return RankTelemetry(
+        rank=rank,
+        stage=rank,
+        replica=0,
+        state="training",
+        iteration=_ITERATION,
+        applied_epoch=_EPOCH,
+        prepared_epoch=_EPOCH,
+        links=links,
+        profile=StageProfile(
+            stage=rank, split="module", peak_memory=draw.randrange(2**34, 2**36), **ops
+        )
+        if finished
+        else None,
+        finished_iteration=IterationSample(
+            index=_INDEX,
+            seconds=draw.gauss(ITERATION, 0.01),
+            loss=draw.uniform(2, 3),
+            epoch=_EPOCH,
+            bubble_fraction=draw.uniform(0.1, 0.2),
+        )
+        if finished and rank == 0
+        else None,
+        ports=0,
+        transports=[
+            TransportSample(
+                link=link, direction=direction, agreed="tcp", transport="tcp",
+                fallbacks=0, failbacks=0, reconnects=0,
+            )
+            for direction, link in sends
+        ],
+    )  # fmt: skip
+
+
+def _window(draw: random.Random, link: int, direction: str, slow: bool) -> LinkSample:
+    usual = SLOW if slow and link == 0 else NORMAL
+    least, middle, most = (usual * (1 + draw.uniform(0, 0.02) + more) for more in (0, 0.02, 0.04))
+    return LinkSample.model_validate(
+        {
+            "link": link,
+            "direction": direction,
+            "path": Path.DIRECT,
+            "transport": "gloo",
+            "iteration": _ITERATION,
+            "bytes": MESSAGES << 24,
+            "queue_p50": draw.uniform(1e-5, 2e-5),
+            "wire": WireTime(
+                count=MESSAGES, exact=MESSAGES, min=least, p50=middle, p99=most, mean=middle
+            ),
+        }
+    )
+
+
+def parsed(body: str) -> LinkHealthReport:
+    """The report, as the ingest reads it."""
+    return LinkHealthReport.model_validate_json(body)
