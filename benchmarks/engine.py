@@ -5,11 +5,12 @@
 
 What is counted. The bytes of the payloads, over the time from the moment the receiver says "go"
 until the last message is delivered to it. *Delivered* means: in a torch tensor of the user's own.
-The receiver names that tensor ahead (`irecv` for gloo, `post_receive` for the engine); the rows
-called "copied" receive into a slot and then `copy_into` the tensor; the rows called "view" stop
-at a zero-copy view of the slot. The sender's tensors are the user's as well: nobody gets to
-place or register them. Every payload byte over TCP carries a CRC32C, checked on arrival; gloo
-has none.
+The engine is received from as the trainer does on a CPU: into a slot, and with `copy_into` from
+there into the tensor. gloo names that tensor ahead (`irecv`), and so do the rows called "posted"
+(`post_receive`, which the trainer does not use); the rows called "view" stop at a zero-copy view of
+the slot, from where a stage on a GPU copies to its device. The sender's tensors are the user's as
+well: nobody gets to place or register them. Every payload byte over TCP carries a CRC32C, checked
+on arrival; gloo has none.
 
 Streaming keeps up to `window` messages under way, on both sides and for every contender alike
 (isend/irecv for gloo, slots for the engine). One at a time sends the next message when the
@@ -124,15 +125,15 @@ class Side:
 # Which transport, whether one at a time, and how a message is delivered.
 CONTENDERS: dict[str, tuple[str, bool, Any]] = {
     "gloo": ("gloo", False, ""),
-    "tcp": ("tcp", False, "posted"),
-    "tcp, copied": ("tcp", False, "copied"),
+    "tcp": ("tcp", False, "copied"),
+    "tcp, posted": ("tcp", False, "posted"),
     "tcp, view": ("tcp", False, "view"),
-    "shm": ("shm", False, "posted"),
-    "shm, copied": ("shm", False, "copied"),
+    "shm": ("shm", False, "copied"),
+    "shm, posted": ("shm", False, "posted"),
     "shm, view": ("shm", False, "view"),
     "gloo, one at a time": ("gloo", True, ""),
-    "tcp, one at a time": ("tcp", True, "posted"),
-    "shm, one at a time": ("shm", True, "posted"),
+    "tcp, one at a time": ("tcp", True, "copied"),
+    "shm, one at a time": ("shm", True, "copied"),
 }
 
 
