@@ -22,11 +22,12 @@ RUN python3 -m venv /opt/build \
 tomllib.load(open('pyproject.toml', 'rb'))['build-system']['requires'] + ['cmake', 'ninja']))" > /tmp/requirements.txt \
  && /opt/build/bin/pip install --no-cache-dir -r /tmp/requirements.txt
 ENV PATH=/opt/build/bin:$PATH
-COPY CMakeLists.txt README.md LICENSE ./
+COPY CMakeLists.txt LICENSE ./
 COPY csrc ./csrc
-# What is compiled alone, in a layer that stays while only Python changes.
-RUN mkdir -p pipemorph trainer/pipemorph_trainer operator/pipemorph_operator \
+# What is compiled alone, in a layer that stays while only Python and README.md change.
+RUN touch README.md && mkdir -p pipemorph trainer/pipemorph_trainer operator/pipemorph_operator \
  && pip wheel --no-build-isolation --no-cache-dir --no-deps -w /tmp/engine .
+COPY README.md ./
 COPY pipemorph ./pipemorph
 COPY trainer/pipemorph_trainer ./trainer/pipemorph_trainer
 COPY operator/pipemorph_operator ./operator/pipemorph_operator

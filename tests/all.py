@@ -1,12 +1,12 @@
 """Runs all that CI checks and says how it ended: ``make test``.
 
-What waits runs beside what computes. First the tests on Kubernetes, which wait most of the time:
-those on nodes beside those of the API level, and beside both, at low priority, what no clock
-decides: the linters, and the tests marked ``untimed``. Then the tests in guests beside most others,
-whose deadlines leave time for that. At last, with the machine to themselves, the tests marked
-``quiet``, which compare times. Every test is in exactly one part, since the parts' marker
-expressions exclude each other and leave nothing out but tests marked ``soak``, which ``make soak``
-runs. What a lane beside the first says goes to build/tests and is shown at its end.
+What waits runs beside what computes, in three lanes: the tests on nodes and then those in guests;
+those of Kubernetes' API level and then most others, whose deadlines leave time for that; and at
+low priority what no clock decides, the linters and the tests marked ``untimed``. At last, with the
+machine to themselves, the tests marked ``quiet``, which compare times. Every test is in exactly one
+part, since the parts' marker expressions exclude each other and leave nothing out but tests marked
+``soak``, which ``make soak`` runs. What is not shown while it runs goes to build/tests and is shown
+at the end of its phase.
 
 At the very end each test that failed is run once more, alone; :mod:`gate` says which failures that
 excuses and prints the table.
@@ -45,13 +45,15 @@ def main(lint: list[str]) -> int:
         low.insert(0, parts.Part("lint", command, OUT, is_pytest=False))
     phases = [
         [
-            [tests("nodes", "node and not quiet", cluster)],
-            [tests("api", "cluster and not (node or quiet)", cluster)],
+            [
+                tests("nodes", "node and not quiet", cluster),
+                tests("guests", "rdma and not quiet", rdma),
+            ],
+            [
+                tests("api", "cluster and not (node or quiet)", cluster),
+                tests("patient", "not (untimed or cluster or node or rdma or quiet)"),
+            ],
             low,
-        ],
-        [
-            [tests("patient", "not (untimed or cluster or node or rdma or quiet)")],
-            [tests("guests", "rdma and not quiet", rdma)],
         ],
         # A cluster lives as long as its part, and one that idles would disturb the others.
         [[tests("quiet-nodes", "quiet and node", cluster), tests("quiet", "quiet and not node")]],
