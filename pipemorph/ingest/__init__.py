@@ -1,10 +1,12 @@
 """The HTTP side of the control loop: reports in, directives out, on a cluster or one machine.
 
-``handler`` decides (no sockets), ``app`` serves it over aiohttp, ``seats`` holds what a host
-plugs in: who may speak for a job, where jobs are found, how a directive is persisted.
+``handler`` decides (no sockets), ``app`` serves it over aiohttp, ``connections`` bounds who is
+connected, ``seats`` holds what a host plugs in: who may speak for a job, where jobs are found,
+how a directive is persisted.
 """
 
 from pipemorph.ingest.app import IngestServer, make_app
+from pipemorph.ingest.connections import ConnectionLimits
 from pipemorph.ingest.handler import IngestHandler, Limits, Reply
 from pipemorph.ingest.planner import Planner, PlannerLost, ProcessPlanner
 from pipemorph.ingest.seats import (
@@ -20,6 +22,7 @@ from pipemorph.ingest.seats import (
 __all__ = [
     "Authenticator",
     "BearerAuthenticator",
+    "ConnectionLimits",
     "ControlledJob",
     "Identity",
     "IngestHandler",

@@ -1,8 +1,9 @@
 """The ingest over HTTP: aiohttp around :class:`~pipemorph.ingest.handler.IngestHandler`.
 
 One slow or hostile client costs a socket for a few seconds and nothing more: a connection
-that has not sent a whole request within ``head_seconds`` is cut, and so is a body that does
-not come within ``body_seconds``; a body over the limit is refused without being read.
+that has not sent a whole request head within ``head`` seconds is cut, TLS handshake included,
+and so is a body that does not come within ``body`` seconds; a body over the limit is refused
+without being read; and who may not speak for a job is not kept connected.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestPayloadError
 
+from pipemorph.ingest.connections import Connection, ConnectionLimits, Doors, OnUnserved
 from pipemorph.ingest.handler import IngestHandler, Limits, Reply
 from pipemorph.ingest.planner import Planner
 from pipemorph.ingest.seats import Authenticator, JobStore, Refused
@@ -40,13 +42,6 @@ class Timeouts:
     shutdown: float = 3.0
 
 
-@dataclass
-class _Peers:
-    """Connections that have not yet sent a whole request head."""
-
-    silent: set[object] = field(default_factory=set)
-
-
 class _OneLine(logging.Filter):
     """A stranger's bad HTTP is one line in the log, not a traceback."""
 
@@ -63,7 +58,6 @@ _http_log = logging.getLogger("pipemorph.ingest.http")
 _http_log.addFilter(_OneLine())
 
 _HANDLER = web.AppKey("handler", IngestHandler)
-_PEERS = web.AppKey("peers", _Peers)
 
 
 def make_app(
@@ -78,7 +72,6 @@ def make_app(
     ``on_answer`` hears of every answer, for metrics.
     """
     limits = timeouts or Timeouts()
-    peers = _Peers()
 
     async def authenticate(request: web.Request, namespace: str, name: str) -> Reply | None:
         """None if the caller may speak for the job, else the refusal."""
@@ -147,7 +140,9 @@ def make_app(
     async def one_line_errors(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        peers.silent.discard(request.protocol)
+        connection = request.transport.get_protocol() if request.transport is not None else None
+        if isinstance(connection, Connection):
+            connection.spoke()
         try:
             return await handler(request)
         except web.HTTPException as error:
@@ -157,7 +152,7 @@ def make_app(
             return _response(Reply.error(500, "the ingest failed; its log says why"))
 
     app = web.Application(middlewares=[one_line_errors], client_max_size=MAX_REPORT_BYTES)
-    app[_HANDLER], app[_PEERS] = handler, peers
+    app[_HANDLER] = handler
     app.router.add_post("/v1/jobs/{namespace}/{name}/reports", answering("report", reports))
     app.router.add_get("/v1/jobs/{namespace}/{name}/directive", answering("poll", directive))
     app.on_shutdown.append(_release_polls)
@@ -168,11 +163,16 @@ async def _release_polls(app: web.Application) -> None:
     app[_HANDLER].close()
 
 
+_LAST = frozenset({400, 401, 403, 404, 408, 413})
+"""Answers after which the connection is closed: the rest of the body is not read, or the caller
+has no business here and shall not keep a connection."""
+
+
 def _response(reply: Reply) -> web.Response:
     response = web.Response(status=reply.status, body=reply.body, content_type="application/json")
     response.headers.update(reply.headers)
-    if reply.status in (400, 408, 413):
-        response.force_close()  # The rest of the body is not read.
+    if reply.status in _LAST:
+        response.force_close()
     return response
 
 
@@ -202,6 +202,8 @@ class IngestServer:
         timeouts: Timeouts | None = None,
         planner: Planner | None = None,
         on_answer: OnAnswer | None = None,
+        connections: ConnectionLimits | None = None,
+        on_unserved: OnUnserved | None = None,
     ) -> None:
         self.handler = IngestHandler(store, limits=limits, planner=planner)
         self._authenticator = authenticator
@@ -209,16 +211,19 @@ class IngestServer:
         self._tls = tls
         self._timeouts = timeouts or Timeouts()
         self._on_answer = on_answer
+        self._connections = connections or ConnectionLimits()
+        self._on_unserved = on_unserved
         self._runner: web.AppRunner | None = None
-        self._server: asyncio.Server | None = None
+        self._doors: Doors | None = None
 
     @property
     def url(self) -> str:
         """Base URL, once started. Raises RuntimeError before."""
-        if self._server is None:
+        if self._doors is None:
             raise RuntimeError("the ingest is not started")
-        host, port = self._server.sockets[0].getsockname()[:2]
-        shown = f"[{host}]" if self._server.sockets[0].family == socket.AF_INET6 else host
+        listener = self._doors.sockets[0]
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if listener.family == socket.AF_INET6 else host
         return f"{'https' if self._tls else 'http'}://{shown}:{port}"
 
     async def start(self) -> None:
@@ -238,34 +243,26 @@ class IngestServer:
             shutdown_timeout=self._timeouts.shutdown,
         )
         await runner.setup()
-        loop = asyncio.get_running_loop()
-        peers, server = app[_PEERS], runner.server
-        assert server is not None
-
-        def connect() -> asyncio.Protocol:
-            protocol = server()
-            peers.silent.add(protocol)
-            loop.call_later(self._timeouts.head, cut_if_silent, protocol)
-            return protocol
-
-        def cut_if_silent(protocol: web.RequestHandler) -> None:
-            if protocol in peers.silent:
-                peers.silent.discard(protocol)
-                if protocol.transport is not None:
-                    protocol.transport.abort()
-
-        self._runner = runner
+        assert runner.server is not None
+        doors = Doors(
+            runner.server,
+            limits=self._connections,
+            head_seconds=self._timeouts.head,
+            tls=self._tls,
+            on_unserved=self._on_unserved,
+        )
         try:
-            self._server = await loop.create_server(connect, *self._address, ssl=self._tls)
+            await doors.open(*self._address)
         except OSError:
             await runner.cleanup()
             raise
+        self._runner, self._doors = runner, doors
 
     async def stop(self) -> None:
         """Answer waiting polls, finish requests in progress (bounded), close."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        if self._doors is not None:
+            self._doors.close()
+            self._doors = None
         if self._runner is not None:
             self.handler.close()
             await self._runner.cleanup()

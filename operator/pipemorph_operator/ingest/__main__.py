@@ -16,14 +16,14 @@ from prometheus_client import Counter
 
 from pipemorph.control.replan import Proposal, Replan
 from pipemorph.errors import InputError
-from pipemorph.ingest import IngestServer, Planner, ProcessPlanner
+from pipemorph.ingest import ConnectionLimits, IngestServer, Planner, ProcessPlanner
 from pipemorph.log_level import log_level
 from pipemorph_operator import serve
 from pipemorph_operator.api import Cluster, path
 from pipemorph_operator.ingest.auth import PodTokenAuthenticator
 from pipemorph_operator.ingest.pace import look_interval
 from pipemorph_operator.ingest.store import ClusterStore
-from pipemorph_operator.metrics import PLAN_SECONDS, REPORT_SECONDS, REPORTS
+from pipemorph_operator.metrics import PLAN_SECONDS, REFUSED, REPORT_SECONDS, REPORTS
 
 log = logging.getLogger("pipemorph.ingest")
 
@@ -146,6 +146,10 @@ async def run(options: argparse.Namespace) -> None:
             tls=context,
             planner=partial(timed, planner),
             on_answer=heard,
+            connections=ConnectionLimits(
+                in_all=options.max_connections, per_source=options.max_connections_per_source
+            ),
+            on_unserved=lambda reason: REFUSED.labels(reason=reason).inc(),
         )
         serving = False
         http = await serve.start(
@@ -191,7 +195,25 @@ def parser() -> argparse.ArgumentParser:
         "--plain-http", action="store_true", help="no TLS: for tests, or behind a mesh that has it"
     )
     made.add_argument("--metrics-port", type=int, default=8081)
+    made.add_argument(
+        "--max-connections",
+        type=_positive,
+        default=ConnectionLimits.in_all,
+        help="at a time; a job's agent holds two (default: %(default)s)",
+    )
+    made.add_argument(
+        "--max-connections-per-source",
+        type=_positive,
+        default=ConnectionLimits.per_source,
+        help="of one address, which may be a NAT's for all agents (default: %(default)s)",
+    )
     return made
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
 
 
 def main() -> None:

@@ -1,0 +1,212 @@
+"""Who may stay connected to the ingest: a crowd that says nothing displaces itself alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from pipemorph.control import JobController
+from pipemorph.ingest import BearerAuthenticator, ConnectionLimits, IngestServer, MemoryStore
+from pipemorph.ingest.app import Timeouts
+from pipemorph.spec import JobSpec
+
+TOKEN = "correct horse"
+PATIENCE = 15.0
+"""Seconds for what takes milliseconds: a machine may stall."""
+CROWD = 2000
+NO_JOB, POLL = "nobody/directive", "gpt/directive?attempt=0&wait=30"
+NOT_FOUND = b"HTTP/1.1 404 Not Found"
+SPEC = {
+    "parallelism": {"stages": 1},
+    "schedule": {"microbatches": 1},
+    "trainer": {"module": "x", "iterations": 1},
+}
+
+SERVER = """
+import asyncio, ssl, sys
+from pipemorph.control import JobController
+from pipemorph.ingest import BearerAuthenticator, IngestServer, MemoryStore
+
+async def main(certificate, key, token):
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate, key)
+    async with IngestServer(MemoryStore(), BearerAuthenticator(token), tls=tls) as server:
+        print(server.url, flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+
+asyncio.sslproto.SSLProtocol.max_size = 4 * 1024
+asyncio.run(main(*sys.argv[1:]))
+"""
+"""As the ingest's own process is set up on a cluster."""
+
+
+def knock(port: int) -> socket.socket:
+    """A connection that says nothing."""
+    sock = socket.socket()
+    sock.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        sock.connect(("127.0.0.1", port))
+    return sock
+
+
+def is_open(sock: socket.socket) -> bool:
+    try:
+        while sock.recv(1 << 16):
+            pass
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+async def until(condition: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"after {seconds:g} s: {what}"
+        await asyncio.sleep(0.02)
+
+
+async def ask(
+    port: int, *, tls: ssl.SSLContext | None = None, query: str = "", source: str = "127.0.0.1"
+) -> bytes:
+    """Ask for a directive: the status line, once the ingest has closed the connection."""
+    reader, writer = await asyncio.open_connection(
+        "127.0.0.1", port, ssl=tls, local_addr=(source, 0)
+    )
+    try:
+        writer.write(
+            f"GET /v1/jobs/default/{query} HTTP/1.1\r\nHost: ingest\r\n"
+            f"Authorization: Bearer {TOKEN}\r\n\r\n".encode()
+        )
+        whole = await reader.read()
+    finally:
+        writer.close()
+    return whole.partition(b"\r\n")[0]
+
+
+@contextlib.asynccontextmanager
+async def serving(**limits: int) -> AsyncIterator[tuple[IngestServer, int, list[str]]]:
+    """A server on loopback that has job gpt, its port, and why connections were not served."""
+    unserved: list[str] = []
+    store = MemoryStore()
+    store.add("default", "gpt", JobController(JobSpec.model_validate(SPEC)))
+    server = IngestServer(
+        store,
+        BearerAuthenticator(TOKEN),
+        timeouts=Timeouts(head=PATIENCE),
+        connections=ConnectionLimits(**limits),
+        on_unserved=unserved.append,
+    )
+    async with server:
+        yield server, int(server.url.rsplit(":", 1)[1]), unserved
+
+
+def waiting(server: IngestServer) -> int:
+    """Polls that wait."""
+    return sum(len(seat.waiters) for seat in server.handler._seats.values())
+
+
+def mebibytes(process: int) -> float:
+    """What a process has in memory."""
+    status = Path(f"/proc/{process}/status").read_text()
+    return int(status.split("VmRSS:")[1].split()[0]) / 1024
+
+
+@pytest.mark.quiet
+def test_a_crowd_that_says_nothing_costs_little_and_holds_nobody_up(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "c.pem", tmp_path / "k.pem"
+    kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+    about = ["-subj", "/CN=ingest", "-addext", "subjectAltName=IP:127.0.0.1"]
+    files = ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(["openssl", "req", "-x509", *kind, *about, *files], check=True, timeout=PATIENCE)
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER, str(certificate), str(key), TOKEN],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert server.stdin is not None and server.stdout is not None and server.stderr is not None
+
+    async def run(port: int) -> None:
+        tls = ssl.create_default_context(cafile=str(certificate))
+        assert await ask(port, tls=tls, query=NO_JOB) == NOT_FOUND
+        before = mebibytes(server.pid)
+        crowd: list[socket.socket] = []
+        began = time.monotonic()
+        try:
+            for _ in range(5):
+                for _ in range(CROWD // 50):
+                    crowd += [knock(port) for _ in range(10)]
+                    await asyncio.sleep(0)
+                asked = time.monotonic()
+                assert await ask(port, tls=tls, query=NO_JOB) == NOT_FOUND
+                assert time.monotonic() - asked < 2.0, "the crowd holds an agent up"
+            grown = mebibytes(server.pid) - before
+            assert grown < 20, f"{len(crowd)} silent connections take {grown:.1f} MiB"
+            left = began + 10.0 - time.monotonic()
+            await until(lambda: not any(map(is_open, reversed(crowd))), "still connected", left)
+        finally:
+            for sock in crowd:
+                sock.close()
+
+    try:
+        asyncio.run(run(int(server.stdout.readline().rsplit(":", 1)[1])))
+        _, said = server.communicate(timeout=PATIENCE)
+    finally:
+        server.kill()
+        server.wait(PATIENCE)
+    assert server.returncode == 0, said
+    assert "connections that were not served: 1 found no room, or made room for others" in said
+    assert said.count("\n") < 5, "a line for each of them"
+
+
+def test_the_oldest_that_says_nothing_makes_room() -> None:
+    async def run() -> None:
+        async with serving(silent=3) as (_, port, unserved):
+            crowd = []
+            for _ in range(5):
+                crowd.append(knock(port))
+                await until(lambda: sum(map(is_open, crowd)) == min(3, len(crowd)), "no room made")
+            assert [is_open(sock) for sock in crowd] == [False, False, True, True, True]
+            assert unserved == ["crowded"] * 2
+            assert await ask(port, query=NO_JOB) == NOT_FOUND
+            for sock in crowd:
+                sock.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("limits", [{"in_all": 2}, {"per_source": 2}])
+def test_who_is_served_is_never_displaced(limits: dict[str, int]) -> None:
+    async def run() -> None:
+        async with serving(**limits) as (server, port, unserved):
+            polls = [asyncio.create_task(ask(port, query=POLL)) for _ in range(2)]
+            crowd: list[socket.socket] = []
+            try:
+                await until(lambda: waiting(server) == 2, "the polls do not wait")
+                crowd = [knock(port) for _ in range(3)]
+                await until(lambda: not any(map(is_open, crowd)), "one more is connected")
+                assert unserved == ["crowded"] * 3
+                if "per_source" in limits:
+                    assert await ask(port, query=NO_JOB, source="127.0.0.2") == NOT_FOUND
+                assert not any(poll.done() for poll in polls)
+            finally:
+                for sock in crowd:
+                    sock.close()
+                for poll in polls:
+                    poll.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_limit_of_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="silent is 0; expected at least 1 connection"):
+        ConnectionLimits(silent=0)
