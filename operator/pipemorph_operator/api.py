@@ -150,10 +150,12 @@ class Cluster:
         return await self._json("PATCH", url, query, obj, "application/apply-patch+yaml")
 
     async def create(self, obj: Object, owner: str) -> Object | None:
-        """The object as created, or None if one of that name exists."""
+        """The object as created, or None if one of that name exists. An unknown field is refused
+        with its path, where an apply gets a fault of the server's (500)."""
         url = path(obj["kind"], obj["metadata"]["namespace"], api_version=obj["apiVersion"])
+        query = {"fieldManager": owner, "fieldValidation": "Strict"}
         try:
-            return await self._json("POST", url, {"fieldManager": owner}, obj)
+            return await self._json("POST", url, query, obj)
         except ApiRefused as refused:
             if refused.status == 409 and refused.reason == "AlreadyExists":
                 return None

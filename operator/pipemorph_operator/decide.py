@@ -48,16 +48,12 @@ def decide(seen: Observed, config: OperatorConfig) -> Decision:
     return _unfinished(draft, job, config)
 
 
-def refuse(seen: Observed, reason: str, message: str) -> Decision:
-    """The decision after the API server has refused an attempt's objects for good."""
-    return _fail(Draft(seen), reason, message)
-
-
 def hold(seen: Observed, reason: str, message: str) -> Decision:
-    """The decision after the API server has refused an attempt's objects for now, as under a
-    quota: say so, and try again."""
+    """The decision where an attempt's objects cannot be made: say why, and try again. An edit of
+    the template or the placement, a larger quota or another policy may be all that it takes."""
     draft = Draft(seen)
     known = any(c.reason == reason and c.message == message for c in draft.status.conditions)
+    draft.mark(names.SUSPENDED, "False", names.R_NOT_SUSPENDED, "spec.suspend is false")
     draft.not_running(reason, message)
     if not known:
         draft.say("Warning", reason, message)
@@ -187,7 +183,7 @@ def _start(draft: Draft, job: PipeMorphJob, config: OperatorConfig) -> Decision:
     try:
         draft.out.apply = objects(attempt, config)
     except Unbuildable as error:
-        return _fail(draft, error.reason, error.message)
+        return hold(draft.seen, error.reason, error.message)
     draft.out.create = attempt
     draft.status.attempt, draft.status.job_name = number, attempt.name
     draft.status.attempt_start_time = format_time(draft.now)

@@ -12,13 +12,17 @@ from pipemorph.manifest import describe
 from pipemorph.spec import PipeMorphJob
 from pipemorph.status import JobStatus
 from pipemorph_operator import names
-from pipemorph_operator.children.given import without_nulls
 from pipemorph_operator.children.naming import attempt_name
 
 
 def read_job(body: Mapping[str, Any]) -> PipeMorphJob:
-    """The job in an API object. Raises :class:`InputError`, one line that names the field."""
+    """The job in an API object, its pod template as it stands: an attempt's pods are made from it
+    by :func:`~pipemorph_operator.children.given.pod_template`, which checks it. Raises
+    :class:`InputError`, one line that names the field."""
     metadata = body["metadata"]
+    spec = dict(body.get("spec") or {})
+    # What is wrong with a template can be edited: an attempt that has its pods does not end by it.
+    template = spec.pop("template", None)
     document = {
         "apiVersion": body.get("apiVersion", names.API_VERSION),
         "kind": names.KIND,
@@ -27,12 +31,13 @@ def read_job(body: Mapping[str, Any]) -> PipeMorphJob:
             "namespace": metadata["namespace"],
             "labels": dict(metadata.get("labels") or {}),
         },
-        "spec": _plain_spec(body),
+        "spec": spec,
     }
     try:
         job = PipeMorphJob.model_validate(document)
     except ValidationError as error:
         raise InputError(describe(error)) from None
+    job.spec.template = template
     # Late: the planner is not needed for anything else here.
     from pipemorph.control.initial import check_plan
 
@@ -41,13 +46,6 @@ def read_job(body: Mapping[str, Any]) -> PipeMorphJob:
     except (InputError, ValidationError) as error:
         raise InputError(f"spec.schedule: {error}") from None
     return job
-
-
-def _plain_spec(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The spec. Of the pod template alone the API server leaves nulls in: it knows no fields of
-    it that could be null."""
-    spec = dict(body.get("spec") or {})
-    return spec | {"template": without_nulls(spec["template"])} if "template" in spec else spec
 
 
 def operator_part(body: Mapping[str, Any]) -> JobStatus:

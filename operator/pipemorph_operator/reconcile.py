@@ -17,11 +17,11 @@ import aiohttp
 
 from pipemorph.status import JobStatus
 from pipemorph_operator import names
-from pipemorph_operator.api import ApiRefused, Cluster, path
+from pipemorph_operator.api import ApiRefused, Cluster, path, path_of
 from pipemorph_operator.children import gang
 from pipemorph_operator.children.attempt import secret
 from pipemorph_operator.config import OperatorConfig
-from pipemorph_operator.decide import decide, hold, refuse, stumble
+from pipemorph_operator.decide import decide, hold, stumble
 from pipemorph_operator.decision import Decision, Observed
 from pipemorph_operator.events import tell
 from pipemorph_operator.facts import JobFacts, PodFacts
@@ -33,10 +33,9 @@ log = logging.getLogger("pipemorph.operator")
 OwnedJobs = Callable[[str, str], Sequence[JobFacts]]
 """Jobs of a namespace and a PipeMorphJob's UID, as last seen."""
 
-PERMANENT = frozenset({400, 404, 413, 422})
-"""Answers to an apply that the same objects will get again."""
-FORBIDDEN = 403
-"""A quota, an admission policy or a missing right: the user must hear of it, and may change it."""
+CONFLICT, TOO_MANY, SERVER_FAULT = 409, 429, 500
+"""Answers that may be others a moment later; those from 500 on do not even say that nothing was
+made."""
 SECRET_BYTES = 32
 NAMESPACE_ENDS_SECONDS = 60.0
 """Until a job of a namespace that is being deleted is looked at again, should it still be there."""
@@ -131,7 +130,8 @@ class Reconciler:
             log.exception("status cannot say what failed")
 
     async def _create(self, seen: Observed, decision: Decision) -> Decision:
-        """Make an attempt's objects; what the API server will never take makes the job Failed."""
+        """Make an attempt's objects; status says what the API server refuses, before another try.
+        Raises :class:`ApiRefused` for an answer that may be another one a moment later."""
         attempt, status = decision.create, decision.status
         assert attempt is not None and status is not None
         try:
@@ -141,18 +141,38 @@ class Reconciler:
             for obj in decision.apply:
                 group = obj["kind"] == "PodGroup"
                 wanted = gang.owned_by(made["ConfigMap"], obj) if group else obj
-                made[obj["kind"]] = await self._cluster.apply(wanted, names.OPERATOR_OWNER)
+                made[obj["kind"]] = await self._make(wanted)
             status.job_uid = made["Job"]["metadata"]["uid"]
         except ApiRefused as refused:
-            if refused.status == FORBIDDEN and not refused.namespace_ends:
-                return hold(seen, names.R_REFUSED, refused.message)
-            if refused.status not in PERMANENT:
+            if refused.namespace_ends:
                 raise
-            failed = refuse(seen, names.R_REFUSED, refused.message)
-            # Those before the one that was refused are there.
-            failed.delete_attempts.append(attempt.name)
-            return failed
+            held = hold(seen, names.R_REFUSED, refused.message)
+            if refused.status in (CONFLICT, TOO_MANY) or refused.status >= SERVER_FAULT:
+                await self._carry_out(seen, held)
+                raise
+            # Those before the one that was refused are there, and of no use without it.
+            held.delete_attempts.append(attempt.name)
+            return held
         return decision
+
+    async def _make(self, obj: dict[str, Any]) -> dict[str, Any]:
+        """One object of an attempt whose Job does not exist yet.
+
+        The Job, with the user's template in it, is created: an apply answers a wrong field with a
+        fault of the server's. A ConfigMap that is there was left by a turn that was cut off, maybe
+        before an edit; it cannot be changed, and no pod has it.
+        """
+        if obj["kind"] not in ("Job", "ConfigMap"):
+            return await self._cluster.apply(obj, names.OPERATOR_OWNER)
+        made = await self._cluster.create(obj, names.OPERATOR_OWNER)
+        if made is None and obj["kind"] == "ConfigMap":
+            await self._cluster.delete(path_of(obj))
+            made = await self._cluster.create(obj, names.OPERATOR_OWNER)
+        if made is None:
+            name = obj["metadata"]["name"]
+            message = f"{obj['kind']} {name} was made by somebody else meanwhile"
+            raise ApiRefused(CONFLICT, "AlreadyExists", message)
+        return made
 
     async def _write_status(self, body: Mapping[str, Any], status: JobStatus) -> None:
         if dump(operator_part(body)) == dump(status):

@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 import yaml
-from operator_support import CHART, FULL_NAME, RELEASE, ROOT, SYSTEM, Jobs, Program, manifest
+from operator_support import (
+    CHART,
+    FULL_NAME,
+    RELEASE,
+    ROOT,
+    SYSTEM,
+    Jobs,
+    Program,
+    condition,
+    manifest,
+)
 from testbed import TestbedError
 
 from pipemorph_operator.children import Attempt, objects
@@ -148,15 +158,16 @@ def test_an_attempt_that_avoids_nodes_is_taken(jobs: Jobs) -> None:
         jobs.cluster.apply(obj, "--dry-run=server")
 
 
-def test_null_in_a_template_runs_and_a_wrong_type_fails_with_the_fields_name(jobs: Jobs) -> None:
+def test_null_in_a_template_runs_and_a_wrong_type_is_named(jobs: Jobs) -> None:
     rdma = {"rdma": {"resourceName": "example.com/hca"}}
     for name, resources in (("empty", None), ("wrong", [])):
         job = manifest(name, stages=1, placement=rdma)
         job["spec"]["template"]["spec"]["containers"][0]["resources"] = resources
         jobs.apply(job)
     jobs.pods("empty", 1)
-    failed = jobs.wait("wrong", "Failed")
-    assert "containers[0].resources: is []; expected a mapping" in str(failed["status"])
+    wrong = ("False", "InvalidSpec")
+    held = jobs.wait("wrong", lambda job: condition(job, "PodsReady") == wrong)
+    assert "containers[0].resources: is []; expected a mapping" in str(held["status"])
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import pytest
 from operator_support import DEADLINE, Installation, Jobs, Object, condition, manifest
 from testbed import ApiError, TestbedError, wait_for
 
+from pipemorph_operator.children.naming import attempt_name
+
 pytest_plugins = ("operator_fixtures",)
 pytestmark = pytest.mark.cluster
 
@@ -26,6 +28,12 @@ def expect_nothing_left(jobs: Jobs) -> None:
         DEADLINE,
         details=lambda: f"found {children(jobs)}",
     )
+
+
+def said(job: Object, kind: str) -> str:
+    """The message of a condition."""
+    found = next(c for c in job["status"]["conditions"] if c["type"] == kind)
+    return str(found["message"])
 
 
 LOST_NODE = "test_pods_of_a_node_that_is_gone_start_again_elsewhere"
@@ -129,7 +137,7 @@ def test_when_every_attempt_is_used_the_job_is_failed_and_stays_so(jobs: Jobs) -
         jobs.cluster.fake_pod_failed(jobs.namespace, pods[1]["metadata"]["name"], exit_code=3)
     failed = jobs.wait("spent", "Failed")
     assert condition(failed, "Failed") == ("True", "MaxRestartsExceeded")
-    message = next(c for c in failed["status"]["conditions"] if c["type"] == "Failed")["message"]
+    message = said(failed, "Failed")
     assert "rank 1 (stage 1, replica 0)" in message
     assert "exited with code 3" in message
     jobs.expect_event("spent", "Warning MaxRestartsExceeded")
@@ -357,30 +365,83 @@ def test_a_job_object_deleted_by_hand_is_another_attempt(jobs: Jobs) -> None:
 
 
 def test_what_only_the_operator_can_know_is_failed_with_a_reason(jobs: Jobs) -> None:
-    bad = {
-        "image": manifest(
-            "image", stages=1, template={"spec": {"containers": [{"name": "trainer"}]}}
-        ),
-        "limits": manifest("limits", stages=2),
-        "restart": manifest("restart", stages=1),
-        "pod": manifest("pod", stages=1),
-    }
-    bad["limits"]["spec"]["schedule"]["inFlightLimit"] = [0, "x"]
-    bad["restart"]["spec"]["template"]["spec"]["restartPolicy"] = "Always"
-    bad["pod"]["spec"]["template"]["spec"]["containers"][0]["ports"] = [{"containerPort": -1}]
-    for job in bad.values():
-        jobs.apply(job)
-    for name, reason, words in (
-        ("image", "NoTrainerImage", "no image"),
-        ("limits", "InvalidSpec", "spec.schedule.inFlightLimit"),
-        ("restart", "InvalidSpec", "restartPolicy"),
-        ("pod", "ObjectRefused", "containerPort"),
-    ):
-        failed = jobs.wait(name, "Failed")
-        found = next(c for c in failed["status"]["conditions"] if c["type"] == "Failed")
-        assert found["reason"] == reason
-        assert words in found["message"]
-        jobs.expect_event(name, f"Warning {reason}")
+    job = manifest("limits", stages=2)
+    job["spec"]["schedule"]["inFlightLimit"] = [0, "x"]
+    jobs.apply(job)
+    failed = jobs.wait("limits", "Failed")
+    assert condition(failed, "Failed") == ("True", "InvalidSpec")
+    assert "spec.schedule.inFlightLimit" in said(failed, "Failed")
+    jobs.expect_event("limits", "Warning InvalidSpec")
+
+
+MOUNT = {"name": "data", "mountPath": "/data"}
+DATA = [{"name": "data", "emptyDir": {}}]
+WRONG_TEMPLATES: list[tuple[str, Object, Object, str, str]] = [
+    ("image", {"image": None}, {}, "NoTrainerImage", "no image"),
+    ("restart", {}, {"restartPolicy": "Always"}, "InvalidSpec", "restartPolicy is Always"),
+    (
+        "typo",
+        {"resouces": {"limits": {"example.com/gpu": 8}}},
+        {},
+        "ObjectRefused",
+        'unknown field "spec.template.spec.containers[0].resouces"',
+    ),
+    ("kind", {"workingDir": 5}, {}, "ObjectRefused", "cannot unmarshal number"),
+    ("size", {"resources": {"limits": {"cpu": "x"}}}, {}, "ObjectRefused", "quantities must match"),
+    (
+        "twice",
+        {"volumeMounts": [MOUNT, MOUNT]},
+        {"volumes": DATA},
+        "ObjectRefused",
+        'mountPath: Invalid value: "/data": must be unique',
+    ),
+    ("port", {"ports": [{"containerPort": -1}]}, {}, "ObjectRefused", "containerPort: Invalid"),
+]
+
+
+def test_a_wrong_template_is_explained_and_the_job_runs_once_it_is_edited(jobs: Jobs) -> None:
+    good = manifest("good")["spec"]["template"]["spec"]
+    for name, trainer, more, *_ in WRONG_TEMPLATES:
+        wrong = good | more | {"containers": [good["containers"][0] | trainer]}
+        jobs.apply(manifest(name, stages=1, template={"spec": wrong}))
+    for name, _, _, reason, words in WRONG_TEMPLATES:
+        refused = ("False", reason)
+        held = jobs.wait(name, lambda job, want=refused: condition(job, "PodsReady") == want)
+        assert held["status"]["state"] == "Pending"
+        assert words in said(held, "PodsReady")
+        jobs.expect_event(name, f"Warning {reason}: ")
+    for name, _, more, *_ in WRONG_TEMPLATES:
+        # A merge: what is not named stays, and null goes.
+        fixed = dict.fromkeys(more) | {"containers": good["containers"]}
+        jobs.patch(name, {"template": {"spec": fixed}})
+    for name, *_ in WRONG_TEMPLATES:
+        jobs.run(name, 1)
+
+
+def test_a_held_job_may_be_edited(jobs: Jobs) -> None:
+    """What the ranks are given of the job is an object that cannot be changed."""
+    good = manifest("held", stages=1)
+    trainer = good["spec"]["template"]["spec"]["containers"][0]
+    wrong = manifest("held", stages=1)
+    wrong["spec"]["template"]["spec"]["containers"] = [trainer | {"resouces": {}}]
+    jobs.apply(wrong)
+    refused = ("False", "ObjectRefused")
+    jobs.wait("held", lambda job: condition(job, "PodsReady") == refused)
+    # What a turn leaves that is killed on its way.
+    (spec, metadata) = (good["spec"], jobs.get("held")["metadata"])
+    left = {"metadata": {"name": attempt_name("held", metadata["uid"], 0, 1)}, "immutable": True}
+    jobs.cluster.client.create("configmaps", left | {"data": {"job.json": "{}"}}, jobs.namespace)
+    jobs.patch("held", {"activeDeadlineSeconds": 7200, "adaptation": {"minGain": 0.2}})
+    jobs.wait("held", lambda job: job["status"]["observedGeneration"] == 2)
+    assert "unknown field" in said(jobs.get("held"), "PodsReady")
+    jobs.patch("held", {"template": spec["template"]})
+    jobs.run("held", 1)
+    (made,) = [
+        found["data"]["job.json"]
+        for found in jobs.cluster.client.list("configmaps", jobs.namespace)
+        if "job.json" in found["data"]
+    ]
+    assert json.loads(made)["spec"]["activeDeadlineSeconds"] == 7200
 
 
 def no_job_is_taken(jobs: Jobs) -> bool:

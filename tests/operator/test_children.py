@@ -248,6 +248,29 @@ def test_rdma_networks_and_memory() -> None:
     assert container["command"][3:6] == ["--rdma", "--memlock", "--shm=8Gi"]
 
 
+@pytest.mark.parametrize("path", ["/dev/shm", "/dev/shm/"])
+def test_a_shared_memory_of_the_templates_own_stays(path: str) -> None:
+    """Most templates for GPUs have one, and two mounts of one path are refused."""
+    own = {"name": "shm", "mountPath": path}
+    given = given_with("trainer.volumeMounts", [own])
+    given["spec"]["volumes"] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    made = template(attempt(template=given, placement={"sharedMemory": "8Gi"}))["spec"]
+    (container,) = made["containers"]
+    assert [m for m in container["volumeMounts"] if m["mountPath"].startswith("/dev/")] == [own]
+    assert "pipemorph-shm" not in [volume["name"] for volume in made["volumes"]]
+    assert "--shm=8Gi" in container["command"], "its size is still looked at"
+
+
+def test_a_spread_of_the_templates_own_stays() -> None:
+    own = {"maxSkew": 3, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}
+    given = given_with("spec.topologySpreadConstraints", [own])
+    made = template(attempt(template=given, placement=SPREAD))["spec"]
+    assert made["topologySpreadConstraints"] == [own]
+    other = {"topology": {"key": "rack", "mode": "spread"}}
+    both = template(attempt(template=given, placement=other))["spec"]
+    assert [c["topologyKey"] for c in both["topologySpreadConstraints"]] == ["zone", "rack"]
+
+
 def test_one_pod_per_node_and_topology() -> None:
     own = {"matchLabels": {"pipemorph.io/job-uid": UID}}
     apart = template(attempt(placement={"onePodPerNode": True}))["spec"]["affinity"]

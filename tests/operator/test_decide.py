@@ -289,7 +289,13 @@ def test_a_spec_that_only_the_models_can_refuse_is_failed_once() -> None:
 def test_no_image_anywhere() -> None:
     world = World(body(), OperatorConfig(ingest_url="https://x"))
     world.settle()
-    assert world.condition("Failed") == ("True", "NoTrainerImage")
+    assert world.status["state"] == "Pending"
+    assert world.condition("PodsReady") == ("False", "NoTrainerImage")
+    world.turn()
+    assert world.events == ["NoTrainerImage"], "it is told again at every turn"
+    world.body["spec"]["template"] = template(image="i")
+    world.settle()
+    assert (world.status["state"], world.status["attempt"]) == ("Starting", 0)
 
 
 def test_ranks_that_do_not_start_are_looked_at_and_named() -> None:
@@ -490,17 +496,45 @@ def test_the_operators_part_of_status_leaves_out_the_ingests() -> None:
     assert [c["type"] for c in part["conditions"]] == ["Running"]
 
 
-def test_an_empty_field_of_a_template_starts_and_a_wrong_one_fails_with_its_name() -> None:
+def template(**trainer: Any) -> Any:
+    return {"spec": {"containers": [{"name": "trainer"} | trainer]}}
+
+
+def test_an_empty_field_of_a_template_starts_and_a_wrong_one_is_named_until_it_is_edited() -> None:
     def world(resources: object) -> World:
-        container = {"name": "trainer", "image": "i", "resources": resources}
-        template = {"spec": {"containers": [container]}}
         rdma = {"rdma": {"resourceName": "rdma/hca"}}
-        return World(body(template=template, placement=rdma))
+        return World(body(template=template(image="i", resources=resources), placement=rdma))
 
     empty = world(None)
     empty.turn()
     assert empty.status["state"] == "Starting"
     wrong = world([])
     wrong.settle()
-    assert wrong.condition("Failed") == ("True", "InvalidSpec")
-    assert "spec.template.spec.containers[0].resources: is []" in wrong.message("Failed")
+    assert wrong.condition("PodsReady") == ("False", "InvalidSpec")
+    assert "spec.template.spec.containers[0].resources: is []" in wrong.message("PodsReady")
+    wrong.body["spec"]["template"] = template(image="i")
+    wrong.settle()
+    assert wrong.status["state"] == "Starting"
+
+
+def test_ranks_that_run_do_not_end_by_a_wrong_edit_of_the_template() -> None:
+    world = World(body(failurePolicy={"maxRestarts": 1}))
+    world.running()
+    world.body["spec"]["template"] = template(image="i", env=[{"name": "RANK", "value": "1"}])
+    world.settle()
+    assert world.status["state"] == "Running"
+    world.jobs[0] = job_facts(active=0, failed=failed())
+    world.settle()
+    assert world.condition("PodsReady") == ("False", "InvalidSpec")
+    assert "env[0].name: is RANK, which is reserved" in world.message("PodsReady")
+
+
+def test_a_job_that_is_resumed_and_cannot_start_is_not_suspended() -> None:
+    world = World(body(suspend=True))
+    world.settle()
+    assert world.status["state"] == "Suspended"
+    world.body["spec"] |= {"suspend": False, "template": template()}
+    world.config = OperatorConfig(ingest_url="https://x")
+    world.settle()
+    assert world.condition("Suspended") == ("False", "NotSuspended")
+    assert world.status["state"] == "Pending"

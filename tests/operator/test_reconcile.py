@@ -55,7 +55,7 @@ class Taking(Events):
     def __init__(self, spec: dict[str, Any]) -> None:
         super().__init__()
         self.spec = spec
-        self.applied: list[dict[str, Any]] = []
+        self.made: list[dict[str, Any]] = []
         self.deleted: list[str] = []
         self.job: dict[str, Any] | None = None
 
@@ -68,7 +68,15 @@ class Taking(Events):
     async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
         if subresource:
             return await super().apply(obj, owner, subresource=subresource)
-        self.applied.append(obj)
+        return self.make(obj)
+
+    async def create(self, obj: dict[str, Any], owner: str) -> Any:
+        if obj["kind"] == "Event":
+            return await super().create(obj, owner)
+        return self.make(obj)
+
+    def make(self, obj: dict[str, Any]) -> dict[str, Any]:
+        self.made.append(obj)
         return obj | {"metadata": obj["metadata"] | {"uid": f"uid-of-{obj['kind']}"}}
 
     async def delete(self, url: str, **_: Any) -> None:
@@ -78,10 +86,14 @@ class Taking(Events):
 class RefusingJobs(Taking):
     """One that takes all but Jobs."""
 
-    async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
+    def __init__(self, spec: dict[str, Any], status: int) -> None:
+        super().__init__(spec)
+        self.answer = status
+
+    def make(self, obj: dict[str, Any]) -> dict[str, Any]:
         if obj["kind"] == "Job":
-            raise refusal(422, "spec.template: Invalid value")
-        return await super().apply(obj, owner, subresource=subresource)
+            raise refusal(self.answer, "spec.template: Invalid value")
+        return super().make(obj)
 
 
 def refusal(status: int, message: str, *causes: str) -> ApiRefused:
@@ -120,19 +132,28 @@ def test_a_quota_is_said_in_status_and_tried_again(caplog: pytest.LogCaptureFixt
     assert (len(api.statuses), caplog.records) == (1, [])
 
 
-@pytest.mark.parametrize("status", [409, 429, 500, 503])
-def test_another_refusal_is_tried_again(status: int) -> None:
-    with pytest.raises(ApiRefused, match="try again"):
-        reconcile(Refusing(refusal(status, "try again")))
-
-
-def test_what_the_api_server_will_never_take_is_said_in_status(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    api = Refusing(refusal(422, "spec.template: Invalid value"))
-    reconcile(api)
+@pytest.mark.parametrize("answer", [409, 429, 500, 503])
+def test_another_refusal_is_said_in_status_and_tried_again_soon(answer: int) -> None:
+    api = RefusingJobs({}, answer)
+    with pytest.raises(ApiRefused, match="Invalid value"):
+        reconcile(api)
     (status,) = api.statuses
-    assert status["state"] == "Failed"
+    assert (status["state"], "Invalid value" in json.dumps(status["conditions"])) == (
+        "Pending",
+        True,
+    )
+    assert [event["reason"] for event in api.events] == ["ObjectRefused"]
+    assert not api.deleted, "the Job may have been made all the same, and its pods need the rest"
+
+
+@pytest.mark.parametrize("answer", [400, 404, 413, 422])
+def test_what_the_api_server_does_not_take_is_said_in_status(
+    answer: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    api = Refusing(refusal(answer, "spec.template: Invalid value"))
+    assert reconcile(api) == LOOK_AGAIN_SECONDS
+    (status,) = api.statuses
+    assert status["state"] == "Pending", "an edit could not help any more"
     assert "spec.template: Invalid value" in json.dumps(status["conditions"])
     assert "event ObjectRefused was refused" in caplog.text
 
@@ -174,8 +195,9 @@ def test_a_pod_group_goes_with_its_attempts_config_map(gang: dict[str, Any]) -> 
     """The garbage collector deletes what has no owner left: there must be no other."""
     api = Taking({"placement": {"gang": gang}})
     reconcile(api)
-    made = {obj["kind"]: obj["metadata"] for obj in api.applied}
-    assert list(made) == ["Service", "ConfigMap", "PodGroup", "Job"], "pods before their group"
+    made = {obj["kind"]: obj["metadata"] for obj in api.made}
+    wanted = ["Secret", "Service", "ConfigMap", "PodGroup", "Job"]
+    assert list(made) == wanted, "pods before their group"
     (owner,) = made["PodGroup"]["ownerReferences"]
     assert owner == {
         "apiVersion": "v1",
@@ -194,8 +216,40 @@ def test_a_pod_group_goes_with_its_attempts_config_map(gang: dict[str, Any]) -> 
 
 
 def test_what_was_made_before_a_refusal_goes() -> None:
-    api = RefusingJobs({"placement": {"gang": {"volcano": {}}}})
+    api = RefusingJobs({"placement": {"gang": {"volcano": {}}}}, 422)
     reconcile(api)
-    assert api.statuses[-1]["state"] == "Failed"
-    made = next(obj["metadata"]["name"] for obj in api.applied if obj["kind"] == "ConfigMap")
+    assert api.statuses[-1]["state"] == "Pending"
+    made = next(obj["metadata"]["name"] for obj in api.made if obj["kind"] == "ConfigMap")
     assert f"/api/v1/namespaces/team/configmaps/{made}" in api.deleted
+
+
+class Left(Taking):
+    """One with a ConfigMap that a turn before left there."""
+
+    def make(self, obj: dict[str, Any]) -> Any:
+        path = f"/api/v1/namespaces/team/configmaps/{obj['metadata']['name']}"
+        if obj["kind"] == "ConfigMap" and path not in self.deleted:
+            return None
+        return super().make(obj)
+
+
+def test_a_config_map_that_a_turn_before_left_is_replaced() -> None:
+    """It cannot be changed, and the job may have been edited since."""
+    api = Left({})
+    reconcile(api)
+    assert api.statuses[-1]["state"] == "Starting"
+    assert [obj["kind"] for obj in api.made] == ["Secret", "Service", "ConfigMap", "Job"]
+
+
+class Meanwhile(Taking):
+    """One where somebody else has just made the Job."""
+
+    def make(self, obj: dict[str, Any]) -> Any:
+        return None if obj["kind"] == "Job" else super().make(obj)
+
+
+def test_a_job_that_somebody_else_has_just_made_is_looked_at_again() -> None:
+    api = Meanwhile({})
+    with pytest.raises(ApiRefused, match="was made by somebody else meanwhile"):
+        reconcile(api)
+    assert not api.deleted, "its pods need what goes with it"

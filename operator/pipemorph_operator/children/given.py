@@ -1,7 +1,8 @@
 """The user's pod template, such that building on it needs no doubt.
 
-Null is absent, as Kubernetes has it: an empty ``resources:`` is an everyday slip. What is built
-on must be of its type; all else is the API server's to judge.
+The API server leaves nulls in it, since it knows no fields of it that could be null. Null is
+absent, as Kubernetes has it: an empty ``resources:`` is an everyday slip. What is built on must be
+of its type; all else is the API server's to judge.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _TEMPLATE: Shape = {
     "metadata": {"labels": {"*": str}, "annotations": {"*": str}},
     "spec": {
         "volumes": [],
-        "topologySpreadConstraints": [],
+        "topologySpreadConstraints": [{}],
         "affinity": {
             "podAffinity": _POD_TERMS,
             "podAntiAffinity": _POD_TERMS,
@@ -38,7 +39,7 @@ _TEMPLATE: Shape = {
 _TRAINER: Shape = {
     "resources": {"requests": {}, "limits": {}},
     "securityContext": {"capabilities": {"add": []}},
-    "volumeMounts": [],
+    "volumeMounts": [{"mountPath": str}],
 }
 
 

@@ -60,22 +60,29 @@ def _networks(annotations: dict[str, str], networks: list[str]) -> None:
 
 
 def _shared_memory(spec: Object, trainer: Object, size: str) -> None:
+    """A /dev/shm that the template mounts itself stays; the preflight looks at its size."""
+    mounts = trainer.setdefault("volumeMounts", [])
+    if any(mount.get("mountPath", "").rstrip("/") == SHM_PATH for mount in mounts):
+        return
     spec.setdefault("volumes", []).append(
         {"name": SHM_VOLUME, "emptyDir": {"medium": "Memory", "sizeLimit": size}}
     )
-    trainer.setdefault("volumeMounts", []).append({"name": SHM_VOLUME, "mountPath": SHM_PATH})
+    mounts.append({"name": SHM_VOLUME, "mountPath": SHM_PATH})
 
 
 def _topology(spec: Object, topology: Topology, own: Object) -> None:
     if topology.mode == "spread":
-        spec.setdefault("topologySpreadConstraints", []).append(
-            {
-                "maxSkew": 1,
-                "topologyKey": topology.key,
-                "whenUnsatisfiable": "DoNotSchedule" if topology.required else "ScheduleAnyway",
-                "labelSelector": own,
-            }
-        )
+        constraint = {
+            "maxSkew": 1,
+            "topologyKey": topology.key,
+            "whenUnsatisfiable": "DoNotSchedule" if topology.required else "ScheduleAnyway",
+            "labelSelector": own,
+        }
+        given = spec.setdefault("topologySpreadConstraints", [])
+        # One for each of these pairs; the template's own stays.
+        pair = ("topologyKey", "whenUnsatisfiable")
+        if not any(all(of.get(k) == constraint[k] for k in pair) for of in given):
+            given.append(constraint)
         return
     term = {"topologyKey": topology.key, "labelSelector": own}
     if topology.required:
