@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from time import time
+from time import monotonic, time
 from typing import Any
 
 from pipemorph.errors import InputError
@@ -115,7 +115,7 @@ class Iterations:
         """
         origin = time()
         self._training_began = self._training_began or origin
-        plan = self._begin(iteration, origin)
+        plan = self._begin(iteration)
         handshake = self._token.start(iteration, plan.version, shapes)
         self._stage.begin_window()
         if not self._seat.last:
@@ -139,8 +139,9 @@ class Iterations:
         self._plans.install(plan)
         self._reporter.prepared = self._plans.book.newest
 
-    def _begin(self, iteration: int, origin: float) -> Plan:
+    def _begin(self, iteration: int) -> Plan:
         """Commit what all ranks agreed on two iterations ago, and select the links' paths."""
+        began = monotonic()
         self.rounds.finish(iteration - 2)
         agreed = self.rounds.agreed
         if self._plans.book.commit(agreed):
@@ -152,7 +153,7 @@ class Iterations:
         self._reporter.state = "training"
         self._reporter.begin_iteration(iteration, plan.version)
         self._executor.at_iteration(iteration)
-        self.rounds.begin(iteration, epoch=plan.version, at=origin)
+        self.rounds.begin(iteration, epoch=plan.version, at=began)
         return plan
 
     def _end(
@@ -198,9 +199,9 @@ class Iterations:
         for end in self._neighbours.ends:
             # In the very iteration, however short it is.
             end.severer.at(self._reporter.iteration, now - self._training_began)
-        if now - self._polled_at < PLAN_POLL_SECONDS:
+        if monotonic() - self._polled_at < PLAN_POLL_SECONDS:
             return
-        self._polled_at = now
+        self._polled_at = monotonic()
         self._loss.between_ops()
         self.rounds.finish_if_done(self._reporter.iteration - 1)
         plan = self._control.newest_plan()

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path as FilePath
-from time import time
+from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -199,7 +199,7 @@ class Pipeline:
             deadline=settings.deadline_seconds,
         )
         self._last_word = LastWord(self.current_wait, self._leave_traces)
-        self._last_activity = time()
+        self._last_activity = monotonic()
         self._closed = False
         self._failure: str | None = None
         self._switch_interval = sys.getswitchinterval()
@@ -262,7 +262,7 @@ class Pipeline:
             self._fail(error)
             raise
         self._waiting.end()
-        self._last_activity = time()
+        self._last_activity = monotonic()
         return norm
 
     def current_wait(self) -> str:
@@ -324,14 +324,14 @@ class Pipeline:
     def _step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Tensor:
         iteration = self.iteration
         if iteration > self.start_iteration:
-            self._iterations.rounds.end(iteration - 1, time())
+            self._iterations.rounds.end(iteration - 1, monotonic())
             self._save_if_due()
         inputs, shapes = self._stage.inputs(args, kwargs, target)
         loss = self._iterations.run(iteration, inputs, shapes)
         if self._agent is not None:
             self._agent.tend()
         self.iteration = iteration + 1
-        self._last_activity = time()
+        self._last_activity = monotonic()
         return torch.tensor(loss, dtype=torch.float32)
 
     def _resume(self) -> int:

@@ -17,7 +17,7 @@ from pipemorph_trainer.world import World
 
 @dataclass
 class _Open:
-    """An iteration that has begun and is not reported yet. Wall clock, seconds."""
+    """An iteration that has begun and is not reported yet. Monotonic clock, seconds."""
 
     epoch: int
     began: float
@@ -50,7 +50,7 @@ class Rounds:
         """The plan that all ranks have agreed on so far."""
 
     def begin(self, iteration: int, *, epoch: int, at: float) -> None:
-        """``epoch``: the plan the iteration runs. ``at``: when its step() was called."""
+        """``epoch``: the plan the iteration runs. ``at``: when its step() was called, monotonic."""
         self._open[iteration] = _Open(epoch, at)
 
     def offer(self, iteration: int, row: RankRow, loss: float) -> None:

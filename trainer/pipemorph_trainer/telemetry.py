@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from time import time
+from time import monotonic
 from typing import Literal
 
 from pipemorph.planning import Path
@@ -53,7 +53,7 @@ class Reporter:
 
     def between_ops(self) -> None:
         """Publish new link samples, at most every :data:`PUBLISH_SECONDS`."""
-        now = time()
+        now = monotonic()
         if now - self._published_at >= PUBLISH_SECONDS and any(e.recorder for e in self._ends):
             self.publish()
 
@@ -66,7 +66,7 @@ class Reporter:
         message: str | None = None,
     ) -> None:
         """Publish now, with all link samples there are."""
-        self._published_at = time()
+        self._published_at = monotonic()
         links, self._left_over = self._left_over, []
         for end in self._ends:
             if not end.recorder:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from time import time
+from time import monotonic, time
 from typing import Any
 
 from torch import Tensor
@@ -126,11 +126,9 @@ class Executor:
                 f"stage {end.peer_stage} to begin the last op that uses {end.sends.letter} of "
                 f"iteration {self._iteration} on {end}"
             )
-            now = time()
-            deadline = now + self._deadline
+            deadline = monotonic() + self._deadline
             while not end.settled():
-                self._sleep(None, now, deadline)
-                now = time()
+                self._sleep(None, deadline)
             self._waiting.end()
         if profiling():
             for end in self._ends:
@@ -194,7 +192,7 @@ class Executor:
         fused = any(op.kind is OpKind.BW for op in plan.schedule.stages[stage])
         backward = OpKind.BW if fused else OpKind.B
         f = b = w = 0
-        stalled_since = 0.0
+        deadline: float | None = None
         while w < total:
             if self._device_times is not None:
                 self._device_times.pace()
@@ -214,15 +212,15 @@ class Executor:
                 self._weight(w)
                 w += 1
             else:
-                if not stalled_since:
-                    stalled_since = now
+                if deadline is None:
+                    deadline = monotonic() + self._deadline
                     self._waiting.begin(self._either(may_forward, f, may_backward, b))
                 first = min(backward_at, forward_at)
-                self._sleep(first if first < NEVER else None, now, stalled_since + self._deadline)
+                self._sleep(first if first < NEVER else None, deadline)
                 continue
-            if stalled_since:
+            if deadline is not None:
                 self._waiting.end()
-                stalled_since = 0.0
+                deadline = None
 
     def _either(self, may_forward: bool, f: int, may_backward: bool, b: int) -> str:
         """The messages an idle stage under online dispatch could go on with."""
@@ -413,9 +411,9 @@ class Executor:
         if at is not None and at <= now:
             return
         self._waiting.begin(self._message(end, word, microbatch))
-        began, deadline = now, now + self._deadline
+        began, deadline = now, monotonic() + self._deadline
         while True:
-            self._sleep(at, now, deadline)
+            self._sleep(at, deadline)
             at = self._ready_at(end, word, microbatch)
             now = time()
             if at is not None and at <= now:
@@ -439,14 +437,16 @@ class Executor:
         why = end.gone() if end.is_lost() else str(error)
         return PeerLostError(f"{self._waiting.describe()}; {why}")
 
-    def _sleep(self, at: float | None, now: float, deadline: float) -> None:
-        """Wait for news, or until ``at``. Raises once ``deadline`` has passed or a peer is lost."""
-        if now >= deadline:
+    def _sleep(self, at: float | None, deadline: float) -> None:
+        """Wait for news, or until ``at`` (wall clock, as in notes). Raises once ``deadline``
+        (monotonic, which no correction of the clock moves) has passed, or a peer is lost."""
+        left = deadline - monotonic()
+        if left <= 0:
             raise WaitTimeoutError(
                 f"{self._waiting.describe()}; the deadline is {self._deadline:g} s"
             )
-        nap = min(LONGEST_NAP, deadline - now)
-        self._bell.wait(min(nap, at - now) if at is not None else nap)
+        nap = min(LONGEST_NAP, left)
+        self._bell.wait(min(nap, at - time()) if at is not None else nap)
         for each in self._ends:
             self._attend(each)
             if each.line.lost is not None:
@@ -486,12 +486,10 @@ class Executor:
             end.line.pump()
         if not source:
             self._waiting.begin(f"{what} for iteration {self._iteration} on link {end.link}")
-            now = time()
-            deadline = now + self._deadline
+            deadline = monotonic() + self._deadline
             while not source:
                 self._check_engine(end)
-                self._sleep(None, now, deadline)
-                now = time()
+                self._sleep(None, deadline)
             self._waiting.end()
         return source.popleft()
 

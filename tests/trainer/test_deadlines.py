@@ -1,0 +1,93 @@
+"""A deadline is a length of time: corrections of the machine's clock neither end nor stretch it."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipemorph.planning import OpKind
+from pipemorph_trainer.errors import WaitTimeoutError
+from pipemorph_trainer.executor import loop
+from pipemorph_trainer.executor.loop import Executor
+from pipemorph_trainer.executor.waiting import Waiting
+from pipemorph_trainer.links import Neighbourhood, Seat
+from pipemorph_trainer.paths.arrival import OpClock
+
+DEADLINE = 5.0
+
+
+class Clocks:
+    """Both clocks of a machine whose wall clock is set ``step`` seconds on at every wait."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, step: float) -> None:
+        self.wall, self.monotonic, self._step = 1e9, 100.0, step
+        monkeypatch.setattr(loop, "time", lambda: self.wall)
+        monkeypatch.setattr(loop, "monotonic", lambda: self.monotonic)
+        self.waits = 0
+
+    def wait(self, seconds: float) -> None:
+        self.waits += 1
+        self.monotonic += seconds
+        self.wall += seconds + self._step
+
+
+class Coming:
+    """A message that is here after so many waits."""
+
+    def __init__(self, clocks: Clocks, waits: int) -> None:
+        self._clocks, self._waits = clocks, waits
+
+    def ready_at(self, microbatch: int) -> float | None:
+        return 0.0 if self._clocks.waits >= self._waits else None
+
+
+def stage_1(clocks: Clocks, incoming: Any) -> tuple[Executor, Any]:
+    line = SimpleNamespace(lost=None, pump=lambda: None)
+    end = SimpleNamespace(
+        link=0, peer_rank=0, peer_stage=0, line=line, incoming=incoming, attend=lambda: None,
+        path=None, engine_link=None, settled=lambda: incoming.ready_at(0) is not None,
+        sends=SimpleNamespace(letter="B"),
+    )  # fmt: skip
+    nothing = lambda *_: None  # noqa: E731
+    made = Executor(
+        seat=Seat(1, 1, 2, 0, 1),
+        runner=None,  # type: ignore[arg-type]
+        neighbours=Neighbourhood(end, None, None),  # type: ignore[arg-type]
+        bell=clocks,  # type: ignore[arg-type]
+        op_clock=OpClock(),
+        waiting=Waiting("rank 1 (stage 1)"),
+        deadline=DEADLINE,
+        boundary=nothing,
+        on_first_forward=nothing,
+        on_last_forward=nothing,
+        reserve=nothing,
+    )
+    return made, end
+
+
+@pytest.mark.parametrize("step", [300.0, -300.0])
+def test_a_clock_that_is_set_ends_no_wait(step: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = Clocks(monkeypatch, step)
+    executor, end = stage_1(clocks, Coming(clocks, 3))
+    executor._await(end, OpKind.F, 0)
+    assert clocks.waits == 3
+    executor, end = stage_1(clocks, Coming(clocks, 6))
+    executor._settle()
+    assert clocks.waits == 6
+    source: deque[str] = deque()
+    monkeypatch.setattr(end, "attend", lambda: source.append("token"))
+    assert executor.await_line(end, "stage 0 to begin", source) == "token"
+
+
+@pytest.mark.parametrize("step", [0.0, -1e6])
+def test_a_deadline_comes_whatever_the_clock_says(
+    step: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clocks = Clocks(monkeypatch, step)
+    executor, end = stage_1(clocks, Coming(clocks, 10**9))
+    with pytest.raises(WaitTimeoutError, match=r"F of microbatch 2 .* the deadline is 5 s"):
+        executor._await(end, OpKind.F, 2)
+    assert clocks.waits <= DEADLINE / loop.LONGEST_NAP + 1
