@@ -70,12 +70,12 @@ class Buffer {
 };
 
 struct PyLink {
-    std::shared_ptr<Link> link;
+    Reference<Link> link;
     std::shared_ptr<Graveyard> graveyard;
 
     // Every call from Python comes through here.
     Link& use() const {
-        graveyard->release_all();
+        graveyard->visit();
         return *link;
     }
 };
@@ -131,7 +131,7 @@ class PyMessage {
     }
 
     void release() {
-        if (std::exchange(released_, true)) return;
+        if (std::exchange(released_, true) || link_.graveyard->inherited()) return;
         if (arrived_.slot) link_.link->release(*arrived_.slot, arrived_.serial);
         arrived_.keep.reset();
     }
@@ -275,18 +275,21 @@ class PyEngine {
         c.numa_node =
             numa_node < 0 ? -1 : static_cast<int>(bounded(numa_node, "numa_node", 0, 1023));
         const nb::gil_scoped_release no_gil;
-        engine_ = std::make_shared<Engine>(std::move(c));
+        engine_ = std::make_unique<Engine>(std::move(c));
     }
     ~PyEngine() {
+        if (graveyard_->inherited()) {
+            static_cast<void>(engine_.release());  // whose threads cannot be waited for here
+            return;
+        }
         const nb::gil_scoped_release no_gil;
-        engine_->close(0.0);
         engine_.reset();
     }
     PyEngine(const PyEngine&) = delete;
     PyEngine& operator=(const PyEngine&) = delete;
 
     Engine& use() const {
-        graveyard_->release_all();
+        graveyard_->visit();
         return *engine_;
     }
 
@@ -311,7 +314,7 @@ class PyEngine {
     }
 
     void close(double timeout) const {
-        use();
+        if (graveyard_->inherited()) return;
         deadline_after(timeout);
         {
             const nb::gil_scoped_release no_gil;
@@ -322,7 +325,7 @@ class PyEngine {
 
   private:
     std::shared_ptr<Graveyard> graveyard_;
-    std::shared_ptr<Engine> engine_;
+    std::unique_ptr<Engine> engine_;
 };
 
 }  // namespace
@@ -436,6 +439,7 @@ NB_MODULE(_engine, m) {
             "index"_a = 0)
         .def("sever_control", [](const PyLink& self) { self.use().sever_control(); })
         .def("close", [](const PyLink& self) {
+            if (self.graveyard->inherited()) return;
             Link& link = self.use();
             {
                 const nb::gil_scoped_release no_gil;

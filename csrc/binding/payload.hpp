@@ -6,11 +6,16 @@
 #pragma once
 
 #include <Python.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
+
+#include "engine/error.hpp"
+#include "os/fd.hpp"
 
 namespace pipemorph {
 
@@ -18,7 +23,22 @@ class Graveyard {
   public:
     ~Graveyard() { release_all(); }
 
+    // Whether this process is a fork of the one that the engine belongs to. Then its threads are
+    // not here and its locks may be held for ever: nothing of it may be touched.
+    bool inherited() const { return forks_ != forks(); }
+
+    // At the begin of every call on the engine.
+    void visit() {
+        if (inherited())
+            throw EngineError("process " + std::to_string(getpid()) + " was forked off process " +
+                              std::to_string(owner_) +
+                              ", whose engine this is, and cannot use it: make an engine here, or "
+                              "start processes by the methods 'spawn' or 'forkserver'");
+        release_all();
+    }
+
     void bury(Py_buffer* buffer) {
+        if (inherited()) return;
         const std::lock_guard lock(mu_);
         dead_.push_back(buffer);
         any_.store(true, std::memory_order_release);
@@ -26,7 +46,7 @@ class Graveyard {
 
     // With the GIL.
     void release_all() {
-        if (!any_.load(std::memory_order_acquire)) return;
+        if (inherited() || !any_.load(std::memory_order_acquire)) return;
         std::vector<Py_buffer*> dead;
         {
             const std::lock_guard lock(mu_);
@@ -42,9 +62,27 @@ class Graveyard {
     }
 
   private:
+    const uint32_t forks_ = forks();
+    const pid_t owner_ = getpid();
     std::mutex mu_;
     std::vector<Py_buffer*> dead_;
     std::atomic<bool> any_{false};
+};
+
+// A reference of Python's to something of the engine's. In a forked child it is never let go of.
+template <typename T>
+class Reference : public std::shared_ptr<T> {
+  public:
+    Reference(std::shared_ptr<T> to) : std::shared_ptr<T>(std::move(to)) {}
+    Reference(const Reference&) = default;
+    Reference(Reference&&) noexcept = default;
+    Reference& operator=(const Reference&) = delete;
+    ~Reference() {
+        if (forks_ != forks()) static_cast<void>(new std::shared_ptr<T>(std::move(*this)));
+    }
+
+  private:
+    const uint32_t forks_ = forks();
 };
 
 // Takes the buffer over.

@@ -177,7 +177,9 @@ void Listener::make_room() {
 
 void Listener::on_connections() {
     for (int i = 0; i < kAcceptsPerTurn; ++i) {
-        Fd fd(::accept4(fd_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+        Fd fd = Fd::made_by([this] {
+            return ::accept4(fd_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+        });
         if (!fd) {
             if (errno != EMFILE && errno != ENFILE) return;
             // Out of descriptors: look away for a moment rather than spin on the event.

@@ -68,7 +68,7 @@ Runtime::Runtime(Config c)
       peer_deadline_ns(to_ns(config.peer_deadline)),
       boot_id(config.transport == Transport::tcp ? std::string() : read_boot_id()),
       control("pm-control"),
-      bell_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+      bell_(Fd::made_by([] { return eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK); })) {
     if (!bell_) throw EngineError("eventfd failed");
     const size_t threads = data_thread_count();
     for (size_t i = 0; i < threads; ++i)

@@ -54,7 +54,8 @@ std::shared_ptr<Memory> Memory::anonymous(size_t bytes) {
 
 std::shared_ptr<Memory> Memory::shareable(size_t bytes) {
     bytes = rounded(bytes);
-    Fd fd(memfd_create("pipemorph-slots", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    Fd fd = Fd::made_by(
+        [] { return memfd_create("pipemorph-slots", MFD_CLOEXEC | MFD_ALLOW_SEALING); });
     if (!fd) fail("creating shared memory", bytes);
     // Reserve now: running out of memory must be an error here and not a SIGBUS later.
     if (ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0 ||

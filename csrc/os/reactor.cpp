@@ -26,8 +26,8 @@ uint64_t tag(int fd, uint32_t generation) {
 
 Reactor::Reactor(std::string name)
     : name_(std::move(name)),
-      epoll_(epoll_create1(EPOLL_CLOEXEC)),
-      wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+      epoll_(Fd::made_by([] { return epoll_create1(EPOLL_CLOEXEC); })),
+      wake_(Fd::made_by([] { return eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK); })) {
     if (!epoll_ || !wake_) throw EngineError(std::string("epoll: ") + std::strerror(errno));
     add(wake_.get(), EPOLLIN, [this](uint32_t) {
         uint64_t count;

@@ -21,6 +21,11 @@ void set_option(const Fd& socket, int level, int option, int value) {
     setsockopt(socket.get(), level, option, &value, sizeof value);
 }
 
+Fd make_socket(const Address& address) {
+    return Fd::made_by(
+        [&] { return ::socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0); });
+}
+
 uint16_t port_of(const sockaddr_storage& s) {
     if (s.ss_family == AF_INET) return ntohs(reinterpret_cast<const sockaddr_in&>(s).sin_port);
     if (s.ss_family == AF_INET6) return ntohs(reinterpret_cast<const sockaddr_in6&>(s).sin6_port);
@@ -82,7 +87,7 @@ Address abstract_unix(std::string_view name) {
 }
 
 Fd listen_on(const Address& address) {
-    Fd fd(::socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+    Fd fd = make_socket(address);
     if (!fd) throw EngineError(std::string("socket: ") + std::strerror(errno));
     if (address.family() != AF_UNIX) set_option(fd, SOL_SOCKET, SO_REUSEADDR, 1);
     // "::" is every address of the host, whatever the system's default.
@@ -108,7 +113,7 @@ Address peer_address(const Fd& socket) {
 }
 
 Fd start_connect(const Address& address) {
-    Fd fd(::socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+    Fd fd = make_socket(address);
     if (!fd) return fd;
     if (::connect(fd.get(), address.get(), address.size) != 0 && errno != EINPROGRESS) {
         const int error = errno;
