@@ -274,6 +274,3 @@ def _check_plan(job: PipeMorphJob) -> None:
         initial_schedule(job.spec)
     except InputError as error:
         raise InputError(f"spec.schedule: {error}") from None
-    except ValidationError as error:
-        message = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
-        raise InputError(f"spec.schedule: {one_line(message)}") from None

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from pipemorph.planning.ir import Dispatch, Policy
+from pipemorph.planning.problem import MAX_CELLS
 from pipemorph.spec_base import FieldError as FieldError  # noqa: PLC0414 - public here
 from pipemorph.spec_base import SpecModel as SpecModel  # noqa: PLC0414
 from pipemorph.spec_cluster import Placement
@@ -394,6 +395,7 @@ class JobSpec(SpecModel):
     def _fits_together(self) -> JobSpec:
         for problem in self._lengths():
             raise problem
+        self._check_size()
         self._check_batch()
         self._check_warmup()
         self._check_faults()
@@ -418,6 +420,15 @@ class JobSpec(SpecModel):
                 "emulation.stageTimes",
                 f"has {len(self.emulation.stage_times)} entries; expected 1 for all stages,"
                 f" or {stages}",
+            )
+
+    def _check_size(self) -> None:
+        stages, microbatches = self.parallelism.stages, self.schedule.microbatches
+        if stages * microbatches > MAX_CELLS:
+            raise FieldError(
+                "schedule.microbatches",
+                f"is {microbatches}; at {stages} stages at most {MAX_CELLS // stages} can be"
+                " planned",
             )
 
     def _check_batch(self) -> None:

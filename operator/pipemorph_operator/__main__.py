@@ -16,6 +16,7 @@ import aiohttp
 import kopf
 
 from pipemorph.errors import InputError
+from pipemorph.ingest import ProcessPlanner
 from pipemorph.log_level import log_level
 from pipemorph_operator import serve
 from pipemorph_operator.api import ApiRefused, Cluster, path
@@ -23,6 +24,7 @@ from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.handlers import Key, Watched, registry
 from pipemorph_operator.listed import until_listed
 from pipemorph_operator.metrics import RECONCILES
+from pipemorph_operator.plans import LIMIT_SECONDS, Plans
 from pipemorph_operator.reconcile import Reconciler
 from pipemorph_operator.workqueue import WorkQueue
 
@@ -90,7 +92,9 @@ async def run(options: argparse.Namespace) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with await Cluster.configured() as cluster:
-        reconciler = Reconciler(cluster, config, watched.jobs)
+        planner = ProcessPlanner(1, limit_seconds=LIMIT_SECONDS)
+        plans = Plans(planner.first_plan, queue.add)
+        reconciler = Reconciler(cluster, config, watched.jobs, plans)
         ready = asyncio.Event()
         http = await serve.start(options.host, options.metrics_port, ready.is_set)
         tasks = [asyncio.create_task(work(queue, reconciler)) for _ in range(options.workers)]
@@ -114,6 +118,8 @@ async def run(options: argparse.Namespace) -> None:
             for task in tasks:
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
+            await plans.close()
+            await planner.close()
             await http.cleanup()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from pipemorph.planning.problem import MAX_CELLS
 from pipemorph.spec import MAX_RANKS, RESERVED_ENV, RESERVED_ENV_PREFIXES, TRAINER_CONTAINER
 
 
@@ -64,6 +65,11 @@ RULES: dict[str, list[Rule]] = {
                 "parallelism", "schedule", "trainer", "transport",
                 "emulation", "checkpoint", "faults", "managedBy",
             )
+        ),
+        Rule(
+            rule=f"self.parallelism.stages * self.schedule.microbatches <= {MAX_CELLS}",
+            message=f"stages × microbatches must be at most {MAX_CELLS}: more cannot be planned",
+            field_path=".schedule.microbatches",
         ),
         Rule(
             rule="!has(self.schedule.globalBatchSize) || self.schedule.globalBatchSize"

@@ -13,7 +13,7 @@ from pipemorph.errors import InputError, one_line
 from pipemorph.spec import PipeMorphJob
 from pipemorph.spec_cluster import Placement
 from pipemorph.status import PodCounts
-from pipemorph_operator import names
+from pipemorph_operator import names, plans
 from pipemorph_operator.accuse import accuse
 from pipemorph_operator.children import Attempt, Unbuildable, objects
 from pipemorph_operator.config import OperatorConfig
@@ -114,8 +114,20 @@ def _unfinished(draft: Draft, job: PipeMorphJob, config: OperatorConfig) -> Deci
             draft, job, restart.Cause(names.R_JOB_LOST, f"Job {name} was deleted by somebody else")
         )
     if current is None:
-        return _start(draft, job, config)
+        return _unplanned(draft, job) or _start(draft, job, config)
     return _follow(draft, job, current)
+
+
+def _unplanned(draft: Draft, job: PipeMorphJob) -> Decision | None:
+    """What to do with a job of which it is not known that there is a plan; None if it is."""
+    found = draft.seen.plan or plans.at_once(job.spec)
+    if found is None:
+        draft.out.needs_plan = job.spec
+        return draft.out
+    if not found.known:
+        draft.not_running(names.R_PLANNING, "the plan of the start is being made")
+        return draft.done()
+    return _fail(draft, names.R_INVALID_SPEC, found.problem) if found.problem else None
 
 
 def _fail(draft: Draft, reason: str, message: str) -> Decision:

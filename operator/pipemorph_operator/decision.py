@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from pipemorph.spec import JobSpec
 from pipemorph.status import MAX_ATTEMPTS_KEPT, AttemptRecord, ConditionStatus, JobStatus
 from pipemorph_operator import names
 from pipemorph_operator.children import Attempt
 from pipemorph_operator.events import Event, Kind
 from pipemorph_operator.facts import JobFacts, PodFacts, format_time
 from pipemorph_operator.job_object import operator_part
+from pipemorph_operator.plans import Plannable
 from pipemorph_operator.policy import conditions, state
 
 
@@ -23,6 +25,8 @@ class Observed:
 
     body: Mapping[str, Any]
     now: datetime
+    plan: Plannable | None = field(default=None, kw_only=True)
+    """Whether the spec allows a plan; None if that was not asked."""
     current: JobFacts | None = None
     others: Sequence[JobFacts] = ()
     pods: Sequence[PodFacts] | None = None
@@ -30,7 +34,8 @@ class Observed:
 
 @dataclass
 class Decision:
-    """What to change. ``status`` None: leave it. ``needs_pods``: decide again with the pods."""
+    """What to change. ``status`` None: leave it. ``needs_pods``: decide again with the pods;
+    ``needs_plan``: with whether this spec allows a plan."""
 
     status: JobStatus | None = None
     create: Attempt | None = None
@@ -41,6 +46,7 @@ class Decision:
     ConfigMap that owns it."""
     delete_self: bool = False
     needs_pods: bool = False
+    needs_plan: JobSpec | None = None
     events: list[Event] = field(default_factory=list)
     again_in: float | None = None
     counts: list[str] = field(default_factory=list)

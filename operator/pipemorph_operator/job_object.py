@@ -18,7 +18,8 @@ from pipemorph_operator.children.naming import attempt_name
 def read_job(body: Mapping[str, Any]) -> PipeMorphJob:
     """The job in an API object, its pod template as it stands: an attempt's pods are made from it
     by :func:`~pipemorph_operator.children.given.pod_template`, which checks it. Raises
-    :class:`InputError`, one line that names the field."""
+    :class:`InputError`, one line that names the field. Whether its spec allows a plan is found out
+    later (:mod:`pipemorph_operator.plans`)."""
     metadata = body["metadata"]
     spec = dict(body.get("spec") or {})
     # What is wrong with a template can be edited: an attempt that has its pods does not end by it.
@@ -38,13 +39,6 @@ def read_job(body: Mapping[str, Any]) -> PipeMorphJob:
     except ValidationError as error:
         raise InputError(describe(error)) from None
     job.spec.template = template
-    # Late: the planner is not needed for anything else here.
-    from pipemorph.control.initial import check_plan
-
-    try:
-        check_plan(job.spec)
-    except (InputError, ValidationError) as error:
-        raise InputError(f"spec.schedule: {error}") from None
     return job
 
 

@@ -67,6 +67,7 @@ R_COMPLETED = "AllRanksFinished"
 R_FINISHED = "JobFinished"
 
 R_INVALID_SPEC = "InvalidSpec"
+R_PLANNING = "Planning"
 R_NO_IMAGE = "NoTrainerImage"
 R_REFUSED = "ObjectRefused"
 R_INTERNAL = "InternalError"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -27,6 +28,7 @@ from pipemorph_operator.events import tell
 from pipemorph_operator.facts import JobFacts, PodFacts
 from pipemorph_operator.job_object import current_name, dump, operator_part
 from pipemorph_operator.metrics import JOBS
+from pipemorph_operator.plans import Plans
 
 log = logging.getLogger("pipemorph.operator")
 
@@ -45,11 +47,16 @@ class Reconciler:
     """Carries decisions out."""
 
     def __init__(
-        self, cluster: Cluster, config: Callable[[], OperatorConfig], owned: OwnedJobs
+        self,
+        cluster: Cluster,
+        config: Callable[[], OperatorConfig],
+        owned: OwnedJobs,
+        plans: Plans | None = None,
     ) -> None:
         self._cluster = cluster
         self._config = config
         self._owned = owned
+        self._plans = plans
 
     async def reconcile(self, namespace: str, name: str) -> float | None:
         """One turn. Returns in how many seconds another is due at the latest, if one is.
@@ -59,11 +66,20 @@ class Reconciler:
         """
         body = await self._cluster.get(path("PipeMorphJob", namespace, name))
         if body is None:
+            if self._plans is not None:
+                self._plans.forget((namespace, name))
             return None
         seen = await self._observe(body)
         config = self._config()
         try:
             decision = decide(seen, config)
+            if decision.needs_plan is not None:
+                if self._plans is None:
+                    raise RuntimeError("a large plan is needed, and nobody was given to make it")
+                uid = body["metadata"]["uid"]
+                plan = self._plans.look((namespace, name), uid, decision.needs_plan)
+                seen = replace(seen, plan=plan)
+                decision = decide(seen, config)
             if decision.needs_pods:
                 pods = await self._pods(namespace, body["metadata"]["uid"], seen)
                 seen = Observed(seen.body, seen.now, seen.current, seen.others, pods)

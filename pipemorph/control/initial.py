@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
+from weakref import WeakValueDictionary
+
+from pydantic import ValidationError
 
 from pipemorph.control.profile import expected_times, in_flight_limits
+from pipemorph.errors import InputError, one_line
 from pipemorph.planning import (
     Link,
     Path,
@@ -16,6 +21,19 @@ from pipemorph.planning import (
 )
 from pipemorph.spec import JobSpec
 
+QUICK_CELLS = 4096
+"""Stages × microbatches of a job that is planned within some 50 ms: a host need not have that
+done elsewhere. The largest there may be takes 100 times as long."""
+
+
+@dataclass(frozen=True)
+class FirstPlan:
+    """Question for the schedule of version 0, to be answered in another process. ``wanted``: it
+    is to come back, and not only whether there is one."""
+
+    spec: JobSpec
+    wanted: bool
+
 
 def initial_paths(spec: JobSpec) -> tuple[Path, ...]:
     """Path per link before anything is known: ``auto`` starts direct."""
@@ -24,7 +42,11 @@ def initial_paths(spec: JobSpec) -> tuple[Path, ...]:
 
 
 def initial_problem(spec: JobSpec) -> Problem:
-    """The problem version 0 is planned for: stated op times, or equal ones, and no delay."""
+    """The problem version 0 is planned for: stated op times, or equal ones, and no delay.
+
+    Raises :class:`~pipemorph.errors.InputError` for a spec of which each field is good, and
+    together they are not.
+    """
     stages = expected_times(spec)
     if stages is None:
         stages = tuple(
@@ -32,37 +54,68 @@ def initial_problem(spec: JobSpec) -> Problem:
             for limit in in_flight_limits(spec)
         )
     warmup = spec.schedule.warmup
-    return Problem(
-        microbatches=spec.schedule.microbatches,
-        stages=stages,
-        links=(Link(),) * (len(stages) - 1),
-        policy=spec.schedule.policy_kind,
-        warmup=tuple(warmup) if warmup is not None else None,
-    )
+    try:
+        return Problem(
+            microbatches=spec.schedule.microbatches,
+            stages=stages,
+            links=(Link(),) * (len(stages) - 1),
+            policy=spec.schedule.policy_kind,
+            warmup=tuple(warmup) if warmup is not None else None,
+        )
+    except ValidationError as error:
+        message = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+        raise InputError(one_line(message)) from None
 
 
 @lru_cache(maxsize=64)
 def _schedule(problem: Problem) -> Schedule:
-    """A host asks for the same plan when it checks a job and again when it controls it, and
-    jobs of one kind can share one: a schedule is never changed."""
+    """A host asks for the same plan when it checks a job and again when it controls it: a
+    schedule is never changed."""
     return plan(problem).schedule
+
+
+@lru_cache(maxsize=2)
+def _schedule_for_others(problem: Problem) -> Schedule:
+    """The largest take 10 MB, and here they are not held by anybody; jobs of one kind often come
+    one after the other."""
+    return plan(problem).schedule
+
+
+_shared: WeakValueDictionary[Problem, Schedule] = WeakValueDictionary()
+"""Those that somebody holds: jobs of one kind share one."""
+
+
+def share(problem: Problem, schedule: Schedule) -> Schedule:
+    """Let ``schedule``, perhaps made in another process, be the one for ``problem`` here, unless
+    there is one already. Returns the one that is used."""
+    return _shared.setdefault(problem, schedule)
+
+
+def is_quick(spec: JobSpec) -> bool:
+    """Whether the plan of the start takes no longer than a host may compute in between."""
+    return spec.parallelism.stages * spec.schedule.microbatches <= QUICK_CELLS
+
+
+def is_shared(spec: JobSpec) -> bool:
+    """Whether somebody holds the schedule of the start."""
+    return initial_problem(spec) in _shared
 
 
 def initial_schedule(spec: JobSpec) -> Schedule:
     """Schedule of version 0. Raises :class:`~pipemorph.errors.InputError` if the spec allows
     none, as a fixed warm-up above an in-flight limit."""
-    return _schedule(initial_problem(spec))
+    problem = initial_problem(spec)
+    found = _shared.get(problem)
+    return found if found is not None else share(problem, _schedule(problem))
 
 
-@lru_cache(maxsize=1024)
-def _can_be_planned(problem: Problem) -> None:
-    _schedule(problem)
-
-
-def check_plan(spec: JobSpec) -> None:
-    """Raise :class:`~pipemorph.errors.InputError` if the spec allows no plan. What was found
-    good is remembered: a reconciler asks with every turn, and a large plan takes a second."""
-    _can_be_planned(initial_problem(spec))
+def answer(asked: FirstPlan) -> Schedule | InputError | None:
+    """The schedule, None if only asked whether there is one, or why there is none."""
+    try:
+        schedule = _schedule_for_others(initial_problem(asked.spec))
+    except InputError as error:
+        return error
+    return schedule if asked.wanted else None
 
 
 def initial_plan(spec: JobSpec) -> Plan:

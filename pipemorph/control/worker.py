@@ -1,8 +1,9 @@
-"""``python -m pipemorph.control.worker``: makes proposals for a host that has no time to.
+"""``python -m pipemorph.control.worker``: plans for a host that has no time to.
 
-Reads pickled :class:`~pipemorph.control.replan.Replan` from standard input, writes pickled
-:class:`~pipemorph.control.replan.Proposal` to standard output, each after its length in 8 bytes,
-and ends when its input does. Both ends are one program of one version, joined by a pipe.
+Reads pickled :class:`~pipemorph.control.replan.Replan` or
+:class:`~pipemorph.control.initial.FirstPlan` from standard input, writes the pickled answer to
+standard output, each after its length in 8 bytes, and ends when its input does. Both ends are one
+program of one version, joined by a pipe.
 """
 
 from __future__ import annotations
@@ -13,33 +14,42 @@ import signal
 import sys
 from typing import BinaryIO
 
+from pipemorph.control import initial
+from pipemorph.control.initial import FirstPlan
 from pipemorph.control.replan import Proposal, Replan, propose
+from pipemorph.errors import InputError
 from pipemorph.log_level import log_level
+from pipemorph.planning import Schedule
 
 HEADER_BYTES = 8
 
 log = logging.getLogger("pipemorph.planner")
 
 
-def frame(value: Replan | Proposal) -> bytes:
+Question = Replan | FirstPlan
+Answer = Proposal | Schedule | InputError | None
+
+
+def frame(value: Question | Answer) -> bytes:
     """As it goes through the pipe."""
     data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     return len(data).to_bytes(HEADER_BYTES, "big") + data
 
 
-def answer(asked: Replan) -> Proposal:
-    """The proposal; a fault of the planner is one more reason to keep the plan."""
+def answer(asked: Question) -> Answer:
+    """The proposal or the schedule; a fault of the planner is one more reason to have none."""
     try:
-        return propose(asked)
+        return propose(asked) if isinstance(asked, Replan) else initial.answer(asked)
     except Exception as error:
         log.exception("a plan could not be made")
-        return Proposal(None, None, f"no plan was found: {type(error).__name__}: {error}")
+        why = f"no plan was found: {type(error).__name__}: {error}"
+        return Proposal(None, None, why) if isinstance(asked, Replan) else InputError(why)
 
 
 def serve(questions: BinaryIO, answers: BinaryIO) -> None:
     """Answer until there is nothing more to read."""
     while len(header := questions.read(HEADER_BYTES)) == HEADER_BYTES:
-        asked: Replan = pickle.loads(questions.read(int.from_bytes(header, "big")))
+        asked: Question = pickle.loads(questions.read(int.from_bytes(header, "big")))
         answers.write(frame(answer(asked)))
         answers.flush()
 

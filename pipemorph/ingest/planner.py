@@ -1,4 +1,4 @@
-"""Who makes decisions for the ingest: processes of their own, so that reports never wait for one.
+"""Who plans for a host: processes of their own, so that nobody else waits for a plan.
 
 A decision takes up to a thousand times what a report takes, and in Python a thread that
 computes holds up the event loop as the loop itself would.
@@ -16,8 +16,12 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import cast
 
+from pipemorph.control.initial import FirstPlan
 from pipemorph.control.replan import Proposal, Replan
-from pipemorph.control.worker import HEADER_BYTES, frame
+from pipemorph.control.worker import HEADER_BYTES, Answer, Question, frame
+from pipemorph.errors import InputError
+from pipemorph.planning import Schedule
+from pipemorph.spec import JobSpec
 
 log = logging.getLogger("pipemorph.ingest")
 
@@ -31,7 +35,7 @@ LIMIT_SECONDS = 60.0
 
 
 class PlannerLost(Exception):
-    """The process that was at it ended."""
+    """There is no answer: the process that was at it ended, or took too long."""
 
 
 class ProcessPlanner:
@@ -55,15 +59,36 @@ class ProcessPlanner:
         return [*self._busy, *self._idle]
 
     async def __call__(self, asked: Replan) -> Proposal:
+        try:
+            return cast(Proposal, await self._answer(asked))
+        except TimeoutError:
+            return Proposal(None, None, f"no plan was found within {self._limit:g} s")
+
+    async def first_plan(self, spec: JobSpec, *, wanted: bool = True) -> Schedule | None:
+        """The schedule that a job begins with; None if it is not ``wanted`` but only whether there
+        is one. Raises :class:`~pipemorph.errors.InputError` if the spec allows none, and
+        :class:`PlannerLost` if it should be asked again."""
+        # A pod template need not travel between processes.
+        bare = spec.model_copy(update={"template": None, "placement": None})
+        try:
+            found = await self._answer(FirstPlan(bare, wanted))
+        except TimeoutError:
+            raise PlannerLost(f"no plan was found within {self._limit:g} s") from None
+        if isinstance(found, InputError):
+            raise found
+        return cast(Schedule | None, found)
+
+    async def _answer(self, asked: Question) -> Answer:
+        """Raises TimeoutError, :class:`PlannerLost`."""
         async with self._turns:
             process = self._idle.pop() if self._idle else await self._start()
             self._busy.add(process)
             try:
                 async with asyncio.timeout(self._limit):
-                    proposal = await _ask(process, asked)
+                    answer = await _ask(process, asked)
             except TimeoutError:
                 await self._end(process)
-                return Proposal(None, None, f"no plan was found within {self._limit:g} s")
+                raise
             except (OSError, asyncio.IncompleteReadError):
                 await self._end(process)
                 raise PlannerLost(f"the planner ended ({process.returncode})") from None
@@ -73,7 +98,7 @@ class ProcessPlanner:
                 raise
             self._busy.discard(process)
             self._idle.append(process)
-            return proposal
+            return answer
 
     async def warm_up(self) -> None:
         """Start the processes before they are needed: that takes a second, and the first decision
@@ -106,10 +131,10 @@ class ProcessPlanner:
         await process.wait()
 
 
-async def _ask(process: asyncio.subprocess.Process, asked: Replan) -> Proposal:
+async def _ask(process: asyncio.subprocess.Process, asked: Question) -> Answer:
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(frame(asked))
     await process.stdin.drain()
     length = int.from_bytes(await process.stdout.readexactly(HEADER_BYTES), "big")
-    return cast(Proposal, pickle.loads(await process.stdout.readexactly(length)))
+    return cast(Answer, pickle.loads(await process.stdout.readexactly(length)))

@@ -19,6 +19,8 @@ from pipemorph.planning.ir import Dispatch, Policy
 # Large enough for any pipeline there is; small enough that a slip of the keyboard in
 # `microbatches` is an error message and not a machine that swaps.
 MAX_OPS = 1_000_000
+MAX_CELLS = MAX_OPS // 3
+"""Most stages × microbatches: each microbatch is an F, a B and a W on each stage."""
 MAX_LAYERS = 4096
 MAX_BYTES = 64 << 20
 """A problem of a thousand stages has 100 KB."""
@@ -156,10 +158,10 @@ class Problem(_Model):
             raise ValueError(
                 f"links has {_entries(len(self.links))}; {count} stages need {count - 1}"
             )
-        if 3 * count * self.microbatches > MAX_OPS:
+        if count * self.microbatches > MAX_CELLS:
             raise ValueError(
                 f"microbatches is {self.microbatches}; at {count} stages"
-                f" at most {MAX_OPS // (3 * count)} can be planned"
+                f" at most {MAX_CELLS // count} can be planned"
             )
         if self.warmup is not None:
             _check_warmup(self.warmup, self)

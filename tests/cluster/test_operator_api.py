@@ -20,6 +20,7 @@ from operator_support import (
 )
 from testbed import TestbedError
 
+from pipemorph.planning.problem import MAX_CELLS
 from pipemorph_operator.children import Attempt, objects
 from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.job_object import read_job
@@ -96,6 +97,13 @@ def test_a_bad_manifest_is_refused_and_the_field_named(
     with pytest.raises(TestbedError) as refused:
         jobs.apply(changed(path, value))
     assert field in str(refused.value)
+
+
+def test_a_job_that_is_too_large_to_plan_is_refused(jobs: Jobs) -> None:
+    large = manifest("bad", stages=512)
+    large["spec"]["schedule"] = {"microbatches": MAX_CELLS // 512 + 1}
+    with pytest.raises(TestbedError, match=f"microbatches must be at most {MAX_CELLS}"):
+        jobs.apply(large)
 
 
 def test_a_name_that_is_no_label_is_refused(jobs: Jobs) -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from pipemorph.control import Health, JobController
+from pipemorph.control.initial import FirstPlan, initial_problem, initial_schedule, share
 from pipemorph.control.replan import Proposal, Replan, propose
 from pipemorph.control.worker import answer
+from pipemorph.errors import InputError
 from pipemorph.ingest import IngestHandler, MemoryStore, PlannerLost, ProcessPlanner
-from pipemorph.spec import JobSpec
+from pipemorph.planning import Schedule
+from pipemorph.spec import JobSpec, ScheduleSpec
 from pipemorph.wire import DirectiveEnvelope, LinkHealthReport
 
 OP = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}
@@ -214,6 +219,46 @@ def test_a_process_proposes_the_same_as_this_one() -> None:
         await planner.close()
 
     asyncio.run(run())
+
+
+def test_a_process_makes_the_same_first_plan_as_this_one() -> None:
+    async def run() -> None:
+        planner = ProcessPlanner(1)
+        spec = controller().spec
+        assert await planner.first_plan(spec) == initial_schedule(spec)
+        assert await planner.first_plan(spec, wanted=False) is None
+        schedule = {"warmup": [4] * STAGES, "inFlightLimit": 1}
+        fixed = spec.model_copy(
+            update={"schedule": ScheduleSpec(microbatches=12, **schedule)}  # type: ignore[arg-type]
+        )
+        with pytest.raises(InputError, match="in_flight_limit allows 1") as refused:
+            initial_schedule(fixed)
+        with pytest.raises(InputError, match=f"^{re.escape(str(refused.value))}$"):
+            await planner.first_plan(fixed)
+        await planner.close()
+
+    asyncio.run(run())
+
+
+def test_a_first_plan_that_takes_too_long_is_asked_for_again() -> None:
+    async def run() -> None:
+        planner = ProcessPlanner(1, limit_seconds=0.001)
+        with pytest.raises(PlannerLost, match=r"no plan was found within 0\.001 s"):
+            await planner.first_plan(controller().spec)
+        await planner.close()
+
+    asyncio.run(run())
+
+
+def test_jobs_of_one_kind_share_a_plan_made_elsewhere() -> None:
+    spec = controller().spec.model_copy(update={"schedule": ScheduleSpec(microbatches=13)})
+    problem, made = initial_problem(spec), answer(FirstPlan(spec, wanted=True))
+    assert isinstance(made, Schedule)
+    kept = share(problem, made)
+    again = answer(FirstPlan(spec, wanted=True))
+    assert isinstance(again, Schedule)
+    assert share(problem, pickle.loads(pickle.dumps(again))) is kept
+    assert initial_schedule(spec) is kept
 
 
 def test_a_process_that_dies_is_replaced() -> None:

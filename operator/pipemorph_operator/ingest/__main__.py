@@ -30,6 +30,8 @@ log = logging.getLogger("pipemorph.ingest")
 TLS_READ_BYTES = 4 * 1024
 """A report of a few stages. asyncio sets aside 256 KiB per connection to read into, and every job
 has two connections."""
+FIRST_PLAN_SECONDS = 600.0
+"""Longest for the first plan of a job; the largest takes some 10 s where the processor is free."""
 CERTIFICATE_SECONDS = 60.0
 """Between two looks at the certificate's files, which are renewed in place."""
 
@@ -135,7 +137,9 @@ async def run(options: argparse.Namespace) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     context = certificate(options)
     async with await Cluster.configured() as cluster:
-        store = ClusterStore(cluster, namespaces=options.namespace)
+        # By itself: what no job runs by yet must not hold up what jobs wait for.
+        first = ProcessPlanner(1, limit_seconds=FIRST_PLAN_SECONDS)
+        store = ClusterStore(cluster, namespaces=options.namespace, first_plan=first.first_plan)
         planner = ProcessPlanner()
         await planner.warm_up()
         server = IngestServer(
@@ -179,6 +183,7 @@ async def run(options: argparse.Namespace) -> None:
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
             await planner.close()
+            await first.close()
             await http.cleanup()
 
 

@@ -10,15 +10,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
 from pipemorph.control import JobController, JobView
+from pipemorph.control.initial import initial_problem, is_quick, is_shared, share
 from pipemorph.errors import InputError
-from pipemorph.ingest import ControlledJob
+from pipemorph.ingest import ControlledJob, PlannerLost
+from pipemorph.planning import Schedule
 from pipemorph.spec import JobSpec
 from pipemorph.status import Condition, ControlState, JobStatus, TrainingStatus, condition
 from pipemorph.wire import LinkHealthReport
@@ -51,7 +53,13 @@ LAST_WORD_PAUSES = (1.0, 5.0, 20.0, 60.0, 0.0)
 GONE = frozenset({404, 409})
 """Answers for a job that is not there any more, or is another one of that name."""
 
+PLAN_AGAIN_SECONDS = 5.0
+"""After the planner of the first plans was lost."""
+
 Key = tuple[str, str]
+
+FirstPlanner = Callable[[JobSpec], Awaitable[Schedule | None]]
+"""As :meth:`pipemorph.ingest.ProcessPlanner.first_plan`."""
 
 
 @dataclass
@@ -107,8 +115,13 @@ class ClusterStore:
         namespaces: Sequence[str] = (),
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
+        first_plan: FirstPlanner | None = None,
     ) -> None:
+        """``first_plan`` makes the first plans of large jobs; None: all are made here, at once."""
         self._cluster = cluster
+        self._first_plan = first_plan
+        self._planning: dict[Key, tuple[Mapping[str, Any], asyncio.Task[None]]] = {}
+        """Jobs that are held once they have their plan, as last seen."""
         self._clock = clock
         self._monotonic = monotonic
         self._held: dict[Key, Held] = {}
@@ -160,7 +173,7 @@ class ClusterStore:
         """Take in one event of the watch of a namespace, or of all (None)."""
         if kind == "SYNCED":
             listed = {key for key in self._listed if watched in (None, key[0])}
-            for key in self.keys:
+            for key in [*self.keys, *self._planning]:
                 if watched in (None, key[0]) and key not in listed:
                     self._drop(key)
             self._listed -= listed
@@ -191,6 +204,8 @@ class ClusterStore:
             last_word = ended and ours and "deletionTimestamp" not in metadata
             if held is None and last_word and self._is_unfinished(key, raw) and attempt is not None:
                 self._hold(key, body, attempt)  # It ended while no ingest was there.
+                if key in self._planning:
+                    return
             self._drop(key, last_word=last_word)
             return
         if held is None:
@@ -214,6 +229,9 @@ class ClusterStore:
     def _hold(self, key: Key, body: Mapping[str, Any], attempt: int) -> None:
         spec = self._spec(key, body)
         if spec is None:
+            return
+        if self._first_plan is not None and not (is_quick(spec) or is_shared(spec)):
+            self._plan_first(key, body, spec)
             return
         status = JobStatus.model_validate(body.get("status") or {})
         ear = Ear(self._clock)
@@ -241,6 +259,40 @@ class ClusterStore:
         self._held[key] = held
         JOBS_HELD.set(len(self._held))
 
+    def _plan_first(self, key: Key, body: Mapping[str, Any], spec: JobSpec) -> None:
+        """Have the job's first plan made elsewhere, and hold the job then, as it is then."""
+        before = self._planning.get(key)
+        if before is not None and before[0]["metadata"]["uid"] == body["metadata"]["uid"]:
+            self._planning[key] = body, before[1]
+            return
+        self._forget_plan(key)
+        self._planning[key] = body, asyncio.create_task(self._hold_planned(key, spec))
+
+    def _forget_plan(self, key: Key) -> None:
+        planning = self._planning.pop(key, None)
+        if planning is not None:
+            planning[1].cancel()
+
+    async def _hold_planned(self, key: Key, spec: JobSpec) -> None:
+        assert self._first_plan is not None
+        while True:
+            try:
+                schedule = await self._first_plan(spec)
+                break
+            except InputError as error:
+                log.error("%s/%s takes no reports: %s", *key, error)
+                del self._planning[key]
+                return
+            except (PlannerLost, OSError) as error:
+                log.error("%s/%s has no first plan yet, asked again: %s", *key, error)
+                await asyncio.sleep(PLAN_AGAIN_SECONDS)
+        assert schedule is not None
+        # The controller finds it; without a name here it would be gone before that.
+        kept = share(initial_problem(spec), schedule)
+        body, _ = self._planning.pop(key)
+        self._take(key, body)
+        del kept
+
     def _respec(self, held: Held, body: Mapping[str, Any]) -> None:
         """The spec was edited. Of what may be, only ``adaptation`` is the controller's."""
         spec = self._spec((held.namespace, held.name), body)
@@ -264,6 +316,7 @@ class ClusterStore:
             return None
 
     def _drop(self, key: Key, *, last_word: bool = False) -> None:
+        self._forget_plan(key)
         held = self._held.pop(key, None)
         JOBS_HELD.set(len(self._held))
         forget_job(*key)

@@ -138,7 +138,7 @@ def test_a_stage_works_as_its_policy_runs_it(policy: str, expected: float) -> No
 def test_more_than_can_be_planned_is_said_in_words(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipemorph.planning.problem.MAX_OPS", 4 * 3 * 30)
+    monkeypatch.setattr("pipemorph.planning.problem.MAX_CELLS", 4 * 30)
     file = tmp_path / "problem.json"
     file.write_text(problem((stage(),) * 4).model_dump_json(exclude_none=True))
     assert main(["advise", str(file), "--output", "json"]) == 0
