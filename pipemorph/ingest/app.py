@@ -79,13 +79,14 @@ def make_app(
         try:
             if scheme.lower() != "bearer" or not token.strip():
                 raise Refused(401, "expected the header Authorization: Bearer TOKEN")
-            await authenticator.authenticate(token.strip(), namespace, name)
+            await authenticator.authenticate(token.strip(), namespace, name, request.remote or "")
         except Refused as refusal:
             log.warning(
                 "refused %s for job %s/%s from %s: %s",
                 request.method, _shown(namespace), _shown(name), request.remote, refusal.reason,
             )  # fmt: skip
-            return Reply.error(refusal.status, refusal.reason)
+            # Who has no business here shall not keep a connection.
+            return Reply.error(refusal.status, refusal.reason)._replace(last=True)
         return None
 
     async def reports(request: web.Request) -> Reply:
@@ -163,16 +164,11 @@ async def _release_polls(app: web.Application) -> None:
     app[_HANDLER].close()
 
 
-_LAST = frozenset({400, 401, 403, 404, 408, 413})
-"""Answers after which the connection is closed: the rest of the body is not read, or the caller
-has no business here and shall not keep a connection."""
-
-
 def _response(reply: Reply) -> web.Response:
     response = web.Response(status=reply.status, body=reply.body, content_type="application/json")
     response.headers.update(reply.headers)
-    if reply.status in _LAST:
-        response.force_close()
+    if reply.last or reply.status in (400, 404, 408, 413):
+        response.force_close()  # The rest of a body is not read.
     return response
 
 

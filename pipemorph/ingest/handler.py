@@ -50,11 +50,12 @@ log = logging.getLogger("pipemorph.ingest")
 
 
 class Reply(NamedTuple):
-    """What to answer: HTTP status, JSON body, extra headers."""
+    """What to answer: HTTP status, JSON body, extra headers, and whether the connection ends."""
 
     status: int
     body: bytes
     headers: tuple[tuple[str, str], ...] = ()
+    last: bool = False
 
     @staticmethod
     def error(status: int, message: str, *, field: str | None = None) -> Reply:

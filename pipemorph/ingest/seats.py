@@ -19,7 +19,8 @@ class Identity:
 
 
 class Refused(Exception):
-    """A caller is turned away: 401 (not known) or 403 (known, but not for this job)."""
+    """A caller is turned away: 401 (not known), 403 (known, but not for this job) or 429 (too many
+    to say)."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -30,8 +31,11 @@ class Refused(Exception):
 class Authenticator(Protocol):
     """Decides whether a bearer token may speak for a job."""
 
-    async def authenticate(self, token: str, namespace: str, job: str) -> Identity:
-        """Identity of the caller. Raises :class:`Refused`."""
+    async def authenticate(
+        self, token: str, namespace: str, job: str, source: str = ""
+    ) -> Identity:
+        """Identity of the caller, who comes from the address ``source``. Raises
+        :class:`Refused`."""
 
 
 class ControlledJob(Protocol):
@@ -76,7 +80,9 @@ class BearerAuthenticator:
             raise ValueError("the ingest token is empty; expected a random secret")
         self._token = token.encode()
 
-    async def authenticate(self, token: str, namespace: str, job: str) -> Identity:
+    async def authenticate(
+        self, token: str, namespace: str, job: str, source: str = ""
+    ) -> Identity:
         if not hmac.compare_digest(token.encode("utf-8", "surrogatepass"), self._token):
             raise Refused(401, "the bearer token is not the one of this run")
         return Identity("run-token")

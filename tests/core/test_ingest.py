@@ -250,7 +250,9 @@ def test_only_the_token_of_the_run_is_let_in(caplog: pytest.LogCaptureFixture) -
 
 def test_an_authenticator_can_tell_known_from_allowed() -> None:
     class Pods:
-        async def authenticate(self, token: str, namespace: str, job: str) -> Identity:
+        async def authenticate(
+            self, token: str, namespace: str, job: str, source: str = ""
+        ) -> Identity:
             raise Refused(403, f"pod p does not belong to job {namespace}/{job}")
 
     async def test(client: Client, server: IngestServer) -> None:

@@ -77,7 +77,12 @@ async def until(condition: Callable[[], bool], what: str, seconds: float = PATIE
 
 
 async def ask(
-    port: int, *, tls: ssl.SSLContext | None = None, query: str = "", source: str = "127.0.0.1"
+    port: int,
+    *,
+    tls: ssl.SSLContext | None = None,
+    query: str = "",
+    source: str = "127.0.0.1",
+    token: str = TOKEN,
 ) -> bytes:
     """Ask for a directive: the status line, once the ingest has closed the connection."""
     reader, writer = await asyncio.open_connection(
@@ -86,7 +91,7 @@ async def ask(
     try:
         writer.write(
             f"GET /v1/jobs/default/{query} HTTP/1.1\r\nHost: ingest\r\n"
-            f"Authorization: Bearer {TOKEN}\r\n\r\n".encode()
+            f"Authorization: Bearer {token}\r\n\r\n".encode()
         )
         whole = await reader.read()
     finally:
@@ -203,6 +208,16 @@ def test_who_is_served_is_never_displaced(limits: dict[str, int]) -> None:
                     sock.close()
                 for poll in polls:
                     poll.cancel()
+
+    asyncio.run(run())
+
+
+def test_who_has_no_token_does_not_stay() -> None:
+    async def run() -> None:
+        async with serving() as (_, port, unserved):
+            answer = asyncio.wait_for(ask(port, query=POLL, token="forged"), PATIENCE)
+            assert await answer == b"HTTP/1.1 401 Unauthorized"
+            assert unserved == []
 
     asyncio.run(run())
 

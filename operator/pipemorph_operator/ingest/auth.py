@@ -2,19 +2,21 @@
 
 A rank's token is projected into its pod, names the job as its audience, and is bound to the pod.
 The API server says whether it is genuine (TokenReview), and which pod it is bound to; that pod
-must be one of the job's. Answers are kept for a while; a storm of bad tokens asks little of the
-API server.
+must be a rank of the job's present attempt. Answers are kept for a while. Forged tokens cost
+nothing to make: what is found bad is kept apart from what is found good, and one address or one
+job has a few questions under way at a time, so that those of others are answered.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import random
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import aiohttp
 
@@ -25,17 +27,25 @@ from pipemorph_operator.ingest import claims
 from pipemorph_operator.metrics import REFUSED, TOKEN_REVIEWS
 
 KEPT_SECONDS = 60.0
-"""A token that was good stays good this long: so long a deleted pod's may still be taken."""
+"""A token that was good stays good up to so long: so long a deleted pod's may still be taken. A
+little less for most: those that came together after a restart need not come together again."""
 KEPT_BAD_SECONDS = 10.0
 KEPT_MISPLACED_SECONDS = 2.0
 """A pod that is not known to be the job's yet may be so in a moment."""
 MOST_KEPT = 20_000
+MOST_KEPT_BAD = 2_000
 MOST_REVIEWS = 32
 """TokenReviews at a time."""
+MOST_OF_ONE_SOURCE = 64
+MOST_OF_ONE_JOB = 64
+"""New tokens under review or waiting for it. A job has one rank that reports."""
 
 REVIEW_PATH = "/apis/authentication.k8s.io/v1/tokenreviews"
 POD_NAME = "authentication.kubernetes.io/pod-name"
 POD_UID = "authentication.kubernetes.io/pod-uid"
+
+
+T = TypeVar("T")
 
 
 class Api(Protocol):
@@ -51,7 +61,11 @@ class Expected:
     """What a token must fit to speak for a job."""
 
     uid: str
+    """Of the PipeMorphJob."""
     audience: str
+    attempt: int
+    job_uid: str | None
+    """Of the attempt's batch Job; None before it is on record."""
 
 
 class _Refusal(Exception):
@@ -73,18 +87,23 @@ class PodTokenAuthenticator:
         self._api = api
         self._expected = expected
         self._clock = clock
-        self._known: OrderedDict[bytes, tuple[float, Identity | _Refusal]] = OrderedDict()
+        self._good: OrderedDict[bytes, tuple[float, Identity]] = OrderedDict()
+        self._bad: OrderedDict[bytes, tuple[float, _Refusal]] = OrderedDict()
+        self._under_way: Counter[tuple[str, str]] = Counter()
         self._asking: dict[bytes, asyncio.Task[Identity | _Refusal]] = {}
         self._reviews = asyncio.Semaphore(MOST_REVIEWS)
 
-    async def authenticate(self, token: str, namespace: str, job: str) -> Identity:
+    async def authenticate(
+        self, token: str, namespace: str, job: str, source: str = ""
+    ) -> Identity:
         """Identity of the caller. Raises :class:`Refused`."""
         expected = self._expected(namespace, job)
         if expected is None:
             self._count("job")
             raise Refused(403, f"no job {namespace}/{job} takes reports here now")
-        key = hashlib.sha256(f"{expected.uid}\0{token}".encode("utf-8", "replace")).digest()
-        kept = self._known.get(key)
+        said = f"{expected.uid}\0{expected.job_uid}\0{expected.attempt}\0{token}"
+        key = hashlib.sha256(said.encode("utf-8", "replace")).digest()
+        kept = self._good.get(key) or self._bad.get(key)
         answer = kept[1] if kept is not None and kept[0] > self._clock() else None
         if answer is None:
             try:
@@ -92,42 +111,52 @@ class PodTokenAuthenticator:
             except claims.Unfit as unfit:
                 self._count(unfit.reason)
                 raise Refused(401, str(unfit)) from None
-            answer = await self._answer(key, token, namespace, expected)
+            answer = await self._answer(key, token, namespace, expected, source)
         if isinstance(answer, _Refusal):
             self._count(answer.reason)
             raise Refused(answer.status, answer.message)
         return answer
 
     async def _answer(
-        self, key: bytes, token: str, namespace: str, expected: Expected
+        self, key: bytes, token: str, namespace: str, expected: Expected, source: str
     ) -> Identity | _Refusal:
         """Callers with one token share one question."""
         task = self._asking.get(key)
         if task is None:
+            # A token that was good is no forged one: it never waits behind a storm of those.
+            parties = [] if key in self._good else [("source", source), ("job", expected.uid)]
+            most = {"source": MOST_OF_ONE_SOURCE, "job": MOST_OF_ONE_JOB}
+            for kind, who in parties:
+                if self._under_way[kind, who] >= most[kind]:
+                    message = f"{most[kind]} unknown tokens of this {kind} are being checked"
+                    return _Refusal(429, "crowded", f"{message}; try again", 0.0)
             task = asyncio.create_task(self._ask(key, token, namespace, expected))
             self._asking[key] = task
-            task.add_done_callback(lambda _: self._asking.pop(key, None))
+            self._under_way.update(parties)
+            task.add_done_callback(lambda _: self._asked(key, parties))
         # One caller that hangs up must not fail the others that wait for the same answer.
         return await asyncio.shield(task)
+
+    def _asked(self, key: bytes, parties: list[tuple[str, str]]) -> None:
+        self._asking.pop(key, None)
+        self._under_way -= Counter(parties)  # Which drops what has come to 0.
 
     async def _ask(
         self, key: bytes, token: str, namespace: str, expected: Expected
     ) -> Identity | _Refusal:
-        answer: Identity | _Refusal
         try:
             async with self._reviews:
                 answer = await self._review(token, namespace, expected)
-            keep = KEPT_SECONDS
         except _Refusal as refusal:
-            answer, keep = refusal, refusal.keep
+            self._good.pop(key, None)
+            _keep(self._bad, key, (self._clock() + refusal.keep, refusal), MOST_KEPT_BAD)
+            return refusal
         except (ApiRefused, aiohttp.ClientError, TimeoutError, OSError) as error:
             # Not known is not yes: the agent tries again, its ranks train on.
             why = str(error) or type(error).__name__
             return _Refusal(401, "unreachable", f"the token could not be checked: {why}", 0.0)
-        self._known[key] = (self._clock() + keep, answer)
-        self._known.move_to_end(key)
-        while len(self._known) > MOST_KEPT:
-            self._known.popitem(last=False)
+        until = self._clock() + KEPT_SECONDS * random.uniform(0.75, 1.0)
+        _keep(self._good, key, (until, answer), MOST_KEPT)
         return answer
 
     async def _review(self, token: str, namespace: str, expected: Expected) -> Identity:
@@ -153,10 +182,9 @@ class PodTokenAuthenticator:
         if subject.split(":")[:3] != ["system", "serviceaccount", namespace]:
             raise _Refusal(403, "pod", "the token is of another namespace", KEPT_BAD_SECONDS)
         found = await self._api.get(path("Pod", namespace, pod))
-        if found is None or not belongs(found, uid, expected.uid):
-            raise _Refusal(
-                403, "pod", f"pod {pod} is not a rank of this job", KEPT_MISPLACED_SECONDS
-            )
+        problem = "is gone" if found is None else misplaced(found, uid, expected)
+        if problem:
+            raise _Refusal(403, "pod", f"pod {pod} {problem}", KEPT_MISPLACED_SECONDS)
         return Identity(f"pod {pod}")
 
     @staticmethod
@@ -164,18 +192,37 @@ class PodTokenAuthenticator:
         REFUSED.labels(reason=reason).inc()
 
 
-def belongs(pod: Mapping[str, Any], pod_uid: str, job_uid: str) -> bool:
-    """Whether a pod has that UID and is a rank of the job: its label says so and a Job made it."""
+def misplaced(pod: Mapping[str, Any], pod_uid: str, expected: Expected) -> str:
+    """Why a pod is not the one with that UID, or no rank of the present attempt; empty if it is.
+
+    Its labels say of which job and attempt it is, and its controller must be that attempt's own
+    Job: anybody who may create pods or Jobs in the namespace can set labels.
+    """
     metadata = pod["metadata"]
     labels = metadata.get("labels") or {}
-    return (
-        metadata.get("uid") == pod_uid
-        and labels.get(names.LABEL_JOB_UID) == job_uid
-        and any(
-            owner.get("kind") == "Job" and owner.get("controller")
-            for owner in metadata.get("ownerReferences") or ()
-        )
-    )
+    if metadata.get("uid") != pod_uid:
+        return "is another one of that name by now"
+    if labels.get(names.LABEL_JOB_UID) != expected.uid:
+        return "is not a rank of this job"
+    attempt = labels.get(names.LABEL_ATTEMPT)
+    if attempt != str(expected.attempt):
+        return f"is a rank of attempt {attempt}; attempt {expected.attempt} is in progress"
+    if expected.job_uid is None:
+        return f"cannot be told from others yet: attempt {expected.attempt} has no Job on record"
+    owners = metadata.get("ownerReferences") or ()
+    if not any(
+        owner.get("kind") == "Job" and owner.get("controller") and owner["uid"] == expected.job_uid
+        for owner in owners
+    ):
+        return f"was not made by the Job of attempt {expected.attempt}"
+    return ""
+
+
+def _keep(kept: OrderedDict[bytes, T], key: bytes, answer: T, most: int) -> None:
+    kept[key] = answer
+    kept.move_to_end(key)
+    while len(kept) > most:
+        kept.popitem(last=False)
 
 
 def _first(extra: Mapping[str, Any], key: str) -> str | None:

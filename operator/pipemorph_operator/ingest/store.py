@@ -89,6 +89,8 @@ class Held:
     conditions: list[Condition]
     ear: Ear
     news: News
+    job_uid: str | None
+    """Of the attempt's batch Job."""
     written: TrainingStatus | None = None
     turn: pace.Turn | None = None
     written_at: float = float("-inf")
@@ -143,7 +145,8 @@ class ClusterStore:
         held = self._held.get((namespace, job))
         if held is None:
             return None
-        return Expected(held.uid, audience(namespace, job, held.uid))
+        attempt = held.controller.attempt
+        return Expected(held.uid, audience(namespace, job, held.uid), attempt, held.job_uid)
 
     async def persist(self, namespace: str, job: str, snapshot: Mapping[str, Any]) -> None:
         """Write the directive and the summary. Raises if either did not reach the API server."""
@@ -214,6 +217,7 @@ class ClusterStore:
         if held.generation != metadata["generation"]:
             held.generation = metadata["generation"]
             self._respec(held, body)
+        held.job_uid = raw.get("jobUid")
         if attempt > held.controller.attempt:
             held.controller.begin_attempt(attempt)
             held.ear.reported_at = None
@@ -254,6 +258,7 @@ class ClusterStore:
             conditions=own,
             ear=ear,
             news=News(own),
+            job_uid=status.job_uid,
             written=status.training,
         )
         self._held[key] = held
