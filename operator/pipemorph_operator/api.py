@@ -127,14 +127,18 @@ class Cluster:
                 return None
             raise
 
-    async def list(self, url: str, *, labels: str | None = None) -> list[Object]:
-        """All objects of a list, in chunks."""
+    async def list(
+        self, url: str, *, labels: str | None = None, fields: str | None = None
+    ) -> list[Object]:
+        """All objects of a list, in chunks; those with the labels and fields of two selectors."""
         items: list[Object] = []
         token = ""
         while True:
             query = {"limit": "500"}
             if labels:
                 query["labelSelector"] = labels
+            if fields:
+                query["fieldSelector"] = fields
             if token:
                 query["continue"] = token
             answer = await self._json("GET", url, query)

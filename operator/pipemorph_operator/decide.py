@@ -13,7 +13,7 @@ from pipemorph.errors import InputError, one_line
 from pipemorph.spec import PipeMorphJob
 from pipemorph.spec_cluster import Placement
 from pipemorph.status import PodCounts
-from pipemorph_operator import names, plans
+from pipemorph_operator import names, plans, waits
 from pipemorph_operator.accuse import accuse
 from pipemorph_operator.children import Attempt, Unbuildable, objects
 from pipemorph_operator.config import OperatorConfig
@@ -25,9 +25,6 @@ from pipemorph_operator.policy import conditions, deadline, exclusion, managed, 
 DRAIN_SECONDS = 60.0
 """Longest wait for an old attempt's ranks, which may sit on a node that is gone. Those that come
 back late hold another secret, another name and another attempt number: they harm nobody."""
-STUCK_SECONDS = 15.0
-"""Ranks that are not ready after this are looked at for a reason."""
-LOOK_AGAIN_SECONDS = 30.0
 
 
 def decide(seen: Observed, config: OperatorConfig) -> Decision:
@@ -57,7 +54,7 @@ def hold(seen: Observed, reason: str, message: str) -> Decision:
     draft.not_running(reason, message)
     if not known:
         draft.say("Warning", reason, message)
-    draft.soon(LOOK_AGAIN_SECONDS)
+    draft.soon(waits.LOOK_AGAIN_SECONDS)
     return draft.done()
 
 
@@ -207,7 +204,7 @@ def _start(draft: Draft, job: PipeMorphJob, config: OperatorConfig) -> Decision:
     draft.waiting(f"Job {attempt.name} was created")
     draft.mark(names.PREFLIGHT_PASSED, "Unknown", names.R_PREFLIGHT_UNKNOWN, "no rank has run")
     draft.say("Normal", names.R_CREATED, f"attempt {number}: Job {attempt.name} was created")
-    draft.soon(STUCK_SECONDS)
+    draft.soon(waits.MISSING_SECONDS)
     return draft.done()
 
 
@@ -289,7 +286,7 @@ def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
     if ready >= ranks:
         _running(draft, ranks)
     else:
-        lost = _stuck(draft, ready, ranks, stages)
+        lost = waits.look(draft, job, current, ready)
         if draft.out.needs_pods:
             return draft.out
         if lost is not None:
@@ -360,30 +357,3 @@ def _running(draft: Draft, ranks: int) -> None:
         draft.mark(
             names.PREFLIGHT_PASSED, "True", names.R_PREFLIGHT_PASSED, "the ranks are training"
         )
-
-
-def _stuck(draft: Draft, ready: int, ranks: int, stages: int) -> restart.Cause | None:
-    """Not all ranks are ready: say which is not and why, once they had time.
-
-    Returns why the attempt is over if one of them will never be.
-    """
-    began = parse_time(draft.status.attempt_start_time) or draft.now
-    age = (draft.now - began).total_seconds()
-    message = f"{ready} of {ranks} ranks are ready"
-    if age >= STUCK_SECONDS:
-        if draft.seen.pods is None:
-            draft.out.needs_pods = True
-            return None
-        lost = restart.lost(draft.seen.pods, draft.now, stages)
-        if lost is not None:
-            return lost
-        stuck = [p for p in draft.seen.pods if p.stuck]
-        if stuck:
-            first = min(stuck, key=lambda p: p.index)
-            message += f"; {restart.rank(first.index, stages)}: {first.stuck}"
-        leaving = any(p.gone_by is not None for p in draft.seen.pods)
-        draft.soon(restart.LOST_SECONDS if leaving else LOOK_AGAIN_SECONDS)
-    else:
-        draft.soon(STUCK_SECONDS - age + 0.1)
-    draft.waiting(message)
-    return None

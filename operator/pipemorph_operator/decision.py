@@ -21,7 +21,8 @@ from pipemorph_operator.policy import conditions, state
 @dataclass(frozen=True)
 class Observed:
     """All a decision is made from. ``current``: Job of the attempt in status, if it exists;
-    ``others``: Jobs of other attempts; ``pods``: of the current attempt, None if not looked."""
+    ``others``: Jobs of other attempts; ``pods``: of the current attempt, None if not looked;
+    ``no_pod``: looked at with them, why the current Job could not make all of them."""
 
     body: Mapping[str, Any]
     now: datetime
@@ -30,6 +31,7 @@ class Observed:
     current: JobFacts | None = None
     others: Sequence[JobFacts] = ()
     pods: Sequence[PodFacts] | None = None
+    no_pod: str = ""
 
 
 @dataclass
@@ -87,12 +89,11 @@ class Draft:
             self.out.again_in = seconds if now is None else min(now, seconds)
 
     def waiting(self, message: str) -> None:
-        """Ranks were made, and not all of them are ready."""
-        self.mark(names.PODS_READY, "False", names.R_WAITING_FOR_PODS, message)
-        self.mark(names.RUNNING, "False", names.R_WAITING_FOR_PODS, message)
+        """The attempt's Job was made, and not all ranks are ready."""
+        self.not_running(names.R_WAITING_FOR_PODS, message)
 
     def not_running(self, reason: str, message: str) -> None:
-        """No rank is to run now, for another reason."""
+        """The job does not run now, for that reason."""
         self.mark(names.PODS_READY, "False", reason, message)
         self.mark(names.RUNNING, "False", reason, message)
 

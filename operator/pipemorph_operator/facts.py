@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -53,12 +53,20 @@ class JobFacts:
     terminating: int = 0
     succeeded: int = 0
     failed_pods: int = 0
+    wanted: int = 0
+    """Pods it is to have."""
     created_at: datetime | None = None
 
     @property
     def drained(self) -> bool:
         """Whether no pod of it can still run."""
         return self.active == 0 and self.terminating == 0 and not self.deleting
+
+    @property
+    def missing(self) -> int:
+        """Pods that it still has to make."""
+        there = self.active + self.terminating + self.succeeded + self.failed_pods
+        return max(0, self.wanted - there)
 
     @staticmethod
     def of(body: Mapping[str, Any]) -> JobFacts:
@@ -89,6 +97,7 @@ class JobFacts:
             terminating=status.get("terminating") or 0,
             succeeded=(status.get("succeeded") or 0) + len(uncounted.get("succeeded") or ()),
             failed_pods=status.get("failed") or 0,
+            wanted=(body.get("spec") or {}).get("parallelism") or 0,
             created_at=parse_time(metadata.get("creationTimestamp")),
         )
 
@@ -136,6 +145,18 @@ class PodFacts:
             gone_by=parse_time(metadata.get("deletionTimestamp")),
             stuck=_stuck(status),
         )
+
+
+def why_no_pod(events: Iterable[Mapping[str, Any]]) -> str:
+    """What the API server last answered the Job controller that wanted to make a pod, from the
+    events of the Job; empty if they do not say so."""
+    newest = max(
+        (e for e in events if e.get("reason") == "FailedCreate"),
+        key=lambda e: e.get("lastTimestamp") or e.get("eventTime") or "",
+        default={"message": ""},
+    )
+    words = " ".join((newest.get("message") or "").split())
+    return words.removeprefix("Error creating: ")[:MESSAGE_LENGTH]
 
 
 def _stuck(status: Mapping[str, Any]) -> str:

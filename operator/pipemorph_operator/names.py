@@ -54,6 +54,7 @@ INGEST_CONDITIONS = (LINKS_HEALTHY, SCHEDULE_ADAPTED, OFFLOADED, RAILS_HEALTHY)
 
 R_CREATED = "AttemptStarted"
 R_WAITING_FOR_PODS = "WaitingForPods"
+R_PODS_REFUSED = "PodsRefused"
 R_ALL_READY = "AllRanksReady"
 R_QUEUED = "WaitingForAdmission"
 R_SUSPENDED = "SuspendedBySpec"

@@ -25,7 +25,7 @@ from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.decide import decide, hold, stumble
 from pipemorph_operator.decision import Decision, Observed
 from pipemorph_operator.events import tell
-from pipemorph_operator.facts import JobFacts, PodFacts
+from pipemorph_operator.facts import JobFacts, PodFacts, why_no_pod
 from pipemorph_operator.job_object import current_name, dump, operator_part
 from pipemorph_operator.metrics import JOBS
 from pipemorph_operator.plans import Plans
@@ -35,6 +35,7 @@ log = logging.getLogger("pipemorph.operator")
 OwnedJobs = Callable[[str, str], Sequence[JobFacts]]
 """Jobs of a namespace and a PipeMorphJob's UID, as last seen."""
 
+FORBIDDEN = 403
 CONFLICT, TOO_MANY, SERVER_FAULT = 409, 429, 500
 """Answers that may be others a moment later; those from 500 on do not even say that nothing was
 made."""
@@ -81,8 +82,7 @@ class Reconciler:
                 seen = replace(seen, plan=plan)
                 decision = decide(seen, config)
             if decision.needs_pods:
-                pods = await self._pods(namespace, body["metadata"]["uid"], seen)
-                seen = Observed(seen.body, seen.now, seen.current, seen.others, pods)
+                seen = await self._look_at_pods(seen)
                 decision = decide(seen, config)
         except (ApiRefused, aiohttp.ClientError, TimeoutError, OSError):
             raise
@@ -109,11 +109,24 @@ class Reconciler:
         others = [job for job in self._owned(namespace, uid) if job.name != wanted]
         return Observed(body, datetime.now(UTC), current, others)
 
-    async def _pods(self, namespace: str, uid: str, seen: Observed) -> list[PodFacts]:
-        attempt = seen.current.attempt if seen.current else 0
-        selector = f"{names.LABEL_JOB_UID}={uid},{names.LABEL_ATTEMPT}={attempt}"
-        pods = await self._cluster.list(path("Pod", namespace), labels=selector)
-        return [PodFacts.of(pod) for pod in pods]
+    async def _look_at_pods(self, seen: Observed) -> Observed:
+        """With the pods of the current attempt, and why some are not there."""
+        current, metadata = seen.current, seen.body["metadata"]
+        attempt = current.attempt if current else 0
+        selector = f"{names.LABEL_JOB_UID}={metadata['uid']},{names.LABEL_ATTEMPT}={attempt}"
+        pods = await self._cluster.list(path("Pod", metadata["namespace"]), labels=selector)
+        no_pod = ""
+        if current is not None and current.missing:
+            about = f"involvedObject.uid={current.uid},reason=FailedCreate"
+            url = path("Event", metadata["namespace"])
+            try:
+                no_pod = why_no_pod(await self._cluster.list(url, fields=about))
+            except ApiRefused as refused:
+                if refused.status != FORBIDDEN:
+                    raise
+                # Whoever runs the operator under roles of their own may have left this one out.
+                no_pod = f"see the events of Job {current.name}; {refused.message}"
+        return replace(seen, pods=[PodFacts.of(pod) for pod in pods], no_pod=no_pod)
 
     # --- write ----------------------------------------------------------------------------
 

@@ -505,4 +505,9 @@ def condition(job: Object, kind: str) -> tuple[str, str]:
     return found["status"], found["reason"]
 
 
-__all__ = ["History", "Installation", "Jobs", "Program", "Ranks", "condition", "manifest"]
+def said(job: Object, kind: str) -> str:
+    """The message of a condition that is there."""
+    return str(_condition(job, kind)["message"])
+
+
+__all__ = ["History", "Installation", "Jobs", "Program", "Ranks", "condition", "manifest", "said"]

@@ -1,14 +1,11 @@
 """The life of a job on a real API server and Job controller, by an operator with its own rights."""
 
-import itertools
 import json
 from collections.abc import Iterator
 
 import pytest
-from operator_support import DEADLINE, Installation, Jobs, Object, condition, manifest
-from testbed import ApiError, TestbedError, wait_for
-
-from pipemorph_operator.children.naming import attempt_name
+from operator_support import DEADLINE, Installation, Jobs, Object, condition, manifest, said
+from testbed import TestbedError, wait_for
 
 pytest_plugins = ("operator_fixtures",)
 pytestmark = pytest.mark.cluster
@@ -28,12 +25,6 @@ def expect_nothing_left(jobs: Jobs) -> None:
         DEADLINE,
         details=lambda: f"found {children(jobs)}",
     )
-
-
-def said(job: Object, kind: str) -> str:
-    """The message of a condition."""
-    found = next(c for c in job["status"]["conditions"] if c["type"] == kind)
-    return str(found["message"])
 
 
 LOST_NODE = "test_pods_of_a_node_that_is_gone_start_again_elsewhere"
@@ -372,117 +363,6 @@ def test_what_only_the_operator_can_know_is_failed_with_a_reason(jobs: Jobs) -> 
     assert condition(failed, "Failed") == ("True", "InvalidSpec")
     assert "spec.schedule.inFlightLimit" in said(failed, "Failed")
     jobs.expect_event("limits", "Warning InvalidSpec")
-
-
-MOUNT = {"name": "data", "mountPath": "/data"}
-DATA = [{"name": "data", "emptyDir": {}}]
-WRONG_TEMPLATES: list[tuple[str, Object, Object, str, str]] = [
-    ("image", {"image": None}, {}, "NoTrainerImage", "no image"),
-    ("restart", {}, {"restartPolicy": "Always"}, "InvalidSpec", "restartPolicy is Always"),
-    (
-        "typo",
-        {"resouces": {"limits": {"example.com/gpu": 8}}},
-        {},
-        "ObjectRefused",
-        'unknown field "spec.template.spec.containers[0].resouces"',
-    ),
-    ("kind", {"workingDir": 5}, {}, "ObjectRefused", "cannot unmarshal number"),
-    ("size", {"resources": {"limits": {"cpu": "x"}}}, {}, "ObjectRefused", "quantities must match"),
-    (
-        "twice",
-        {"volumeMounts": [MOUNT, MOUNT]},
-        {"volumes": DATA},
-        "ObjectRefused",
-        'mountPath: Invalid value: "/data": must be unique',
-    ),
-    ("port", {"ports": [{"containerPort": -1}]}, {}, "ObjectRefused", "containerPort: Invalid"),
-]
-
-
-def test_a_wrong_template_is_explained_and_the_job_runs_once_it_is_edited(jobs: Jobs) -> None:
-    good = manifest("good")["spec"]["template"]["spec"]
-    for name, trainer, more, *_ in WRONG_TEMPLATES:
-        wrong = good | more | {"containers": [good["containers"][0] | trainer]}
-        jobs.apply(manifest(name, stages=1, template={"spec": wrong}))
-    for name, _, _, reason, words in WRONG_TEMPLATES:
-        refused = ("False", reason)
-        held = jobs.wait(name, lambda job, want=refused: condition(job, "PodsReady") == want)
-        assert held["status"]["state"] == "Pending"
-        assert words in said(held, "PodsReady")
-        jobs.expect_event(name, f"Warning {reason}: ")
-    for name, _, more, *_ in WRONG_TEMPLATES:
-        # A merge: what is not named stays, and null goes.
-        fixed = dict.fromkeys(more) | {"containers": good["containers"]}
-        jobs.patch(name, {"template": {"spec": fixed}})
-    for name, *_ in WRONG_TEMPLATES:
-        jobs.run(name, 1)
-
-
-def test_a_held_job_may_be_edited(jobs: Jobs) -> None:
-    """What the ranks are given of the job is an object that cannot be changed."""
-    good = manifest("held", stages=1)
-    trainer = good["spec"]["template"]["spec"]["containers"][0]
-    wrong = manifest("held", stages=1)
-    wrong["spec"]["template"]["spec"]["containers"] = [trainer | {"resouces": {}}]
-    jobs.apply(wrong)
-    refused = ("False", "ObjectRefused")
-    jobs.wait("held", lambda job: condition(job, "PodsReady") == refused)
-    # What a turn leaves that is killed on its way.
-    (spec, metadata) = (good["spec"], jobs.get("held")["metadata"])
-    left = {"metadata": {"name": attempt_name("held", metadata["uid"], 0, 1)}, "immutable": True}
-    jobs.cluster.client.create("configmaps", left | {"data": {"job.json": "{}"}}, jobs.namespace)
-    jobs.patch("held", {"activeDeadlineSeconds": 7200, "adaptation": {"minGain": 0.2}})
-    jobs.wait("held", lambda job: job["status"]["observedGeneration"] == 2)
-    assert "unknown field" in said(jobs.get("held"), "PodsReady")
-    jobs.patch("held", {"template": spec["template"]})
-    jobs.run("held", 1)
-    (made,) = [
-        found["data"]["job.json"]
-        for found in jobs.cluster.client.list("configmaps", jobs.namespace)
-        if "job.json" in found["data"]
-    ]
-    assert json.loads(made)["spec"]["activeDeadlineSeconds"] == 7200
-
-
-def no_job_is_taken(jobs: Jobs) -> bool:
-    """Whether the API server, which hears of a quota apart from its controller, refuses a Job."""
-    pod = {"restartPolicy": "Never", "containers": [{"name": "main", "image": "none.invalid/a"}]}
-    probe = {"metadata": {"name": "probe"}, "spec": {"template": {"spec": pod}}}
-    url = jobs.cluster.client.path("jobs", jobs.namespace)
-    try:
-        jobs.cluster.client.request("POST", url, probe, query={"dryRun": "All"})
-    except ApiError as refused:
-        assert "exceeded quota" in refused.message, refused
-        return True
-    return False
-
-
-def test_a_quota_is_said_in_status_and_the_job_starts_when_it_is_raised(jobs: Jobs) -> None:
-    quota = {"metadata": {"name": "none"}, "spec": {"hard": {"count/jobs.batch": "0"}}}
-    jobs.cluster.client.create("resourcequotas", quota, jobs.namespace)
-    jobs.cluster.wait(
-        "resourcequotas",
-        "none",
-        lambda found: "hard" in found.get("status", {}),
-        namespace=jobs.namespace,
-    )
-    wait_for("the quota to be in force", lambda: no_job_is_taken(jobs), DEADLINE)
-    jobs.apply(manifest("dear", stages=1))
-    refused = ("False", "ObjectRefused")
-    held = jobs.wait("dear", lambda job: condition(job, "PodsReady") == refused)
-    assert held["status"]["state"] == "Pending"
-    jobs.expect_event("dear", "Warning ObjectRefused: ")
-    assert "exceeded quota" in jobs.cluster.events("pipemorphjobs", "dear", jobs.namespace)
-    jobs.cluster.client.delete("resourcequotas", "none", jobs.namespace)
-    edits = itertools.count(1)
-
-    def made() -> list[Object]:
-        # Any edit is a turn; by itself the operator looks every half minute.
-        jobs.patch("dear", {"failurePolicy": {"maxRestarts": next(edits)}})
-        return jobs.batch_jobs("dear")
-
-    wait_for("its Job", lambda: made() or None, DEADLINE, interval=0.5)
-    jobs.run("dear", 1)
 
 
 def test_conflicting_writes_are_set_right(jobs: Jobs) -> None:

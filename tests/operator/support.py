@@ -1,16 +1,19 @@
-"""Jobs, Jobs' Jobs and pods as values, for tests of decisions."""
+"""Jobs, Jobs' Jobs and pods as values, for tests of decisions and of what is made."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from pipemorph_operator.children import Attempt
+from pipemorph_operator.children.attempt import batch_job
 from pipemorph_operator.children.naming import attempt_name
 from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.decide import decide
 from pipemorph_operator.decision import Decision, Observed
 from pipemorph_operator.facts import Ended, JobFacts, PodFacts
-from pipemorph_operator.job_object import dump
+from pipemorph_operator.job_object import dump, read_job
 
 T0 = datetime(2026, 1, 1, tzinfo=UTC)
 UID = "0b7c9d2e-1111-2222-3333-444455556666"
@@ -18,6 +21,11 @@ CONFIG = OperatorConfig(ingest_url="https://ingest:8443", ca_pem="PEM", trainer_
 OP = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 5.0}
 
 Object = dict[str, Any]
+
+RDMA = {"rdma": {"resourceName": "rdma/hca"}}
+SPREAD = {"topology": {"key": "zone", "mode": "spread"}}
+PACK = {"topology": {"key": "zone"}}
+NODE_TERMS = "requiredDuringSchedulingIgnoredDuringExecution"
 
 
 def body(name: str = "gpt", stages: int = 2, **spec: Any) -> Object:
@@ -56,6 +64,34 @@ def pod(index: int, **changes: Any) -> PodFacts:
     return PodFacts(**(values | changes))
 
 
+def attempt(number: int = 0, excluded: tuple[str, ...] = (), **spec: Any) -> Attempt:
+    job = body(**({"stages": 2} | spec))
+    return Attempt(read_job(job), UID, number, excluded)
+
+
+def template(made: Attempt, config: OperatorConfig = CONFIG) -> Object:
+    found: Object = batch_job(made, config)["spec"]["template"]
+    return found
+
+
+def trainer(made: Attempt) -> Object:
+    found: Object = template(made)["spec"]["containers"][0]
+    return found
+
+
+def given_with(where: str, value: Any) -> Object:
+    """A good template with one field set; ``trainer.`` is its container."""
+    container: Object = {"name": "trainer", "image": "i"}
+    made: Object = {"spec": {"containers": [container]}}
+    first, *way = where.split(".")
+    node = container if first == "trainer" else made
+    *way, last = way if first == "trainer" else [first, *way]
+    for part in way:
+        node = node.setdefault(part, {})
+    node[last] = value
+    return made
+
+
 class World:
     """A job, its Jobs and the clock; carries decisions out as the reconciler would."""
 
@@ -65,6 +101,7 @@ class World:
         self.now = T0
         self.jobs: dict[int, JobFacts] = {}
         self.pods: list[PodFacts] = []
+        self.no_pod = ""
         self.looked = 0
         self.events: list[str] = []
         self.counts: list[str] = []
@@ -98,7 +135,7 @@ class World:
         decision = decide(seen, self.config)
         if decision.needs_pods:
             self.looked += 1
-            seen = Observed(seen.body, seen.now, seen.current, seen.others, self.pods)
+            seen = replace(seen, pods=self.pods, no_pod=self.no_pod)
             decision = decide(seen, self.config)
             assert not decision.needs_pods, "the pods were given and are asked for again"
         if decision.create is not None:

@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 from support import T0, World, body, failed, job_facts, pod
 
-from pipemorph_operator.config import OperatorConfig
-from pipemorph_operator.decide import DRAIN_SECONDS, STUCK_SECONDS
+from pipemorph_operator.decide import DRAIN_SECONDS
 from pipemorph_operator.facts import JobFacts, format_time
 from pipemorph_operator.job_object import dump, operator_part
-from pipemorph_operator.policy.restart import LOST_SECONDS
 
 
 def test_a_new_job_gets_the_objects_of_attempt_0() -> None:
@@ -286,55 +284,6 @@ def test_a_spec_that_only_the_models_can_refuse_is_failed_once() -> None:
     assert world.events == ["InvalidSpec"]
 
 
-def test_no_image_anywhere() -> None:
-    world = World(body(), OperatorConfig(ingest_url="https://x"))
-    world.settle()
-    assert world.status["state"] == "Pending"
-    assert world.condition("PodsReady") == ("False", "NoTrainerImage")
-    world.turn()
-    assert world.events == ["NoTrainerImage"], "it is told again at every turn"
-    world.body["spec"]["template"] = template(image="i")
-    world.settle()
-    assert (world.status["state"], world.status["attempt"]) == ("Starting", 0)
-
-
-def test_ranks_that_do_not_start_are_looked_at_and_named() -> None:
-    world = World(body())
-    world.turn()
-    world.turn()
-    assert world.looked == 0, "pods are listed before they had time"
-    world.later(STUCK_SECONDS + 1)
-    world.pods = [pod(1, phase="Pending", stuck="trainer: ImagePullBackOff: no such image")]
-    world.turn()
-    assert "rank 1 (stage 1, replica 0): trainer: ImagePullBackOff" in world.message("PodsReady")
-
-
-def test_a_rank_whose_node_does_not_report_its_end_ends_the_attempt() -> None:
-    world = World(body())
-    world.running()
-    world.jobs[0] = job_facts(active=1, ready=1, terminating=1)
-    world.later(STUCK_SECONDS + 1)
-    world.pods = [pod(0), pod(1, node="n1", gone_by=world.now)]
-    world.turn()
-    assert world.status["attempt"] == 0, "its grace period is only just over"
-    world.later(LOST_SECONDS)
-    world.turn()
-    assert (world.status["attempt"], world.status["disruptions"]) == (1, 1)
-    record = world.status["attempts"][0]
-    assert (record["reason"], record["counted"]) == ("Disrupted", False)
-    assert record["message"] == "rank 1 (stage 1, replica 0) on node n1: the node does not answer"
-
-
-def test_a_rank_without_a_node_is_left_to_the_control_plane() -> None:
-    world = World(body())
-    world.running()
-    world.jobs[0] = job_facts(active=1, ready=1, terminating=1)
-    world.pods = [pod(0), pod(1, node=None, gone_by=world.now)]
-    world.later(STUCK_SECONDS + LOST_SECONDS + 1)
-    world.turn()
-    assert (world.status["attempt"], world.status["disruptions"]) == (0, 0)
-
-
 def test_kueue_holds_and_evicts() -> None:
     world = World(body(placement={"gang": {"kueue": {"queue": "q"}}}))
     decision = world.turn()
@@ -494,47 +443,3 @@ def test_the_operators_part_of_status_leaves_out_the_ingests() -> None:
     assert "training" not in part
     assert "control" not in part
     assert [c["type"] for c in part["conditions"]] == ["Running"]
-
-
-def template(**trainer: Any) -> Any:
-    return {"spec": {"containers": [{"name": "trainer"} | trainer]}}
-
-
-def test_an_empty_field_of_a_template_starts_and_a_wrong_one_is_named_until_it_is_edited() -> None:
-    def world(resources: object) -> World:
-        rdma = {"rdma": {"resourceName": "rdma/hca"}}
-        return World(body(template=template(image="i", resources=resources), placement=rdma))
-
-    empty = world(None)
-    empty.turn()
-    assert empty.status["state"] == "Starting"
-    wrong = world([])
-    wrong.settle()
-    assert wrong.condition("PodsReady") == ("False", "InvalidSpec")
-    assert "spec.template.spec.containers[0].resources: is []" in wrong.message("PodsReady")
-    wrong.body["spec"]["template"] = template(image="i")
-    wrong.settle()
-    assert wrong.status["state"] == "Starting"
-
-
-def test_ranks_that_run_do_not_end_by_a_wrong_edit_of_the_template() -> None:
-    world = World(body(failurePolicy={"maxRestarts": 1}))
-    world.running()
-    world.body["spec"]["template"] = template(image="i", env=[{"name": "RANK", "value": "1"}])
-    world.settle()
-    assert world.status["state"] == "Running"
-    world.jobs[0] = job_facts(active=0, failed=failed())
-    world.settle()
-    assert world.condition("PodsReady") == ("False", "InvalidSpec")
-    assert "env[0].name: is RANK, which is reserved" in world.message("PodsReady")
-
-
-def test_a_job_that_is_resumed_and_cannot_start_is_not_suspended() -> None:
-    world = World(body(suspend=True))
-    world.settle()
-    assert world.status["state"] == "Suspended"
-    world.body["spec"] |= {"suspend": False, "template": template()}
-    world.config = OperatorConfig(ingest_url="https://x")
-    world.settle()
-    assert world.condition("Suspended") == ("False", "NotSuspended")
-    assert world.status["state"] == "Pending"

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from support import CONFIG, body
 
 from pipemorph_operator.api import ApiRefused, _refusal
-from pipemorph_operator.decide import LOOK_AGAIN_SECONDS
 from pipemorph_operator.reconcile import NAMESPACE_ENDS_SECONDS, Reconciler
+from pipemorph_operator.waits import LOOK_AGAIN_SECONDS
 
 
 class Refusing:

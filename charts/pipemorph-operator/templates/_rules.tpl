@@ -23,9 +23,10 @@
 - apiGroups: [""]
   resources: [pods]
   verbs: [list]
+# Those of an attempt's Job say why it cannot make its pods.
 - apiGroups: [""]
   resources: [events]
-  verbs: [create]
+  verbs: [create, list]
 {{- if .Values.rbac.volcano }}
 - apiGroups: [scheduling.volcano.sh]
   resources: [podgroups]

@@ -27,6 +27,7 @@ _NODE_TERMS: Shape = {
 _TEMPLATE: Shape = {
     "metadata": {"labels": {"*": str}, "annotations": {"*": str}},
     "spec": {
+        "securityContext": {},
         "volumes": [],
         "topologySpreadConstraints": [{}],
         "affinity": {

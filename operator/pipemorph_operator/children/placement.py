@@ -23,7 +23,7 @@ def place(attempt: Attempt, template: Object, trainer: Object) -> None:
     placement = attempt.job.spec.placement or Placement()
     spec = template["spec"]
     if placement.rdma is not None:
-        _devices(trainer, placement.rdma)
+        _devices(spec, trainer, placement.rdma)
     if placement.networks:
         _networks(template["metadata"]["annotations"], placement.networks)
     if placement.shared_memory is not None:
@@ -41,12 +41,14 @@ def place(attempt: Attempt, template: Object, trainer: Object) -> None:
         _avoid_if_possible(spec, unwanted)
 
 
-def _devices(trainer: Object, rdma: Rdma) -> None:
-    """Requests = limits, as extended resources must have it."""
+def _devices(spec: Object, trainer: Object, rdma: Rdma) -> None:
+    """Requests = limits, as extended resources must have it. Kubernetes gives IPC_LOCK to user 0
+    only: to another it would do nothing, and a policy of the namespace may refuse it."""
     resources = trainer.setdefault("resources", {})
     for kind in ("requests", "limits"):
         resources.setdefault(kind, {})[rdma.resource_name] = str(rdma.count)
-    if rdma.ipc_lock:
+    user = (spec.get("securityContext") or {}) | (trainer.get("securityContext") or {})
+    if rdma.ipc_lock and not user.get("runAsNonRoot") and not user.get("runAsUser"):
         capabilities = trainer.setdefault("securityContext", {}).setdefault("capabilities", {})
         added = capabilities.setdefault("add", [])
         if "IPC_LOCK" not in added:

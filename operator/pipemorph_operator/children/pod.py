@@ -63,8 +63,21 @@ def template(attempt: Attempt, config: OperatorConfig) -> Object:
     trainer["volumeMounts"] = [*(trainer.get("volumeMounts") or []), *_mounts()]
     trainer.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
     placement.place(attempt, out, trainer)
+    if attempt.job.spec.template is None:
+        _restrict(trainer)
     gang.mark_pods(attempt, out)
     return out
+
+
+def _restrict(trainer: Object) -> None:
+    """Let the container without a template pass the strictest Pod Security Standard, unless the
+    placement asks for a capability, which the trainer image would then have to use as user 0."""
+    context = trainer.setdefault("securityContext", {})
+    if "capabilities" not in context:
+        context["runAsNonRoot"] = True
+    context.setdefault("capabilities", {})["drop"] = ["ALL"]
+    context["allowPrivilegeEscalation"] = False
+    context["seccompProfile"] = {"type": "RuntimeDefault"}
 
 
 def _alone(spec: Object) -> bool:

@@ -27,7 +27,7 @@ def scalar(conditions: Sequence[Condition]) -> JobState:
             return "Restarting"
         case names.R_QUEUED:
             return "Queued"
-        case names.R_WAITING_FOR_PODS:
+        case names.R_WAITING_FOR_PODS | names.R_PODS_REFUSED:
             return "Starting"
         case _:
             return "Pending"

@@ -1,0 +1,58 @@
+"""While not all ranks of an attempt are ready: which is not and why, once they had time."""
+
+from __future__ import annotations
+
+from pipemorph.spec import PipeMorphJob
+from pipemorph_operator import names
+from pipemorph_operator.decision import Draft
+from pipemorph_operator.facts import JobFacts, parse_time
+from pipemorph_operator.policy import restart
+
+STUCK_SECONDS = 15.0
+"""Ranks that are not ready after this are looked at for a reason."""
+MISSING_SECONDS = 4.0
+"""A Job that has no pod at all after this is looked at for a reason."""
+LOOK_AGAIN_SECONDS = 30.0
+
+
+def look(draft: Draft, job: PipeMorphJob, current: JobFacts, ready: int) -> restart.Cause | None:
+    """Say what the ranks of Job ``current`` wait for. May ask for the pods.
+
+    Returns why the attempt is over if one of them will never be ready.
+    """
+    seen, ranks = draft.seen, job.spec.parallelism.world_size
+    message = f"{ready} of {ranks} ranks are ready"
+    age = (draft.now - (parse_time(draft.status.attempt_start_time) or draft.now)).total_seconds()
+    patience = MISSING_SECONDS if current.missing == ranks else STUCK_SECONDS
+    if age < patience:
+        draft.soon(patience - age + 0.1)
+        draft.waiting(message)
+        return None
+    if seen.pods is None:
+        draft.out.needs_pods = True
+        return None
+    lost = restart.lost(seen.pods, draft.now, job.spec.parallelism.stages)
+    if lost is not None:
+        return lost
+    leaving = any(p.gone_by is not None for p in seen.pods)
+    draft.soon(restart.LOST_SECONDS if leaving else LOOK_AGAIN_SECONDS)
+    if seen.no_pod:
+        _refused(draft, current, f"{message}; {current.missing} pods cannot be made: {seen.no_pod}")
+        return None
+    stuck = [p for p in seen.pods if p.stuck]
+    if stuck:
+        first = min(stuck, key=lambda p: p.index)
+        where = restart.rank(first.index, job.spec.parallelism.stages)
+        message += f"; {where}: {first.stuck}"
+    draft.waiting(message)
+    return None
+
+
+def _refused(draft: Draft, current: JobFacts, message: str) -> None:
+    """A quota, a LimitRange, a policy or a webhook takes the Job but not its pods."""
+    if "IPC_LOCK" in message:
+        message += "; placement.rdma.ipcLock: false does without the capability"
+    known = any(c.reason == names.R_PODS_REFUSED for c in draft.status.conditions)
+    draft.not_running(names.R_PODS_REFUSED, message)
+    if not known:
+        draft.say("Warning", names.R_PODS_REFUSED, f"Job {current.name}: {message}")

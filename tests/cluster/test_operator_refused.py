@@ -1,0 +1,196 @@
+"""What a real API server refuses of a job, its Jobs or its pods is said in status, in its words."""
+
+import itertools
+import json
+
+import pytest
+from operator_support import DEADLINE, Jobs, Object, condition, manifest, said
+from testbed import ApiError, wait_for
+
+from pipemorph_operator.children import Attempt, objects
+from pipemorph_operator.children.naming import attempt_name
+from pipemorph_operator.config import OperatorConfig
+from pipemorph_operator.job_object import read_job
+
+pytest_plugins = ("operator_fixtures",)
+pytestmark = pytest.mark.cluster
+
+MOUNT = {"name": "data", "mountPath": "/data"}
+DATA = [{"name": "data", "emptyDir": {}}]
+WRONG_TEMPLATES: list[tuple[str, Object, Object, str, str]] = [
+    ("image", {"image": None}, {}, "NoTrainerImage", "no image"),
+    ("restart", {}, {"restartPolicy": "Always"}, "InvalidSpec", "restartPolicy is Always"),
+    (
+        "typo",
+        {"resouces": {"limits": {"example.com/gpu": 8}}},
+        {},
+        "ObjectRefused",
+        'unknown field "spec.template.spec.containers[0].resouces"',
+    ),
+    ("kind", {"workingDir": 5}, {}, "ObjectRefused", "cannot unmarshal number"),
+    ("size", {"resources": {"limits": {"cpu": "x"}}}, {}, "ObjectRefused", "quantities must match"),
+    (
+        "twice",
+        {"volumeMounts": [MOUNT, MOUNT]},
+        {"volumes": DATA},
+        "ObjectRefused",
+        'mountPath: Invalid value: "/data": must be unique',
+    ),
+    ("port", {"ports": [{"containerPort": -1}]}, {}, "ObjectRefused", "containerPort: Invalid"),
+]
+
+
+def test_a_wrong_template_is_explained_and_the_job_runs_once_it_is_edited(jobs: Jobs) -> None:
+    good = manifest("good")["spec"]["template"]["spec"]
+    for name, trainer, more, *_ in WRONG_TEMPLATES:
+        wrong = good | more | {"containers": [good["containers"][0] | trainer]}
+        jobs.apply(manifest(name, stages=1, template={"spec": wrong}))
+    for name, _, _, reason, words in WRONG_TEMPLATES:
+        refused = ("False", reason)
+        held = jobs.wait(name, lambda job, want=refused: condition(job, "PodsReady") == want)
+        assert held["status"]["state"] == "Pending"
+        assert words in said(held, "PodsReady")
+        jobs.expect_event(name, f"Warning {reason}: ")
+    for name, _, more, *_ in WRONG_TEMPLATES:
+        # A merge: what is not named stays, and null goes.
+        fixed = dict.fromkeys(more) | {"containers": good["containers"]}
+        jobs.patch(name, {"template": {"spec": fixed}})
+    for name, *_ in WRONG_TEMPLATES:
+        jobs.run(name, 1)
+
+
+def test_a_held_job_may_be_edited(jobs: Jobs) -> None:
+    """What the ranks are given of the job is an object that cannot be changed."""
+    good = manifest("held", stages=1)
+    trainer = good["spec"]["template"]["spec"]["containers"][0]
+    wrong = manifest("held", stages=1)
+    wrong["spec"]["template"]["spec"]["containers"] = [trainer | {"resouces": {}}]
+    jobs.apply(wrong)
+    refused = ("False", "ObjectRefused")
+    jobs.wait("held", lambda job: condition(job, "PodsReady") == refused)
+    # What a turn leaves that is killed on its way.
+    (spec, metadata) = (good["spec"], jobs.get("held")["metadata"])
+    left = {"metadata": {"name": attempt_name("held", metadata["uid"], 0, 1)}, "immutable": True}
+    jobs.cluster.client.create("configmaps", left | {"data": {"job.json": "{}"}}, jobs.namespace)
+    jobs.patch("held", {"activeDeadlineSeconds": 7200, "adaptation": {"minGain": 0.2}})
+    jobs.wait("held", lambda job: job["status"]["observedGeneration"] == 2)
+    assert "unknown field" in said(jobs.get("held"), "PodsReady")
+    jobs.patch("held", {"template": spec["template"]})
+    jobs.run("held", 1)
+    (made,) = [
+        found["data"]["job.json"]
+        for found in jobs.cluster.client.list("configmaps", jobs.namespace)
+        if "job.json" in found["data"]
+    ]
+    assert json.loads(made)["spec"]["activeDeadlineSeconds"] == 7200
+
+
+def no_job_is_taken(jobs: Jobs) -> bool:
+    """Whether the API server, which hears of a quota apart from its controller, refuses a Job."""
+    pod = {"restartPolicy": "Never", "containers": [{"name": "main", "image": "none.invalid/a"}]}
+    probe = {"metadata": {"name": "probe"}, "spec": {"template": {"spec": pod}}}
+    url = jobs.cluster.client.path("jobs", jobs.namespace)
+    try:
+        jobs.cluster.client.request("POST", url, probe, query={"dryRun": "All"})
+    except ApiError as refused:
+        assert "exceeded quota" in refused.message, refused
+        return True
+    return False
+
+
+def test_a_quota_is_said_in_status_and_the_job_starts_when_it_is_raised(jobs: Jobs) -> None:
+    quota = {"metadata": {"name": "none"}, "spec": {"hard": {"count/jobs.batch": "0"}}}
+    jobs.cluster.client.create("resourcequotas", quota, jobs.namespace)
+    jobs.cluster.wait(
+        "resourcequotas",
+        "none",
+        lambda found: "hard" in found.get("status", {}),
+        namespace=jobs.namespace,
+    )
+    wait_for("the quota to be in force", lambda: no_job_is_taken(jobs), DEADLINE)
+    jobs.apply(manifest("dear", stages=1))
+    refused = ("False", "ObjectRefused")
+    held = jobs.wait("dear", lambda job: condition(job, "PodsReady") == refused)
+    assert held["status"]["state"] == "Pending"
+    jobs.expect_event("dear", "Warning ObjectRefused: ")
+    assert "exceeded quota" in jobs.cluster.events("pipemorphjobs", "dear", jobs.namespace)
+    jobs.cluster.client.delete("resourcequotas", "none", jobs.namespace)
+    edits = itertools.count(1)
+
+    def made() -> list[Object]:
+        # Any edit is a turn; by itself the operator looks every half minute.
+        jobs.patch("dear", {"failurePolicy": {"maxRestarts": next(edits)}})
+        return jobs.batch_jobs("dear")
+
+    wait_for("its Job", lambda: made() or None, DEADLINE, interval=0.5)
+    jobs.run("dear", 1)
+
+
+def refused_pods(jobs: Jobs, name: str) -> str:
+    """What is said of pods that cannot be made, in status and in an event."""
+    refused = ("False", "PodsRefused")
+    held = jobs.wait(name, lambda job: condition(job, "PodsReady") == refused)
+    assert held["status"]["state"] == "Starting"
+    jobs.expect_event(name, "Warning PodsRefused: ")
+    return said(held, "PodsReady")
+
+
+RDMA = {"rdma": {"resourceName": "example.com/hca"}}
+
+
+def test_pods_that_pod_security_refuses_are_explained(jobs: Jobs) -> None:
+    level = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "baseline"}}}
+    jobs.cluster.client.patch("namespaces", jobs.namespace, level)
+    jobs.apply(manifest("locked", stages=2, placement=RDMA))
+    jobs.apply(manifest("plain", stages=1))
+    words = refused_pods(jobs, "locked")
+    assert "0 of 2 ranks are ready; 2 pods cannot be made: " in words
+    assert 'violates PodSecurity "baseline:latest"' in words
+    assert "IPC_LOCK" in words
+    assert "ipcLock: false" in words, "it is not said what to do"
+    jobs.run("plain", 1)
+    # Suspended and resumed, the edit holds.
+    jobs.patch("locked", {"placement": {"rdma": {"ipcLock": False}}, "suspend": True})
+    jobs.wait("locked", "Suspended")
+    jobs.patch("locked", {"suspend": False})
+    jobs.run("locked", 2, attempt=1)
+
+
+def test_a_container_of_the_operators_own_passes_the_strictest_policy(jobs: Jobs) -> None:
+    """Made as the operator makes it: here it runs without an image of its own."""
+    level = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}
+    jobs.cluster.client.patch("namespaces", jobs.namespace, level)
+    body = manifest("own", stages=1)
+    del body["spec"]["template"]
+    body["metadata"] |= {"namespace": jobs.namespace, "uid": "0b7c9d2e-0000-0000-0000-444455556666"}
+    attempt = Attempt(read_job(body), body["metadata"]["uid"], 0)
+    config = OperatorConfig(ingest_url="https://none.invalid", trainer_image="none.invalid/a")
+    template = objects(attempt, config)[-1]["spec"]["template"]
+    pod = {"apiVersion": "v1", "kind": "Pod", **template}
+    pod["metadata"] = pod["metadata"] | {"name": "own"}
+    jobs.cluster.client.create("pods", pod, jobs.namespace)
+
+
+def test_pods_beyond_a_quota_are_explained_and_are_made_when_it_is_raised(jobs: Jobs) -> None:
+    hard = {"requests.example.com/gpu": "1"}
+    quota = {"metadata": {"name": "gpus"}, "spec": {"hard": hard}}
+    jobs.cluster.client.create("resourcequotas", quota, jobs.namespace)
+    jobs.cluster.wait(
+        "resourcequotas",
+        "gpus",
+        lambda found: "hard" in found.get("status", {}),
+        namespace=jobs.namespace,
+    )
+    job = manifest("dear", stages=2)
+    trainer = job["spec"]["template"]["spec"]["containers"][0]
+    trainer["resources"] = {"limits": {"example.com/gpu": "2"}}
+    jobs.apply(job)
+    words = refused_pods(jobs, "dear")
+    assert "0 of 2 ranks are ready; 2 pods cannot be made: " in words
+    assert "exceeded quota: gpus" in words
+    jobs.cluster.client.patch(
+        "resourcequotas", "gpus", {"spec": {"hard": hard | {"requests.example.com/gpu": "4"}}},
+        jobs.namespace,
+    )  # fmt: skip
+    jobs.run("dear", 2)
+    assert jobs.get("dear")["status"]["attempt"] == 0
