@@ -300,6 +300,16 @@ class JobStatus(StatusModel):
     start_time: Timestamp | None = Field(
         default=None, description="When the job first started, or last resumed."
     )
+    job_start_time: Timestamp | None = Field(
+        default=None,
+        description="When that Job last began to make pods; a change means that its queue stopped"
+        " it in between.",
+    )
+    ran_seconds: int = Field(
+        default=0,
+        ge=0,
+        description="Seconds the job had run before startTime, of spec.activeDeadlineSeconds.",
+    )
     attempt_start_time: Timestamp | None = Field(
         default=None, description="When the attempt in progress was decided."
     )

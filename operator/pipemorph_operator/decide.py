@@ -94,11 +94,9 @@ def _finished(draft: Draft) -> Decision:
 
 
 def _unfinished(draft: Draft, job: PipeMorphJob, config: OperatorConfig) -> Decision:
-    left = deadline.seconds_left(
-        job.spec.active_deadline_seconds, parse_time(draft.status.start_time), draft.now
-    )
+    limit, started = job.spec.active_deadline_seconds, parse_time(draft.status.start_time)
+    left = deadline.seconds_left(limit, draft.status.ran_seconds, started, draft.now)
     if left is not None and left <= 0:
-        limit = job.spec.active_deadline_seconds
         return _fail(draft, names.R_DEADLINE, f"activeDeadlineSeconds, {limit}, have passed")
     draft.soon(left)
     if job.spec.suspend:
@@ -152,7 +150,7 @@ def _suspend(draft: Draft, job: PipeMorphJob) -> Decision:
         draft.record(names.R_SUSPENDED, "spec.suspend is true", counted=False)
     draft.out.delete_jobs += [j.name for j in draft.jobs() if not j.deleting]
     draft.end_attempts()
-    draft.status.start_time = None
+    draft.stop_clock()
     draft.status.pods = PodCounts(wanted=job.spec.parallelism.world_size)
     if running:
         draft.not_running(names.R_SUSPENDING, f"{running[0].active} ranks are being stopped")
@@ -252,8 +250,6 @@ def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
         return _ended(
             draft, job, restart.Cause(names.R_JOB_LOST, f"Job {current.name} was deleted")
         )
-    # Ranks that were there may have reported: those to come need another attempt's number.
-    evicted = current.suspended and status.pods is not None and status.pods.active > 0
     ready = min(ranks, current.ready + current.succeeded)
     status.pods = PodCounts(
         wanted=ranks,
@@ -271,7 +267,10 @@ def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
             draft.out.needs_pods = True
             return draft.out
         return _ended(draft, job, restart.classify(ended, draft.seen.pods, stages))
-    if evicted:
+    was_started = parse_time(status.job_start_time)
+    if was_started is not None and (current.suspended or current.started_at != was_started):
+        # Its ranks may have reported: those to come, or that came back meanwhile, need another
+        # attempt's number.
         return _ended(
             draft,
             job,
@@ -280,6 +279,7 @@ def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
     if current.suspended:
         draft.queued(current)
         return draft.done()
+    status.job_start_time = format_time(current.started_at) if current.started_at else None
     # The wait in a queue is no part of the deadline, nor of the time an attempt took.
     status.start_time = status.start_time or format_time(draft.now)
     status.attempt_start_time = status.attempt_start_time or format_time(draft.now)

@@ -12,7 +12,7 @@ from pipemorph.status import MAX_ATTEMPTS_KEPT, AttemptRecord, ConditionStatus, 
 from pipemorph_operator import names
 from pipemorph_operator.children import Attempt
 from pipemorph_operator.events import Event, Kind
-from pipemorph_operator.facts import JobFacts, PodFacts, format_time
+from pipemorph_operator.facts import JobFacts, PodFacts, format_time, parse_time
 from pipemorph_operator.job_object import operator_part
 from pipemorph_operator.plans import Plannable
 from pipemorph_operator.policy import conditions, state
@@ -97,9 +97,17 @@ class Draft:
         self.mark(names.PODS_READY, "False", reason, message)
         self.mark(names.RUNNING, "False", reason, message)
 
+    def stop_clock(self) -> None:
+        """No time passes of the deadline's until the job starts again."""
+        began = parse_time(self.status.start_time)
+        if began is not None:
+            self.status.ran_seconds += max(0, round((self.now - began).total_seconds()))
+        self.status.start_time = None
+
     def queued(self, current: JobFacts) -> None:
         """The attempt's Job is suspended, by somebody else."""
-        self.status.start_time = self.status.attempt_start_time = None
+        self.stop_clock()
+        self.status.attempt_start_time = None
         message = f"Job {current.name} is suspended by its queue"
         self.mark(names.PODS_READY, "False", names.R_QUEUED, message)
         self.mark(names.RUNNING, "False", names.R_QUEUED, message)
@@ -128,7 +136,8 @@ class Draft:
         )
         self.status.attempts = [*self.status.attempts, record][-MAX_ATTEMPTS_KEPT:]
         self.status.attempt = number + 1
-        self.status.job_name = self.status.job_uid = self.status.attempt_start_time = None
+        self.status.job_name = self.status.job_uid = None
+        self.status.job_start_time = self.status.attempt_start_time = None
 
     def done(self, *, soon: bool = False) -> Decision:
         """The decision. ``soon``: what follows from the new status can be done at once."""

@@ -55,7 +55,8 @@ class JobFacts:
     failed_pods: int = 0
     wanted: int = 0
     """Pods it is to have."""
-    created_at: datetime | None = None
+    started_at: datetime | None = None
+    """When it last began to make pods: at first, or when it was last resumed."""
 
     @property
     def drained(self) -> bool:
@@ -98,7 +99,7 @@ class JobFacts:
             succeeded=(status.get("succeeded") or 0) + len(uncounted.get("succeeded") or ()),
             failed_pods=status.get("failed") or 0,
             wanted=(body.get("spec") or {}).get("parallelism") or 0,
-            created_at=parse_time(metadata.get("creationTimestamp")),
+            started_at=parse_time(status.get("startTime")),
         )
 
 

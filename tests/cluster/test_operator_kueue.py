@@ -135,6 +135,27 @@ def test_queued_admitted_evicted_and_admitted_again(jobs: Jobs) -> None:
     jobs.wait("gang", "Complete")
 
 
+def test_evicted_and_admitted_again_while_the_operator_is_away(jobs: Jobs) -> None:
+    """The pods that run then have the number of those before."""
+    jobs.apply(queued("away"))
+    first = waiting_job(jobs, "away", 0)
+    admit(jobs, first)
+    before = jobs.run("away", 2)
+    began = jobs.get("away")["status"]["jobStartTime"]
+    jobs.installation.operator.kill()
+    evict(jobs, first)
+    jobs.pods("away", 0)
+    admit(jobs, first)
+    again = jobs.pods("away", 2)
+    assert {p["metadata"]["uid"] for p in before}.isdisjoint(p["metadata"]["uid"] for p in again)
+    jobs.installation.operator.start()
+    admit(jobs, waiting_job(jobs, "away", 1))
+    jobs.run("away", 2, attempt=1)
+    status = jobs.get("away")["status"]
+    assert [a["reason"] for a in status["attempts"]] == ["Evicted"]
+    assert status["jobStartTime"] >= began
+
+
 def test_suspended_by_its_user_while_it_is_queued(jobs: Jobs) -> None:
     jobs.apply(queued("held"))
     waiting_job(jobs, "held", 0)

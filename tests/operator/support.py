@@ -51,6 +51,7 @@ def job_facts(attempt: int = 0, *, stages: int = 2, **changes: Any) -> JobFacts:
         "owner_uid": UID,
         "attempt": attempt,
         "active": stages,
+        "started_at": T0,
     }
     return JobFacts(**(values | changes))
 

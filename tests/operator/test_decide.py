@@ -62,7 +62,12 @@ def test_ranks_that_have_ended_and_are_not_counted_yet_are_not_missing() -> None
     world.jobs[0] = JobFacts.of(
         {
             "metadata": {"name": world.jobs[0].name, "uid": "job-0"},
-            "status": {"active": 1, "ready": 1, "uncountedTerminatedPods": {"succeeded": ["u"]}},
+            "status": {
+                "active": 1,
+                "ready": 1,
+                "startTime": format_time(T0),
+                "uncountedTerminatedPods": {"succeeded": ["u"]},
+            },
         }
     )
     world.settle()
@@ -326,6 +331,70 @@ def test_ranks_that_were_evicted_before_all_were_ready_come_back_as_another_atte
     world.jobs[0] = job_facts(active=0, suspended=True)
     world.settle()
     assert (world.status["attempt"], world.status["disruptions"]) == (1, 1)
+
+
+def test_ranks_that_were_evicted_and_let_in_again_unseen_come_back_as_another_attempt() -> None:
+    """They run under the number of those before, whose reports theirs would repeat."""
+    world = World(body(placement={"gang": {"kueue": {"queue": "q"}}}, activeDeadlineSeconds=60))
+    world.turn()
+    world.jobs[0] = job_facts(active=0, suspended=True, started_at=None)
+    world.settle()
+    assert (world.status["state"], world.status["attempt"]) == ("Queued", 0)
+    world.running()
+    world.turn()
+    assert world.status["attempt"] == 0
+    world.later(30)
+    world.jobs[0] = job_facts(ready=2, started_at=world.now)
+    world.settle()
+    assert world.status["attempts"][0]["reason"] == "Evicted"
+    assert (world.status["attempt"], world.status["disruptions"]) == (1, 1)
+
+
+def test_a_job_whose_queue_has_just_let_it_in_is_not_evicted() -> None:
+    """Its own controller says a moment later that it has begun."""
+    world = World(body(placement={"gang": {"kueue": {"queue": "q"}}}))
+    world.turn()
+    world.jobs[0] = job_facts(active=0, started_at=None)
+    world.turn()
+    world.running()
+    assert (world.status["state"], world.status["attempt"]) == ("Running", 0)
+
+
+def test_a_deadline_is_over_all_the_time_that_ranks_ran() -> None:
+    world = World(body(activeDeadlineSeconds=3600))
+    world.running()
+    for attempt in (0, 1):
+        world.later(1500)
+        world.body["spec"]["suspend"] = True
+        world.settle()
+        world.later(100_000)
+        world.turn()
+        assert world.status["state"] == "Suspended"
+        assert world.status["ranSeconds"] == 1500 * (attempt + 1)
+        world.body["spec"]["suspend"] = False
+        world.settle()
+        world.running(attempt + 1)
+    world.later(601)
+    world.settle()
+    assert world.condition("Failed") == ("True", "DeadlineExceeded")
+
+
+def test_a_deadline_counts_the_time_before_an_eviction() -> None:
+    world = World(body(placement={"gang": {"kueue": {"queue": "q"}}}, activeDeadlineSeconds=60))
+    world.running()
+    world.later(50)
+    world.jobs[0] = job_facts(active=0, suspended=True)
+    world.settle()
+    world.jobs[1] = job_facts(1, active=0, suspended=True, started_at=None)
+    world.settle()
+    assert world.status["state"] == "Queued"
+    world.later(3600)
+    world.jobs[1] = job_facts(1, ready=2, started_at=world.now)
+    world.settle()
+    assert world.status["state"] == "Running"
+    world.later(11)
+    world.settle()
+    assert world.condition("Failed") == ("True", "DeadlineExceeded")
 
 
 def test_a_queue_that_evicts_often_is_not_taken_for_a_crash_loop() -> None:

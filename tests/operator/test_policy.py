@@ -34,13 +34,16 @@ def test_a_transition_time_moves_with_the_status_only() -> None:
     assert len(conditions.updated(turned, "B", "True", "R", "", generation=1, now=T0)) == 2
 
 
-@pytest.mark.parametrize("left", [deadline.seconds_left, ttl.seconds_left])
-def test_seconds_left(left: object) -> None:
-    assert callable(left)
-    assert left(None, T0, T0) is None
-    assert left(10, None, T0) is None
-    assert left(10, T0, T0) == 10
-    assert left(10, T0, T0 + timedelta(seconds=12)) == -2
+def test_seconds_left() -> None:
+    later = T0 + timedelta(seconds=12)
+    assert ttl.seconds_left(None, T0, T0) is None
+    assert ttl.seconds_left(10, None, T0) is None
+    assert ttl.seconds_left(10, T0, T0) == 10
+    assert ttl.seconds_left(10, T0, later) == -2
+    assert deadline.seconds_left(None, 0, T0, T0) is None
+    assert deadline.seconds_left(10, 99, None, T0) is None, "time passes in suspension"
+    assert deadline.seconds_left(10, 0, T0, T0) == 10
+    assert deadline.seconds_left(10, 3, T0, later) == -5
 
 
 def of(kind: str, status: str = "True", reason: str = "R") -> Condition:
@@ -82,10 +85,28 @@ def test_the_first_rank_to_fail_is_named_in_its_own_words() -> None:
     assert cause.retry
 
 
-def test_unusable_input_wins_over_what_followed_from_it() -> None:
-    pods = [pod(0, exit_code=1, finished_at=T0), pod(1, exit_code=2), pod(2, disrupted=True)]
-    cause = restart.classify(failed(), pods, stages=4)
+def test_unusable_input_is_not_tried_again_if_it_was_the_first_to_be_found() -> None:
+    later = T0 + timedelta(seconds=1)
+    first = [pod(0, exit_code=1, finished_at=T0), pod(1, exit_code=2, finished_at=T0)]
+    cause = restart.classify(failed(), first, stages=4)
     assert (cause.reason, cause.retry) == (names.R_INVALID_INPUT, False)
+    assert cause.message.startswith("rank 1")
+    followed = [pod(0, exit_code=1, finished_at=T0), pod(1, exit_code=2, finished_at=later)]
+    cause = restart.classify(failed(), followed, stages=4)
+    assert (cause.reason, cause.retry, cause.counted) == (names.R_RANK_FAILED, True, True)
+    assert cause.message.startswith("rank 0")
+
+
+@pytest.mark.parametrize("code", [names.EXIT_INVALID_INPUT, names.EXIT_PREFLIGHT])
+def test_a_disruption_wins_over_what_another_rank_says_of_it(code: int) -> None:
+    preempted = pod(0, exit_code=137, disrupted=True, node="n0", finished_at=T0)
+    for at in (-1, 1):
+        other = pod(1, exit_code=code, finished_at=T0 + timedelta(seconds=at))
+        cause = restart.classify(failed(), [preempted, other], stages=2)
+        assert (cause.reason, cause.retry, cause.counted) == (names.R_DISRUPTED, True, False)
+    by_rule = failed("Pod a/b has condition DisruptionTarget matching FailJob rule at index 0")
+    gone = [pod(1, exit_code=code, finished_at=T0)]
+    assert restart.classify(by_rule, gone, stages=2).reason == names.R_DISRUPTED
 
 
 def test_a_disruption_is_known_by_the_pod_or_by_the_rule() -> None:

@@ -39,22 +39,24 @@ class Cause:
 
 def classify(ended: Ended, pods: Sequence[PodFacts], stages: int) -> Cause:
     """Why a failed attempt failed, from its Job's condition and the pods that are still there."""
+    disrupted = next((p for p in pods if p.disrupted), None)
+    # The disruption rule is the first of the Job's podFailurePolicy. What the other ranks say then
+    # may come of it; input that is bad by itself is so in the next attempt, too.
+    if disrupted is not None or "FailJob rule at index 0" in ended.message:
+        where = f"{rank(disrupted.index, stages)} on node {disrupted.node}" if disrupted else ""
+        return Cause(names.R_DISRUPTED, where or ended.message, counted=False)
     failed = sorted(
         (p for p in pods if p.exit_code not in (None, 0)),
         key=lambda p: (p.finished_at is None, p.finished_at, p.index),
     )
-    for code, reason, retry in (
-        (names.EXIT_INVALID_INPUT, names.R_INVALID_INPUT, False),
-        (names.EXIT_PREFLIGHT, names.R_PREFLIGHT_FAILED, True),
-    ):
-        hit = next((p for p in failed if p.exit_code == code), None)
-        if hit is not None:
-            return Cause(reason, describe(hit, stages), retry=retry)
-    disrupted = next((p for p in pods if p.disrupted), None)
-    # The disruption rule is the first of the Job's podFailurePolicy.
-    if disrupted is not None or "FailJob rule at index 0" in ended.message:
-        where = f"{rank(disrupted.index, stages)} on node {disrupted.node}" if disrupted else ""
-        return Cause(names.R_DISRUPTED, where or ended.message, counted=False)
+    unfit = next((p for p in failed if p.exit_code == names.EXIT_PREFLIGHT), None)
+    if unfit is not None:
+        return Cause(names.R_PREFLIGHT_FAILED, describe(unfit, stages))
+    # Of the ranks that failed first: what is bad for all is not found by one that lost its peer.
+    first = [p for p in failed if p.finished_at == failed[0].finished_at]
+    unusable = next((p for p in first if p.exit_code == names.EXIT_INVALID_INPUT), None)
+    if unusable is not None:
+        return Cause(names.R_INVALID_INPUT, describe(unusable, stages), retry=False)
     if failed:
         return Cause(names.R_RANK_FAILED, describe(failed[0], stages))
     return Cause(names.R_RANK_FAILED, ended.message or ended.reason)
