@@ -10,11 +10,9 @@ import pytest
 
 from pipemorph.planning import OpKind
 from pipemorph_trainer.errors import WaitTimeoutError
-from pipemorph_trainer.executor import loop
-from pipemorph_trainer.executor.loop import Executor
+from pipemorph_trainer.executor import mailbox
+from pipemorph_trainer.executor.mailbox import Mailbox
 from pipemorph_trainer.executor.waiting import Waiting
-from pipemorph_trainer.links import Neighbourhood, Seat
-from pipemorph_trainer.paths.arrival import OpClock
 
 DEADLINE = 5.0
 
@@ -24,12 +22,13 @@ class Clocks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, step: float) -> None:
         self.wall, self.monotonic, self._step = 1e9, 100.0, step
-        monkeypatch.setattr(loop, "time", lambda: self.wall)
-        monkeypatch.setattr(loop, "monotonic", lambda: self.monotonic)
+        monkeypatch.setattr(mailbox, "time", lambda: self.wall)
+        monkeypatch.setattr(mailbox, "monotonic", lambda: self.monotonic)
         self.waits = 0
 
     def wait(self, seconds: float) -> None:
         self.waits += 1
+        assert self.waits < 1000, "a wait that does not end"
         self.monotonic += seconds
         self.wall += seconds + self._step
 
@@ -44,26 +43,19 @@ class Coming:
         return 0.0 if self._clocks.waits >= self._waits else None
 
 
-def stage_1(clocks: Clocks, incoming: Any) -> tuple[Executor, Any]:
+def stage_1(clocks: Clocks, incoming: Any) -> tuple[Mailbox, Any]:
     line = SimpleNamespace(lost=None, pump=lambda: None)
     end = SimpleNamespace(
         link=0, peer_rank=0, peer_stage=0, line=line, incoming=incoming, attend=lambda: None,
         path=None, engine_link=None, settled=lambda: incoming.ready_at(0) is not None,
         sends=SimpleNamespace(letter="B"),
     )  # fmt: skip
-    nothing = lambda *_: None  # noqa: E731
-    made = Executor(
-        seat=Seat(1, 1, 2, 0, 1),
-        runner=None,  # type: ignore[arg-type]
-        neighbours=Neighbourhood(end, None, None),  # type: ignore[arg-type]
+    made = Mailbox(
+        [end],  # type: ignore[list-item]
         bell=clocks,  # type: ignore[arg-type]
-        op_clock=OpClock(),
         waiting=Waiting("rank 1 (stage 1)"),
         deadline=DEADLINE,
-        boundary=nothing,
-        on_first_forward=nothing,
-        on_last_forward=nothing,
-        reserve=nothing,
+        between=lambda: None,
     )
     return made, end
 
@@ -71,15 +63,15 @@ def stage_1(clocks: Clocks, incoming: Any) -> tuple[Executor, Any]:
 @pytest.mark.parametrize("step", [300.0, -300.0])
 def test_a_clock_that_is_set_ends_no_wait(step: float, monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = Clocks(monkeypatch, step)
-    executor, end = stage_1(clocks, Coming(clocks, 3))
-    executor._await(end, OpKind.F, 0)
+    mail, end = stage_1(clocks, Coming(clocks, 3))
+    mail.wait_for(end, OpKind.F, 0)
     assert clocks.waits == 3
-    executor, end = stage_1(clocks, Coming(clocks, 6))
-    executor._settle()
+    mail, end = stage_1(clocks, Coming(clocks, 6))
+    mail.settle()
     assert clocks.waits == 6
     source: deque[str] = deque()
     monkeypatch.setattr(end, "attend", lambda: source.append("token"))
-    assert executor.await_line(end, "stage 0 to begin", source) == "token"
+    assert mail.await_line(end, "stage 0 to begin", source) == "token"
 
 
 @pytest.mark.parametrize("step", [0.0, -1e6])
@@ -87,7 +79,7 @@ def test_a_deadline_comes_whatever_the_clock_says(
     step: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clocks = Clocks(monkeypatch, step)
-    executor, end = stage_1(clocks, Coming(clocks, 10**9))
+    mail, end = stage_1(clocks, Coming(clocks, 10**9))
     with pytest.raises(WaitTimeoutError, match=r"F of microbatch 2 .* the deadline is 5 s"):
-        executor._await(end, OpKind.F, 2)
-    assert clocks.waits <= DEADLINE / loop.LONGEST_NAP + 1
+        mail.wait_for(end, OpKind.F, 2)
+    assert clocks.waits <= DEADLINE / mailbox.LONGEST_NAP + 1

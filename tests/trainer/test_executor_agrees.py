@@ -32,7 +32,7 @@ from pipemorph.planning import (
 )
 from pipemorph.planning.chunks import plan_interleaved
 from pipemorph.planning.offload import copying
-from pipemorph_trainer.executor import loop
+from pipemorph_trainer.executor import loop, mailbox
 from pipemorph_trainer.executor.loop import Executor, Inputs
 from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.links import Neighbourhood, Seat
@@ -249,7 +249,8 @@ def execute(
     """What the executors of all stages did: kind, microbatch, start, end."""
     stages = problem.stage_count
     world = World(stages)
-    monkeypatch.setattr(loop, "time", lambda: world.now)
+    for module in (loop, mailbox):
+        monkeypatch.setattr(module, "time", lambda: world.now)
     done: list[Any] = [None] * stages
     bodies = []
     for stage, executor in enumerate(executors(world, problem, range(stages))):
@@ -374,7 +375,8 @@ def test_op_by_op_with_several_stages_per_rank(
         )
         planned = plan_interleaved(problem, policy)
         world = World(ranks)
-        monkeypatch.setattr(loop, "time", lambda world=world: world.now)
+        for module in (loop, mailbox):
+            monkeypatch.setattr(module, "time", lambda world=world: world.now)
         made = executors(world, problem, planned.schedule.placement())
         per_stage = planned.schedule.per_stage()
         found = [executor.begin(per_stage, 1, 1, Inputs(), handshake=False) for executor in made]

@@ -43,7 +43,7 @@ class LocalLane:
     receiving = False
 
     def __init__(self) -> None:
-        self._held: dict[int, list[Tensor | None]] = {}
+        self._held: dict[int, list[Tensor | None] | None] = {}
 
     def begin(self, batch: Batch) -> None:
         """Both ends say so; nothing is posted."""
@@ -51,13 +51,15 @@ class LocalLane:
     def slot_free_at(self) -> float:
         return 0.0
 
-    def send(self, microbatch: int, tensors: list[Tensor | None]) -> None:
-        self._held[microbatch] = [None if each is None else each.detach() for each in tensors]
+    def send(self, microbatch: int, tensors: list[Tensor | None] | None) -> None:
+        self._held[microbatch] = (
+            None if tensors is None else [None if t is None else t.detach() for t in tensors]
+        )
 
     def ready_at(self, microbatch: int) -> float | None:
         return 0.0 if microbatch in self._held else None
 
-    def take(self, microbatch: int) -> list[Tensor | None]:
+    def take(self, microbatch: int) -> list[Tensor | None] | None:
         return self._held.pop(microbatch)
 
     def close(self, *, abandon: bool = False) -> None:
@@ -70,9 +72,9 @@ class LocalLine:
     lost: str | None = None
 
     def __init__(self) -> None:
-        self.shapes: deque[tuple[TensorMeta, ...]] = deque()
+        self.shapes: deque[tuple[TensorMeta, ...] | None] = deque()
 
-    def send_shapes(self, metas: tuple[TensorMeta, ...]) -> None:
+    def send_shapes(self, metas: tuple[TensorMeta, ...] | None) -> None:
         self.shapes.append(metas)
 
     def pump(self) -> None:

@@ -172,6 +172,11 @@ class EmulatedRunner:
             return (torch.tensor((value >> 11) / (1 << 53), dtype=torch.float64),)
         return (self._message(value),)
 
+    def discard(self) -> None:
+        self._held.clear()
+        self._values.clear()
+        self._away.clear()
+
     def offload(self, microbatch: int) -> int:
         """Only the time of a copy passes: there is nothing to move."""
         self._accelerator.hold(self._times.offload_copy)

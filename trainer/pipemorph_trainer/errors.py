@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipemorph.errors import PipeMorphError
+from pipemorph.errors import InputError, PipeMorphError
 
 
 def first_sentence(error: BaseException) -> str:
@@ -29,3 +29,11 @@ class PeerLostError(PipelineError):
 
 class ShapeError(PipelineError):
     """Tensors do not have the shapes agreed on; names both."""
+
+
+class BatchError(ShapeError, InputError):
+    """Some rank was given a batch that does not fit; names the rank and what does not fit.
+
+    Raised by ``step`` on every rank of the job. No gradient has changed, and the next ``step``
+    may go on.
+    """

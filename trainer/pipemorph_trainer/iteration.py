@@ -15,6 +15,8 @@ from pipemorph.planning import Plan
 from pipemorph.wire import IterationSample
 from pipemorph_trainer.commit import RankRow
 from pipemorph_trainer.control import ControlClient
+from pipemorph_trainer.errors import BatchError
+from pipemorph_trainer.executor import refusal as refusals
 from pipemorph_trainer.executor.bell import Bell
 from pipemorph_trainer.executor.device_times import DeviceTimes
 from pipemorph_trainer.executor.loop import Executor, Inputs, Outcome
@@ -81,6 +83,9 @@ class Iterations:
             waiting=waiting,
             wait=wait,
         )
+        gate = None
+        if world.replicas is not None and self._seat.last and stage.module is not None:
+            gate = refusals.Gate(world.replicas, waiting, wait)
         self._executor = Executor(
             seat=self._seat,
             runner=stage.runner,
@@ -94,8 +99,10 @@ class Iterations:
             on_last_forward=self._loss.post,
             reserve=plans.shapes_known,
             device_times=self._device_times,
+            gate=gate,
+            refuses=True,
         )
-        self._token = TokenPass(self._seat, neighbours, self._executor)
+        self._token = TokenPass(self._seat, neighbours, self._executor.mail)
         self.rounds = Rounds(
             plans.book.in_force.version,
             world=world,
@@ -107,22 +114,33 @@ class Iterations:
         self._training_began = 0.0
         self._polled_at = 0.0
 
-    def run(self, iteration: int, inputs: Inputs, shapes: Any) -> float:
+    def run(
+        self, iteration: int, inputs: Inputs, shapes: Any, refusal: Exception | None = None
+    ) -> float:
         """Run one: forward and backward of all microbatches, gradients over the replicas.
 
-        ``shapes``: what tells a change of shapes on stage 0. Returns the loss. Raises
-        :class:`PipelineError` naming the message that did not come.
+        ``shapes``: what tells a change of shapes on stage 0. ``refusal``: why what this rank was
+        given does not fit. Returns the loss. Raises :class:`BatchError` on all ranks if any was
+        given what does not fit, :class:`PipelineError` naming the message that did not come.
         """
         origin = time()
         self._training_began = self._training_began or origin
         plan = self._begin(iteration)
-        handshake = self._token.start(iteration, plan.version, shapes)
+        start = self._token.start(iteration, plan.version, shapes, refused=refusal is not None)
         self._stage.begin_window()
+        self._loss.begin()
         if not self._seat.last:
             self._loss.post([])
         outcome = self._executor.run(
-            plan, iteration, self._token.generation, inputs, handshake=handshake
+            plan, iteration, self._token.generation, inputs, **start._asdict()
         )
+        if self._seat.last and self._executor.refused:
+            self._loss.refuse()
+        # Long on its way: it is of the last F.
+        loss = self._loss.wait(iteration)
+        if self._loss.refused:
+            refusal = refusal or self._executor.cause
+            raise self._refused(iteration, refusal) from refusal
         if self._stage.module is not None and self._world.replicas is not None:
             self._waiting.begin(f"gradients of iteration {iteration} of the other replicas")
             average_over_replicas(
@@ -130,9 +148,20 @@ class Iterations:
             )
             self._waiting.end()
         self._stage.update()
-        loss = self._loss.wait(iteration)
         self._end(iteration, plan, origin, outcome, loss)
         return loss
+
+    def _refused(self, iteration: int, refusal: Exception | None) -> BatchError:
+        """Make ready for the next step() after a refused one."""
+        told = refusals.tell(self._world, self._waiting, self._wait_for, iteration, refusal)
+        self._executor.forget_refused()
+        self._token.restart()
+        self.rounds.drop(iteration)
+        if self._device_times is not None:
+            self._device_times.forget()
+        if refusal is not None:
+            self._reporter.publish(message=str(told))
+        return told
 
     def install(self, plan: Plan) -> None:
         """Prepare a plan here. Raises :class:`InputError` if it does not fit this job."""
@@ -152,7 +181,7 @@ class Iterations:
             end.shaper.begin(iteration, self._training_began)
         self._reporter.state = "training"
         self._reporter.begin_iteration(iteration, plan.version)
-        self._executor.at_iteration(iteration)
+        self._executor.mail.iteration = iteration
         self.rounds.begin(iteration, epoch=plan.version, at=began)
         return plan
 
@@ -186,8 +215,10 @@ class Iterations:
         if self._stage.module is None:
             return
         self._waiting.begin("its own split-backward self-test")
-        report = self._stage.self_test(args, kwargs, target)
-        self._waiting.end()
+        try:
+            report = self._stage.self_test(args, kwargs, target)
+        finally:
+            self._waiting.end()
         if report.offload is not None and report.offload.reason:
             self._plans.forbid_offload(report.offload.reason)
         for text in report.lines():

@@ -22,8 +22,9 @@ from pipemorph_trainer.agent import AgentHandle
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.control import ControlClient, NoControl
 from pipemorph_trainer.emulated import EmulatedStage
-from pipemorph_trainer.errors import PipelineError
+from pipemorph_trainer.errors import BatchError, PipelineError
 from pipemorph_trainer.executor.bell import Bell
+from pipemorph_trainer.executor.loop import Inputs
 from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
 from pipemorph_trainer.gradients import clip_global_norm
 from pipemorph_trainer.iteration import Iterations
@@ -212,7 +213,7 @@ class Pipeline:
             folder = FilePath(self._checkpoint.directory)
             self._checkpoints = Checkpoints(folder, self._world, self._stage.keeper, optimizer)
         self.start_iteration = self._resume()
-        self.iteration = self.start_iteration
+        self.iteration = self._over = self.start_iteration
         sys.setswitchinterval(SWITCH_SECONDS)
         self._last_word.install()
         resumed = f"resumed from the checkpoint of iteration {self.start_iteration}"
@@ -234,13 +235,16 @@ class Pipeline:
         Returns the loss on **every** rank: the mean over microbatches and replicas, 0-dim
         float32. Gradients are added to ``.grad``, averaged over replicas.
 
-        Raises :class:`PipelineError` naming the message that did not come,
-        :class:`ShapeError` if shapes do not fit.
+        Raises :class:`BatchError` on every rank if one of them was given what does not fit: then
+        no gradient has changed, and the next step may go on. Raises :class:`PipelineError` naming
+        the message that did not come, :class:`ShapeError` if shapes differ between microbatches.
         """
         if self._closed:
             raise PipelineError(f"{self.seat}: step() after close()")
         try:
             return self._step(args, kwargs, target)
+        except BatchError:
+            raise  # The pipeline lives on.
         except BaseException as error:
             self._fail(error)
             raise
@@ -293,9 +297,7 @@ class Pipeline:
         if self._closed:
             return
         try:
-            if self.iteration > self.start_iteration:
-                self._iterations.rounds.end(self.iteration - 1, self._last_activity)
-                self._save_if_due()
+            self._end_iteration(self._last_activity)
             self._iterations.rounds.finish_all()
         except BaseException as error:
             self._fail(error)
@@ -323,11 +325,13 @@ class Pipeline:
 
     def _step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Tensor:
         iteration = self.iteration
-        if iteration > self.start_iteration:
-            self._iterations.rounds.end(iteration - 1, monotonic())
-            self._save_if_due()
-        inputs, shapes = self._stage.inputs(args, kwargs, target)
-        loss = self._iterations.run(iteration, inputs, shapes)
+        self._end_iteration(monotonic())
+        inputs, shapes, refusal = Inputs(), None, None
+        try:
+            inputs, shapes = self._stage.inputs(args, kwargs, target)
+        except Exception as error:  # noqa: BLE001  whatever it is, all ranks are told
+            refusal = error
+        loss = self._iterations.run(iteration, inputs, shapes, refusal)
         if self._agent is not None:
             self._agent.tend()
         self.iteration = iteration + 1
@@ -339,6 +343,13 @@ class Pipeline:
             return 0
         self._checkpoints.check()
         return self._checkpoints.resume() if self._checkpoint.resume else 0
+
+    def _end_iteration(self, at: float) -> None:
+        """The last iteration ended at ``at``: told and saved once, though a step is refused."""
+        if self.iteration > self._over:
+            self._over = self.iteration
+            self._iterations.rounds.end(self.iteration - 1, at)
+            self._save_if_due()
 
     def _save_if_due(self) -> None:
         """Between two iterations, so after the optimizer's step."""

@@ -53,6 +53,10 @@ class Rounds:
         """``epoch``: the plan the iteration runs. ``at``: when its step() was called, monotonic."""
         self._open[iteration] = _Open(epoch, at)
 
+    def drop(self, iteration: int) -> None:
+        """Forget an iteration that was refused before it had an effect."""
+        del self._open[iteration]
+
     def offer(self, iteration: int, row: RankRow, loss: float) -> None:
         """Tell all ranks of this rank's part. Does not wait for theirs."""
         found = self._open[iteration]

@@ -38,6 +38,9 @@ class Runner(Protocol):
 
         ``offload``: :meth:`offload` of this microbatch follows."""
 
+    def discard(self) -> None:
+        """Drop every microbatch in flight. Gradients stay as they are."""
+
     def offload(self, microbatch: int) -> int:
         """Move the activations of the newest F to host memory; returns the bytes moved."""
 

@@ -61,6 +61,10 @@ class DeviceTimes:
             for copy, mark in zip(copies, marks, strict=True)
         ]
 
+    def forget(self) -> None:
+        """Drop the marks of an iteration that was refused."""
+        self._marks, self._copies = [], []
+
     def pace(self) -> None:
         """Wait until the device is at most :data:`LAUNCHED_AHEAD` ops behind."""
         if len(self._marks) > LAUNCHED_AHEAD:

@@ -17,12 +17,14 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import profiler
 
-from pipemorph.planning import Dispatch, OpKind, Path, Plan, Schedule
+from pipemorph.planning import Dispatch, OpKind, Plan, Schedule
 from pipemorph.planning.offload import Residency
-from pipemorph_trainer.errors import PeerLostError, PipelineError, ShapeError, WaitTimeoutError
+from pipemorph_trainer.errors import PipelineError, ShapeError
 from pipemorph_trainer.executor.bell import Bell
 from pipemorph_trainer.executor.device_times import DeviceTimes
+from pipemorph_trainer.executor.mailbox import Mailbox
 from pipemorph_trainer.executor.profiling import profiling
+from pipemorph_trainer.executor.refusal import Gate, is_of_batch
 from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.links import LinkEnd, Neighbourhood, Seat
 from pipemorph_trainer.paths.arrival import OpClock
@@ -32,8 +34,6 @@ from pipemorph_trainer.stage import Grads, Runner
 
 NEVER = float("inf")
 _NO_RANGE = nullcontext()
-LONGEST_NAP = 0.25
-"""A waiting stage still looks at its control line and its neighbours this often, seconds."""
 
 
 @dataclass
@@ -78,16 +78,30 @@ class Executor:
         on_last_forward: Callable[[list[Tensor]], None],
         reserve: Callable[[LinkEnd, tuple[TensorMeta, ...]], None],
         device_times: DeviceTimes | None = None,
+        gate: Gate | None = None,
+        refuses: bool = False,
     ) -> None:
+        """``refuses``: an error of the stage in its first forward of an iteration refuses that
+        one only. ``gate``: on the last stage, where there are several replicas."""
         self._seat, self._runner = seat, runner
         self._device_times = device_times
         self._up, self._down = neighbours.upstream, neighbours.downstream
         self._ends = neighbours.ends
-        self._bell, self._op_clock, self._waiting = bell, op_clock, waiting
+        self._op_clock, self._waiting = op_clock, waiting
         self._deadline = deadline
+        self.mail = Mailbox(
+            self._ends, bell=bell, waiting=waiting, deadline=deadline, between=boundary
+        )
         self._boundary, self._on_last_forward = boundary, on_last_forward
         self._on_first_forward: FirstForward | None = on_first_forward
         self._reserve = reserve
+        self._gate, self._refuses = gate, refuses
+        self.refused = False
+        """Whether the iteration is refused: messages go on as planned, but empty."""
+        self.cause: Exception | None = None
+        """Of a refused iteration: what the stage raised, if it did."""
+        self._steps_refused = 0
+        self._above, self._below = self._up, self._down
         self.input_metas: tuple[TensorMeta, ...] = ()
         self.output_metas: tuple[TensorMeta, ...] = ()
         self._tag = ""
@@ -98,41 +112,41 @@ class Executor:
         self._residency = Residency(None)
 
     def run(
-        self, plan: Plan, iteration: int, generation: int, inputs: Inputs, *, handshake: bool
+        self,
+        plan: Plan,
+        iteration: int,
+        generation: int,
+        inputs: Inputs,
+        *,
+        handshake: bool,
+        refused: bool = False,
+        cut_off: bool = False,
     ) -> Outcome:
         """Run one iteration of ``plan``. With ``handshake``, shapes are exchanged on the way.
 
+        ``refused``, ``cut_off``: see :class:`pipemorph_trainer.executor.token.Start`; afterwards
+        :attr:`refused` says whether the iteration was refused anywhere, as far as known here.
         Raises :class:`PipelineError` naming what was waited for if it cannot be finished.
         """
         self.begin(
             plan.schedule, iteration, generation, inputs,
             handshake=handshake, device_limit=plan.device_limits[self._seat.stage],
+            refused=refused, cut_off=cut_off,
         )  # fmt: skip
         if plan.dispatch is Dispatch.ONLINE:
             self._run_online(plan)
         else:
             for kind, microbatch in plan.schedule.stages[self._seat.stage]:
                 self.run_op(kind, microbatch)
-        self._settle()
+        if self.refused and self._gate is not None:
+            self._gate.refuse()
+        self.mail.settle()
         return self._outcome
 
-    def _settle(self) -> None:
-        """Wait until no neighbour can ask for a message again: what follows on this rank, such
-        as a collective, does not attend to neighbours. They need no more than to get there."""
-        for end in self._ends:
-            if end.settled():
-                continue
-            self._waiting.begin(
-                f"stage {end.peer_stage} to begin the last op that uses {end.sends.letter} of "
-                f"iteration {self._iteration} on {end}"
-            )
-            deadline = monotonic() + self._deadline
-            while not end.settled():
-                self._sleep(None, deadline)
-            self._waiting.end()
-        if profiling():
-            for end in self._ends:
-                end.finish_sends()
+    def forget_refused(self) -> None:
+        """The refused iteration is over: the next one has its number, and other messages."""
+        self._steps_refused += 1
+        self.cause = None
 
     def begin(
         self,
@@ -143,13 +157,16 @@ class Executor:
         *,
         handshake: bool,
         device_limit: int | None = None,
+        refused: bool = False,
+        cut_off: bool = False,
     ) -> Outcome:
         """Prepare for the stage's ops of one iteration of ``schedule``; what they fill in.
 
         With ``handshake`` this waits for the shapes of the stage above. ``device_limit``: most
         microbatches with their activations on the device.
         """
-        self._iteration, self._generation = iteration, generation
+        self._iteration = self.mail.iteration = iteration
+        self._generation = generation
         self._microbatches = schedule.microbatches
         self._inputs = inputs
         self._outcome = Outcome()
@@ -157,30 +174,46 @@ class Executor:
         self._shapes_known = not handshake
         kinds = {op.kind for op in schedule.stages[self._seat.stage]}
         self._runner.begin_iteration(only_fused=OpKind.B not in kinds)
-        if self._up is not None:
-            if handshake:
-                self._await_shapes(self._up)
-                self._reserve(self._up, self.input_metas)
-            self._up.incoming.begin(self._batch(self.input_metas))
-            self._up.outgoing.begin(self._batch(_gradients(self.input_metas)))
-        if self._down is not None and not handshake:
-            self._begin_downstream(self._down)
+        self.refused, self.cause = refused, None
+        if self._gate is not None:
+            self._gate.begin()
+        self._above = None if cut_off else self._up
+        # The token has told the stages below.
+        self._below = None if refused else self._down
+        if self._above is not None and handshake:
+            self._await_shapes(self._above)
+        if self._above is not None:
+            self._above.incoming.begin(self._batch(self.input_metas))
+            self._above.outgoing.begin(self._batch(_gradients(self.input_metas)))
+        if self._below is not None and not handshake:
+            self._begin_downstream(self._below)
         return self._outcome
 
     # --- static and online dispatch ---------------------------------------------------
 
     def run_op(self, kind: OpKind, microbatch: int) -> None:
         """Wait for the op's message, then run it."""
-        if kind is OpKind.F:
-            if self._up is not None:
-                self._await(self._up, kind, microbatch)
+        source = self._source(kind)
+        if source is not None:
+            waited = self.mail.wait_for(source, kind, microbatch)
+            if waited is not None:
+                self._outcome.waits.append((kind, microbatch, *waited))
+        if self.refused:
+            self._pass_on(kind, microbatch)
+        elif kind is OpKind.F:
             self._forward(microbatch)
         elif kind is OpKind.W:
             self._weight(microbatch)
         else:
-            if self._down is not None and self._has_gradients(self._down):
-                self._await(self._down, kind, microbatch)
             self._backward(kind, microbatch)
+
+    def _source(self, kind: OpKind) -> LinkEnd | None:
+        """Where the message of an op comes from, None if it has none."""
+        if kind is OpKind.F:
+            return self._above
+        if kind is OpKind.W or self._below is None or not self._has_gradients(self._below):
+            return None
+        return self._below
 
     def _run_online(self, plan: Plan) -> None:
         """Next ready op of B, F and W: only F while the warm-up lasts; F within the cap, and
@@ -194,6 +227,13 @@ class Executor:
         f = b = w = 0
         deadline: float | None = None
         while w < total:
+            if self.refused:
+                # In the plan's order, in which no stage waits for one that waits for it.
+                for kind, microbatch in plan.schedule.stages[stage]:
+                    done = {OpKind.F: f, OpKind.W: total}.get(kind, b)
+                    if microbatch >= done:
+                        self.run_op(kind, microbatch)
+                return
             if self._device_times is not None:
                 self._device_times.pace()
             now = time()
@@ -216,7 +256,7 @@ class Executor:
                     deadline = monotonic() + self._deadline
                     self._waiting.begin(self._either(may_forward, f, may_backward, b))
                 first = min(backward_at, forward_at)
-                self._sleep(first if first < NEVER else None, deadline)
+                self.mail.sleep(first if first < NEVER else None, deadline)
                 continue
             if deadline is not None:
                 self._waiting.end()
@@ -225,43 +265,59 @@ class Executor:
     def _either(self, may_forward: bool, f: int, may_backward: bool, b: int) -> str:
         """The messages an idle stage under online dispatch could go on with."""
         what = []
-        if may_forward and self._up is not None:
-            what.append(self._message(self._up, "F", f))
-        if may_backward and self._down is not None:
-            what.append(self._message(self._down, "B", b))
+        if may_forward and self._above is not None:
+            what.append(self.mail.message(self._above, "F", f))
+        if may_backward and self._below is not None:
+            what.append(self.mail.message(self._below, "B", b))
         return " or ".join(what)
-
-    def _message(self, end: LinkEnd, word: str, microbatch: int) -> str:
-        return (
-            f"{word} of microbatch {microbatch} of iteration {self._iteration} "
-            f"from stage {end.peer_stage} on {end}"
-        )
 
     def _forward_ready_at(self, microbatch: int) -> float:
         at = 0.0
-        if self._up is not None:
-            found = self._ready_at(self._up, "F", microbatch)
+        if self._above is not None:
+            found = self.mail.ready_at(self._above, "F", microbatch)
             if found is None:
                 return NEVER
             at = found
-        if self._down is not None and self._shapes_known:
-            at = max(at, self._down.outgoing.slot_free_at())
+        if self._below is not None and self._shapes_known:
+            at = max(at, self._below.outgoing.slot_free_at())
         return at
 
     def _backward_ready_at(self, microbatch: int) -> float:
-        if self._down is None or not self._has_gradients(self._down):
+        if self._below is None or not self._has_gradients(self._below):
             return 0.0
-        found = self._ready_at(self._down, "B", microbatch)
+        found = self.mail.ready_at(self._below, "B", microbatch)
         return NEVER if found is None else found
 
     # --- ops --------------------------------------------------------------------------
 
     def _forward(self, microbatch: int) -> None:
-        args: Sequence[Any]
-        if self._up is not None:
-            args = self._up.incoming.take(microbatch)
+        try:
+            outputs = self._compute_forward(microbatch)
+        except Exception as error:
+            if microbatch or not self._refuses or not is_of_batch(error):
+                raise
+            self.cause, outputs = error, None
+        if outputs is None:
+            self._refuse()
+            if self._below is not None:
+                self.mail.send(self._below, microbatch, None)
+        elif self._below is not None:
+            self.mail.send(self._below, microbatch, list(outputs))
         else:
-            args = self._inputs.args[microbatch] if self._inputs.args else ()
+            self._outcome.losses.append(outputs[0])
+            if microbatch == 0 and self._gate is not None:
+                self._gate.accept()
+            if microbatch == self._microbatches - 1:
+                self._on_last_forward(self._outcome.losses)
+        self._boundary()
+
+    def _compute_forward(self, microbatch: int) -> tuple[Tensor, ...] | None:
+        """What an F sends, or the loss. None if what it was sent is empty."""
+        args: Sequence[Any] | None = self._inputs.args[microbatch] if self._inputs.args else ()
+        if self._above is not None:
+            args = self._above.incoming.take(microbatch)
+        if args is None:
+            return None
         kwargs = self._inputs.kwargs[microbatch] if self._inputs.kwargs else {}
         target = self._inputs.targets[microbatch] if self._inputs.targets else None
         if self._on_first_forward is not None:
@@ -281,21 +337,22 @@ class Executor:
             else:
                 outputs = self._runner.forward(microbatch, args, kwargs, target)
         self._end_op(OpKind.F, microbatch, start)
-        if self._down is not None:
-            self._check_outputs(outputs, self._down)
-            self._send(self._down, microbatch, list(outputs))
-        else:
-            self._outcome.losses.append(outputs[0])
-            if microbatch == self._microbatches - 1:
-                self._on_last_forward(self._outcome.losses)
-        self._boundary()
+        if self._below is not None:
+            self._check_outputs(outputs, self._below)
+        return outputs
 
     def _backward(self, kind: OpKind, microbatch: int) -> None:
         grads: list[Tensor | None] | None = None
-        if self._down is not None:
-            came = iter(
-                self._down.incoming.take(microbatch) if self._has_gradients(self._down) else ()
-            )
+        source = self._source(kind)
+        taken = source.incoming.take(microbatch) if source is not None else []
+        if taken is None or (microbatch == 0 and self._gate and not self._gate.passed()):
+            self._refuse()
+            if self._above is not None and self._has_gradients(self._above):
+                self.mail.send(self._above, microbatch, None)
+            self._boundary()
+            return
+        if self._below is not None:
+            came = iter(taken)
             grads = [next(came) if meta.carries_gradient else None for meta in self.output_metas]
         run = self._runner.backward if kind is OpKind.BW else self._runner.backward_input
         returns = self._residency.run(kind, microbatch)
@@ -306,8 +363,8 @@ class Executor:
                 self._copy(kind, microbatch, self._runner.fetch)
             found = run(microbatch, grads)
         self._end_op(kind, microbatch, start)
-        if self._up is not None and self._has_gradients(self._up):
-            self._send(self._up, microbatch, self._to_send(found))
+        if self._above is not None and self._has_gradients(self._above):
+            self.mail.send(self._above, microbatch, self._to_send(found))
         self._boundary()
 
     def _copy(self, kind: OpKind, microbatch: int, copy: Callable[[int], int]) -> None:
@@ -345,13 +402,31 @@ class Executor:
         self._op_clock.busy = False
         self._outcome.ops.append(TimedOp(kind, microbatch, start, end))
 
-    def _send(self, end: LinkEnd, microbatch: int, tensors: list[Tensor | None]) -> None:
-        try:
-            end.outgoing.send(microbatch, tensors)
-        except PipelineError as error:
-            if not self._waiting:
-                self._waiting.begin(end.taking(self._iteration, microbatch))
-            raise self._named(end, error) from error
+    # --- a refused iteration ----------------------------------------------------------
+
+    def _refuse(self) -> None:
+        """From here on this iteration's messages go on as planned, but empty: then none is left
+        over for the next one, whatever its sender or receiver was about to do."""
+        self.refused = True
+        self._op_clock.busy = False
+        self._runner.discard()
+        if self._below is not None and not self._shapes_known:
+            self._below.line.send_shapes(None)
+            self._below = None
+
+    def _pass_on(self, kind: OpKind, microbatch: int) -> None:
+        """An op of a refused iteration, whose message is here."""
+        source = self._source(kind)
+        if source is not None:
+            source.incoming.take(microbatch)
+        to = None
+        if kind is OpKind.F:
+            to = self._below
+        elif kind is not OpKind.W and self._above and self._has_gradients(self._above):
+            to = self._above
+        if to is not None:
+            self.mail.send(to, microbatch, None)
+        self._boundary()
 
     def _to_send(self, grads: Grads) -> list[Tensor | None]:
         if len(grads) != len(self.input_metas):
@@ -368,7 +443,10 @@ class Executor:
     # --- shapes -----------------------------------------------------------------------
 
     def _batch(self, metas: tuple[TensorMeta, ...]) -> Batch:
-        return Batch(self._generation, self._iteration, self._microbatches, metas)
+        return Batch(
+            self._generation, self._iteration + self._steps_refused, self._microbatches, metas,
+            self._steps_refused,
+        )  # fmt: skip
 
     def _has_gradients(self, end: LinkEnd) -> bool:
         metas = self.input_metas if end is self._up else self.output_metas
@@ -401,101 +479,14 @@ class Executor:
                 "iterations together with the shapes given to step()"
             )
 
-    # --- waiting ----------------------------------------------------------------------
-
-    def _await(self, end: LinkEnd, kind: OpKind, microbatch: int) -> None:
-        """Return when the message of an op is here and may be used."""
-        word = "F" if kind is OpKind.F else "B"
-        at = self._ready_at(end, word, microbatch)
-        now = time()
-        if at is not None and at <= now:
-            return
-        self._waiting.begin(self._message(end, word, microbatch))
-        began, deadline = now, monotonic() + self._deadline
-        while True:
-            self._sleep(at, deadline)
-            at = self._ready_at(end, word, microbatch)
-            now = time()
-            if at is not None and at <= now:
-                break
-        self._outcome.waits.append((kind, microbatch, began, now))
-        self._waiting.end()
-
-    def _ready_at(self, end: LinkEnd, word: str, microbatch: int) -> float | None:
-        """When the message may be used, None if it is not here; an error names the message."""
-        try:
-            return end.incoming.ready_at(microbatch)
-        except PipelineError as error:
-            if not self._waiting:
-                self._waiting.begin(self._message(end, word, microbatch))
-            raise self._named(end, error) from error
-
-    def _named(self, end: LinkEnd, error: PipelineError) -> PipelineError:
-        """The same error, with the message that was missing. If the peer is gone, that is why."""
-        if isinstance(error, WaitTimeoutError):
-            return WaitTimeoutError(f"{self._waiting.describe()}; {error}")
-        why = end.gone() if end.is_lost() else str(error)
-        return PeerLostError(f"{self._waiting.describe()}; {why}")
-
-    def _sleep(self, at: float | None, deadline: float) -> None:
-        """Wait for news, or until ``at`` (wall clock, as in notes). Raises once ``deadline``
-        (monotonic, which no correction of the clock moves) has passed, or a peer is lost."""
-        left = deadline - monotonic()
-        if left <= 0:
-            raise WaitTimeoutError(
-                f"{self._waiting.describe()}; the deadline is {self._deadline:g} s"
-            )
-        nap = min(LONGEST_NAP, left)
-        self._bell.wait(min(nap, at - time()) if at is not None else nap)
-        for each in self._ends:
-            self._attend(each)
-            if each.line.lost is not None:
-                self._check_lost(each, at)
-        self._boundary()
-
-    def _attend(self, end: LinkEnd) -> None:
-        try:
-            end.attend()
-        except PipelineError as error:
-            raise self._named(end, error) from error
-
-    def _check_lost(self, end: LinkEnd, at: float | None) -> None:
-        """A neighbour is gone. What it sent before may still be enough for this wait."""
-        self._bell.forget(end.line.fileno())
-        if at is None:
-            raise PeerLostError(f"{self._waiting.describe()}; {end.gone()}")
-
-    def _check_engine(self, end: LinkEnd) -> None:
-        """A neighbour that is stopped keeps its line, and only the engine knows that it is dead.
-
-        Where messages go without the engine, they may be had from it all the same.
-        """
-        if end.path is not Path.DELEGATED or end.engine_link is None:
-            return
-        if (why := end.engine_link.error) is not None:
-            raise self._named(end, PipelineError(why))
-
     def _await_shapes(self, end: LinkEnd) -> None:
-        self.input_metas = self.await_line(
-            end, f"shapes from stage {end.peer_stage}", end.line.shapes
-        )
-
-    def await_line(self, end: LinkEnd, what: str, source: Any) -> Any:
-        """Wait until ``source``, a queue filled by the line, has something, and take it."""
-        if not source:
-            end.line.pump()
-        if not source:
-            self._waiting.begin(f"{what} for iteration {self._iteration} on link {end.link}")
-            deadline = monotonic() + self._deadline
-            while not source:
-                self._check_engine(end)
-                self._sleep(None, deadline)
-            self._waiting.end()
-        return source.popleft()
-
-    def at_iteration(self, iteration: int) -> None:
-        """Name the iteration about to begin in what is waited for before it."""
-        self._iteration = iteration
+        metas = self.mail.await_line(end, f"shapes from stage {end.peer_stage}", end.line.shapes)
+        if metas is None:
+            self._above = None
+            self._refuse()
+        else:
+            self.input_metas = metas
+            self._reserve(end, metas)
 
 
 def _gradients(metas: tuple[TensorMeta, ...]) -> tuple[TensorMeta, ...]:

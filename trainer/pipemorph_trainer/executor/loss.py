@@ -16,7 +16,7 @@ from pipemorph_trainer.world import World
 
 
 class SharedLoss:
-    """Shares the loss of one iteration after another: :meth:`post` it, then :meth:`wait`.
+    """Shares the loss of one iteration after another: :meth:`begin`, :meth:`post` it, :meth:`wait`.
 
     ``microbatches``: N, over which the loss is the mean, as it is over the replicas.
     """
@@ -34,9 +34,15 @@ class SharedLoss:
         self._world, self._microbatches = world, microbatches
         self._accelerator = accelerator
         self._waiting, self._wait_for = waiting, wait
-        self._loss = torch.zeros(1, dtype=torch.float64)
+        self._loss = torch.zeros(2, dtype=torch.float64)
         self._work: Any = None
         self._copy: LossCopy | None = None
+        self.refused = False
+        """Whether a replica refused the step; known after :meth:`wait`."""
+
+    def begin(self) -> None:
+        """A new iteration."""
+        self._work = self._copy = None
 
     def post(self, losses: list[Tensor]) -> None:
         """Begin to share the loss. The last stage does so after its last F, the others before
@@ -46,6 +52,11 @@ class SharedLoss:
             self._copy = LossCopy(self._accelerator, losses)
         else:
             self._share([float(loss) for loss in losses])
+
+    def refuse(self) -> None:
+        """Post, on the last stage, that the step is refused, unless the loss is on its way."""
+        if self._work is None:
+            self._share([], refused=True)
 
     def between_ops(self) -> None:
         """Share losses of a device that have come to the host meanwhile."""
@@ -60,12 +71,13 @@ class SharedLoss:
             self._share(self._copy.take())
         self._wait_for(self._work)
         self._waiting.end()
-        return float(self._loss) / self._world.seat.replicas
+        self.refused = bool(self._loss[1])
+        return float(self._loss[0]) / self._world.seat.replicas
 
-    def _share(self, losses: Sequence[float]) -> None:
+    def _share(self, losses: Sequence[float], *, refused: bool = False) -> None:
         self._copy = None
         total = 0.0
         for loss in losses:
             total += loss
-        self._loss = torch.tensor([total / self._microbatches], dtype=torch.float64)
+        self._loss = torch.tensor([total / self._microbatches, refused], dtype=torch.float64)
         self._work = dist.all_reduce(self._loss, group=self._world.control, async_op=True)

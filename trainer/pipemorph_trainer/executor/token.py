@@ -6,37 +6,51 @@ at once.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipemorph_trainer.errors import PipelineError
-from pipemorph_trainer.executor.loop import Executor
+from pipemorph_trainer.executor.mailbox import Mailbox
 from pipemorph_trainer.links import Neighbourhood, Seat
 from pipemorph_trainer.paths.line import StepToken
+
+
+class Start(NamedTuple):
+    """How an iteration begins on a stage.
+
+    ``handshake``: shapes are exchanged in it. ``refused``: it was given a batch that does not
+    fit, or a stage above was; then ``cut_off``: nothing comes from above.
+    """
+
+    handshake: bool
+    refused: bool
+    cut_off: bool
 
 
 class TokenPass:
     """Takes the token of every iteration from the stage above and gives it to the one below."""
 
-    def __init__(self, seat: Seat, neighbours: Neighbourhood, executor: Executor) -> None:
-        self._seat, self._executor = seat, executor
+    def __init__(self, seat: Seat, neighbours: Neighbourhood, mail: Mailbox) -> None:
+        self._seat, self._mail = seat, mail
         self._up, self._down = neighbours.upstream, neighbours.downstream
         self._shapes: Any = None
         self.generation = 0
         """Of shapes: one more whenever they change."""
 
-    def start(self, iteration: int, version: int, shapes: Any) -> bool:
-        """Start the iteration from stage 0 down; True if shapes are to be exchanged in it.
+    def start(self, iteration: int, version: int, shapes: Any, *, refused: bool = False) -> Start:
+        """Start the iteration from stage 0 down.
 
         ``version``: the plan's. ``shapes``: of what stage 0 was given; compared with ``==``.
+        ``refused``: what this rank was given does not fit.
         Raises :class:`PipelineError` if the stage above begins another iteration or plan.
         """
         up = self._up
-        if up is None:
+        handshake = cut_off = False
+        if up is None and not refused:
             handshake = bool(shapes != self._shapes)
             self._shapes = shapes
             self.generation += handshake
-        else:
-            token = self._executor.await_line(up, f"stage {up.peer_stage} to begin", up.line.tokens)
+        elif up is not None:
+            token = self._mail.await_line(up, f"stage {up.peer_stage} to begin", up.line.tokens)
             if token.iteration != iteration or token.version != version:
                 raise PipelineError(
                     f"{self._seat} begins iteration {iteration} with plan {version}, stage "
@@ -45,6 +59,13 @@ class TokenPass:
                 )
             handshake = token.generation != self.generation
             self.generation = token.generation
+            cut_off = token.refused
+        refused = refused or cut_off
         if self._down is not None:
-            self._down.line.send_token(StepToken(iteration, version, self.generation))
-        return handshake
+            self._down.line.send_token(StepToken(iteration, version, self.generation, refused))
+        return Start(handshake, refused, cut_off)
+
+    def restart(self) -> None:
+        """Shapes are exchanged anew in the next iteration: this one was refused, and not every
+        stage may know its shapes."""
+        self._shapes = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from pipemorph_trainer.paths.message import Note
+from pipemorph_trainer.paths.message import NOTHING, Note
 from pipemorph_trainer.profile import LinkRecorder
 
 JUST_AFTER = 0.001
@@ -47,6 +47,8 @@ def record_arrival(
     A message that a fault holds back was on its way for exactly as long as it was held.
     """
     start, usable = max(note.started_at, started_at), arrived_at - clock.offset
+    if note.present == NOTHING:
+        return  # It travelled without its bytes.
     if note.not_before >= usable:
         start, usable, exact = note.started_at, note.not_before, True
     recorder.add(usable - start, start - note.posted_at, nbytes, exact)

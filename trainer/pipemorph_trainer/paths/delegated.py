@@ -8,7 +8,7 @@ see :mod:`pipemorph_trainer.paths.staging`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.paths.arrival import PeerClock, now, record_arrival
 from pipemorph_trainer.paths.faults import Shaper
-from pipemorph_trainer.paths.message import ALL_PRESENT, Batch, Direction, Note
+from pipemorph_trainer.paths.message import NOTHING, Batch, Direction, Note, presence
 from pipemorph_trainer.profile import LinkRecorder
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class DelegatedIncoming:
 
     def begin(self, batch: Batch) -> None:
         self._batch = batch
-        self._nbytes = sum(meta.nbytes for meta in batch.metas)
+        self._nbytes = batch.nbytes
 
     def ready_at(self, microbatch: int) -> float | None:
         batch = self._batch
@@ -92,7 +92,7 @@ class DelegatedIncoming:
         except RuntimeError as error:
             raise PipelineError(str(error)) from error
 
-    def take(self, microbatch: int) -> list[Tensor | None]:
+    def take(self, microbatch: int) -> list[Tensor | None] | None:
         batch = self._batch
         assert batch is not None
         tensors: list[Tensor | None] = []
@@ -124,7 +124,7 @@ class DelegatedIncoming:
             exact=True,
             started_at=started,
         )
-        return tensors
+        return None if note.present == NOTHING else tensors
 
     receiving = False
 
@@ -155,34 +155,26 @@ class DelegatedOutgoing:
         self._queues = queues
         self._turn = 0
         self._batch: Batch | None = None
-        self._nbytes = 0
 
     def begin(self, batch: Batch) -> None:
         self._batch = batch
-        self._nbytes = sum(meta.nbytes for meta in batch.metas)
 
     def slot_free_at(self) -> float:
         return 0.0
 
-    def send(self, microbatch: int, tensors: list[Tensor | None]) -> None:
+    def send(self, microbatch: int, tensors: list[Tensor | None] | None) -> None:
         batch = self._batch
         assert batch is not None
-        note = self.note(batch, self._nbytes, microbatch, tensors)
-        for k, tensor in enumerate(tensors):
+        note = self.note(batch, microbatch, presence(tensors))
+        for k, tensor in enumerate(tensors if tensors is not None else [None] * len(batch.metas)):
             payload = b"" if tensor is None else bytes_of(tensor.detach().contiguous()).numpy().data
             self._hand_over(key_of(batch, microbatch, self.direction, k), payload, note)
 
-    def note(
-        self, batch: Batch, nbytes: int, microbatch: int, tensors: Sequence[Tensor | None]
-    ) -> bytes:
+    def note(self, batch: Batch, microbatch: int, present: int) -> bytes:
         """The note of a message that is handed to the next queue in turn now."""
         posted = now()
-        started, not_before = self._shaper.hold(self._turn, nbytes, posted)
+        started, not_before = self._shaper.hold(self._turn, batch.nbytes, posted)
         self._turn = (self._turn + 1) % self._queues
-        present = ALL_PRESENT
-        for k, tensor in enumerate(tensors):
-            if tensor is None:
-                present &= ~(1 << k)
         return Note(
             batch.generation, batch.iteration, microbatch, present, posted, started, not_before
         ).pack()
@@ -198,7 +190,8 @@ class DelegatedOutgoing:
             except RuntimeError as error:
                 if not deadline:
                     deadline = time.monotonic() + GRANT_SECONDS
-                    self._on_block(key[1], key[2])
+                    assert self._batch is not None
+                    self._on_block(self._batch.step, key[2])
                 if not self.link.alive or time.monotonic() > deadline:
                     raise PipelineError(str(error)) from error
                 time.sleep(0.0005)

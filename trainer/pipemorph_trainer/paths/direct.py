@@ -38,7 +38,15 @@ from pipemorph_trainer.groups import abandon
 from pipemorph_trainer.paths.arrival import OpClock, PeerClock, now, record_arrival
 from pipemorph_trainer.paths.faults import DIRECT_QUEUE, Shaper
 from pipemorph_trainer.paths.line import Line
-from pipemorph_trainer.paths.message import ALL_PRESENT, Batch, Direction, Note, Position
+from pipemorph_trainer.paths.message import (
+    ALL_PRESENT,
+    NOTHING,
+    Batch,
+    Direction,
+    Note,
+    Position,
+    presence,
+)
 from pipemorph_trainer.profile import LinkRecorder
 
 MAX_OUTSTANDING = 2
@@ -117,15 +125,15 @@ class DirectIncoming:
         """Whether this message of the present iteration has come, and was not taken."""
         return self._batch is not None and (self._batch.iteration, microbatch) in self._arrived
 
-    def take(self, microbatch: int) -> list[Tensor | None]:
+    def take(self, microbatch: int) -> list[Tensor | None] | None:
         assert self._batch is not None
         iteration = self._batch.iteration
         tensors, stamp, exact = self._arrived.pop((iteration, microbatch))
         note = self._line.notes.pop((int(self.direction), iteration, microbatch))
         if note.generation != self._batch.generation:
             raise PipelineError(
-                f"message of microbatch {microbatch}, iteration {iteration} belongs to shape "
-                f"generation {note.generation}; expected {self._batch.generation}"
+                f"message of microbatch {microbatch}, iteration {self._batch.step} belongs to "
+                f"shape generation {note.generation}; expected {self._batch.generation}"
             )
         record_arrival(self._recorder, note, self._peer_clock, stamp, self._nbytes, exact=exact)
         if self._accelerator is not None:
@@ -134,6 +142,8 @@ class DirectIncoming:
                 self._accelerator.keep(tensor, compute)
         if note.present == ALL_PRESENT:
             return list(tensors)
+        if note.present == NOTHING:
+            return None
         return [t if note.present >> k & 1 else None for k, t in enumerate(tensors)]
 
     def close(self, *, abandon: bool = False) -> None:
@@ -257,18 +267,19 @@ class DirectOutgoing:
             return 0.0
         return self._outstanding[0].not_before
 
-    def send(self, microbatch: int, tensors: list[Tensor | None]) -> None:
+    def send(self, microbatch: int, tensors: list[Tensor | None] | None) -> None:
         batch = self._batch
         assert batch is not None
         if len(self._outstanding) >= self._max_outstanding:
             self._finish_oldest()
         posted = now()
         started, not_before = self._shaper.hold(DIRECT_QUEUE, self._nbytes, posted)
-        present = ALL_PRESENT
+        present = presence(tensors)
         payload: list[Tensor] = []
-        for k, (tensor, meta) in enumerate(zip(tensors, batch.metas, strict=True)):
+        if tensors is None:
+            tensors = [None] * len(batch.metas)
+        for tensor, meta in zip(tensors, batch.metas, strict=True):
             if tensor is None:
-                present &= ~(1 << k)
                 payload.append(torch.zeros(meta.shape, dtype=meta.dtype, device=self._device))
             else:
                 payload.append(tensor.detach().contiguous())
@@ -282,7 +293,7 @@ class DirectOutgoing:
             ]
         except RuntimeError as error:
             raise self._failed(error) from error
-        self._outstanding.append(_Sent(batch.iteration, microbatch, not_before, works, payload))
+        self._outstanding.append(_Sent(batch.step, microbatch, not_before, works, payload))
 
     def _finish_oldest(self) -> None:
         """Wait until the oldest send is through, at most the deadline."""

@@ -33,7 +33,7 @@ class _Kept(NamedTuple):
     """A message whose receiver may still miss it."""
 
     batch: Batch
-    tensors: list[Tensor | None]
+    tensors: list[Tensor | None] | None
 
 
 class Failover:
@@ -108,7 +108,7 @@ class FailoverIncoming:
             return self._direct.ready_at(microbatch)
         return self._delegated.ready_at(microbatch)
 
-    def take(self, microbatch: int) -> list[Tensor | None]:
+    def take(self, microbatch: int) -> list[Tensor | None] | None:
         assert self._batch is not None
         if self._failover.broken is None or self._direct.holds(microbatch):
             tensors = self._direct.take(microbatch)
@@ -156,7 +156,7 @@ class FailoverOutgoing:
     def slot_free_at(self) -> float:
         return 0.0 if self._failover.broken is not None else self._direct.slot_free_at()
 
-    def send(self, microbatch: int, tensors: list[Tensor | None]) -> None:
+    def send(self, microbatch: int, tensors: list[Tensor | None] | None) -> None:
         batch = self._batch
         assert batch is not None
         failover = self._failover

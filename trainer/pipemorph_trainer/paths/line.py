@@ -27,7 +27,7 @@ from pipemorph_trainer.paths.message import Direction, Note, Position, TensorMet
 log = logging.getLogger("pipemorph.trainer")
 
 _HEADER = struct.Struct("<BBH")
-_TOKEN = struct.Struct("<III")
+_TOKEN = struct.Struct("<IIII")
 _POSITION = struct.Struct("<qI")
 _HELLO = struct.Struct("<II32s")
 _NONCE_BYTES = 16
@@ -36,12 +36,14 @@ _READ = 1 << 16
 
 
 class StepToken(NamedTuple):
-    """Starts an iteration: passed from stage to stage. All three must agree everywhere;
-    a new ``generation`` announces shapes."""
+    """Starts an iteration: passed from stage to stage. The first three must agree everywhere;
+    a new ``generation`` announces shapes. ``refused``: the batch of a stage above does not fit,
+    so nothing follows."""
 
     iteration: int
     version: int
     generation: int
+    refused: bool = False
 
 
 class Line:
@@ -55,7 +57,8 @@ class Line:
         self.peer_rank = peer_rank
         self.notes: dict[tuple[int, int, int], Note] = {}
         self.tokens: deque[StepToken] = deque()
-        self.shapes: deque[tuple[TensorMeta, ...]] = deque()
+        self.shapes: deque[tuple[TensorMeta, ...] | None] = deque()
+        """None: there are none, because the step was refused."""
         self.taken: dict[int, Position] = {}
         """Per direction, the first direct message that the neighbour has not taken yet."""
         self.missing_from: Position | None = None
@@ -73,8 +76,9 @@ class Line:
     def send_token(self, token: StepToken) -> None:
         self._send(_STEP, 0, _TOKEN.pack(*token))
 
-    def send_shapes(self, metas: tuple[TensorMeta, ...]) -> None:
-        self._send(_SHAPES, 0, json.dumps([meta.encode() for meta in metas]).encode())
+    def send_shapes(self, metas: tuple[TensorMeta, ...] | None) -> None:
+        encoded = None if metas is None else [meta.encode() for meta in metas]
+        self._send(_SHAPES, 0, json.dumps(encoded).encode())
 
     def send_taken(self, direction: Direction, after: Position) -> None:
         """All messages of ``direction`` before ``after`` are in use, and need not be kept."""
@@ -147,9 +151,13 @@ class Line:
                 note = Note.unpack(body)
                 self.notes[direction, note.iteration, note.microbatch] = note
             elif kind == _STEP:
-                self.tokens.append(StepToken(*_TOKEN.unpack(body)))
+                iteration, version, generation, refused = _TOKEN.unpack(body)
+                self.tokens.append(StepToken(iteration, version, generation, bool(refused)))
             elif kind == _SHAPES:
-                self.shapes.append(tuple(TensorMeta.decode(m) for m in json.loads(body)))
+                shapes = json.loads(body)
+                self.shapes.append(
+                    None if shapes is None else tuple(TensorMeta.decode(m) for m in shapes)
+                )
             elif kind == _TAKEN:
                 self.taken[direction] = Position(*_POSITION.unpack(body))
             elif kind == _MISSING:

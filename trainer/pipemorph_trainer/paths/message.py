@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, Protocol
@@ -68,6 +69,20 @@ class TensorMeta(NamedTuple):
 _NOTE = struct.Struct("<IIIIddd")
 NOTE_BYTES = _NOTE.size
 ALL_PRESENT = 0xFFFFFFFF
+NOTHING = 0
+"""``present`` of an empty message, of a step that was refused. Others have the bits set for which
+there is no tensor: a message has at most 31."""
+
+
+def presence(tensors: Sequence[Tensor | None] | None) -> int:
+    """``present`` of a message with these tensors; None is for an empty message."""
+    if tensors is None:
+        return NOTHING
+    present = ALL_PRESENT
+    for k, tensor in enumerate(tensors):
+        if tensor is None:
+            present &= ~(1 << k)
+    return present
 
 
 class Note(NamedTuple):
@@ -103,12 +118,27 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One iteration's messages in one direction of one link: all have the same tensors."""
+    """One iteration's messages in one direction of one link: all have the same tensors.
+
+    ``iteration`` counts every call of ``step``, also the ``refused`` ones before, so that no two
+    messages have the same place in the order.
+    """
 
     generation: int
     iteration: int
     microbatches: int
     metas: tuple[TensorMeta, ...]
+    refused: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of one message."""
+        return sum(meta.nbytes for meta in self.metas)
+
+    @property
+    def step(self) -> int:
+        """The iteration as users count: without the steps that were refused."""
+        return self.iteration - self.refused
 
 
 class Incoming(Protocol):
@@ -123,8 +153,9 @@ class Incoming(Protocol):
         Raises :class:`PipelineError` if it can no longer come.
         """
 
-    def take(self, microbatch: int) -> list[Tensor | None]:
-        """The tensors of a message that is ready; each message is taken once."""
+    def take(self, microbatch: int) -> list[Tensor | None] | None:
+        """The tensors of a message that is ready; each message is taken once. None if it is
+        empty: the sender's step was refused."""
 
     def close(self, *, abandon: bool = False) -> None:
         """Stop receiving. ``abandon``: give up what has not come. Idempotent."""
@@ -143,8 +174,9 @@ class Outgoing(Protocol):
     def slot_free_at(self) -> float:
         """Wall-clock time from which :meth:`send` does not block, 0 for now."""
 
-    def send(self, microbatch: int, tensors: list[Tensor | None]) -> None:
-        """Hand a message over. The direct path blocks while two are outstanding."""
+    def send(self, microbatch: int, tensors: list[Tensor | None] | None) -> None:
+        """Hand a message over; None for an empty one. The direct path blocks while two are
+        outstanding."""
 
     def close(self) -> None:
         """Wait for what is outstanding where that is needed. Idempotent."""

@@ -36,7 +36,7 @@ from pipemorph_trainer.paths.delegated import (
     bytes_of,
     key_of,
 )
-from pipemorph_trainer.paths.message import Batch, Note
+from pipemorph_trainer.paths.message import NOTHING, Batch, Note, presence
 
 if TYPE_CHECKING:
     from pipemorph_trainer import _engine
@@ -155,7 +155,7 @@ class StagedOutgoing(DelegatedOutgoing):
         super().__init__(**options)
         self._staging, self._name = staging, name
 
-    def send(self, microbatch: int, tensors: Sequence[Tensor | None]) -> None:
+    def send(self, microbatch: int, tensors: list[Tensor | None] | None) -> None:
         """Begin to copy a message to the host. Its tensors may be dropped, not changed.
 
         Raises :class:`PipelineError` if an earlier one could not be copied or handed over.
@@ -164,6 +164,9 @@ class StagedOutgoing(DelegatedOutgoing):
         assert batch is not None
         staging, accelerator = self._staging, self._staging.accelerator
         staging.to_host.check()
+        present = presence(tensors)
+        if tensors is None:
+            tensors = [None] * len(batch.metas)
         # What is not contiguous is made so by the compute stream, so before the event.
         sources = [None if t is None else bytes_of(t.detach().contiguous()) for t in tensors]
         accelerator.wait(staging.to_host.stream, accelerator.record(accelerator.compute_stream()))
@@ -179,8 +182,8 @@ class StagedOutgoing(DelegatedOutgoing):
             payload.append(pinned)
         letter = self.direction.letter
         staging.to_host.follow(
-            _HandOver(self, batch, self._nbytes, microbatch, payload),
-            f"{letter} of microbatch {microbatch} of iteration {batch.iteration} on {self._name}",
+            _HandOver(self, batch, microbatch, present, payload),
+            f"{letter} of microbatch {microbatch} of iteration {batch.step} on {self._name}",
         )
 
     def close(self) -> None:
@@ -195,12 +198,12 @@ class _HandOver:
         self,
         end: StagedOutgoing,
         batch: Batch,
-        nbytes: int,
         microbatch: int,
+        present: int,
         payload: list[Tensor | None],
     ) -> None:
-        self._end, self._batch, self._nbytes, self._microbatch = end, batch, nbytes, microbatch
-        self._payload = payload
+        self._end, self._batch, self._microbatch = end, batch, microbatch
+        self._present, self._payload = present, payload
         self._note: bytes | None = None
         self._next = 0
         self._give_up_at = 0.0
@@ -209,7 +212,7 @@ class _HandOver:
         end, batch = self._end, self._batch
         if self._note is None:
             # Its time on the queue begins here: before, it was not there yet.
-            self._note = end.note(batch, self._nbytes, self._microbatch, self._payload)
+            self._note = end.note(batch, self._microbatch, self._present)
         while self._next < len(self._payload):
             tensor = self._payload[self._next]
             memory = b"" if tensor is None else tensor.numpy().data
@@ -286,7 +289,7 @@ class StagedIncoming(DelegatedIncoming):
         )
         what = (
             f"{self._direction.letter} of microbatch {microbatch} of iteration "
-            f"{batch.iteration} on {self._name}"
+            f"{batch.step} on {self._name}"
         )
         for k, (message, meta) in enumerate(zip(messages, batch.metas, strict=True)):
             if note.present >> k & 1 and message.nbytes != meta.nbytes:
@@ -315,7 +318,7 @@ class StagedIncoming(DelegatedIncoming):
             arrival.event = staging.to_device.follow(_Release(held), what)
         return arrival
 
-    def take(self, microbatch: int) -> list[Tensor | None]:
+    def take(self, microbatch: int) -> list[Tensor | None] | None:
         arrival = self._arrivals.pop(microbatch)
         self._next = microbatch + 1
         if arrival.event is not None:
@@ -329,7 +332,7 @@ class StagedIncoming(DelegatedIncoming):
             self._recorder, arrival.note, self._peer_clock, arrival.arrived_at, self._nbytes,
             exact=True, started_at=arrival.started_at,
         )  # fmt: skip
-        return arrival.tensors
+        return None if arrival.note.present == NOTHING else arrival.tensors
 
     def close(self, *, abandon: bool = False) -> None:
         super().close(abandon=abandon)

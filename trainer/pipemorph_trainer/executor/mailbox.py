@@ -1,0 +1,162 @@
+"""Where a stage waits for what its neighbours send, and hands over what it sends.
+
+Every wait has a deadline and names what is missing: the message, the iteration, the neighbour and
+the link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import monotonic, time
+from typing import Any
+
+from torch import Tensor
+
+from pipemorph.planning import OpKind, Path
+from pipemorph_trainer.errors import PeerLostError, PipelineError, WaitTimeoutError
+from pipemorph_trainer.executor.bell import Bell
+from pipemorph_trainer.executor.profiling import profiling
+from pipemorph_trainer.executor.waiting import Waiting
+from pipemorph_trainer.links import LinkEnd
+
+LONGEST_NAP = 0.25
+"""A waiting stage still looks at its control line and its neighbours this often, seconds."""
+
+
+class Mailbox:
+    """The messages of one stage, to and from its neighbours. Main thread only.
+
+    ``between``: called in every wait, as between two ops.
+    """
+
+    def __init__(
+        self,
+        ends: Sequence[LinkEnd],
+        *,
+        bell: Bell,
+        waiting: Waiting,
+        deadline: float,
+        between: Callable[[], None],
+    ) -> None:
+        self._ends, self._bell, self._waiting = ends, bell, waiting
+        self._deadline, self._between = deadline, between
+        self.iteration = 0
+        """The one that waits are told to belong to."""
+
+    def message(self, end: LinkEnd, word: str, microbatch: int) -> str:
+        return (
+            f"{word} of microbatch {microbatch} of iteration {self.iteration} "
+            f"from stage {end.peer_stage} on {end}"
+        )
+
+    def wait_for(self, end: LinkEnd, kind: OpKind, microbatch: int) -> tuple[float, float] | None:
+        """Return when the message of an op is here and may be used. When the wait began and
+        ended, wall clock; None if there was none."""
+        word = "F" if kind is OpKind.F else "B"
+        at = self.ready_at(end, word, microbatch)
+        now = time()
+        if at is not None and at <= now:
+            return None
+        self._waiting.begin(self.message(end, word, microbatch))
+        began, deadline = now, monotonic() + self._deadline
+        while True:
+            self.sleep(at, deadline)
+            at = self.ready_at(end, word, microbatch)
+            now = time()
+            if at is not None and at <= now:
+                break
+        self._waiting.end()
+        return began, now
+
+    def ready_at(self, end: LinkEnd, word: str, microbatch: int) -> float | None:
+        """When the message may be used, None if it is not here; an error names the message."""
+        try:
+            return end.incoming.ready_at(microbatch)
+        except PipelineError as error:
+            if not self._waiting:
+                self._waiting.begin(self.message(end, word, microbatch))
+            raise self._named(end, error) from error
+
+    def _named(self, end: LinkEnd, error: PipelineError) -> PipelineError:
+        """The same error, with the message that was missing. If the peer is gone, that is why."""
+        if isinstance(error, WaitTimeoutError):
+            return WaitTimeoutError(f"{self._waiting.describe()}; {error}")
+        why = end.gone() if end.is_lost() else str(error)
+        return PeerLostError(f"{self._waiting.describe()}; {why}")
+
+    def sleep(self, at: float | None, deadline: float) -> None:
+        """Wait for news, or until ``at`` (wall clock, as in notes). Raises once ``deadline``
+        (monotonic, which no correction of the clock moves) has passed, or a peer is lost."""
+        left = deadline - monotonic()
+        if left <= 0:
+            raise WaitTimeoutError(
+                f"{self._waiting.describe()}; the deadline is {self._deadline:g} s"
+            )
+        nap = min(LONGEST_NAP, left)
+        self._bell.wait(min(nap, at - time()) if at is not None else nap)
+        for each in self._ends:
+            self._attend(each)
+            if each.line.lost is not None:
+                self._check_lost(each, at)
+        self._between()
+
+    def _attend(self, end: LinkEnd) -> None:
+        try:
+            end.attend()
+        except PipelineError as error:
+            raise self._named(end, error) from error
+
+    def _check_lost(self, end: LinkEnd, at: float | None) -> None:
+        """A neighbour is gone. What it sent before may still be enough for this wait."""
+        self._bell.forget(end.line.fileno())
+        if at is None:
+            raise PeerLostError(f"{self._waiting.describe()}; {end.gone()}")
+
+    def _check_engine(self, end: LinkEnd) -> None:
+        """A neighbour that is stopped keeps its line, and only the engine knows that it is dead.
+
+        Where messages go without the engine, they may be had from it all the same.
+        """
+        if end.path is not Path.DELEGATED or end.engine_link is None:
+            return
+        if (why := end.engine_link.error) is not None:
+            raise self._named(end, PipelineError(why))
+
+    def send(self, end: LinkEnd, microbatch: int, tensors: list[Tensor | None] | None) -> None:
+        try:
+            end.outgoing.send(microbatch, tensors)
+        except PipelineError as error:
+            if not self._waiting:
+                self._waiting.begin(end.taking(self.iteration, microbatch))
+            raise self._named(end, error) from error
+
+    def await_line(self, end: LinkEnd, what: str, source: Any) -> Any:
+        """Wait until ``source``, a queue filled by the line, has something, and take it."""
+        if not source:
+            end.line.pump()
+        if not source:
+            self._waiting.begin(f"{what} for iteration {self.iteration} on link {end.link}")
+            deadline = monotonic() + self._deadline
+            while not source:
+                self._check_engine(end)
+                self.sleep(None, deadline)
+            self._waiting.end()
+        return source.popleft()
+
+    def settle(self) -> None:
+        """Wait until no neighbour can ask for a message again: what follows on this rank, such
+        as a collective, does not attend to neighbours. They need no more than to get there."""
+        for end in self._ends:
+            if end.settled():
+                continue
+            self._waiting.begin(
+                f"stage {end.peer_stage} to begin the last op that uses {end.sends.letter} of "
+                f"iteration {self.iteration} on {end}"
+            )
+            deadline = monotonic() + self._deadline
+            while not end.settled():
+                self.sleep(None, deadline)
+            self._waiting.end()
+        if profiling():
+            for end in self._ends:
+                end.finish_sends()

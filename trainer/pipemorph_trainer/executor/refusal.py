@@ -1,0 +1,112 @@
+"""A step that is refused: what every rank does so that the next one can go on.
+
+A rank whose batch does not fit says so before it has sent anything of the step. The token tells the
+stages below, which then do nothing. The stages above may have begun: messages of the step go on as
+planned, but empty, so that none is left over, and what was computed is dropped. No gradient has
+changed by then, since no backward can begin before every stage of a replica has run a forward; with
+several replicas their last stages wait for each other before their first backward. In the end the
+loss, which all ranks wait for in any case, says that the step was refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipemorph.errors import PipeMorphError
+from pipemorph_trainer.errors import BatchError, ShapeError
+from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
+from pipemorph_trainer.links import Seat
+from pipemorph_trainer.world import World
+
+_TEXT_BYTES = 480
+_BROKEN_DEVICE: tuple[type[BaseException], ...] = tuple(
+    found for found in (getattr(torch, "AcceleratorError", None),) if found is not None
+)
+
+
+def is_of_batch(error: Exception) -> bool:
+    """Whether a stage that raises this in its first forward of a step can go on with another
+    batch: not after an error of the pipeline itself, nor of the device."""
+    return isinstance(error, ShapeError) or not isinstance(error, (PipeMorphError, *_BROKEN_DEVICE))
+
+
+class Gate:
+    """Between the last stages of all replicas: no backward before all have run a forward.
+
+    Each iteration on every last stage: :meth:`begin`, then :meth:`accept` and, before the first
+    backward, :meth:`passed`; at the end :meth:`refuse` if the step is refused.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, waiting: Waiting, wait: CollectiveWait) -> None:
+        self._group, self._waiting, self._wait_for = group, waiting, wait
+        self._refused = torch.zeros(1)
+        self._work: Any = None
+        self._over = False
+
+    def begin(self) -> None:
+        """A new iteration."""
+        self._work, self._over = None, False
+
+    def accept(self) -> None:
+        """All stages of this replica have run a forward. Does not wait."""
+        self._post(refused=False)
+
+    def passed(self) -> bool:
+        """Whether all replicas have accepted. Waits for them."""
+        self._waiting.begin("the other replicas to run their first forward")
+        self._wait_for(self._work)
+        self._waiting.end()
+        self._over = True
+        return not self._refused
+
+    def refuse(self) -> None:
+        """This replica does not go on with the step. Waits for the others to know it."""
+        if self._work is None:
+            self._post(refused=True)
+        if not self._over:
+            self.passed()
+
+    def _post(self, *, refused: bool) -> None:
+        self._refused = torch.tensor([float(refused)])
+        self._work = dist.all_reduce(
+            self._refused, op=dist.ReduceOp.MAX, group=self._group, async_op=True
+        )
+
+
+def tell(
+    world: World, waiting: Waiting, wait: CollectiveWait, iteration: int, error: Exception | None
+) -> BatchError:
+    """The error that all ranks raise of a refused step. Collective.
+
+    ``error``: why this rank refused it, None if others did.
+    """
+    said = _describe(world.seat, error).encode()[:_TEXT_BYTES]
+    mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+    mine[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8) if said else mine[:0]
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(world.control))]
+    waiting.begin(f"all ranks to say why iteration {iteration} is refused")
+    wait(dist.all_gather(everyone, mine, group=world.control, async_op=True))
+    waiting.end()
+    texts = [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in everyone]
+    reasons = [text for text in texts if text]
+    more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
+    return BatchError(
+        f"step() of iteration {iteration} is refused on all ranks: {reasons[0]}{more}; no gradient "
+        "has changed, and the next step() may go on"
+    )
+
+
+def _describe(seat: Seat, error: Exception | None) -> str:
+    if error is None:
+        return ""
+    text = str(error) if isinstance(error, PipeMorphError) else _of_stage(error)
+    return text if text.startswith(str(seat)) else f"{seat}: {text}"
+
+
+def _of_stage(error: Exception) -> str:
+    lines = str(error).splitlines()
+    what = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return f"the stage raised {what} in its first forward"
