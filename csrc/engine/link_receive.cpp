@@ -115,7 +115,7 @@ void Link::post_receive(const Key& key, Destination destination) {
     if (over() && !in_.has(key)) throw_over();
     if (!in_.post(key, std::move(destination)))
         throw EngineError(describe() + ": a destination is posted for " + key.describe() +
-                          " already");
+                          " already, and its message has not been received yet");
 }
 
 std::optional<Arrived> Link::receive(const Key& key, int64_t deadline_ns, int64_t slice_ns,

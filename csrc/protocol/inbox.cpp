@@ -1,5 +1,7 @@
 #include "protocol/inbox.hpp"
 
+#include <utility>
+
 namespace pipemorph {
 
 uint32_t Inbox::missing_slots(int direction, uint32_t wanted, uint64_t bytes) const {
@@ -69,11 +71,8 @@ ChunkSink Inbox::begin_chunk(const ChunkHeader& h) {
             s.here = Bitmap(h.chunks());
             receiving_[h.message.id] = h.slot;
             s.destination.reset();
-            if (const auto it = posted_.find(h.message.key);
-                it != posted_.end() && it->second.bytes == h.message.bytes) {
-                s.destination = std::move(it->second);
-                posted_.erase(it);
-            }
+            s.copy_to = posted_for(h.message.key);
+            if (s.copy_to && s.copy_to->bytes == h.message.bytes) s.destination.swap(s.copy_to);
             break;
         case State::receiving:
             if (s.message.id != h.message.id || s.message.bytes != h.message.bytes ||
@@ -117,6 +116,7 @@ Inbox::Finished Inbox::finish_chunk(const ChunkSink& sink, bool intact, int64_t 
     Arrived a;
     a.info = s.message;
     a.arrived_ns = now_wall_ns;
+    a.posted = s.destination || s.copy_to;
     if (s.destination) {
         a.data = s.destination->data;
         a.keep = std::move(s.destination->hold);
@@ -128,6 +128,7 @@ Inbox::Finished Inbox::finish_chunk(const ChunkSink& sink, bool intact, int64_t 
         a.keep = segments_[s.segment];
         a.slot = sink.slot;
         a.serial = s.serial;
+        a.copy_to.swap(s.copy_to);
     }
     mailbox_[a.info.key].push_back(std::move(a));
     return finished;
@@ -137,6 +138,8 @@ void Inbox::deliver_empty(MessageInfo info, int64_t now_wall_ns) {
     Arrived a;
     a.info = std::move(info);
     a.arrived_ns = now_wall_ns;
+    a.copy_to = posted_for(a.info.key);
+    a.posted = a.copy_to.has_value();
     mailbox_[a.info.key].push_back(std::move(a));
 }
 
@@ -162,20 +165,41 @@ std::optional<Arrived> Inbox::take(const Key& key) {
     it->second.pop_front();
     if (it->second.empty()) mailbox_.erase(it);
     if (a.slot) slots_[*a.slot].state = State::held;
-    if (const auto posted = posted_.find(key); posted != posted_.end()) {
-        a.copy_to = std::move(posted->second);
-        posted_.erase(posted);
-    }
+    if (a.posted) posted_.erase(key);
     return a;
 }
 
+// What has arrived is as good as before, and so is where it is to be put.
 void Inbox::abandon() {
-    posted_.clear();
-    for (Slot& s : slots_) s.destination.reset();
+    std::erase_if(posted_, [](const auto& posted) { return posted.second.has_value(); });
+    for (Slot& s : slots_) {
+        s.destination.reset();
+        s.copy_to.reset();
+    }
 }
 
 bool Inbox::post(const Key& key, Destination destination) {
-    return posted_.try_emplace(key, std::move(destination)).second;
+    const auto [posted, first] = posted_.try_emplace(key);
+    if (!first) return false;
+    if (const auto here = mailbox_.find(key); here != mailbox_.end()) {
+        Arrived& oldest = here->second.front();
+        oldest.posted = true;
+        oldest.copy_to = std::move(destination);
+        return true;
+    }
+    for (const auto& [_, slot] : receiving_) {
+        if (slots_[slot].message.key != key) continue;
+        slots_[slot].copy_to = std::move(destination);
+        return true;
+    }
+    posted->second = std::move(destination);
+    return true;
+}
+
+std::optional<Destination> Inbox::posted_for(const Key& key) {
+    const auto posted = posted_.find(key);
+    if (posted == posted_.end()) return std::nullopt;
+    return std::exchange(posted->second, std::nullopt);
 }
 
 std::optional<SlotGrant> Inbox::release(uint32_t slot, uint64_t serial) {

@@ -34,6 +34,7 @@ struct Arrived {
     std::shared_ptr<void> keep;
     // Posted when the message was on its way into a slot already: it has to be copied.
     std::optional<Destination> copy_to;
+    bool posted = false;  // it has a destination, here or already its place
 };
 
 // Where a chunk's bytes go while they are being read, without the lock.
@@ -72,8 +73,9 @@ class Inbox {
     Finished finish_chunk(const ChunkSink& sink, bool intact, int64_t now_wall_ns);
     void deliver_empty(MessageInfo info, int64_t now_wall_ns);
 
-    // The message with this key shall be put there. What comes from now on goes there directly.
-    // False: that was asked for already.
+    // The oldest message with this key that has not been taken shall be put there, the next one
+    // that comes if there is none. What comes from now on goes there directly.
+    // False: a destination was posted for that key, and its message has not been taken.
     bool post(const Key& key, Destination destination);
     // The link is dead: let go of every destination.
     void abandon();
@@ -106,6 +108,7 @@ class Inbox {
         MessageInfo message;
         uint32_t chunk_bytes = 0;
         std::optional<Destination> destination;
+        std::optional<Destination> copy_to;
         Bitmap claimed;  // being read right now
         Bitmap here;
     };
@@ -116,7 +119,9 @@ class Inbox {
     std::vector<std::shared_ptr<Memory>> segments_;
     std::unordered_map<uint64_t, uint32_t> receiving_;  // message → slot, until it is complete
     std::unordered_map<Key, std::deque<Arrived>, KeyHash> mailbox_;
-    std::unordered_map<Key, Destination, KeyHash> posted_;
+    // From `post` until the message is taken; empty once it is known which message that is.
+    std::unordered_map<Key, std::optional<Destination>, KeyHash> posted_;
+    std::optional<Destination> posted_for(const Key& key);
 };
 
 }  // namespace pipemorph

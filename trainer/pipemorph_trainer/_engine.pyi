@@ -133,6 +133,8 @@ class Link:
         Then it is received straight into ``destination`` (over shared memory: copied chunk by
         chunk as it comes), which its :class:`Message` refers to, and its slot is free again as
         soon as it is whole. Posted after its first chunk has come, it is copied by ``receive``.
+        A key has one destination at a time: it is for the oldest message with that key that has
+        not been received, and EngineError is raised for another one until that has been.
         The engine holds ``destination`` until the message is released or the link is dead;
         ``receive`` raises EngineError if the sizes differ.
         """
