@@ -154,7 +154,13 @@ void Link::release(uint32_t slot, uint64_t serial) {
 }
 
 void Link::grant(const std::vector<SlotGrant>& grants) {
-    if (!grants.empty()) send_frame(GrantFrame{grants});
+    constexpr size_t kPerFrame = 4096;
+    for (size_t at = 0; at < grants.size(); at += kPerFrame) {
+        const auto first = grants.begin() + static_cast<std::ptrdiff_t>(at);
+        const auto count = std::min(kPerFrame, grants.size() - at);
+        stream_.send(GrantFrame{{first, first + static_cast<std::ptrdiff_t>(count)}});
+    }
+    flush();
 }
 
 }  // namespace pipemorph

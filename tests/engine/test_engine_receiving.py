@@ -23,3 +23,11 @@ def test_a_destination_for_the_next_message_of_a_key_waits_until_the_first_is_re
         p.dialled.send(key, b"BBBB")
         assert p.accepted.receive(key, pairs.TIMEOUT).view() == b"BBBB"
         assert (first, second) == (b"AAAA", b"BBBB")
+
+
+@TRANSPORTS
+def test_tens_of_thousands_of_slots_can_be_reserved_at_once(transport):
+    with pairs.in_process(transport=transport) as p:
+        p.accepted.reserve(0, 32_000, 64)
+        pairs.eventually(lambda: not p.dialled.alive or p.dialled.send_slots(0) == 32_000)
+        assert p.dialled.alive, p.dialled.error
