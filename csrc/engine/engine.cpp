@@ -186,7 +186,7 @@ void Engine::decide_control(const std::shared_ptr<Greeting>& greeting) {
     const Name name{h.from_rank, h.link};
     const auto link = find(name);
     const bool same = link && link->identity().session == h.session;
-    if (same && link->up()) {
+    if (same && (h.resume ? link->may_resume() : link->up())) {
         resume_link(greeting, link);
         return;
     }

@@ -109,6 +109,11 @@ bool Link::up() const {
 
 void Link::die(const std::string& why) {
     std::string missing;
+bool Link::may_resume() const {
+    const Lock lock(mu_);
+    return !over();
+}
+
     {
         // A link short of its rails may die of the peer's giving up first, which knows nothing of
         // the trouble at this end.

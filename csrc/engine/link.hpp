@@ -113,8 +113,9 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     void set_terms(Terms terms);
     // A control connection is authenticated; `peer_received` says where to resume.
     void attach_control(Fd fd, uint32_t epoch, uint64_t peer_received);
-    // The dialler's last word: the link is up on both sides. The acceptor is told by a frame and
-    // calls `on_confirm` then.
+    // The dialler's last word: the link is up on both sides. The acceptor is told by a frame, the
+    // first on every control connection since one may break before it was read, and calls
+    // `on_confirm` then.
     void confirm();
     std::function<void()> on_confirm;
     uint32_t control_epoch() const;
@@ -124,6 +125,8 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     void attach_data(uint32_t path, uint32_t epoch, Fd fd);
     void tick();
     bool up() const;
+    // Also a link that its acceptor does not know to be up.
+    bool may_resume() const;
     void die(const std::string& why);
 
     // --- PathHost. Any data thread. ---
@@ -188,6 +191,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     void send_empty_messages();
     void watch_write();
     void on_control(const std::shared_ptr<Connection>& connection, uint32_t events);  // no lock
+    void send_confirm();
     bool read_control(const std::shared_ptr<Connection>& connection);                 // no lock
     void handle(Frame frame);                                                         // no lock
     void control_lost(const std::shared_ptr<Connection>& connection,

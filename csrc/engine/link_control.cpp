@@ -38,6 +38,7 @@ void Link::attach_control(Fd fd, uint32_t epoch, uint64_t peer_received) {
         if (state_ != State::connecting) {
             state_ = State::up;
             ++reconnects_;
+            send_confirm();
         }
     }
     if (before && before->fd) {
@@ -66,8 +67,7 @@ void Link::confirm() {
         if (state_ != State::connecting) return;
         state_ = State::up;
         without_rail_since_ns_ = rails_ > 0 ? steady_ns() : 0;
-        if (identity_.dials && control_)
-            append_frame(control_->out, encode_frame(ConfirmFrame{terms_.transport}), 0, 0);
+        if (control_) send_confirm();
         flush();
         changed();
     }
@@ -77,6 +77,11 @@ void Link::confirm() {
 void Link::send_frame(const Frame& frame) {
     stream_.send(frame);
     flush();
+}
+
+void Link::send_confirm() {
+    if (identity_.dials)
+        append_frame(control_->out, encode_frame(ConfirmFrame{terms_.transport}), 0, 0);
 }
 
 void Link::flush() {

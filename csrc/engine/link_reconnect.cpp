@@ -29,7 +29,6 @@ void Link::sever_control() {
 
 void Link::control_lost(const std::shared_ptr<Connection>& connection, const std::string& why) {
     if (connection->fd) runtime_->control.remove(connection->fd.get());
-    bool never_up = false;
     {
         const Lock lock(mu_);
         connection->fd.reset();
@@ -40,12 +39,10 @@ void Link::control_lost(const std::shared_ptr<Connection>& connection, const std
         next_redial_ns_ = 0;
         if (state_ == State::up) state_ = State::reconnecting;
         changed();
-        never_up = state_ == State::connecting;
-        if (!never_up && state_ != State::reconnecting) return;
+        // An acceptor's that is not confirmed: the dialler may think that it is, and come back.
+        if (state_ != State::reconnecting) return;
     }
-    if (never_up)
-        die(describe() + " never came up: " + why);
-    else if (identity_.dials)
+    if (identity_.dials)
         redial_control();
     else
         probe_peer();
@@ -178,6 +175,8 @@ void Link::tick() {
                        ") for " + seconds_text(to_seconds(now - since)) +
                        " (last: " + last_trouble_ + ")";
             reconnect = now >= next_redial_ns_;
+        } else if (state_ == State::connecting && !control_ && now - down_since_ns_ > deadline) {
+            dead = "it never came up: " + last_trouble_;
         }
     }
     if (silent)

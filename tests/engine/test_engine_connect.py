@@ -90,6 +90,7 @@ def test_nobody_there():
 
 def listening(backlog):
     s = socket.socket()
+    s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     s.bind(("127.0.0.1", 0))
     s.listen(backlog)
     return s
@@ -183,3 +184,75 @@ def test_a_link_can_be_made_again_after_its_end():
         acceptor.join()
         link.send((0, 0, 0, 0, 0), b"", b"again")
         assert again[0].receive((0, 0, 0, 0, 0), pairs.TIMEOUT).note == b"again"
+
+
+def read(s, size):
+    data = b""
+    while len(data) < size:
+        part = s.recv(size - len(data))
+        assert part, "the connection ended"
+        data += part
+    return data
+
+
+def pass_on(source, sink):
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            sink.sendall(data)
+        sink.shutdown(socket.SHUT_WR)
+
+
+def cut_after_handshake(client, engine):
+    """Passes a control connection's handshake on, and cuts it before what the dialler says next,
+    which has come so far, has reached the acceptor."""
+    engine.sendall(read(client, 40))
+    client.sendall(read(engine, 40))
+    size = read(client, 2)
+    engine.sendall(size + read(client, int.from_bytes(size, "little") + 32))
+    verdict = read(engine, 3)
+    client.sendall(verdict + read(engine, int.from_bytes(verdict[1:], "little") + 32))
+    read(client, 24)
+
+
+def test_a_control_connection_that_breaks_before_the_dialler_has_confirmed_is_made_again():
+    with contextlib.ExitStack() as stack:
+        a, b = (
+            stack.enter_context(contextlib.closing(pairs.engine(rank, transport="tcp")))
+            for rank in (0, 1)
+        )
+        relay = stack.enter_context(listening(16))
+        cut = []
+
+        def serve():
+            with contextlib.suppress(OSError):
+                while True:
+                    client, _ = relay.accept()
+                    engine = socket.create_connection(("127.0.0.1", b.port))
+                    if not cut:
+                        cut_after_handshake(client, engine)
+                        client.close()
+                        engine.close()
+                        cut.append(True)
+                    else:
+                        for ends in ((client, engine), (engine, client)):
+                            threading.Thread(target=pass_on, args=ends, daemon=True).start()
+
+        threading.Thread(target=serve, daemon=True).start()
+        box = []
+        acceptor = threading.Thread(
+            target=lambda: box.append(b.accept(peer_rank=0, link_id=0, timeout=pairs.TIMEOUT))
+        )
+        acceptor.start()
+        link = a.connect(
+            peer_rank=1,
+            link_id=0,
+            host="127.0.0.1",
+            port=relay.getsockname()[1],
+            timeout=pairs.TIMEOUT,
+        )
+        acceptor.join()
+        assert cut and box
+        link.send((0, 0, 0, 0, 0), b"", b"after all")
+        assert box[0].receive((0, 0, 0, 0, 0), pairs.TIMEOUT).note == b"after all"
+        assert link.alive and box[0].alive
+        relay.shutdown(socket.SHUT_RDWR)
