@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "engine/error.hpp"
 #include "os/clock.hpp"
 
 namespace pipemorph {
@@ -41,7 +42,11 @@ class Dialling : public std::enable_shared_from_this<Dialling> {
             connect_failed(errno);
             return;
         }
-        runtime_.control.add(fd_.get(), EPOLLOUT, [self](uint32_t) { self->on_event(); });
+        try {
+            runtime_.control.add(fd_.get(), EPOLLOUT, [self](uint32_t) { self->on_event(); });
+        } catch (const EngineError& e) {
+            fail(e.what());
+        }
     }
 
   private:

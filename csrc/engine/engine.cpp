@@ -1,6 +1,7 @@
 #include "engine/engine.hpp"
 
 #include <algorithm>
+#include <future>
 
 #include "engine/text.hpp"
 #include "os/clock.hpp"
@@ -50,6 +51,7 @@ Engine::Engine(Config config)
           return std::make_shared<Runtime>(std::move(config));
       }()) {
     const Config& c = runtime_->config;
+    runtime_->on_failure([this](const std::string& what) { fail(what); });
     const auto on_greeting = [this](const std::shared_ptr<Greeting>& g) { decide(g); };
     const auto addresses = resolve(c.host, c.port, true);
     tcp_ = std::make_unique<Listener>(*runtime_, refusals_, addresses.front(), on_greeting);
@@ -78,6 +80,21 @@ std::vector<std::string> Engine::rails() const {
 
 void Engine::check_open() const {
     if (closed_) throw EngineError("the engine is closed");
+    if (!failure_.empty()) throw EngineError(failure_);
+}
+
+// What the thread was doing is half done, so nothing goes on. The process does, and is told why.
+void Engine::fail(const std::string& what) {
+    const std::string why =
+        "the engine of " + rank_text(runtime_->config.rank) + " failed: " + what;
+    std::vector<std::shared_ptr<Link>> links;
+    {
+        const std::lock_guard lock(mu_);
+        if (failure_.empty()) failure_ = why;
+        for (const auto& [_, link] : links_) links.push_back(link);
+        changed_.notify_all();
+    }
+    for (const auto& link : links) link->die(link->describe() + " is dead: " + why);
 }
 
 std::shared_ptr<Link> Engine::find(const Name& name) const {
@@ -508,21 +525,16 @@ void Engine::close(double timeout) {
     for (std::thread& t : closers) t.join();
 
     // The listeners' connections are the control thread's, so it must be the one to end them.
-    std::mutex done_mu;
-    std::condition_variable done_changed;
-    bool done = false;
-    runtime_->control.post([&] {
+    auto done = std::make_shared<std::promise<void>>();
+    const auto stopped = done->get_future();
+    // The promise goes with the task, however that ends.
+    runtime_->control.post([this, done = std::move(done)] {
         tcp_->stop();
         if (unix_) unix_->stop();
         parked_.clear();
-        const std::lock_guard lock(done_mu);
-        done = true;
-        done_changed.notify_all();
+        done->set_value();
     });
-    {
-        std::unique_lock lock(done_mu);
-        done_changed.wait(lock, [&] { return done; });
-    }
+    stopped.wait();
     runtime_->stop();
     const std::lock_guard lock(mu_);
     links_.clear();

@@ -61,6 +61,7 @@ class Engine {
     std::shared_ptr<Link> find(const Name& name) const;
     void check_open() const;
 
+    void fail(const std::string& what);  // any of the runtime's threads
     const std::shared_ptr<Runtime> runtime_;
     RefusalLog refusals_;
     std::string unix_name_;
@@ -73,6 +74,7 @@ class Engine {
     std::list<Waiter> waiters_;
     bool closed_ = false;
 
+    std::string failure_;  // what a thread has thrown
     std::list<std::shared_ptr<Greeting>> parked_;  // control thread
 };
 

@@ -51,11 +51,16 @@ void Link::attach_control(Fd fd, uint32_t epoch, uint64_t peer_received) {
             " resumed from where it cannot be");
         return;
     }
-    runtime_->control.add(connection->fd.get(), EPOLLIN,
-                          [weak = weak_from_this(), connection](uint32_t events) {
-                              if (const auto self = weak.lock())
-                                  self->on_control(connection, events);
-                          });
+    try {
+        runtime_->control.add(connection->fd.get(), EPOLLIN,
+                              [weak = weak_from_this(), connection](uint32_t events) {
+                                  if (const auto self = weak.lock())
+                                      self->on_control(connection, events);
+                              });
+    } catch (const EngineError& e) {
+        die(describe() + " is dead: " + e.what());
+        return;
+    }
     const Lock lock(mu_);
     flush();
     changed();
@@ -72,11 +77,6 @@ void Link::confirm() {
         changed();
     }
     if (identity_.dials) dial_paths();
-}
-
-void Link::send_frame(const Frame& frame) {
-    stream_.send(frame);
-    flush();
 }
 
 void Link::send_confirm() {
@@ -116,13 +116,17 @@ void Link::watch_write() {
 
 void Link::on_control(const std::shared_ptr<Connection>& connection, uint32_t events) {
     if (!connection->fd) return;
-    if (events & EPOLLOUT) {
-        const Lock lock(mu_);
-        connection->watching_write = false;
-        runtime_->control.modify(connection->fd.get(), EPOLLIN);
-        flush();
+    try {
+        if (events & EPOLLOUT) {
+            const Lock lock(mu_);
+            connection->watching_write = false;
+            runtime_->control.modify(connection->fd.get(), EPOLLIN);
+            flush();
+        }
+        if (events & ~uint32_t{EPOLLOUT}) read_control(connection);
+    } catch (const std::exception& e) {  // out of memory, most likely: this link only
+        die(describe() + " is dead: its control connection failed: " + e.what());
     }
-    if (events & ~uint32_t{EPOLLOUT}) read_control(connection);
 }
 
 bool Link::read_control(const std::shared_ptr<Connection>& connection) {

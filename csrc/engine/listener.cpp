@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "engine/error.hpp"
 #include "os/clock.hpp"
 
 namespace pipemorph {
@@ -62,7 +63,11 @@ void Greeting::start() {
         self->timer_ = 0;
         self->end("said nothing for too long");
     });
-    reactor.add(fd_.get(), EPOLLIN, [self](uint32_t) { self->on_event(); });
+    try {
+        reactor.add(fd_.get(), EPOLLIN, [self](uint32_t) { self->on_event(); });
+    } catch (const EngineError& e) {
+        end(e.what());
+    }
 }
 
 void Greeting::on_event() {

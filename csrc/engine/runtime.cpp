@@ -97,6 +97,12 @@ void Runtime::ring() {
 
 void Runtime::stop() {
     control.stop();
+void Runtime::on_failure(const Reactor::Failed& failed) {
+    control.on_failure(failed);
+    for (auto& reactor : data_) reactor->on_failure(failed);
+    for (const auto& rail : rails) rail->reactor().on_failure(failed);
+}
+
     for (auto& reactor : data_) reactor->stop();
     for (const auto& rail : rails) rail->stop();
 }

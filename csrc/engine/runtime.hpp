@@ -42,6 +42,8 @@ class Runtime {
     bool may_use_rdma() const {
         return config.transport == Transport::any || config.transport == Transport::rdma;
     }
+    // Who is told what a thread has thrown that nobody has dealt with.
+    void on_failure(const Reactor::Failed& failed);
     void stop();
 
     const Config config;

@@ -51,6 +51,26 @@ void Reactor::wake() {
     [[maybe_unused]] const ssize_t n = ::write(wake_.get(), &one, sizeof one);
 }
 
+void Reactor::on_failure(Failed failed) {
+    const std::lock_guard lock(mu_);
+    failed_ = std::move(failed);
+}
+
+template <typename F>
+void Reactor::guarded(F&& run) {
+    try {
+        run();
+    } catch (const std::exception& e) {
+        Failed failed;
+        {
+            const std::lock_guard lock(mu_);
+            failed = failed_;
+        }
+        if (!failed) throw;
+        failed("thread " + name_ + ": " + e.what());
+    }
+}
+
 void Reactor::post(Task task) {
     {
         const std::lock_guard lock(mu_);
@@ -88,8 +108,11 @@ void Reactor::add(int fd, uint32_t events, Handler handler) {
     epoll_event e{};
     e.events = events;
     e.data.u64 = tag(fd, generation);
-    if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &e) != 0)
-        throw EngineError(std::string("epoll_ctl: ") + std::strerror(errno));
+    if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &e) != 0) {
+        watched_.erase(fd);
+        throw EngineError(std::string("cannot watch a descriptor (epoll_ctl): ") +
+                          std::strerror(errno));
+    }
 }
 
 void Reactor::modify(int fd, uint32_t events) {
@@ -133,7 +156,7 @@ void Reactor::run_timers() {
         if (first->first > steady_ns()) return;
         const Task task = std::move(first->second.second);
         timers_.erase(first);
-        task();
+        guarded(task);
     }
 }
 
@@ -144,7 +167,7 @@ void Reactor::run_tasks() {
         tasks.swap(tasks_);
         woken_ = false;
     }
-    for (const Task& task : tasks) task();
+    for (const Task& task : tasks) guarded(task);
 }
 
 void Reactor::run() {
@@ -168,7 +191,7 @@ void Reactor::run() {
                 continue;
             // The handler may remove itself.
             const auto handler = it->second.handler;
-            (*handler)(events[size_t(i)].events);
+            guarded([&] { (*handler)(events[size_t(i)].events); });
         }
         // Last: after a thread was held up, what has come meanwhile is heard before anybody is
         // given up for not having said it.

@@ -26,6 +26,10 @@ class Reactor {
     Reactor(const Reactor&) = delete;
     Reactor& operator=(const Reactor&) = delete;
 
+    // Any thread. Who is told, on the reactor's thread, what a handler, task or timer has thrown;
+    // the reactor goes on. Without it that ends the process.
+    using Failed = std::function<void(const std::string& what)>;
+    void on_failure(Failed failed);
     // Any thread. After `stop` the task is dropped.
     void post(Task task);
     // Ends the thread, then drops handlers, timers and tasks (and what they own).
@@ -45,6 +49,8 @@ class Reactor {
         std::shared_ptr<Handler> handler;
     };
     void run();
+    template <typename F>
+    void guarded(F&& run);
     int until_timer() const;
     void run_timers();
     void run_tasks();
@@ -59,6 +65,7 @@ class Reactor {
     uint64_t next_timer_ = 1;
     std::mutex mu_;
     std::vector<Task> tasks_;
+    Failed failed_;
     bool woken_ = false;
     bool stopping_ = false;
     std::thread thread_;

@@ -19,21 +19,36 @@ constexpr int64_t kDrainLimit = 5 * kSecond;
 
 StreamPath::~StreamPath() = default;
 
+// What goes wrong in between (no memory, no more descriptors to be watched) is the path's end only:
+// the fence finds out what has not got through.
+template <typename F>
+void StreamPath::guarded(F&& run) {
+    try {
+        run();
+    } catch (const std::exception& e) {
+        fail(e.what());
+    }
+}
+
 void StreamPath::on_start() {
     if (!fd_) return;
-    reactor_.add(fd_.get(), EPOLLIN,
-                 [self = shared_from_this(), this](uint32_t events) { on_event(events); });
-    pump();
+    guarded([this] {
+        reactor_.add(fd_.get(), EPOLLIN,
+                     [self = shared_from_this(), this](uint32_t events) { on_event(events); });
+        pump();
+    });
 }
 
 void StreamPath::on_event(uint32_t events) {
-    if (events & (EPOLLIN | EPOLLHUP | EPOLLERR)) receive_some();
-    if (fd_ && (events & EPOLLOUT)) pump();
+    guarded([this, events] {
+        if (events & (EPOLLIN | EPOLLHUP | EPOLLERR)) receive_some();
+        if (fd_ && (events & EPOLLOUT)) pump();
+    });
 }
 
 void StreamPath::on_kick() {
     // While the socket is full, its event will bring us back.
-    if (fd_ && !watching_write_) pump();
+    if (fd_ && !watching_write_) guarded([this] { pump(); });
 }
 
 void StreamPath::pump() {

@@ -40,6 +40,8 @@ class StreamPath : public DataPath {
   private:
     void on_event(uint32_t events);
     void pump();
+    template <typename F>
+    void guarded(F&& run);
     void shut();
 
     bool retired_ = false;

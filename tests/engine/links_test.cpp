@@ -1,6 +1,7 @@
 // Two engines in one process, with faults.
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <future>
@@ -338,5 +339,57 @@ TEST(link_tells_its_peer_what_it_died_of) {
         const std::string said = "link 7 (rank 0 <-> 1) is dead: rank " +
                                  std::to_string(dialler ? 0 : 1) + " gave it up: yyy";
         CHECK(survivor->error().starts_with(said));
+    }
+}
+
+// While a path's thread is in the middle of a copy, it may write into what was posted.
+TEST(link_tells_its_end_when_no_path_can_write_any_more) {
+    struct Gate {
+        std::promise<void> opens;
+        ~Gate() { opens.set_value(); }
+    };
+    for (const Transport transport : {Transport::tcp, Transport::shm}) {
+        Two two(transport);
+        until("paths up", [&] {
+            const auto paths = two.accepted->stats().paths;
+            return std::all_of(paths.begin(), paths.end(),
+                               [](const PathStats& p) { return p.state == "UP"; });
+        });
+        auto posted = std::make_shared<std::vector<uint8_t>>(100);
+        const std::weak_ptr<void> held = posted;
+        uint8_t* at = posted->data();
+        two.accepted->post_receive({0, 0, 0, 0, 0}, {at, 100, std::move(posted)});
+        {
+            Gate gate;
+            std::promise<void> busy;
+            two.high.runtime().data(0).post([&busy, open = gate.opens.get_future().share()] {
+                busy.set_value();
+                open.wait();
+            });
+            busy.get_future().wait();
+            two.accepted->die("it is over");
+            CHECK(two.accepted->alive() && two.accepted->error().empty() && !held.expired());
+            CHECK(!two.accepted->try_receive({0, 0, 0, 0, 0}));
+        }
+        until("told", [&] { return !two.accepted->alive(); });
+        CHECK(two.accepted->error() == "it is over");
+        until("let go of", [&] { return held.expired(); });
+    }
+}
+
+TEST(link_ends_with_the_words_of_what_its_engine_has_thrown) {
+    for (const bool control : {true, false}) {
+        Two two(Transport::tcp);
+        Runtime& runtime = two.high.runtime();
+        (control ? runtime.control : runtime.data(0)).post([] {
+            throw std::runtime_error("no memory");
+        });
+        until("dead", [&] { return !two.accepted->alive() && !two.dialled->alive(); });
+        const std::string why = std::string("the engine of rank 1 failed: thread ") +
+                                (control ? "pm-control" : "pm-data-0") + ": no memory";
+        CHECK(two.accepted->error() == "link 7 (rank 0 <-> 1) is dead: " + why);
+        CHECK(two.dialled->error().ends_with("rank 1 gave it up: " + why));
+        CHECK(THROWS(EngineError, two.high.accept(0, 8, 1.0, [] {})) == why);
+        two.high.close(5.0);
     }
 }

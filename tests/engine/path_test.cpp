@@ -2,10 +2,12 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <cstring>
 #include <mutex>
 #include <random>
+#include <stdexcept>
 
 #include "check.hpp"
 #include "crypto/crc32c.hpp"
@@ -31,7 +33,11 @@ struct FakeHost final : PathHost {
     std::string lost;
     std::string protocol;
 
-    std::optional<ChunkTask> next_chunk(uint32_t, uint32_t) override { return std::nullopt; }
+    std::atomic<bool> throws{false};
+    std::optional<ChunkTask> next_chunk(uint32_t, uint32_t) override {
+        if (throws) throw std::runtime_error("no memory");
+        return std::nullopt;
+    }
     ChunkSink begin_chunk(const ChunkHeader& h) override {
         const std::lock_guard lock(mu);
         ++taken;
@@ -221,4 +227,13 @@ TEST(path_end_of_stream_lets_go_of_a_half_received_chunk) {
     wire.peer.reset();
     wire.host->until([&] { return !wire.host->lost.empty(); });
     CHECK(wire.host->broken == 1 && wire.host->intact == 0);
+}
+
+TEST(path_that_meets_an_error_of_this_process_is_lost_and_says_which) {
+    Wire wire;
+    wire.host->throws = true;
+    wire.path->kick();
+    wire.host->until([&] { return wire.host->lost == "no memory"; });
+    char byte;
+    CHECK(::recv(wire.peer.get(), &byte, 1, 0) == 0);  // and closed
 }

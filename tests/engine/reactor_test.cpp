@@ -5,6 +5,7 @@
 #include <sys/socket.h>
 
 #include <future>
+#include <stdexcept>
 #include <string>
 
 #include "check.hpp"
@@ -39,4 +40,30 @@ TEST(reactor_hears_what_has_come_before_it_gives_anybody_up) {
     CHECK(both.get_future().wait_for(std::chrono::seconds(30)) == std::future_status::ready);
     reactor.stop();
     CHECK(order == "et");
+}
+
+TEST(reactor_tells_what_was_thrown_and_goes_on) {
+    int fds[2];
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds) == 0);
+    const Fd ours(fds[0]);
+    const Fd peer(fds[1]);
+    Reactor reactor("test");
+    std::string said;
+    reactor.on_failure([&](const std::string& what) { said += what + "; "; });
+    std::promise<void> over;
+    reactor.post([&] {
+        reactor.add(ours.get(), EPOLLIN, [&](uint32_t) {
+            reactor.remove(ours.get());
+            throw std::runtime_error("a handler");
+        });
+        if (::send(peer.get(), "x", 1, MSG_NOSIGNAL) != 1) said += "not sent; ";
+        reactor.after(0, [&] {
+            reactor.post([&] { over.set_value(); });
+            throw std::runtime_error("a timer");
+        });
+        throw std::runtime_error("a task");
+    });
+    CHECK(over.get_future().wait_for(std::chrono::seconds(30)) == std::future_status::ready);
+    reactor.stop();
+    CHECK(said == "thread test: a task; thread test: a handler; thread test: a timer; ");
 }
