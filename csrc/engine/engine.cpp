@@ -234,7 +234,8 @@ void Engine::decide_control(const std::shared_ptr<Greeting>& greeting) {
         greeting->refuse(Verdict::not_yet, "wrong link: " + rank_text(h.from_rank) +
                                                " dials link " + std::to_string(h.link) + ", " +
                                                rank_text(h.to_rank) + " waits for link " + other);
-    else
+    else {
+        std::erase_if(parked_, [](const auto& parked) { return parked->closed(); });
         parked_.push_back(greeting);  // accept() has not been called yet
 }
 
