@@ -83,12 +83,14 @@ class Dialling : public std::enable_shared_from_this<Dialling> {
             return;
         }
         if (!handshake_.feed({buffer, static_cast<size_t>(n)})) {
-            // Not a matter of timing: the same secret and version will fail again.
-            result_.refused = true;
+            // Said by nobody knows whom: the peer's address may be another's for a moment. What
+            // makes no sense is not final; an engine's word that the secret differs may be.
+            result_.refused = handshake_.verdict() == Verdict::unauthenticated;
             fail(handshake_.failure());
             return;
         }
         if (!send_output() || !handshake_.done()) return;
+        result_.proved = true;
         result_.reply = handshake_.reply();
         if (handshake_.verdict() == Verdict::accepted) {
             finish(std::move(fd_));

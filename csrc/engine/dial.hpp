@@ -12,7 +12,8 @@ struct DialResult {
     Fd fd;  // connected and authenticated on success
     HelloReply reply;
     std::string error;          // empty on success
-    bool refused = false;       // the peer (or we) said no, and asking again will not help
+    bool refused = false;       // somebody said no, and asking again will hardly help
+    bool proved = false;        // that was the peer: it knows the secret
     bool not_yet = false;       // the peer said: not now
     bool nobody_there = false;  // connection refused: no process listens there
     bool cut_short = false;     // the limit left no time for an answer

@@ -87,7 +87,7 @@ void Link::redial_control() {
         }
         if (r.fd)
             self->attach_control(std::move(r.fd), epoch, r.reply.received);
-        else if (r.refused)
+        else if (r.refused && r.proved)
             self->die(self->describe() + " is dead: " + r.error);
     });
 }

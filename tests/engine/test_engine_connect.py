@@ -256,3 +256,48 @@ def test_a_control_connection_that_breaks_before_the_dialler_has_confirmed_is_ma
         assert box[0].receive((0, 0, 0, 0, 0), pairs.TIMEOUT).note == b"after all"
         assert link.alive and box[0].alive
         relay.shutdown(socket.SHUT_RDWR)
+
+
+def test_who_answers_nonsense_at_the_peers_address_for_a_moment_does_no_harm():
+    with contextlib.ExitStack() as stack:
+        a = stack.enter_context(contextlib.closing(pairs.engine(0)))
+        other = stack.enter_context(listening(16))
+        port = other.getsockname()[1]
+        box = []
+
+        def connect():
+            box.append(
+                a.connect(
+                    peer_rank=1, link_id=0, host="127.0.0.1", port=port, timeout=pairs.TIMEOUT
+                )
+            )
+
+        dialler = threading.Thread(target=connect)
+        dialler.start()
+        with other.accept()[0] as taken:
+            read(taken, 40)
+            taken.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n".ljust(40))
+            assert taken.recv(1) == b""  # it has had enough
+        other.close()
+        b = stack.enter_context(contextlib.closing(pairs.engine(1, port=port)))
+        accepted = b.accept(peer_rank=0, link_id=0, timeout=pairs.TIMEOUT)
+        dialler.join()
+        assert accepted.alive and box[0].alive
+
+
+def test_nonsense_until_the_deadline_is_what_the_error_says():
+    over = threading.Event()
+
+    def answer(listener):
+        with contextlib.suppress(OSError):
+            while not over.is_set():
+                with listener.accept()[0] as taken:
+                    taken.sendall(bytes(40))
+                    taken.recv(40)
+
+    with contextlib.closing(pairs.engine(0)) as a, listening(16) as other:
+        port = other.getsockname()[1]
+        thread = threading.Thread(target=answer, args=[other], daemon=True)
+        thread.start()
+        dial_in_vain(a, port, "the peer is not a PipeMorph engine")
+        over.set()
