@@ -17,6 +17,8 @@ constexpr int64_t kStrangerLimit = 2 * kSecond;
 // A dialler with the right secret may wait this long for accept() to be called.
 constexpr int64_t kWaitingLimit = 60 * kSecond;
 constexpr size_t kMaxStrangers = 256;
+// One address cannot take the places of all others.
+constexpr size_t kMaxFromOneAddress = 128;
 constexpr size_t kMaxWaiting = 256;
 // A stranger that has had this long is the first to go when there are too many. A real dialler
 // needs two round trips.
@@ -53,6 +55,7 @@ Greeting::Greeting(Listener& listener, Fd fd, const Digest& key)
     : listener_(listener),
       fd_(std::move(fd)),
       from_(peer_address(fd_)),
+      source_(from_.text(false)),
       handshake_(key),
       since_ns_(steady_ns()) {}
 
@@ -117,7 +120,7 @@ bool Greeting::send_output() {
 
 // Before the peer hears of it: whoever sees its error finds the reason here.
 void Greeting::log(const std::string& why) {
-    listener_.refusals_.add(from_.text(false) + ": " + why);
+    listener_.refusals_.add(source_ + ": " + why);
 }
 
 void Greeting::end(const std::string& why) {
@@ -170,14 +173,27 @@ void Listener::stop() {
     }
 }
 
-void Listener::make_room() {
-    if (strangers_.size() < kMaxStrangers) return;
-    const auto oldest = std::min_element(
-        strangers_.begin(), strangers_.end(),
-        [](const auto& a, const auto& b) { return a.second->since_ns_ < b.second->since_ns_; });
-    const std::shared_ptr<Greeting> greeting = oldest->second;
-    if (steady_ns() - greeting->since_ns_ > kPatience)
-        greeting->end("made room for others while too many strangers were connected");
+// Whether one more may come from there: in another's place if need be.
+bool Listener::make_room(const std::string& source) {
+    std::shared_ptr<Greeting> oldest;
+    std::shared_ptr<Greeting> oldest_there;
+    size_t there = 0;
+    const auto keep_older = [](auto& kept, const auto& other) {
+        if (!kept || other->since_ns_ < kept->since_ns_) kept = other;
+    };
+    for (const auto& [_, greeting] : strangers_) {
+        keep_older(oldest, greeting);
+        if (greeting->source_ != source) continue;
+        ++there;
+        keep_older(oldest_there, greeting);
+    }
+    if (there >= kMaxFromOneAddress)
+        oldest = oldest_there;
+    else if (strangers_.size() < kMaxStrangers)
+        return true;
+    if (steady_ns() - oldest->since_ns_ <= kPatience) return false;
+    oldest->end("made room for others while too many strangers were connected");
+    return true;
 }
 
 void Listener::on_connections() {
@@ -195,12 +211,12 @@ void Listener::on_connections() {
             });
             return;
         }
-        make_room();
-        if (strangers_.size() >= kMaxStrangers) {
-            refusals_.add(peer_address(fd).text(false) + ": too many strangers at once");
+        const Address from = peer_address(fd);
+        if (const std::string source = from.text(false); !make_room(source)) {
+            refusals_.add(source + ": too many strangers at once");
             continue;
         }
-        if (peer_address(fd).family() != AF_UNIX) set_no_delay(fd);
+        if (from.family() != AF_UNIX) set_no_delay(fd);
         auto greeting = std::make_shared<Greeting>(*this, std::move(fd), runtime_.key);
         strangers_[greeting.get()] = greeting;
         greeting->start();

@@ -52,6 +52,7 @@ class Greeting : public std::enable_shared_from_this<Greeting> {
     Listener& listener_;
     Fd fd_;
     Address from_;
+    std::string source_;  // its address, without the port
     ListenerHandshake handshake_;
     uint64_t timer_ = 0;
     int64_t since_ns_ = 0;
@@ -71,7 +72,7 @@ class Listener {
   private:
     friend class Greeting;
     void on_connections();
-    void make_room();
+    bool make_room(const std::string& source);
 
     Runtime& runtime_;
     RefusalLog& refusals_;

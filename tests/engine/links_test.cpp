@@ -393,3 +393,22 @@ TEST(link_ends_with_the_words_of_what_its_engine_has_thrown) {
         two.high.close(5.0);
     }
 }
+
+TEST(link_one_address_cannot_take_all_the_places_of_strangers) {
+    Engine engine(config(0, Transport::tcp));
+    const auto address = resolve("127.0.0.1", engine.port(), false).front();
+    const auto source = resolve("127.0.0.2", 0, false).front();
+    std::vector<Fd> silent;
+    for (int i = 0; i < 200; ++i) {
+        const Fd& fd = silent.emplace_back(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+        CHECK(::bind(fd.get(), source.get(), source.size) == 0);
+        CHECK(::connect(fd.get(), address.get(), address.size) == 0);
+    }
+    until("refused", [&] {
+        const auto refused = engine.refused();
+        return std::any_of(refused.begin(), refused.end(), [](const std::string& why) {
+            return why.starts_with("127.0.0.2: too many strangers at once") ||
+                   why.starts_with("127.0.0.2: made room for others");
+        });
+    });
+}
