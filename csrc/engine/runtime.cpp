@@ -9,6 +9,7 @@
 #include "engine/error.hpp"
 #include "os/clock.hpp"
 #include "os/numa.hpp"
+#include "os/processors.hpp"
 
 namespace pipemorph {
 namespace {
@@ -21,9 +22,10 @@ std::string read_boot_id() {
 }
 
 // Copying and checksumming saturate a core each way. Stages share the machine with their own
-// computation, so take a few cores only where there are many.
+// computation, so take a few cores only where there are many. Beyond its quota of processor time a
+// container is stopped as a whole.
 size_t data_thread_count() {
-    const unsigned cores = std::thread::hardware_concurrency();
+    const size_t cores = usable_processors();
     return cores >= 32 ? 4 : cores >= 8 ? 2 : 1;
 }
 
@@ -95,8 +97,6 @@ void Runtime::ring() {
     [[maybe_unused]] const ssize_t n = ::write(bell_.get(), &one, sizeof one);
 }
 
-void Runtime::stop() {
-    control.stop();
 void Runtime::on_failure(const Reactor::Failed& failed) {
     control.on_failure(failed);
     for (auto& reactor : data_) reactor->on_failure(failed);

@@ -3,11 +3,52 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
+#include <fstream>
+#include <limits>
+#include <thread>
 
 namespace pipemorph {
 namespace {
 
 constexpr size_t kMost = 8192;  // what kernels are built for, at most
+constexpr double kNoQuota = std::numeric_limits<double>::infinity();
+
+// Processors' worth of time that one group may use; none of its files: no quota of its own.
+double quota_of(const std::string& folder) {
+    std::string quota;
+    double period = 0;
+    if (std::ifstream v2(folder + "/cpu.max"); v2 >> quota >> period && quota != "max")
+        return std::atof(quota.c_str()) / period;
+    double used = -1;
+    std::ifstream(folder + "/cpu.cfs_quota_us") >> used;
+    std::ifstream(folder + "/cpu.cfs_period_us") >> period;
+    return used > 0 && period > 0 ? used / period : kNoQuota;
+}
+
+// The least of a process's groups and of all above them. Where /proc names a group as the host
+// does, a container finds its own at the top.
+double least_quota(const std::string& root) {
+    double least = kNoQuota;
+    std::ifstream groups(root + "/proc/self/cgroup");
+    for (std::string line; std::getline(groups, line);) {
+        const size_t first = line.find(':');
+        const size_t second = line.find(':', first + 1);
+        if (second == std::string::npos) continue;
+        const std::string controllers = line.substr(first + 1, second - first - 1);
+        const bool v2 = controllers.empty();
+        if (!v2 && (',' + controllers + ',').find(",cpu,") == std::string::npos) continue;
+        const std::string top = root + "/sys/fs/cgroup" + (v2 ? "" : "/" + controllers);
+        std::string group = line.substr(second + 1);
+        for (;;) {
+            least = std::min(least, quota_of(top + group));
+            if (group.empty()) break;
+            group.resize(group.rfind('/') == std::string::npos ? 0 : group.rfind('/'));
+        }
+    }
+    return least;
+}
 
 }  // namespace
 
@@ -39,8 +80,18 @@ void Processors::remove(size_t processor) {
         words_[word] &= ~(1UL << (processor % kWordBits));
 }
 
-bool Processors::empty() const {
-    return std::all_of(words_.begin(), words_.end(), [](unsigned long w) { return w == 0; });
+size_t Processors::count() const {
+    size_t n = 0;
+    for (const unsigned long word : words_) n += static_cast<size_t>(std::popcount(word));
+    return n;
+}
+
+size_t usable_processors(const std::string& root) {
+    const auto allowed = Processors::allowed();
+    const size_t most = allowed ? allowed->count() : std::thread::hardware_concurrency();
+    const double quota = std::ceil(least_quota(root));
+    return quota < static_cast<double>(most) ? static_cast<size_t>(quota)
+                                             : std::max<size_t>(most, 1);
 }
 
 uint32_t current_processor() {

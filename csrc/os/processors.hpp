@@ -4,6 +4,7 @@
 #include <climits>
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <vector>
 
 namespace pipemorph {
@@ -19,7 +20,8 @@ class Processors {
     bool has(size_t processor) const;
     void add(size_t processor);
     void remove(size_t processor);
-    bool empty() const;
+    size_t count() const;
+    bool empty() const { return count() == 0; }
     bool operator==(const Processors&) const = default;
 
   private:
@@ -27,6 +29,11 @@ class Processors {
     static constexpr size_t kWordBits = sizeof(unsigned long) * CHAR_BIT;
     std::vector<unsigned long> words_;
 };
+
+// How many this process can keep busy: those that the calling thread may run on, or fewer where a
+// control group of the process, of version 1 or 2, has a quota of processor time. `root`: what to
+// put before /proc and /sys.
+size_t usable_processors(const std::string& root = "");
 
 // The one that the calling thread runs on.
 uint32_t current_processor();
