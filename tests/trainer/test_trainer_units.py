@@ -197,7 +197,8 @@ def test_notes_tokens_and_shapes_cross_a_line() -> None:
         )
         thread.start()
         # A stranger does not know the secret and is turned away; the neighbour comes after.
-        lines.dial("127.0.0.1", port, rank=0, peer_rank=1, secret=b"wrong", timeout=10)
+        with pytest.raises(PipelineError, match="if it has refused it, its log says why"):
+            lines.dial("127.0.0.1", port, rank=0, peer_rank=1, secret=b"wrong", timeout=10)
         here = lines.dial("127.0.0.1", port, rank=0, peer_rank=1, secret=b"s", timeout=10)
         thread.join(10)
     (there,) = made
@@ -225,18 +226,15 @@ def test_a_neighbour_that_does_not_dial_is_named() -> None:
 
 
 def test_who_is_refused_at_a_line_is_logged_and_told(caplog: pytest.LogCaptureFixture) -> None:
-    def dial(listener: socket.socket, rank: int, peer_rank: int, secret: bytes) -> socket.socket:
-        line = lines.dial(
-            "127.0.0.1", listener.getsockname()[1],
-            rank=rank, peer_rank=peer_rank, secret=secret, timeout=10,
-        )  # fmt: skip
-        return line._sock
-
     def strangers(listener: socket.socket) -> None:
         socket.create_connection(listener.getsockname()).close()
-        for who in ((2, 1, b"s"), (0, 3, b"s"), (0, 1, b"wrong")):
-            with dial(listener, *who):
-                pass
+        port = listener.getsockname()[1]
+        for rank, peer_rank, secret in ((2, 1, b"s"), (0, 3, b"s"), (0, 1, b"wrong")):
+            with pytest.raises(PipelineError, match=f"rank {rank} cannot reach rank {peer_rank}"):
+                lines.dial(
+                    "127.0.0.1", port,
+                    rank=rank, peer_rank=peer_rank, secret=secret, timeout=10,
+                )  # fmt: skip
 
     with lines.listen("127.0.0.1") as listener:
         thread = threading.Thread(target=strangers, args=[listener], daemon=True)

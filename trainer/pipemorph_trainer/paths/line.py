@@ -14,10 +14,13 @@ import json
 import logging
 import os
 import select
+import selectors
 import socket
 import struct
 import time
+import weakref
 from collections import deque
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from pipemorph_trainer.addresses import in_url
@@ -29,10 +32,24 @@ log = logging.getLogger("pipemorph.trainer")
 _HEADER = struct.Struct("<BBH")
 _TOKEN = struct.Struct("<IIII")
 _POSITION = struct.Struct("<qI")
-_HELLO = struct.Struct("<II32s")
+_HELLO = struct.Struct("<II16s32s")
 _NONCE_BYTES = 16
+_STRANGER_SECONDS = 10.0
+_MOST_STRANGERS = 256
+_MOST_LOGGED = 100
 _STEP, _NOTE, _SHAPES, _GOODBYE, _TAKEN, _MISSING = 1, 2, 3, 4, 5, 6
 _READ = 1 << 16
+
+_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    # While a child had them open, nobody would see this rank's end.
+    for sock in list(_open):
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class StepToken(NamedTuple):
@@ -52,6 +69,7 @@ class Line:
     def __init__(self, sock: socket.socket, peer_rank: int) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setblocking(False)
+        _open.add(sock)
         self._sock = sock
         self._buffer = bytearray()
         self.peer_rank = peer_rank
@@ -176,36 +194,96 @@ class Line:
 def listen(host: str) -> socket.socket:
     """A socket neighbours can dial at ``host``, an address of this machine, or at all of them."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, 0), family=family, backlog=8)
+    listener = socket.create_server((host, 0), family=family, backlog=128)
+    _open.add(listener)
+    return listener
 
 
-def _proof(secret: bytes, nonce: bytes, dialer: int, listener: int) -> bytes:
-    message = b"pipemorph line" + nonce + struct.pack("<II", dialer, listener)
+def _proof(secret: bytes, role: bytes, nonces: bytes, dialer: int, listener: int) -> bytes:
+    """Of knowing ``secret``, by one side of a connection: it fits no other, nor the other side."""
+    message = b"pipemorph line, " + role + nonces + struct.pack("<II", dialer, listener)
     return hmac.new(secret, message, hashlib.sha256).digest()
 
 
-def _read_exactly(sock: socket.socket, size: int, who: str) -> bytes:
+def _read_exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
     data = b""
     while len(data) < size:
+        sock.settimeout(max(0.001, deadline - time.monotonic()))
         got = sock.recv(size - len(data))
         if not got:
-            raise PipelineError(f"{who} closed the line before it was set up")
+            raise ConnectionError(
+                "it closed the connection; if it has refused it, its log says why"
+            )
         data += got
     return data
 
 
 def dial(host: str, port: int, *, rank: int, peer_rank: int, secret: bytes, timeout: float) -> Line:
     """Dial the next stage's rank. Raises :class:`PipelineError` naming it if it cannot be
-    reached or refuses."""
+    reached, refuses, or cannot prove that it knows ``secret``."""
+    deadline = time.monotonic() + timeout
     try:
         sock = socket.create_connection((host, port), timeout=timeout)
-        nonce = _read_exactly(sock, _NONCE_BYTES, f"rank {peer_rank} at {in_url(host)}:{port}")
-        sock.sendall(_HELLO.pack(rank, peer_rank, _proof(secret, nonce, rank, peer_rank)))
+        try:
+            nonces = _read_exactly(sock, _NONCE_BYTES, deadline) + os.urandom(_NONCE_BYTES)
+            proof = _proof(secret, b"dialer", nonces, rank, peer_rank)
+            sock.sendall(_HELLO.pack(rank, peer_rank, nonces[_NONCE_BYTES:], proof))
+            answer = _read_exactly(sock, len(proof), deadline)
+            if not hmac.compare_digest(
+                answer, _proof(secret, b"listener", nonces, rank, peer_rank)
+            ):
+                raise ConnectionError("what answers there does not know this job's secret")
+        except OSError:
+            sock.close()
+            raise
     except OSError as error:
         raise PipelineError(
             f"rank {rank} cannot reach rank {peer_rank} at {in_url(host)}:{port}: {error}"
         ) from error
     return Line(sock, peer_rank)
+
+
+class _Stranger:
+    """A connection that has not proved yet whose it is."""
+
+    def __init__(self, sock: socket.socket, where: str) -> None:
+        sock.setblocking(False)
+        self.sock, self.where = sock, where
+        self.until = time.monotonic() + _STRANGER_SECONDS
+        self._nonce = os.urandom(_NONCE_BYTES)
+        self._hello = b""
+        self.refused: str | None = None
+        """Why it is not the rank that is waited for, None while it may be."""
+        try:
+            sock.send(self._nonce)
+        except OSError as error:
+            self.refused = f"its connection broke ({error.strerror})"
+
+    def proves(self, rank: int, peer_rank: int, secret: bytes) -> bool:
+        """Whether it is rank ``peer_rank`` of this job, which it is told then. Never blocks."""
+        try:
+            got = self.sock.recv(_HELLO.size - len(self._hello))
+            self._hello += got
+            if not got:
+                self.refused = "it closed the line before it was set up"
+            if len(self._hello) < _HELLO.size:
+                return False
+            dialer, listener, nonce, proof = _HELLO.unpack(self._hello)
+            nonces = self._nonce + nonce
+            if not hmac.compare_digest(proof, _proof(secret, b"dialer", nonces, dialer, listener)):
+                self.refused = (
+                    f"wrong secret: it says it is rank {dialer}, but is of another job or attempt, "
+                    "or has another PIPEMORPH_SECRET_FILE"
+                )
+            elif (dialer, listener) != (peer_rank, rank):
+                self.refused = f"it is rank {dialer}, dialling rank {listener}"
+            else:
+                self.sock.send(_proof(secret, b"listener", nonces, dialer, listener))
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self.refused = f"its connection broke ({error.strerror})"
+        return self.refused is None
 
 
 def accept(
@@ -217,50 +295,52 @@ def accept(
     turned away meanwhile.
     """
     deadline = time.monotonic() + timeout
+    strangers: list[_Stranger] = []  # oldest first
     refused, last = 0, ""
-    while True:
-        listener.settimeout(max(0.001, deadline - time.monotonic()))
-        try:
-            sock, (host, port, *_) = listener.accept()
-        except TimeoutError:
-            many = "connection" if refused == 1 else "connections"
-            told = f"; refused {refused} {many}, the last one {last}" if refused else ""
-            raise PipelineError(
-                f"rank {rank} waited {timeout:.0f} s for rank {peer_rank} to dial its line{told}"
-            ) from None
-        except ConnectionAbortedError:
-            continue  # It broke before it was taken: the listener is as good as before.
-        except OSError as error:
-            raise PipelineError(
-                f"rank {rank} cannot take the connection of rank {peer_rank}: {error}"
-            ) from error
-        sock.settimeout(max(0.001, min(10.0, deadline - time.monotonic())))
-        why = _stranger(sock, rank, peer_rank, secret)
-        if why is None:
-            return Line(sock, peer_rank)
-        sock.close()
-        refused, last = refused + 1, f"from {in_url(host)}:{port}: {why}"
-        log.warning("rank %d refused a connection to its line %s", rank, last)
+    with ExitStack() as at_end, selectors.DefaultSelector() as news:
+        listener.setblocking(False)
+        news.register(listener, selectors.EVENT_READ)
+        at_end.callback(lambda: [stranger.sock.close() for stranger in strangers])
+        while True:
+            now = time.monotonic()
+            for stranger in list(strangers):
+                if stranger.refused is None and stranger.until <= now:
+                    stranger.refused = "it did not say who it is"
+                if stranger.refused is None:
+                    continue
+                strangers.remove(stranger)
+                news.unregister(stranger.sock)
+                stranger.sock.close()
+                refused, last = refused + 1, f"{stranger.where}: {stranger.refused}"
+                if refused <= _MOST_LOGGED:
+                    log.warning("rank %d refused a connection to its line %s", rank, last)
+            if now >= deadline:
+                many = "connection" if refused == 1 else "connections"
+                told = f"; refused {refused} {many}, the last one {last}" if refused else ""
+                raise PipelineError(
+                    f"rank {rank} waited {timeout:.0f} s for rank {peer_rank} to dial its "
+                    f"line{told}"
+                )
+            until = min([deadline, *(stranger.until for stranger in strangers)])
+            for key, _ in news.select(max(0.0, until - now)):
+                if key.fileobj is not listener:
+                    if key.data.proves(rank, peer_rank, secret):
+                        strangers.remove(key.data)
+                        return Line(key.data.sock, peer_rank)
+                elif (stranger := _next_stranger(listener, rank, peer_rank)) is not None:
+                    news.register(stranger.sock, selectors.EVENT_READ, stranger)
+                    strangers.append(stranger)
+                    if len(strangers) > _MOST_STRANGERS:
+                        strangers[0].refused = "it made room for others"
 
 
-def _stranger(sock: socket.socket, rank: int, peer_rank: int, secret: bytes) -> str | None:
-    """Why what dialled is not rank ``peer_rank`` of this job; None if it is."""
-    nonce = os.urandom(_NONCE_BYTES)
+def _next_stranger(listener: socket.socket, rank: int, peer_rank: int) -> _Stranger | None:
     try:
-        sock.sendall(nonce)
-        hello = _read_exactly(sock, _HELLO.size, "it")
-    except TimeoutError:
-        return "it did not say who it is"
+        sock, (host, port, *_) = listener.accept()
+    except (BlockingIOError, ConnectionAbortedError):
+        return None  # It broke before it was taken: the listener is as good as before.
     except OSError as error:
-        return f"its connection broke ({error.strerror})"
-    except PipelineError as error:
-        return str(error)
-    dialer, listener, proof = _HELLO.unpack(hello)
-    if not hmac.compare_digest(proof, _proof(secret, nonce, dialer, listener)):
-        return (
-            f"wrong secret: it says it is rank {dialer}, but is of another job or attempt, or has "
-            "another PIPEMORPH_SECRET_FILE"
-        )
-    if (dialer, listener) != (peer_rank, rank):
-        return f"it is rank {dialer}, dialling rank {listener}"
-    return None
+        raise PipelineError(
+            f"rank {rank} cannot take the connection of rank {peer_rank}: {error}"
+        ) from error
+    return _Stranger(sock, f"from {in_url(host)}:{port}")

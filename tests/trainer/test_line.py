@@ -1,0 +1,143 @@
+"""Who may set up a line between two neighbours: a rank that proves that it knows the secret."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+
+import pytest
+
+from pipemorph_trainer.errors import PipelineError
+from pipemorph_trainer.paths import line as lines
+
+SECRET = b"the job's secret"
+SOON = 20.0
+
+
+def dial(port: int, timeout: float = SOON) -> lines.Line:
+    return lines.dial("127.0.0.1", port, rank=0, peer_rank=1, secret=SECRET, timeout=timeout)
+
+
+def accept(listener: socket.socket, timeout: float = SOON) -> lines.Line:
+    return lines.accept(listener, rank=1, peer_rank=0, secret=SECRET, timeout=timeout)
+
+
+@contextmanager
+def joined(body: Callable[[], object]) -> Iterator[None]:
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join(SOON)
+        assert not thread.is_alive()
+
+
+def test_strangers_that_say_little_or_nothing_hold_nobody_up() -> None:
+    with ExitStack() as stack:
+        listener = stack.enter_context(lines.listen("127.0.0.1"))
+        here = listener.getsockname()
+        accepted: list[lines.Line] = []
+        began = time.monotonic()
+        with joined(lambda: accepted.append(accept(listener))):
+            # More than are heard at once, some of them in the middle of what they say.
+            for i in range(lines._MOST_STRANGERS + 20):
+                stranger = stack.enter_context(socket.create_connection(here))
+                if i % 2:
+                    stranger.sendall(b"x" * 20)
+            dialled = stack.enter_context(closing_line(dial(here[1])))
+        stack.enter_context(closing_line(accepted[0]))
+        assert time.monotonic() - began < SOON
+        dialled.send_token(lines.StepToken(1, 2, 3))
+        dialled.close(goodbye=True)
+        assert accepted[0].ends_within(SOON)
+        assert list(accepted[0].tokens) == [lines.StepToken(1, 2, 3)]
+
+
+@contextmanager
+def closing_line(line: lines.Line) -> Iterator[lines.Line]:
+    try:
+        yield line
+    finally:
+        line.close(goodbye=False)
+
+
+def test_a_stranger_that_goes_on_talking_does_not_move_the_deadline() -> None:
+    over = threading.Event()
+
+    def talk() -> None:
+        with socket.create_connection(listener.getsockname()) as stranger:
+            while not over.wait(0.3):
+                stranger.sendall(b"x")
+
+    with lines.listen("127.0.0.1") as listener, joined(talk):
+        began = time.monotonic()
+        try:
+            with pytest.raises(PipelineError, match="rank 1 waited 0 s for rank 0 to dial"):
+                accept(listener, timeout=0.5)
+        finally:
+            over.set()
+        assert time.monotonic() - began < 5.0
+
+
+def reflect(peer: socket.socket) -> None:
+    hello = peer.recv(lines._HELLO.size, socket.MSG_WAITALL)
+    peer.sendall(hello[-32:])
+
+
+def steer(peer: socket.socket) -> None:
+    peer.recv(lines._HELLO.size, socket.MSG_WAITALL)
+    token = struct.pack("<BBH", 1, 0, 12) + struct.pack("<III", 7, 99, 1)
+    peer.sendall(token * 2 + struct.pack("<BBH", 4, 0, 0))
+
+
+def leave(peer: socket.socket) -> None:
+    peer.recv(lines._HELLO.size, socket.MSG_WAITALL)
+
+
+def say_nothing(peer: socket.socket) -> None:
+    peer.recv(lines._HELLO.size + 1, socket.MSG_WAITALL)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (reflect, "what answers there does not know this job's secret"),
+        (steer, "what answers there does not know this job's secret"),
+        (leave, "it closed the connection"),
+        (say_nothing, "timed out"),
+    ],
+)
+def test_who_answers_without_the_secret_is_not_believed(
+    answer: Callable[[socket.socket], None], said: str
+) -> None:
+    def impostor() -> None:
+        with listener.accept()[0] as peer:
+            peer.sendall(bytes(16))
+            answer(peer)
+
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener, joined(impostor):
+        port = listener.getsockname()[1]
+        with pytest.raises(PipelineError, match=f"rank 0 cannot reach rank 1 at .*{port}: {said}"):
+            dial(port, timeout=0.5 if answer is say_nothing else SOON)
+
+
+def test_a_forked_child_keeps_no_line_open() -> None:
+    with lines.listen("127.0.0.1") as listener:
+        dialled: list[lines.Line] = []
+        with joined(lambda: dialled.append(dial(listener.getsockname()[1]))):
+            accepted = accept(listener)
+        child = os.fork()
+        if child == 0:
+            kept = max(listener.fileno(), accepted.fileno(), dialled[0].fileno())
+            accepted.close(goodbye=True)
+            os._exit(0 if kept < 0 else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        with closing_line(accepted), closing_line(dialled[0]):
+            dialled[0].pump()
+            assert dialled[0].lost is None and not dialled[0].goodbye
