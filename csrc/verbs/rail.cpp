@@ -129,7 +129,7 @@ Registration::~Registration() {
 
 std::vector<std::shared_ptr<Rail>> Rail::open_all(const RailOptions& options,
                                                   std::string& trouble) {
-    const Verbs* verbs = load_verbs(trouble);
+    const Verbs* verbs = options.verbs != nullptr ? options.verbs : load_verbs(trouble);
     if (verbs == nullptr) return {};
     return open_all(*verbs, options, trouble, "/sys");
 }

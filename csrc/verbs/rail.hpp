@@ -20,7 +20,8 @@ struct RailOptions {
     int gid_index = -1;  // -1: the best one, looked up at every connection
     uint8_t traffic_class = 0;
     uint8_t service_level = 0;
-    bool wanted = false;  // somebody asked for rdma: say why there is none
+    bool wanted = false;           // somebody asked for rdma: say why there is none
+    const Verbs* verbs = nullptr;  // in place of the system's libibverbs
 };
 
 // An open device and its protection domain. Everything made from it keeps it open.

@@ -1,12 +1,6 @@
 // Which ports become rails, on devices and a sysfs of our own in place of libibverbs.
-#include <sys/eventfd.h>
-#include <unistd.h>
-
-#include <cerrno>
-#include <cstring>
-#include <list>
-
 #include "check.hpp"
+#include "fake_verbs.hpp"
 #include "tree.hpp"
 #include "verbs/rail.hpp"
 
@@ -14,94 +8,23 @@ using namespace pipemorph;
 
 namespace {
 
-struct FakeDevice {
-    abi::Device device{};
-    std::vector<bool> ports;  // whether each is active
-    bool registers = true;
-};
-
-std::list<FakeDevice> devices;
-std::vector<abi::Device*> listed;
-int open_objects = 0;  // contexts, protection domains and regions that are not given back
-
-const FakeDevice& described(const abi::Context* context) {
-    for (const FakeDevice& d : devices)
-        if (&d.device == context->device) return d;
-    check::fail(__FILE__, __LINE__, "no such device");
-}
-
-Verbs fake_verbs() {
-    Verbs v{};
-    v.get_device_list = [](int* count) {
-        *count = static_cast<int>(listed.size());
-        return listed.data();
-    };
-    v.free_device_list = [](abi::Device**) {};
-    v.open_device = [](abi::Device* device) {
-        auto* context = new abi::Context{};
-        context->device = device;
-        context->async_fd = ::eventfd(0, EFD_CLOEXEC);  // no event ever comes
-        ++open_objects;
-        return context;
-    };
-    v.close_device = [](abi::Context* context) {
-        ::close(context->async_fd);
-        delete context;
-        --open_objects;
-        return 0;
-    };
-    v.alloc_pd = [](abi::Context* context) {
-        ++open_objects;
-        return reinterpret_cast<abi::Pd*>(context);
-    };
-    v.dealloc_pd = [](abi::Pd*) {
-        --open_objects;
-        return 0;
-    };
-    v.query_port = [](abi::Context* context, uint8_t port, abi::PortAttr* out) {
-        const FakeDevice& device = described(context);
-        if (port < 1 || port > device.ports.size()) return EINVAL;
-        out->state = device.ports[port - 1] ? abi::kPortActive : abi::kPortDown;
-        return 0;
-    };
-    v.reg_mr = [](abi::Pd* pd, void*, size_t, int) -> abi::Mr* {
-        errno = ENOMEM;
-        if (!described(reinterpret_cast<const abi::Context*>(pd)).registers) return nullptr;
-        ++open_objects;
-        return new abi::Mr{};
-    };
-    v.dereg_mr = [](abi::Mr* mr) {
-        delete mr;
-        --open_objects;
-        return 0;
-    };
-    return v;
-}
-
 // A host with two ports of one device, two devices of one card, and two that are on no bus.
 struct Host {
     Tree sys;
-    const Verbs verbs = fake_verbs();
+    fake::Fabric fabric;
+    std::map<std::string, fake::Device*> devices;
     std::string trouble;
 
     Host() {
-        devices.clear();
-        listed.clear();
         add("rxe1", {true}).put("class/infiniband/rxe1/parent", "lo");
         add("mlx5_2", {false, true}).link("class/infiniband/mlx5_2/device", bus + "0000:5e:00.0");
         add("mlx5_1", {true}).link("class/infiniband/mlx5_1/device", bus + "0000:3b:00.1");
         add("mlx5_0", {true, true}).link("class/infiniband/mlx5_0/device", bus + "0000:3b:00.0");
         add("rxe0", {true}).put("class/infiniband/rxe0/parent", "lo");
     }
-    ~Host() {
-        devices.clear();
-        listed.clear();
-    }
 
     Tree& add(const char* name, std::vector<bool> ports) {
-        devices.push_back({{}, std::move(ports), true});
-        std::strcpy(devices.back().device.name, name);
-        listed.push_back(&devices.back().device);
+        devices[name] = &fabric.add(name, std::move(ports));
         return sys;
     }
 
@@ -110,9 +33,9 @@ struct Host {
         options.devices = std::move(wanted);
         trouble.clear();
         std::vector<std::string> out;
-        for (const auto& rail : Rail::open_all(verbs, options, trouble, sys.root))
+        for (const auto& rail : Rail::open_all(fabric.verbs(), options, trouble, sys.root))
             out.push_back(rail->describe());
-        CHECK(open_objects == 0);
+        CHECK(fabric.open_objects() == 0);
         return out;
     }
 
@@ -148,7 +71,7 @@ TEST(rails_are_one_active_port_of_every_card) {
 
 TEST(rails_of_a_card_are_had_from_the_port_that_works) {
     Host host;
-    for (FakeDevice& d : devices) d.registers = std::strcmp(d.device.name, "mlx5_0") != 0;
+    host.devices["mlx5_0"]->registers = false;
     CHECK((host.rails() == Names{"mlx5_1 port 1", "mlx5_2 port 2", "rxe0 port 1", "rxe1 port 1"}));
     CHECK(host.said("with mlx5_0 failed: Cannot allocate memory; the memlock limit is "));
     CHECK(!host.said("left out"));
