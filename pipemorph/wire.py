@@ -7,7 +7,8 @@ Protocol, version 1:
 
 * ``POST /v1/jobs/{namespace}/{name}/reports`` with a :class:`LinkHealthReport` (at most
   ``MAX_REPORT_BYTES``); the answer is a :class:`DirectiveEnvelope`. A report whose
-  ``sequence`` is not above the last one accepted of that attempt is refused with 409.
+  ``sequence`` is not above the last one accepted of that attempt is refused with 409; the answer
+  has that one as ``last``, for the agent to go on above it.
 * ``GET /v1/jobs/{namespace}/{name}/directive?attempt=A&after=E&wait=S`` answers as soon as a
   directive with an epoch above ``E`` exists, or with an empty envelope after ``S`` seconds.
 
@@ -26,6 +27,7 @@ from pipemorph.planning.ir import Dispatch, Path, Plan, Policy, Schedule
 PROTOCOL_VERSION = 1
 MAX_REPORT_BYTES = 64 * 1024
 MAX_WAIT_SECONDS = 30.0
+MAX_SEQUENCE = 2**53 - 1
 
 # Bounds far beyond any job, so that arithmetic on what a peer sent cannot overflow.
 Seconds = Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)]
@@ -160,7 +162,7 @@ class LinkHealthReport(WireModel):
     job: ObjectName
     namespace: ObjectName
     attempt: Count
-    sequence: Annotated[int, Field(ge=1, le=2**53 - 1)]
+    sequence: Annotated[int, Field(ge=1, le=MAX_SEQUENCE)]
     sent_at: WallClock
     """Agent's wall clock, seconds since the epoch."""
     state: Literal["starting", "training", "finished", "failed"]

@@ -14,7 +14,11 @@ class WrongAttempt(ReportRefused):
 
 
 class ReplayedReport(ReportRefused):
-    """The report's sequence number is not above the last one accepted."""
+    """The report's sequence number is not above ``last``, the last one accepted."""
+
+    def __init__(self, sequence: int, last: int) -> None:
+        super().__init__(f"sequence {sequence} is not above {last}, the last one taken")
+        self.last = last
 
 
 class ReportMismatch(ReportRefused):

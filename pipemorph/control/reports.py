@@ -21,7 +21,7 @@ def check(report: LinkHealthReport, cut: Parallelism, *, attempt: int, after: in
     if report.attempt != attempt:
         raise WrongAttempt(f"attempt {report.attempt} is not {attempt}, the one in progress")
     if report.sequence <= after:
-        raise ReplayedReport(f"sequence {report.sequence} is not above {after}, the last one taken")
+        raise ReplayedReport(report.sequence, after)
     for i, sample in enumerate(report.links):
         _within(f"links[{i}].link", sample.link, cut.stages - 1, "links")
         _within(f"links[{i}].replica", sample.replica, cut.replicas, "replicas")

@@ -86,7 +86,7 @@ def make_app(
                 request.method, _shown(namespace), _shown(name), request.remote, refusal.reason,
             )  # fmt: skip
             # Who has no business here shall not keep a connection.
-            return Reply.error(refusal.status, refusal.reason)._replace(last=True)
+            return Reply.error(refusal.status, refusal.reason)._replace(hangs_up=True)
         return None
 
     async def reports(request: web.Request) -> Reply:
@@ -167,7 +167,7 @@ async def _release_polls(app: web.Application) -> None:
 def _response(reply: Reply) -> web.Response:
     response = web.Response(status=reply.status, body=reply.body, content_type="application/json")
     response.headers.update(reply.headers)
-    if reply.last or reply.status in (400, 404, 408, 413):
+    if reply.hangs_up or reply.status in (400, 404, 408, 413):
         response.force_close()  # The rest of a body is not read.
     return response
 

@@ -13,7 +13,7 @@ status meaning
 401    no or wrong token
 403    the token, the report or its attempt belongs to another job
 404    no such job, or no such path
-409    a report whose sequence number was used before
+409    a report whose sequence number was used before; ``last`` is the highest that was
 413    more than ``MAX_REPORT_BYTES``
 422    JSON that is not a report of this job; ``field`` says where
 429    more reports or polls than the limits allow
@@ -55,13 +55,17 @@ class Reply(NamedTuple):
     status: int
     body: bytes
     headers: tuple[tuple[str, str], ...] = ()
-    last: bool = False
+    hangs_up: bool = False
 
     @staticmethod
-    def error(status: int, message: str, *, field: str | None = None) -> Reply:
-        content = {"error": " ".join(message.split())[:500]}
+    def error(
+        status: int, message: str, *, field: str | None = None, last: int | None = None
+    ) -> Reply:
+        content: dict[str, str | int] = {"error": " ".join(message.split())[:500]}
         if field is not None:
             content["field"] = field[:200]
+        if last is not None:
+            content["last"] = last
         headers = (("Retry-After", "1"),) if status == 429 else ()
         return Reply(status, json.dumps(content).encode(), headers)
 
@@ -172,7 +176,7 @@ class IngestHandler:
         except WrongAttempt as error:
             return Reply.error(403, str(error), field="attempt")
         except ReplayedReport as error:
-            return Reply.error(409, str(error), field="sequence")
+            return Reply.error(409, str(error), field="sequence", last=error.last)
         except ReportMismatch as error:
             return Reply.error(422, str(error), field=error.field)
         self._plan(namespace, name, job, seat)

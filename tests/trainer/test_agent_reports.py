@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 import pytest
 
+from pipemorph.control import JobController
+from pipemorph.ingest import BearerAuthenticator, IngestServer, MemoryStore
 from pipemorph.planning.ir import Path as LinkPath
+from pipemorph.spec import JobSpec
 from pipemorph.wire import (
     MAX_REPORT_BYTES,
     IterationSample,
@@ -19,6 +24,7 @@ from pipemorph.wire import (
     WireTime,
 )
 from pipemorph_trainer.agent.merge import TelemetryMerger
+from pipemorph_trainer.agent.uplink import Uplink
 from pipemorph_trainer.control import RankTelemetry
 
 Key = tuple[int, int, str]
@@ -199,3 +205,43 @@ def test_windows_of_a_link_never_come_after_newer_ones() -> None:
             assert link.iteration > newest.get(key, -1), f"{key} went back"
             newest[key] = link.iteration
     assert newest == dict.fromkeys(job.series, 3)
+
+
+def test_an_agent_that_counts_from_one_goes_on_above_what_was_taken(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Ranks that were evicted and started again under the same attempt begin to count again:
+    their reports must reach the controller all the same."""
+    spec = {
+        "parallelism": {"stages": 2},
+        "schedule": {"microbatches": 2},
+        "trainer": {"module": "x", "iterations": 9},
+    }
+    controller = JobController(JobSpec.model_validate(spec))
+    before = TelemetryMerger("job", "default", 0, 2).select(5000, 1.0, 0).report
+    controller.report(before, 1000.0)
+    came: asyncio.Queue[LinkHealthReport] = asyncio.Queue()
+    controller._on_report = came.put_nowait
+    job = Job(2, 1)
+    job.measure()
+    token = tmp_path / "token"
+    token.write_text("token")
+
+    async def run() -> None:
+        store = MemoryStore()
+        store.add("default", "job", controller)
+        async with IngestServer(store, BearerAuthenticator("token")) as server:
+            uplink = Uplink(
+                base_url=server.url, namespace="default", job="job", attempt=0,
+                token_file=token, merger=job._merger, on_directive=lambda _: None,
+            )  # fmt: skip
+            reporting = asyncio.create_task(uplink.run())
+            try:
+                report = await asyncio.wait_for(came.get(), 15)
+            finally:
+                reporting.cancel()
+            assert report.sequence > 5000
+            assert keys(report) == job.series, "what was refused is told again"
+
+    asyncio.run(run())
+    assert "sequence 1 is not above 5000" in caplog.text

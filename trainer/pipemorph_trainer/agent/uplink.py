@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import random
@@ -22,7 +23,7 @@ from pathlib import Path
 import aiohttp
 from pydantic import ValidationError
 
-from pipemorph.wire import MAX_WAIT_SECONDS, Directive, DirectiveEnvelope
+from pipemorph.wire import MAX_SEQUENCE, MAX_WAIT_SECONDS, Directive, DirectiveEnvelope
 from pipemorph_trainer.agent.merge import TelemetryMerger
 
 log = logging.getLogger("pipemorph.agent")
@@ -159,9 +160,9 @@ class Uplink:
                 f"{self._base}/reports", data=body, headers=headers, timeout=timeout
             ) as answer:
                 if answer.status == HTTPStatus.CONFLICT:
-                    # An earlier request got through although its answer did not.
-                    self._merger.delivered(selection)
-                    return
+                    # Reports of this attempt were counted before, by an agent in other pods. This
+                    # one was not taken; the next goes on above theirs.
+                    self._sequence = max(self._sequence, _last_taken(await answer.read()))
                 envelope = await _envelope(answer)
             self._merger.delivered(selection)
             self._take(envelope)
@@ -186,6 +187,15 @@ def _session() -> aiohttp.ClientSession:
         return aiohttp.ClientSession()
     trust = ssl.create_default_context(cafile=authority)
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trust))
+
+
+def _last_taken(refusal: bytes) -> int:
+    """The highest sequence number that the ingest has taken; 0 where it does not say."""
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        last = json.loads(refusal)["last"]
+        if isinstance(last, int) and 0 < last < MAX_SEQUENCE:
+            return last
+    return 0
 
 
 async def _envelope(answer: aiohttp.ClientResponse) -> DirectiveEnvelope:
