@@ -139,6 +139,29 @@ RULES: dict[str, list[Rule]] = {
             field_path=".hostMemory",
         ),
     ],
+    "status": [
+        Rule(
+            rule="!has(oldSelf.attempt) || (has(self.attempt) && self.attempt >= oldSelf.attempt)",
+            message="attempt only grows: this was written by one that is behind",
+            field_path=".attempt",
+            reason="FieldValueForbidden",
+        ),
+        Rule(
+            rule="!has(oldSelf.control) || has(self.control)",
+            message="control stays: this was written by one that is behind",
+            field_path=".control",
+            reason="FieldValueForbidden",
+        ),
+    ],
+    "status.control": [
+        Rule(
+            rule=f"self.{name} >= oldSelf.{name}",
+            message=f"{name} only grows: this was written by one that is behind",
+            field_path=f".{name}",
+            reason="FieldValueForbidden",
+        )
+        for name in ("attempt", "epoch")
+    ],
     "spec.faults[]": [
         Rule(
             rule="has(self.delayMs) || has(self.bandwidthMbps) || has(self.sever)",

@@ -6,7 +6,8 @@ from statistics import median
 
 import pytest
 from operator_support import DEADLINE, Jobs, condition, manifest
-from testbed import wait_for
+from testbed import ApiError, wait_for
+from testbed.api import Object
 
 from pipemorph.wire import DirectiveEnvelope
 
@@ -110,6 +111,44 @@ def test_an_epoch_outlives_the_ingest_and_only_grows(jobs: Jobs) -> None:
     again.delays[2] = SLOW
     again.until("ScheduleAdapted=True")
     assert again.observed > newest
+
+
+def test_a_writer_that_is_behind_loses(jobs: Jobs) -> None:
+    """As one that was killed while its write was on its way, or is cut off."""
+    jobs.apply(manifest("behind", stages=1, managedBy="somebody.else/here"))
+    client = jobs.cluster.client
+
+    def write(status: Object) -> Object:
+        body = {"status": status}
+        return client.patch("pipemorphjobs", "behind", body, jobs.namespace, subresource="status")
+
+    write({"attempt": 5, "control": {"attempt": 5, "epoch": 7, "snapshot": ""}})
+    for status, words in (
+        ({"attempt": 4}, "attempt only grows"),
+        ({"attempt": None}, "attempt only grows"),
+        ({"control": {"epoch": 6}}, "epoch only grows"),
+        ({"control": {"attempt": 4}}, "attempt only grows"),
+        ({"control": None}, "control stays"),
+    ):
+        with pytest.raises(ApiError, match=words):
+            write(status)
+    read = write({"attempt": 6, "control": {"attempt": 6, "epoch": 8}})
+    write({"ready": "1/1"})
+
+    # The ingest names the version that it has read.
+    def apply(version: str) -> None:
+        about = {"name": "behind", "resourceVersion": version}
+        body = {"apiVersion": read["apiVersion"], "kind": read["kind"], "metadata": about}
+        body["status"] = {"control": read["status"]["control"]}
+        client.patch(
+            "pipemorphjobs", "behind", body, jobs.namespace,
+            subresource="status?fieldManager=pipemorph-ingest&force=true",
+            content_type="application/apply-patch+yaml",
+        )  # fmt: skip
+
+    with pytest.raises(ApiError, match="modified"):
+        apply(read["metadata"]["resourceVersion"])
+    apply(jobs.get("behind")["metadata"]["resourceVersion"])
 
 
 def test_what_was_served_is_in_status(jobs: Jobs) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import copy
 import json
 import random
 from typing import Any
@@ -29,6 +30,7 @@ from pipemorph_operator.ingest.auth import (
     Expected,
     PodTokenAuthenticator,
 )
+from pipemorph_operator.ingest.fence import Overtaken
 from pipemorph_operator.ingest.store import ClusterStore
 from pipemorph_operator.ingest.summary import Source, judge, summarize
 
@@ -451,10 +453,11 @@ class StatusWrites:
         self.taken: list[dict[str, Any]] = []
         self.refusals = list(refusals)
 
-    async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> None:
+    async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
         if self.refusals:
             raise self.refusals.pop(0)
         self.taken.append(obj["status"])
+        return obj
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["seen", "while no ingest was there"])
@@ -518,6 +521,110 @@ def test_the_last_word_on_a_job_is_tried_again(
 
     asyncio.run(run())
     assert (len(api.taken), api.refusals) == (written, [])
+
+
+class Shared:
+    """An API server with one job that several write: each write makes another version."""
+
+    def __init__(self) -> None:
+        self.job = body(stages=4)
+        self.job["metadata"]["resourceVersion"] = "1"
+        self.job["status"] = {"attempt": 0}
+        self.breaks: list[Exception] = []
+        """What writers are told of writes that got through."""
+
+    def write(self, status: dict[str, Any]) -> None:
+        self.job["status"] |= status
+        self.job["metadata"]["resourceVersion"] += "0"
+
+    async def get(self, url: str) -> dict[str, Any]:
+        assert url.endswith("/namespaces/team/pipemorphjobs/gpt")
+        return copy.deepcopy(self.job)
+
+    async def create(self, obj: dict[str, Any], owner: str) -> dict[str, Any]:
+        return obj
+
+    async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
+        version = obj["metadata"].get("resourceVersion")
+        if version not in (None, self.job["metadata"]["resourceVersion"]):
+            raise ApiRefused(409, "Conflict", "the object has been modified")
+        self.write(obj["status"])
+        if self.breaks:
+            raise self.breaks.pop(0)
+        return copy.deepcopy(self.job)
+
+
+def ingest_of(api: Shared) -> tuple[ClusterStore, JobController]:
+    cluster: Any = api
+    store = ClusterStore(cluster)
+    store.changed("LISTED", copy.deepcopy(api.job))
+    controller = store.lookup("team", "gpt")
+    assert isinstance(controller, JobController)
+    return store, controller
+
+
+def epochs(api: Shared) -> tuple[int, int]:
+    """On record: of the newest plan, and of the one in the snapshot."""
+    control = JobStatus.model_validate(api.job["status"]).control
+    assert control is not None
+    return control.epoch, saved.unpack(control)["epoch"]
+
+
+def test_of_two_ingests_the_one_that_is_behind_loses(caplog: pytest.LogCaptureFixture) -> None:
+    """Both hold the job at the same epoch; the next one must not stand for two plans."""
+    api = Shared()
+    (one, first), (other, second) = ingest_of(api), ingest_of(api)
+    first.report(report(1, observed_epoch=4), 1000.0)
+    second.report(report(1, observed_epoch=4), 1000.0)
+
+    async def run() -> None:
+        await one.persist("team", "gpt", first.snapshot())
+        before = api.job["status"]["control"]
+        with pytest.raises(Overtaken):
+            await other.persist("team", "gpt", second.snapshot() | {"flaps": 7})
+        assert api.job["status"]["control"] == before
+        await one.persist("team", "gpt", first.snapshot())
+
+    asyncio.run(run())
+    assert "another ingest has written a plan of this job; it goes on from there" in caplog.text
+    taken = other.lookup("team", "gpt")
+    assert isinstance(taken, JobController) and taken is not second
+    assert taken.epoch == first.epoch == epochs(api)[0] >= 4
+
+
+@pytest.mark.parametrize("got_through", [False, True])
+def test_other_writers_than_an_ingest_are_written_after(got_through: bool) -> None:
+    """The operator; and the ingest itself, of whose writes the answer may be lost."""
+    api = Shared()
+    store, controller = ingest_of(api)
+
+    async def run() -> None:
+        for epoch in (3, 5, 8):
+            controller.report(report(epoch, observed_epoch=epoch), 1000.0)
+            if got_through:
+                api.breaks = [TimeoutError()]
+                with pytest.raises(TimeoutError):
+                    await store.persist("team", "gpt", controller.snapshot())
+                controller.report(report(epoch + 1, observed_epoch=epoch + 1), 1000.0)
+            api.write({"state": "Running"})
+            await store.persist("team", "gpt", controller.snapshot())
+            assert epochs(api) == (controller.epoch,) * 2
+
+    asyncio.run(run())
+    assert store.lookup("team", "gpt") is controller
+
+
+def test_a_job_created_again_under_the_name_is_not_written_to() -> None:
+    api = Shared()
+    store, controller = ingest_of(api)
+
+    async def run() -> None:
+        api.job["metadata"] |= {"uid": "another", "resourceVersion": "9"}
+        with pytest.raises(ApiRefused, match="409"):
+            await store.persist("team", "gpt", controller.snapshot())
+
+    asyncio.run(run())
+    assert "control" not in api.job["status"]
 
 
 def test_a_summary_is_status_as_the_crd_has_it() -> None:

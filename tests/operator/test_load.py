@@ -111,12 +111,13 @@ class SlowApi:
         self.most = self.now = 0
         self.go = asyncio.Event()
 
-    async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> None:
+    async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
         self.now += 1
         self.most = max(self.most, self.now)
         await self.go.wait()
         self.now -= 1
         self.applied.append(obj["metadata"]["name"])
+        return obj
 
 
 def test_a_slow_api_server_is_asked_for_few_things_at_a_time_and_for_directives_first() -> None:

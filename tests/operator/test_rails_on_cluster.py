@@ -235,8 +235,9 @@ class Writes:
         assert (obj["kind"], owner) == ("Event", "pipemorph-ingest")
         self.events.append(obj)
 
-    async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> None:
+    async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
         self.taken.append(obj["status"])
+        return obj
 
 
 def gauge(name: str) -> float | None:

@@ -29,6 +29,7 @@ from pipemorph_operator.api import ApiRefused, Cluster
 from pipemorph_operator.children.attempt import audience
 from pipemorph_operator.ingest import pace, saved
 from pipemorph_operator.ingest.auth import Expected
+from pipemorph_operator.ingest.fence import Fence, Overtaken
 from pipemorph_operator.ingest.news import Herald, News
 from pipemorph_operator.ingest.summary import Source, judge, summarize
 from pipemorph_operator.job_object import read_job
@@ -89,6 +90,7 @@ class Held:
     conditions: list[Condition]
     ear: Ear
     news: News
+    fence: Fence
     job_uid: str | None
     """Of the attempt's batch Job."""
     written: TrainingStatus | None = None
@@ -258,6 +260,7 @@ class ClusterStore:
             conditions=own,
             ear=ear,
             news=News(own),
+            fence=Fence(metadata.get("resourceVersion"), status.control),
             job_uid=status.job_uid,
             written=status.training,
         )
@@ -337,6 +340,8 @@ class ClusterStore:
                 async with held.writing:
                     await self._write(held)
                 return
+            except Overtaken:
+                return  # The other one has the last word.
             except (ApiRefused, aiohttp.ClientError, TimeoutError, OSError) as error:
                 why = str(error) or type(error).__name__
                 log.warning("%s/%s: last status was not written: %s", *held.key, why)
@@ -381,6 +386,7 @@ class ClusterStore:
                 aiohttp.ClientError,
                 TimeoutError,
                 OSError,
+                Overtaken,
                 saved.TooLarge,
             ) as error:
                 held.ear.news = True
@@ -410,24 +416,13 @@ class ClusterStore:
         status = JobStatus(conditions=conditions, training=training, control=held.control)
         about = {"name": held.name, "namespace": held.namespace, "uid": held.uid}
         try:
-            await self._cluster.apply(
-                {
-                    "apiVersion": names.API_VERSION,
-                    "kind": names.KIND,
-                    # With the UID: another job of the same name is not this one.
-                    "metadata": about,
-                    "status": status.model_dump(
-                        mode="json",
-                        by_alias=True,
-                        exclude_none=True,
-                        include={"conditions", "training", "control"},
-                    ),
-                },
-                names.INGEST_OWNER,
-                subresource="status",
-            )
-        except BaseException:
+            await held.fence.apply(self._cluster, about, status)
+        except BaseException as error:
             STATUS_WRITES.labels(result="error").inc()
+            if isinstance(error, Overtaken) and self._held.get(held.key) is held:
+                log.error("%s/%s: %s; it goes on from there", *held.key, error)
+                self._drop(held.key)
+                self._take(held.key, error.body)
             raise
         STATUS_WRITES.labels(result="ok").inc()
         held.written, held.conditions = training, conditions
