@@ -9,6 +9,8 @@ import logging
 import signal
 import socket
 import time
+from collections.abc import AsyncIterator, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,11 @@ from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.handlers import Key, Watched, registry
 from pipemorph_operator.listed import until_listed
 from pipemorph_operator.metrics import RECONCILES
+from pipemorph_operator.names import KIND, LABEL_JOB
 from pipemorph_operator.plans import LIMIT_SECONDS, Plans
 from pipemorph_operator.reconcile import Reconciler
+from pipemorph_operator.serve import Pulse, Sign
+from pipemorph_operator.watchdog import LOOK_SECONDS, WatchDog
 from pipemorph_operator.workqueue import WorkQueue
 
 log = logging.getLogger("pipemorph.operator")
@@ -33,8 +38,8 @@ log = logging.getLogger("pipemorph.operator")
 WORKERS = 16
 GAP_SECONDS = 0.25
 """Between two turns of one job: a thousand pods that start make a few turns, not a thousand."""
-RESYNC_SECONDS = 600.0
-"""All jobs get a turn this often, should a watch have died without a word."""
+RESYNC_LOOKS = 5
+"""All jobs get a turn with every fifth look at what there is: should something have been missed."""
 
 
 async def work(queue: WorkQueue[Key], reconciler: Reconciler) -> None:
@@ -59,17 +64,34 @@ async def work(queue: WorkQueue[Key], reconciler: Reconciler) -> None:
             queue.add_after(key, max(again, GAP_SECONDS))
 
 
-async def resync(queue: WorkQueue[Key], cluster: Cluster, namespaces: list[str]) -> None:
-    """Ask for every job's turn now and then."""
+async def resync(
+    queue: WorkQueue[Key], cluster: Cluster, namespaces: list[str], dog: WatchDog, looked: Sign
+) -> None:
+    """Ask for the turns of jobs of which the watches owe a change, and now and then for all."""
+    for look in count(1):
+        await asyncio.sleep(LOOK_SECONDS)
+        looked.give()
+        try:
+            listed = [found async for found in _everything(cluster, namespaces)]
+        except (ApiRefused, aiohttp.ClientError, TimeoutError, OSError) as error:
+            log.warning("the jobs could not be listed again: %s", error or type(error).__name__)
+            continue
+        keys = dog.look(listed)
+        if look % RESYNC_LOOKS == 0:
+            keys |= {(m["namespace"], m["name"]) for kind, m in listed if kind == KIND}
+        for key in keys:
+            queue.add(key)
+
+
+async def _everything(
+    cluster: Cluster, namespaces: list[str]
+) -> AsyncIterator[tuple[str, Mapping[str, Any]]]:
+    """Kind and metadata of every PipeMorphJob and of all their Jobs."""
     everywhere: list[str | None] = [None]
-    while True:
-        await asyncio.sleep(RESYNC_SECONDS)
-        for namespace in [*namespaces] or everywhere:
-            try:
-                for body in await cluster.list(path("PipeMorphJob", namespace)):
-                    queue.add((body["metadata"]["namespace"], body["metadata"]["name"]))
-            except (ApiRefused, aiohttp.ClientError, TimeoutError, OSError) as error:
-                log.warning("the jobs could not be listed again: %s", error)
+    for namespace in [*namespaces] or everywhere:
+        for kind, labels in ((KIND, ""), ("Job", LABEL_JOB)):
+            async for metadata in cluster.metadata(path(kind, namespace), labels=labels):
+                yield kind, metadata
 
 
 async def run(options: argparse.Namespace) -> None:
@@ -96,9 +118,13 @@ async def run(options: argparse.Namespace) -> None:
         plans = Plans(planner.first_plan, queue.add)
         reconciler = Reconciler(cluster, config, watched.jobs, plans)
         ready = asyncio.Event()
-        http = await serve.start(options.host, options.metrics_port, ready.is_set)
+        pulse, looked = Pulse(), Sign("looks at the watches", 5 * LOOK_SECONDS)
+        checks = (pulse, looked, queue.overdue, watched.dog.trouble)
+        http = await serve.start(options.host, options.metrics_port, ready.is_set, checks)
         tasks = [asyncio.create_task(work(queue, reconciler)) for _ in range(options.workers)]
-        tasks.append(asyncio.create_task(resync(queue, cluster, options.namespace)))
+        dog = watched.dog
+        tasks.append(asyncio.create_task(resync(queue, cluster, options.namespace, dog, looked)))
+        tasks.append(asyncio.create_task(pulse.run()))
         try:
             await until_listed(cluster, stop)
             # kopf leaves alone tasks that were there before it.

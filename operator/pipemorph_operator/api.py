@@ -31,6 +31,9 @@ WATCH_SECONDS = 300
 """The API server ends a watch after this; it is opened again where it ended."""
 SILENCE_SECONDS = 90.0
 """Bookmarks come every minute: a watch without any line for this long is dead."""
+WATCHED_AT_A_TIME = 50
+"""Objects of one part of a list whose objects are wanted: some may weigh half a MiB."""
+METADATA_ONLY = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 CONNECTIONS = 64
 FIRST_RETRY_SECONDS = 0.2
 LAST_RETRY_SECONDS = 10.0
@@ -147,6 +150,26 @@ class Cluster:
             if not token:
                 return items
 
+    async def metadata(self, url: str, *, labels: str = "") -> AsyncIterator[Object]:
+        """Metadata of all objects of a list, without the objects: a job may weigh half a MiB."""
+        query = {"labelSelector": labels} if labels else {}
+        async for page in self._pages(url, query, limit=500, accept=METADATA_ONLY):
+            for item in page.get("items") or []:
+                yield item["metadata"]
+
+    async def _pages(
+        self, url: str, query: Mapping[str, str], *, limit: int, accept: str = "application/json"
+    ) -> AsyncIterator[Object]:
+        """A list in parts, each of them a list of at most ``limit`` objects."""
+        token = ""
+        while True:
+            part = {**query, "limit": str(limit), **({"continue": token} if token else {})}
+            page = await self._json("GET", url, part, accept=accept)
+            yield page
+            token = (page.get("metadata") or {}).get("continue") or ""
+            if not token:
+                return
+
     async def apply(self, obj: Object, owner: str, *, subresource: str = "") -> Object:
         """Server-side apply. Fields of ours that others changed become ours again."""
         url = path_of(obj) + (f"/{subresource}" if subresource else "")
@@ -188,8 +211,12 @@ class Cluster:
         query: Mapping[str, str] | None = None,
         body: Object | None = None,
         content_type: str = "application/json",
+        *,
+        accept: str = "application/json",
     ) -> Object:
-        response = await self._request(method, url, query, body, content_type=content_type)
+        response = await self._request(
+            method, url, query, body, content_type=content_type, accept=accept
+        )
         try:
             data = await response.read()
         finally:
@@ -205,11 +232,12 @@ class Cluster:
         body: Object | None,
         *,
         content_type: str = "application/json",
+        accept: str = "application/json",
         timeout: aiohttp.ClientTimeout | None = None,
     ) -> aiohttp.ClientResponse:
         if self._client is None:
             raise RuntimeError("the connection to the API server is not open; use async with")
-        headers = {"Accept": "application/json", "Content-Type": content_type}
+        headers = {"Accept": accept, "Content-Type": content_type}
         auth = await self._configuration.auth_settings()
         if "BearerToken" in auth:
             headers["authorization"] = auth["BearerToken"]["value"] or ""
@@ -229,26 +257,33 @@ class Cluster:
     # --- a watch --------------------------------------------------------------------------
 
     async def watch(
-        self, url: str, on_error: Callable[[Exception], None]
+        self,
+        url: str,
+        on_error: Callable[[Exception], None],
+        on_sign: Callable[[], None] = lambda: None,
     ) -> AsyncIterator[tuple[str, Object]]:
         """All objects, then every change, for ever: ``(type, object)``.
 
         ``("SYNCED", {})`` follows a complete list; what was known before and is not in it is
         gone. A watch that ends, dies or falls behind goes on, or starts with another list.
+        ``on_sign`` hears of everything that comes, changes or not, ``on_error`` of what is wrong.
         """
         retry = FIRST_RETRY_SECONDS
         version = ""
         while True:
             try:
                 if not version:
-                    listed = await self._json("GET", url)
-                    for item in listed.get("items") or []:
-                        yield "LISTED", item
-                    version = listed["metadata"]["resourceVersion"]
+                    async for page in self._pages(url, {}, limit=WATCHED_AT_A_TIME):
+                        for item in page.get("items") or []:
+                            yield "LISTED", item
+                    # That of all parts: they are of one moment.
+                    version = page["metadata"]["resourceVersion"]
+                    on_sign()
                     yield "SYNCED", {}
                 async for kind, obj in self._watch_once(url, version):
                     retry = FIRST_RETRY_SECONDS
                     version = obj["metadata"]["resourceVersion"]
+                    on_sign()
                     if kind != "BOOKMARK":
                         yield kind, obj
             except ApiRefused as refused:

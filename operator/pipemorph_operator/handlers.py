@@ -15,7 +15,8 @@ import kopf
 
 from pipemorph_operator.crd import PLURAL, VERSION
 from pipemorph_operator.facts import JobFacts
-from pipemorph_operator.names import API_GROUP, INGEST_CONDITIONS, LABEL_JOB
+from pipemorph_operator.names import API_GROUP, INGEST_CONDITIONS, KIND, LABEL_JOB
+from pipemorph_operator.watchdog import WatchDog
 from pipemorph_operator.workqueue import WorkQueue
 
 INACTIVITY_SECONDS = 90.0
@@ -33,6 +34,7 @@ class Watched:
     def __init__(self) -> None:
         self._index: kopf.Index[Key, JobFacts] | None = None
         self._seen: dict[Key, int] = {}
+        self.dog = WatchDog()
 
     def use(self, index: kopf.Index[Key, JobFacts]) -> None:
         self._index = index
@@ -102,12 +104,16 @@ def registry(queue: WorkQueue[Key], watched: Watched) -> kopf.OperatorRegistry:
     async def job_changed(
         namespace: str | None, name: str, type: str | None, body: kopf.Body, **_: Any
     ) -> None:
+        watched.dog.brought(KIND, body["metadata"], deleted=type == "DELETED")
         key = (str(namespace), name)
         if watched.is_news(key, type, body):
             queue.add(key)
 
     @kopf.on.event("batch", "v1", "jobs", labels={LABEL_JOB: kopf.PRESENT}, registry=made)
-    async def child_changed(namespace: str | None, labels: kopf.Labels, **_: Any) -> None:
+    async def child_changed(
+        namespace: str | None, labels: kopf.Labels, type: str | None, body: kopf.Body, **_: Any
+    ) -> None:
+        watched.dog.brought("Job", body["metadata"], deleted=type == "DELETED")
         queue.add((str(namespace), labels[LABEL_JOB]))
 
     return made

@@ -13,6 +13,8 @@ from pipemorph_operator.metrics import QUEUED
 
 FIRST_RETRY_SECONDS = 0.2
 LAST_RETRY_SECONDS = 60.0
+TURN_SECONDS = 900.0
+"""A turn is some ten requests of half a minute each at most."""
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -24,7 +26,8 @@ class WorkQueue(Generic[Key]):
         self._gap = gap
         self._ready: asyncio.Queue[Key] = asyncio.Queue()
         self._waiting: set[Key] = set()
-        self._working: set[Key] = set()
+        self._working: dict[Key, float] = {}
+        """Since when."""
         self._again: set[Key] = set()
         self._timers: dict[Key, asyncio.TimerHandle] = {}
         self._failures: dict[Key, int] = {}
@@ -61,12 +64,12 @@ class WorkQueue(Generic[Key]):
         key = await self._ready.get()
         QUEUED.set(self._ready.qsize())
         self._waiting.discard(key)
-        self._working.add(key)
+        self._working[key] = self._now()
         return key
 
     def done(self, key: Key, *, failed: bool = False) -> None:
         """The turn is over; after a failure the key comes back by itself."""
-        self._working.discard(key)
+        self._working.pop(key, None)
         if self._gap > 0:
             self._ended[key] = self._now()
             asyncio.get_running_loop().call_later(self._gap, self._rested, key)
@@ -80,6 +83,13 @@ class WorkQueue(Generic[Key]):
         self._failures.pop(key, None)
         if again:
             self.add(key)
+
+    def overdue(self) -> str:
+        """What is wrong: a turn that does not end. Empty if nothing is."""
+        began, key = min(((at, key) for key, at in self._working.items()), default=(None, None))
+        if began is None or self._now() - began <= TURN_SECONDS:
+            return ""
+        return f"the turn of {key} has taken {self._now() - began:.0f} s"
 
     def _due(self, key: Key) -> None:
         self._timers.pop(key, None)

@@ -24,6 +24,7 @@ from pipemorph_operator.ingest.auth import PodTokenAuthenticator
 from pipemorph_operator.ingest.pace import look_interval
 from pipemorph_operator.ingest.store import ClusterStore
 from pipemorph_operator.metrics import PLAN_SECONDS, REFUSED, REPORT_SECONDS, REPORTS
+from pipemorph_operator.serve import Pulse, Sign
 
 log = logging.getLogger("pipemorph.ingest")
 
@@ -32,6 +33,10 @@ TLS_READ_BYTES = 4 * 1024
 has two connections."""
 FIRST_PLAN_SECONDS = 600.0
 """Longest for the first plan of a job; the largest takes some 10 s where the processor is free."""
+WATCH_SECONDS = 300.0
+"""Longest silence of a watch: bookmarks come every minute, and after 90 s it is opened again."""
+ROUND_SECONDS = 300.0
+"""Longest round of looks at all jobs; one of ten thousand jobs takes 25 s."""
 CERTIFICATE_SECONDS = 60.0
 """Between two looks at the certificate's files, which are renewed in place."""
 
@@ -65,13 +70,14 @@ async def renew(context: ssl.SSLContext, cert: str, key: str) -> None:
             log.error("the certificate could not be renewed, the old one stays: %s", error)
 
 
-async def follow(cluster: Cluster, store: ClusterStore, namespace: str | None) -> None:
+async def follow(cluster: Cluster, store: ClusterStore, namespace: str | None, alive: Sign) -> None:
     """Keep the store's jobs those of the API server."""
 
     def lost(error: Exception) -> None:
+        alive.give()  # An API server that is away is no fault of this process.
         log.warning("the watch of jobs broke off: %s", str(error) or type(error).__name__)
 
-    async for kind, body in cluster.watch(path("PipeMorphJob", namespace), lost):
+    async for kind, body in cluster.watch(path("PipeMorphJob", namespace), lost, alive.give):
         try:
             store.changed(kind, body, namespace)
         except Exception:
@@ -79,12 +85,13 @@ async def follow(cluster: Cluster, store: ClusterStore, namespace: str | None) -
             log.exception("a job could not be taken in")
 
 
-async def tick(server: IngestServer, store: ClusterStore) -> None:
+async def tick(server: IngestServer, store: ClusterStore, ticked: Sign) -> None:
     """Let time pass for every job, and write what is due."""
     busy: dict[tuple[str, str], asyncio.Task[None]] = {}
     clock = asyncio.get_running_loop().time
     while True:
         keys = store.keys
+        ticked.give()
         round_seconds = look_interval(len(keys))
         start = clock()
         for i, key in enumerate(keys):
@@ -156,21 +163,30 @@ async def run(options: argparse.Namespace) -> None:
             on_unserved=lambda reason: REFUSED.labels(reason=reason).inc(),
         )
         serving = False
-        http = await serve.start(
-            options.host, options.metrics_port, lambda: serving and store.synced
-        )
         everywhere: list[str | None] = [None]
-        tasks = [
-            asyncio.create_task(follow(cluster, store, namespace))
+        watched = {
+            namespace: Sign(f"the watch of {namespace or 'all namespaces'}", WATCH_SECONDS)
             for namespace in [*options.namespace] or everywhere
+        }
+        pulse, ticked = Pulse(), Sign("looks at jobs", ROUND_SECONDS)
+        http = await serve.start(
+            options.host,
+            options.metrics_port,
+            lambda: serving and store.synced,
+            (pulse, ticked, *watched.values()),
+        )
+        tasks = [
+            asyncio.create_task(follow(cluster, store, namespace, alive))
+            for namespace, alive in watched.items()
         ]
+        tasks.append(asyncio.create_task(pulse.run()))
         if context is not None:
             tasks.append(asyncio.create_task(renew(context, options.tls_cert, options.tls_key)))
         try:
             async with server:
                 serving = True
                 log.info("serving at %s", server.url)
-                tasks.append(asyncio.create_task(tick(server, store)))
+                tasks.append(asyncio.create_task(tick(server, store, ticked)))
                 stopping = asyncio.create_task(stop.wait())
                 # A task that ends before the process is asked to is a fault: end with it.
                 await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
