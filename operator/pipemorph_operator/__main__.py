@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Mapping
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from pipemorph_operator.handlers import Key, Watched, registry
 from pipemorph_operator.listed import until_listed
 from pipemorph_operator.metrics import RECONCILES
 from pipemorph_operator.names import KIND, LABEL_JOB
+from pipemorph_operator.owned import OwnedJobs
 from pipemorph_operator.plans import LIMIT_SECONDS, Plans
 from pipemorph_operator.reconcile import Reconciler
 from pipemorph_operator.serve import Pulse, Sign
@@ -94,6 +96,22 @@ async def _everything(
                 yield kind, metadata
 
 
+async def first_of(*events: asyncio.Event) -> None:
+    """Return once any of them is set."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for each in waits:
+        each.cancel()
+
+
+def _end(stop: asyncio.Event, task: asyncio.Task[None]) -> None:
+    """End the process rather than go on without what a task did."""
+    error = None if task.cancelled() else task.exception()
+    if error is not None:
+        log.error("the Jobs are not followed any more; ending", exc_info=error)
+        stop.set()
+
+
 async def run(options: argparse.Namespace) -> None:
     """Run until SIGTERM or SIGINT."""
 
@@ -109,6 +127,7 @@ async def run(options: argparse.Namespace) -> None:
     config()  # A file that is missing ends the process at once, with its name.
     queue: WorkQueue[Key] = WorkQueue(gap=GAP_SECONDS)
     watched = Watched()
+    owned = OwnedJobs(queue, options.namespace, watched.dog)
     stop = asyncio.Event()
     identity: Any = socket.gethostname()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -116,17 +135,24 @@ async def run(options: argparse.Namespace) -> None:
     async with await Cluster.configured() as cluster:
         planner = ProcessPlanner(1, limit_seconds=LIMIT_SECONDS)
         plans = Plans(planner.first_plan, queue.add)
-        reconciler = Reconciler(cluster, config, watched.jobs, plans)
+        reconciler = Reconciler(cluster, config, owned.jobs, plans)
         ready = asyncio.Event()
         pulse, looked = Pulse(), Sign("looks at the watches", 5 * LOOK_SECONDS)
         checks = (pulse, looked, queue.overdue, watched.dog.trouble)
         http = await serve.start(options.host, options.metrics_port, ready.is_set, checks)
-        tasks = [asyncio.create_task(work(queue, reconciler)) for _ in range(options.workers)]
+        tasks = [asyncio.create_task(owned.follow(cluster, each)) for each in owned.watches]
+        for task in tasks:
+            task.add_done_callback(partial(_end, stop))
         dog = watched.dog
         tasks.append(asyncio.create_task(resync(queue, cluster, options.namespace, dog, looked)))
         tasks.append(asyncio.create_task(pulse.run()))
         try:
             await until_listed(cluster, stop)
+            await first_of(owned.synced, stop)
+            if owned.synced.is_set():  # Before, a Job that is not known might only not be listed.
+                tasks += [
+                    asyncio.create_task(work(queue, reconciler)) for _ in range(options.workers)
+                ]
             # kopf leaves alone tasks that were there before it.
             await kopf.operator(
                 registry=registry(queue, watched),

@@ -261,8 +261,11 @@ class Cluster:
         url: str,
         on_error: Callable[[Exception], None],
         on_sign: Callable[[], None] = lambda: None,
+        *,
+        labels: str | None = None,
     ) -> AsyncIterator[tuple[str, Object]]:
-        """All objects, then every change, for ever: ``(type, object)``.
+        """All objects, then every change, for ever: ``(type, object)``. Those with the labels of
+        a selector, if one is given.
 
         ``("SYNCED", {})`` follows a complete list; what was known before and is not in it is
         gone. A watch that ends, dies or falls behind goes on, or starts with another list.
@@ -270,17 +273,18 @@ class Cluster:
         """
         retry = FIRST_RETRY_SECONDS
         version = ""
+        selected = {"labelSelector": labels} if labels else {}
         while True:
             try:
                 if not version:
-                    async for page in self._pages(url, {}, limit=WATCHED_AT_A_TIME):
+                    async for page in self._pages(url, selected, limit=WATCHED_AT_A_TIME):
                         for item in page.get("items") or []:
                             yield "LISTED", item
                     # That of all parts: they are of one moment.
                     version = page["metadata"]["resourceVersion"]
                     on_sign()
                     yield "SYNCED", {}
-                async for kind, obj in self._watch_once(url, version):
+                async for kind, obj in self._watch_once(url, version, selected):
                     retry = FIRST_RETRY_SECONDS
                     version = obj["metadata"]["resourceVersion"]
                     on_sign()
@@ -298,8 +302,11 @@ class Cluster:
             await asyncio.sleep(retry * random.uniform(0.75, 1.25))
             retry = min(2 * retry, LAST_RETRY_SECONDS)
 
-    async def _watch_once(self, url: str, version: str) -> AsyncIterator[tuple[str, Object]]:
+    async def _watch_once(
+        self, url: str, version: str, selected: Mapping[str, str]
+    ) -> AsyncIterator[tuple[str, Object]]:
         query = {
+            **selected,
             "watch": "true",
             "allowWatchBookmarks": "true",
             "resourceVersion": version,

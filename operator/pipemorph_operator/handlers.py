@@ -1,21 +1,20 @@
-"""kopf: watches, credentials and the index of Jobs. Every change of a job or of one of its Jobs
-asks for that job's turn; what the change was does not matter.
+"""kopf: the watch of jobs, and its credentials. Every change of a job asks for that job's turn;
+what the change was does not matter.
 
-Only event handlers and an index: kopf adds no finalizer and no annotation to anybody's objects.
+Only an event handler: kopf adds no finalizer and no annotation to anybody's objects.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import kopf
 
 from pipemorph_operator.crd import PLURAL, VERSION
-from pipemorph_operator.facts import JobFacts
-from pipemorph_operator.names import API_GROUP, INGEST_CONDITIONS, KIND, LABEL_JOB
+from pipemorph_operator.names import API_GROUP, INGEST_CONDITIONS, KIND
 from pipemorph_operator.watchdog import WatchDog
 from pipemorph_operator.workqueue import WorkQueue
 
@@ -28,21 +27,11 @@ _OTHERS = frozenset({"training", "control", "conditions"})
 
 
 class Watched:
-    """What kopf keeps for us: the Jobs of every PipeMorphJob, by namespace and UID; and what of
-    a job has been asked a turn for."""
+    """What of a job has been asked a turn for."""
 
     def __init__(self) -> None:
-        self._index: kopf.Index[Key, JobFacts] | None = None
         self._seen: dict[Key, int] = {}
         self.dog = WatchDog()
-
-    def use(self, index: kopf.Index[Key, JobFacts]) -> None:
-        self._index = index
-
-    def jobs(self, namespace: str, uid: str) -> Sequence[JobFacts]:
-        if self._index is None:
-            raise RuntimeError("a job was reconciled before the Jobs were listed")
-        return list(self._index.get((namespace, uid), ()))
 
     def is_news(self, key: Key, kind: str | None, body: Mapping[str, Any]) -> bool:
         """Whether an event of a job can change what is decided. ``kind`` None: it was listed."""
@@ -76,16 +65,12 @@ def registry(queue: WorkQueue[Key], watched: Watched) -> kopf.OperatorRegistry:
     made = kopf.OperatorRegistry()
 
     @kopf.on.startup(registry=made)
-    async def configure(
-        settings: kopf.OperatorSettings, owned: kopf.Index[Key, JobFacts] | Any = None, **_: Any
-    ) -> None:
-        watched.use(owned)
+    async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
         settings.queueing.idle_timeout = 1.0
         settings.queueing.exit_timeout = 0.5
         settings.posting.enabled = False
         settings.scanning.disabled = True
         settings.watching.inactivity_timeout = INACTIVITY_SECONDS
-        settings.watching.label_selectors["batch", "jobs"] = LABEL_JOB
         settings.networking.request_timeout = 60
 
     @kopf.on.login(registry=made)
@@ -95,11 +80,6 @@ def registry(queue: WorkQueue[Key], watched: Watched) -> kopf.OperatorRegistry:
             return kopf.login_with_service_account(**kwargs)
         return kopf.login_with_kubeconfig(**kwargs)
 
-    @kopf.index("batch", "v1", "jobs", labels={LABEL_JOB: kopf.PRESENT}, registry=made, id="owned")
-    async def owned(body: kopf.Body, **_: Any) -> dict[Key, JobFacts]:
-        facts = JobFacts.of(body)
-        return {(str(body["metadata"]["namespace"]), facts.owner_uid): facts}
-
     @kopf.on.event(API_GROUP, VERSION, PLURAL, registry=made)
     async def job_changed(
         namespace: str | None, name: str, type: str | None, body: kopf.Body, **_: Any
@@ -108,12 +88,5 @@ def registry(queue: WorkQueue[Key], watched: Watched) -> kopf.OperatorRegistry:
         key = (str(namespace), name)
         if watched.is_news(key, type, body):
             queue.add(key)
-
-    @kopf.on.event("batch", "v1", "jobs", labels={LABEL_JOB: kopf.PRESENT}, registry=made)
-    async def child_changed(
-        namespace: str | None, labels: kopf.Labels, type: str | None, body: kopf.Body, **_: Any
-    ) -> None:
-        watched.dog.brought("Job", body["metadata"], deleted=type == "DELETED")
-        queue.add((str(namespace), labels[LABEL_JOB]))
 
     return made
