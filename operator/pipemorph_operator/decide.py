@@ -283,6 +283,8 @@ def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
     # The wait in a queue is no part of the deadline, nor of the time an attempt took.
     status.start_time = status.start_time or format_time(draft.now)
     status.attempt_start_time = status.attempt_start_time or format_time(draft.now)
+    if current.succeeded >= ranks:
+        return draft.done()  # All have ended, which their Job is about to say.
     if ready >= ranks:
         _running(draft, ranks)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -31,12 +32,14 @@ async def tell(cluster: Cluster, job: Mapping[str, Any], event: Event, component
     """Write ``event``; ``job`` is the job's metadata. One that is refused is logged, since what
     happened is in status as well. Raises what a request raises without an answer."""
     now = format_time(datetime.now(UTC))
+    # Events of one second are shown by name, and their order is the story.
+    name = f"{job['name']}.{time.time_ns():x}"
     try:
         await cluster.create(
             {
                 "apiVersion": "v1",
                 "kind": "Event",
-                "metadata": {"generateName": f"{job['name']}.", "namespace": job["namespace"]},
+                "metadata": {"name": name, "namespace": job["namespace"]},
                 "involvedObject": {
                     "apiVersion": names.API_VERSION,
                     "kind": names.KIND,

@@ -120,6 +120,11 @@ class PodFacts:
     stuck: str = ""
     """Why it does not run, where Kubernetes says so."""
 
+    @property
+    def unschedulable(self) -> bool:
+        """Whether no node takes it."""
+        return self.stuck.startswith("Unschedulable")
+
     @staticmethod
     def of(body: Mapping[str, Any]) -> PodFacts:
         metadata, status = body["metadata"], body.get("status") or {}

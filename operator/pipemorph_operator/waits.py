@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipemorph.spec import PipeMorphJob
+from pipemorph.spec_cluster import Placement
 from pipemorph_operator import names
 from pipemorph_operator.decision import Draft
 from pipemorph_operator.facts import JobFacts, parse_time
@@ -44,8 +45,23 @@ def look(draft: Draft, job: PipeMorphJob, current: JobFacts, ready: int) -> rest
         first = min(stuck, key=lambda p: p.index)
         where = restart.rank(first.index, job.spec.parallelism.stages)
         message += f"; {where}: {first.stuck}"
+        if any(p.unschedulable for p in stuck):
+            message += _advice(job)
     draft.waiting(message)
     return None
+
+
+def _advice(job: PipeMorphJob) -> str:
+    """What to do about ranks that find no node, where the job's own wish may be why."""
+    placement = job.spec.placement or Placement()
+    topology = placement.topology
+    if topology is None or topology.mode != "pack" or not topology.required or placement.gang:
+        return ""
+    return (
+        f"; placement.topology.required holds all ranks where the first one landed, by the label"
+        f" {topology.key}: if there is no room, give a placement.gang, which looks for a place with"
+        " room for all, or required: false; the edit holds once the job was suspended and resumed"
+    )
 
 
 def _refused(draft: Draft, current: JobFacts, message: str) -> None:

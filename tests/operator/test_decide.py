@@ -74,6 +74,18 @@ def test_ranks_that_have_ended_and_are_not_counted_yet_are_not_missing() -> None
     assert (world.status["state"], world.status["ready"]) == ("Running", "2/2")
 
 
+def test_ranks_that_have_all_ended_are_not_told_to_be_running() -> None:
+    """Their Job says a moment later that it is complete."""
+    world = World(body())
+    world.turn()
+    world.jobs[0] = job_facts(active=0, succeeded=2)
+    world.settle()
+    assert world.status["ready"] == "2/2"
+    world.jobs[0] = job_facts(active=0, succeeded=2, complete=True)
+    world.settle()
+    assert world.events == ["AttemptStarted", "Complete"]
+
+
 @pytest.mark.parametrize("complete", [True, False])
 def test_what_an_attempt_had_goes_when_the_job_ends(complete: bool) -> None:
     """Its PodGroup, which goes with the ConfigMap, can hold the resources of a queue."""

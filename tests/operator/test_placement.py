@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 from support import (
     NODE_TERMS,
@@ -16,7 +19,7 @@ from support import (
     trainer,
 )
 
-from pipemorph_operator.children import Attempt
+from pipemorph_operator.children import Attempt, Unbuildable
 from pipemorph_operator.job_object import read_job
 
 
@@ -99,10 +102,10 @@ def test_a_spread_of_the_templates_own_stays() -> None:
 
 
 def test_one_pod_per_node_and_topology() -> None:
-    own = {"matchLabels": {"pipemorph.io/job-uid": UID}}
+    job = {"matchLabels": {"pipemorph.io/job-uid": UID}}
     apart = template(attempt(placement={"onePodPerNode": True}))["spec"]["affinity"]
     term = apart["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][0]
-    assert term == {"topologyKey": "kubernetes.io/hostname", "labelSelector": own}
+    assert term == {"topologyKey": "kubernetes.io/hostname", "labelSelector": job}
     pack = {"topology": {"key": "zone", "required": True}}
     together = template(attempt(placement=pack))["spec"]["affinity"]["podAffinity"]
     assert together["requiredDuringSchedulingIgnoredDuringExecution"][0]["topologyKey"] == "zone"
@@ -110,6 +113,52 @@ def test_one_pod_per_node_and_topology() -> None:
     assert "preferredDuringSchedulingIgnoredDuringExecution" in prefer["podAffinity"]
     spread = template(attempt(placement={"topology": {"key": "zone", "mode": "spread"}}))
     assert spread["spec"]["topologySpreadConstraints"][0]["whenUnsatisfiable"] == "ScheduleAnyway"
+
+
+@pytest.mark.parametrize("required", [True, False])
+@pytest.mark.parametrize("mode", ["pack", "spread"])
+def test_ranks_go_by_those_of_their_own_attempt(mode: str, required: bool) -> None:
+    """One of an earlier attempt that cannot end, on a rack without power, would hold them there."""
+    placement = {"topology": {"key": "rack", "mode": mode, "required": required}}
+    made = template(attempt(3, placement=placement))["spec"]
+    made = made["affinity"]["podAffinity"] if mode == "pack" else made
+    text = json.dumps(made.get("topologySpreadConstraints", made))
+    assert '"pipemorph.io/attempt": "3"' in text
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("", "rail-0, other/rail-1@net1"),
+        ("mine", "mine, rail-0, other/rail-1@net1"),
+        (
+            '[{"name": "mine", "ips": ["10.0.0.1/24"]}]',
+            [
+                {"name": "mine", "ips": ["10.0.0.1/24"]},
+                {"name": "rail-0"},
+                {"name": "rail-1", "namespace": "other", "interface": "net1"},
+            ],
+        ),
+    ],
+)
+def test_networks_are_added_in_the_form_that_the_template_has(given: str, expected: Any) -> None:
+    marks = {"k8s.v1.cni.cncf.io/networks": given}
+    placement = {"networks": ["rail-0", "other/rail-1@net1"]}
+    made = template(
+        attempt(template=given_with("metadata.annotations", marks), placement=placement)
+    )
+    found = made["metadata"]["annotations"]["k8s.v1.cni.cncf.io/networks"]
+    assert (found if isinstance(expected, str) else json.loads(found)) == expected
+
+
+def test_networks_that_are_no_json_are_named() -> None:
+    marks = {"k8s.v1.cni.cncf.io/networks": '[{"name": "mine"'}
+    given = given_with("metadata.annotations", marks)
+    with pytest.raises(Unbuildable) as caught:
+        template(attempt(template=given, placement={"networks": ["rail-0"]}))
+    assert caught.value.reason == "InvalidSpec"
+    where = 'spec.template.metadata.annotations["k8s.v1.cni.cncf.io/networks"]: is no JSON'
+    assert caught.value.message.startswith(where)
 
 
 def test_excluded_nodes_are_kept_out_of_every_alternative() -> None:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from support import CONFIG, body
 
 from pipemorph_operator.api import ApiRefused, _refusal
+from pipemorph_operator.events import Event, tell
 from pipemorph_operator.reconcile import NAMESPACE_ENDS_SECONDS, Reconciler
 from pipemorph_operator.waits import LOOK_AGAIN_SECONDS
 
@@ -221,6 +222,22 @@ def test_what_was_made_before_a_refusal_goes() -> None:
     assert api.statuses[-1]["state"] == "Pending"
     made = next(obj["metadata"]["name"] for obj in api.made if obj["kind"] == "ConfigMap")
     assert f"/api/v1/namespaces/team/configmaps/{made}" in api.deleted
+
+
+def test_events_are_named_in_their_order() -> None:
+    """As they are shown if one second has several."""
+    api = Events()
+    job = body()["metadata"]
+    told = [Event("Normal", "Running", ""), Event("Normal", "Complete", "")]
+
+    async def both() -> None:
+        for event in told:
+            await tell(api, job, event, "operator")  # type: ignore[arg-type]
+
+    asyncio.run(both())
+    found = sorted(api.events, key=lambda event: str(event["metadata"]["name"]))
+    assert [event["reason"] for event in found] == ["Running", "Complete"]
+    assert all(event["metadata"]["name"].startswith("gpt.") for event in found)
 
 
 class Left(Taking):

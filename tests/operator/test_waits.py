@@ -106,6 +106,29 @@ def test_a_rank_without_a_node_is_left_to_the_control_plane() -> None:
     assert (world.status["attempt"], world.status["disruptions"]) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("placement", "told"),
+    [
+        ({"topology": {"key": "rack", "required": True}}, True),
+        ({"topology": {"key": "rack", "required": True}, "gang": {"volcano": {}}}, False),
+        ({"topology": {"key": "rack", "required": True, "mode": "spread"}}, False),
+        ({"topology": {"key": "rack"}}, False),
+    ],
+)
+def test_ranks_that_find_no_room_beside_the_first_are_told_what_to_do(
+    placement: Any, told: bool
+) -> None:
+    world = World(body(placement=placement))
+    world.turn()
+    world.later(STUCK_SECONDS + 1)
+    world.pods = [pod(0), pod(1, phase="Pending", stuck="Unschedulable: 0/9 nodes are available")]
+    world.turn()
+    said = world.message("PodsReady")
+    assert "rank 1 (stage 1, replica 0): Unschedulable: 0/9 nodes are available" in said
+    assert ("placement.gang" in said) is told
+    assert ("label rack" in said) is told
+
+
 def test_a_job_without_any_pod_is_looked_at_early_and_told_once() -> None:
     world = World(body())
     world.turn()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from pipemorph.spec import FieldError
 from pipemorph.spec_cluster import Placement, Rdma, Topology
 from pipemorph_operator import names
 
@@ -28,10 +30,14 @@ def place(attempt: Attempt, template: Object, trainer: Object) -> None:
         _networks(template["metadata"]["annotations"], placement.networks)
     if placement.shared_memory is not None:
         _shared_memory(spec, trainer, placement.shared_memory)
-    own = {"matchLabels": {names.LABEL_JOB_UID: attempt.uid}}
+    job = {names.LABEL_JOB_UID: attempt.uid}
     if placement.one_pod_per_node:
-        _require(spec, "podAntiAffinity", {"topologyKey": names.HOSTNAME_KEY, "labelSelector": own})
+        term = {"topologyKey": names.HOSTNAME_KEY, "labelSelector": {"matchLabels": job}}
+        _require(spec, "podAntiAffinity", term)
     if placement.topology is not None:
+        # Not the ranks of earlier attempts: one that cannot end, as on a rack without power, would
+        # draw those of this attempt there.
+        own = {"matchLabels": job | {names.LABEL_ATTEMPT: str(attempt.number)}}
         _topology(spec, placement.topology, own)
     avoid = sorted({*placement.exclude_nodes, *attempt.excluded_nodes})
     if avoid:
@@ -56,9 +62,27 @@ def _devices(spec: Object, trainer: Object, rdma: Rdma) -> None:
 
 
 def _networks(annotations: dict[str, str], networks: list[str]) -> None:
-    """After those the template asks for itself, if it does so in the short form."""
-    given = annotations.get(names.MULTUS_NETWORKS, "")
-    annotations[names.MULTUS_NETWORKS] = ", ".join(filter(None, [given, *networks]))
+    """After those the template asks for itself, in its form: names, or a JSON list of objects.
+    Raises :class:`FieldError`."""
+    given = annotations.get(names.MULTUS_NETWORKS, "").strip()
+    if not given.startswith("["):
+        annotations[names.MULTUS_NETWORKS] = ", ".join(filter(None, [given, *networks]))
+        return
+    try:
+        listed = json.loads(given)
+    except ValueError as error:
+        where = f'metadata.annotations["{names.MULTUS_NETWORKS}"]'
+        message = f"is no JSON ({error}); expected a list of networks, or names with commas between"
+        raise FieldError(where, message) from None
+    annotations[names.MULTUS_NETWORKS] = json.dumps(listed + [_network(n) for n in networks])
+
+
+def _network(short: str) -> Object:
+    """``[namespace/]name[@interface]`` as Multus has it in JSON."""
+    whole, _, interface = short.partition("@")
+    namespace, _, name = whole.rpartition("/")
+    found = {"name": name, "namespace": namespace, "interface": interface}
+    return {key: value for key, value in found.items() if value}
 
 
 def _shared_memory(spec: Object, trainer: Object, size: str) -> None:

@@ -62,11 +62,20 @@ def template(attempt: Attempt, config: OperatorConfig) -> Object:
     _open_metrics(attempt, spec, trainer)
     trainer["volumeMounts"] = [*(trainer.get("volumeMounts") or []), *_mounts()]
     trainer.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
-    placement.place(attempt, out, trainer)
+    try:
+        placement.place(attempt, out, trainer)
+    except FieldError as error:
+        raise _unbuildable(error) from None
     if attempt.job.spec.template is None:
         _restrict(trainer)
     gang.mark_pods(attempt, out)
     return out
+
+
+def _unbuildable(error: FieldError) -> Exception:
+    from pipemorph_operator.children.attempt import Unbuildable
+
+    return Unbuildable(names.R_INVALID_SPEC, f"spec.template.{error}")
 
 
 def _restrict(trainer: Object) -> None:
@@ -103,7 +112,7 @@ def _start(attempt: Attempt, config: OperatorConfig) -> Object:
     try:
         out = given.pod_template(attempt.job.spec.template)
     except FieldError as error:
-        raise Unbuildable(names.R_INVALID_SPEC, f"spec.template.{error}") from None
+        raise _unbuildable(error) from None
     restart = out["spec"].get("restartPolicy", "Never")
     if restart != "Never":
         raise Unbuildable(
