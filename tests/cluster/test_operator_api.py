@@ -305,6 +305,47 @@ def test_a_namespaced_operator_runs_with_those_rights_alone(jobs: Jobs, tmp_path
         cluster.helm("uninstall", release, "-n", jobs.namespace)
 
 
+DIGEST = "sha256:" + "0a" * 32
+
+
+@pytest.mark.parametrize(
+    ("image", "expected"),
+    [
+        ({}, "pipemorph/operator:0.1.0"),
+        ({"tag": "1.2"}, "pipemorph/operator:1.2"),
+        ({"digest": DIGEST}, f"pipemorph/operator@{DIGEST}"),
+        ({"digest": DIGEST, "tag": "1.2"}, f"pipemorph/operator:1.2@{DIGEST}"),
+        ({"repository": f"host:5000/op@{DIGEST}"}, f"host:5000/op@{DIGEST}"),
+    ],
+)
+def test_the_image_may_be_named_by_its_digest(
+    jobs: Jobs, image: dict[str, str], expected: str
+) -> None:
+    made = rendered(jobs, **{f"image.{key}": value for key, value in image.items()})
+    pods = [d["spec"]["template"]["spec"] for d in made if d["kind"] == "Deployment"]
+    pods += [d["spec"] for d in made if d["kind"] == "Pod"]
+    assert [c["image"] for pod in pods for c in pod["containers"]] == [expected] * 3
+
+
+def test_an_image_with_a_digest_takes_no_tag_beside_it(jobs: Jobs) -> None:
+    with pytest.raises(TestbedError, match=r"has a digest; leave image\.tag"):
+        rendered(jobs, **{"image.repository": f"op@{DIGEST}", "image.tag": "1.2"})
+
+
+def test_two_installations_of_one_name_share_nothing_in_the_cluster(jobs: Jobs) -> None:
+    found: list[set[tuple[str, str]]] = []
+    for namespace in ("one", "two"):
+        text = jobs.cluster.helm(
+            "template", "x", str(CHART), "--namespace", namespace, "--set=crds.enabled=false"
+        )
+        made = [document for document in yaml.safe_load_all(text) if document]
+        found.append(
+            {(d["kind"], d["metadata"]["name"]) for d in made if "namespace" not in d["metadata"]}
+        )
+    assert len(found[0]) == 8, "roles of both programs, for TokenReviews and for people"
+    assert not found[0] & found[1]
+
+
 def test_values_that_do_not_exist_are_refused(jobs: Jobs) -> None:
     for key, value in (("imagee", 1), ("operator.workers", 0), ("crds.enabled", "yes")):
         with pytest.raises(TestbedError, match="schema"):

@@ -33,7 +33,17 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 
 {{- define "pipemorph.image" -}}
-{{ .Values.image.repository }}:{{ default .Chart.AppVersion .Values.image.tag }}
+{{- $image := .Values.image -}}
+{{- if contains "@" $image.repository -}}
+{{- if or $image.tag $image.digest -}}
+{{- fail (printf "image.repository, %s, has a digest; leave image.tag and image.digest empty" $image.repository) -}}
+{{- end -}}
+{{ $image.repository }}
+{{- else if $image.digest -}}
+{{ $image.repository }}{{ with $image.tag }}:{{ . }}{{ end }}@{{ $image.digest }}
+{{- else -}}
+{{ $image.repository }}:{{ default .Chart.AppVersion $image.tag }}
+{{- end -}}
 {{- end -}}
 
 {{- define "pipemorph.ingestService" -}}
