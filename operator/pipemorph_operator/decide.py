@@ -201,7 +201,7 @@ def _start(draft: Draft, job: PipeMorphJob, config: OperatorConfig) -> Decision:
         draft.out.counts.append("created")
     draft.waiting(f"Job {attempt.name} was created")
     draft.mark(names.PREFLIGHT_PASSED, "Unknown", names.R_PREFLIGHT_UNKNOWN, "no rank has run")
-    draft.say("Normal", names.R_CREATED, f"attempt {number}: Job {attempt.name} was created")
+    draft.created(number, attempt.name)
     draft.soon(waits.MISSING_SECONDS)
     return draft.done()
 
@@ -246,6 +246,7 @@ def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
     if adopted:
         status.job_name, status.job_uid = current.name, current.uid
         status.attempt_start_time = status.attempt_start_time or format_time(draft.now)
+        draft.created(current.attempt, current.name)
     if current.uid != status.job_uid or current.deleting:
         return _ended(
             draft, job, restart.Cause(names.R_JOB_LOST, f"Job {current.name} was deleted")

@@ -82,6 +82,10 @@ class Draft:
         """Let people hear of it, in an event."""
         self.out.events.append(Event(kind, reason, message))
 
+    def created(self, number: int, name: str) -> None:
+        """Let people hear of an attempt's Job."""
+        self.say("Normal", names.R_CREATED, f"attempt {number}: Job {name} was created")
+
     def soon(self, seconds: float | None) -> None:
         """Look at the job again in so many seconds at the latest; None: that sets no limit."""
         if seconds is not None:

@@ -36,12 +36,18 @@ OwnedJobs = Callable[[str, str], Sequence[JobFacts]]
 """Jobs of a namespace and a PipeMorphJob's UID, as last seen."""
 
 FORBIDDEN = 403
-CONFLICT, TOO_MANY, SERVER_FAULT = 409, 429, 500
+TOO_MANY, SERVER_FAULT = 429, 500
 """Answers that may be others a moment later; those from 500 on do not even say that nothing was
 made."""
+CONFLICT = 409
+"""Somebody else wrote at the same time: nothing is wrong with what was asked for."""
 SECRET_BYTES = 32
 NAMESPACE_ENDS_SECONDS = 60.0
 """Until a job of a namespace that is being deleted is looked at again, should it still be there."""
+
+
+class Overtaken(Exception):
+    """Somebody else has written the job since it was read: what was decided may be wrong by now."""
 
 
 class Reconciler:
@@ -91,6 +97,8 @@ class Reconciler:
             raise
         try:
             return await self._carry_out(seen, decision)
+        except Overtaken:
+            return 0.0
         except ApiRefused as refused:
             if not refused.namespace_ends:
                 raise
@@ -173,10 +181,10 @@ class Reconciler:
                 made[obj["kind"]] = await self._make(wanted)
             status.job_uid = made["Job"]["metadata"]["uid"]
         except ApiRefused as refused:
-            if refused.namespace_ends:
+            if refused.namespace_ends or refused.status == CONFLICT:
                 raise
             held = hold(seen, names.R_REFUSED, refused.message)
-            if refused.status in (CONFLICT, TOO_MANY) or refused.status >= SERVER_FAULT:
+            if refused.status == TOO_MANY or refused.status >= SERVER_FAULT:
                 await self._carry_out(seen, held)
                 raise
             # Those before the one that was refused are there, and of no use without it.
@@ -204,17 +212,22 @@ class Reconciler:
         return made
 
     async def _write_status(self, body: Mapping[str, Any], status: JobStatus) -> None:
+        """Raises :class:`Overtaken`."""
         if dump(operator_part(body)) == dump(status):
             return
-        metadata = body["metadata"]
-        await self._cluster.apply(
-            {
-                "apiVersion": names.API_VERSION,
-                "kind": names.KIND,
-                # With the UID: a job that was created again under the name is another job.
-                "metadata": {k: metadata[k] for k in ("name", "namespace", "uid")},
-                "status": dump(status),
-            },
-            names.OPERATOR_OWNER,
-            subresource="status",
-        )
+        # With the UID: a job that was created again under the name is another job. With the version
+        # that was read: another operator, or a write that was long on its way, cannot set an
+        # attempt's number back.
+        about = ("name", "namespace", "uid", "resourceVersion")
+        written = {
+            "apiVersion": names.API_VERSION,
+            "kind": names.KIND,
+            "metadata": {k: body["metadata"][k] for k in about},
+            "status": dump(status),
+        }
+        try:
+            await self._cluster.apply(written, names.OPERATOR_OWNER, subresource="status")
+        except ApiRefused as refused:
+            if refused.status != CONFLICT:
+                raise
+            raise Overtaken(refused.message) from refused

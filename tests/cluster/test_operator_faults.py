@@ -1,11 +1,16 @@
 """The operator is killed in the middle of everything; the API server goes away and comes back."""
 
+import asyncio
 import random
 import time
 
 import pytest
-from operator_support import DEADLINE, Jobs, manifest
+from operator_support import DEADLINE, Jobs, Object, manifest
 from testbed import wait_for
+
+from pipemorph_operator.api import Cluster
+from pipemorph_operator.config import OperatorConfig
+from pipemorph_operator.reconcile import Reconciler
 
 pytest_plugins = ("operator_fixtures",)
 pytestmark = pytest.mark.cluster
@@ -103,6 +108,45 @@ def test_the_ingest_killed_in_the_middle_of_an_adaptation(jobs: Jobs) -> None:
         seen.append(ranks.observed)
         assert jobs.get("reborn")["status"]["control"]["epoch"] >= ranks.observed
     assert seen == sorted(seen)
+
+
+class Behind(Cluster):
+    """The API server as one sees it who has read a job some time ago."""
+
+    read: Object
+
+    async def get(self, url: str) -> Object | None:
+        return self.read if "/pipemorphjobs/" in url else await super().get(url)
+
+
+def test_a_write_of_one_that_is_behind_is_not_taken(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of an operator that was cut off and does not know that another took its place."""
+    jobs.apply(manifest("fenced", stages=1))
+    jobs.pods("fenced", 1)
+    jobs.wait("fenced", "Starting")
+    jobs.installation.operator.kill()
+    old = jobs.get("fenced")
+    newer = {"status": {"attempt": 5}}
+    jobs.cluster.client.patch(
+        "pipemorphjobs", "fenced", newer, jobs.namespace, subresource="status"
+    )
+    monkeypatch.setenv("KUBECONFIG", str(jobs.cluster.admin))
+
+    async def turn() -> float | None:
+        config = OperatorConfig(ingest_url="https://none.invalid")
+        configuration = (await Cluster.configured())._configuration
+        async with Behind(configuration) as api:
+            # There is something to write.
+            api.read = old | {"status": old["status"] | {"ready": "7/1"}}
+            return await Reconciler(api, lambda: config, lambda *_: []).reconcile(
+                jobs.namespace, "fenced"
+            )
+
+    assert asyncio.run(turn()) == 0.0
+    status = jobs.get("fenced")["status"]
+    assert (status["attempt"], status["ready"]) == (5, "0/1")
 
 
 def test_one_attempt_at_a_time(jobs: Jobs) -> None:

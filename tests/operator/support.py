@@ -33,7 +33,13 @@ def body(name: str = "gpt", stages: int = 2, **spec: Any) -> Object:
     return {
         "apiVersion": "pipemorph.io/v1alpha1",
         "kind": "PipeMorphJob",
-        "metadata": {"name": name, "namespace": "team", "uid": UID, "generation": 1},
+        "metadata": {
+            "name": name,
+            "namespace": "team",
+            "uid": UID,
+            "generation": 1,
+            "resourceVersion": "7",
+        },
         "spec": {
             "parallelism": {"stages": stages, "replicas": 1},
             "schedule": {"microbatches": 4, "stageTimes": [OP] * stages},

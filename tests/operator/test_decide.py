@@ -40,7 +40,7 @@ def test_an_operator_that_died_before_it_wrote_status_adopts_what_it_made() -> N
     decision = world.turn()
     assert decision.create is None
     assert world.status["jobUid"] == "job-0"
-    assert world.counts == ["created"]
+    assert (world.counts, world.events) == (["created"], ["AttemptStarted"])
 
 
 def test_running_then_complete() -> None:

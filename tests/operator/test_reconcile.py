@@ -133,7 +133,7 @@ def test_a_quota_is_said_in_status_and_tried_again(caplog: pytest.LogCaptureFixt
     assert (len(api.statuses), caplog.records) == (1, [])
 
 
-@pytest.mark.parametrize("answer", [409, 429, 500, 503])
+@pytest.mark.parametrize("answer", [429, 500, 503])
 def test_another_refusal_is_said_in_status_and_tried_again_soon(answer: int) -> None:
     api = RefusingJobs({}, answer)
     with pytest.raises(ApiRefused, match="Invalid value"):
@@ -240,6 +240,27 @@ def test_events_are_named_in_their_order() -> None:
     assert all(event["metadata"]["name"].startswith("gpt.") for event in found)
 
 
+class Written(Taking):
+    """One where somebody else writes each job's status at the same time."""
+
+    async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
+        if subresource:
+            self.statuses.append(obj)
+            raise refusal(409, "the object has been modified")
+        return await super().apply(obj, owner, subresource=subresource)
+
+
+def test_what_was_decided_on_a_status_that_is_no_more_is_decided_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    api = Written({})
+    assert reconcile(api) == 0.0
+    (written,) = api.statuses
+    assert written["metadata"]["resourceVersion"] == "7", "it would be taken, whoever wrote since"
+    assert (api.events, api.deleted) == ([], []), "done on account of what is not on record"
+    assert "refused" not in caplog.text
+
+
 class Left(Taking):
     """One with a ConfigMap that a turn before left there."""
 
@@ -269,4 +290,4 @@ def test_a_job_that_somebody_else_has_just_made_is_looked_at_again() -> None:
     api = Meanwhile({})
     with pytest.raises(ApiRefused, match="was made by somebody else meanwhile"):
         reconcile(api)
-    assert not api.deleted, "its pods need what goes with it"
+    assert (api.statuses, api.deleted) == ([], []), "its pods need what goes with it"
