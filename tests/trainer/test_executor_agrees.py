@@ -135,6 +135,9 @@ class Lane:
         self.arrivals.append(max(self.world.now, busy) + self.link.delay)
         self.world.ring(self.receiver)
 
+    def sent(self, messages: int) -> None:
+        """Nothing is posted."""
+
     def ready_at(self, microbatch: int) -> float | None:
         return self.arrivals[microbatch] if microbatch < len(self.arrivals) else None
 

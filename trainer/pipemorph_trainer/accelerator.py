@@ -10,6 +10,8 @@ Nothing here waits on the host except :meth:`Event.synchronize`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -60,6 +62,9 @@ class Accelerator(Protocol):
 
     def new_stream(self) -> Stream:
         """A stream beside the compute stream."""
+
+    def using(self, stream: Stream) -> AbstractContextManager[None]:
+        """What the calling thread launches in it goes to ``stream``."""
 
     def record(self, stream: Stream, *, timed: bool = False) -> Event:
         """An event behind all that ``stream`` was given so far. ``timed`` for :meth:`seconds`."""
@@ -123,6 +128,11 @@ class CudaAccelerator:
     def new_stream(self) -> Stream:
         stream: Stream = _torch_cuda.Stream(self._device)
         return stream
+
+    @contextmanager
+    def using(self, stream: Stream) -> Iterator[None]:
+        with torch.cuda.stream(_cuda(stream)):
+            yield
 
     def record(self, stream: Stream, *, timed: bool = False) -> Event:
         # `blocking`: a host that waits sleeps instead of spinning.

@@ -56,6 +56,9 @@ class LocalLane:
             None if tensors is None else [None if t is None else t.detach() for t in tensors]
         )
 
+    def sent(self, messages: int) -> None:
+        """Nothing is posted."""
+
     def ready_at(self, microbatch: int) -> float | None:
         return 0.0 if microbatch in self._held else None
 

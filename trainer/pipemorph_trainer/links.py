@@ -27,7 +27,7 @@ from pipemorph_trainer.machine import this_machine
 from pipemorph_trainer.paths import line as lines
 from pipemorph_trainer.paths.arrival import OpClock, PeerClock
 from pipemorph_trainer.paths.delegated import DelegatedIncoming, DelegatedOutgoing
-from pipemorph_trainer.paths.direct import DirectIncoming, DirectOutgoing
+from pipemorph_trainer.paths.direct import POSTED_ON_DEVICE, DirectIncoming, DirectOutgoing
 from pipemorph_trainer.paths.failover import Failover, FailoverOutgoing
 from pipemorph_trainer.paths.faults import Severer, Shaper, shaping
 from pipemorph_trainer.paths.line import Line
@@ -383,6 +383,8 @@ def meet(
             DirectIncoming(
                 group=groups[receives], peer=peer, direction=receives, line=line, bell=bell,
                 op_clock=op_clock, peer_clock=clock, recorder=recorder, device=device,
+                accelerator=accelerator if device.type == "cuda" else None,
+                posted=POSTED_ON_DEVICE if device.type == "cuda" else None,
             ),
             DirectOutgoing(
                 group=groups[made.sends], peer=peer, direction=made.sends, line=line,

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from pipemorph.errors import InputError
 from pipemorph.planning import Path, Plan
 from pipemorph_trainer.commit import PlanBook
+from pipemorph_trainer.executor.receives import SPARE
 from pipemorph_trainer.links import LinkEnd, Seat
 from pipemorph_trainer.paths.message import Batch, TensorMeta
-
-SPARE_SLOTS = 4
-"""Engine slots beyond a link's slackness: messages that a delay keeps on their way."""
 
 
 class StagePlans:
@@ -65,7 +63,7 @@ class StagePlans:
         if not metas or end.delegated is None or not delegated:
             return
         slack = plan.warmup[end.link] - plan.warmup[end.link + 1]
-        messages = min(self._microbatches, max(0, slack) + SPARE_SLOTS)
+        messages = min(self._microbatches, max(0, slack) + SPARE)
         end.delegated.reserve(messages, Batch(0, 0, self._microbatches, metas))
 
     def _check_paths(self, plan: Plan) -> None:

@@ -24,11 +24,12 @@ from pipemorph_trainer.executor.bell import Bell
 from pipemorph_trainer.executor.device_times import DeviceTimes
 from pipemorph_trainer.executor.mailbox import Mailbox
 from pipemorph_trainer.executor.profiling import profiling
+from pipemorph_trainer.executor.receives import from_above, from_below
 from pipemorph_trainer.executor.refusal import Gate, is_of_batch
 from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.links import LinkEnd, Neighbourhood, Seat
 from pipemorph_trainer.paths.arrival import OpClock
-from pipemorph_trainer.paths.message import Batch, TensorMeta
+from pipemorph_trainer.paths.message import RECEIVE_ALL, Batch, Receives, TensorMeta
 from pipemorph_trainer.profile import TimedCopy, TimedOp
 from pipemorph_trainer.stage import Grads, Runner
 
@@ -131,7 +132,7 @@ class Executor:
         self.begin(
             plan.schedule, iteration, generation, inputs,
             handshake=handshake, device_limit=plan.device_limits[self._seat.stage],
-            refused=refused, cut_off=cut_off,
+            refused=refused, cut_off=cut_off, receives=self._receives(plan),
         )  # fmt: skip
         if plan.dispatch is Dispatch.ONLINE:
             self._run_online(plan)
@@ -159,11 +160,12 @@ class Executor:
         device_limit: int | None = None,
         refused: bool = False,
         cut_off: bool = False,
+        receives: tuple[Receives, Receives] = (RECEIVE_ALL, RECEIVE_ALL),
     ) -> Outcome:
         """Prepare for the stage's ops of one iteration of ``schedule``; what they fill in.
 
         With ``handshake`` this waits for the shapes of the stage above. ``device_limit``: most
-        microbatches with their activations on the device.
+        microbatches with their activations on the device. ``receives``: from above and from below.
         """
         self._iteration = self.mail.iteration = iteration
         self._generation = generation
@@ -175,6 +177,7 @@ class Executor:
         kinds = {op.kind for op in schedule.stages[self._seat.stage]}
         self._runner.begin_iteration(only_fused=OpKind.B not in kinds)
         self.refused, self.cause = refused, None
+        self._from_above, self._from_below = receives
         if self._gate is not None:
             self._gate.begin()
         self._above = None if cut_off else self._up
@@ -183,7 +186,11 @@ class Executor:
         if self._above is not None and handshake:
             self._await_shapes(self._above)
         if self._above is not None:
-            self._above.incoming.begin(self._batch(self.input_metas))
+            bounds = self._from_above
+            if not self._has_gradients(self._above):
+                # Then it waits for nothing from here.
+                bounds = bounds._replace(after=())
+            self._above.incoming.begin(self._batch(self.input_metas, bounds))
             self._above.outgoing.begin(self._batch(_gradients(self.input_metas)))
         if self._below is not None and not handshake:
             self._begin_downstream(self._below)
@@ -442,10 +449,15 @@ class Executor:
 
     # --- shapes -----------------------------------------------------------------------
 
-    def _batch(self, metas: tuple[TensorMeta, ...]) -> Batch:
+    def _receives(self, plan: Plan) -> tuple[Receives, Receives]:
+        stage = self._seat.stage
+        above = RECEIVE_ALL if self._seat.first else from_above(plan, stage)
+        return above, RECEIVE_ALL if self._seat.last else from_below(plan, stage)
+
+    def _batch(self, metas: tuple[TensorMeta, ...], receives: Receives = RECEIVE_ALL) -> Batch:
         return Batch(
             self._generation, self._iteration + self._steps_refused, self._microbatches, metas,
-            self._steps_refused,
+            self._steps_refused, receives,
         )  # fmt: skip
 
     def _has_gradients(self, end: LinkEnd) -> bool:
@@ -456,7 +468,7 @@ class Executor:
         end.outgoing.begin(self._batch(self.output_metas))
         gradients = _gradients(self.output_metas)
         if gradients:
-            end.incoming.begin(self._batch(gradients))
+            end.incoming.begin(self._batch(gradients, self._from_below))
 
     def _check_outputs(self, outputs: tuple[Tensor, ...], end: LinkEnd) -> None:
         """Tell the next stage the shapes if they are not known; else hold outputs to them."""

@@ -125,6 +125,7 @@ class Mailbox:
     def send(self, end: LinkEnd, microbatch: int, tensors: list[Tensor | None] | None) -> None:
         try:
             end.outgoing.send(microbatch, tensors)
+            end.incoming.sent(microbatch + 1)
         except PipelineError as error:
             if not self._waiting:
                 self._waiting.begin(end.taking(self.iteration, microbatch))

@@ -64,6 +64,9 @@ class DelegatedIncoming:
         self._batch = batch
         self._nbytes = batch.nbytes
 
+    def sent(self, messages: int) -> None:
+        """Slots are granted, whatever is sent the other way."""
+
     def ready_at(self, microbatch: int) -> float | None:
         batch = self._batch
         assert batch is not None

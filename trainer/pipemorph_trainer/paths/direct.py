@@ -5,9 +5,10 @@ the first is through. That is how a framework behaves whose sends share a stream
 slower than its stage blocks ops that are ready (head of line). The bound is kept on gloo as
 well, so that the effect is there to be measured.
 
-Receives are posted ahead by one small thread per direction, which waits for them in order
-and rings the executor's bell: a gloo receive does not know that it is complete until it is
-waited for.
+A receive is posted once its sender waits for nothing from this stage, and while there is room
+for its message (:mod:`pipemorph_trainer.executor.receives`). One small thread per direction waits
+for them in order and rings the executor's bell: a gloo receive does not know that it is complete
+until it is waited for.
 
 On CUDA the payload goes over NCCL, one communicator per directed edge (a shared one would
 serialise the two directions). The receiver thread has a stream of its own: a wait for a message
@@ -24,6 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -31,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipemorph_trainer.accelerator import Stream, accelerator_of
+from pipemorph_trainer.accelerator import Accelerator, Stream
 from pipemorph_trainer.errors import PipelineError, WaitTimeoutError, first_sentence
 from pipemorph_trainer.executor.bell import Bell
 from pipemorph_trainer.groups import abandon
@@ -50,8 +52,9 @@ from pipemorph_trainer.paths.message import (
 from pipemorph_trainer.profile import LinkRecorder
 
 MAX_OUTSTANDING = 2
-POSTED_AHEAD = 3
-"""Receives posted before they are needed: covers an op that holds the interpreter."""
+POSTED_ON_DEVICE = 1
+"""Receives of one direction that are posted on a device: each occupies some of it until its message
+is here."""
 JOIN_SECONDS = 5.0
 
 
@@ -70,7 +73,11 @@ class DirectIncoming:
         peer_clock: PeerClock,
         recorder: LinkRecorder,
         device: torch.device,
+        accelerator: Accelerator | None = None,
+        posted: int | None = None,
     ) -> None:
+        """``accelerator``: behind ``device``; None for the CPU. ``posted``: most receives that are
+        posted and not complete; None: as many as the plan has room for."""
         self._group, self._peer = group, peer
         # What dist.isend and dist.irecv look up at every call.
         self._peer_in_group = dist.get_group_rank(group, peer)
@@ -78,11 +85,16 @@ class DirectIncoming:
         self._line, self._bell = line, bell
         self._op_clock, self._peer_clock, self._recorder = op_clock, peer_clock, recorder
         self._device = device
-        self._accelerator = accelerator_of(device)
+        self._accelerator = accelerator
         self._side: Stream | None = None
-        if self._accelerator is not None:
-            self._side = self._accelerator.new_stream()
-        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        if accelerator is not None:
+            self._side = accelerator.new_stream()
+        self._most_posted = posted
+        # Behind it: what may be posted, which both threads find out.
+        self._posting = threading.Lock()
+        self._next = self._sent = self._taken = 0
+        self._under_way = 0
+        self._posted: queue.SimpleQueue[_Posted | RuntimeError | None] = queue.SimpleQueue()
         self._arrived: dict[tuple[int, int], tuple[list[Tensor], float, bool]] = {}
         self.error: str | None = None
         """Why nothing more comes on this path, None while it is up."""
@@ -99,9 +111,20 @@ class DirectIncoming:
                 daemon=True,
             )
             self._thread.start()
-        self._batch = batch
-        self._nbytes = sum(meta.nbytes for meta in batch.metas)
-        self._batches.put(batch)
+        with self._posting:
+            self._batch = batch
+            self._next = self._sent = self._taken = 0
+        self._nbytes = batch.nbytes
+        self._post_due()
+
+    def sent(self, messages: int) -> None:
+        self._sent = messages
+        self._post_due()
+
+    @property
+    def held(self) -> int:
+        """Messages here, or with a receive posted, that were not taken."""
+        return self._next - self._taken
 
     def ready_at(self, microbatch: int) -> float | None:
         assert self._batch is not None
@@ -130,6 +153,8 @@ class DirectIncoming:
         iteration = self._batch.iteration
         tensors, stamp, exact = self._arrived.pop((iteration, microbatch))
         note = self._line.notes.pop((int(self.direction), iteration, microbatch))
+        self._taken = microbatch + 1
+        self._post_due()
         if note.generation != self._batch.generation:
             raise PipelineError(
                 f"message of microbatch {microbatch}, iteration {self._batch.step} belongs to "
@@ -152,7 +177,7 @@ class DirectIncoming:
         that may never come: then give them up first."""
         if self._thread is None:
             return
-        self._batches.put(None)
+        self._posted.put(None)
         if not abandon:
             self._thread.join(JOIN_SECONDS)
         if self._thread.is_alive():
@@ -178,32 +203,65 @@ class DirectIncoming:
         """Make every receive fail that is under way. The peer sees the connection close."""
         abandon(self._group, "nccl" if self._device.type == "cuda" else "gloo")
 
+    def _beside(self) -> AbstractContextManager[None]:
+        """On a device, receives are in a stream of their own."""
+        if self._accelerator is None or self._side is None:
+            return nullcontext()
+        return self._accelerator.using(self._side)
+
     def _receive(self) -> None:
         """The receiver thread."""
-        if self._accelerator is None:
-            self._receive_all()
-            return
-        self._accelerator.enter_thread()
-        side: Any = self._side
-        with torch.cuda.stream(side):
+        if self._accelerator is not None:
+            self._accelerator.enter_thread()
+        with self._beside():
             self._receive_all()
 
     def _receive_all(self) -> None:
-        """Keep a few receives posted, wait for the oldest, ring."""
+        """Wait for the oldest of the posted receives, see what may be posted behind it, ring."""
         try:
-            while (batch := self._batches.get()) is not None:
-                posted: deque[tuple[list[Tensor], list[Any]]] = deque()
-                for microbatch in range(batch.microbatches):
-                    while (
-                        len(posted) < POSTED_AHEAD and microbatch + len(posted) < batch.microbatches
-                    ):
-                        posted.append(self._post(batch))
-                    self._arrived[batch.iteration, microbatch] = self._wait(*posted.popleft())
-                    self._came = Position(batch.iteration, microbatch + 1)
-                    self._bell.ring()
+            while (posted := self._posted.get()) is not None:
+                if isinstance(posted, RuntimeError):
+                    raise posted
+                self._arrived[posted.iteration, posted.microbatch] = self._wait(
+                    posted.tensors, posted.works
+                )
+                self._came = Position(posted.iteration, posted.microbatch + 1)
+                del posted
+                with self._posting:
+                    self._under_way -= 1
+                self._post_due()
+                self._bell.ring()
         except RuntimeError as error:
             self.error = f"the connection to rank {self._peer} failed: {first_sentence(error)}"
             self._bell.ring()
+
+    def _post_due(self) -> None:
+        """Post what may be posted by now. In either thread; one that fails is told in its turn."""
+        with self._posting:
+            while self._is_due():
+                assert self._batch is not None
+                try:
+                    tensors, works = self._post(self._batch)
+                except RuntimeError as error:
+                    self._posted.put(error)
+                    self._next = self._batch.microbatches
+                    return
+                self._posted.put(_Posted(self._batch.iteration, self._next, tensors, works))
+                self._next += 1
+                self._under_way += 1
+
+    def _is_due(self) -> bool:
+        """Whether the next receive may be posted: its sender waits for nothing from here, there
+        is room for its message, and no more than is wanted are under way."""
+        batch = self._batch
+        if batch is None or self._next == batch.microbatches:
+            return False
+        after, window = batch.receives
+        return (
+            (not after or self._sent >= after[self._next])
+            and (window is None or self._next < self._taken + window)
+            and (self._most_posted is None or self._under_way < self._most_posted)
+        )
 
     def _wait(self, tensors: list[Tensor], works: list[Any]) -> tuple[list[Tensor], float, bool]:
         """One message, once it is here. Nothing of it stays with this thread: what the stage
@@ -215,14 +273,26 @@ class DirectIncoming:
         return tensors, stamp, self._accelerator is None and self._op_clock.observed(stamp)
 
     def _post(self, batch: Batch) -> tuple[list[Tensor], list[Any]]:
-        tensors = [meta.empty(self._device) for meta in batch.metas]
-        works = [self._group.recv([t], self._peer_in_group, int(self.direction)) for t in tensors]
+        with self._beside():
+            tensors = [meta.empty(self._device) for meta in batch.metas]
+            works = [
+                self._group.recv([t], self._peer_in_group, int(self.direction)) for t in tensors
+            ]
         return tensors, works
 
     def _synchronize(self) -> None:
         """NCCL: ``wait`` only ordered the side stream; wait for the data itself."""
         if self._accelerator is not None and self._side is not None:
             self._accelerator.record(self._side).synchronize()
+
+
+class _Posted(NamedTuple):
+    """A receive that is posted, per tensor of the message."""
+
+    iteration: int
+    microbatch: int
+    tensors: list[Tensor]
+    works: list[Any]
 
 
 class DirectOutgoing:

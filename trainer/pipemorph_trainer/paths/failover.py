@@ -99,6 +99,10 @@ class FailoverIncoming:
         else:
             self._delegated.begin(batch)
 
+    def sent(self, messages: int) -> None:
+        if self._failover.broken is None:
+            self._direct.sent(messages)
+
     def ready_at(self, microbatch: int) -> float | None:
         failover = self._failover
         failover.attend()

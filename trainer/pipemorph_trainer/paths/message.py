@@ -116,6 +116,22 @@ class Position(NamedTuple):
     microbatch: int
 
 
+class Receives(NamedTuple):
+    """When one direction of one link is received on in an iteration.
+
+    ``after[m]``: how many messages this stage has to have sent the other way before the sender can
+    send message *m*; empty: none. ``window``: most messages received, or about to be, whose ops
+    have not begun; None: all.
+    """
+
+    after: tuple[int, ...] = ()
+    window: int | None = None
+
+
+RECEIVE_ALL = Receives()
+"""Whenever it comes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One iteration's messages in one direction of one link: all have the same tensors.
@@ -129,6 +145,8 @@ class Batch:
     microbatches: int
     metas: tuple[TensorMeta, ...]
     refused: int = 0
+    receives: Receives = RECEIVE_ALL
+    """For the receiving end."""
 
     @property
     def nbytes(self) -> int:
@@ -145,7 +163,10 @@ class Incoming(Protocol):
     """One direction of one link on one path, at its receiving end."""
 
     def begin(self, batch: Batch) -> None:
-        """Expect these messages. Posts receives ahead; does not block."""
+        """Expect these messages. Posts receives as ``batch.receives`` says; does not block."""
+
+    def sent(self, messages: int) -> None:
+        """So many messages of this iteration have been sent the other way by now."""
 
     def ready_at(self, microbatch: int) -> float | None:
         """Wall-clock time from which the message may be used, None if it is not here.

@@ -1,0 +1,211 @@
+"""Receives are posted when their senders wait for nothing more from here, and few of them."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_executor_agrees import random_problem
+from torch import Tensor
+
+from pipemorph.planning import Dispatch, Link, OpKind, Path, Plan, Policy, Problem, StageTimes, plan
+from pipemorph_trainer.executor import receives
+from pipemorph_trainer.paths import direct
+from pipemorph_trainer.paths.arrival import OpClock, PeerClock
+from pipemorph_trainer.paths.direct import DirectIncoming
+from pipemorph_trainer.paths.message import (
+    ALL_PRESENT,
+    Batch,
+    Direction,
+    Note,
+    Receives,
+    TensorMeta,
+)
+from pipemorph_trainer.profile import LinkRecorder
+
+META = TensorMeta((1,), torch.float32)
+LONG = 30.0
+
+
+def random_plan(rng: random.Random, dispatch: Dispatch) -> Plan:
+    problem = random_problem(rng)
+    while problem.stage_count < 2:
+        problem = random_problem(rng)
+    policy = rng.choice((Policy.ONE_F_ONE_B, Policy.ZERO_BUBBLE, Policy.PIPEMORPH))
+    paths = (Path.DIRECT,) * (problem.stage_count - 1)
+    return plan(problem, policy).to_plan(1, paths, dispatch)
+
+
+def reachable(chosen: Plan, stage: int, sent_up: int, sent_down: int) -> tuple[int, int]:
+    """How many F's come from above and B's from below, where ``stage`` has sent so many messages
+    and sends no more: the other stages run all that they can, in an order of their own choice under
+    online dispatch."""
+    n, stages = chosen.schedule.microbatches, chosen.schedule.stage_count
+    limits = [n if limit is None else min(n, limit) for limit in chosen.in_flight_limits]
+    f, b, at = [0] * stages, [0] * stages, [0] * stages
+    f[stage], b[stage] = sent_down, sent_up
+
+    def fits(each: int, kind: OpKind) -> bool:
+        if kind is OpKind.F:
+            return f[each] < n and (each == 0 or f[each - 1] > f[each])
+        below = n if each == stages - 1 else b[each + 1]
+        return b[each] < f[each] and below > b[each]
+
+    def run(each: int) -> bool:
+        if chosen.dispatch is Dispatch.STATIC:
+            order = chosen.schedule.stages[each]
+            if at[each] == len(order):
+                return False
+            kind = order[at[each]].kind
+            if kind is not OpKind.W and not fits(each, kind):
+                return False
+            at[each] += 1
+        else:
+            warm = f[each] >= min(n, chosen.warmup[each])
+            if warm and fits(each, OpKind.B):
+                kind = OpKind.B
+            elif f[each] - b[each] < limits[each] and fits(each, OpKind.F):
+                kind = OpKind.F
+            else:
+                return False
+        f[each] += kind is OpKind.F
+        b[each] += kind in (OpKind.B, OpKind.BW)
+        return True
+
+    while any(run(each) for each in range(stages) if each != stage):
+        pass
+    return (f[stage - 1] if stage else 0), (b[stage + 1] if stage < stages - 1 else 0)
+
+
+@pytest.mark.parametrize("dispatch", list(Dispatch))
+def test_a_receive_is_posted_exactly_when_its_message_can_come(dispatch: Dispatch) -> None:
+    """Not before, when it would depend on this stage, and not later, when it may be on its way."""
+    rng = random.Random(5)
+    for _ in range(60):
+        chosen = random_plan(rng, dispatch)
+        n, stages = chosen.schedule.microbatches, chosen.schedule.stage_count
+        for stage in range(stages):
+            for sent in range(n + 1):
+                if stage:
+                    due = sum(need <= sent for need in receives.from_above(chosen, stage).after)
+                    assert due == reachable(chosen, stage, sent, n)[0], (chosen, stage, sent)
+                if stage < stages - 1:
+                    due = sum(need <= sent for need in receives.from_below(chosen, stage).after)
+                    assert due == reachable(chosen, stage, n, sent)[1], (chosen, stage, sent)
+
+
+def test_windows_hold_nobody_up_for_ever() -> None:
+    rng = random.Random(6)
+    for _ in range(60):
+        chosen = random_plan(rng, Dispatch.STATIC)
+        found = receives.windows(chosen)
+        assert receives.ends(chosen.schedule, found)
+        for link, window in enumerate(found):
+            slack = max(0, chosen.warmup[link] - chosen.warmup[link + 1])
+            assert window == min(chosen.schedule.microbatches, slack + receives.SPARE), chosen
+    # All forwards first above a stage that alternates: each waits for the other to take.
+    one = StageTimes(forward=1, backward_input=1, backward_weight=1)
+    problem = Problem(microbatches=16, stages=(one, one), links=(Link(),))
+    orders = [
+        plan(problem, policy).to_plan(1, (Path.DIRECT,), Dispatch.STATIC).schedule.stages[stage]
+        for stage, policy in enumerate((Policy.GPIPE, Policy.ONE_F_ONE_B))
+    ]
+    schedule = type(chosen.schedule)(16, tuple(orders))
+    assert not receives.ends(schedule, (4,))
+    assert receives.ends(schedule, (16,))
+
+
+# --- the direct path's receiving end --------------------------------------------------------------
+
+
+class Wire:
+    """A process group in which a message comes when the test says so."""
+
+    def __init__(self) -> None:
+        self.posted = 0
+        self.came = 0
+
+    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Any:
+        number = self.posted
+        self.posted += 1
+
+        def wait() -> None:
+            until(lambda: self.came > number, f"message {number} comes")
+
+        return SimpleNamespace(wait=wait, exception=lambda: None)
+
+
+def until(what: Callable[[], object], why: str) -> None:
+    deadline = time.monotonic() + LONG
+    while not what():
+        assert time.monotonic() < deadline, f"not within {LONG:.0f} s: {why}"
+        time.sleep(0.001)
+
+
+def receiving(
+    monkeypatch: pytest.MonkeyPatch, batch: Batch, posted: int | None = None
+) -> tuple[Wire, DirectIncoming]:
+    monkeypatch.setattr(direct.dist, "get_group_rank", lambda group, rank: 0)
+    wire = Wire()
+    notes = {
+        (0, batch.iteration, m): Note(1, batch.iteration, m, ALL_PRESENT, 0.0, 0.0, 0.0)
+        for m in range(batch.microbatches)
+    }
+    line: Any = SimpleNamespace(notes=notes, pump=lambda: None)
+    bell: Any = SimpleNamespace(ring=lambda: None)
+    incoming = DirectIncoming(
+        group=wire,  # type: ignore[arg-type]
+        peer=0,
+        direction=Direction.FORWARD,
+        line=line,
+        bell=bell,
+        op_clock=OpClock(),
+        peer_clock=PeerClock(),
+        recorder=LinkRecorder(0, 0, Direction.FORWARD),
+        device=torch.device("cpu"),
+        posted=posted,
+    )
+    incoming.begin(batch)
+    return wire, incoming
+
+
+def test_no_more_is_received_early_than_the_plan_has_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However far ahead the stage above is."""
+    n, window = 64, 5
+    wire, incoming = receiving(monkeypatch, Batch(1, 0, n, (META,), receives=Receives((), window)))
+    wire.came = n
+    for m in range(n):
+        until(lambda m=m: incoming.ready_at(m) is not None, f"message {m} is here")
+        until(lambda m=m: wire.posted == min(n, m + window), "all that fits is posted")
+        assert incoming.held <= window
+        assert incoming.take(m) is not None
+    incoming.close()
+
+
+def test_a_receive_waits_for_what_its_sender_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    after = (0, 0, 1, 3)
+    wire, incoming = receiving(monkeypatch, Batch(1, 0, 4, (META,), receives=Receives(after)))
+    wire.came = 4
+    seen: deque[int] = deque([wire.posted])
+    for sent in (1, 2, 3):
+        incoming.sent(sent)
+        seen.append(wire.posted)
+    assert list(seen) == [2, 3, 3, 4]
+    incoming.close()
+
+
+def test_a_device_is_given_one_receive_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire, incoming = receiving(monkeypatch, Batch(1, 0, 6, (META,)), posted=direct.POSTED_ON_DEVICE)
+    for came in range(6):
+        until(lambda came=came: wire.posted == came + 1, f"receive {came} is posted")
+        wire.came += 1
+    until(lambda: incoming.ready_at(5) is not None, "the last message is here")
+    incoming.close()

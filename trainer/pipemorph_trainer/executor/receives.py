@@ -1,0 +1,114 @@
+"""When a stage may post the receive of a message, and how many may be early.
+
+A receive that is posted while its sender still waits for this stage could only complete after this
+stage's own later work. On a device it occupies some of it meanwhile, and a call that waits for all
+that the device was given, as page-locking memory may, would never return. So a receive is posted
+once this stage has sent everything that its sender needs from it, which is also the earliest time
+at which the message can be on its way.
+
+A message that is here before its op takes memory of this stage. So a link is received on at most
+its slackness and a few messages ahead, as many as the delegated path has slots for.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from pipemorph.planning import Dispatch, OpKind, Plan, Schedule
+from pipemorph_trainer.paths.message import Receives
+
+SPARE = 4
+"""Messages ahead of their ops beyond a link's slackness: those that a delay keeps on their way."""
+
+
+def from_above(plan: Plan, stage: int) -> Receives:
+    """Of the F's of ``stage``, at least 1. They wait for the B's that the stage above needs."""
+    n, above = plan.schedule.microbatches, stage - 1
+    if plan.dispatch is Dispatch.ONLINE:
+        caps = [n if limit is None else min(limit, n) for limit in plan.in_flight_limits[:stage]]
+        after = tuple(max(0, m + 1 - min(caps)) for m in range(n))
+    else:
+        after = _preceding(plan.schedule, above, forward=True)
+    return Receives(after, windows(plan)[above])
+
+
+def from_below(plan: Plan, stage: int) -> Receives:
+    """Of the B's of ``stage``, which has one below. They wait for F's."""
+    n = plan.schedule.microbatches
+    if plan.dispatch is Dispatch.ONLINE:
+        warmup = min(n, max(plan.warmup[stage + 1 :]))
+        after = tuple(max(m + 1, warmup) for m in range(n))
+    else:
+        after = _preceding(plan.schedule, stage + 1, forward=False)
+    return Receives(after, windows(plan)[stage])
+
+
+def _preceding(schedule: Schedule, sender: int, *, forward: bool) -> tuple[int, ...]:
+    """Per message of ``sender``, how many ops of the other direction it runs before."""
+    found, others = [], 0
+    for kind, _ in schedule.stages[sender]:
+        if kind is OpKind.W:
+            continue
+        if (kind is OpKind.F) is forward:
+            found.append(others)
+        else:
+            others += 1
+    return tuple(found)
+
+
+@lru_cache(maxsize=8)
+def windows(plan: Plan) -> tuple[int, ...]:
+    """Per link, how many messages of a direction may be early.
+
+    In a fixed order the smallest that hold no stage up for ever: a send waits while its receiver
+    takes no more, and two stages must not wait for each other to take. Under online dispatch every
+    order is possible and in-flight limits alone bound what comes.
+    """
+    n = plan.schedule.microbatches
+    slack = [max(0, up - down) for up, down in zip(plan.warmup, plan.warmup[1:], strict=False)]
+    if plan.dispatch is Dispatch.ONLINE:
+        return (n,) * len(slack)
+    more = 0
+    while True:
+        found = tuple(min(n, each + SPARE + more) for each in slack)
+        if all(each == n for each in found) or ends(plan.schedule, found):
+            return found
+        more = 2 * more + 1
+
+
+def ends(schedule: Schedule, window: tuple[int, ...]) -> bool:
+    """Whether all stages get to the end of their orders where a link takes so many messages
+    ahead. What each does next does not depend on times, so one run tells."""
+    last = schedule.stage_count - 1
+    at = [0] * (last + 1)
+    holding = [False] * (last + 1)
+    """An op has run, and its message cannot leave yet."""
+    sent = {True: [0] * last, False: [0] * last}
+    taken = {True: [0] * last, False: [0] * last}
+
+    def advance(stage: int) -> bool:
+        if at[stage] == len(schedule.stages[stage]):
+            return False
+        kind, microbatch = schedule.stages[stage][at[stage]]
+        forward = kind is OpKind.F
+        if kind is not OpKind.W:
+            source, to = (stage - 1, stage) if forward else (stage, stage - 1)
+            if not holding[stage] and 0 <= source < last:
+                if sent[forward][source] <= microbatch:
+                    return False
+                taken[forward][source] = microbatch + 1
+            if 0 <= to < last:
+                holding[stage] = microbatch >= taken[forward][to] + window[to]
+                if holding[stage]:
+                    return False
+                sent[forward][to] = microbatch + 1
+        at[stage] += 1
+        return True
+
+    moving = True
+    while moving:
+        moving = False
+        for stage in range(last + 1):
+            while advance(stage):
+                moving = True
+    return all(at[i] == len(order) for i, order in enumerate(schedule.stages))
