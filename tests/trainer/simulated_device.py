@@ -8,12 +8,17 @@ to somebody else, so whoever reads too late or writes too early is found by what
   the streams that :meth:`SimulatedDevice.keep` named, but not after others;
 * page-locked memory, once the tensor is gone and the copies that use it are done.
 
+A device may be *strict*: what page-locks memory waits for all that the device was given until then,
+as drivers may. Receives are given to it with :meth:`SimulatedDevice.post_receive`, so one that
+waits for this host makes such a call wait for ever; it ends after ``patience`` and names them.
+
 Nothing happens by itself: :meth:`SimulatedDevice.step` does the next work of one stream, and
 :class:`Driver` does so from a thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import random
 import threading
@@ -79,6 +84,7 @@ class _Block:
 
 class SimulatedDevice:
     """See the module. ``register_refuses``: why memory of others cannot be page-locked.
+    ``strict``: page-locking waits for everything, at most ``patience`` seconds.
 
     ``prompt``: ops are run by the host as they are launched, as those of torch on the CPU. Then
     the compute stream is where the host is, and to wait in it is to wait on the host.
@@ -86,8 +92,20 @@ class SimulatedDevice:
 
     device = torch.device("cpu")
 
-    def __init__(self, *, register_refuses: str | None = None, prompt: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        register_refuses: str | None = None,
+        prompt: bool = False,
+        strict: bool = False,
+        patience: float = LONGEST_WAIT,
+    ) -> None:
         self._prompt = prompt
+        self._strict, self._patience = strict, patience
+        self.waited_for_all: list[str] = []
+        """The calls that did, in order."""
+        self.receives: list[tuple[str, SimulatedEvent]] = []
+        """Those that are posted and not complete, by name."""
         self.progress = threading.Condition(threading.RLock())
         self.compute = SimulatedStream("compute")
         self.streams = [self.compute]
@@ -114,6 +132,9 @@ class SimulatedDevice:
         stream = SimulatedStream(f"side {len(self.streams)}")
         self.streams.append(stream)
         return stream
+
+    def using(self, stream: SimulatedStream) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def record(self, stream: SimulatedStream, *, timed: bool = False) -> SimulatedEvent:
         event = SimulatedEvent(self)
@@ -170,6 +191,7 @@ class SimulatedDevice:
         if self.register_refuses is not None:
             return self.register_refuses
         assert address not in self.registered, "cudaErrorHostMemoryAlreadyRegistered"
+        self._wait_for_all("cudaHostRegister")
         self.registered[address] = nbytes
         self.ever_registered.append(address)
         return None
@@ -182,6 +204,35 @@ class SimulatedDevice:
     def seconds(self, start: SimulatedEvent, end: SimulatedEvent) -> float:
         assert start.passed_at is not None and end.passed_at is not None
         return end.passed_at - start.passed_at
+
+    def post_receive(self, name: str) -> SimulatedEvent:
+        """A receive on the device, which is complete once :meth:`deliver` has been called."""
+        event = SimulatedEvent(self)
+        with self.progress:
+            self.receives.append((name, event))
+        return event
+
+    def deliver(self, event: SimulatedEvent) -> None:
+        with self.progress:
+            event.passed_at = time.perf_counter()
+            self.receives = [each for each in self.receives if each[1] is not event]
+            self.progress.notify_all()
+
+    def _wait_for_all(self, call: str) -> None:
+        """A call that returns once the device has done all that it was given before."""
+        if not self._strict:
+            return
+        self.waited_for_all.append(call)
+        given = [self.record(stream) for stream in self.streams]
+        given += [event for _, event in self.receives]
+        with self.progress:
+            done = self.progress.wait_for(lambda: all(e.query() for e in given), self._patience)
+            if not done:
+                left = ", ".join(name for name, _ in self.receives) or "work in streams"
+                raise RuntimeError(
+                    f"{call} waited {self._patience:g} s for all that the device was given; not"
+                    f" complete: {left}"
+                )
 
     # --- what a test does -------------------------------------------------------------------
 
@@ -237,6 +288,8 @@ class SimulatedDevice:
         with self.progress:
             self._sweep()
             free = [b for b in self._blocks if b.free and b.home is home and b.memory.size == size]
+            if home is None and not free:
+                self._wait_for_all("cudaHostAlloc")
             if free:
                 block = free[0]
                 block.free = False

@@ -113,6 +113,8 @@ class Iterations:
         """What became of the iterations that have run; to be told when they are over."""
         self._training_began = 0.0
         self._polled_at = 0.0
+        self._wanted: Plan | None = None
+        """The newest plan that came in this iteration; prepared at its end."""
 
     def run(
         self, iteration: int, inputs: Inputs, shapes: Any, refusal: Exception | None = None
@@ -179,6 +181,7 @@ class Iterations:
         for end in self._neighbours.ends:
             end.select(plan.paths[end.link])
             end.shaper.begin(iteration, self._training_began)
+        self._stage.prepare(plan)
         self._reporter.state = "training"
         self._reporter.begin_iteration(iteration, plan.version)
         self._executor.mail.iteration = iteration
@@ -195,6 +198,7 @@ class Iterations:
             outcome.copies = self._device_times.settle_copies(outcome.copies)
             self._waiting.end()
         ops = outcome.ops
+        self._prepare()
         row = RankRow(
             self._plans.book.versions(),
             ops[0].start,
@@ -235,14 +239,20 @@ class Iterations:
         self._polled_at = monotonic()
         self._loss.between_ops()
         self.rounds.finish_if_done(self._reporter.iteration - 1)
-        plan = self._control.newest_plan()
-        if plan is not None:
-            try:
-                self.install(plan)
-            except InputError as error:
-                log.warning("%s: plan %d refused: %s", self._seat, plan.version, error)
-                self._reporter.publish(message=f"plan {plan.version} refused: {error}")
+        self._wanted = self._control.newest_plan() or self._wanted
         self._reporter.between_ops()
+
+    def _prepare(self) -> None:
+        """Prepare the plan that came. Not between ops: it may page-lock memory for its messages,
+        which may wait for all that the device was given, and now it has no receive posted."""
+        plan, self._wanted = self._wanted, None
+        if plan is None:
+            return
+        try:
+            self.install(plan)
+        except InputError as error:
+            log.warning("%s: plan %d refused: %s", self._seat, plan.version, error)
+            self._reporter.publish(message=f"plan {plan.version} refused: {error}")
 
     def _report(self, sample: IterationSample) -> None:
         """Rank 0: publish an iteration now that all ranks' times are here."""

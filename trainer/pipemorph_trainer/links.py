@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,14 @@ from pipemorph_trainer.machine import this_machine
 from pipemorph_trainer.paths import line as lines
 from pipemorph_trainer.paths.arrival import OpClock, PeerClock
 from pipemorph_trainer.paths.delegated import DelegatedIncoming, DelegatedOutgoing
-from pipemorph_trainer.paths.direct import POSTED_ON_DEVICE, DirectIncoming, DirectOutgoing
+from pipemorph_trainer.paths.direct import (
+    MAX_OUTSTANDING,
+    OUTSTANDING_ON_DEVICE,
+    POSTED_ON_DEVICE,
+    DirectIncoming,
+    DirectOutgoing,
+)
+from pipemorph_trainer.paths.edges import make_edges
 from pipemorph_trainer.paths.failover import Failover, FailoverOutgoing
 from pipemorph_trainer.paths.faults import Severer, Shaper, shaping
 from pipemorph_trainer.paths.line import Line
@@ -111,17 +117,31 @@ class LinkEnd:
         self._direct_transport = direct_transport
         self._incoming: dict[Path, Incoming] = {}
         self._outgoing: dict[Path, Outgoing] = {}
+        self._staged_outgoing: StagedOutgoing | None = None
         self._selected = Path.DIRECT
         self.incoming: Incoming
         self.outgoing: Outgoing
 
     def add(self, path: Path, incoming: Incoming, outgoing: Outgoing) -> None:
         self._incoming[path], self._outgoing[path] = incoming, outgoing
+        if isinstance(outgoing, StagedOutgoing):
+            self._staged_outgoing = outgoing
 
     @property
     def delegated(self) -> DelegatedIncoming | None:
         found = self._incoming.get(Path.DELEGATED)
         return found if isinstance(found, DelegatedIncoming) else None
+
+    @property
+    def staged(self) -> bool:
+        """Whether delegated tensors cross page-locked host memory."""
+        return isinstance(self.delegated, StagedIncoming)
+
+    def expect(self, messages: int) -> None:
+        """So many messages may be on their way to the neighbour at a time."""
+        outgoing = self._staged_outgoing
+        if outgoing is not None:
+            outgoing.expect(messages)
 
     def has(self, path: Path) -> bool:
         return path in self._incoming
@@ -261,11 +281,13 @@ def meet(
     on_block: Callable[[LinkEnd, int, int], None],
     on_unblock: Callable[[], None],
     half_duplex: bool = False,
+    max_sends: int | None = None,
     groups: Groups,
 ) -> Neighbourhood:
     """Connect to both neighbours. Collective: every rank calls it.
 
     ``half_duplex``: both directions of a direct path share one communicator and one queue.
+    ``max_sends``: of a direct path, outstanding at a time; None: as few as is usual.
     ``groups``: where the groups of the direct paths are made.
     Raises :class:`PipelineError` naming the neighbour that did not come.
     """
@@ -389,7 +411,8 @@ def meet(
             DirectOutgoing(
                 group=groups[made.sends], peer=peer, direction=made.sends, line=line,
                 shaper=shaper, on_block=partial(on_block, made), on_unblock=on_unblock,
-                deadline=deadline, device=device,
+                deadline=deadline, device=device, asks=device.type == "cuda",
+                max_outstanding=direct_sends,
             ),
         )  # fmt: skip
         if engine_link is not None and engine_options is not None:
@@ -420,7 +443,10 @@ def meet(
         bell.watch_socket(line.fileno())
         return made
 
-    edge_groups = _edge_groups(seat, device, deadline, groups)
+    direct_sends = OUTSTANDING_ON_DEVICE if device.type == "cuda" else MAX_OUTSTANDING
+    if max_sends is not None:
+        direct_sends = max_sends
+    edge_groups = make_edges(seat, device, deadline, groups)
     up_line = down_line = None
     with listener:
         if not seat.last:
@@ -451,32 +477,3 @@ def _engine_link(
         return engine.accept(peer_rank=peer, link_id=link, timeout=timeout)
     except RuntimeError as error:
         raise PipelineError(f"engine link {link} to rank {peer}: {error}") from error
-
-
-def _edge_groups(
-    seat: Seat, device: torch.device, deadline: float, groups: Groups
-) -> dict[int, dict[Direction, dist.ProcessGroup]]:
-    """Point-to-point groups of this rank's links, by link. Collective: all ranks make all.
-
-    gloo sends both ways over one connection without one holding up the other. NCCL orders
-    all of a communicator's operations, so each direction gets its own.
-    """
-    # Deadlines are kept by the executor, which can name what is missing; this one is behind.
-    timeout = timedelta(seconds=2 * deadline + 60)
-    nccl = device.type == "cuda"
-    mine: dict[int, dict[Direction, dist.ProcessGroup]] = {}
-    for replica in range(seat.replicas):
-        for link in range(seat.stages - 1):
-            lower = replica * seat.stages + link
-            made: list[Any] = [
-                groups.new(
-                    [lower, lower + 1],
-                    timeout=timeout,
-                    backend="nccl" if nccl else "gloo",
-                    group_desc=f"pipemorph link {link} of replica {replica}",
-                )
-                for _ in range(2 if nccl else 1)
-            ]
-            if seat.rank in (lower, lower + 1):
-                mine[link] = {Direction.FORWARD: made[0], Direction.BACKWARD: made[-1]}
-    return mine

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipemorph.planning import Dispatch, Plan
+from pipemorph.planning.offload import host_limit, host_peak
 from pipemorph.wire import StageProfile
 from pipemorph_trainer.accelerator import Accelerator
 from pipemorph_trainer.control import Offloaded
@@ -96,6 +98,19 @@ class OwnStage:
         """At the end of an iteration: what an optimizer does for a module."""
         if isinstance(self.runner, EmulatedRunner):
             self.runner.update()
+
+    def prepare(self, plan: Plan) -> None:
+        """Between two iterations: have the host memory for activations that ``plan`` needs, so
+        that none is page-locked between its ops."""
+        stage = self._seat.stage
+        limit = plan.device_limits[stage]
+        if self._store is None or limit is None:
+            return
+        if plan.dispatch is Dispatch.ONLINE:
+            most = host_limit(plan.in_flight_limits[stage], limit, self.microbatches)
+        else:
+            most = host_peak(plan.schedule.stages[stage], limit)
+        self._store.pool.grow(most)
 
     def begin_window(self) -> None:
         """Peak memory counts from here on."""

@@ -77,6 +77,8 @@ class Pipeline:
             direct until a directive moves a link.
         direct_duplex: ``half`` gives both directions of a direct link one queue, as a pair of
             ranks has in torch.distributed; for comparisons, on gloo.
+        direct_sends: sends of a direct link, per direction, that may be outstanding before another
+            holds up compute; at least 1, default 2, and 8 on CUDA.
         plan: run exactly this plan instead of one made from ``policy``.
         faults: a fault trace, applied in the transport (see :class:`pipemorph.spec.Fault`).
         deadline_seconds: longest wait for one message.
@@ -105,6 +107,7 @@ class Pipeline:
         engine: EngineChoice = "auto",
         queues: int = 8,
         direct_duplex: DuplexChoice = "full",
+        direct_sends: int | None = None,
         checkpoint: Checkpoint | None = None,
         host_memory: int | None = None,
         control: ControlClient | None = None,
@@ -124,6 +127,7 @@ class Pipeline:
                 engine=engine,
                 queues=queues,
                 direct_duplex=direct_duplex,
+                direct_sends=direct_sends,
                 checkpoint=checkpoint,
                 host_memory=host_memory,
             )
@@ -165,6 +169,7 @@ class Pipeline:
             on_block=self._on_block,
             on_unblock=self._waiting.end,
             half_duplex=settings.direct_duplex == "half",
+            max_sends=settings.direct_sends,
             groups=self._world.groups,
         )
         self._wait_for.who_is_gone = self._neighbours.gone

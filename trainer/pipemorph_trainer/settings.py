@@ -42,6 +42,13 @@ class Settings:
     direct_duplex: DuplexChoice
     checkpoint: Checkpoint | None
     host_memory: int | None
+    direct_sends: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.direct_sends is not None and self.direct_sends < 1:
+            raise InputError(
+                f"direct_sends is {self.direct_sends}; expected at least 1, or None for the default"
+            )
 
     @staticmethod
     def of(spec: JobSpec) -> Settings:

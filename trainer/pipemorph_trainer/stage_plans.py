@@ -59,11 +59,13 @@ class StagePlans:
 
     def _reserve(self, end: LinkEnd, plan: Plan) -> None:
         metas = self._metas.get(end.link)
-        delegated = Path.DELEGATED in (plan.paths[end.link], end.path)
+        # On a device slots are page-locked, which must not wait until a direct path breaks.
+        delegated = Path.DELEGATED in (plan.paths[end.link], end.path) or end.staged
         if not metas or end.delegated is None or not delegated:
             return
         slack = plan.warmup[end.link] - plan.warmup[end.link + 1]
         messages = min(self._microbatches, max(0, slack) + SPARE)
+        end.expect(messages)
         end.delegated.reserve(messages, Batch(0, 0, self._microbatches, metas))
 
     def _check_paths(self, plan: Plan) -> None:

@@ -24,12 +24,19 @@ from pipemorph_trainer.executor.bell import Bell
 from pipemorph_trainer.executor.device_times import DeviceTimes
 from pipemorph_trainer.executor.mailbox import Mailbox
 from pipemorph_trainer.executor.profiling import profiling
-from pipemorph_trainer.executor.receives import from_above, from_below
+from pipemorph_trainer.executor.receives import of_stage
 from pipemorph_trainer.executor.refusal import Gate, is_of_batch
 from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.links import LinkEnd, Neighbourhood, Seat
 from pipemorph_trainer.paths.arrival import OpClock
-from pipemorph_trainer.paths.message import RECEIVE_ALL, Batch, Receives, TensorMeta
+from pipemorph_trainer.paths.message import (
+    RECEIVE_ALL,
+    Batch,
+    Receives,
+    TensorMeta,
+    gradients_of,
+    words,
+)
 from pipemorph_trainer.profile import TimedCopy, TimedOp
 from pipemorph_trainer.stage import Grads, Runner
 
@@ -132,7 +139,7 @@ class Executor:
         self.begin(
             plan.schedule, iteration, generation, inputs,
             handshake=handshake, device_limit=plan.device_limits[self._seat.stage],
-            refused=refused, cut_off=cut_off, receives=self._receives(plan),
+            refused=refused, cut_off=cut_off, receives=of_stage(plan, self._seat.stage),
         )  # fmt: skip
         if plan.dispatch is Dispatch.ONLINE:
             self._run_online(plan)
@@ -185,18 +192,18 @@ class Executor:
         self._below = None if refused else self._down
         if self._above is not None and handshake:
             self._await_shapes(self._above)
+        bounds = self._from_above
         if self._above is not None:
-            bounds = self._from_above
             if not self._has_gradients(self._above):
                 # Then it waits for nothing from here.
                 bounds = bounds._replace(after=())
-            self._above.incoming.begin(self._batch(self.input_metas, bounds))
-            self._above.outgoing.begin(self._batch(_gradients(self.input_metas)))
+            # First, since it may page-lock memory: nothing is received yet.
+            self._above.outgoing.begin(self._batch(gradients_of(self.input_metas)))
         if self._below is not None and not handshake:
             self._begin_downstream(self._below)
+        if self._above is not None:
+            self._above.incoming.begin(self._batch(self.input_metas, bounds))
         return self._outcome
-
-    # --- static and online dispatch ---------------------------------------------------
 
     def run_op(self, kind: OpKind, microbatch: int) -> None:
         """Wait for the op's message, then run it."""
@@ -306,10 +313,9 @@ class Executor:
             self.cause, outputs = error, None
         if outputs is None:
             self._refuse()
-            if self._below is not None:
-                self.mail.send(self._below, microbatch, None)
+            self._send(OpKind.F, microbatch, None)
         elif self._below is not None:
-            self.mail.send(self._below, microbatch, list(outputs))
+            self._send(OpKind.F, microbatch, list(outputs))
         else:
             self._outcome.losses.append(outputs[0])
             if microbatch == 0 and self._gate is not None:
@@ -354,8 +360,7 @@ class Executor:
         taken = source.incoming.take(microbatch) if source is not None else []
         if taken is None or (microbatch == 0 and self._gate and not self._gate.passed()):
             self._refuse()
-            if self._above is not None and self._has_gradients(self._above):
-                self.mail.send(self._above, microbatch, None)
+            self._send(kind, microbatch, None)
             self._boundary()
             return
         if self._below is not None:
@@ -371,7 +376,7 @@ class Executor:
             found = run(microbatch, grads)
         self._end_op(kind, microbatch, start)
         if self._above is not None and self._has_gradients(self._above):
-            self.mail.send(self._above, microbatch, self._to_send(found))
+            self._send(kind, microbatch, self._to_send(found))
         self._boundary()
 
     def _copy(self, kind: OpKind, microbatch: int, copy: Callable[[int], int]) -> None:
@@ -409,7 +414,12 @@ class Executor:
         self._op_clock.busy = False
         self._outcome.ops.append(TimedOp(kind, microbatch, start, end))
 
-    # --- a refused iteration ----------------------------------------------------------
+    def _send(self, kind: OpKind, microbatch: int, tensors: list[Tensor | None] | None) -> None:
+        """What an op makes, to the stage that it is for, if there is one. None: nothing in it."""
+        end = self._below if kind is OpKind.F else self._above
+        if end is None or kind is OpKind.W or (end is self._above and not self._has_gradients(end)):
+            return
+        self.mail.send(end, microbatch, tensors)
 
     def _refuse(self) -> None:
         """From here on this iteration's messages go on as planned, but empty: then none is left
@@ -426,13 +436,7 @@ class Executor:
         source = self._source(kind)
         if source is not None:
             source.incoming.take(microbatch)
-        to = None
-        if kind is OpKind.F:
-            to = self._below
-        elif kind is not OpKind.W and self._above and self._has_gradients(self._above):
-            to = self._above
-        if to is not None:
-            self.mail.send(to, microbatch, None)
+        self._send(kind, microbatch, None)
         self._boundary()
 
     def _to_send(self, grads: Grads) -> list[Tensor | None]:
@@ -447,13 +451,6 @@ class Executor:
             if meta.carries_gradient
         ]  # fmt: skip
 
-    # --- shapes -----------------------------------------------------------------------
-
-    def _receives(self, plan: Plan) -> tuple[Receives, Receives]:
-        stage = self._seat.stage
-        above = RECEIVE_ALL if self._seat.first else from_above(plan, stage)
-        return above, RECEIVE_ALL if self._seat.last else from_below(plan, stage)
-
     def _batch(self, metas: tuple[TensorMeta, ...], receives: Receives = RECEIVE_ALL) -> Batch:
         return Batch(
             self._generation, self._iteration + self._steps_refused, self._microbatches, metas,
@@ -466,7 +463,7 @@ class Executor:
 
     def _begin_downstream(self, end: LinkEnd) -> None:
         end.outgoing.begin(self._batch(self.output_metas))
-        gradients = _gradients(self.output_metas)
+        gradients = gradients_of(self.output_metas)
         if gradients:
             end.incoming.begin(self._batch(gradients, self._from_below))
 
@@ -480,13 +477,13 @@ class Executor:
                 )
             self.output_metas = metas
             end.line.send_shapes(metas)
-            self._reserve(end, _gradients(metas))
+            self._reserve(end, gradients_of(metas))
             self._begin_downstream(end)
             self._shapes_known = True
         elif metas != self.output_metas:
             raise ShapeError(
-                f"{self._seat}: outputs are {_words(metas)} in iteration {self._iteration}; "
-                f"expected {_words(self.output_metas)} as in its first microbatch. All "
+                f"{self._seat}: outputs are {words(metas)} in iteration {self._iteration}; "
+                f"expected {words(self.output_metas)} as in its first microbatch. All "
                 "microbatches of an iteration need the same shapes; they may change between "
                 "iterations together with the shapes given to step()"
             )
@@ -499,11 +496,3 @@ class Executor:
         else:
             self.input_metas = metas
             self._reserve(end, metas)
-
-
-def _gradients(metas: tuple[TensorMeta, ...]) -> tuple[TensorMeta, ...]:
-    return tuple(meta for meta in metas if meta.carries_gradient)
-
-
-def _words(metas: tuple[TensorMeta, ...]) -> str:
-    return ", ".join(str(meta) for meta in metas) or "nothing"

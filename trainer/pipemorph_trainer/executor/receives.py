@@ -15,10 +15,17 @@ from __future__ import annotations
 from functools import lru_cache
 
 from pipemorph.planning import Dispatch, OpKind, Plan, Schedule
-from pipemorph_trainer.paths.message import Receives
+from pipemorph_trainer.paths.message import RECEIVE_ALL, Receives
 
 SPARE = 4
 """Messages ahead of their ops beyond a link's slackness: those that a delay keeps on their way."""
+
+
+def of_stage(plan: Plan, stage: int) -> tuple[Receives, Receives]:
+    """From above and from below; anything where there is no link."""
+    above = from_above(plan, stage) if stage else RECEIVE_ALL
+    last = stage == plan.schedule.stage_count - 1
+    return above, RECEIVE_ALL if last else from_below(plan, stage)
 
 
 def from_above(plan: Plan, stage: int) -> Receives:

@@ -40,10 +40,11 @@ class Block:
 class HostPool:
     """Blocks of host memory, one per microbatch that is there at a time.
 
-    Grows on demand, up to ``limit`` bytes (None: as much as the host has). A block goes back
-    to the pool, not to the system: registering memory with a device costs more than a copy
-    into it. With an accelerator the blocks are page-locked, to the byte and not in powers of
-    two as torch's own pool, so that ``limit`` is one; without they are plain memory.
+    Grows on demand or ahead of it (:meth:`grow`), up to ``limit`` bytes (None: as much as the
+    host has). A block goes back to the pool, not to the system: registering memory with a device
+    costs more than a copy into it. With an accelerator the blocks are page-locked, to the byte
+    and not in powers of two as torch's own pool, so that ``limit`` is one; without they are plain
+    memory.
     """
 
     def __init__(self, limit: int | None, accelerator: Accelerator | None = None) -> None:
@@ -57,6 +58,16 @@ class HostPool:
     @property
     def blocks_in_use(self) -> int:
         return self._out
+
+    def grow(self, blocks: int) -> None:
+        """Have so many blocks of the largest size there is, as far as the limit allows. Before the
+        first microbatch went to host memory, no size is known."""
+        free = self._free
+        nbytes = max((block.nbytes for block in free), default=0)
+        while nbytes and len(free) + self._out < blocks:
+            if self._limit is not None and self.nbytes + nbytes > self._limit:
+                break
+            free.append(self._grow(nbytes))
 
     def take(self, nbytes: int) -> Block:
         """The smallest free block of at least ``nbytes``, else a new one.

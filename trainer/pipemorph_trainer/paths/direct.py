@@ -14,8 +14,9 @@ On CUDA the payload goes over NCCL, one communicator per directed edge (a shared
 serialise the two directions). The receiver thread has a stream of its own: a wait for a message
 in the compute stream would hold up every op that is launched after it. Sends are ordered behind
 the ops in the compute stream, so when one leaves, only the device knows: wire times count from
-its launch, and are told as upper bounds. NCCL needs one GPU per rank; no test of this repository
-has run it.
+its launch, and are told as upper bounds. The compute stream does not wait for sends: a message is
+kept until its send says that it is through, and the host waits where too many are kept. NCCL
+needs one GPU per rank; no test of this repository has run it.
 """
 
 from __future__ import annotations
@@ -52,6 +53,10 @@ from pipemorph_trainer.paths.message import (
 from pipemorph_trainer.profile import LinkRecorder
 
 MAX_OUTSTANDING = 2
+OUTSTANDING_ON_DEVICE = 8
+"""The same on a device, which says of a send whether it is through: messages that are kept until
+they are, so a bound on memory and not on compute."""
+POLL_SECONDS = 0.0002
 POSTED_ON_DEVICE = 1
 """Receives of one direction that are posted on a device: each occupies some of it until its message
 is here."""
@@ -269,6 +274,9 @@ class DirectIncoming:
         for work in works:
             work.wait()
         self._synchronize()
+        for work in works if self._accelerator is not None else ():
+            if not _is_complete(work):
+                raise RuntimeError("a receive was given up")
         stamp = now()
         return tensors, stamp, self._accelerator is None and self._op_clock.observed(stamp)
 
@@ -311,8 +319,11 @@ class DirectOutgoing:
         deadline: float,
         device: torch.device,
         max_outstanding: int = MAX_OUTSTANDING,
+        asks: bool = False,
     ) -> None:
-        self._max_outstanding = max_outstanding
+        """``asks``: a send can be asked whether it is through, and is not to be waited for: a
+        wait on a device is one of its compute stream."""
+        self._max_outstanding, self._asks = max_outstanding, asks
         self._group, self._peer = group, peer
         # What dist.isend and dist.irecv look up at every call.
         self._peer_in_group = dist.get_group_rank(group, peer)
@@ -321,8 +332,6 @@ class DirectOutgoing:
         self._on_block, self._on_unblock = on_block, on_unblock
         self._deadline = deadline
         self._device = device
-        # On CUDA a wait is for the stream; with a time limit the host would wait as well.
-        self._limit = () if device.type == "cuda" else (timedelta(seconds=deadline),)
         self._outstanding: deque[_Sent] = deque()
         self._batch: Batch | None = None
         self._nbytes = 0
@@ -340,6 +349,8 @@ class DirectOutgoing:
     def send(self, microbatch: int, tensors: list[Tensor | None] | None) -> None:
         batch = self._batch
         assert batch is not None
+        while self._asks and self._outstanding and self._through(self._outstanding[0]):
+            self._outstanding.popleft()
         if len(self._outstanding) >= self._max_outstanding:
             self._finish_oldest()
         posted = now()
@@ -371,8 +382,11 @@ class DirectOutgoing:
         self._on_block(sent.iteration, sent.microbatch)
         began = time.monotonic()
         try:
-            for work in sent.works:
-                work.wait(*self._limit)
+            if self._asks:
+                self._poll(sent)
+            else:
+                for work in sent.works:
+                    work.wait(timedelta(seconds=self._deadline))
         except RuntimeError as error:
             if time.monotonic() - began >= self._deadline:
                 raise WaitTimeoutError(f"the deadline is {self._deadline:g} s") from error
@@ -382,6 +396,21 @@ class DirectOutgoing:
             time.sleep(left)
         self._outstanding.popleft()
         self._on_unblock()
+
+    def _poll(self, sent: _Sent) -> None:
+        """Wait on the host until a send is through; the device goes on."""
+        give_up_at = time.monotonic() + self._deadline
+        while not self._through(sent):
+            if time.monotonic() >= give_up_at:
+                raise WaitTimeoutError(f"the deadline is {self._deadline:g} s")
+            time.sleep(POLL_SECONDS)
+
+    def _through(self, sent: _Sent) -> bool:
+        """Raises :class:`PipelineError` if it failed, which its works tell once asked."""
+        try:
+            return all(_is_complete(work) for work in sent.works)
+        except RuntimeError as error:
+            raise self._failed(error) from error
 
     def _failed(self, error: RuntimeError) -> PipelineError:
         return PipelineError(f"the connection to rank {self._peer} failed: {first_sentence(error)}")
@@ -397,9 +426,16 @@ class DirectOutgoing:
 
     def close(self) -> None:
         self.finish()
-        if self._device.type == "cuda":
-            # Only the stream has waited so far, and the communicator is about to be destroyed.
-            torch.cuda.current_stream(self._device).synchronize()
+
+
+def _is_complete(work: Any) -> bool:
+    """Whether an operation of a device is through. Raises :class:`RuntimeError` if it failed:
+    one that was aborted ends as well, without its data."""
+    complete = bool(work.is_completed())
+    failure = work.exception()
+    if failure is not None:
+        raise RuntimeError(str(failure))
+    return complete
 
 
 class _Sent(NamedTuple):

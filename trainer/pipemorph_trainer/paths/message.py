@@ -66,6 +66,15 @@ class TensorMeta(NamedTuple):
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
+def gradients_of(metas: tuple[TensorMeta, ...]) -> tuple[TensorMeta, ...]:
+    """Of what travels forward, what comes back."""
+    return tuple(meta for meta in metas if meta.carries_gradient)
+
+
+def words(metas: tuple[TensorMeta, ...]) -> str:
+    return ", ".join(str(meta) for meta in metas) or "nothing"
+
+
 _NOTE = struct.Struct("<IIIIddd")
 NOTE_BYTES = _NOTE.size
 ALL_PRESENT = 0xFFFFFFFF

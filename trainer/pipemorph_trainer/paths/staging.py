@@ -36,7 +36,7 @@ from pipemorph_trainer.paths.delegated import (
     bytes_of,
     key_of,
 )
-from pipemorph_trainer.paths.message import NOTHING, Batch, Note, presence
+from pipemorph_trainer.paths.message import NOTHING, Batch, Note, TensorMeta, presence
 
 if TYPE_CHECKING:
     from pipemorph_trainer import _engine
@@ -78,6 +78,16 @@ class Staging:
         self.incoming: list[StagedIncoming] = []
         self._regions: list[_Region] = []
         self._refused: set[int] = set()
+
+    def grow(self, messages: int, metas: Sequence[TensorMeta]) -> None:
+        """Have page-locked memory for so many messages in the accelerator's pool. Growing it may
+        wait for the device, so not between ops."""
+        held = [
+            self.accelerator.pinned_empty((meta.nbytes,), torch.uint8)
+            for _ in range(messages)
+            for meta in metas
+        ]
+        held.clear()
 
     def page_lock(self, link: _engine.Link) -> None:
         """Let the device copy straight from the slots that ``link`` has by now."""
@@ -154,6 +164,19 @@ class StagedOutgoing(DelegatedOutgoing):
     def __init__(self, *, staging: Staging, name: str, **options: Any) -> None:
         super().__init__(**options)
         self._staging, self._name = staging, name
+        self._expected = 0
+        self._grown: tuple[int, tuple[TensorMeta, ...]] = 0, ()
+
+    def expect(self, messages: int) -> None:
+        """So many messages are to find page-locked memory from the next :meth:`begin` on."""
+        self._expected = max(self._expected, messages)
+
+    def begin(self, batch: Batch) -> None:
+        super().begin(batch)
+        wanted = self._expected, batch.metas
+        if wanted != self._grown:
+            self._grown = wanted
+            self._staging.grow(*wanted)
 
     def send(self, microbatch: int, tensors: list[Tensor | None] | None) -> None:
         """Begin to copy a message to the host. Its tensors may be dropped, not changed.
