@@ -17,6 +17,7 @@ from launch import Ranks, free_port, run_ranks
 from torch import Tensor, nn
 
 from pipemorph_trainer import Pipeline, TrainerContext, world
+from pipemorph_trainer.start import Start
 
 pytestmark = pytest.mark.multiprocess
 
@@ -204,21 +205,22 @@ def test_misuse_is_told_in_one_line(what: str, told: str) -> None:
 
 def joined(context: TrainerContext, through: Path) -> bool:
     """Whether rank 1, which is slow in the middle of it, is through when this rank is."""
-    broadcast = world.dist.broadcast_object_list
+    make_mesh = world.init_device_mesh
 
-    def slow(*args: Any, **options: Any) -> None:
-        broadcast(*args, **options)
+    def slow(*args: Any, **options: Any) -> Any:
+        mesh = make_mesh(*args, **options)
         threading.Event().wait(0.3)
         through.touch()
+        return mesh
 
     if context.rank == 1:
-        vars(world.dist)["broadcast_object_list"] = slow
-    world.join(context, 2, torch.device("cpu"))
+        vars(world)["init_device_mesh"] = slow
+    world.join(context, torch.device("cpu"), Start(stages=2, microbatches=1))
     return through.exists()
 
 
 def test_no_rank_joins_before_the_others(tmp_path: Path) -> None:
-    """One that then refuses its plan would take the store along, and the others told of that."""
+    """One that then fails would take the store along, and the others told of that."""
     assert run_ranks(2, joined, tmp_path / "through") == [True, True]
 
 

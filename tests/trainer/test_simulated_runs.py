@@ -22,6 +22,7 @@ from pipemorph_trainer import TrainerContext, links, pipeline, world
 from pipemorph_trainer.devices import own_device
 from pipemorph_trainer.executor.device_times import LAUNCHED_AHEAD, DeviceTimes, LossCopy
 from pipemorph_trainer.profile import TimedCopy, TimedOp
+from pipemorph_trainer.start import Start
 
 
 def simulate(context: TrainerContext, job: Job, seed: int) -> tuple[Record, int, list[str]]:
@@ -240,7 +241,7 @@ def test_a_process_group_without_cpu_tensors_is_refused(monkeypatch: pytest.Monk
         rank=0, world_size=2, local_rank=0, master_addr="127.0.0.1", master_port=1
     )
     with pytest.raises(InputError, match=r"made with cuda:nccl; .*'cpu:gloo,cuda:nccl'"):
-        world.join(context, 2, torch.device("cuda", 0))
+        world.join(context, torch.device("cuda", 0), Start(stages=2, microbatches=1))
 
 
 @pytest.mark.parametrize(

@@ -134,18 +134,6 @@ class Checkpoints:
         self._restore(state)
         return int(marks[_ITERATION])
 
-    def check(self) -> None:
-        """Raise :class:`InputError` if the folder for checkpoints cannot be written to."""
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self._directory):
-                pass
-        except OSError as error:
-            raise InputError(
-                f"spec.checkpoint.directory: {self._directory} cannot be written to: "
-                f"{error.strerror}"
-            ) from None
-
     def _finished(self) -> list[Path]:
         return sorted(path.parent for path in self._directory.glob("iteration-*/.metadata"))
 
@@ -178,6 +166,18 @@ class Checkpoints:
             set_optimizer_state_dict(
                 self._stage, self._optimizer, part("optimizer"), options=_OPTIONS
             )
+
+
+def check_directory(directory: Path) -> None:
+    """Raise :class:`InputError` if the folder for checkpoints cannot be written to."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"spec.checkpoint.directory: {directory} cannot be written to: {error.strerror}"
+        ) from None
 
 
 def _remove(folder: Path) -> None:

@@ -1,50 +1,130 @@
-"""Gradients across ranks: the mean over replicas and the norm over all stages."""
+"""What ranks share after the ops: gradients and buffers over replicas, the norm over stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from pipemorph_trainer.split.private import version
+from pipemorph_trainer.weights import bytes_of, comparable
+
+if TYPE_CHECKING:
+    from pipemorph_trainer.world import World
 
 BUCKET_BYTES = 25 << 20
 Wait = Callable[[Any], None]
 """Waits for a collective on CPU tensors, with a deadline and a name."""
 
 
-def average_over_replicas(
-    parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, wait: Wait
+class Replicas:
+    """Keeps the replicas of this rank's stage alike: all have the mean gradient, and the buffers
+    of replica 0.
+
+    Every call is collective over the replicas of the stage.
+    """
+
+    def __init__(self, module: nn.Module, world: World, wait: Wait) -> None:
+        # Not its group: a world that is left has the last reference to it.
+        self._module, self._world, self._wait = module, world, wait
+        self._buffered = [m for m in module.modules() if any(True for _ in m.buffers(False))]
+        self._marks = [_marks(m) for m in self._buffered]
+
+    def sync(self) -> None:
+        """After the ops of an iteration: average the gradients, and share the buffers of every
+        module of which some rank has written one.
+
+        torch counts no writes of a batch norm to its running statistics, only those to
+        ``num_batches_tracked`` beside them. So it is modules that are watched.
+        """
+        group = self._world.replicas
+        assert group is not None
+        parameters = [p for p in self._module.parameters() if p.requires_grad]
+        written = [_written(m, marks) for m, marks in zip(self._buffered, self._marks, strict=True)]
+        mask = [*(p.grad is not None for p in parameters), *written]
+        if not mask:
+            return
+        counts = torch.tensor(mask, dtype=torch.int32)
+        self._wait(dist.all_reduce(counts, group=group, async_op=True))
+        used, written_by = counts[: len(parameters)], counts[len(parameters) :]
+        average(parameters, used.tolist(), group, self._wait)
+        for module, count in zip(self._buffered, written_by.tolist(), strict=True):
+            if count:
+                self._share(module.buffers(recurse=False))
+
+    def share_buffers(self) -> None:
+        """Give all replicas every buffer of replica 0, also those written behind torch's back."""
+        self._share(self._module.buffers())
+
+    def _share(self, buffers: Iterable[Tensor]) -> None:
+        assert self._world.replicas is not None
+        for buffer in buffers:
+            if comparable(buffer):
+                broadcast(buffer, self._world.seat.stage, self._world.replicas, self._wait)
+        self._marks = [_marks(m) for m in self._buffered]
+
+
+Marks = list[tuple[Tensor, int]]
+
+
+def _marks(module: nn.Module) -> Marks:
+    """The buffers of a module, and how often each was written in place."""
+    return [(buffer, version(buffer)) for buffer in module.buffers(recurse=False)]
+
+
+def _written(module: nn.Module, before: Marks) -> bool:
+    """Whether a buffer was written, or another took its place, since ``before``."""
+    now = _marks(module)
+    return len(now) != len(before) or any(
+        new is not old or counted != was
+        for (new, counted), (old, was) in zip(now, before, strict=True)
+    )
+
+
+def average(
+    parameters: Sequence[nn.Parameter], used: Sequence[int], group: dist.ProcessGroup, wait: Wait
 ) -> None:
-    """Replace every ``.grad`` by its mean over the replicas, the same to the bit on each.
+    """Replace every ``.grad`` by its mean over the ranks of ``group``, the same to the bit on
+    each. ``used``: on how many ranks a parameter has a gradient.
 
     Gradients travel in flat buckets, in the order of the parameters. A parameter that has no
-    gradient on any replica keeps none; where only some replicas used it, the others count
-    as zero.
+    gradient on any rank keeps none; where only some ranks used it, the others count as zero.
     """
     size = dist.get_world_size(group)
-    trainable = [p for p in parameters if p.requires_grad]
-    if not trainable:
-        return
-    used = torch.tensor([p.grad is not None for p in trainable], dtype=torch.int32)
-    wait(dist.all_reduce(used, group=group, async_op=True))
-    for parameter, count in zip(trainable, used.tolist(), strict=True):
+    for parameter, count in zip(parameters, used, strict=True):
         if count and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    for bucket in _buckets(p.grad for p in trainable if p.grad is not None):
+    for bucket in _buckets(p.grad for p in parameters if p.grad is not None):
         flat = torch.cat([grad.reshape(-1) for grad in bucket])
-        work: Any = dist.all_reduce(flat, group=group, async_op=True)
-        # On CUDA the stream waits, not the host.
-        if flat.is_cuda:
-            work.wait()
-        else:
-            wait(work)
+        _finish(dist.all_reduce(flat, group=group, async_op=True), flat, wait)
         flat /= size
         offset = 0
         for grad in bucket:
             grad.copy_(flat[offset : offset + grad.numel()].view_as(grad))
             offset += grad.numel()
+
+
+def broadcast(value: Tensor, source: int, group: dist.ProcessGroup, wait: Wait) -> None:
+    """Overwrite a tensor on all ranks of ``group`` by that of rank ``source``. It travels as
+    bytes, so its type does not matter."""
+    raw = bytes_of(value)
+    if not raw.numel():
+        return
+    _finish(dist.broadcast(raw, source, group=group, async_op=True), raw, wait)
+    if raw.data_ptr() != value.data_ptr():
+        with torch.no_grad():
+            value.copy_(raw.view(value.dtype).view(value.shape))
+
+
+def _finish(work: Any, tensor: Tensor, wait: Wait) -> None:
+    """Wait for a collective; on CUDA the stream waits, not the host."""
+    if tensor.is_cuda:
+        work.wait()
+    else:
+        wait(work)
 
 
 def _buckets(grads: Iterable[Tensor]) -> Iterator[list[Tensor]]:

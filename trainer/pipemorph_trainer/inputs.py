@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn, tensor_split
 
 from pipemorph.errors import InputError
@@ -12,6 +13,18 @@ from pipemorph_trainer.errors import ShapeError
 from pipemorph_trainer.executor.loop import Inputs
 from pipemorph_trainer.links import Seat
 from pipemorph_trainer.paths.message import TensorMeta
+
+
+def check_grad_mode(who: object) -> None:
+    """Raise :class:`InputError` where torch records no gradients: a step without them is none."""
+    inference = torch.is_inference_mode_enabled()
+    if torch.is_grad_enabled() and not inference:
+        return
+    how = "torch.inference_mode()" if inference else "torch.no_grad()"
+    raise InputError(
+        f"{who}: step() was called under {how}, and it trains (it adds to .grad): call it outside. "
+        "It cannot evaluate; load a checkpoint into the whole model for that"
+    )
 
 
 def split(

@@ -26,11 +26,13 @@ from pipemorph_trainer.errors import PipelineError, first_sentence
 from pipemorph_trainer.executor.bell import Bell
 from pipemorph_trainer.executor.loop import Executor, Inputs, Outcome
 from pipemorph_trainer.executor.waiting import Waiting
-from pipemorph_trainer.inputs import signature, split
+from pipemorph_trainer.inputs import check_grad_mode, signature, split
 from pipemorph_trainer.links import LinkEnd, Seat
 from pipemorph_trainer.paths.arrival import OpClock
 from pipemorph_trainer.profile import TimedOp
 from pipemorph_trainer.split import StageRunner
+from pipemorph_trainer.start import Start
+from pipemorph_trainer.weights import check_stage
 from pipemorph_trainer.world import join
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -75,7 +77,8 @@ class InterleavedPipeline:
         self._order = schedule.ranks[context.rank]
         self._last = len(placement) - 1
         self._rank = context.rank
-        self._world = join(context, len(schedule.ranks), torch.device("cpu"))
+        start = Start(stages=len(schedule.ranks), microbatches=schedule.microbatches)
+        self._world = join(context, torch.device("cpu"), start)
         self._waiting = Waiting(f"rank {context.rank}")
         self._bell = Bell()
         self._forgotten: set[int] = set()
@@ -140,6 +143,7 @@ class InterleavedPipeline:
                 f" {mine} on it"
             )
         for stage, module in stages.items():
+            check_stage(module)
             for parameter in module.parameters():
                 if parameter.device.type != "cpu":
                     raise InputError(
@@ -164,6 +168,7 @@ class InterleavedPipeline:
         """
         if self._closed:
             raise PipelineError(f"rank {self._rank}: step() after close()")
+        check_grad_mode(f"rank {self._rank}")
         try:
             return self._step(args, target)
         except BaseException:

@@ -24,7 +24,7 @@ from pipemorph_trainer.executor.loss import SharedLoss
 from pipemorph_trainer.executor.profiling import profiling
 from pipemorph_trainer.executor.token import TokenPass
 from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
-from pipemorph_trainer.gradients import average_over_replicas
+from pipemorph_trainer.gradients import Replicas
 from pipemorph_trainer.links import Neighbourhood
 from pipemorph_trainer.own_stage import OwnStage
 from pipemorph_trainer.paths.arrival import OpClock
@@ -46,6 +46,7 @@ class Iterations:
         world: whom this rank shares losses, gradients and agreements with.
         neighbours: the links of the stage.
         stage: what runs the ops.
+        replicas: keeps its replicas alike; None where there is one, or the stage is emulated.
         plans: what may run; plans that come from ``control`` go there.
         reporter, trace: what is told of each iteration, and written of it.
         bell: rung when there is news; ``op_clock``: when ops run, for the links.
@@ -59,6 +60,7 @@ class Iterations:
         world: World,
         neighbours: Neighbourhood,
         stage: OwnStage,
+        replicas: Replicas | None,
         plans: StagePlans,
         control: ControlClient,
         reporter: Reporter,
@@ -71,6 +73,7 @@ class Iterations:
     ) -> None:
         self._world, self._seat = world, world.seat
         self._neighbours, self._stage, self._plans = neighbours, stage, plans
+        self._replicas = replicas
         self._control, self._reporter, self._trace = control, reporter, trace
         self._waiting, self._wait_for = waiting, wait
         self._device_times: DeviceTimes | None = None
@@ -143,11 +146,9 @@ class Iterations:
         if self._loss.refused:
             refusal = refusal or self._executor.cause
             raise self._refused(iteration, refusal) from refusal
-        if self._stage.module is not None and self._world.replicas is not None:
+        if self._replicas is not None:
             self._waiting.begin(f"gradients of iteration {iteration} of the other replicas")
-            average_over_replicas(
-                self._stage.module.parameters(), self._world.replicas, self._wait_for
-            )
+            self._replicas.sync()
             self._waiting.end()
         self._stage.update()
         self._end(iteration, plan, origin, outcome, loss)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -13,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pipemorph.control.initial import initial_plan
-from pipemorph.errors import PipeMorphError
+from pipemorph.errors import InputError, PipeMorphError
 from pipemorph.planning import Dispatch, Plan, Policy
 from pipemorph.spec import Checkpoint, Fault
 from pipemorph_trainer.accelerator import accelerator_of
@@ -26,28 +27,26 @@ from pipemorph_trainer.errors import BatchError, PipelineError
 from pipemorph_trainer.executor.bell import Bell
 from pipemorph_trainer.executor.loop import Inputs
 from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
-from pipemorph_trainer.gradients import clip_global_norm
+from pipemorph_trainer.gradients import Replicas, clip_global_norm
+from pipemorph_trainer.inputs import check_grad_mode
 from pipemorph_trainer.iteration import Iterations
 from pipemorph_trainer.links import LinkEnd, meet
 from pipemorph_trainer.metrics import metered
-from pipemorph_trainer.own_stage import LossFn, OwnStage, device_of, open_store
+from pipemorph_trainer.own_stage import LossFn, OwnStage, device_of
 from pipemorph_trainer.paths.arrival import OpClock
-from pipemorph_trainer.settings import (
-    DuplexChoice,
-    EngineChoice,
-    PathChoice,
-    Settings,
-    engine_options,
-    plain_plan,
-)
+from pipemorph_trainer.preparation import prepare
+from pipemorph_trainer.settings import DuplexChoice, EngineChoice, PathChoice
 from pipemorph_trainer.signals import LastWord
-from pipemorph_trainer.stage_plans import StagePlans, check_offload, check_stages
+from pipemorph_trainer.stage_plans import StagePlans
+from pipemorph_trainer.start import level, warnings
 from pipemorph_trainer.telemetry import Reporter, join_agent
 from pipemorph_trainer.trace import TraceWriter
 from pipemorph_trainer.world import join
 
 if TYPE_CHECKING:
     from pipemorph_trainer.checkpoint import Checkpoints
+
+log = logging.getLogger("pipemorph.trainer")
 
 SWITCH_SECONDS = 1e-3
 """How soon a receiver thread gets the interpreter; the default of 5 ms is half an op. Shorter
@@ -57,12 +56,16 @@ costs CPU: a thread that waits for the interpreter wakes up this often."""
 class Pipeline:
     """One stage of a pipeline, on every rank of it.
 
-    With a job file in the context everything but the stage comes from the job; without one
-    (plain torchrun) from the arguments.
+    With a job file in the context the settings come from the job, and an argument that says
+    something else is an error; without one (plain torchrun) they come from the arguments.
+
+    All replicas of a stage begin with the parameters and buffers of replica 0, as in torch's
+    ``DistributedDataParallel``. It is said (a warning on rank 0) if that changed any.
 
     Args:
-        stage: any ``nn.Module``, or an :class:`EmulatedStage`. Stage 0 gets the arguments of
-            :meth:`step`, stage *i* the tensors stage *i-1* returned.
+        stage: any ``nn.Module`` that is whole on its rank (no DDP, no FSDP, no DTensors), or an
+            :class:`EmulatedStage`. Stage 0 gets the arguments of :meth:`step`, stage *i* the
+            tensors stage *i-1* returned.
         context: where this rank runs.
         loss_fn: ``loss_fn(output, target)`` → scalar; needed on the last stage unless its
             module returns the loss itself.
@@ -73,20 +76,22 @@ class Pipeline:
         host_memory: bytes of host memory on this rank that a plan may use for activations;
             None: a plan that moves some of them there is refused.
         stages: pipeline stages; default: all ranks. RANK = replica × stages + stage.
-        policy, dispatch, path: how to schedule and how messages travel. ``path="auto"`` is
-            direct until a directive moves a link.
+        policy, dispatch, path: how to schedule (default: ``pipemorph``, ``static``) and how
+            messages travel. ``path="auto"``, the default, is direct until a directive moves a
+            link.
         direct_duplex: ``half`` gives both directions of a direct link one queue, as a pair of
-            ranks has in torch.distributed; for comparisons, on gloo.
+            ranks has in torch.distributed; for comparisons, on gloo. Default: ``full``.
         direct_sends: sends of a direct link, per direction, that may be outstanding before another
-            holds up compute; at least 1, default 2, and 8 on CUDA.
+            holds up compute; at least 1, default 2, and 8 on CUDA. No job has it.
         plan: run exactly this plan instead of one made from ``policy``.
         faults: a fault trace, applied in the transport (see :class:`pipemorph.spec.Fault`).
-        deadline_seconds: longest wait for one message.
-        engine: data path of the transfer engine: auto, tcp, shm or rdma.
+        deadline_seconds: longest wait for one message; default: 300.
+        engine: data path of the transfer engine: auto (the default), tcp, shm or rdma.
+        queues: engine queues per direction of a link; default: 8.
         control: where plans come from and telemetry goes; default: the job's agent, if any.
 
-    Raises :class:`InputError` if the job and the ranks do not fit, :class:`PipelineError` if
-    a neighbour does not come.
+    Raises :class:`InputError` if the stage, the job and the ranks do not fit: on all ranks, also
+    if only one of them found out. Raises :class:`PipelineError` if a neighbour does not come.
     """
 
     def __init__(
@@ -98,56 +103,70 @@ class Pipeline:
         microbatches: int | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         stages: int | None = None,
-        policy: Policy | str = Policy.PIPEMORPH,
-        dispatch: Dispatch | str = Dispatch.STATIC,
-        path: PathChoice = "auto",
+        policy: Policy | str | None = None,
+        dispatch: Dispatch | str | None = None,
+        path: PathChoice | None = None,
         plan: Plan | None = None,
-        faults: Sequence[Fault] = (),
-        deadline_seconds: float = 300.0,
-        engine: EngineChoice = "auto",
-        queues: int = 8,
-        direct_duplex: DuplexChoice = "full",
+        faults: Sequence[Fault] | None = None,
+        deadline_seconds: float | None = None,
+        engine: EngineChoice | None = None,
+        queues: int | None = None,
+        direct_duplex: DuplexChoice | None = None,
         direct_sends: int | None = None,
         checkpoint: Checkpoint | None = None,
         host_memory: int | None = None,
         control: ControlClient | None = None,
     ) -> None:
         self.context = context
-        spec = context.job.spec if context.job is not None else None
-        if spec is not None:
-            settings = Settings.of(spec)
-            torch.set_num_threads(spec.trainer.threads)
-            plan = plan if plan is not None else initial_plan(spec)
-        else:
-            settings = Settings(
-                stages=stages if stages is not None else context.world_size,
-                faults=faults,
-                deadline_seconds=deadline_seconds,
-                path=path,
-                engine=engine,
-                queues=queues,
-                direct_duplex=direct_duplex,
-                direct_sends=direct_sends,
-                checkpoint=checkpoint,
-                host_memory=host_memory,
-            )
-            if plan is None:
-                plan = plain_plan(
-                    settings.stages, microbatches, Policy(policy), Dispatch(dispatch), path
-                )
+        self._process = os.getpid()
+        given = {
+            "stages": stages,
+            "microbatches": microbatches,
+            "policy": None if policy is None else Policy(policy),
+            "dispatch": None if dispatch is None else Dispatch(dispatch),
+            "path": path,
+            "faults": faults,
+            "deadline_seconds": deadline_seconds,
+            "engine": engine,
+            "queues": queues,
+            "direct_duplex": direct_duplex,
+            "direct_sends": direct_sends,
+            "checkpoint": checkpoint,
+            "host_memory": host_memory,
+        }
         self.device = device_of(stage if isinstance(stage, nn.Module) else None)
         accelerator = accelerator_of(self.device)
         if accelerator is not None:
             # What is allocated without naming a device belongs to the stage's.
             accelerator.enter_thread()
-        self._world = join(context, settings.stages, self.device)
+        directed = context.ingest_url is not None
+        if control is not None:
+            directed = not isinstance(control, NoControl)
+        prepared, start = prepare(
+            stage,
+            context,
+            given,
+            plan,
+            device=self.device,
+            accelerator=accelerator,
+            directed=directed,
+        )
+        self._world = join(context, self.device, start)
+        assert prepared is not None, "a rank that refuses gets no further than join()"
+        settings, plan = prepared.settings, prepared.plan
         self.seat = self._world.seat
-        check_stages(plan, self.seat)
-        store, no_offload = open_store(stage, self.device, accelerator, settings.host_memory)
-        check_offload(plan, self.seat, no_offload)
 
         self._waiting = Waiting(str(self.seat))
         self._wait_for = CollectiveWait(self._waiting, settings.deadline_seconds)
+        self._replicas: Replicas | None = None
+        if isinstance(stage, nn.Module) and self._world.replicas is not None:
+            self._waiting.begin("the parameters and buffers of replica 0")
+            level(self._world, stage, self._wait_for)
+            self._waiting.end()
+            self._replicas = Replicas(stage, self._world, self._wait_for)
+        if self.seat.rank == 0:
+            for line in warnings(self._world.starts):
+                log.warning(line)
         self._bell = Bell()
         op_clock = OpClock()
         self._agent: AgentHandle | None = None
@@ -162,9 +181,7 @@ class Pipeline:
             bell=self._bell,
             op_clock=op_clock,
             device=self.device,
-            engine_options=engine_options(
-                context, settings, plan, directed=not isinstance(self._control, NoControl)
-            ),
+            engine_options=prepared.engine,
             deadline=settings.deadline_seconds,
             on_block=self._on_block,
             on_unblock=self._waiting.end,
@@ -173,7 +190,9 @@ class Pipeline:
             groups=self._world.groups,
         )
         self._wait_for.who_is_gone = self._neighbours.gone
-        self._plans = StagePlans(plan, self.seat, self._neighbours.ends, no_offload=no_offload)
+        self._plans = StagePlans(
+            plan, self.seat, self._neighbours.ends, no_offload=prepared.no_offload
+        )
         for end in self._neighbours.ends:
             if end.failover is not None:
                 end.failover.on_broken = partial(self._on_broken, end)
@@ -184,7 +203,7 @@ class Pipeline:
             microbatches=plan.schedule.microbatches,
             device=self.device,
             accelerator=accelerator,
-            store=store,
+            store=prepared.store,
         )
         rails = self._neighbours.engine.rails if self._neighbours.engine is not None else None
         self._reporter = Reporter(self.seat, self._control, self._neighbours.ends, rails)
@@ -194,6 +213,7 @@ class Pipeline:
             world=self._world,
             neighbours=self._neighbours,
             stage=self._stage,
+            replicas=self._replicas,
             plans=self._plans,
             control=self._control,
             reporter=self._reporter,
@@ -242,10 +262,19 @@ class Pipeline:
 
         Raises :class:`BatchError` on every rank if one of them was given what does not fit: then
         no gradient has changed, and the next step may go on. Raises :class:`PipelineError` naming
-        the message that did not come, :class:`ShapeError` if shapes differ between microbatches.
+        the message that did not come, :class:`ShapeError` if shapes differ between microbatches,
+        and :class:`InputError` where gradients are switched off (``torch.no_grad``) or all
+        iterations of the manifest are done.
         """
         if self._closed:
             raise PipelineError(f"{self.seat}: step() after close()")
+        check_grad_mode(self.seat)
+        job = self.context.job
+        if job is not None and self.iteration >= job.spec.trainer.iterations:
+            raise InputError(
+                f"{self.seat}: step() was called after all {self.iteration} iterations of the "
+                "manifest; step from pipe.start_iteration to spec.trainer.iterations, or raise that"
+            )
         try:
             return self._step(args, kwargs, target)
         except BatchError:
@@ -298,8 +327,12 @@ class Pipeline:
         self._iterations.install(plan)
 
     def close(self) -> None:
-        """Finish: wait for all ranks, say goodbye, give everything back. Idempotent."""
-        if self._closed:
+        """Finish: wait for all ranks, say goodbye, give everything back. Idempotent.
+
+        Raises :class:`InputError` when all that is done, if the manifest has more iterations
+        than were stepped: such a job is not complete.
+        """
+        if self._closed or self._forked():
             return
         try:
             self._end_iteration(self._last_activity)
@@ -308,9 +341,18 @@ class Pipeline:
             self._fail(error)
             raise
         self._closed = True
-        self._reporter.state = "finished"
-        self._reporter.publish()
+        wanted = self.context.job.spec.trainer.iterations if self.context.job is not None else 0
+        early = ""
+        if self.iteration < wanted:
+            early = (
+                f"{self.seat}: closed after {self.iteration} of the {wanted} iterations of the "
+                "manifest; step from pipe.start_iteration to spec.trainer.iterations, or lower that"
+            )
+        self._reporter.state = "failed" if early else "finished"
+        self._reporter.publish(message=early or None)
         self._release(goodbye=True)
+        if early:
+            raise InputError(early)
 
     def __enter__(self) -> Pipeline:
         return self
@@ -346,7 +388,6 @@ class Pipeline:
     def _resume(self) -> int:
         if self._checkpoints is None or self._checkpoint is None:
             return 0
-        self._checkpoints.check()
         return self._checkpoints.resume() if self._checkpoint.resume else 0
 
     def _end_iteration(self, at: float) -> None:
@@ -362,6 +403,9 @@ class Pipeline:
             return
         if self.iteration % self._checkpoint.every == 0:
             self._waiting.begin(f"all ranks to save the checkpoint of iteration {self.iteration}")
+            if self._replicas is not None:
+                # The replicas' ranks each write a part of it.
+                self._replicas.share_buffers()
             self._checkpoints.save(self.iteration)
             self._waiting.end()
 
@@ -380,7 +424,7 @@ class Pipeline:
 
     def _fail(self, error: BaseException) -> None:
         """Take down after an error, without waiting for anybody: peers see the line close."""
-        if self._closed:
+        if self._closed or self._forked():
             return
         self._closed = True
         self._reporter.state = "failed"
@@ -394,8 +438,13 @@ class Pipeline:
         finally:
             self._release(goodbye=False)
 
+    def _forked(self) -> bool:
+        """Whether this is a child of the process that made the pipeline, whose connections these
+        are: a child that leaves the ``with`` block must not close them."""
+        return os.getpid() != self._process
+
     def _leave_traces(self) -> None:
-        self._trace.close(self._neighbours.ends)
+        self._trace.close(self._neighbours.ends, self.iteration)
 
     def _release(self, *, goodbye: bool) -> None:
         self._leave_traces()

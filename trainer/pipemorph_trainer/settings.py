@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from pipemorph.errors import InputError
 from pipemorph.planning import (
@@ -31,17 +31,20 @@ DuplexChoice = Literal["full", "half"]
 @dataclass(frozen=True)
 class Settings:
     """The arguments of :class:`pipemorph_trainer.Pipeline` that a job file replaces; they are
-    explained there. The plan is made from the others."""
+    explained there."""
 
     stages: int
-    faults: Sequence[Fault]
-    deadline_seconds: float
-    path: PathChoice
-    engine: EngineChoice
-    queues: int
-    direct_duplex: DuplexChoice
-    checkpoint: Checkpoint | None
-    host_memory: int | None
+    microbatches: int | None = None
+    policy: Policy = Policy.PIPEMORPH
+    dispatch: Dispatch = Dispatch.STATIC
+    faults: Sequence[Fault] = ()
+    deadline_seconds: float = 300.0
+    path: PathChoice = "auto"
+    engine: EngineChoice = "auto"
+    queues: int = 8
+    direct_duplex: DuplexChoice = "full"
+    checkpoint: Checkpoint | None = None
+    host_memory: int | None = None
     direct_sends: int | None = None
 
     def __post_init__(self) -> None:
@@ -55,6 +58,9 @@ class Settings:
         adaptation = spec.adaptation
         return Settings(
             stages=spec.parallelism.stages,
+            microbatches=spec.schedule.microbatches,
+            policy=spec.schedule.policy_kind,
+            dispatch=spec.schedule.dispatch_kind,
             faults=spec.faults,
             deadline_seconds=spec.transport.deadline_seconds,
             path=spec.transport.path,
@@ -65,21 +71,58 @@ class Settings:
             host_memory=adaptation.host_memory if adaptation.allow_offload else None,
         )
 
+    @staticmethod
+    def choose(context: TrainerContext, given: Mapping[str, Any]) -> Settings:
+        """Those of the job where there is one, else those ``given`` by name; None: the default.
 
-def plain_plan(
-    stages: int, microbatches: int | None, policy: Policy, dispatch: Dispatch, path: PathChoice
-) -> Plan:
-    """Plan 0 without a job: equal op times, no delay."""
-    if microbatches is None:
-        raise InputError("microbatches is missing; without a job file give it to Pipeline()")
-    problem = Problem(
-        microbatches=microbatches,
-        stages=(StageTimes(forward=1, backward_input=1, backward_weight=1),) * stages,
-        links=(Link(),) * (stages - 1),
-        policy=policy,
-    )
-    paths = (Path.DELEGATED if path == "delegated" else Path.DIRECT,) * (stages - 1)
-    return plan_schedule(problem).to_plan(0, paths, dispatch)
+        Raises :class:`InputError` if the job says something else than what was given.
+        """
+        told = {name: value for name, value in given.items() if value is not None}
+        if context.job is None:
+            return Settings(**{"stages": context.world_size, **told})
+        settings = replace(
+            Settings.of(context.job.spec), direct_sends=told.pop("direct_sends", None)
+        )
+        for name, value in told.items():
+            wanted = getattr(settings, name)
+            same = list(value) == list(wanted) if name == "faults" else value == wanted
+            if not same:
+                raise InputError(
+                    f"Pipeline was given {name}={value}, and the manifest says "
+                    f"spec.{MANIFEST[name]}: {wanted}; leave the argument out, or make "
+                    "the two equal"
+                )
+        return settings
+
+    def plan(self) -> Plan:
+        """Plan 0 without a job: equal op times, no delay."""
+        if self.microbatches is None:
+            raise InputError("microbatches is missing; without a job file give it to Pipeline()")
+        problem = Problem(
+            microbatches=self.microbatches,
+            stages=(StageTimes(forward=1, backward_input=1, backward_weight=1),) * self.stages,
+            links=(Link(),) * (self.stages - 1),
+            policy=self.policy,
+        )
+        first = Path.DELEGATED if self.path == "delegated" else Path.DIRECT
+        return plan_schedule(problem).to_plan(0, (first,) * (self.stages - 1), self.dispatch)
+
+
+MANIFEST = {
+    "stages": "parallelism.stages",
+    "microbatches": "schedule.microbatches",
+    "policy": "schedule.policy",
+    "dispatch": "schedule.dispatch",
+    "faults": "faults",
+    "deadline_seconds": "transport.deadlineSeconds",
+    "path": "transport.path",
+    "engine": "transport.engine",
+    "queues": "transport.queues",
+    "direct_duplex": "transport.directDuplex",
+    "checkpoint": "checkpoint",
+    "host_memory": "adaptation.hostMemory",
+}
+"""Where a manifest has a setting, in ``spec``."""
 
 
 def engine_options(

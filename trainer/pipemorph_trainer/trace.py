@@ -6,7 +6,8 @@ the iteration; ``ops`` and ``waits`` are ``[kind, microbatch, start, end]`` in s
 Where activations went to host memory, ``copies`` are ``["out" or "back", microbatch, start, end,
 bytes]``: the end of an F, the beginning of a B or BW.
 
-``faults-rank{R}.json``: what the fault trace did here, written at the end however it comes.
+``faults-rank{R}.json``: what the fault trace did here, and how many ``iterations`` of the job
+are done, those before a resume as well; written at the end however it comes.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ class TraceWriter:
                 self._file.close()
             self._file = None
 
-    def close(self, ends: list[LinkEnd]) -> None:
-        """Write what the fault trace did. Idempotent."""
+    def close(self, ends: list[LinkEnd], iterations: int = 0) -> None:
+        """Write what the fault trace did, and how many iterations are done. Idempotent."""
         if self._folder is None or self._closed:
             return
         self._closed = True
@@ -90,6 +91,7 @@ class TraceWriter:
             "rank": self._seat.rank,
             "stage": self._seat.stage,
             "replica": self._seat.replica,
+            "iterations": iterations,
             "faults": [
                 entry for end in ends for entry in (*end.shaper.record(), *end.severer.record())
             ],

@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,7 @@ from pipemorph_trainer.addresses import in_url
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.groups import Groups, destroy_at_exit
 from pipemorph_trainer.links import Seat
+from pipemorph_trainer.start import Start, exchange
 
 SETUP_SECONDS = 300.0
 """How long ranks may take to find each other."""
@@ -37,8 +39,11 @@ class World:
     stages: dist.ProcessGroup
     replicas: dist.ProcessGroup | None
     secret: bytes
+    starts: Sequence[Start]
+    """What each rank brought, in their order."""
 
     def __post_init__(self) -> None:
+        self._process = os.getpid()
         # For a script that closes no pipeline.
         atexit.register(self.leave, clean=False)
 
@@ -53,6 +58,8 @@ class World:
 
         The default group stays: it is the user's, or ends with the interpreter.
         """
+        if os.getpid() != self._process:
+            return  # A forked child: the connections are its parent's.
         atexit.unregister(self.leave)
         self.groups.destroy(clean=clean)
         if hasattr(self, "control"):
@@ -60,52 +67,68 @@ class World:
             del self.mesh, self.control, self.stages, self.replicas
 
 
-def join(context: TrainerContext, stages: int, device: torch.device) -> World:
-    """Join the job's process group (or use the one there is) and cut it in ``dp`` and ``pp``.
-
-    Raises :class:`InputError` if ``stages`` does not divide the world, or if there is a process
-    group that carries no CPU tensors.
-    """
+def seat_of(context: TrainerContext, stages: int) -> Seat:
+    """Raises :class:`InputError` if ``stages`` does not divide the world."""
     if context.world_size % stages:
         raise InputError(
             f"{context.world_size} ranks cannot be cut into pipelines of {stages} stages; start "
             f"a multiple of {stages} ranks"
         )
-    if not dist.is_initialized():
-        _init_process_group(context, device)
-    elif "cpu:" not in dist.get_backend_config():
-        raise InputError(
-            f"the process group was made with {dist.get_backend_config()}; it has to carry CPU "
-            "tensors as well: init_process_group('cpu:gloo,cuda:nccl'), or leave it to Pipeline"
-        )
-    replicas = context.world_size // stages
-    mesh = init_device_mesh(device.type, (replicas, stages), mesh_dim_names=("dp", "pp"))
-    seat = Seat(
+    return Seat(
         rank=context.rank,
         stage=context.rank % stages,
         stages=stages,
         replica=context.rank // stages,
-        replicas=replicas,
+        replicas=context.world_size // stages,
     )
+
+
+def join(context: TrainerContext, device: torch.device, start: Start) -> World:
+    """Join the job's process group (or use the one there is), tell the other ranks of ``start``
+    and hear of theirs, and cut the group in ``dp`` and ``pp``.
+
+    Raises :class:`InputError`, on all ranks alike, if any of them refuses or if their starts do
+    not fit together (:func:`~pipemorph_trainer.start.check_starts`); and if there is a process
+    group that carries no CPU tensors.
+    """
     groups = Groups()
+    try:
+        if not dist.is_initialized():
+            _init_process_group(context, device)
+        elif "cpu:" not in dist.get_backend_config():
+            raise InputError(
+                f"the process group was made with {dist.get_backend_config()}; it has to carry CPU "
+                "tensors as well: init_process_group('cpu:gloo,cuda:nccl'), or leave it to Pipeline"
+            )
+        control = groups.new(backend="gloo", group_desc="pipemorph control")
+        # Without a secret from the host, the ranks trust whom the process group let in.
+        secret = b"" if context.secret else secrets.token_bytes(32)
+        starts = exchange(replace(start, secret=secret), control)
+    except InputError:
+        groups.destroy(clean=True)
+        raise
+    except RuntimeError as error:
+        if not start.refusal:
+            raise
+        # The others did not come to hear it.
+        raise InputError(start.refusal) from error
+    seat = seat_of(context, start.stages)
+    mesh = init_device_mesh(device.type, (seat.replicas, seat.stages), mesh_dim_names=("dp", "pp"))
     for group in mesh.get_all_groups():
         # For a dimension of all ranks a mesh has the default group, which is not ours.
         if group is not dist.GroupMember.WORLD:
             groups.adopt(group)
-    control = groups.new(backend="gloo", group_desc="pipemorph control")
-    secret = [context.secret or secrets.token_bytes(32)]
-    # Without a secret from the host, the ranks trust whom the process group let in.
-    dist.broadcast_object_list(secret, src=0, group=control)
-    # Rank 0 may refuse its plan next and end, with the store that the others are still using.
+    # Rank 0 may fail next and end, with the store that the others are still using.
     dist.barrier(control)
     return World(
         seat=seat,
         mesh=mesh,
         groups=groups,
         control=control,
-        stages=mesh["pp"].get_group() if replicas > 1 else control,
-        replicas=_replicas(mesh, groups, stages) if replicas > 1 else None,
-        secret=context.secret or secret[0],
+        stages=mesh["pp"].get_group() if seat.replicas > 1 else control,
+        replicas=_replicas(mesh, groups, seat.stages) if seat.replicas > 1 else None,
+        secret=context.secret or starts[0].secret,
+        starts=starts,
     )
 
 

@@ -1,0 +1,355 @@
+"""What ranks tell each other before training begins: refusals, other weights, tied matrices."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gate import same_bits
+from launch import Ranks, run_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
+
+from pipemorph.errors import InputError
+from pipemorph.planning import Policy
+from pipemorph.spec import Checkpoint, Fault, PipeMorphJob
+from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
+from pipemorph_trainer.preparation import Preparation, prepare
+from pipemorph_trainer.settings import MANIFEST, Settings
+from pipemorph_trainer.start import Start, check_starts, warnings
+from pipemorph_trainer.weights import check_stage, fingerprint, held_by
+
+State = dict[str, Tensor]
+
+
+def start_of(module: nn.Module, stages: int = 2) -> Start:
+    return Start(stages=stages, microbatches=4, held=held_by(module))
+
+
+def linear(seed: int, width: int = 4) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(width, width)
+
+
+def test_a_fingerprint_tells_any_bit() -> None:
+    base = torch.arange(200_000, dtype=torch.int32).reshape(2, -1)
+    seen = {fingerprint(base)}
+    for place in (0, 1, 65_536, 131_072, 199_999):
+        other = base.clone()
+        other.view(-1)[place] ^= -(1 << 31)
+        seen.add(fingerprint(other))
+    # Two flipped signs, and the same elements in another order.
+    signs = base.clone()
+    signs[:, 1] ^= -(1 << 31)
+    seen |= {fingerprint(signs), fingerprint(base.flip(0)), fingerprint(torch.zeros_like(base))}
+    assert len(seen) == 9
+    assert fingerprint(base.clone().t().contiguous().t()) == fingerprint(base), "strides"
+    for odd in (torch.ones(()), torch.ones(3, dtype=torch.bool), torch.ones(7).to(torch.bfloat16)):
+        assert fingerprint(odd) == fingerprint(odd.clone()) != fingerprint(odd * 0)
+    shifted = torch.arange(9, dtype=torch.uint8)[1:]
+    assert fingerprint(shifted) == fingerprint(shifted.clone())
+    assert fingerprint(torch.ones(0)) == 0
+
+
+def test_replicas_that_differ_are_told_in_one_line() -> None:
+    same = [start_of(linear(stage)) for stage in (0, 1)]
+    other = nn.Sequential(linear(0), linear(1), nn.BatchNorm1d(4))
+    starts = [*same, same[0], start_of(linear(7))]
+    check_starts(starts)
+    (line,) = warnings(starts)
+    assert line.startswith(
+        "replicas began with different values: rank 3 (stage 1, replica 1) in 2 of 2 tensors "
+        "('weight', 'bias'); all now have those of replica 0."
+    )
+    (line,) = warnings([*same, start_of(linear(8)), start_of(linear(7))])
+    assert (
+        "rank 2 (stage 0, replica 1) in 2 of 2" in line and ", and 1 other rank likewise;" in line
+    )
+    assert not list(warnings([*same, *same]))
+    for module, told in (
+        (linear(0, 8), "parameter 'weight' as float32[8, 8], and rank 0 (stage 0, replica 0) as"
+         " float32[4, 4]"),
+        (linear(0).double(), "parameter 'weight' as float64[4, 4]"),
+        (linear(0).requires_grad_(False), "as float32[4, 4], frozen, and"),
+        (nn.Linear(4, 4, bias=False), "no parameter 'bias', which rank 0 (stage 0, replica 0) has"
+         " (float32[4])"),
+        (other, "parameter '0.weight' (float32[4, 4]), which rank 0"),
+    ):  # fmt: skip
+        with pytest.raises(InputError) as refused:
+            check_starts([*same, start_of(module), same[1]])
+        line = str(refused.value)
+        assert line.startswith("rank 2 (stage 0, replica 1) has ") and told in line
+        assert "\n" not in line
+
+
+def test_one_matrix_on_two_stages_is_told() -> None:
+    """A tied embedding that each stage built for itself, from one seed."""
+
+    def stage(seed: int, tied: bool) -> nn.Module:
+        torch.manual_seed(9)
+        module = nn.ModuleDict({"embedding": nn.Embedding(11, 4)}) if tied else nn.ModuleDict()
+        module["block"] = linear(seed)
+        module["norm"] = nn.LayerNorm(4)
+        module["adapter"] = nn.Linear(4, 4)
+        nn.init.zeros_(module["adapter"].weight)  # type: ignore[arg-type]
+        return module
+
+    starts = [start_of(stage(i, tied=i != 1), stages=3) for i in range(3)]
+    (line,) = warnings(starts)
+    assert line.startswith(
+        "'embedding.weight' of stage 0 and 'embedding.weight' of stage 2 begin with the same values"
+    )
+    assert not list(warnings([start_of(stage(i, tied=i == 0), stages=3) for i in range(3)]))
+    alike = [start_of(stage(0, tied=True), stages=3)] * 3
+    (line,) = warnings(alike)
+    assert "(and 3 other pairs)" in line, "no line for each"
+
+
+def test_ranks_that_differ_in_what_all_share_are_named() -> None:
+    mine = start_of(linear(0), stages=1)
+    with pytest.raises(
+        InputError, match="rank 1 was given microbatches=8 and rank 0 microbatches=4"
+    ):
+        check_starts([mine, replace(mine, microbatches=8)])
+    refusing = Start(refusal="no room")
+    with pytest.raises(InputError, match=r"^rank 1: no room$"):
+        check_starts([mine, refusing])
+    with pytest.raises(InputError, match=r"^rank 1: no room \(1 other rank cannot start either\)$"):
+        check_starts([mine, refusing, Start(refusal="no time")])
+    with pytest.raises(InputError, match=r"^no room$"):
+        check_starts([refusing, refusing])
+
+
+def test_a_stage_that_shares_out_its_own_work_is_refused() -> None:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        sharded = nn.Sequential(linear(0))
+        fully_shard(sharded, mesh=mesh)
+        cases: list[tuple[Any, str]] = [
+            (nn.parallel.DistributedDataParallel(linear(0)), "the stage is wrapped in Distributed"),
+            (
+                nn.Sequential(nn.parallel.DistributedDataParallel(linear(0))),
+                "module '0' of the stage is wrapped in DistributedDataParallel; give Pipeline the "
+                "module in it (.module)",
+            ),
+            (sharded, "parameter '0.weight' of the stage is a DTensor (as fully_shard"),
+            (
+                PipelineStage(linear(0), 0, 1, torch.device("cpu")),
+                "the stage is a PipelineStage of torch.distributed.pipelining; give Pipeline the "
+                "module in it (stage.submod)",
+            ),
+            (nn.LazyLinear(4), "parameter 'weight' of the stage has no shape yet; run the lazy"),
+            ("model", "the stage is a str; expected an nn.Module or an EmulatedStage"),
+        ]
+        for stage, told in cases:
+            with pytest.raises(InputError) as refused:
+                check_stage(stage)
+            assert told in str(refused.value) and "\n" not in str(refused.value)
+    finally:
+        dist.destroy_process_group()
+    check_stage(linear(0))
+
+
+def job(iterations: int = 2, **spec: Any) -> PipeMorphJob:
+    base: dict[str, Any] = {
+        "parallelism": {"stages": 1},
+        "schedule": {"microbatches": 4},
+        "trainer": {"module": "train", "iterations": iterations},
+    }
+    return PipeMorphJob.model_validate(
+        {"apiVersion": "pipemorph.io/v1alpha1", "kind": "PipeMorphJob", "metadata": {"name": "j"}}
+        | {"spec": base | spec}
+    )
+
+
+def context_of(job: PipeMorphJob | None, world_size: int = 1) -> TrainerContext:
+    return TrainerContext(0, world_size, 0, "127.0.0.1", 1, job=job)
+
+
+def test_arguments_that_the_manifest_contradicts_are_errors() -> None:
+    checkpoint = {"directory": "/x", "every": 2}
+    two = {"parallelism": {"stages": 2}, "faults": [{"link": 0, "delayMs": 5}]}
+    context = context_of(job(checkpoint=checkpoint, **two))
+    same: dict[str, Any] = {
+        "microbatches": 4, "stages": 2, "policy": Policy.PIPEMORPH, "path": None, "queues": 8,
+        "faults": (Fault(link=0, delay_ms=5),), "checkpoint": Checkpoint(directory="/x", every=2),
+    }  # fmt: skip
+    assert Settings.choose(context, same) == Settings.choose(context, {})
+    for given, told in (
+        (
+            {"microbatches": 2},
+            "microbatches=2, and the manifest says spec.schedule.microbatches: 4",
+        ),
+        (
+            {"policy": Policy.GPIPE},
+            "policy=gpipe, and the manifest says spec.schedule.policy: pipe",
+        ),
+        ({"faults": ()}, "faults=(), and the manifest says spec.faults: [Fault(link=0"),
+        (
+            {"host_memory": 1},
+            "host_memory=1, and the manifest says spec.adaptation.hostMemory: None",
+        ),
+        (
+            {"checkpoint": Checkpoint(directory="/y", every=2)},
+            "says spec.checkpoint: directory='/x'",
+        ),
+    ):
+        with pytest.raises(InputError, match="leave the argument out") as refused:
+            Settings.choose(context, given)
+        assert told in str(refused.value), refused.value
+    assert set(MANIFEST) == {field.name for field in fields(Settings)}
+    alone = Settings.choose(context_of(None, world_size=3), {"microbatches": 2, "queues": None})
+    assert (alone.stages, alone.microbatches, alone.queues) == (3, 2, 8)
+
+
+def prepared(stage: Any, **options: Any) -> tuple[Preparation | None, Start]:
+    arguments: dict[str, Any] = {"given": {"microbatches": 4}, "plan": None, "context": None}
+    arguments |= {"device": torch.device("cpu"), "accelerator": None, "directed": False} | options
+    arguments["context"] = arguments["context"] or context_of(None)
+    return prepare(stage, **arguments)
+
+
+def test_a_rank_that_cannot_take_part_says_why_instead_of_raising(tmp_path: Path) -> None:
+    found, start = prepared(linear(0))
+    assert found is not None and (start.refusal, start.microbatches) == ("", 4)
+    assert [held.name for held in start.held] == ["weight", "bias"]
+    assert prepared(EmulatedStage(1, 1, 1, 8))[1].held == ()
+    (tmp_path / "file").write_text("")
+    blocked = Checkpoint(directory=str(tmp_path / "file"), every=1)
+    for options, told in (
+        ({"stage": nn.DataParallel(linear(0))}, "the stage is wrapped in DataParallel"),
+        ({"given": {}}, "microbatches is missing"),
+        ({"given": {"microbatches": 4, "stages": 3}}, "1 ranks cannot be cut into pipelines of 3"),
+        ({"given": {"microbatches": 4, "checkpoint": blocked}}, "/file cannot be written to"),
+        (
+            {"plan": Settings(stages=1, microbatches=8).plan()},
+            "microbatches is 4, and the plan that was given has 8",
+        ),
+    ):
+        found, start = prepared(**({"stage": linear(0)} | options))
+        assert found is None and told in start.refusal, start
+
+
+def one_refuses(context: TrainerContext) -> None:
+    stage: nn.Module = linear(0)
+    Pipeline(
+        nn.DataParallel(stage) if context.rank == 1 else stage,
+        context=context, loss_fn=nn.functional.mse_loss, microbatches=4,
+    )  # fmt: skip
+
+
+@pytest.mark.multiprocess
+def test_a_refusal_reaches_every_rank() -> None:
+    for result in Ranks(3, one_refuses).wait(60):
+        last = result.error.strip().splitlines()[-1]
+        assert last.startswith(
+            "pipemorph.errors.InputError: rank 1: the stage is wrapped in DataParallel; give"
+        ), result
+
+
+class Normed(nn.Module):
+    """With statistics that each replica collects from its own batches."""
+
+    def __init__(self, table: float) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("table", torch.full((3,), table), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.up(x))
+        return y
+
+
+def unlike(context: TrainerContext, folder: str) -> tuple[list[str], list[str], list[State]]:
+    """Replicas with seeds and data of their own. Returns what was logged, what two misused steps
+    said, and the state before the pipeline, in it, after training and at the end."""
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("pipemorph.trainer").addHandler(handler)
+    torch.manual_seed(context.rank)
+    module = Normed(float(context.rank))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def state() -> State:
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        return {name: value.detach().clone() for name, value in tensors}
+
+    states, refused = [state()], []
+    with Pipeline(
+        module, context=context, loss_fn=nn.functional.mse_loss, microbatches=2, stages=2,
+        optimizer=optimizer, checkpoint=Checkpoint(directory=folder, every=2),
+    ) as pipe:  # fmt: skip
+        states.append(state())
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode(), pytest.raises(InputError) as error:
+                pipe.step(torch.randn(8, 4), target=torch.randn(8, 4))
+            refused.append(str(error.value))
+        for _ in range(2):
+            pipe.step(torch.randn(8, 4), target=torch.randn(8, 4))
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(state())
+        module.table.data.fill_(context.rank)  # type: ignore[union-attr, operator]
+    return told, refused, [*states, state()]
+
+
+@pytest.mark.multiprocess
+def test_replicas_begin_and_stay_alike(tmp_path: Path) -> None:
+    results = run_ranks(4, unlike, str(tmp_path))
+    for stage in (0, 1):
+        (_, _, first), (_, refused, second) = results[stage], results[2 + stage]
+        for name, value in first[0].items():
+            same_bits(first[1][name], value, f"replica 0 keeps its {name}")
+            for when in (1, 2, 3):
+                same_bits(second[when][name], first[when][name], f"{name}, state {when}")
+        assert not second[0]["up.weight"].equal(first[0]["up.weight"]), "nothing was to do"
+        assert not first[2]["norm.running_mean"].equal(first[1]["norm.running_mean"])
+        assert refused[0].startswith(
+            f"rank {2 + stage} (stage {stage}, replica 1): step() was called"
+        )
+        assert "under torch.no_grad(), and it trains" in refused[0]
+        assert "under torch.inference_mode(), and it trains" in refused[1]
+    told = [line for line in results[0][0] if "replicas" in line]
+    (line,) = told
+    assert (
+        "rank 2 (stage 0, replica 1) in 3 of 8 tensors ('up.weight', 'up.bias', 'table'), and 1"
+        in line
+    )
+    assert not any("replicas" in line for result in results[1:] for line in result[0])
+
+
+def miscounting(context: TrainerContext) -> tuple[list[str], list[int]]:
+    """Steps more and fewer iterations than the manifest has."""
+    context = replace(context, job=job(iterations=2))
+    said, done = [], []
+    for steps in (1, 2, 3):
+        try:
+            with Pipeline(linear(0), context=context, loss_fn=nn.functional.mse_loss) as pipe:
+                for _ in range(steps):
+                    pipe.step(torch.ones(4, 4), target=torch.zeros(4, 4))
+        except InputError as error:
+            said.append(str(error))
+        done.append(pipe.iteration)
+    return said, done
+
+
+@pytest.mark.multiprocess
+def test_a_script_steps_as_often_as_the_manifest_says() -> None:
+    ((said, done),) = run_ranks(1, miscounting)
+    assert done == [1, 2, 2]
+    assert said == [
+        "rank 0 (stage 0): closed after 1 of the 2 iterations of the manifest; step from "
+        "pipe.start_iteration to spec.trainer.iterations, or lower that",
+        "rank 0 (stage 0): step() was called after all 2 iterations of the manifest; step from "
+        "pipe.start_iteration to spec.trainer.iterations, or raise that",
+    ]

@@ -1,0 +1,88 @@
+"""What a rank settles by itself, before it meets the others: whether it can take part, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipemorph.control.initial import initial_plan
+from pipemorph.errors import InputError
+from pipemorph.planning import Plan
+from pipemorph_trainer.accelerator import Accelerator
+from pipemorph_trainer.context import TrainerContext
+from pipemorph_trainer.emulated import EmulatedStage
+from pipemorph_trainer.links import EngineOptions
+from pipemorph_trainer.offload import ActivationStore
+from pipemorph_trainer.own_stage import open_store
+from pipemorph_trainer.settings import Settings, engine_options
+from pipemorph_trainer.stage_plans import check_offload, check_stages
+from pipemorph_trainer.start import Start
+from pipemorph_trainer.weights import check_stage, held_by
+from pipemorph_trainer.world import seat_of
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Everything of a pipeline that needs no other rank.
+
+    ``store``: where activations go in host memory; None, and ``no_offload`` says why, if they
+    stay on the device. ``engine``: how to make the transfer engine; None if it is not needed.
+    """
+
+    settings: Settings
+    plan: Plan
+    store: ActivationStore | None
+    no_offload: str
+    engine: EngineOptions | None
+
+
+def prepare(
+    stage: nn.Module | EmulatedStage,
+    context: TrainerContext,
+    given: Mapping[str, Any],
+    plan: Plan | None,
+    *,
+    device: torch.device,
+    accelerator: Accelerator | None,
+    directed: bool,
+) -> tuple[Preparation | None, Start]:
+    """Settle it, and say what to tell the others. A rank that cannot take part has no
+    preparation, and a start that says why.
+
+    ``given``: the arguments that a job replaces, by name (see :meth:`Settings.choose`). ``plan``:
+    the one to begin with; None: made from the settings. ``directed``: other plans may come.
+    """
+    try:
+        if not isinstance(stage, EmulatedStage):
+            check_stage(stage)
+        settings = Settings.choose(context, given)
+        seat = seat_of(context, settings.stages)
+        if plan is None:
+            plan = initial_plan(context.job.spec) if context.job is not None else settings.plan()
+        check_stages(plan, seat)
+        microbatches = plan.schedule.microbatches
+        if settings.microbatches not in (None, microbatches):
+            raise InputError(
+                f"microbatches is {settings.microbatches}, and the plan that was given has "
+                f"{microbatches}; make the two equal"
+            )
+        store, no_offload = open_store(stage, device, accelerator, settings.host_memory)
+        check_offload(plan, seat, no_offload)
+        engine = engine_options(context, settings, plan, directed=directed)
+        if settings.checkpoint is not None:
+            # To import it takes longer than torch itself does.
+            from pipemorph_trainer.checkpoint import check_directory
+
+            check_directory(FilePath(settings.checkpoint.directory))
+    except InputError as error:
+        return None, Start(refusal=str(error))
+    held = () if isinstance(stage, EmulatedStage) else held_by(stage)
+    return (
+        Preparation(settings, plan, store, no_offload, engine),
+        Start(stages=settings.stages, microbatches=microbatches, held=held),
+    )

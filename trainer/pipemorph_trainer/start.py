@@ -1,0 +1,211 @@
+"""What the ranks tell each other once, before anything of the pipeline is set up.
+
+Every rank brings a :class:`Start`, also one that cannot take part: then all end with its reason
+instead of waiting for it. The same round tells whether replicas begin with the same weights, and
+whether two stages begin with one matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipemorph.errors import InputError
+from pipemorph_trainer.errors import PipelineError
+from pipemorph_trainer.gradients import Wait, broadcast
+from pipemorph_trainer.links import Seat
+from pipemorph_trainer.weights import Held, fingerprint
+
+if TYPE_CHECKING:
+    from pipemorph_trainer.world import World
+
+MOST_NAMES = 3
+"""Parameters that a message names; it counts the others."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What one rank brings. ``refusal``: why it cannot take part; empty if it can, and only then
+    do the other fields count."""
+
+    refusal: str = ""
+    stages: int = 0
+    microbatches: int = 0
+    held: tuple[Held, ...] = ()
+    secret: bytes = b""
+    """Rank 0's is everybody's, where the host gave none."""
+
+
+def exchange(mine: Start, group: dist.ProcessGroup) -> list[Start]:
+    """The starts of all ranks, in their order. Collective over ``group``, which has all ranks.
+
+    Raises :class:`InputError`, the same on every rank, if the ranks cannot train together.
+    """
+    found: list[Start | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    starts = [start for start in found if start is not None]
+    check_starts(starts)
+    return starts
+
+
+def check_starts(starts: Sequence[Start]) -> None:
+    """Raise :class:`InputError` if a rank refuses, or if two of them differ in what all share."""
+    refusals = [(rank, start.refusal) for rank, start in enumerate(starts) if start.refusal]
+    if refusals:
+        rank, why = refusals[0]
+        if len(refusals) == len(starts) and len({text for _, text in refusals}) == 1:
+            raise InputError(why)
+        others = len(refusals) - 1
+        more = f" ({_count(others, 'other rank')} cannot start either)" if others else ""
+        raise InputError(f"rank {rank}: {why}{more}")
+    for rank, start in enumerate(starts):
+        for what in ("stages", "microbatches"):
+            mine, first = getattr(start, what), getattr(starts[0], what)
+            if mine != first:
+                raise InputError(
+                    f"rank {rank} was given {what}={mine} and rank 0 {what}={first}; give every "
+                    "rank the same"
+                )
+    stages = starts[0].stages
+    for rank in range(stages, len(starts)):
+        first_rank = rank % stages
+        other = _seat(first_rank, starts)
+        told = _other_form(starts[rank].held, starts[first_rank].held, other)
+        if told:
+            raise InputError(
+                f"{_seat(rank, starts)} has {told}; the replicas of a stage have to be the same "
+                "module"
+            )
+
+
+def level(world: World, module: nn.Module, wait: Wait) -> None:
+    """Give all replicas of this rank's stage the values of replica 0, where any differs, and
+    check that they have them. Collective over the replicas.
+
+    Raises :class:`PipelineError` if a tensor is not what replica 0 sent.
+    """
+    starts, seat = world.starts, world.seat
+    assert world.replicas is not None
+    expected = {_key(held): held.fingerprint for held in starts[seat.stage].held}
+    ranks = range(seat.stage, len(starts), seat.stages)
+    differing = {key for rank in ranks for key in _differing(starts, rank)}
+    for key, tensor in _tensors(module):
+        if key not in differing:
+            continue
+        broadcast(tensor, seat.stage, world.replicas, wait)
+        if fingerprint(tensor) != expected[key]:
+            raise PipelineError(
+                f"{seat}: {' '.join(key)} differs from replica 0 right after it was received"
+            )
+
+
+def warnings(starts: Sequence[Start]) -> Iterator[str]:
+    """What to tell of starts that can train together; a line each."""
+    yield from _replicas_differ(starts)
+    yield from _beyond_comparison(starts)
+    yield from _one_matrix_twice(starts)
+
+
+def _replicas_differ(starts: Sequence[Start]) -> Iterator[str]:
+    differing = {rank: found for rank in range(len(starts)) if (found := _differing(starts, rank))}
+    if not differing:
+        return
+    rank, keys = next(iter(differing.items()))
+    others = len(differing) - 1
+    more = f", and {_count(others, 'other rank')} likewise" if others else ""
+    yield (
+        f"replicas began with different values: {_seat(rank, starts)} in {len(keys)} of "
+        f"{len(starts[rank].held)} tensors ({_named([name for _, name in keys])}){more}; all now "
+        "have those of replica 0. Build a stage with the same seed on every replica to begin alike"
+    )
+
+
+def _beyond_comparison(starts: Sequence[Start]) -> Iterator[str]:
+    """Tensors that are more than their bytes, where there are replicas."""
+    stages = starts[0].stages
+    names = [h.name for start in starts[:stages] for h in start.held if h.fingerprint is None]
+    if names and len(starts) > stages:
+        yield (
+            f"{_count(len(names), 'tensor')} ({_named(names)}) cannot be compared between replicas "
+            "(sparse, quantized or a tensor subclass); see to it yourself that they begin equal"
+        )
+
+
+def _one_matrix_twice(starts: Sequence[Start]) -> Iterator[str]:
+    """A matrix that two stages begin with, as of a tied embedding that was cut apart."""
+    seen: dict[tuple[object, ...], tuple[int, str]] = {}
+    pairs: list[tuple[int, str, int, str]] = []
+    for stage, start in enumerate(starts[: starts[0].stages]):
+        for held in start.held:
+            if held.matrix:
+                what = (held.fingerprint, held.shape, held.dtype)
+                first, name = seen.setdefault(what, (stage, held.name))
+                if first != stage:
+                    pairs.append((first, name, stage, held.name))
+    if not pairs:
+        return
+    first, name, stage, other = pairs[0]
+    more = f" (and {_count(len(pairs) - 1, 'other pair')})" if len(pairs) > 1 else ""
+    yield (
+        f"{name!r} of stage {first} and {other!r} of stage {stage} begin with the same values"
+        f"{more}. Each stage trains its own: a weight that the model ties (an embedding and the "
+        "output layer) is not tied here. If they are not meant to be one weight, seed each stage "
+        "differently"
+    )
+
+
+def _differing(starts: Sequence[Start], rank: int) -> list[tuple[str, str]]:
+    """Keys of a rank's tensors that are not those of replica 0."""
+    first = starts[rank % starts[0].stages].held
+    return [
+        _key(mine)
+        for mine, theirs in zip(starts[rank].held, first, strict=True)
+        if mine.fingerprint != theirs.fingerprint
+    ]
+
+
+def _other_form(mine: Sequence[Held], first: Sequence[Held], other: str) -> str:
+    """How the tensors of a replica differ in name, shape or type from those of ``other``; empty
+    if they do not."""
+    here, there = {_key(h): h for h in mine}, {_key(h): h for h in first}
+    for key, held in here.items():
+        what = f"{held.kind} {held.name!r}"
+        if key not in there:
+            return f"{what} ({held.form}), which {other} has not"
+        if held.form != there[key].form:
+            return f"{what} as {held.form}, and {other} as {there[key].form}"
+    for key, held in there.items():
+        if key not in here:
+            return f"no {held.kind} {held.name!r}, which {other} has ({held.form})"
+    if list(here) != list(there):
+        return f"its parameters and buffers in another order than {other}"
+    return ""
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    for name, parameter in module.named_parameters():
+        yield ("parameter", name), parameter
+    for name, buffer in module.named_buffers():
+        yield ("buffer", name), buffer
+
+
+def _key(held: Held) -> tuple[str, str]:
+    return held.kind, held.name
+
+
+def _seat(rank: int, starts: Sequence[Start]) -> str:
+    stages = starts[0].stages
+    return str(Seat(rank, rank % stages, stages, rank // stages, len(starts) // stages))
+
+
+def _named(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:MOST_NAMES])
+    return f"{shown} and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else shown
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

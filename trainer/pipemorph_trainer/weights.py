@@ -1,0 +1,156 @@
+"""What a stage holds, told in a few bytes per tensor, so that ranks can compare it."""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from pipemorph.errors import InputError
+
+_WORDS = {"cpu": 1 << 16}
+_MOST_WORDS = 1 << 22
+"""64-bit words that are hashed at a time: on the CPU what a cache holds, elsewhere more."""
+_SPREAD, _MIX = -7046029254386353131, -4658895280553007687
+"""Odd 64-bit constants (of splitmix64), so multiplying by them loses nothing."""
+_63_BITS = (1 << 63) - 1
+
+
+class Held(NamedTuple):
+    """One parameter or buffer of a stage.
+
+    ``fingerprint`` is None where the bytes cannot be read: sparse, quantized or on the meta
+    device, or a subclass of Tensor. ``matrix``: a trainable parameter of two dimensions or more
+    whose elements are not all equal, so two stages do not begin with the same one by chance.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    fingerprint: int | None
+    matrix: bool
+
+    @property
+    def form(self) -> str:
+        """``float32[4, 8]``, as error messages have it."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        frozen = ", frozen" if self.kind == "parameter" and not self.trainable else ""
+        return f"{dtype}{list(self.shape)}{frozen}"
+
+
+def check_stage(stage: object) -> None:
+    """Raise :class:`InputError` if this is no module, or one that shares out its own work.
+
+    Averaging gradients over replicas and scheduling microbatches are the pipeline's business: a
+    wrapper that does so as well would do it twice, or wait for ranks that do not come.
+    """
+    if not isinstance(stage, nn.Module):
+        kind = type(stage).__name__
+        if hasattr(stage, "submod"):
+            raise InputError(
+                f"the stage is a {kind} of torch.distributed.pipelining; give Pipeline the module "
+                "in it (stage.submod), which it schedules itself"
+            )
+        raise InputError(f"the stage is a {kind}; expected an nn.Module or an EmulatedStage")
+    for name, module in stage.named_modules():
+        where = f"module {name!r} of the stage" if name else "the stage"
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            raise InputError(
+                f"{where} is wrapped in {type(module).__name__}; give Pipeline the module in it "
+                "(.module): step() averages gradients over the replicas itself"
+            )
+        if isinstance(module, _loaded("torch.distributed.fsdp", "FullyShardedDataParallel")):
+            raise InputError(
+                f"{where} is wrapped in FullyShardedDataParallel; give Pipeline the module before "
+                "it was sharded: each rank holds its whole stage"
+            )
+    for name, parameter in stage.named_parameters():
+        if isinstance(parameter, _loaded("torch.distributed.tensor", "DTensor")):
+            raise InputError(
+                f"parameter {name!r} of the stage is a DTensor (as fully_shard and "
+                "parallelize_module make them); give Pipeline the module before it was sharded: "
+                "each rank holds its whole stage"
+            )
+        if is_lazy(parameter):
+            raise InputError(
+                f"parameter {name!r} of the stage has no shape yet; run the lazy module once "
+                "before it is given to Pipeline"
+            )
+
+
+def _loaded(module: str, name: str) -> type | tuple[()]:
+    """A class that is slow to import; nothing can be an instance of it if nobody has."""
+    found: type | tuple[()] = getattr(sys.modules.get(module), name, ())
+    return found
+
+
+def held_by(module: nn.Module) -> tuple[Held, ...]:
+    """All parameters and buffers of a stage, in its own order."""
+    parameters = [_held("parameter", name, value) for name, value in module.named_parameters()]
+    buffers = [_held("buffer", name, value) for name, value in module.named_buffers()]
+    return (*parameters, *buffers)
+
+
+def _held(kind: str, name: str, value: Tensor) -> Held:
+    trainable = kind == "parameter" and value.requires_grad
+    return Held(
+        name=name,
+        kind=kind,
+        shape=tuple(value.shape),
+        dtype=value.dtype,
+        trainable=trainable,
+        fingerprint=fingerprint(value) if comparable(value) else None,
+        matrix=trainable and value.dim() >= 2 and comparable(value) and not _constant(value),
+    )
+
+
+def comparable(value: Tensor) -> bool:
+    """Whether a tensor is nothing more than its bytes, and has them."""
+    return (
+        type(value) in (Tensor, nn.Parameter)
+        and value.layout is torch.strided
+        and not value.is_quantized
+        and not value.is_meta
+    )
+
+
+def bytes_of(value: Tensor) -> Tensor:
+    """A tensor's elements in their order, as uint8: a view of it where it is contiguous."""
+    return value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def fingerprint(value: Tensor) -> int:
+    """63 bits that differ between two tensors of one shape and dtype that differ in any bit, but
+    for one case in 2^63. Computed where the tensor is."""
+    raw = bytes_of(value)
+    if raw.storage_offset() % 8:
+        raw = raw.clone()
+    whole = raw.numel() // 8 * 8
+    words = raw[:whole].view(torch.int64)
+    step = min(_WORDS.get(raw.device.type, _MOST_WORDS), max(1, words.numel()))
+    places = torch.arange(step, dtype=torch.int64, device=raw.device) * _SPREAD
+    total = torch.zeros((), dtype=torch.int64, device=raw.device)
+    for start in range(0, words.numel(), step):
+        piece = words[start : start + step]
+        total += _mixed(piece + places[: piece.numel()], start)
+    tail = int.from_bytes(bytes(raw[whole:].tolist()), "little")
+    return (int(total) + tail * _MIX) & _63_BITS
+
+
+def _mixed(words: Tensor, start: int) -> Tensor:
+    """The sum of words that were scattered first, each by itself. Overflow is meant."""
+    words ^= (start * _MIX) & _63_BITS
+    words ^= (words >> 32) & 0xFFFFFFFF
+    words *= _MIX
+    words ^= (words >> 29) & 0x7FFFFFFFF
+    return words.sum()
+
+
+def _constant(value: Tensor) -> bool:
+    rows = bytes_of(value).reshape(-1, value.element_size())
+    return bool((rows[:64] == rows[:1]).all()) and bool((rows == rows[:1]).all())
