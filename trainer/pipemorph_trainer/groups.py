@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -82,7 +83,11 @@ def destroy_at_exit(group: dist.ProcessGroup) -> None:
     another pipeline. Registered before those of the pipelines, this runs after them.
     """
 
+    made_by = os.getpid()
+
     def destroy() -> None:
+        if os.getpid() != made_by:
+            return  # A forked child: the connections are its parent's.
         if not dist.is_initialized() or group is not dist.GroupMember.WORLD:
             return
         if abandon(group, dist.get_backend_config(group)):

@@ -2,6 +2,9 @@
 
 The main thread may be deep in a C++ wait, where no Python handler runs. So the signal wakes
 a small thread over a socket (``signal.set_wakeup_fd``), which says it and ends the process.
+
+Only this process, and only while the handler is ours: a script may set its own, which then runs
+as in any other script, and a forked child starts with the default.
 """
 
 from __future__ import annotations
@@ -13,8 +16,12 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
+_CALLED = b"\0"
+"""What the handler writes; no signal has this number."""
 
 
 class LastWord:
@@ -37,29 +44,75 @@ class LastWord:
             self._reader.close()
             self._writer.close()
             return
-        # A Python handler must exist for the wake-up to be written; the thread does the rest.
-        signal.signal(signal.SIGTERM, lambda *_: None)
+        self._handler = self._terminate
+        signal.signal(signal.SIGTERM, self._handler)
         self._installed = True
+        _forks().word = self
         threading.Thread(target=self._listen, name="pipemorph-last-word", daemon=True).start()
+
+    def _terminate(self, *_: Any) -> None:
+        """The handler of SIGTERM; a script's handler may call it, as the one that it replaced."""
+        with contextlib.suppress(BlockingIOError):  # full: then the thread is awake
+            self._writer.send(_CALLED)
 
     def _listen(self) -> None:
         while data := self._reader.recv(64):
-            if signal.SIGTERM in data:
-                with contextlib.suppress(OSError, ValueError):
-                    print(f"terminated: {self._describe()}", file=sys.stderr, flush=True)
-                try:
-                    self._last()
-                except OSError as error:  # a full disk, say: the process has to end all the same
-                    with contextlib.suppress(OSError, ValueError):
-                        print(f"terminated: {error}", file=sys.stderr, flush=True)
-                finally:
-                    os._exit(EXIT_TERMINATED)
+            ours = signal.getsignal(signal.SIGTERM) is self._handler
+            if _CALLED[0] in data or (ours and signal.SIGTERM in data):
+                self._end()
+
+    def _end(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            print(f"terminated: {self._describe()}", file=sys.stderr, flush=True)
+        try:
+            self._last()
+        except OSError as error:  # a full disk, say: the process has to end all the same
+            with contextlib.suppress(OSError, ValueError):
+                print(f"terminated: {error}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(EXIT_TERMINATED)
 
     def remove(self) -> None:
-        """Give SIGTERM back. Idempotent."""
+        """Give SIGTERM back, unless the script has taken it. Idempotent."""
         if not self._installed:
             return
         self._installed = False
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _forks().word = None
+        wakes = signal.set_wakeup_fd(-1)
+        if wakes != self._writer.fileno():
+            signal.set_wakeup_fd(wakes)
+        if signal.getsignal(signal.SIGTERM) is self._handler:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._writer.close()
+
+
+class _Forks:
+    """Keeps a forked child from speaking for its parent: it inherits the handler and the socket,
+    over which SIGTERM to the child would end the parent.
+
+    SIGTERM is held back in the thread that forks until the child has let go of them.
+    """
+
+    def __init__(self) -> None:
+        self.word: LastWord | None = None
+        self._thread = threading.local()
+        os.register_at_fork(
+            before=self._before, after_in_parent=self._unblock, after_in_child=self._in_child
+        )
+
+    def _before(self) -> None:
+        self._thread.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def _unblock(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._thread.mask)
+
+    def _in_child(self) -> None:
+        if self.word is not None:
+            self.word.remove()
+        self._unblock()
+
+
+@cache
+def _forks() -> _Forks:
+    """Made once: what is registered for forks stays."""
+    return _Forks()
