@@ -132,7 +132,6 @@ class Iterations:
         self._training_began = self._training_began or origin
         plan = self._begin(iteration)
         start = self._token.start(iteration, plan.version, shapes, refused=refusal is not None)
-        self._stage.begin_window()
         self._loss.begin()
         if not self._seat.last:
             self._loss.post([])

@@ -73,7 +73,7 @@ class RankMetrics:
         self._in_flight = gauge(
             "in_flight_peak", "Most microbatches in flight here under the plan in effect."
         )
-        self._memory = gauge("peak_memory_bytes", "Peak memory of the newest iteration.")
+        self._memory = gauge("peak_memory_bytes", "Highest memory use so far.")
         self._offloaded = counter(
             "offloaded_microbatches", "Microbatches whose activations went to host memory."
         )

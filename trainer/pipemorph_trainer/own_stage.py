@@ -20,11 +20,11 @@ from pipemorph_trainer.links import Seat
 from pipemorph_trainer.offload import ActivationStore
 from pipemorph_trainer.profile import (
     Footprint,
-    PeakMemory,
     TimedCopy,
     TimedOp,
     footprint,
     offloaded,
+    peak_memory,
     stage_profile,
 )
 from pipemorph_trainer.split import SplitReport, StageRunner
@@ -55,7 +55,6 @@ class OwnStage:
         self.microbatches = microbatches
         self.device, self.accelerator = device, accelerator
         self._store = store
-        self._memory = PeakMemory(device)
         self._footprint = _footprint_of(stage)
         self._needs_target = False
         self.module: nn.Module | None = None
@@ -112,17 +111,13 @@ class OwnStage:
             most = host_peak(plan.schedule.stages[stage], limit)
         self._store.pool.grow(most)
 
-    def begin_window(self) -> None:
-        """Peak memory counts from here on."""
-        self._memory.reset()
-
     def profile(self, ops: Sequence[TimedOp], copies: Sequence[TimedCopy]) -> StageProfile:
-        """What one iteration's ops took, and the peak memory of the window."""
+        """What one iteration's ops took, and the peak memory so far."""
         return stage_profile(
             self._seat.stage,
             ops,
             self.runner.split,
-            peak_memory=self._memory.read(),
+            peak_memory=peak_memory(self.device),
             footprint=self._footprint,
             copies=copies,
         )

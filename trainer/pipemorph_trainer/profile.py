@@ -6,7 +6,6 @@ import resource
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path as FilePath
 from typing import Literal, NamedTuple
 
 import torch
@@ -217,34 +216,12 @@ def offloaded(copies: Sequence[TimedCopy], host_bytes: int) -> Offloaded | None:
     )
 
 
-class PeakMemory:
-    """Peak bytes per window: device memory on CUDA, resident set elsewhere.
+def peak_memory(device: torch.device) -> int:
+    """Highest use so far, bytes: device memory on CUDA, resident set elsewhere.
 
-    The kernel's high-water mark is reset at the start of a window where that is allowed
-    (Linux, ``/proc/self/clear_refs``); otherwise it is the peak since the process started.
+    On CUDA since the script last reset torch's peak, else since the process began. It is not
+    reset here: a script that reads the same mark would read less than it used.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._status = FilePath("/proc/self/status")
-        self._clear = FilePath("/proc/self/clear_refs")
-
-    def reset(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            return
-        try:
-            self._clear.write_text("5")
-        except OSError:
-            self._clear = FilePath("/dev/null")
-
-    def read(self) -> int:
-        if self._device.type == "cuda":
-            return int(torch.cuda.max_memory_allocated(self._device))
-        try:
-            for line in self._status.read_text().splitlines():
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-        except OSError:
-            pass
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
