@@ -30,6 +30,7 @@ from pipemorph.local.report import RunRecord, write_report
 from pipemorph.local.service import ControlService
 from pipemorph.local.supervise import End, Ending, Events, RankExited, supervise
 from pipemorph.local.timeline import write_timeline
+from pipemorph.local.traces import iterations_done
 from pipemorph.manifest import check_module, load_job
 from pipemorph.spec import Checkpoint, PipeMorphJob
 
@@ -64,7 +65,9 @@ def run_job(manifest: str, out: Path, *, force: bool = False, stream: TextIO = s
         service = stack.enter_context(ControlService(job, journal))
         warden = Warden()
         stack.callback(warden.close)
-        host = _Host(job, folder, progress, service, warden, events, interrupts, refresh, grace)
+        host = _Host(
+            job, folder, journal, progress, service, warden, events, interrupts, refresh, grace
+        )
         host.announce()
         ending = host.attempt(run)
         while host.may_restart(ending, run):
@@ -88,6 +91,7 @@ class _Host:
 
     job: PipeMorphJob
     folder: OutFolder
+    journal: Journal
     progress: Progress
     service: ControlService
     warden: Warden
@@ -138,7 +142,23 @@ class _Host:
         finally:
             private.remove()
             self.warden.tell("drop", str(private.root))
+        if ending.end is End.COMPLETED:
+            ending = self._all_done() or ending
         return record.end(ending, time.time())
+
+    def _all_done(self) -> Ending | None:
+        """How an attempt ended in which every rank finished, if that was too early."""
+        wanted = self.job.spec.trainer.iterations
+        reported = [sample.index + 1 for sample in self.journal.iterations()[-1:]]
+        # What is reported may be lost with the agent; a script may not close its pipeline.
+        done = max([iterations_done(self.folder.trace), *reported])
+        if done >= wanted:
+            return None
+        return Ending(
+            End.FAILED,
+            f"every rank finished after {done} of {wanted} iterations (spec.trainer.iterations); "
+            "let the script step that often, or lower the number",
+        )
 
     def may_restart(self, ending: Ending, run: RunRecord) -> bool:
         """Whether ``spec.failurePolicy`` grants another attempt."""

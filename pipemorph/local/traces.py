@@ -95,6 +95,14 @@ def read_faults(folder: Path) -> list[dict[str, Any]]:
     return merged
 
 
+def iterations_done(folder: Path) -> int:
+    """How many iterations of the job are done, as rank 0 said when it ended; 0 if it did not."""
+    try:
+        return int(json.loads((folder / "faults-rank0.json").read_text())["iterations"])
+    except (OSError, ValueError, KeyError):
+        return 0
+
+
 def _trace(line: dict[str, Any]) -> StageTrace:
     origin = float(line["origin"])
 

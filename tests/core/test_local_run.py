@@ -140,6 +140,19 @@ def test_a_rank_that_dies_ends_the_run(
     assert_clean(run)
 
 
+@pytest.mark.parametrize(("action", "done"), [("finish 3", 3), ("leave", 0)])
+def test_a_run_that_stops_early_is_not_complete(runs: Runs, action: str, done: int) -> None:
+    run = runs(others=action, stages=2, spec={"failurePolicy": {"maxRestarts": 2}})
+    status, output = run.finish()
+    assert status == 1, output
+    why = f"every rank finished after {done} of 5 iterations (spec.trainer.iterations); "
+    assert output.count(why) == 1, output
+    report = run.report()
+    assert (report["completed"], report["end"]) == (False, "failed")
+    assert report["reason"].startswith(why) and len(report["attempts"]) == 1
+    assert_clean(run)
+
+
 # At once, and only after the peers have had their second to say what they miss.
 @pytest.mark.parametrize("seconds", [0, 1.5])
 def test_the_rank_that_failed_is_named_and_not_the_one_that_lost_it(
