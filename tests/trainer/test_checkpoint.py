@@ -73,6 +73,38 @@ def test_resume_goes_on_to_the_bit(stages: int, emulated: bool, tmp_path: Path) 
     assert all(result == (4, whole[0][1][4:]) for result in resumed)
 
 
+def accumulating(context: TrainerContext, folder: str, until: int) -> tuple[int, list[float]]:
+    """Four steps to one of the optimizer, and a checkpoint every two."""
+    module = Layers(context.rank, context.world_size)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
+    losses = []
+    with Pipeline(
+        module,
+        context=context,
+        loss_fn=lambda output, target: (output - target).square().mean(),
+        microbatches=MICROBATCHES,
+        optimizer=optimizer,
+        checkpoint=Checkpoint(directory=folder, every=2),
+    ) as pipe:
+        for iteration in range(pipe.start_iteration, until):
+            generator = torch.Generator().manual_seed(iteration)
+            x = torch.randn(MICROBATCHES, WIDTH, generator=generator)
+            losses.append(float(pipe.step(x, target=x.flip(1))))
+            if iteration % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+    return pipe.start_iteration, losses
+
+
+# Before the optimizer's first step, when it has no moments yet, and after it.
+@pytest.mark.parametrize("cut", [2, 6])
+def test_an_accumulation_goes_on_where_it_was_saved(cut: int, tmp_path: Path) -> None:
+    whole = run_ranks(1, accumulating, str(tmp_path / "whole"), 9)
+    run_ranks(2, accumulating, str(tmp_path / "cut"), cut)
+    resumed = run_ranks(1, accumulating, str(tmp_path / "cut"), 9)
+    assert resumed == [(cut, whole[0][1][cut:])]
+
+
 def test_only_finished_checkpoints_count_and_old_ones_go(tmp_path: Path) -> None:
     stray = tmp_path / "iteration-00000006" / "__7_0.distcp"
     stray.parent.mkdir()

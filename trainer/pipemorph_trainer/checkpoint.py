@@ -5,6 +5,9 @@ stages use one name (as with layers numbered over the whole model), a checkpoint
 resumed with another number of stages. Where two stages do (``nn.Sequential`` numbers each
 stage from 0), names get the stage as a prefix and the number of stages has to stay.
 
+Between two steps of one accumulation ``.grad`` is state as well, and is saved where it is not
+zero: a resumed run adds to it as one that went through does.
+
 One folder per checkpoint, ``iteration-00000040``; torch writes ``.metadata`` last, so a folder
 without one was never finished and is passed over.
 """
@@ -22,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -90,7 +94,11 @@ class Checkpoints:
             # One of an earlier run: half overwritten it would still count as finished. Rank 0
             # also plans what each rank writes, so nobody writes before this.
             _remove(folder)
-        state = self._state()
+        state = self._state() | {
+            name: parameter.grad
+            for name, parameter in self._gradients().items()
+            if parameter.grad is not None and parameter.grad.count_nonzero()
+        }
         state[_ITERATION] = torch.tensor(iteration)
         state[_STAGES] = torch.tensor(self._world.seat.stages if self._prefix else 0)
         try:
@@ -125,13 +133,23 @@ class Checkpoints:
                 f"{folder} was saved by {stages} stages that share parameter names; resume with "
                 f"{stages} stages, not {self._world.seat.stages}"
             )
-        state = self._state()
+        saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+        gradients = {name: p for name, p in self._gradients().items() if name in saved}
+        state = self._state() | {name: torch.zeros_like(p) for name, p in gradients.items()}
+        moments = [name for name in state if name.startswith(f"{self._prefix}optimizer.state.")]
+        stepped = not moments or any(name in saved for name in moments)
+        if not stepped:
+            # Saved before the optimizer's first step; made by `_state`, these count one too many.
+            for name in moments:
+                del state[name]
         try:
             state_dict_loader.load(state, checkpoint_id=folder, process_group=self._world.control)
         except CheckpointException as error:
             first = next(iter(error.failures.values()))[0]
             raise InputError(f"{folder} does not fit this job: {first}") from error
-        self._restore(state)
+        self._restore(state, stepped=stepped)
+        for name, parameter in gradients.items():
+            parameter.grad = state[name]
         return int(marks[_ITERATION])
 
     def _finished(self) -> list[Path]:
@@ -151,7 +169,17 @@ class Checkpoints:
             state |= {f"{self._prefix}optimizer.{name}": v for name, v in found.items()}
         return state
 
-    def _restore(self, state: dict[str, Any]) -> None:
+    def _gradients(self) -> dict[str, nn.Parameter]:
+        """Parameters by the names that their gradients have in a checkpoint."""
+        if isinstance(self._stage, EmulatedRunner):
+            return {}
+        return {
+            f"{self._prefix}gradient.{name.replace('_orig_mod.', '')}": parameter
+            for name, parameter in self._stage.named_parameters()
+            if parameter.requires_grad
+        }
+
+    def _restore(self, state: dict[str, Any], *, stepped: bool) -> None:
         if isinstance(self._stage, EmulatedRunner):
             (value,) = state.values()
             self._stage.restore(int.from_bytes(bytes(value.tolist()), "little"))
@@ -162,7 +190,11 @@ class Checkpoints:
             return {k.removeprefix(start): v for k, v in state.items() if k.startswith(start)}
 
         set_model_state_dict(self._stage, part("model"), options=_OPTIONS)
-        if self._optimizer is not None:
+        if self._optimizer is None:
+            return
+        if not stepped:
+            self._optimizer.state.clear()
+        else:
             set_optimizer_state_dict(
                 self._stage, self._optimizer, part("optimizer"), options=_OPTIONS
             )
