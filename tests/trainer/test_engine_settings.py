@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from pipemorph.planning import Dispatch, Policy
 from pipemorph.spec import PipeMorphJob
 from pipemorph_trainer import TrainerContext, links, settings
 from pipemorph_trainer.executor.bell import Bell
@@ -54,7 +53,7 @@ def told(monkeypatch: pytest.MonkeyPatch, transport: dict[str, Any]) -> dict[str
     )
     context = TrainerContext(0, 2, 0, "127.0.0.1", 1, job=job, namespace="a-team", attempt=3)
     of_job = settings.Settings.of(job.spec)
-    plan = settings.plain_plan(2, 4, Policy("pipemorph"), Dispatch("static"), of_job.path)
+    plan = of_job.plan()
     found = links.meet(
         Seat(rank=0, stage=0, stages=1, replica=0, replicas=1),
         secret=b"the job's secret",

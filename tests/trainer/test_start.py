@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -328,9 +329,16 @@ def test_replicas_begin_and_stay_alike(tmp_path: Path) -> None:
     assert not any("replicas" in line for result in results[1:] for line in result[0])
 
 
+def used_at_most() -> int:
+    """Bytes of memory that this process has used at most, as a script reads it."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
 def miscounting(context: TrainerContext) -> tuple[list[str], list[int]]:
-    """Steps more and fewer iterations than the manifest has."""
+    """Steps more and fewer iterations than the manifest has, after it has used much memory."""
     context = replace(context, job=job(iterations=2))
+    torch.ones(1 << 24)
+    peak = used_at_most()
     said, done = [], []
     for steps in (1, 2, 3):
         try:
@@ -340,6 +348,7 @@ def miscounting(context: TrainerContext) -> tuple[list[str], list[int]]:
         except InputError as error:
             said.append(str(error))
         done.append(pipe.iteration)
+    assert used_at_most() >= peak, "the script's mark was reset"
     return said, done
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+import resource
 import signal
 import socket
 import threading
@@ -43,6 +44,7 @@ from pipemorph_trainer.profile import (
     TimedOp,
     footprint,
     offloaded,
+    peak_memory,
     stage_profile,
 )
 from pipemorph_trainer.signals import LastWord
@@ -406,6 +408,14 @@ def test_a_fused_backward_that_ran_is_its_own_measure() -> None:
     profile = profile_of(ops, footprint=Footprint(fused_ratio=0.5))
     assert (profile.backward_input, profile.fused_backward) == (3.0, 3.0)
     assert profile_of(ops).fused_backward is None, "not where B and W were never measured apart"
+
+
+def test_peak_memory_is_read_and_never_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1000 + device.index)
+    monkeypatch.delattr(torch.cuda, "reset_peak_memory_stats")
+    assert peak_memory(torch.device("cuda", 3)) == 1003
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    assert peak_memory(torch.device("cpu")) >= used > 1 << 20
 
 
 def test_what_the_self_test_found_is_what_a_plan_may_count_on() -> None:
