@@ -237,6 +237,7 @@ void Engine::decide_control(const std::shared_ptr<Greeting>& greeting) {
     else {
         std::erase_if(parked_, [](const auto& parked) { return parked->closed(); });
         parked_.push_back(greeting);  // accept() has not been called yet
+    }
 }
 
 void Engine::retry_parked() {

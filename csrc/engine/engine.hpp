@@ -31,6 +31,7 @@ class Engine {
     // The rails in use, and why there are no others.
     std::vector<std::string> rails() const;
     const std::string& rails_trouble() const { return runtime_->rails_trouble; }
+    Runtime& runtime() { return *runtime_; }
     int memory_node() const { return runtime_->memory_node; }
     void close(double timeout);
 
@@ -60,8 +61,8 @@ class Engine {
 
     std::shared_ptr<Link> find(const Name& name) const;
     void check_open() const;
-
     void fail(const std::string& what);  // any of the runtime's threads
+
     const std::shared_ptr<Runtime> runtime_;
     RefusalLog refusals_;
     std::string unix_name_;
@@ -73,8 +74,8 @@ class Engine {
     std::map<Name, std::shared_ptr<Link>> links_;
     std::list<Waiter> waiters_;
     bool closed_ = false;
-
     std::string failure_;  // what a thread has thrown
+
     std::list<std::shared_ptr<Greeting>> parked_;  // control thread
 };
 

@@ -29,12 +29,12 @@ Transport Link::transport() const {
 
 bool Link::alive() const {
     const Lock lock(mu_);
-    return !over();
+    return !ended();
 }
 
 std::string Link::error() const {
     const Lock lock(mu_);
-    return error_;
+    return ended() ? error_ : std::string();
 }
 
 void Link::throw_over() const {
@@ -70,6 +70,8 @@ void Link::close(int64_t deadline_ns) {
         }
     }
     finish(State::closed, describe() + " is closed");
+    Lock lock(mu_);
+    changed_.wait(lock, [this] { return ended(); });
 }
 
 void Link::set_terms(Terms terms) {
@@ -107,13 +109,13 @@ bool Link::up() const {
     return state_ == State::up || state_ == State::reconnecting;
 }
 
-void Link::die(const std::string& why) {
-    std::string missing;
 bool Link::may_resume() const {
     const Lock lock(mu_);
     return !over();
 }
 
+void Link::die(const std::string& why) {
+    std::string missing;
     {
         // A link short of its rails may die of the peer's giving up first, which knows nothing of
         // the trouble at this end.
@@ -140,18 +142,20 @@ void Link::finish(State state, const std::string& why) {
         if (over()) return;
         // What only this end knows: the peer would look for it, and wait, in vain.
         if (state == State::dead && !peer_left_) send_frame(ByeFrame{without_name(why), true});
-        state_ = state;
+        state_ = State::ending;
         error_ = why;
         connection = std::exchange(control_, nullptr);
         for (Path& p : paths_) {
+            paths.insert(paths.end(), p.replaced.begin(), p.replaced.end());
+            p.replaced.clear();
             if (p.live) paths.push_back(std::exchange(p.live, nullptr));
             p.offered.reset();
         }
-        out_.abandon();
-        in_.abandon();
-        changed();
     }
-    for (const auto& path : paths) path->close();
+    // Goes with the last of them: each is closed on its own thread, or that thread has ended.
+    const std::shared_ptr<void> closed(
+        nullptr, [self = shared_from_this(), state](void*) { self->paths_closed(state); });
+    for (const auto& path : paths) path->close(closed);
     if (connection)
         runtime_->control.post([self = shared_from_this(), connection] {
             if (!connection->fd) return;
@@ -159,6 +163,14 @@ void Link::finish(State state, const std::string& why) {
             const Lock lock(self->mu_);
             connection->fd.reset();
         });
+}
+
+void Link::paths_closed(State state) {
+    const Lock lock(mu_);
+    state_ = state;
+    out_.abandon();
+    in_.abandon();
+    changed();
 }
 
 Hello Link::hello(Purpose purpose) const {

@@ -146,7 +146,9 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
                        std::optional<int64_t> rtt_ns) override;
 
   private:
-    enum class State { connecting, up, reconnecting, dead, closed };
+    // Ending: nothing goes on any more, but a path's thread may still be in the middle of a copy.
+    // The application is told when that is over, and may use its memory again.
+    enum class State { connecting, up, reconnecting, ending, dead, closed };
 
     struct Connection {
         Fd fd;
@@ -178,7 +180,8 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
 
     using Lock = std::unique_lock<std::mutex>;
 
-    bool over() const { return state_ == State::dead || state_ == State::closed; }
+    bool ended() const { return state_ == State::dead || state_ == State::closed; }
+    bool over() const { return state_ == State::ending || ended(); }
     [[noreturn]] void throw_over() const;
     void changed();  // wake every waiter, ring the bell
     std::optional<Arrived> take(Lock& lock, const Key& key);
@@ -188,10 +191,10 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     // Control connection (lock held unless said otherwise).
     void flush();
     void send_frame(const Frame& frame);
+    void send_confirm();
     void send_empty_messages();
     void watch_write();
     void on_control(const std::shared_ptr<Connection>& connection, uint32_t events);  // no lock
-    void send_confirm();
     bool read_control(const std::shared_ptr<Connection>& connection);                 // no lock
     void handle(Frame frame);                                                         // no lock
     void control_lost(const std::shared_ptr<Connection>& connection,
@@ -232,6 +235,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     void grant(const std::vector<SlotGrant>& grants);
     std::string without_name(const std::string& why) const;
     void finish(State state, const std::string& why);  // no lock
+    void paths_closed(State state);                    // no lock
 
     const std::shared_ptr<Runtime> runtime_;
     const Identity identity_;
@@ -239,7 +243,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     mutable std::mutex mu_;
     std::condition_variable changed_;
     State state_ = State::connecting;
-    std::string error_;
+    std::string error_;  // to be told when it has ended
     Terms terms_;
 
     Outbox out_;

@@ -84,6 +84,11 @@ void Link::send_confirm() {
         append_frame(control_->out, encode_frame(ConfirmFrame{terms_.transport}), 0, 0);
 }
 
+void Link::send_frame(const Frame& frame) {
+    stream_.send(frame);
+    flush();
+}
+
 void Link::flush() {
     constexpr size_t kBatch = size_t{256} << 10;
     if (!control_ || !control_->fd || state_ == State::connecting) return;

@@ -11,7 +11,7 @@ namespace pipemorph {
 
 void Link::sever_data_path(uint32_t index) {
     const Lock lock(mu_);
-    if (over()) throw_over();
+    if (ended()) throw_over();
     if (index >= paths_.size())
         throw EngineError(describe() + " has " + std::to_string(paths_.size()) +
                           " data paths, not " + std::to_string(index + 1));

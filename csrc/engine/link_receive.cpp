@@ -15,7 +15,7 @@ void Link::reserve(int direction, uint32_t slots, uint64_t slot_bytes) {
     bool rdma = false;
     {
         const Lock lock(mu_);
-        if (over()) throw_over();
+        if (ended()) throw_over();
         missing = in_.missing_slots(direction, slots, slot_bytes);
         shared = terms_.transport == Transport::shm;
         rdma = terms_.transport == Transport::rdma;
@@ -39,7 +39,7 @@ void Link::reserve(int direction, uint32_t slots, uint64_t slot_bytes) {
         }
     }
     const Lock lock(mu_);
-    if (over()) throw_over();
+    if (ended()) throw_over();
     const bool all_barred =
         std::all_of(registered.begin(), registered.end(), [](const auto& r) { return !r; });
     if (rdma && all_barred && paths_.size() == rails_)
@@ -112,7 +112,7 @@ std::optional<Arrived> Link::take(Lock& lock, const Key& key) {
 
 void Link::post_receive(const Key& key, Destination destination) {
     const Lock lock(mu_);
-    if (over() && !in_.has(key)) throw_over();
+    if (ended() && !in_.has(key)) throw_over();
     if (!in_.post(key, std::move(destination)))
         throw EngineError(describe() + ": a destination is posted for " + key.describe() +
                           " already, and its message has not been received yet");
@@ -124,7 +124,7 @@ std::optional<Arrived> Link::receive(const Key& key, int64_t deadline_ns, int64_
     Lock lock(mu_);
     for (;;) {
         if (auto message = take(lock, key)) return message;
-        if (over()) throw_over();
+        if (ended()) throw_over();
         const int64_t now = steady_ns();
         if (now >= deadline_ns) throw EngineTimeout(nothing_arrived(key, timeout));
         if (now >= slice_end) return std::nullopt;
@@ -136,14 +136,14 @@ std::optional<Arrived> Link::try_receive(const Key& key) {
     Lock lock(mu_);
     auto message = take(lock, key);
     // What had arrived before the link died is still good.
-    if (!message && over()) throw_over();
+    if (!message && ended()) throw_over();
     return message;
 }
 
 bool Link::arrived(const Key& key) const {
     const Lock lock(mu_);
     if (in_.has(key)) return true;
-    if (over()) throw_over();
+    if (ended()) throw_over();
     return false;
 }
 

@@ -9,7 +9,7 @@ namespace pipemorph {
 
 uint64_t Link::send(MessageInfo info, const uint8_t* data, std::shared_ptr<void> hold) {
     const Lock lock(mu_);
-    if (over()) throw_over();
+    if (ended()) throw_over();
     info.posted_ns = wall_ns();
     try {
         const auto message = out_.post(std::move(info), data, std::move(hold), steady_ns());
@@ -37,7 +37,7 @@ bool Link::sent(uint64_t ticket) {
         case Outbox::Ticket::in_flight:
             break;
     }
-    if (over()) throw_over();
+    if (ended()) throw_over();
     return false;
 }
 
@@ -46,7 +46,7 @@ bool Link::wait_sent(uint64_t ticket, int64_t deadline_ns, int64_t slice_ns, dou
     for (;;) {
         if (sent(ticket)) return true;
         Lock lock(mu_);
-        if (out_.ticket(ticket) != Outbox::Ticket::in_flight || over()) continue;
+        if (out_.ticket(ticket) != Outbox::Ticket::in_flight || ended()) continue;
         const int64_t now = steady_ns();
         if (now >= deadline_ns)
             throw EngineTimeout(describe() + ": " + out_.describe(ticket) +

@@ -61,6 +61,9 @@ LinkStats Link::stats() const {
         case State::reconnecting:
             s.state = "reconnecting";
             break;
+        case State::ending:
+            s.state = "ending";
+            break;
         case State::dead:
             s.state = "dead";
             break;

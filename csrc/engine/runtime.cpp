@@ -103,6 +103,8 @@ void Runtime::on_failure(const Reactor::Failed& failed) {
     for (const auto& rail : rails) rail->reactor().on_failure(failed);
 }
 
+void Runtime::stop() {
+    control.stop();
     for (auto& reactor : data_) reactor->stop();
     for (const auto& rail : rails) rail->stop();
 }

@@ -65,7 +65,11 @@ class DataPath : public std::enable_shared_from_this<DataPath> {
     void start() { post(&DataPath::on_start); }
     void kick();                                 // there may be something to send
     void sever() { post(&DataPath::on_sever); }  // fault injection: break as a cable would
-    void close() { post(&DataPath::on_close); }
+    // `closed` is let go of when nothing of it can write anywhere any more.
+    void close(std::shared_ptr<void> closed = nullptr) {
+        reactor_.post(
+            [self = shared_from_this(), closed = std::move(closed)] { self->on_close(); });
+    }
 
     // On the reactor's thread: the epoch is fenced. Nothing that still comes may reach a slot once
     // this returns; nothing more is sent.
