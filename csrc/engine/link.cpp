@@ -149,7 +149,7 @@ void Link::finish(State state, const std::string& why) {
             paths.insert(paths.end(), p.replaced.begin(), p.replaced.end());
             p.replaced.clear();
             if (p.live) paths.push_back(std::exchange(p.live, nullptr));
-            p.offered.reset();
+            if (p.offered) paths.push_back(std::exchange(p.offered, nullptr));
         }
     }
     // Goes with the last of them: each is closed on its own thread, or that thread has ended.

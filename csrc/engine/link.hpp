@@ -144,6 +144,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     void path_suspect(uint32_t path, uint32_t epoch, bool suspicious) override;
     void path_measured(uint32_t path, uint32_t epoch, double bytes_per_second,
                        std::optional<int64_t> rtt_ns) override;
+    void path_stuck(const std::string& why) override;
 
   private:
     // Ending: nothing goes on any more, but a path's thread may still be in the middle of a copy.
@@ -209,15 +210,24 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     void kick_paths();
     void dial_paths();  // no lock
     void fence_requested(const FenceFrame& fence);
+    void answer_fence(Reactor& reactor, const FenceFrame& fence);  // no lock
     void make_paths();
     Reactor& reactor_of(uint32_t index);
-    // Both with what came of it noted in the path.
-    void offer_rail(uint32_t index, uint32_t epoch);  // no lock
-    void take_offer(const OfferFrame& offer);         // no lock
-    void take_answer(const AnswerFrame& answer);      // no lock
+    // On the control thread, and the rest of each where the rail makes its queue pairs. What came
+    // of it is noted in the path.
+    void offer_rail(uint32_t index, uint32_t epoch);                 // no lock
+    void make_offer(uint32_t rail, uint32_t index, uint32_t epoch);  // no lock
+    void take_offer(const OfferFrame& offer);                        // no lock
+    void answer_offer(const OfferFrame& offer);                      // no lock
+    void take_answer(const AnswerFrame& answer);                     // no lock
+    void connect_offered(const std::shared_ptr<RdmaPath>& made,
+                         const AnswerFrame& answer);  // no lock
+    void withdraw_offer(Path& path);
     void region_received(const RegionFrame& region);
     void bar_rail(bool ours, uint32_t rail, const std::string& why);
-    bool barred(const Path& path) const;
+    std::string why_barred(const Path& path) const;
+    bool barred(const Path& path) const { return !why_barred(path).empty(); }
+    bool rail_carries(const Path& path) const { return path.machine.carries() && !barred(path); }
     void look_after_rails(int64_t now_ns);
     bool leave_to_other_rails(uint32_t index, int64_t now_ns) const;
     bool rails_carry() const;
@@ -231,7 +241,8 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     void lose_path(Path& path, const std::string& why);
     void send_fence(uint32_t index, uint32_t epoch);
     void replace(Path& path);
-    void retire_replaced(uint32_t index, uint32_t epoch);
+    void keep_retiring(const std::shared_ptr<DataPath>& before);  // no lock
+    bool retire_replaced(uint32_t index, uint32_t epoch);         // no lock
     void grant(const std::vector<SlotGrant>& grants);
     std::string without_name(const std::string& why) const;
     void finish(State state, const std::string& why);  // no lock

@@ -5,6 +5,11 @@
 #include "os/clock.hpp"
 
 namespace pipemorph {
+namespace {
+
+constexpr int64_t kRetireAgain = 20 * kMillisecond;
+
+}  // namespace
 
 void Link::lose_path(Path& p, const std::string& why) {
     p.live.reset();
@@ -35,13 +40,17 @@ void Link::replace(Path& p) {
     const std::shared_ptr<DataPath> before = std::exchange(p.live, nullptr);
     if (!before) return;
     p.replaced.push_back(before);
-    before->reactor().post([self = shared_from_this(), before] {
-        self->retire_replaced(before->index, before->epoch);
-    });
+    before->reactor().post([self = shared_from_this(), before] { self->keep_retiring(before); });
 }
 
-// On the path's own thread, for all up to this epoch.
-void Link::retire_replaced(uint32_t index, uint32_t epoch) {
+void Link::keep_retiring(const std::shared_ptr<DataPath>& before) {
+    if (retire_replaced(before->index, before->epoch)) return;
+    before->reactor().after(kRetireAgain,
+                            [self = shared_from_this(), before] { self->keep_retiring(before); });
+}
+
+// On the path's own thread, for all up to this epoch. False: not all of them can be retired yet.
+bool Link::retire_replaced(uint32_t index, uint32_t epoch) {
     std::vector<std::shared_ptr<DataPath>> old;
     {
         const Lock lock(mu_);
@@ -52,10 +61,13 @@ void Link::retire_replaced(uint32_t index, uint32_t epoch) {
         old.assign(first, replaced.end());
         replaced.erase(first, replaced.end());
     }
-    for (const auto& path : old) path->retire();
+    const auto stuck = std::stable_partition(old.begin(), old.end(),
+                                             [](const auto& path) { return path->retire(); });
     const Lock lock(mu_);
-    if (over()) return;
-    for (const auto& path : old) send_fence(index, path->epoch);
+    if (over()) return true;
+    for (auto it = old.begin(); it != stuck; ++it) send_fence(index, (*it)->epoch);
+    paths_[index].replaced.insert(paths_[index].replaced.end(), stuck, old.end());
+    return stuck == old.end();
 }
 
 void Link::path_lost(uint32_t index, uint32_t epoch, const std::string& why) {
@@ -89,47 +101,55 @@ void Link::fence_requested(const FenceFrame& fence) {
     }
     // On the path's own thread, so that no byte of the fenced epoch can reach a slot after the
     // bitmaps have been read.
-    reactor->post([self = shared_from_this(), fence] {
-        // Also those that a newer connection replaced after the fence was posted to this thread.
-        self->retire_replaced(fence.path, fence.epoch);
-        std::shared_ptr<DataPath> live;
-        bool lost = false;
-        {
-            const Lock lock(self->mu_);
-            if (self->over()) return;
-            Path& p = self->paths_[fence.path];
-            if (p.live && p.machine.epoch() <= fence.epoch) {
-                live = p.live;
-                lost = true;
-            }
+    reactor->post(
+        [self = shared_from_this(), reactor, fence] { self->answer_fence(*reactor, fence); });
+}
+
+void Link::answer_fence(Reactor& reactor, const FenceFrame& fence) {
+    // Also those that a newer connection replaced after the fence was posted to this thread.
+    bool retired = retire_replaced(fence.path, fence.epoch);
+    std::shared_ptr<DataPath> live;
+    {
+        const Lock lock(mu_);
+        if (over()) return;
+        const Path& p = paths_[fence.path];
+        if (p.machine.epoch() <= fence.epoch) live = p.live;
+    }
+    if (live) retired = live->retire() && retired;
+    if (!retired) {
+        // What is missing must not move while it may still come this way, too.
+        reactor.after(kRetireAgain, [self = shared_from_this(), &reactor, fence] {
+            self->answer_fence(reactor, fence);
+        });
+        return;
+    }
+    bool lost = false;
+    {
+        const Lock lock(mu_);
+        if (over()) return;
+        Path& p = paths_[fence.path];
+        lost = live && p.live == live;
+        if (lost) {
+            lose_path(p, "given up by the peer");
+            send_fence(live->index, live->epoch);
         }
-        if (live) live->retire();
-        {
-            const Lock lock(self->mu_);
-            if (self->over()) return;
-            Path& p = self->paths_[fence.path];
-            if (lost && p.live == live) {
-                self->lose_path(p, "given up by the peer");
-                self->send_fence(live->index, live->epoch);
-            }
-            constexpr size_t kMaxBits = size_t{256} << 10;
-            BitmapFrame answer{fence.path, fence.epoch, {}};
-            size_t bits = 0;
-            for (ChunkReport& r : self->in_.report(fence.messages)) {
-                bits += r.bits.size() + 16;
-                answer.reports.push_back(std::move(r));
-                if (bits < kMaxBits) continue;
-                answer.last = false;
-                self->stream_.send(std::exchange(answer, {fence.path, fence.epoch, {}}));
-                bits = 0;
-            }
-            // Also without messages to report on: the peer waits for it before it starts anew.
-            self->stream_.send(answer);
-            self->flush();
+        constexpr size_t kMaxBits = size_t{256} << 10;
+        BitmapFrame answer{fence.path, fence.epoch, {}};
+        size_t bits = 0;
+        for (ChunkReport& r : in_.report(fence.messages)) {
+            bits += r.bits.size() + 16;
+            answer.reports.push_back(std::move(r));
+            if (bits < kMaxBits) continue;
+            answer.last = false;
+            stream_.send(std::exchange(answer, {fence.path, fence.epoch, {}}));
+            bits = 0;
         }
-        if (lost && self->identity_.dials)
-            self->runtime_->control.post([self] { self->dial_paths(); });
-    });
+        // Also without messages to report on: the peer waits for it before it starts anew.
+        stream_.send(answer);
+        flush();
+    }
+    if (lost && identity_.dials)
+        runtime_->control.post([self = shared_from_this()] { self->dial_paths(); });
 }
 
 }  // namespace pipemorph

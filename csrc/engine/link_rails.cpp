@@ -9,7 +9,7 @@
 namespace pipemorph {
 namespace {
 
-// For the peer's answer, and then for its first word over the new queue pair.
+// For the peer's answer to an offer. It may have to wait for its kernel, too.
 constexpr int64_t kConnectLimit = 3 * kSecond;
 // How long TCP leaves a new link to its rails, which take a moment to connect.
 constexpr int64_t kHeadStart = 2 * kSecond;
@@ -19,19 +19,22 @@ constexpr size_t kMaxError = 1000;
 }  // namespace
 
 RdmaPath::Settings Link::rdma_settings() const {
-    return {runtime_->config.chunk_bytes, runtime_->peer_deadline_ns / 4};
+    return {runtime_->config.chunk_bytes, runtime_->peer_deadline_ns / 4,
+            runtime_->peer_deadline_ns};
 }
 
 void Link::offer_rail(uint32_t index, uint32_t epoch) {
-    uint32_t ours = 0;
-    {
-        const Lock lock(mu_);
-        ours = paths_[index].our_rail;
-    }
+    const Lock lock(mu_);
+    const uint32_t rail = paths_[index].our_rail;
+    runtime_->rails[rail]->setup().post(
+        [self = shared_from_this(), rail, index, epoch] { self->make_offer(rail, index, epoch); });
+}
+
+void Link::make_offer(uint32_t rail, uint32_t index, uint32_t epoch) {
     std::shared_ptr<RdmaPath> made;
     std::string trouble;
     try {
-        made = std::make_shared<RdmaPath>(runtime_->rails[ours], shared_from_this(), index, epoch,
+        made = std::make_shared<RdmaPath>(runtime_->rails[rail], shared_from_this(), index, epoch,
                                           rdma_settings());
     } catch (const EngineError& e) {
         trouble = e.what();
@@ -39,7 +42,8 @@ void Link::offer_rail(uint32_t index, uint32_t epoch) {
     const Lock lock(mu_);
     Path& p = paths_[index];
     if (over() || p.machine.epoch() != epoch) return;
-    if (!made) {
+    if (trouble.empty()) trouble = why_barred(p);
+    if (!trouble.empty()) {
         p.trouble = trouble;
         p.machine.dial_failed(epoch, steady_ns());
         return;
@@ -49,87 +53,91 @@ void Link::offer_rail(uint32_t index, uint32_t epoch) {
     send_frame(OfferFrame{index, epoch, p.our_rail, p.peer_rail, made->local()});
 }
 
+void Link::withdraw_offer(Path& p) {
+    std::exchange(p.offered, nullptr)->close();
+}
+
 void Link::take_offer(const OfferFrame& offer) {
-    {
-        const Lock lock(mu_);
-        if (over()) return;
-        if (identity_.dials || offer.path >= rails_ || offer.to_rail >= runtime_->rails.size()) {
-            // Out of the lock below.
-        } else if (!paths_[offer.path].machine.may_take(offer.epoch)) {
-            return;  // given up before it was read
-        } else {
-            Path& p = paths_[offer.path];
-            replace(p);
-            p.machine.take(offer.epoch);
-            p.our_rail = offer.to_rail;
-            p.peer_rail = offer.from_rail;
-        }
-    }
     if (identity_.dials || offer.path >= rails_ || offer.to_rail >= runtime_->rails.size()) {
         protocol_error("an offer for a rail that does not exist");
         return;
     }
+    const Lock lock(mu_);
+    Path& p = paths_[offer.path];
+    if (over() || !p.machine.may_take(offer.epoch)) return;  // given up before it was read
+    replace(p);
+    p.machine.take(offer.epoch);
+    p.our_rail = offer.to_rail;
+    p.peer_rail = offer.from_rail;
+    runtime_->rails[offer.to_rail]->setup().post(
+        [self = shared_from_this(), offer] { self->answer_offer(offer); });
+}
+
+void Link::answer_offer(const OfferFrame& offer) {
     AnswerFrame answer{offer.path, offer.epoch, {}, {}};
     std::shared_ptr<RdmaPath> made;
     try {
-        {
-            const Lock lock(mu_);
-            if (barred(paths_[offer.path])) throw EngineError("this rail is out of use");
-        }
         made = std::make_shared<RdmaPath>(runtime_->rails[offer.to_rail], shared_from_this(),
                                           offer.path, offer.epoch, rdma_settings());
         made->connect(offer.qp, false);
         answer.qp = made->local();
     } catch (const EngineError& e) {
-        made.reset();
-        answer.error = std::string(e.what()).substr(0, kMaxError);
+        answer.error = e.what();
     }
-    {
-        const Lock lock(mu_);
-        Path& p = paths_[offer.path];
-        if (over() || p.machine.epoch() != offer.epoch) return;
-        if (made) {
-            p.live = made;
-        } else {
-            p.trouble = answer.error;
-            p.machine.dial_failed(offer.epoch, steady_ns());
-        }
-        send_frame(answer);
+    const Lock lock(mu_);
+    Path& p = paths_[offer.path];
+    if (over() || p.machine.epoch() != offer.epoch) return;
+    // What has happened since the offer was taken finds no queue pair to end.
+    if (answer.error.empty()) answer.error = why_barred(p);
+    if (answer.error.empty() && p.machine.is_fenced(offer.epoch))
+        answer.error = "given up by the peer";
+    if (answer.error.empty()) {
+        p.live = made;
+        made->start();
+    } else {
+        answer.qp = {};
+        p.trouble = answer.error;
+        p.machine.dial_failed(offer.epoch, steady_ns());
+        answer.error.resize(std::min(answer.error.size(), kMaxError));
     }
-    if (made) made->start();
+    send_frame(answer);
 }
 
 void Link::take_answer(const AnswerFrame& answer) {
-    std::shared_ptr<RdmaPath> made;
-    {
-        const Lock lock(mu_);
-        if (over() || answer.path >= rails_) return;
-        Path& p = paths_[answer.path];
-        if (p.machine.epoch() != answer.epoch || !p.offered) return;  // too late
-        made = std::exchange(p.offered, nullptr);
-        if (!answer.error.empty()) {
-            p.trouble = rank_text(identity_.peer_rank) + ": " + answer.error;
-            p.machine.dial_failed(answer.epoch, steady_ns());
-            return;
-        }
+    const Lock lock(mu_);
+    if (over() || answer.path >= rails_) return;
+    Path& p = paths_[answer.path];
+    if (p.machine.epoch() != answer.epoch || !p.offered) return;  // too late
+    if (!answer.error.empty()) {
+        withdraw_offer(p);
+        p.trouble = rank_text(identity_.peer_rank) + ": " + answer.error;
+        p.machine.dial_failed(answer.epoch, steady_ns());
+        return;
     }
+    runtime_->rails[p.our_rail]->setup().post([self = shared_from_this(),
+                                               made = std::exchange(p.offered, nullptr),
+                                               answer] { self->connect_offered(made, answer); });
+}
+
+void Link::connect_offered(const std::shared_ptr<RdmaPath>& made, const AnswerFrame& answer) {
     std::string trouble;
     try {
         made->connect(answer.qp, true);
     } catch (const EngineError& e) {
         trouble = e.what();
     }
-    {
-        const Lock lock(mu_);
-        Path& p = paths_[answer.path];
-        if (over() || p.machine.epoch() != answer.epoch) return;
-        if (!trouble.empty()) {
-            lose_path(p, trouble);
-            send_fence(answer.path, answer.epoch);
-            return;
-        }
-        p.live = made;
+    const Lock lock(mu_);
+    Path& p = paths_[answer.path];
+    if (over() || p.machine.epoch() != answer.epoch) return;
+    // What has happened since the answer was taken finds no queue pair to end.
+    if (trouble.empty()) trouble = why_barred(p);
+    if (trouble.empty() && p.machine.is_fenced(answer.epoch)) trouble = "given up by the peer";
+    if (!trouble.empty()) {
+        lose_path(p, trouble);
+        send_fence(answer.path, answer.epoch);
+        return;
     }
+    p.live = made;
     made->start();
 }
 
@@ -150,17 +158,24 @@ void Link::bar_rail(bool ours, uint32_t rail, const std::string& why) {
         Path& p = paths_[i];
         if (!barred(p)) continue;
         p.trouble = why;
-        if (std::exchange(p.offered, nullptr)) {
+        if (p.offered) {
+            withdraw_offer(p);
             lose_path(p, why);
             send_fence(i, p.machine.epoch());
         } else if (const auto live = std::static_pointer_cast<RdmaPath>(p.live)) {
             live->rail_failed(why);
+            // Others carry from now on, and not only when its thread has heard of it.
+            note_carrier();
+            kick_paths();
         }
     }
 }
 
-bool Link::barred(const Path& path) const {
-    return barred_ours_.contains(path.our_rail) || barred_peers_.contains(path.peer_rail);
+std::string Link::why_barred(const Path& path) const {
+    if (const auto it = barred_ours_.find(path.our_rail); it != barred_ours_.end())
+        return it->second;
+    const auto it = barred_peers_.find(path.peer_rail);
+    return it == barred_peers_.end() ? "" : it->second;
 }
 
 std::optional<PathHost::RemoteSlot> Link::remote_slot(uint32_t path, const SlotGrant& slot) {
@@ -205,6 +220,10 @@ void Link::path_measured(uint32_t path, uint32_t epoch, double bytes_per_second,
     if (rtt_ns) p.rtt.add(*rtt_ns, 0);
 }
 
+void Link::path_stuck(const std::string& why) {
+    die(describe() + " is dead: " + why);
+}
+
 // Whether faster rails should have the next chunk. A rate that is out of date says nothing, so
 // that a rail which was slow once gets to show that it is not any more.
 bool Link::leave_to_other_rails(uint32_t index, int64_t now) const {
@@ -212,13 +231,13 @@ bool Link::leave_to_other_rails(uint32_t index, int64_t now) const {
     if (p.bytes_per_second <= 0 || now - p.measured_ns > kRateAge) return false;
     double others = 0.0;
     for (uint32_t i = 0; i < rails_; ++i)
-        if (i != index && paths_[i].machine.carries()) others += paths_[i].bytes_per_second;
+        if (i != index && rail_carries(paths_[i])) others += paths_[i].bytes_per_second;
     return others > 0 && leave_to_others(p.bytes_per_second, others, out_.ready_chunks());
 }
 
 bool Link::rails_carry() const {
     return std::any_of(paths_.begin(), paths_.begin() + rails_,
-                       [](const Path& p) { return p.machine.carries(); });
+                       [this](const Path& p) { return rail_carries(p); });
 }
 
 bool Link::sockets_may_carry(int64_t now) const {
@@ -257,7 +276,7 @@ void Link::look_after_rails(int64_t now) {
         for (uint32_t i = 0; i < rails_; ++i) {
             Path& p = paths_[i];
             if (!p.offered || now - p.offered_ns < kConnectLimit) continue;
-            p.offered.reset();
+            withdraw_offer(p);
             lose_path(p, "rank " + std::to_string(identity_.peer_rank) +
                              " did not answer the offer of a queue pair within " +
                              seconds_text(to_seconds(kConnectLimit)));

@@ -53,6 +53,8 @@ class PathHost {
     virtual void path_up(uint32_t, uint32_t) {}
     // It has gone quiet, or has come back from that.
     virtual void path_suspect(uint32_t, uint32_t, bool) {}
+    // What it let in may reach slots for ever: it cannot be retired.
+    virtual void path_stuck(const std::string&) {}
     // Bytes per second while busy, and the round trip of a probe that met no traffic.
     virtual void path_measured(uint32_t, uint32_t, double, std::optional<int64_t>) {}
 };
@@ -72,8 +74,8 @@ class DataPath : public std::enable_shared_from_this<DataPath> {
     }
 
     // On the reactor's thread: the epoch is fenced. Nothing that still comes may reach a slot once
-    // this returns; nothing more is sent.
-    virtual void retire() = 0;
+    // this has returned true; nothing more is sent. False: not yet, it has to be asked again.
+    virtual bool retire() = 0;
 
     Reactor& reactor() const { return reactor_; }
     const uint32_t index;

@@ -20,13 +20,16 @@ namespace {
 
 constexpr uint32_t kBlocks = 8;       // chunks in staging memory: the most under way at once
 constexpr uint32_t kLeastWindow = 3;  // one on the wire, one behind it, one being copied
-// More receives than a sender with our window can use up before we have looked.
+// A sender may use them all up: its window opens when the card has acknowledged, not when this
+// thread has looked. Its card then asks again until there are new ones.
 constexpr uint32_t kReceives = 256;
+constexpr int kTurn = 16;  // completions handled before others on this thread have their turn
 constexpr uint32_t kHeaderRoom = 256;  // for one encoded chunk header
 static_assert(kChunkHeaderSize <= kHeaderRoom);
 constexpr int64_t kLook = 50 * kMillisecond;
 constexpr int64_t kAway = 200 * kMillisecond;  // later than a busy machine is
 constexpr int64_t kProbeEvery = 500 * kMillisecond;
+constexpr int64_t kRetireAgain = 50 * kMillisecond;
 constexpr double kRateWeight = 0.3;  // of the newest sample
 constexpr int64_t kRateSpan = 20 * kMillisecond;
 
@@ -44,9 +47,10 @@ constexpr uint64_t work_id(Work kind, uint32_t value) {
 // 4.096 µs × 2^15 is 134 ms, and six repetitions: a dead path is known within a second.
 constexpr uint8_t kAckTimeout = 15;
 constexpr uint8_t kRetries = 6;
-// Not 7, which means for ever. 12 waits 0.64 ms each time.
-constexpr uint8_t kReceiverNotReadyRetries = 6;
-constexpr uint8_t kReceiverNotReadyTimer = 18;
+// 12 is 0.64 ms, and 7 means for ever: a receiver whose thread is held up, as every thread is now
+// and then, has used up its receives and is well. One that stays away is given up by `look`.
+constexpr uint8_t kReceiverNotReadyTimer = 12;
+constexpr uint8_t kReceiverNotReadyRetries = 7;
 
 uint32_t random24() {
     static thread_local std::mt19937 engine{std::random_device{}()};
@@ -150,7 +154,7 @@ void RdmaPath::connect(const QpAddress& peer, bool speaks_first) {
 }
 
 void RdmaPath::on_start() {
-    if (qp_ == nullptr) return;
+    if (qp_ == nullptr || breaking_) return;
     const auto self = std::static_pointer_cast<RdmaPath>(shared_from_this());
     rail_->watch(std::shared_ptr<RailUser>(self, this));
     reactor_.add(channel_->fd, EPOLLIN, [self](uint32_t) { self->on_completions(); });
@@ -164,33 +168,38 @@ void RdmaPath::on_start() {
 // --- Completions ------------------------------------------------------------------------------
 
 void RdmaPath::on_completions() {
-    if (qp_ == nullptr) return;
+    if (qp_ == nullptr || breaking_) return;
     abi::Cq* cq = nullptr;
     void* user = nullptr;
     unsigned int events = 0;
     while (verbs_.get_cq_event(channel_, &cq, &user) == 0) ++events;
     if (events > 0) verbs_.ack_cq_events(cq_, events);
-    drain();
-    if (qp_ == nullptr) return;
-    // What completes after this rings; what completed before it is found by the second look.
-    device_->context->ops.req_notify_cq(cq_, 0);
-    drain();
-    if (qp_ == nullptr) return;
-    pump();
-    if (!trouble_.empty()) break_off(std::exchange(trouble_, {}));
+    bool empty = drain();
+    if (empty && !breaking_) {
+        // What completes after this rings; what completed before it is found by the second look.
+        device_->context->ops.req_notify_cq(cq_, 0);
+        empty = drain();
+    }
+    if (!empty) drain_later();
 }
 
-void RdmaPath::drain() {
-    abi::Wc wcs[16];
-    for (;;) {
-        const int n = device_->context->ops.poll_cq(cq_, 16, wcs);
-        if (n < 0) trouble("its completion queue cannot be read");
-        if (n <= 0) break;
-        for (int i = 0; i < n; ++i) handle(wcs[i]);
-        // The sender waits for nothing more than for its window to open.
-        if (!breaking_ && trouble_.empty()) pump();
-    }
+// Handles as much as is one path's turn on the rail's thread. Whether that was all.
+bool RdmaPath::drain() {
+    abi::Wc wcs[kTurn];
+    const int n = device_->context->ops.poll_cq(cq_, kTurn, wcs);
+    if (n < 0) trouble("its completion queue cannot be read");
+    for (int i = 0; i < n; ++i) handle(wcs[i]);
+    pump();
     if (!breaking_ && !trouble_.empty()) break_off(std::exchange(trouble_, {}));
+    return n < kTurn;
+}
+
+void RdmaPath::drain_later() {
+    if (std::exchange(drains_later_, true)) return;
+    reactor_.post([self = std::static_pointer_cast<RdmaPath>(shared_from_this())] {
+        self->drains_later_ = false;
+        self->on_completions();
+    });
 }
 
 void RdmaPath::handle(const abi::Wc& wc) {
@@ -423,17 +432,21 @@ void RdmaPath::probe_completed() {
 
 // Now and then: is what was posted still moving, and is an idle path still good?
 void RdmaPath::look() {
-    if (qp_ == nullptr) return;
+    if (qp_ == nullptr || breaking_) return;
     reactor_.after(kLook, [weak = weak_from_this()] {
         if (const auto self = weak.lock()) static_cast<RdmaPath&>(*self).look();
     });
     // Nobody may have told this thread of what has completed: it was away, as in a process that
     // was stopped. And while nobody looked, as on a machine that was paused, silence says nothing.
-    drain();
-    if (qp_ == nullptr) return;
+    const bool empty = drain();
+    if (breaking_) return;
     const int64_t now = steady_ns();
     const int64_t away = now - std::exchange(looked_ns_, now) - kLook;
     if (away > kAway) progress_ns_ = std::min(now, progress_ns_ + away);
+    if (!empty) {
+        drain_later();  // the news may be in what is left
+        return;
+    }
     if (writes_out_ > 0 || probe_out_) {
         const int64_t silent = now - progress_ns_;
         // A slow rail is not a dead one: allow for what it has been seen to carry.
@@ -459,44 +472,62 @@ void RdmaPath::rail_failed(const std::string& why) {
     });
 }
 
-// In error a queue pair neither sends nor lets the peer write. What had arrived before is in the
-// completion queue and still counts.
-void RdmaPath::stop_device() {
-    breaking_ = true;
-    abi::QpAttr attr{};
-    attr.state = abi::kQpError;
-    // Can only fail if the device is gone, and then nothing is written either.
-    (void)verbs_.modify_qp(qp_, &attr, abi::kSetState);
-    if (cq_ != nullptr) drain();
-    trouble_.clear();
-}
-
 void RdmaPath::break_off(const std::string& why) {
     if (qp_ == nullptr || breaking_) return;
-    stop_device();
-    destroy();
-    host_->path_lost(index, epoch, why);
+    end(why);
 }
 
-void RdmaPath::retire() {
-    if (qp_ == nullptr || breaking_) return;
-    stop_device();
-    destroy();
+void RdmaPath::end(const std::string& why) {
+    if (retire()) {
+        host_->path_lost(index, epoch, why);
+        return;
+    }
+    // It carries nothing more, but what it was given must not move yet.
+    host_->path_suspect(index, epoch, true);
+    reactor_.after(kRetireAgain, [self = std::static_pointer_cast<RdmaPath>(shared_from_this()),
+                                  why] { self->end(why); });
 }
 
-void RdmaPath::destroy() {
+bool RdmaPath::retire() {
+    if (qp_ == nullptr) return true;
+    if (!std::exchange(breaking_, true)) {
+        retiring_since_ns_ = steady_ns();
+        // In error it neither sends nor lets the peer write, and what has completed still counts.
+        // Where that fails, what completes from now on has to be sent again: only its destruction
+        // is relied on.
+        abi::QpAttr attr{};
+        attr.state = abi::kQpError;
+        (void)verbs_.modify_qp(qp_, &attr, abi::kSetState);
+        while (!drain()) {
+        }
+    }
+    const int error = destroy();
+    if (error == 0) return true;
+    if (steady_ns() - retiring_since_ns_ > settings_.retire_within_ns)
+        host_->path_stuck(rail_->describe() + ": " +
+                          system_error("a queue pair cannot be destroyed", error) +
+                          ", so it may still write to receive slots");
+    return false;
+}
+
+void RdmaPath::on_close() {
+    if (!retire()) reactor_.after(kRetireAgain, [self = shared_from_this(), this] { on_close(); });
+}
+
+// The error that the queue pair lives on with. Without one it is gone, and only then nothing can
+// touch a slot or the staging memory any more.
+int RdmaPath::destroy() {
     breaking_ = true;
     if (std::exchange(watched_, false)) reactor_.remove(channel_->fd);
-    // The last word: once it is destroyed, nothing can touch a slot or the staging memory.
-    bool gone = true;
-    if (qp_ != nullptr) gone = verbs_.destroy_qp(std::exchange(qp_, nullptr)) == 0;
+    if (qp_ != nullptr) {
+        const int error = verbs_.destroy_qp(qp_);
+        if (error != 0 && !device_->removed()) return error;
+        qp_ = nullptr;
+    }
     if (cq_ != nullptr) verbs_.destroy_cq(std::exchange(cq_, nullptr));
     if (channel_ != nullptr) verbs_.destroy_comp_channel(std::exchange(channel_, nullptr));
-    if (staging_ == nullptr) return;
-    if (gone)
-        rail_->give_back(std::move(staging_));
-    else  // the device may still write there, so the memory must never be used again
-        static_cast<void>(new std::shared_ptr<Registration>(std::move(staging_)));
+    if (staging_ != nullptr) rail_->give_back(std::move(staging_));
+    return 0;
 }
 
 }  // namespace pipemorph

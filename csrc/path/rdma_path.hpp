@@ -26,6 +26,8 @@ class RdmaPath final : public DataPath, public RailUser {
         // Without any completion for this long the path is given up; after half of it no new
         // chunks are entrusted to it.
         int64_t dead_after_ns = 0;
+        // A queue pair that cannot be destroyed for this long is the end of the link.
+        int64_t retire_within_ns = 0;
     };
 
     // Makes the queue pair. Throws EngineError.
@@ -38,20 +40,22 @@ class RdmaPath final : public DataPath, public RailUser {
     // its own: each is up when its probe was acknowledged, so both directions have been tried.
     void connect(const QpAddress& peer, bool speaks_first);
 
-    void retire() override;
+    bool retire() override;
 
     void rail_failed(const std::string& why) override;
     bool uses(const abi::Qp* qp) const override { return qp == qp_; }
+    bool uses(const abi::Cq* cq) const override { return cq == cq_; }
     const GidBytes& local_gid() const override { return local_.gid; }
 
   private:
     void on_start() override;
     void on_kick() override { pump(); }
     void on_sever() override { break_off("severed on request"); }
-    void on_close() override { destroy(); }
+    void on_close() override;
 
     void on_completions();
-    void drain();
+    bool drain();
+    void drain_later();
     void handle(const abi::Wc& wc);
     void received(const abi::Wc& wc);
     void header_received(const abi::Wc& wc, uint32_t buffer);
@@ -66,8 +70,8 @@ class RdmaPath final : public DataPath, public RailUser {
     void look();
     void trouble(const std::string& why);
     void break_off(const std::string& why);
-    void stop_device();
-    void destroy();
+    void end(const std::string& why);
+    int destroy();
     uint32_t window() const;
 
     const Settings settings_;
@@ -86,6 +90,8 @@ class RdmaPath final : public DataPath, public RailUser {
     bool up_ = false;
     bool suspect_ = false;
     bool breaking_ = false;
+    bool drains_later_ = false;
+    int64_t retiring_since_ns_ = 0;
     std::string trouble_;
 
     // Sending.

@@ -79,8 +79,8 @@ bool StreamPath::would_block_or_fail(const char* what) {
     return false;
 }
 
-void StreamPath::retire() {
-    if (retired_ || !fd_) return;
+bool StreamPath::retire() {
+    if (retired_ || !fd_) return true;
     retired_ = true;
     drop_work();
     // The peer sees the end of the stream and closes; what is under way is read and dropped.
@@ -90,6 +90,7 @@ void StreamPath::retire() {
         drain_timer_ = 0;
         shut();
     });
+    return true;
 }
 
 void StreamPath::on_sever() {

@@ -8,7 +8,7 @@ namespace pipemorph {
 
 class StreamPath : public DataPath {
   public:
-    void retire() override;
+    bool retire() override;
 
   protected:
     StreamPath(Reactor& reactor, std::shared_ptr<PathHost> host, uint32_t index, uint32_t epoch,

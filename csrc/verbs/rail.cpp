@@ -1,6 +1,7 @@
 #include "verbs/rail.hpp"
 
 #include <fcntl.h>
+#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/resource.h>
 
@@ -107,6 +108,11 @@ VerbsDevice::~VerbsDevice() {
     verbs.close_device(context);
 }
 
+bool VerbsDevice::removed() const {
+    pollfd events{context->async_fd, 0, 0};
+    return ::poll(&events, 1, 0) == 1;  // for nothing but that it is at its end
+}
+
 Registration::Registration(std::shared_ptr<VerbsDevice> device, std::shared_ptr<Memory> memory,
                            int access)
     : device_(std::move(device)), memory_(std::move(memory)) {
@@ -124,7 +130,9 @@ Registration::Registration(std::shared_ptr<VerbsDevice> device, std::shared_ptr<
 }
 
 Registration::~Registration() {
-    device_->verbs.dereg_mr(mr_);
+    if (device_->verbs.dereg_mr(mr_) == 0) return;
+    // The device may still write there, so it must never be anybody else's memory.
+    static_cast<void>(new std::shared_ptr<Memory>(std::move(memory_)));
 }
 
 std::vector<std::shared_ptr<Rail>> Rail::open_all(const RailOptions& options,
@@ -176,7 +184,8 @@ std::vector<std::shared_ptr<Rail>> Rail::open_all(const Verbs& verbs, const Rail
                 else if (!card.empty() && cards.contains(card))
                     complain(what + " is left out: another port of card " + card + " is used");
                 else {
-                    try_port(device, port);
+                    // A context for each rail: what its card has to say, the first to read has.
+                    try_port(std::make_shared<VerbsDevice>(verbs, raw), port);
                     if (!card.empty()) cards.insert(card);
                 }
             }
@@ -210,7 +219,8 @@ Rail::Rail(std::shared_ptr<VerbsDevice> device, uint8_t port, const RailOptions&
       port_(port),
       options_(options),
       numa_node_(numa::node_of("/sys/class/infiniband/" + device_->name + "/device")),
-      reactor_("pm-" + device_->name.substr(0, 12)) {}
+      reactor_("pm-" + device_->name.substr(0, 12)),
+      setup_("pm-" + device_->name.substr(0, 6) + "-setup") {}
 
 Rail::~Rail() = default;
 
@@ -223,6 +233,11 @@ void Rail::start() {
         numa::run_on(numa_node_);
         reactor_.add(device_->context->async_fd, EPOLLIN, [this](uint32_t) { on_async(); });
     });
+}
+
+void Rail::stop() {
+    setup_.stop();
+    reactor_.stop();
 }
 
 PortAddress Rail::address() const {
@@ -297,9 +312,14 @@ std::vector<std::shared_ptr<RailUser>> Rail::users() {
     return out;
 }
 
-void Rail::trouble(const std::string& why, const abi::Qp* only) {
+void Rail::trouble(const std::string& why) {
+    for (const auto& user : users()) user->rail_failed(why);
+}
+
+template <typename Queue>
+void Rail::trouble_of(const Queue* queue, const std::string& why) {
     for (const auto& user : users())
-        if (only == nullptr || user->uses(only)) user->rail_failed(why);
+        if (user->uses(queue)) user->rail_failed(why);
 }
 
 // A queue pair whose own GID is gone sends from an address that nobody answers to.
@@ -325,25 +345,31 @@ void Rail::on_async() {
         const uint32_t type = event.type;
         const int port = event.element.port;
         const abi::Qp* qp = event.element.qp;
+        const abi::Cq* cq = event.element.cq;
         const bool of_qp = type == abi::kEventQpFatal || type == abi::kEventQpRequestError ||
                            type == abi::kEventQpAccessError;
         const bool of_port = type == abi::kEventPortActive || type == abi::kEventPortError ||
                              type == abi::kEventGidChange || type == abi::kEventLidChange;
-        // Acknowledged first: destroying the queue pair waits for it.
+        // Acknowledged first: destroying what it is about waits for it.
         v.ack_async_event(&event);
         const std::string what = describe() + ": " + v.event_type_str(type);
         if (of_qp)
-            trouble(what, qp);
+            trouble_of(qp, what);
+        else if (type == abi::kEventCqError)
+            trouble_of(cq, what);
         else if (type == abi::kEventDeviceFatal)
-            trouble(what, nullptr);
+            trouble(what);
         else if (of_port && port == port_) {
             if (type == abi::kEventPortError)
-                trouble(what, nullptr);
+                trouble(what);
             else if (type != abi::kEventPortActive)
                 check_addresses();
             if (type != abi::kEventPortError) recoveries_.fetch_add(1);
         }
     }
+    if (!device_->removed()) return;
+    reactor_.remove(device_->context->async_fd);  // it would be readable for ever
+    trouble(describe() + ": the device was removed");
 }
 
 }  // namespace pipemorph

@@ -34,6 +34,9 @@ class VerbsDevice {
 
     const Verbs& verbs;
     const std::string name;
+    // The kernel has taken it away, and ended all that was made from it before it said so.
+    bool removed() const;
+
     abi::Context* context = nullptr;
     abi::Pd* pd = nullptr;
 };
@@ -73,6 +76,7 @@ class RailUser {
     virtual ~RailUser() = default;
     virtual void rail_failed(const std::string& why) = 0;
     virtual bool uses(const abi::Qp* qp) const = 0;
+    virtual bool uses(const abi::Cq* cq) const = 0;
     virtual const GidBytes& local_gid() const = 0;
 };
 
@@ -97,6 +101,9 @@ class Rail : public std::enable_shared_from_this<Rail> {
     const RailOptions& options() const { return options_; }
     const std::shared_ptr<VerbsDevice>& device() const { return device_; }
     Reactor& reactor() { return reactor_; }
+    // Where queue pairs are made and connected. That may take the kernel a second each, when it
+    // looks for a neighbour that does not answer, and nobody else should have to wait for it.
+    Reactor& setup() { return setup_; }
     // Where its card is; numa::kNowhere if that is not known.
     int numa_node() const { return numa_node_; }
 
@@ -112,12 +119,14 @@ class Rail : public std::enable_shared_from_this<Rail> {
     // Rises whenever a port came up or its GIDs changed: worth trying again at once.
     uint64_t recoveries() const { return recoveries_.load(); }
     void start();  // listens for asynchronous events
-    void stop() { reactor_.stop(); }
+    void stop();
 
   private:
     void on_async();
     std::vector<std::shared_ptr<RailUser>> users();
-    void trouble(const std::string& why, const abi::Qp* only);
+    void trouble(const std::string& why);
+    template <typename Queue>
+    void trouble_of(const Queue* queue, const std::string& why);
     void check_addresses();
 
     const std::shared_ptr<VerbsDevice> device_;
@@ -129,6 +138,7 @@ class Rail : public std::enable_shared_from_this<Rail> {
     std::vector<std::weak_ptr<RailUser>> users_;
     const int numa_node_;
     Reactor reactor_;
+    Reactor setup_;
 };
 
 // "0000:3b:00": what two ports of one card have in common; empty if the device is on no PCI bus.

@@ -102,6 +102,8 @@ class Fabric {
     // The memory of a key, if these bytes are in it.
     uint8_t* memory(uint32_t key, uint64_t address, size_t bytes, int access);
 
+    static Fabric* current_;
+
     std::recursive_mutex mu_;
     std::function<int(const Call&)> before_;
     std::list<Device> devices_;

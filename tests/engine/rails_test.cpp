@@ -84,3 +84,14 @@ TEST(rails_that_are_named_may_be_of_one_card) {
     CHECK((host.rails({"mlx5_9", "rxe0"}) == Names{"rxe0 port 1"}));
     CHECK(host.trouble == "there is no RDMA device mlx5_9");
 }
+
+// Two readers of one context would take each other's events.
+TEST(rails_of_one_device_hear_each_of_its_own_queue_pairs) {
+    fake::Fabric fabric;
+    fabric.add("soft0", {true, true});
+    std::string trouble;
+    const auto rails = Rail::open_all(fabric.verbs(), {}, trouble, "/nowhere");
+    CHECK(rails.size() == 2 && trouble.empty());
+    CHECK(rails[0]->device()->context != rails[1]->device()->context);
+    for (const auto& rail : rails) rail->stop();
+}

@@ -1,0 +1,378 @@
+// Two engines in one process, joined by the fake cards, with their faults.
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <optional>
+#include <random>
+#include <thread>
+
+#include "check.hpp"
+#include "engine/engine.hpp"
+#include "fake_verbs.hpp"
+#include "os/clock.hpp"
+
+using namespace pipemorph;
+
+namespace {
+
+constexpr uint32_t kChunk = 64 << 10;
+constexpr double kTimeout = 30.0;
+constexpr int64_t kSlice = 100 * kMillisecond;
+
+Config config(uint32_t rank, std::vector<std::string> devices) {
+    Config c;
+    c.job = "test";
+    c.rank = rank;
+    c.secret = {'k', 'e', 'y'};
+    c.host = "127.0.0.1";
+    c.transport = Transport::rdma;
+    c.chunk_bytes = kChunk;
+    c.peer_deadline = 20.0;
+    c.rdma.devices = std::move(devices);
+    c.rdma.verbs = &fake::Fabric::verbs();
+    return c;
+}
+
+std::vector<uint8_t> payload(const Key& key, size_t bytes) {
+    std::mt19937_64 random(static_cast<uint64_t>(key.microbatch * 2 + key.direction));
+    std::vector<uint8_t> out(bytes);
+    for (uint8_t& byte : out) byte = static_cast<uint8_t>(random());
+    return out;
+}
+
+uint64_t send(Link& link, const Key& key, size_t bytes) {
+    auto data = std::make_shared<std::vector<uint8_t>>(payload(key, bytes));
+    MessageInfo info;
+    info.key = key;
+    info.bytes = bytes;
+    const uint8_t* at = data->data();
+    return link.send(std::move(info), at, std::move(data));
+}
+
+Arrived receive(Link& link, const Key& key) {
+    const int64_t deadline = steady_ns() + to_ns(kTimeout);
+    for (;;)
+        if (auto a = link.receive(key, deadline, kSlice, kTimeout)) return std::move(*a);
+}
+
+void is_right(const Arrived& a, size_t bytes) {
+    const auto expected = payload(a.info.key, bytes);
+    CHECK(a.info.bytes == bytes && std::equal(expected.begin(), expected.end(), a.data));
+}
+
+void receive_right(Link& link, const Key& key, size_t bytes) {
+    const Arrived a = receive(link, key);
+    is_right(a, bytes);
+    if (a.slot) link.release(*a.slot, a.serial);
+}
+
+void until(const std::string& what, const std::function<bool()>& condition) {
+    const int64_t deadline = steady_ns() + to_ns(kTimeout);
+    while (!condition()) {
+        if (steady_ns() > deadline) check::fail(__FILE__, __LINE__, "never: " + what);
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+}
+
+Key key(int64_t microbatch, int64_t direction = 0) {
+    return {0, 0, microbatch, direction, 0};
+}
+
+// One call of the cards' that a test has stopped at: it goes on when this does.
+class Gate {
+  public:
+    // To be called from where it shall stop; once open it stops nobody.
+    void pass() {
+        std::unique_lock lock(mu_);
+        ++stopped_;
+        changed_.notify_all();
+        changed_.wait(lock, [this] { return open_; });
+    }
+    void until_stopped() {
+        std::unique_lock lock(mu_);
+        const auto end = std::chrono::system_clock::now() + std::chrono::seconds(30);
+        CHECK(changed_.wait_until(lock, end, [this] { return stopped_ > 0; }));
+    }
+    void open() {
+        const std::lock_guard lock(mu_);
+        open_ = true;
+        changed_.notify_all();
+    }
+
+  private:
+    std::mutex mu_;
+    std::condition_variable changed_;
+    int stopped_ = 0;
+    bool open_ = false;
+};
+
+struct Two {
+    fake::Fabric fabric;
+    std::optional<Engine> low;
+    std::optional<Engine> high;
+    std::shared_ptr<Link> dialled;
+    std::shared_ptr<Link> accepted;
+
+    explicit Two(uint32_t rails = 1) {
+        std::vector<std::string> devices[2];
+        for (uint32_t i = 0; i < 2 * rails; ++i) {
+            devices[i % 2].push_back("fake" + std::to_string(i));
+            fabric.add(devices[i % 2].back().c_str());
+        }
+        low.emplace(config(0, devices[0]));
+        high.emplace(config(1, devices[1]));
+    }
+    // The tests' own gates must be open by then.
+    ~Two() {
+        fabric.intercept(nullptr);
+        fabric.flow();
+        low->close(0.0);
+        high->close(0.0);
+    }
+    void link() {
+        std::thread acceptor([&] { accepted = high->accept(0, 7, kTimeout, [] {}); });
+        dialled = low->connect(1, 7, "127.0.0.1", high->port(), kTimeout, [] {});
+        acceptor.join();
+    }
+    void linked() {
+        link();
+        rails_up();
+    }
+    void rails_up() {
+        for (Link* l : {&*dialled, &*accepted})
+            until("all rails up", [&] {
+                for (const PathStats& p : l->stats().paths)
+                    if (p.kind == "rdma" && p.state != "UP") return false;
+                return true;
+            });
+    }
+};
+
+bool gone(const fake::Call& call, const char* device) {
+    return call.device == device &&
+           (call.name == "destroy_qp" || (call.name == "modify_qp" && call.state == abi::kQpError));
+}
+
+}  // namespace
+
+TEST(rdma_link_carries_all_sizes_both_ways) {
+    Two two(2);
+    two.linked();
+    two.accepted->reserve(0, 3, 1 << 20);
+    two.dialled->reserve(1, 2, 1 << 20);
+    constexpr size_t kSizes[] = {0, 1, kChunk, kChunk + 1, 1 << 20};
+    for (int64_t i = 0; i < 20; ++i)
+        for (Link* l : {&*two.dialled, &*two.accepted})
+            send(*l, key(i, l == &*two.accepted), kSizes[size_t(i) % std::size(kSizes)]);
+    for (int64_t i = 0; i < 20; ++i) {
+        receive_right(*two.accepted, key(i, 0), kSizes[size_t(i) % std::size(kSizes)]);
+        receive_right(*two.dialled, key(i, 1), kSizes[size_t(i) % std::size(kSizes)]);
+    }
+    const LinkStats s = two.dialled->stats();
+    CHECK(s.transport == "rdma" && s.chunks_resent == 0);
+    CHECK(s.paths[0].chunks > 0 && s.paths[1].chunks > 0 && s.paths[2].chunks == 0);
+}
+
+// Queue pairs that break at either end, in the middle of messages.
+TEST(rdma_link_storm) {
+    constexpr int64_t kMessages = 200;
+    constexpr size_t kBytes = 300'000;
+    Two two(2);
+    two.linked();
+    two.accepted->reserve(0, 4, kBytes);
+    two.dialled->reserve(1, 3, kBytes);
+    std::atomic<int> running{2};
+    std::string error;
+    std::mutex error_mu;
+    const auto receiver = [&](Link& link, int64_t direction) {
+        return std::thread([&, direction] {
+            try {
+                for (int64_t i = 0; i < kMessages; ++i) {
+                    if (i % 2 == 1) {
+                        auto into = std::make_shared<std::vector<uint8_t>>(kBytes);
+                        uint8_t* at = into->data();
+                        link.post_receive(key(i, direction), {at, kBytes, std::move(into)});
+                    }
+                    receive_right(link, key(i, direction), kBytes);
+                }
+            } catch (const std::exception& e) {
+                const std::lock_guard lock(error_mu);
+                error += e.what();
+            }
+            --running;
+        });
+    };
+    std::thread receivers[] = {receiver(*two.accepted, 0), receiver(*two.dialled, 1)};
+    std::thread sender([&] {
+        for (int64_t i = 0; i < kMessages; ++i) {
+            send(*two.dialled, key(i, 0), kBytes);
+            send(*two.accepted, key(i, 1), kBytes);
+        }
+    });
+    std::mt19937 random(3);
+    int cuts = 0;
+    while (running > 0) {
+        Link& link = random() % 2 == 0 ? *two.dialled : *two.accepted;
+        link.sever_data_path(random() % 2);
+        ++cuts;
+        const uint64_t enough = two.dialled->stats().messages_sent + 5;
+        until("messages after a cut",
+              [&] { return running == 0 || two.dialled->stats().messages_sent >= enough; });
+    }
+    sender.join();
+    for (std::thread& t : receivers) t.join();
+    if (!error.empty()) check::fail(__FILE__, __LINE__, error);
+    const LinkStats a = two.dialled->stats();
+    const LinkStats b = two.accepted->stats();
+    CHECK(cuts > 1 && a.paths[0].times_lost + a.paths[1].times_lost > 0);
+    until("all is acknowledged", [&] {
+        return two.dialled->stats().sends_in_flight == 0 &&
+               two.accepted->stats().sends_in_flight == 0;
+    });
+    CHECK(b.messages_received == kMessages && a.messages_received == kMessages);
+}
+
+// The kernel looks for a neighbour for up to a second, and all links' control is one thread.
+TEST(rdma_link_control_does_not_wait_for_a_queue_pair_to_be_connected) {
+    for (const char* slow : {"fake0", "fake1"}) {
+        Two two;
+        Gate gate;
+        two.fabric.intercept([&](const fake::Call& call) {
+            if (call.device == slow && call.state == abi::kQpReadyToReceive) gate.pass();
+            return 0;
+        });
+        struct Open {
+            Gate& gate;
+            ~Open() { gate.open(); }
+        } open{gate};
+        two.link();
+        gate.until_stopped();
+        // An empty message and its acknowledgement travel over control alone.
+        send(*two.dialled, key(1), 0);
+        receive_right(*two.accepted, key(1), 0);
+        until("acknowledged", [&] { return two.dialled->stats().sends_in_flight == 0; });
+        gate.open();
+        two.rails_up();
+    }
+}
+
+// Memory that a rail cannot take is found out while its queue pair is on the way to being up.
+TEST(rdma_link_leaves_a_rail_that_was_barred_while_it_connected) {
+    for (const char* barred : {"fake0", "fake1"}) {
+        Two two;
+        Gate gate;
+        std::atomic<bool> registers{true};
+        two.fabric.intercept([&](const fake::Call& call) {
+            if (call.device != barred) return 0;
+            if (call.name == "reg_mr" && !registers) return ENOMEM;
+            if (call.state == abi::kQpReadyToReceive) gate.pass();
+            return 0;
+        });
+        struct Open {
+            Gate& gate;
+            ~Open() { gate.open(); }
+        } open{gate};
+        two.link();
+        gate.until_stopped();
+        registers = false;
+        Link& receiver = barred == std::string("fake0") ? *two.dialled : *two.accepted;
+        Link& sender = barred == std::string("fake0") ? *two.accepted : *two.dialled;
+        const int64_t direction = &sender == &*two.accepted;
+        receiver.reserve(static_cast<int>(direction), 1, kChunk);
+        two.fabric.hold();
+        gate.open();
+        send(sender, key(0, direction), kChunk);
+        receive_right(receiver, key(0, direction), kChunk);
+        CHECK(sender.stats().transport == "tcp");
+        // Not a word over the rail, not even to find out whether it works.
+        CHECK(two.fabric.under_way() == 0);
+    }
+}
+
+// A write that is under way lands as long as there is its queue pair, whatever was agreed.
+TEST(rdma_link_moves_nothing_while_a_queue_pair_may_still_write_it) {
+    Two two;
+    two.linked();
+    two.accepted->reserve(0, 1, kChunk);
+    std::atomic<bool> lives_on{true};
+    std::atomic<int> refused{0};
+    two.fabric.intercept([&](const fake::Call& call) {
+        if (!lives_on || !gone(call, "fake1")) return 0;
+        ++refused;
+        return EIO;
+    });
+    two.fabric.hold();
+    send(*two.dialled, key(0), kChunk);
+    until("under way", [&] { return two.fabric.under_way() >= 2; });
+    // The sender gives its rail up, and the receiver cannot.
+    two.dialled->sever_data_path(0);
+    until("the receiver has tried", [&] { return refused >= 4; });
+    const bool moved = two.accepted->arrived(key(0));
+    if (moved) {
+        // What would become of the slot's next message.
+        receive_right(*two.accepted, key(0), kChunk);
+        send(*two.dialled, key(1), kChunk);
+        const Arrived next = receive(*two.accepted, key(1));
+        two.fabric.flow();
+        is_right(next, kChunk);
+    }
+    CHECK(!moved);
+    lives_on = false;
+    receive_right(*two.accepted, key(0), kChunk);
+    CHECK(two.dialled->stats().transport == "tcp");
+    two.fabric.flow();
+    send(*two.dialled, key(1), kChunk);
+    receive_right(*two.accepted, key(1), kChunk);
+}
+
+// The same where the end with the queue pair is the one that gives it up.
+TEST(rdma_link_reports_a_loss_when_its_queue_pair_is_gone) {
+    Two two;
+    two.linked();
+    two.accepted->reserve(0, 1, kChunk);
+    std::atomic<bool> lives_on{true};
+    std::atomic<int> refused{0};
+    two.fabric.intercept([&](const fake::Call& call) {
+        if (!lives_on || !gone(call, "fake1")) return 0;
+        ++refused;
+        return EIO;
+    });
+    two.fabric.hold();
+    send(*two.dialled, key(0), kChunk);
+    until("under way", [&] { return two.fabric.under_way() >= 2; });
+    two.accepted->sever_data_path(0);
+    until("it has tried", [&] { return refused >= 4; });
+    CHECK(two.accepted->stats().transport == "tcp");
+    // It is not out of the world, and what lands counts no more.
+    two.fabric.flow();
+    CHECK(!two.accepted->arrived(key(0)));
+    lives_on = false;
+    two.dialled->sever_data_path(0);
+    receive_right(*two.accepted, key(0), kChunk);
+}
+
+TEST(rdma_link_dies_of_a_queue_pair_that_cannot_be_destroyed) {
+    fake::Fabric fabric;
+    fabric.add("fake0");
+    fabric.add("fake1");
+    Config configs[] = {config(0, {"fake0"}), config(1, {"fake1"})};
+    for (Config& c : configs) c.peer_deadline = 1.0;
+    Engine low(configs[0]);
+    Engine high(configs[1]);
+    std::shared_ptr<Link> accepted;
+    std::thread acceptor([&] { accepted = high.accept(0, 7, kTimeout, [] {}); });
+    const auto dialled = low.connect(1, 7, "127.0.0.1", high.port(), kTimeout, [] {});
+    acceptor.join();
+    until("up", [&] { return accepted->stats().paths[0].state == "UP"; });
+    fabric.intercept([](const fake::Call& call) { return gone(call, "fake1") ? EIO : 0; });
+    dialled->sever_data_path(0);
+    until("dead", [&] { return !accepted->alive() && !dialled->alive(); });
+    fabric.intercept(nullptr);
+    CHECK(accepted->error().find("fake1 port 1: a queue pair cannot be destroyed: Input/output "
+                                 "error, so it may still write to receive slots") !=
+          std::string::npos);
+    CHECK(dialled->error().find("rank 1 gave it up: fake1 port 1: a queue pair cannot") !=
+          std::string::npos);
+    until("destroyed in the end", [&] { return fabric.queue_pairs("fake1") == 0; });
+}

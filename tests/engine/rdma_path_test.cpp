@@ -1,0 +1,285 @@
+// Two queue pairs of the fake cards, and what a path makes of their troubles.
+#include "path/rdma_path.hpp"
+
+#include <atomic>
+#include <condition_variable>
+#include <cstring>
+#include <functional>
+#include <mutex>
+#include <optional>
+
+#include "check.hpp"
+#include "fake_verbs.hpp"
+#include "os/clock.hpp"
+
+using namespace pipemorph;
+
+namespace {
+
+constexpr uint32_t kChunk = 4096;
+constexpr uint32_t kChunks = 600;  // more than a queue pair has receives
+constexpr uint32_t kPath = 1;
+constexpr uint32_t kEpoch = 3;
+
+uint8_t content(uint32_t chunk) {
+    return static_cast<uint8_t>(chunk * 7 + 1);
+}
+
+// One end's link: it sends one message, and has one slot for the other end's.
+struct Host final : PathHost {
+    std::mutex mu;
+    std::condition_variable changed;
+    std::shared_ptr<OutMessage> message;
+    std::vector<uint8_t> payload;
+    uint32_t to_send = 0;
+    uint32_t sent = 0;
+    std::shared_ptr<Registration> slot;       // here
+    std::shared_ptr<Registration> peer_slot;  // over there
+    std::vector<int> received = std::vector<int>(kChunks);
+    uint32_t chunks_received = 0;
+    std::function<void()> on_chunk;  // without the lock
+    bool up = false;
+    bool suspect = false;
+    std::string lost;
+    std::string protocol;
+
+    std::optional<ChunkTask> next_chunk(uint32_t path, uint32_t epoch) override {
+        const std::lock_guard lock(mu);
+        if (sent == to_send) return std::nullopt;
+        ChunkTask task;
+        task.message = message;
+        task.header.path = path;
+        task.header.epoch = epoch;
+        task.header.index = sent++;
+        task.header.chunk_bytes = kChunk;
+        task.header.message = message->info;
+        task.data = payload.data() + task.header.offset();
+        task.bytes = kChunk;
+        return task;
+    }
+    ChunkSink begin_chunk(const ChunkHeader& h) override {
+        if (on_chunk) on_chunk();
+        ChunkSink sink;
+        sink.verdict = ChunkSink::Verdict::take;
+        sink.index = h.index;
+        sink.data = slot->data() + h.offset();
+        sink.slot_data = sink.data;
+        return sink;
+    }
+    void finish_chunk(const ChunkSink& sink, bool intact) override {
+        const bool right = intact && sink.data[0] == content(sink.index) &&
+                           sink.data[kChunk - 1] == content(sink.index);
+        const std::lock_guard lock(mu);
+        if (right) ++received[sink.index];
+        ++chunks_received;
+        changed.notify_all();
+    }
+    void stale_chunk() override {}
+    void path_lost(uint32_t, uint32_t, const std::string& why) override {
+        note([&] { lost = why; });
+    }
+    void protocol_error(const std::string& why) override {
+        note([&] { protocol = why; });
+    }
+    std::optional<Segment> next_segment_to_offer() override { return std::nullopt; }
+    void segment_offered(uint32_t, uint64_t, Fd) override {}
+    std::shared_ptr<Memory> peer_segment(uint32_t) override { return nullptr; }
+    std::optional<RemoteSlot> remote_slot(uint32_t, const SlotGrant&) override {
+        return RemoteSlot{reinterpret_cast<uint64_t>(peer_slot->data()), peer_slot->size(),
+                          peer_slot->rkey()};
+    }
+    void path_up(uint32_t, uint32_t) override {
+        note([&] { up = true; });
+    }
+    void path_suspect(uint32_t, uint32_t, bool suspicious) override {
+        note([&] { suspect = suspicious; });
+    }
+
+    void note(const std::function<void()>& what) {
+        const std::lock_guard lock(mu);
+        what();
+        changed.notify_all();
+    }
+    void until(const char* what, const std::function<bool()>& condition) {
+        std::unique_lock lock(mu);
+        const auto end = std::chrono::system_clock::now() + std::chrono::seconds(20);
+        if (!changed.wait_until(lock, end, condition))
+            check::fail(__FILE__, __LINE__,
+                        std::string("never: ") + what + "; lost: '" + lost + "', protocol: '" +
+                            protocol + "', " + std::to_string(chunks_received) + " chunks");
+    }
+};
+
+struct End {
+    std::shared_ptr<Rail> rail;
+    std::shared_ptr<Host> host = std::make_shared<Host>();
+    std::shared_ptr<RdmaPath> path;
+
+    explicit End(const char* device) {
+        RailOptions options;
+        options.devices = {device};
+        std::string trouble;
+        const auto rails = Rail::open_all(fake::Fabric::verbs(), options, trouble, "/nowhere");
+        CHECK(rails.size() == 1 && trouble.empty());
+        rail = rails.front();
+        host->slot = std::make_shared<Registration>(rail->device(),
+                                                    Memory::anonymous(size_t{kChunk} * kChunks),
+                                                    abi::kLocalWrite | abi::kRemoteWrite);
+        host->message = std::make_shared<OutMessage>();
+        host->message->info.id = 1;
+        host->message->info.bytes = size_t{kChunk} * kChunks;
+        host->message->slot = SlotGrant{};
+        host->payload.resize(host->message->info.bytes);
+        for (uint32_t i = 0; i < kChunks; ++i)
+            std::memset(&host->payload[size_t{i} * kChunk], content(i), kChunk);
+        path = std::make_shared<RdmaPath>(rail, host, kPath, kEpoch,
+                                          RdmaPath::Settings{kChunk, 60 * kSecond, 60 * kSecond});
+    }
+    ~End() { rail->stop(); }
+
+    void on_thread(const std::function<void()>& what) {
+        std::mutex mu;
+        std::condition_variable changed;
+        bool done = false;
+        rail->reactor().post([&] {
+            what();
+            const std::lock_guard lock(mu);
+            done = true;
+            changed.notify_all();
+        });
+        std::unique_lock lock(mu);
+        changed.wait(lock, [&] { return done; });
+    }
+    void send(uint32_t chunks) {
+        host->note([&] { host->to_send += chunks; });
+        path->kick();
+    }
+};
+
+// Keeps an end's thread from doing anything else while it lives.
+class Busy {
+  public:
+    explicit Busy(End& end) {
+        end.rail->reactor().post([this] {
+            std::unique_lock lock(mu_);
+            began_ = true;
+            changed_.notify_all();
+            changed_.wait(lock, [this] { return over_; });
+            ended_ = true;
+            changed_.notify_all();
+        });
+        std::unique_lock lock(mu_);
+        changed_.wait(lock, [this] { return began_; });
+    }
+    ~Busy() {
+        std::unique_lock lock(mu_);
+        over_ = true;
+        changed_.notify_all();
+        changed_.wait(lock, [this] { return ended_; });
+    }
+
+  private:
+    std::mutex mu_;
+    std::condition_variable changed_;
+    bool began_ = false;
+    bool over_ = false;
+    bool ended_ = false;
+};
+
+struct Pair {
+    fake::Fabric fabric;
+    std::optional<End> a;
+    std::optional<End> b;
+
+    Pair() {
+        fabric.add("fake0");
+        fabric.add("fake1");
+        a.emplace("fake0");
+        b.emplace("fake1");
+        a->host->peer_slot = b->host->slot;
+        b->host->peer_slot = a->host->slot;
+        b->path->connect(a->path->local(), false);
+        a->path->connect(b->path->local(), true);
+        b->path->start();
+        a->path->start();
+        for (End* end : {&*a, &*b}) end->host->until("up", [end] { return end->host->up; });
+    }
+};
+
+}  // namespace
+
+TEST(rdma_path_carries_each_chunk_once) {
+    Pair p;
+    p.a->send(kChunks);
+    p.b->send(kChunks / 2);
+    Host& b = *p.b->host;
+    Host& a = *p.a->host;
+    b.until("all chunks at b", [&] { return b.chunks_received == kChunks; });
+    a.until("all chunks at a", [&] { return a.chunks_received == kChunks / 2; });
+    CHECK(b.received == std::vector<int>(kChunks, 1));
+    for (End* end : {&*p.a, &*p.b}) {
+        end->on_thread([&] { end->path->retire(); });
+        CHECK(end->host->lost.empty() && end->host->protocol.empty());
+    }
+    CHECK(p.fabric.queue_pairs("fake0") == 0 && p.fabric.queue_pairs("fake1") == 0);
+}
+
+TEST(rdma_path_drops_what_lands_after_its_end) {
+    Pair p;
+    p.fabric.hold();
+    p.a->send(2);
+    p.a->host->until("under way", [&] { return p.fabric.under_way() >= 2; });
+    p.b->on_thread([&] { p.b->path->retire(); });
+    p.a->on_thread([&] { p.a->path->retire(); });
+    p.fabric.flow();
+    CHECK(p.fabric.under_way() == 0 && p.b->host->chunks_received == 0);
+    CHECK(p.b->host->slot->data()[0] == 0);
+}
+
+// The window opens with the card's acknowledgements, whatever the receiver's thread does.
+TEST(rdma_path_waits_for_a_receiver_that_is_held_up) {
+    Pair p;
+    Host& b = *p.b->host;
+    {
+        const Busy held_up(*p.b);
+        p.a->send(kChunks);
+        p.a->host->until("no receive left", [&] { return p.fabric.not_ready() > 0; });
+        // Far longer than threads are held up, and shorter than a rail may be silent.
+        for (int ms = 0; ms < 500; ++ms) p.fabric.elapse(kMillisecond);
+        p.a->on_thread([] {});
+    }
+    b.until("all chunks", [&] { return b.chunks_received == kChunks; });
+    CHECK(b.received == std::vector<int>(kChunks, 1));
+    CHECK(p.a->host->lost.empty() && b.lost.empty());
+}
+
+TEST(rdma_path_goes_down_with_its_completion_queue) {
+    Pair p;
+    p.fabric.break_completion_queues("fake1");
+    p.b->host->until("lost", [&] { return !p.b->host->lost.empty(); });
+    CHECK(p.b->host->lost == "fake1 port 1: CQ error");
+    CHECK(p.a->host->lost.empty());
+}
+
+// However much has completed, what else lives on the rail's thread has its turn in between.
+TEST(rdma_path_leaves_its_thread_to_others_now_and_then) {
+    Pair p;
+    constexpr uint32_t kAtOnce = 200;
+    Host& b = *p.b->host;
+    std::atomic<uint32_t> begun{0};
+    std::atomic<uint32_t> begun_before_the_other{kAtOnce};
+    {
+        const Busy held_up(*p.b);
+        b.on_chunk = [&] {
+            if (begun++ == 0)
+                p.b->rail->reactor().post([&] { begun_before_the_other = begun.load(); });
+        };
+        p.a->send(kAtOnce);
+        p.a->host->until("sent", [&] { return p.a->host->sent == kAtOnce; });
+        p.a->on_thread([] {});
+        CHECK(p.fabric.under_way() == 0);
+    }
+    b.until("all chunks", [&] { return b.chunks_received == kAtOnce; });
+    p.b->on_thread([] {});
+    CHECK(begun_before_the_other <= 32);
+}
