@@ -33,6 +33,8 @@ def calibrate(folder: Path, iteration_seconds: list[float]) -> Costs:
     for path in sorted(folder.glob("ops-rank*.jsonl")):
         for line in path.read_text().splitlines():
             found = json.loads(line)
+            if "ops" not in found:
+                raise ValueError(f"{path} has dropped {found['dropped']} iterations")
             traces[found["stage"], found["iteration"]] = found
     iterations = sorted({iteration for _, iteration in traces if iteration})
     if not iterations:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import re
 import resource
 import signal
@@ -21,6 +22,7 @@ from jobs import Job, make_plan
 from launch import Ranks
 
 from pipemorph.errors import InputError
+from pipemorph.local.traces import TraceIndex
 from pipemorph.planning import OpKind, Path
 from pipemorph.spec import Fault
 from pipemorph.wire import StageProfile
@@ -345,6 +347,34 @@ def test_a_full_disk_ends_the_traces_and_not_the_training(
     assert len(told) == 2, told
     assert told[0].startswith("rank 1 (stage 1): no more traces of ops: ")
     assert all("No space left on device" in line for line in told)
+
+
+def test_a_trace_has_a_bound_and_says_what_it_dropped(
+    tmp_path: FilePath, caplog: pytest.LogCaptureFixture
+) -> None:
+    limit = 1 << 16
+    trace = TraceWriter(tmp_path, Seat(1, 1, 2, 0, 1), emulated=False, limit=limit)
+    path = tmp_path / "ops-rank1.jsonl"
+    outcome = Outcome(ops=[TimedOp(OpKind.F, m, 1.0, 2.0) for m in range(8)])
+    last = 2000
+    for iteration in range(last + 1):
+        trace.iteration(iteration, 0, 0.0, outcome)
+        if iteration % 50 == 0:
+            assert path.stat().st_size <= limit
+    trace.close([])
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    (record,) = [line for line in lines if "dropped" in line]
+    assert record == {"rank": 1, "dropped": record["dropped"], "limit": limit}
+    kept = [line["iteration"] for line in lines if line is not record]
+    first = next(i for i, each in enumerate(kept) if each != i)
+    assert first > 20, "its first iterations are there"
+    assert kept[first:] == list(range(kept[first], last + 1)), "and its newest"
+    assert lines.index(record) == first
+    assert record["dropped"] == last + 1 - len(kept)
+    assert sorted(TraceIndex.of(tmp_path).iterations()) == kept
+    (told,) = [each.getMessage() for each in caplog.records if "keeps its first" in each.msg]
+    assert "PIPEMORPH_TRACE_BYTES" in told
+    assert [each.name for each in tmp_path.glob("ops-*")] == ["ops-rank1.jsonl"]
 
 
 def last_word_with_a_full_disk(context: TrainerContext) -> None:

@@ -14,6 +14,7 @@ PIPEMORPH_TOKEN_FILE   file with the bearer token for the ingest
 PIPEMORPH_CA_FILE      PEM file the agent trusts the ingest's certificate by
 PIPEMORPH_METRICS_PORT port of the rank's Prometheus metrics; without it: none
 PIPEMORPH_TRACE_DIR    folder for per-rank op traces; without it none are written
+PIPEMORPH_TRACE_BYTES  most bytes of a rank's op trace; default 256 MiB
 ====================== ==========================================================
 
 RANK = replica × stages + stage.
@@ -35,6 +36,9 @@ from pipemorph.errors import InputError, one_line
 from pipemorph.manifest import MAX_BYTES, describe
 from pipemorph.spec import PipeMorphJob
 
+TRACE_BYTES = 256 << 20
+LEAST_TRACE_BYTES = 1 << 16
+
 
 @dataclass(frozen=True)
 class TrainerContext:
@@ -53,6 +57,7 @@ class TrainerContext:
     ingest_url: str | None = None
     token_file: Path | None = None
     trace_dir: Path | None = None
+    trace_bytes: int = TRACE_BYTES
     metrics_port: int = 0
 
     @staticmethod
@@ -94,8 +99,14 @@ class TrainerContext:
             ingest_url=text("PIPEMORPH_INGEST_URL"),
             token_file=Path(token_file) if token_file else None,
             trace_dir=Path(trace_dir) if trace_dir else None,
+            trace_bytes=number("PIPEMORPH_TRACE_BYTES", TRACE_BYTES),
             metrics_port=number("PIPEMORPH_METRICS_PORT", 0),
         )
+        if context.trace_bytes < LEAST_TRACE_BYTES:
+            raise InputError(
+                f"PIPEMORPH_TRACE_BYTES is {context.trace_bytes}; expected at least"
+                f" {LEAST_TRACE_BYTES} bytes"
+            )
         if job is not None and job.spec.parallelism.world_size != world_size:
             want = job.spec.parallelism
             raise InputError(

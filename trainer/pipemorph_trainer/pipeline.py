@@ -208,7 +208,9 @@ class Pipeline:
         rails = self._neighbours.engine.rails if self._neighbours.engine is not None else None
         self._reporter = Reporter(self.seat, self._control, self._neighbours.ends, rails)
         emulated = isinstance(stage, EmulatedStage)
-        self._trace = TraceWriter(context.trace_dir, self.seat, emulated=emulated)
+        self._trace = TraceWriter(
+            context.trace_dir, self.seat, emulated=emulated, limit=context.trace_bytes
+        )
         self._iterations = Iterations(
             world=self._world,
             neighbours=self._neighbours,
