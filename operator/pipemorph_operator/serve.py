@@ -10,16 +10,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from pipemorph.ingest import ConnectionLimits, Doors
 
 log = logging.getLogger("pipemorph.serve")
 
 Check = Callable[[], str]
 """What is wrong now, in one line; empty if nothing is."""
 
+LIMITS = ConnectionLimits(in_all=64, per_source=64, silent=64)
+ANSWER_SECONDS = 10.0
+"""Anybody may connect: from its start to the end of its answer a connection has so long, and where
+there are too many the oldest makes room for the next."""
 BEAT_SECONDS = 1.0
 STUCK_SECONDS = 30.0
 """An event loop that was held up for longer is a fault."""
@@ -70,13 +76,40 @@ class Pulse:
         return f"the event loop was held up for {self._stuck:.0f} s"
 
 
+class Serving:
+    """What :func:`start` started."""
+
+    def __init__(self, runner: web.AppRunner, doors: Doors) -> None:
+        self._runner, self._doors = runner, doors
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        port: int = self._doors.sockets[0].getsockname()[1]
+        return port
+
+    async def cleanup(self) -> None:
+        """Serve no more."""
+        self._doors.close()
+        await self._runner.cleanup()
+
+
+@web.middleware
+async def _once(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    response = await handler(request)
+    response.force_close()
+    return response
+
+
 async def start(
     host: str | None,
     port: int,
     is_ready: Callable[[], bool],
     checks: Sequence[Check] = (),
-) -> web.AppRunner:
-    """Serve until the runner is cleaned up, at every address of the pod if ``host`` is None.
+) -> Serving:
+    """Serve until it is cleaned up, at every address of the pod if ``host`` is None.
 
     Raises OSError if the port is taken.
     ``/healthz`` answers 503 with what ``checks`` find; ``/readyz`` as ``is_ready`` says.
@@ -95,11 +128,17 @@ async def start(
     async def ready(_: web.Request) -> web.Response:
         return web.Response(text="ok\n") if is_ready() else web.Response(status=503)
 
-    app = web.Application()
+    app = web.Application(middlewares=[_once])
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/healthz", healthy)
     app.router.add_get("/readyz", ready)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
-    await web.TCPSite(runner, host, port).start()
-    return runner
+    assert runner.server is not None
+    doors = Doors(runner.server, limits=LIMITS, head_seconds=ANSWER_SECONDS)
+    try:
+        await doors.open(host, port)
+    except OSError:
+        await runner.cleanup()
+        raise
+    return Serving(runner, doors)

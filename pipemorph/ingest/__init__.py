@@ -6,7 +6,7 @@ how a directive is persisted.
 """
 
 from pipemorph.ingest.app import IngestServer, make_app
-from pipemorph.ingest.connections import ConnectionLimits
+from pipemorph.ingest.connections import ConnectionLimits, Doors
 from pipemorph.ingest.handler import IngestHandler, Limits, Reply
 from pipemorph.ingest.planner import Planner, PlannerLost, ProcessPlanner
 from pipemorph.ingest.seats import (
@@ -24,6 +24,7 @@ __all__ = [
     "BearerAuthenticator",
     "ConnectionLimits",
     "ControlledJob",
+    "Doors",
     "Identity",
     "IngestHandler",
     "IngestServer",

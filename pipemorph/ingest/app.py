@@ -20,7 +20,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestPayloadError
 
-from pipemorph.ingest.connections import Connection, ConnectionLimits, Doors, OnUnserved
+from pipemorph.ingest.connections import ConnectionLimits, Doors, OnUnserved, heard
 from pipemorph.ingest.handler import IngestHandler, Limits, Reply
 from pipemorph.ingest.planner import Planner
 from pipemorph.ingest.seats import Authenticator, JobStore, Refused
@@ -141,9 +141,7 @@ def make_app(
     async def one_line_errors(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        connection = request.transport.get_protocol() if request.transport is not None else None
-        if isinstance(connection, Connection):
-            connection.spoke()
+        heard(request)
         try:
             return await handler(request)
         except web.HTTPException as error:

@@ -20,6 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from aiohttp import web
+
 log = logging.getLogger("pipemorph.ingest")
 
 BACKLOG = 1024
@@ -107,6 +109,14 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._doors.gone(self)
         self._inner.connection_lost(exc)
+
+
+def heard(request: web.Request) -> None:
+    """A whole request head has come over a connection, which may stay. For the middleware of an
+    application; behind another server than :class:`Doors` this does nothing."""
+    connection = request.transport.get_protocol() if request.transport is not None else None
+    if isinstance(connection, Connection):
+        connection.spoke()
 
 
 class Doors:

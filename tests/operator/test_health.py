@@ -44,7 +44,7 @@ def test_healthz_says_what_is_wrong(caplog: pytest.LogCaptureFixture) -> None:
         checks = [lambda: wrong[0], lambda: wrong[1]]
         http = await serve.start("127.0.0.1", 0, lambda: True, checks)
         try:
-            url = f"http://127.0.0.1:{http.addresses[0][1]}/healthz"
+            url = f"http://127.0.0.1:{http.port}/healthz"
             async with aiohttp.ClientSession() as session:
                 answers = []
                 for wrong[:] in ["", ""], ["the watch is dead", ""], ["a", "b"], ["", ""]:

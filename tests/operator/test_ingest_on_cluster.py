@@ -7,6 +7,7 @@ import base64
 import copy
 import json
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from pipemorph.status import JobStatus, SlowLink, TrainingStatus
 from pipemorph.wire import LinkHealthReport
 from pipemorph_operator.api import ApiRefused
 from pipemorph_operator.ingest import auth, pace, saved, store
+from pipemorph_operator.ingest.__main__ import decide
 from pipemorph_operator.ingest.auth import (
     KEPT_SECONDS,
     MOST_OF_ONE_JOB,
@@ -647,3 +649,22 @@ def test_turns_are_written_at_once_and_progress_now_and_then() -> None:
     assert pace.look_interval(1) == pace.LOOK_SECONDS
     writes_per_second = 1000 / pace.progress_interval(1000)
     assert writes_per_second <= pace.WRITES_PER_SECOND
+
+
+def test_decisions_of_large_jobs_hold_up_large_jobs_only() -> None:
+    async def run() -> None:
+        asked: list[str] = []
+
+        async def small(replan: Any) -> Any:
+            asked.append("small")
+
+        async def large(replan: Any) -> Any:
+            asked.append("large")
+
+        for stages, microbatches in ((64, 64), (64, 65)):
+            many = body(stages=stages, schedule={"microbatches": microbatches})
+            replan: Any = SimpleNamespace(spec=JobSpec.model_validate(many["spec"]))
+            await decide(small, large, replan)
+        assert asked == ["small", "large"]
+
+    asyncio.run(run())

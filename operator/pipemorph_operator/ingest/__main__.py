@@ -14,6 +14,7 @@ from pathlib import Path
 
 from prometheus_client import Counter
 
+from pipemorph.control.initial import is_quick
 from pipemorph.control.replan import Proposal, Replan
 from pipemorph.errors import InputError
 from pipemorph.ingest import ConnectionLimits, IngestServer, Planner, ProcessPlanner
@@ -131,10 +132,11 @@ def heard(kind: str, status: int, seconds: float) -> None:
         REPORT_SECONDS.observe(seconds)
 
 
-async def timed(planner: Planner, asked: Replan) -> Proposal:
-    """A decision, with the time it took on record."""
+async def decide(small: Planner, large: Planner, asked: Replan) -> Proposal:
+    """A decision, with the time it took on record. Large jobs, which may take a minute each, wait
+    for each other only."""
     with PLAN_SECONDS.time():
-        return await planner(asked)
+        return await (small if is_quick(asked.spec) else large)(asked)
 
 
 async def run(options: argparse.Namespace) -> None:
@@ -147,15 +149,15 @@ async def run(options: argparse.Namespace) -> None:
         # By itself: what no job runs by yet must not hold up what jobs wait for.
         first = ProcessPlanner(1, limit_seconds=FIRST_PLAN_SECONDS)
         store = ClusterStore(cluster, namespaces=options.namespace, first_plan=first.first_plan)
-        planner = ProcessPlanner()
-        await planner.warm_up()
+        small, large = ProcessPlanner(), ProcessPlanner()
+        await small.warm_up()
         server = IngestServer(
             store,
             PodTokenAuthenticator(cluster, store.expected),
             host=options.host,
             port=options.port,
             tls=context,
-            planner=partial(timed, planner),
+            planner=partial(decide, small, large),
             on_answer=heard,
             connections=ConnectionLimits(
                 in_all=options.max_connections, per_source=options.max_connections_per_source
@@ -198,8 +200,8 @@ async def run(options: argparse.Namespace) -> None:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
-            await planner.close()
-            await first.close()
+            for planner in (small, large, first):
+                await planner.close()
             await http.cleanup()
 
 
