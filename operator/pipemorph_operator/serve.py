@@ -90,7 +90,7 @@ class Serving:
 
     async def cleanup(self) -> None:
         """Serve no more."""
-        self._doors.close()
+        await self._doors.close()
         await self._runner.cleanup()
 
 

@@ -255,7 +255,7 @@ class IngestServer:
     async def stop(self) -> None:
         """Answer waiting polls, finish requests in progress (bounded), close."""
         if self._doors is not None:
-            self._doors.close()
+            await self._doors.close()
             self._doors = None
         if self._runner is not None:
             self.handler.close()

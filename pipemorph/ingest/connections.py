@@ -161,15 +161,21 @@ class Doors:
         bound = await loop.create_server(asyncio.Protocol, host, port, start_serving=False)
         self._listeners = [each.dup() for each in bound.sockets]
         bound.close()
-        for listener in self._listeners:
-            listener.setblocking(False)
-            listener.listen(BACKLOG)
-            self._keep(loop.create_task(self._accept(listener)))
+        try:
+            for listener in self._listeners:
+                listener.setblocking(False)
+                listener.listen(BACKLOG)
+                self._keep(loop.create_task(self._accept(listener)))
+        except OSError:
+            await self.close()
+            raise
 
-    def close(self) -> None:
-        """Accept no more, and end what is not established."""
-        for task in self._tasks:
+    async def close(self) -> None:
+        """Accept no more, and end what has not been served."""
+        tasks = [*self._tasks]
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for listener in self._listeners:
             listener.close()
         self._listeners = []
@@ -186,10 +192,11 @@ class Doors:
             try:
                 sock, address = await loop.sock_accept(listener)
             except OSError as error:
-                if error.errno in _EXHAUSTED:
+                exhausted = error.errno in _EXHAUSTED  # Else it is a client that has gone already.
+                if exhausted:
                     log.error("no connection can be accepted: %s", error)
-                    await asyncio.sleep(EXHAUSTED_SECONDS)
-                continue  # Else it is the client, which has gone already.
+                await asyncio.sleep(EXHAUSTED_SECONDS if exhausted else 0.0)
+                continue
             self._admit(sock, address[0])
             # Accepting does not wait while there is somebody to accept; others have turns too.
             await asyncio.sleep(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 import ssl
 import subprocess
@@ -15,7 +16,13 @@ from pathlib import Path
 import pytest
 
 from pipemorph.control import JobController
-from pipemorph.ingest import BearerAuthenticator, ConnectionLimits, IngestServer, MemoryStore
+from pipemorph.ingest import (
+    BearerAuthenticator,
+    ConnectionLimits,
+    IngestServer,
+    MemoryStore,
+    connections,
+)
 from pipemorph.ingest.app import Timeouts
 from pipemorph.spec import JobSpec
 
@@ -218,6 +225,48 @@ def test_who_has_no_token_does_not_stay() -> None:
             assert unserved == []
 
     asyncio.run(run())
+
+
+def test_an_address_that_is_taken_is_said_and_nothing_stays_behind() -> None:
+    async def run() -> None:
+        async with serving() as (_, port, _unserved):
+            other = IngestServer(MemoryStore(), BearerAuthenticator(TOKEN), port=port)
+            with pytest.raises(OSError, match="in use"):
+                await other.start()
+        # The port is free again, and so are connections that said nothing.
+        again = IngestServer(MemoryStore(), BearerAuthenticator(TOKEN), port=port)
+        async with again:
+            silent = knock(port)
+            await until(lambda: is_open(silent), "it is not connected")
+        await until(lambda: not is_open(silent), "it outlives the server")
+        silent.close()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ECONNABORTED])
+def test_a_failed_accept_ends_nothing(
+    number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connections, "EXHAUSTED_SECONDS", 0.0)
+    accept, failures = socket.socket.accept, [OSError(number, "as told")] * 3
+
+    def failing(sock: socket.socket) -> object:
+        if failures:
+            raise failures.pop()
+        return accept(sock)
+
+    monkeypatch.setattr(socket.socket, "accept", failing)
+
+    async def run() -> None:
+        async with serving() as (_, port, _unserved):
+            answer = await asyncio.wait_for(ask(port, query=NO_JOB), PATIENCE)
+            assert answer == NOT_FOUND
+        assert not failures
+
+    asyncio.run(run())
+    assert ("no connection can be accepted" in caplog.text) is (number == errno.EMFILE)
 
 
 def test_a_limit_of_none_is_refused() -> None:

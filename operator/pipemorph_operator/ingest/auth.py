@@ -139,7 +139,10 @@ class PodTokenAuthenticator:
 
     def _asked(self, key: bytes, parties: list[tuple[str, str]]) -> None:
         self._asking.pop(key, None)
-        self._under_way -= Counter(parties)  # Which drops what has come to 0.
+        for party in parties:
+            self._under_way[party] -= 1
+            if not self._under_way[party]:
+                del self._under_way[party]
 
     async def _ask(
         self, key: bytes, token: str, namespace: str, expected: Expected
@@ -209,13 +212,13 @@ def misplaced(pod: Mapping[str, Any], pod_uid: str, expected: Expected) -> str:
         return f"is a rank of attempt {attempt}; attempt {expected.attempt} is in progress"
     if expected.job_uid is None:
         return f"cannot be told from others yet: attempt {expected.attempt} has no Job on record"
-    owners = metadata.get("ownerReferences") or ()
-    if not any(
-        owner.get("kind") == "Job" and owner.get("controller") and owner["uid"] == expected.job_uid
-        for owner in owners
-    ):
-        return f"was not made by the Job of attempt {expected.attempt}"
-    return ""
+    for owner in metadata.get("ownerReferences") or ():
+        if owner.get("controller") and owner.get("kind") == "Job":
+            made_by = owner.get("uid")
+            break
+    else:
+        made_by = None
+    return "" if made_by == expected.job_uid else f"was not made by the Job of attempt {attempt}"
 
 
 def _keep(kept: OrderedDict[bytes, T], key: bytes, answer: T, most: int) -> None:
