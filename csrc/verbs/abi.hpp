@@ -45,6 +45,7 @@ struct Device {
     char uverbs_path[256];
     char device_path[256];
 };
+enum : int { kTransportIb = 0, kTransportIwarp = 1 };  // RoCE counts as the first
 
 struct ContextOps {
     void* unused_before[11];

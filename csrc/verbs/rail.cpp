@@ -71,6 +71,27 @@ bool port_active(const VerbsDevice& device, uint8_t port, bool& exists) {
     return exists && attr.state == abi::kPortActive;
 }
 
+// Throws EngineError where rails' queue pairs cannot be had: not every device has their kind.
+void require_reliable_connections(const VerbsDevice& device) {
+    const Verbs& v = device.verbs;
+    const std::string lacks = device.name + " has no reliable connections as rails need them: ";
+    // Its queue pairs are connected by TCP, and not by what is known of the peer's.
+    if (device.context->device->transport_type == abi::kTransportIwarp)
+        throw EngineError(lacks + "it is an iWARP device");
+    abi::Cq* const cq = v.create_cq(device.context, 1, nullptr, nullptr, 0);
+    if (cq == nullptr)
+        throw EngineError(device.name + " has no completion queue left: " + std::strerror(errno));
+    abi::QpInitAttr init{};
+    init.send_cq = init.recv_cq = cq;
+    init.cap = {1, 1, 1, 1, 0};
+    init.type = abi::kQpReliable;
+    abi::Qp* const qp = v.create_qp(device.pd, &init);
+    const int error = errno;
+    if (qp != nullptr) v.destroy_qp(qp);
+    v.destroy_cq(cq);
+    if (qp == nullptr) throw EngineError(lacks + std::strerror(error) + " (EFA devices have none)");
+}
+
 }  // namespace
 
 std::string card_of(const std::string& device, const std::string& sysfs) {
@@ -161,6 +182,7 @@ std::vector<std::shared_ptr<Rail>> Rail::open_all(const Verbs& verbs, const Rail
     });
     std::set<std::string> cards;
     const auto try_port = [&](const std::shared_ptr<VerbsDevice>& device, uint8_t port) {
+        require_reliable_connections(*device);
         auto rail = std::make_shared<Rail>(device, port, options);
         // A limit on locked memory shows here, before anything depends on the rail.
         rail->give_back(rail->borrow_staging(size_t{1} << 20));

@@ -1,4 +1,6 @@
 // Which ports become rails, on devices and a sysfs of our own in place of libibverbs.
+#include <cerrno>
+
 #include "check.hpp"
 #include "fake_verbs.hpp"
 #include "tree.hpp"
@@ -94,4 +96,18 @@ TEST(rails_of_one_device_hear_each_of_its_own_queue_pairs) {
     CHECK(rails.size() == 2 && trouble.empty());
     CHECK(rails[0]->device()->context != rails[1]->device()->context);
     for (const auto& rail : rails) rail->stop();
+}
+
+// Such a device would never carry anything, and every link would wait for it.
+TEST(rails_need_reliable_connections) {
+    Host host;
+    host.devices["mlx5_2"]->device.transport_type = abi::kTransportIwarp;
+    host.fabric.intercept([](const fake::Call& call) {
+        return call.name == "create_qp" && call.device == "rxe0" ? EOPNOTSUPP : 0;
+    });
+    CHECK((host.rails({"mlx5_2:2", "rxe0", "rxe1"}) == Names{"rxe1 port 1"}));
+    CHECK(
+        host.said("mlx5_2 has no reliable connections as rails need them: it is an iWARP device"));
+    CHECK(
+        host.said("rxe0 has no reliable connections as rails need them: Operation not supported"));
 }
