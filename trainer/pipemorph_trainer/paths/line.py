@@ -300,7 +300,7 @@ def accept(
     with ExitStack() as at_end, selectors.DefaultSelector() as news:
         listener.setblocking(False)
         news.register(listener, selectors.EVENT_READ)
-        at_end.callback(lambda: [stranger.sock.close() for stranger in strangers])
+        at_end.callback(_close_all, strangers)
         while True:
             now = time.monotonic()
             for stranger in list(strangers):
@@ -327,11 +327,16 @@ def accept(
                     if key.data.proves(rank, peer_rank, secret):
                         strangers.remove(key.data)
                         return Line(key.data.sock, peer_rank)
-                elif (stranger := _next_stranger(listener, rank, peer_rank)) is not None:
-                    news.register(stranger.sock, selectors.EVENT_READ, stranger)
-                    strangers.append(stranger)
+                elif (newest := _next_stranger(listener, rank, peer_rank)) is not None:
+                    news.register(newest.sock, selectors.EVENT_READ, newest)
+                    strangers.append(newest)
                     if len(strangers) > _MOST_STRANGERS:
                         strangers[0].refused = "it made room for others"
+
+
+def _close_all(strangers: list[_Stranger]) -> None:
+    for stranger in strangers:
+        stranger.sock.close()
 
 
 def _next_stranger(listener: socket.socket, rank: int, peer_rank: int) -> _Stranger | None:
