@@ -370,9 +370,10 @@ def directed(context: TrainerContext, job: Job, moved: Plan) -> Any:
         given[id(found[1])] = device.post_receive(what)
         return found
 
-    def waited(self: Any, tensors: Any, works: Any) -> Any:
-        found = wait(self, tensors, works)
-        device.deliver(given.pop(id(works)))
+    def waited(self: Any, contents: Any) -> Any:
+        event = given.pop(id(contents[0][1]))
+        found = wait(self, contents)
+        device.deliver(event)
         return found
 
     def newest_plan(self: Any) -> Plan | None:

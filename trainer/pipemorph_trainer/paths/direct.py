@@ -227,11 +227,10 @@ class DirectIncoming:
             while (posted := self._posted.get()) is not None:
                 if isinstance(posted, RuntimeError):
                     raise posted
-                self._arrived[posted.iteration, posted.microbatch] = self._wait(
-                    posted.tensors, posted.works
-                )
-                self._came = Position(posted.iteration, posted.microbatch + 1)
+                iteration, microbatch, contents = posted
                 del posted
+                self._arrived[iteration, microbatch] = self._wait(contents)
+                self._came = Position(iteration, microbatch + 1)
                 with self._posting:
                     self._under_way -= 1
                 self._post_due()
@@ -251,7 +250,9 @@ class DirectIncoming:
                     self._posted.put(error)
                     self._next = self._batch.microbatches
                     return
-                self._posted.put(_Posted(self._batch.iteration, self._next, tensors, works))
+                contents = [(tensors, works)]
+                del tensors, works
+                self._posted.put(_Posted(self._batch.iteration, self._next, contents))
                 self._next += 1
                 self._under_way += 1
 
@@ -268,9 +269,12 @@ class DirectIncoming:
             and (self._most_posted is None or self._under_way < self._most_posted)
         )
 
-    def _wait(self, tensors: list[Tensor], works: list[Any]) -> tuple[list[Tensor], float, bool]:
+    def _wait(
+        self, contents: list[tuple[list[Tensor], list[Any]]]
+    ) -> tuple[list[Tensor], float, bool]:
         """One message, once it is here. Nothing of it stays with this thread: what the stage
         does not hold alone cannot leave the device."""
+        tensors, works = contents.pop()
         for work in works:
             work.wait()
         self._synchronize()
@@ -295,12 +299,12 @@ class DirectIncoming:
 
 
 class _Posted(NamedTuple):
-    """A receive that is posted, per tensor of the message."""
+    """A receive that is posted. ``contents``: the tensors of the message and a work for each, in a
+    box that is emptied once."""
 
     iteration: int
     microbatch: int
-    tensors: list[Tensor]
-    works: list[Any]
+    contents: list[tuple[list[Tensor], list[Any]]]
 
 
 class DirectOutgoing:
