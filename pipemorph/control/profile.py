@@ -58,22 +58,26 @@ def in_flight_limits(spec: JobSpec) -> tuple[int | None, ...]:
 
 
 class _Windows:
-    """Newest profiles of one stage of one replica: op times only, as a host has many jobs."""
+    """Newest profiles of one stage of one replica: op times only, as a host has many jobs.
+
+    ``fused``: of whole backwards, which are as noisy as their parts are.
+    """
 
     __slots__ = ("fused", "ops", "peak_memory")
 
     def __init__(self) -> None:
         self.ops: deque[tuple[float, float, float]] = deque(maxlen=WINDOWS)
-        self.fused: float | None = None
+        self.fused: deque[float] = deque(maxlen=WINDOWS)
         self.peak_memory = 0
 
     def add(self, profile: StageProfile, expected: StageTimes | None) -> None:
         """A profile whose backwards were fused says nothing of B and W: those stay."""
         backward, weight = profile.backward_input, profile.backward_weight
         if profile.fused_backward is not None:
-            self.fused = profile.fused_backward
+            self.fused.append(profile.fused_backward)
         if profile.split != "fused" and not weight:
-            self.fused = backward
+            if profile.fused_backward is None:
+                self.fused.append(backward)
             if self.ops:
                 _, backward, weight = self.ops[-1]
             elif expected is not None:
@@ -182,7 +186,7 @@ class StageBook:
         forward, backward_input, backward_weight = (
             max(median(ops[kind]) for ops in replicas) for kind in range(3)
         )
-        fused = [w.fused for w in windows if w.fused is not None]
+        fused = [median(w.fused) for w in windows if w.fused]
         whole = max(fused) if len(fused) == len(replicas) else None
         if whole is not None and whole > (1 - FUSING_PAYS) * (backward_input + backward_weight):
             whole = None

@@ -317,6 +317,21 @@ def test_fused_profiles_leave_the_times_of_split_backwards_as_they_were() -> Non
     assert times[2].fused_backward is None
 
 
+def test_one_quick_or_slow_iteration_does_not_fuse_a_backward() -> None:
+    book = StageBook(tight(host=None))
+    split = {"forward": 1.0, "split": "module", "peak_memory": 1}
+    for stage in range(STAGES):
+        book.observe(
+            StageProfile(stage=stage, backward_input=2.0, backward_weight=1.5, **split)  # type: ignore[arg-type]
+        )
+    # B + W take 3.5; so does this stage's whole backward, but for the machine's moods.
+    for whole in (3.5, 3.5, 2.0, 3.5, 3.6, 2.1, 3.5):
+        book.observe(StageProfile(stage=1, backward_input=whole, backward_weight=0.0, **split))  # type: ignore[arg-type]
+        times = book.times()
+        assert times is not None
+        assert times[1].fused_backward is None, whole
+
+
 def test_what_a_plan_holds_is_found_stage_by_stage() -> None:
     schedule = Schedule.decode(3, ["F0 F1 F2 B0 W0 B1 W1 B2 W2"])
     static, online = Dispatch.STATIC, Dispatch.ONLINE
