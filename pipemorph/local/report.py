@@ -13,7 +13,7 @@ from pipemorph.control.records import AdaptationRecord
 from pipemorph.local.journal import View
 from pipemorph.local.outputs import OutFolder, write_json
 from pipemorph.local.supervise import End, Ending
-from pipemorph.local.traces import read_faults
+from pipemorph.local.traces import read_faults, read_splits
 from pipemorph.spec import PipeMorphJob
 from pipemorph.wire import IterationSample
 
@@ -87,7 +87,7 @@ class RunRecord:
         emulated = " (EMULATED)" if self.emulated else ""
         return f"{self.ending.end.value}{emulated}: {', '.join(parts)}"
 
-    def content(self, faults: list[Any]) -> dict[str, Any]:
+    def content(self, faults: list[Any], splits: list[Any]) -> dict[str, Any]:
         """The report, ready for JSON."""
         emulation = self.job.spec.emulation
         return {
@@ -104,6 +104,7 @@ class RunRecord:
             "adaptations": [a.model_dump(mode="json") for a in self.adaptations],
             "links": _links(self.last),
             "rails": _rails(self.last),
+            "split": splits,
             "faults": faults,
             "attempts": [attempt.record() for attempt in self.attempts],
             "versions": _versions(),
@@ -113,7 +114,8 @@ class RunRecord:
 
 def write_report(folder: OutFolder, run: RunRecord) -> None:
     """Write ``report.json``, whole or not at all."""
-    write_json(folder.report, run.content(read_faults(folder.trace)), indent=1)
+    content = run.content(read_faults(folder.trace), read_splits(folder.trace))
+    write_json(folder.report, content, indent=1)
 
 
 def _links(last: View) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Reads what the ranks wrote: ``ops-rank{R}.jsonl`` and ``faults-rank{R}.json``.
+"""Reads what the ranks wrote: ``ops-rank{R}.jsonl``, ``faults-rank{R}.json`` and
+``split-rank{R}.json``.
 
 An ops file has a line per iteration: ``{"rank", "stage", "replica", "iteration", "epoch",
 "origin", "ops": [[kind, microbatch, start, end], …], "waits": [the same, …]}``, start and
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,16 +81,9 @@ class TraceIndex:
 
 
 def read_faults(folder: Path) -> list[dict[str, Any]]:
-    """What each rank says it injected: an entry per fault and rank, ranks in order.
-
-    Files a killed rank left half written are left out.
-    """
+    """What each rank says it injected: an entry per fault and rank, ranks in order."""
     merged: list[dict[str, Any]] = []
-    for path in sorted(folder.glob("faults-rank*.json"), key=lambda p: (len(p.name), p.name)):
-        try:
-            content = json.loads(path.read_text())
-        except (OSError, ValueError):
-            continue
+    for content in _files(folder, "faults"):
         seat = {key: content[key] for key in ("rank", "stage", "replica") if key in content}
         merged += [seat | entry for entry in content.get("faults", [])]
     return merged
@@ -101,6 +95,21 @@ def iterations_done(folder: Path) -> int:
         return int(json.loads((folder / "faults-rank0.json").read_text())["iterations"])
     except (OSError, ValueError, KeyError):
         return 0
+
+
+def read_splits(folder: Path) -> list[dict[str, Any]]:
+    """How each rank says its stage splits the backward, and why; ranks in order. Empty where
+    stages are emulated, or before the first iteration has ended."""
+    return list(_files(folder, "split"))
+
+
+def _files(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
+    """What is in the ranks' files of a kind. Those a killed rank left half written are left out."""
+    for path in sorted(folder.glob(f"{kind}-rank*.json"), key=lambda p: (len(p.name), p.name)):
+        try:
+            yield json.loads(path.read_text())
+        except (OSError, ValueError):
+            continue
 
 
 def _trace(line: dict[str, Any]) -> StageTrace:

@@ -23,7 +23,7 @@ from pipemorph.local.progress import Progress, headline, links_phrase, rails_phr
 from pipemorph.local.report import RunRecord, write_report
 from pipemorph.local.supervise import End, Ending
 from pipemorph.local.timeline import choose_panels, messages, write_timeline
-from pipemorph.local.traces import StageTrace, TraceIndex, read_faults
+from pipemorph.local.traces import StageTrace, TraceIndex, read_faults, read_splits
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.simulator import TimedOp
 from pipemorph.spec import Fault, PipeMorphJob
@@ -283,6 +283,18 @@ def test_faults_of_all_ranks_are_merged(tmp_path: Path) -> None:
     merged = read_faults(tmp_path)
     assert [fault["rank"] for fault in merged] == [2, 10]
     assert merged[0]["link"] == 2
+
+
+def test_how_each_rank_splits_its_backward_is_in_the_report(tmp_path: Path) -> None:
+    folder = OutFolder.claim(tmp_path / "out", force=False)
+    assert read_splits(folder.trace) == []
+    for rank in (10, 2):
+        content = {"rank": rank, "split": "module", "not_deferred": []}
+        (folder.trace / f"split-rank{rank}.json").write_text(json.dumps(content))
+    (folder.trace / "split-rank3.json").write_text('{"rank": 3, "spl')
+    write_report(folder, run_record(emulated()))
+    found = json.loads(folder.report.read_text())["split"]
+    assert [(each["rank"], each["split"]) for each in found] == [(2, "module"), (10, "module")]
 
 
 # --- timeline --------------------------------------------------------------------------------
