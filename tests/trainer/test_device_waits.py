@@ -212,7 +212,7 @@ def test_memory_for_sends_is_page_locked_before_receives_are_posted() -> None:
         runner=SimpleNamespace(begin_iteration=nothing),  # type: ignore[arg-type]
         neighbours=SimpleNamespace(upstream=above, downstream=below, ends=[]),  # type: ignore[arg-type]
         bell=nothing, op_clock=OpClock(), waiting=nothing, deadline=1.0, boundary=nothing,
-        on_first_forward=nothing, on_last_forward=nothing, reserve=nothing,
+        on_last_forward=nothing, reserve=nothing,
     )  # fmt: skip
     executor.input_metas = executor.output_metas = (META,)
     plan = make_plan(Job(3, 4), 0, "1f1b")

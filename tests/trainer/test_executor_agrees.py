@@ -236,7 +236,6 @@ def executors(world: World, problem: Problem, placement: Sequence[int]) -> list[
             deadline=1e3,
             # Between two ops: let everything end that ends now before this stage decides.
             boundary=lambda rank=rank: world.sleep(rank, world.now, DECIDING),
-            on_first_forward=lambda *_: None,
             on_last_forward=lambda _: None,
             reserve=lambda *_: None,
         )

@@ -96,20 +96,27 @@ def test_the_gpt_example(dispatch: str) -> None:
                 same_bits(x, y)
 
 
-def test_a_plan_is_refused_where_there_is_no_host_memory() -> None:
-    job = Job(2, 4)
+@pytest.mark.parametrize(
+    ("extra", "why"),
+    [
+        ({}, "give adaptation.allowOffload and hostMemory"),
+        ({"host_memory": PLENTY, "split": "module"}, "split='module' leaves out the self-test"),
+    ],
+)
+def test_a_plan_is_refused_where_it_cannot_be_tried(extra: dict[str, Any], why: str) -> None:
+    job = Job(2, 4, extra=extra)
     offloads = make_plan(job, 3, "gpipe", device_limit=2)
     for result in Ranks(2, train, job.with_(initial=offloads)).wait():
         assert result.exitcode == 1
         assert "plan 3 moves activations of stage" in result.error
-        assert "give adaptation.allowOffload and hostMemory" in result.error
+        assert why in result.error
 
 
-def test_too_little_host_memory_is_said_before_the_first_iteration() -> None:
+def test_too_little_host_memory_is_said_in_the_first_iteration() -> None:
     job = Job(2, 4, extra={"host_memory": 100})
     offloads = make_plan(job, 0, "gpipe", device_limit=2)
     errors = [r.error for r in Ranks(2, train, job.with_(initial=offloads)).wait()]
-    assert any("but: PipelineError: host memory for activations" in error for error in errors)
+    assert any("PipelineError: host memory for activations" in error for error in errors)
 
 
 def emulated(context: TrainerContext, plan: Plan, copy: float) -> list[float]:

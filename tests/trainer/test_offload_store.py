@@ -19,6 +19,7 @@ from split_support import (
     output_grads,
     random_order,
     run_order,
+    samples,
     sequential,
     split,
 )
@@ -36,7 +37,7 @@ from pipemorph.planning.validator import check_device, check_stage
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.offload.copies import DeviceCopies
 from pipemorph_trainer.offload.pool import HostPool
-from pipemorph_trainer.split import OrderError, SplitError, StageRunner
+from pipemorph_trainer.split import OrderError, Sample, SplitError, StageRunner
 
 WIDTH = 8
 ALL_FIRST = "F0 F1 F2 F3 F4 F5 B0 W0 B1 W1 B2 W2 B3 W3 B4 W4 B5 W5"
@@ -146,7 +147,7 @@ def test_the_device_holds_two_microbatches_and_no_more(mode: str) -> None:
         torch.manual_seed(0)
         job = Job(nn.Sequential(Block(), Block()), vectors, 6, mode=mode, offloads=True)
         runner = job.runner()
-        runner.self_test(job.make_args(0))
+        runner.self_test(samples(job))
         held, watch, result, seen = Residency(limit), Storages(), Result(), []
         for op in ALL_FIRST.split():
             kind, k = op[0], int(op[1:])
@@ -304,7 +305,7 @@ def test_a_stage_that_reads_its_input_later_is_found_out_at_the_start(how: str, 
             return y
 
     runner = runner_of(Remembers())
-    report = runner.self_test(vectors(0))
+    report = runner.self_test([Sample(vectors(0)), Sample(vectors(1))])
     assert report.offload is not None and said in report.offload.reason
     assert any("no activations to host memory" in line for line in report.lines())
 

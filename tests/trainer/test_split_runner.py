@@ -16,7 +16,7 @@ from gate import same_bits
 from split_support import Job, Result, assert_equal, output_grads, run_order, sequential, split
 from torch import Tensor, nn
 
-from pipemorph_trainer.split import OrderError, SplitError, StageRunner
+from pipemorph_trainer.split import OrderError, Sample, SplitError, StageRunner
 
 WIDTH = 8
 
@@ -34,7 +34,7 @@ def mlp() -> nn.Module:
 def runner_of(module: nn.Module, microbatches: int = 3, **options) -> StageRunner:
     options = {"is_first": False, "is_last": False} | options
     runner = StageRunner(module, microbatches=microbatches, **options)
-    runner.self_test(batch(), target=torch.zeros(()))
+    runner.self_test([Sample(batch(k), target=torch.zeros(())) for k in range(2)])
     return runner
 
 
@@ -60,7 +60,7 @@ def test_ops_out_of_order_are_refused_by_name() -> None:
     with pytest.raises(OrderError, match="F3 of 3 microbatches"):
         runner.forward(3, batch())
     with pytest.raises(SplitError, match="1 microbatches in flight"):
-        runner.self_test(batch())
+        runner.self_test([Sample(batch())])
     runner.discard()
     assert runner.in_flight == 0
     runner.forward(0, batch())
@@ -72,7 +72,7 @@ def test_gradients_add_up_over_iterations_and_mixed_orders() -> None:
     want = sequential(job)
     module = copy.deepcopy(job.module)
     runner = job.runner(module)
-    runner.self_test(batch())
+    runner.self_test([Sample(batch())])
     for order in ("F0 BW0 F1 F2 B1 B2 W1 W2", "F0 B0 F1 B1 W0 F2 B2 W1 W2"):
         module.zero_grad()
         got = Result()
@@ -232,8 +232,9 @@ def test_a_failed_stage_is_put_back() -> None:
     with pytest.raises(ValueError, match="my own"):
         runner.forward(0, batch())
     assert "forward" not in module.linear.__dict__
-    with pytest.raises(ValueError, match="my own"):
-        runner.self_test(batch())
+    report = runner.self_test([Sample(batch())])
+    assert (report.split, report.tested) == ("fused", False)
+    assert "could not run the stage: ValueError: my own" in report.line()
     module.fail = False
     runner.forward(0, batch())
 
@@ -297,12 +298,16 @@ def test_writing_to_what_w_needs_is_refused_by_name() -> None:
         runner.backward_weight(0)
 
 
-def test_a_split_that_was_asked_for_and_fails_raises() -> None:
-    runner = StageRunner(
-        nn.LayerNorm(WIDTH), is_first=False, is_last=False, microbatches=2, mode="module"
-    )
+def test_a_split_that_was_asked_for_and_cannot_be_raises() -> None:
+    options = {"is_first": False, "is_last": False, "microbatches": 2}
     with pytest.raises(SplitError, match=r"'module' was asked for.*LayerNorm"):
-        runner.self_test(batch())
+        StageRunner(nn.LayerNorm(WIDTH), mode="module", **options)
+    with pytest.raises(SplitError, match=r"'graph' was asked for; the stage has no trainable"):
+        StageRunner(nn.Identity(), mode="graph", **options)
+    compiled = torch.compile(mlp(), backend="eager")
+    for mode in ("graph", "module"):
+        with pytest.raises(SplitError, match=r"was asked for.*the stage is compiled"):
+            StageRunner(compiled, mode=mode, **options)
 
 
 def test_what_cannot_be_sent_is_refused() -> None:

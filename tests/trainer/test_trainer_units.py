@@ -451,16 +451,14 @@ def test_peak_memory_is_read_and_never_reset(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_the_self_test_found_is_what_a_plan_may_count_on() -> None:
     times = OpTimes(forward=1.0, backward=2.7, backward_input=2.0, backward_weight=1.0)
     report = SplitReport(
-        "module", "", (), times, activation_bytes=64, offload=OffloadAttempt(64, 0.5)
+        "module", "", times=times, activation_bytes=64, offload=OffloadAttempt(64, 0.5)
     )
     found = footprint(report)
-    assert (found.activation_bytes, found.offload_copy, found.fused_ratio) == (64, 0.5, 0.9)
+    assert (found.activation_bytes, found.offload_copy) == (64, 0.5)
+    assert found.fused_ratio is None, "a few runs are too noisy to plan with"
     refused = replace(report, offload=OffloadAttempt(reason="out of memory"))
     assert footprint(refused).offload_copy is None
     assert footprint(replace(report, offload=None)).offload_copy is None
-    assert footprint(replace(report, split="fused")).fused_ratio is None
-    short = OpTimes(forward=1e-4, backward=2e-4, backward_input=2e-4, backward_weight=1e-4)
-    assert footprint(replace(report, times=short)).fused_ratio is None, "too short to tell"
 
 
 def test_nested_arguments_are_split_and_told_apart_by_shape() -> None:

@@ -125,7 +125,8 @@ def meet_chunks(
     """
     last = len(placement) - 1
     across = [s for s in range(last) if placement[s] != placement[s + 1]]
-    timeout = timedelta(seconds=2 * deadline + 60)
+    # Behind the executors' deadlines, also behind those of the first iteration.
+    timeout = timedelta(seconds=2 * deadline * len(placement) + 60)
     groups: dict[int, Any] = {
         link: made.new(
             [placement[link], placement[link + 1]],

@@ -116,10 +116,10 @@ class InterleavedPipeline:
                 waiting=self._waiting,
                 deadline=deadline_seconds,
                 boundary=self._between_ops,
-                on_first_forward=self._self_test(runner),
                 on_last_forward=lambda _: None,
                 reserve=lambda *_: None,
             )
+        self._deadline = deadline_seconds
         self._needs_target = loss_fn is not None
         self._shapes: Any = None
         self._generation = 0
@@ -187,6 +187,10 @@ class InterleavedPipeline:
                 handshake=handshake,
             )  # fmt: skip
 
+        for executor in self._executors.values():
+            # The first messages come behind the first F and B of every stage, which compile, tune
+            # or load.
+            executor.allow(self._deadline * (self._last + 1 if self.iteration == 0 else 1))
         self._training_began = self._training_began or time()
         for end in self._links.ends:
             end.shaper.begin(self.iteration, self._training_began)
@@ -200,6 +204,11 @@ class InterleavedPipeline:
                 begin(stage)
             self._executors[stage].run_op(kind, microbatch)
             self.ops.append((stage, outcomes[stage].ops[-1]))
+        if self.iteration == 0:
+            self._waiting.begin("its own split-backward self-tests")
+            for runner in self._runners.values():
+                runner.self_test()
+            self._waiting.end()
         self.iteration += 1
         return self._share_loss(outcomes.get(self._last))
 
@@ -258,14 +267,6 @@ class InterleavedPipeline:
         except RuntimeError as error:
             raise PipelineError(f"{self._waiting.describe()}: {first_sentence(error)}") from error
         self._waiting.end()
-
-    def _self_test(self, runner: StageRunner) -> Callable[..., None]:
-        def test(args: Any, kwargs: Any, target: Any) -> None:
-            self._waiting.begin("its own split-backward self-test")
-            runner.self_test(args, kwargs, target)
-            self._waiting.end()
-
-        return test
 
     def _between_ops(self) -> None:
         """Read every line: one that is not read would wake each wait of the other stages."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import sys
 from time import monotonic, time
 from typing import Any
 
@@ -51,7 +51,9 @@ class Iterations:
         reporter, trace: what is told of each iteration, and written of it.
         bell: rung when there is news; ``op_clock``: when ops run, for the links.
         waiting: what is waited for, in words; ``wait``: for collectives.
-        deadline: longest wait for one message, seconds.
+        deadline: longest wait for one message, seconds. In the first iteration of a module it is
+            that times the stages: its first messages come behind the first F and B of every
+            stage, in which a module is compiled, tuned or loaded.
     """
 
     def __init__(
@@ -98,7 +100,6 @@ class Iterations:
             waiting=waiting,
             deadline=deadline,
             boundary=self._between_ops,
-            on_first_forward=self._choose_split,
             on_last_forward=self._loss.post,
             reserve=plans.shapes_known,
             device_times=self._device_times,
@@ -114,6 +115,10 @@ class Iterations:
             report=self._report,
         )
         """What became of the iterations that have run; to be told when they are over."""
+        self._deadline = deadline
+        self._warm = stage.module is None
+        """Whether the first iteration is over, which finds out how the stage runs. One that is
+        emulated is known."""
         self._training_began = 0.0
         self._polled_at = 0.0
         self._wanted: Plan | None = None
@@ -130,6 +135,8 @@ class Iterations:
         """
         origin = time()
         self._training_began = self._training_began or origin
+        if not self._warm:
+            self._allow(self._deadline * self._seat.stages)
         plan = self._begin(iteration)
         start = self._token.start(iteration, plan.version, shapes, refused=refusal is not None)
         self._loss.begin()
@@ -150,6 +157,8 @@ class Iterations:
             self._replicas.sync()
             self._waiting.end()
         self._stage.update()
+        if not self._warm:
+            self._choose_split()
         self._end(iteration, plan, origin, outcome, loss)
         return loss
 
@@ -206,25 +215,37 @@ class Iterations:
             sum(op.end - op.start for op in ops),
         )
         self.rounds.offer(iteration, row, loss)
-        if profiling():
+        if profiling() or not self._warm:
+            # Not warm: their self-tests take unlike times, and the next waits are ordinary ones.
             self.rounds.settle(iteration)
         self._reporter.publish(
-            profile=self._stage.profile(ops, outcome.copies),
+            # Ops of a first iteration are fused, and slower than they will ever be again.
+            profile=self._stage.profile(ops, outcome.copies) if self._warm else None,
             offloaded=self._stage.offloaded(outcome.copies),
         )
         self._trace.iteration(iteration, plan.version, origin, outcome)
+        if not self._warm:
+            self._warm = True
+            self._allow(self._deadline)
 
-    def _choose_split(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> None:
-        """Before the first F: try on one real microbatch how this stage can be split."""
-        if self._stage.module is None:
-            return
+    def _allow(self, deadline: float) -> None:
+        self._executor.allow(deadline)
+        self._wait_for.allow(deadline)
+
+    def _choose_split(self) -> None:
+        """At the end of the first iteration, so on all stages at once, and before a plan's W
+        runs apart: find how this stage can be split, and tell."""
         self._waiting.begin("its own split-backward self-test")
         try:
-            report = self._stage.self_test(args, kwargs, target)
+            report = self._stage.choose_split()
         finally:
             self._waiting.end()
         if report.offload is not None and report.offload.reason:
             self._plans.forbid_offload(report.offload.reason)
+        self._trace.split(report.record())
+        if self._seat.replica == 0:
+            # Not logged: it is for users, few of whom configure logging.
+            print(f"{self._seat}: {report.line()}", file=sys.stderr, flush=True)
         for text in report.lines():
             log.info("%s: %s", self._seat, text)
 

@@ -164,6 +164,12 @@ class LinkEnd:
         if self.failover is not None and self.line.lost is None:
             self.failover.attend()
 
+    def allow(self, deadline: float) -> None:
+        """Seconds that a send of the direct path may take from now on."""
+        outgoing = self._outgoing.get(Path.DIRECT)
+        if isinstance(outgoing, DirectOutgoing | FailoverOutgoing):
+            outgoing.allow(deadline)
+
     def finish_sends(self) -> None:
         """Wait until nothing of the direct path is under way."""
         outgoing = self._outgoing[Path.DIRECT]

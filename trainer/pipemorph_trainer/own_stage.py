@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
+from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, Plan
 from pipemorph.planning.offload import host_limit, host_peak
 from pipemorph.wire import StageProfile
@@ -27,7 +28,7 @@ from pipemorph_trainer.profile import (
     peak_memory,
     stage_profile,
 )
-from pipemorph_trainer.split import SplitReport, StageRunner
+from pipemorph_trainer.split import Mode, SplitReport, StageRunner
 from pipemorph_trainer.stage import Runner
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -36,8 +37,8 @@ LossFn = Callable[[Any, Any], Tensor]
 class OwnStage:
     """A module or an emulated stage, at its seat in the pipeline.
 
-    ``microbatches``: N. ``accelerator``: behind ``device``; None for the CPU. ``store``: where
-    activations go in host memory; None: they stay on the device.
+    ``microbatches``: N. ``split``: of a module's backward. ``accelerator``: behind ``device``;
+    None for the CPU. ``store``: where activations go in host memory; None: they stay on the device.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class OwnStage:
         *,
         loss_fn: LossFn | None,
         microbatches: int,
+        split: Mode,
         device: torch.device,
         accelerator: Accelerator | None,
         store: ActivationStore | None,
@@ -73,6 +75,7 @@ class OwnStage:
             is_last=seat.last,
             loss_fn=loss_fn if seat.last else None,
             microbatches=microbatches,
+            mode=split,
             store=store,
         )
 
@@ -86,10 +89,11 @@ class OwnStage:
             self._seat, self.microbatches, args, kwargs, target, needs_target=self._needs_target
         )
 
-    def self_test(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> SplitReport:
-        """Try on one real microbatch how a module can be split, and split it so from now on."""
+    def choose_split(self) -> SplitReport:
+        """After the first iteration: try on microbatches of it how a module can be split, unless
+        that was asked for, and split it so from now on."""
         assert isinstance(self.runner, StageRunner)
-        report = self.runner.self_test(args, kwargs, target)
+        report = self.runner.report or self.runner.self_test()
         self._footprint = footprint(report)
         return report
 
@@ -140,11 +144,22 @@ def device_of(module: nn.Module | None) -> torch.device:
     return first.device if first is not None else torch.device("cpu")
 
 
+def mode_of(split: str) -> Mode:
+    """What a user may give as ``split``. Raises :class:`InputError` for anything else."""
+    if split == "off":
+        return "fused"
+    for mode in get_args(Mode):
+        if split == mode:
+            return mode  # type: ignore[no-any-return]
+    raise InputError(f"split is {split!r}; expected {', '.join(get_args(Mode))} or off")
+
+
 def open_store(
     stage: nn.Module | EmulatedStage,
     device: torch.device,
     accelerator: Accelerator | None,
     host_memory: int | None,
+    split: Mode,
 ) -> tuple[ActivationStore | None, str]:
     """Where a stage's activations go in at most ``host_memory`` bytes of host memory, if they
     need more than time for that; and why they have to stay on the device, empty if not."""
@@ -155,6 +170,8 @@ def open_store(
         )
     if isinstance(stage, EmulatedStage):
         return None, ""
+    if split != "auto":
+        return None, f"split={split!r} leaves out the self-test, which tries it first"
     return ActivationStore(device, host_memory, accelerator), ""
 
 

@@ -75,6 +75,9 @@ class Pipeline:
             :attr:`start_iteration` is where to go on.
         host_memory: bytes of host memory on this rank that a plan may use for activations;
             None: a plan that moves some of them there is refused.
+        split: how a module runs B and W apart. ``auto``: the first iteration is fused, and a
+            self-test at its end finds what gives the same bits. ``module`` or ``graph``: that
+            one, from the start and untested. ``fused`` or ``off``: not at all, and untested.
         stages: pipeline stages; default: all ranks. RANK = replica × stages + stage.
         policy, dispatch, path: how to schedule (default: ``pipemorph``, ``static``) and how
             messages travel. ``path="auto"``, the default, is direct until a directive moves a
@@ -115,6 +118,7 @@ class Pipeline:
         direct_sends: int | None = None,
         checkpoint: Checkpoint | None = None,
         host_memory: int | None = None,
+        split: str = "auto",
         control: ControlClient | None = None,
     ) -> None:
         self.context = context
@@ -147,6 +151,7 @@ class Pipeline:
             context,
             given,
             plan,
+            split,
             device=self.device,
             accelerator=accelerator,
             directed=directed,
@@ -201,6 +206,7 @@ class Pipeline:
             self.seat,
             loss_fn=loss_fn,
             microbatches=plan.schedule.microbatches,
+            split=prepared.split,
             device=self.device,
             accelerator=accelerator,
             store=prepared.store,

@@ -18,8 +18,9 @@ from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.emulated import EmulatedStage
 from pipemorph_trainer.links import EngineOptions
 from pipemorph_trainer.offload import ActivationStore
-from pipemorph_trainer.own_stage import open_store
+from pipemorph_trainer.own_stage import mode_of, open_store
 from pipemorph_trainer.settings import Settings, engine_options
+from pipemorph_trainer.split import Mode
 from pipemorph_trainer.stage_plans import check_offload, check_stages
 from pipemorph_trainer.start import Start
 from pipemorph_trainer.weights import check_stage, held_by
@@ -30,12 +31,13 @@ from pipemorph_trainer.world import seat_of
 class Preparation:
     """Everything of a pipeline that needs no other rank.
 
-    ``store``: where activations go in host memory; None, and ``no_offload`` says why, if they
+    ``split``: how a module is to run B and W apart. ``store``: where activations go in host memory; None, and ``no_offload`` says why, if they
     stay on the device. ``engine``: how to make the transfer engine; None if it is not needed.
     """
 
     settings: Settings
     plan: Plan
+    split: Mode
     store: ActivationStore | None
     no_offload: str
     engine: EngineOptions | None
@@ -46,6 +48,7 @@ def prepare(
     context: TrainerContext,
     given: Mapping[str, Any],
     plan: Plan | None,
+    split: str,
     *,
     device: torch.device,
     accelerator: Accelerator | None,
@@ -55,9 +58,11 @@ def prepare(
     preparation, and a start that says why.
 
     ``given``: the arguments that a job replaces, by name (see :meth:`Settings.choose`). ``plan``:
-    the one to begin with; None: made from the settings. ``directed``: other plans may come.
+    the one to begin with; None: made from the settings. ``split``: as the user gave it.
+    ``directed``: other plans may come.
     """
     try:
+        mode = mode_of(split)
         if not isinstance(stage, EmulatedStage):
             check_stage(stage)
         settings = Settings.choose(context, given)
@@ -71,7 +76,7 @@ def prepare(
                 f"microbatches is {settings.microbatches}, and the plan that was given has "
                 f"{microbatches}; make the two equal"
             )
-        store, no_offload = open_store(stage, device, accelerator, settings.host_memory)
+        store, no_offload = open_store(stage, device, accelerator, settings.host_memory, mode)
         check_offload(plan, seat, no_offload)
         engine = engine_options(context, settings, plan, directed=directed)
         if settings.checkpoint is not None:
@@ -83,6 +88,6 @@ def prepare(
         return None, Start(refusal=str(error))
     held = () if isinstance(stage, EmulatedStage) else held_by(stage)
     return (
-        Preparation(settings, plan, store, no_offload, engine),
+        Preparation(settings, plan, mode, store, no_offload, engine),
         Start(stages=settings.stages, microbatches=microbatches, held=held),
     )

@@ -15,7 +15,6 @@ from pipemorph.wire import LinkSample, StageProfile, WireTime
 from pipemorph_trainer.control import Offloaded
 from pipemorph_trainer.paths.message import Direction
 from pipemorph_trainer.split.report import SplitReport
-from pipemorph_trainer.split.self_test import MEASURABLE
 
 Transport = Literal["gloo", "nccl", "tcp", "shm", "rdma"]
 ENOUGH_EXACT = 3
@@ -118,10 +117,12 @@ class TimedCopy(NamedTuple):
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a stage told of itself once, before its first op; None: not measured.
+    """What is known of a stage beside its op times; None: not known.
 
     ``offload_copy``: seconds for ``activation_bytes`` one way, where that may be done.
-    ``fused_ratio``: a BW's time by that of B and W apart.
+    ``fused_ratio``: a BW's time by that of B and W apart, of an emulated stage, which is told
+    both. A module's BW is only known where a plan runs it: a self-test's few runs are too noisy
+    to plan with.
     """
 
     activation_bytes: int | None = None
@@ -130,14 +131,11 @@ class Footprint:
 
 
 def footprint(report: SplitReport) -> Footprint:
-    """What the self-test found. Times of less than a millisecond decide nothing."""
-    times, offload = report.times, report.offload
-    apart = times.backward_input + times.backward_weight
-    measured = report.split != "fused" and times.backward >= MEASURABLE and apart > 0
+    """What the self-test found of a microbatch's activations; of its times of ops, nothing."""
+    offload = report.offload
     return Footprint(
         activation_bytes=report.activation_bytes,
         offload_copy=offload.seconds if offload is not None and not offload.reason else None,
-        fused_ratio=times.backward / apart if measured else None,
     )
 
 
@@ -157,9 +155,8 @@ def stage_profile(
     ``offload_copy``: the median of the longer way where there were any, else what it took at
     the start.
 
-    ``fused_backward`` is the median BW where there was one. Else it is B + W of this iteration
-    by their ratio in the self-test, which ran both beside the same neighbours: an absolute
-    time from then would be compared with those of a machine that is busy now.
+    ``fused_backward``, of an emulated stage alone, is the median BW where there was one, else
+    B + W by the ratio that it was told.
     """
     copying = {(copy.kind, copy.microbatch): copy.end - copy.start for copy in copies}
 

@@ -10,6 +10,8 @@ The file has at most so many bytes, ``PIPEMORPH_TRACE_BYTES``: one that has grow
 first and its newest quarter, and a line in between, ``{"rank", "dropped", "limit"}``, says how many
 iterations are missing there.
 
+``split-rank{R}.json``: how its stage splits the backward and why, after the first iteration.
+
 ``faults-rank{R}.json``: what the fault trace did here, and how many ``iterations`` of the job
 are done, those before a resume as well; written at the end however it comes.
 """
@@ -124,6 +126,10 @@ class TraceWriter:
         shorter.replace(self._path)
         self._open(self._path)
 
+    def split(self, record: dict[str, Any]) -> None:
+        """Write how this rank's stage splits its backward, and why."""
+        self._write("split", record, "how the backward is split")
+
     def close(self, ends: list[LinkEnd], iterations: int = 0) -> None:
         """Write what the fault trace did, and how many iterations are done. Idempotent."""
         if self._folder is None or self._closed:
@@ -133,17 +139,19 @@ class TraceWriter:
             with contextlib.suppress(OSError):
                 self._file.close()
             self._file = None
-        record = {
+        faults = [entry for end in ends for entry in (*end.shaper.record(), *end.severer.record())]
+        self._write("faults", {"iterations": iterations, "faults": faults}, "the fault trace")
+
+    def _write(self, kind: str, record: dict[str, Any], what: str) -> None:
+        if self._folder is None:
+            return
+        seat = {
             "rank": self._seat.rank,
             "stage": self._seat.stage,
             "replica": self._seat.replica,
-            "iterations": iterations,
-            "faults": [
-                entry for end in ends for entry in (*end.shaper.record(), *end.severer.record())
-            ],
         }
-        path = self._folder / f"faults-rank{self._seat.rank}.json"
+        path = self._folder / f"{kind}-rank{self._seat.rank}.json"
         try:
-            path.write_text(json.dumps(record), encoding="utf-8")
+            path.write_text(json.dumps(seat | record), encoding="utf-8")
         except OSError as error:
-            log.warning("%s: no record of the fault trace: %s", self._seat, error)
+            log.warning("%s: no record of %s: %s", self._seat, what, error)

@@ -64,10 +64,6 @@ class Outcome:
     losses: list[Tensor] = field(default_factory=list)
 
 
-FirstForward = Callable[[Sequence[Any], dict[str, Any], Any], None]
-"""Called once with the arguments, keyword arguments and target of the first F."""
-
-
 class Executor:
     """Runs the ops of one stage. All methods belong to the main thread."""
 
@@ -82,7 +78,6 @@ class Executor:
         waiting: Waiting,
         deadline: float,
         boundary: Callable[[], None],
-        on_first_forward: FirstForward,
         on_last_forward: Callable[[list[Tensor]], None],
         reserve: Callable[[LinkEnd, tuple[TensorMeta, ...]], None],
         device_times: DeviceTimes | None = None,
@@ -101,7 +96,6 @@ class Executor:
             self._ends, bell=bell, waiting=waiting, deadline=deadline, between=boundary
         )
         self._boundary, self._on_last_forward = boundary, on_last_forward
-        self._on_first_forward: FirstForward | None = on_first_forward
         self._reserve = reserve
         self._gate, self._refuses = gate, refuses
         self.refused = False
@@ -118,6 +112,11 @@ class Executor:
         self._shapes_known = False
         self._outcome = Outcome()
         self._residency = Residency(None)
+
+    def allow(self, deadline: float) -> None:
+        """Seconds that each message may take from now on."""
+        self._deadline = deadline
+        self.mail.allow(deadline)
 
     def run(
         self,
@@ -333,9 +332,6 @@ class Executor:
             return None
         kwargs = self._inputs.kwargs[microbatch] if self._inputs.kwargs else {}
         target = self._inputs.targets[microbatch] if self._inputs.targets else None
-        if self._on_first_forward is not None:
-            self._on_first_forward(args, kwargs, target)
-            self._on_first_forward = None
         leaves = self._residency.run(OpKind.F, microbatch)
         if leaves:
             # Not within the op: what an F waits for is not what it takes.

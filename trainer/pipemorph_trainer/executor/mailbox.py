@@ -43,6 +43,12 @@ class Mailbox:
         self.iteration = 0
         """The one that waits are told to belong to."""
 
+    def allow(self, deadline: float) -> None:
+        """Seconds that each message may take from now on, those that are sent as well."""
+        self._deadline = deadline
+        for end in self._ends:
+            end.allow(deadline)
+
     def message(self, end: LinkEnd, word: str, microbatch: int) -> str:
         return (
             f"{word} of microbatch {microbatch} of iteration {self.iteration} "

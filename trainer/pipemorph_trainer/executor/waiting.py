@@ -52,6 +52,10 @@ class CollectiveWait:
         self.who_is_gone: Callable[[], str | None] = lambda: None
         """Asked when a connection failed, which by itself names nobody."""
 
+    def allow(self, deadline: float) -> None:
+        """Seconds that each collective may take from now on."""
+        self._deadline = deadline
+
     def __call__(self, work: Any) -> None:
         """Wait for one. Raises :class:`PipelineError` naming what is waited for."""
         began = time.monotonic()

@@ -340,6 +340,10 @@ class DirectOutgoing:
         self._batch: Batch | None = None
         self._nbytes = 0
 
+    def allow(self, deadline: float) -> None:
+        """Seconds that a send may take from now on."""
+        self._deadline = deadline
+
     def begin(self, batch: Batch) -> None:
         self._batch = batch
         self._nbytes = sum(meta.nbytes for meta in batch.metas)

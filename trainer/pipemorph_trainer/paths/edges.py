@@ -33,8 +33,9 @@ def make_edges(
     gloo sends both ways over one connection without one holding up the other. NCCL orders
     all of a communicator's operations, so each direction gets its own.
     """
-    # Deadlines are kept by the executor, which can name what is missing; this one is behind.
-    timeout = timedelta(seconds=2 * deadline + 60)
+    # Deadlines are kept by the executor, which can name what is missing; this one is behind, also
+    # behind those of the first iteration.
+    timeout = timedelta(seconds=2 * deadline * seat.stages + 60)
     nccl = device.type == "cuda"
     mine: dict[int, dict[Direction, dist.ProcessGroup]] = {}
 

@@ -152,6 +152,10 @@ class FailoverOutgoing:
         self._batch: Batch | None = None
         self._kept: dict[Position, _Kept] = {}
 
+    def allow(self, deadline: float) -> None:
+        """Seconds that a send of the direct path may take from now on."""
+        self._direct.allow(deadline)
+
     def begin(self, batch: Batch) -> None:
         self._batch = batch
         self._direct.begin(batch)

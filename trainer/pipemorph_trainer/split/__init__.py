@@ -14,6 +14,7 @@ from pipemorph_trainer.split.report import (
     SplitReport,
 )
 from pipemorph_trainer.split.runner import StageRunner
+from pipemorph_trainer.split.trial import Sample
 
 __all__ = [
     "Attempt",
@@ -21,6 +22,7 @@ __all__ = [
     "OffloadAttempt",
     "OpTimes",
     "OrderError",
+    "Sample",
     "Split",
     "SplitError",
     "SplitReport",

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipemorph_trainer.split.report import SplitError
+from pipemorph_trainer.split.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from pipemorph_trainer.offload.store import ActivationStore, SavedFlight
 
+T = TypeVar("T")
 LossFn = Callable[[Any, Any], Tensor]
 """``loss_fn(output, target) -> scalar``; ``output`` is what the last stage returned."""
 
@@ -191,3 +193,20 @@ class StageCall:
             source = "the last stage" if self.loss_fn is None else "loss_fn"
             raise SplitError(f"{source} returned {what}; expected a scalar loss")
         return loss
+
+
+def find_clone_inputs(call: StageCall, run: Callable[[], T]) -> T:
+    """Run a stage for the first time. One that writes to its input in place, which autograd
+    forbids of a leaf, is put back as it was and run again with copies, now and ever after."""
+    if call.clone_inputs:
+        return run()
+    snapshot = Snapshot(call.module)
+    try:
+        return run()
+    except RuntimeError as error:
+        # torch names neither the error nor the op; this is its message.
+        if "leaf Variable that requires grad" not in str(error):
+            raise
+    snapshot.restore()
+    call.clone_inputs = True
+    return run()

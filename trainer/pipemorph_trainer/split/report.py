@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 Split = Literal["module", "graph", "fused"]
 """How a stage runs B and W apart.
@@ -16,6 +17,11 @@ Split = Literal["module", "graph", "fused"]
 
 Mode = Literal["auto", "module", "graph", "fused"]
 """What a user may ask for: a :data:`Split`, or ``auto`` for the first that passes."""
+
+_NUMBER = re.compile(r"(?<![A-Za-z])\d+(?![A-Za-z])")
+"""Of a layer, and not in the name of a class."""
+REASONS_SHOWN = 3
+"""Reasons that :meth:`SplitReport.line` gives; ``record`` has all."""
 
 
 class SplitError(RuntimeError):
@@ -70,14 +76,61 @@ class OffloadAttempt:
 
 
 @dataclass(frozen=True)
+class Group:
+    """Tensors that are not deferred for one reason. Numbers in names, as of layers, are ``*``
+    where they differ. ``parameters``: elements of the tensors; ``example``: the first name."""
+
+    reason: str
+    tensors: int
+    parameters: int
+    example: str
+
+    def __str__(self) -> str:
+        if self.tensors == 1:
+            return f"{self.reason} ({self.example})"
+        return f"{self.reason} ({self.tensors} tensors, such as {self.example})"
+
+
+def grouped(why: Mapping[str, str], sizes: Mapping[str, int]) -> list[Group]:
+    """Tensors with their reasons, by reason, the most parameters first."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in why.items():
+        by_reason.setdefault(_NUMBER.sub("*", reason), []).append(name)
+    groups = [
+        Group(
+            reason=why[names[0]] if len({why[name] for name in names}) == 1 else general,
+            tensors=len(names),
+            parameters=sum(sizes.get(name, 0) for name in names),
+            example=names[0],
+        )
+        for general, names in by_reason.items()
+    ]
+    return sorted(groups, key=lambda group: -group.parameters)
+
+
+def in_words(groups: Iterable[Group]) -> str:
+    """The first :data:`REASONS_SHOWN`, and how many more there are."""
+    listed = [str(group) for group in groups]
+    more = len(listed) - REASONS_SHOWN
+    shown = "; ".join(listed[:REASONS_SHOWN])
+    return f"{shown}; and {more} more reasons" if more > 0 else shown
+
+
+@dataclass(frozen=True)
 class SplitReport:
-    """Outcome of :meth:`StageRunner.self_test`."""
+    """How a stage splits its backward and why: what :meth:`StageRunner.self_test` found, or what
+    is known without it where a split was asked for."""
 
     split: Split
     reason: str
     """Why this split and not one preferred to it; one line, names modules and parameters."""
-    attempts: tuple[Attempt, ...]
-    times: OpTimes
+    tested: bool = True
+    """Whether it was compared with an unsplit backward. If not, ``deferred`` is what the modules
+    look like, and nothing was measured."""
+    attempts: tuple[Attempt, ...] = ()
+    times: OpTimes | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Elements of each trainable parameter."""
     deferred: tuple[str, ...] = ()
     """Names of the parameters whose gradient is computed in W."""
     not_deferred: Mapping[str, str] = field(default_factory=dict)
@@ -92,21 +145,37 @@ class SplitReport:
     offload: OffloadAttempt | None = None
     """None where no host memory was given to try it with."""
 
+    @property
+    def deferred_share(self) -> float:
+        """Deferred elements by trainable ones, 0 … 1."""
+        total = sum(self.sizes.values())
+        return sum(self.sizes[name] for name in self.deferred) / total if total else 0.0
+
+    def line(self) -> str:
+        """The report in one line, for a log."""
+        out = f"split backward: {self.split}, {self.reason}"
+        if self.split != "fused" and self.not_deferred:
+            out += f"; in B: {in_words(grouped(self.not_deferred, self.sizes))}"
+        if self.irreproducible:
+            out += f"; not reproducible even unsplit: {_listed(self.irreproducible)}"
+        return "; ".join((out, *self.notes))
+
     def lines(self) -> list[str]:
         """The report for people, one fact per line."""
-        times = self.times
         out = [f"split backward: {self.split} ({self.reason})"]
         out += [
             f"  tried {attempt.split}: {'passed' if attempt.accepted else attempt.reason}"
             for attempt in self.attempts
         ]
-        out.append(
-            f"  F {times.forward * 1e3:.2f} ms, B {times.backward_input * 1e3:.2f} ms, "
-            f"W {times.backward_weight * 1e3:.2f} ms; unsplit backward "
-            f"{times.backward * 1e3:.2f} ms"
-        )
-        out += [f"  in B: {name}: {why}" for name, why in self.not_deferred.items()]
-        out += [f"  not reproducible even unsplit: {name}" for name in self.irreproducible]
+        if (times := self.times) is not None:
+            out.append(
+                f"  F {times.forward * 1e3:.2f} ms, B {times.backward_input * 1e3:.2f} ms, "
+                f"W {times.backward_weight * 1e3:.2f} ms; unsplit backward "
+                f"{times.backward * 1e3:.2f} ms"
+            )
+        out += [f"  in B: {group}" for group in grouped(self.not_deferred, self.sizes)]
+        if self.irreproducible:
+            out.append(f"  not reproducible even unsplit: {_listed(self.irreproducible)}")
         if self.offload is not None:
             out.append(
                 f"  no activations to host memory: {self.offload.reason}"
@@ -116,3 +185,25 @@ class SplitReport:
             )
         out += [f"  note: {note}" for note in self.notes]
         return out
+
+    def record(self) -> dict[str, Any]:
+        """The report for programs, ready for JSON. Its size does not grow with the layers."""
+        return {
+            "split": self.split,
+            "reason": self.reason,
+            "tested": self.tested,
+            "attempts": [
+                {"split": each.split, "accepted": each.accepted, "reason": each.reason}
+                for each in self.attempts
+            ],
+            "parameters": sum(self.sizes.values()),
+            "deferred_share": round(self.deferred_share, 6),
+            "not_deferred": [asdict(g) for g in grouped(self.not_deferred, self.sizes)],
+            "not_reproducible": _listed(self.irreproducible),
+            "notes": list(self.notes),
+        }
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    more = len(names) - 1
+    return f"{names[0]} and {more} more" if more > 0 else "".join(names)

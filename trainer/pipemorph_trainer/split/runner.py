@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
-from pipemorph_trainer.split.flight import Flight, Grads, LossFn, StageCall
+from pipemorph_trainer.split.asked import asked_for
+from pipemorph_trainer.split.flight import Flight, Grads, LossFn, StageCall, find_clone_inputs
 from pipemorph_trainer.split.report import Mode, OrderError, Split, SplitError, SplitReport
 from pipemorph_trainer.split.self_test import SelfTest
+from pipemorph_trainer.split.snapshot import copy_tensors
 from pipemorph_trainer.split.splitters import FusedSplit, Splitter
 from pipemorph_trainer.split.trial import Sample
 
 if TYPE_CHECKING:
     from pipemorph_trainer.offload.store import ActivationStore
+
+SAMPLES = 2
+"""Microbatches of the first iteration that are kept for the self-test: so many have work
+outstanding at once in it."""
 
 
 class StageRunner:
@@ -25,17 +33,19 @@ class StageRunner:
     :meth:`backward_weight`) or fused (:meth:`backward`). Since W runs in microbatch order
     too, every ``.grad`` is to the bit what a sequential run of the microbatches leaves.
 
-    Before :meth:`self_test` every runner is fused. On a fused stage
-    :meth:`backward_input` is the whole backward and :meth:`backward_weight` is empty, so a
-    plan with B and W runs on any stage.
+    With ``auto`` the first iteration is fused, and :meth:`self_test` at its end chooses how the
+    following ones are split. On a fused stage :meth:`backward_input` is the whole backward and
+    :meth:`backward_weight` is empty, so a plan with B and W runs on any stage.
 
     Args:
         module: the stage. Its class, names and ``state_dict`` stay as they are.
         is_first: inputs are data: they get no gradient.
         is_last: the output goes to ``loss_fn`` (None: the module returns its loss).
         microbatches: N; the loss is divided by it before the backward.
-        mode: ``auto``, or the one split to use; :meth:`self_test` raises if it fails.
+        mode: ``auto``, or the one split to use, at once and without a test.
         store: where activations go in host memory; None: they stay on the device.
+
+    Raises :class:`SplitError` if the stage's modules rule out the split that was asked for.
     """
 
     def __init__(
@@ -57,7 +67,6 @@ class StageRunner:
         self.microbatches = microbatches
         self.mode: Mode = mode
         self.report: SplitReport | None = None
-        self.reason = "asked for" if mode == "fused" else "the self-test has not run"
         self._store = store
         self._call = StageCall(
             module,
@@ -67,7 +76,16 @@ class StageRunner:
             microbatches=microbatches,
         )
         self._splitter: Splitter = FusedSplit()
+        if mode != "auto":
+            self._splitter, self.report = asked_for(mode, module)
+        self._samples: list[Sample] = []
+        """Copies of the first microbatches, until the self-test."""
+        self._has_run = False
         self._plain = FusedSplit()
+        if not is_last:
+            # What torch imports when it is first given gradients takes seconds: here on all ranks
+            # at once, in the first iteration on one after the other.
+            torch.autograd.backward([torch.zeros(1, requires_grad=True) * 1], [torch.ones(1)])
         self._only_fused = False
         self._flights: dict[int, Flight] = {}
         self._next = {"F": 0, "B": 0, "W": 0}
@@ -76,6 +94,11 @@ class StageRunner:
     def split(self) -> Split:
         """How this stage splits its backward now."""
         return self._splitter.split
+
+    @property
+    def reason(self) -> str:
+        """Why it does so."""
+        return "the self-test has not run" if self.report is None else self.report.reason
 
     @property
     def in_flight(self) -> int:
@@ -98,24 +121,31 @@ class StageRunner:
     def _active(self) -> Splitter:
         return self._plain if self._only_fused else self._splitter
 
-    def self_test(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, target: Any = None
-    ) -> SplitReport:
-        """Choose the split by trying it on the stage itself with one real microbatch.
+    @property
+    def untested(self) -> bool:
+        """Whether :meth:`self_test` is still to choose the split."""
+        return self.report is None
 
-        Runs the stage several times on copies of the arguments and compares, bitwise, every
+    def self_test(self, samples: Sequence[Sample] = ()) -> SplitReport:
+        """Choose the split by trying it on the stage itself with real microbatches: by default
+        the first two that it has run in training, which it keeps copies of for that.
+
+        Runs the stage several times on copies of them and compares, bitwise, every
         output, input gradient, parameter gradient and buffer of split and unsplit runs over
         two microbatches. Tries module, then graph, then settles for fused. Leaves
         parameters, gradients, buffers and the random state as they were.
 
-        Raises :class:`SplitError` if ``mode`` asked for a split that does not pass or if
-        microbatches are in flight, and whatever the stage itself raises.
+        Raises :class:`SplitError` if ``mode`` asked for a split that does not pass, if
+        microbatches are in flight, or if there are no samples.
         """
         if self._flights:
             raise SplitError(f"self-test with {len(self._flights)} microbatches in flight")
-        test = SelfTest(self._call, self.mode, Sample(args, kwargs or {}, target), self._store)
+        samples = samples or self._samples
+        if not samples:
+            raise SplitError("self-test before the first iteration, so without a microbatch")
+        test = SelfTest(self._call, self.mode, samples, self._store)
         self._splitter, self.report = test.run()
-        self.reason = self.report.reason
+        self._samples = []
         return self.report
 
     def forward(
@@ -134,18 +164,30 @@ class StageRunner:
         ``offload``, :meth:`offload` may follow.
         """
         self._expect("F", microbatch)
+        if self.untested and len(self._samples) == microbatch < SAMPLES:
+            self._samples.append(Sample(args, kwargs or {}, target).copy())
         if offload:
             with self._storing().recording() as saved:
-                flight = self._active.forward(self._call, microbatch, args, kwargs, target)
+                flight = self._forward(microbatch, args, kwargs, target)
             flight.saved = saved
         else:
-            flight = self._active.forward(self._call, microbatch, args, kwargs, target)
+            flight = self._forward(microbatch, args, kwargs, target)
         self._flights[microbatch] = flight
         self._next["F"] += 1
         sent = flight.sent
         if not offload:
             flight.sent = ()
         return sent
+
+    def _forward(
+        self, microbatch: int, args: Sequence[Any], kwargs: Mapping[str, Any] | None, target: Any
+    ) -> Flight:
+        def run() -> Flight:
+            return self._active.forward(self._call, microbatch, args, kwargs, target)
+
+        flight = run() if self._has_run else find_clone_inputs(self._call, run)
+        self._has_run = True
+        return flight
 
     def offload(self, microbatch: int) -> int:
         """Move what the F of ``microbatch``, the newest, has left to host memory, and give up
@@ -190,6 +232,7 @@ class StageRunner:
         given must not change before W of this microbatch.
         """
         self._expect("B", microbatch)
+        self._keep_output_grads(microbatch, output_grads)
         grads = self._active.backward_input(self._flights[microbatch], output_grads)
         self._next["B"] += 1
         return grads
@@ -206,10 +249,21 @@ class StageRunner:
         """B and W at once (the op BW). Arguments and result as :meth:`backward_input`."""
         self._expect("B", microbatch)
         self._expect("W", microbatch, fused=True)
+        self._keep_output_grads(microbatch, output_grads)
         grads = self._active.backward(self._flights[microbatch], output_grads)
         self._next["B"] += 1
         self._finish(microbatch)
         return grads
+
+    def _keep_output_grads(
+        self, microbatch: int, output_grads: Sequence[Tensor | None] | None
+    ) -> None:
+        """Of the microbatches that the self-test will run."""
+        if self.untested and microbatch < len(self._samples):
+            kept = self._samples[microbatch]
+            if kept.output_grads is None and output_grads is not None:
+                grads = copy_tensors(tuple(output_grads))
+                self._samples[microbatch] = replace(kept, output_grads=grads)
 
     def discard(self) -> None:
         """Drop every microbatch in flight, as after a failed iteration. ``.grad`` stays."""
@@ -217,6 +271,7 @@ class StageRunner:
             if flight.saved is not None and self._store is not None:
                 self._store.forget(flight.saved)
         self._flights.clear()
+        self._samples = []
         self._next = {"F": 0, "B": 0, "W": 0}
 
     def _expect(self, kind: str, microbatch: int, *, fused: bool = False) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import TYPE_CHECKING
 
-from pipemorph_trainer.split.flight import StageCall
+from torch import nn
+
+from pipemorph_trainer.split.flight import StageCall, find_clone_inputs
 from pipemorph_trainer.split.graph_split import GraphSplit
 from pipemorph_trainer.split.linears import find_layers, opaque_modules
 from pipemorph_trainer.split.module_split import ModuleSplit
@@ -19,6 +22,8 @@ from pipemorph_trainer.split.report import (
     Split,
     SplitError,
     SplitReport,
+    grouped,
+    in_words,
 )
 from pipemorph_trainer.split.snapshot import Snapshot
 from pipemorph_trainer.split.splitters import FusedSplit, Splitter
@@ -37,6 +42,8 @@ SMALL_SHARE = 0.05
 """A module split that defers less of the parameters than this yields to a graph split."""
 MAX_OVERHEAD = 1.5
 """A graph split whose B + W takes longer than this many unsplit backwards is refused."""
+ROUNDS = 3
+"""Runs of either kind, in turn, whose median ratio is held against that."""
 MEASURABLE = 1e-3
 """Seconds an unsplit backward must take before its times decide anything."""
 
@@ -44,36 +51,54 @@ MEASURABLE = 1e-3
 class SelfTest:
     """One self-test of one stage. :meth:`run` returns the splitter and the report.
 
-    With ``store`` the splitter it chooses is also tried with a microbatch in host memory.
+    ``samples``: real microbatches, of which the first two are used; one alone is used twice, and
+    then a microbatch that is taken for the other shows only by its output gradients. With
+    ``store`` the splitter it chooses is also tried with a microbatch in host memory.
+
+    Beside the gradients that the stage has already, one set more is there at a time: runs are
+    compared by digests. What the stage does is the same on all ranks that hold the same one
+    (replicas, shards), so that collectives inside it match: no measured time decides whether it
+    runs again.
     """
 
     def __init__(
-        self, call: StageCall, mode: Mode, sample: Sample, store: ActivationStore | None = None
+        self,
+        call: StageCall,
+        mode: Mode,
+        samples: Sequence[Sample],
+        store: ActivationStore | None = None,
     ) -> None:
         self._call = call
         self._store = store
         self._mode = mode
-        self._samples = [sample, sample.flipped()]
+        self._samples = [*samples, *samples][:2]
         self._snapshot = Snapshot(call.module)
         self._notes: list[str] = []
         self._loose: tuple[str, ...] = ()
         self._attempts: list[Attempt] = []
         self._held: dict[str, int | None] = {}
         self._refused: dict[str, str] = {}
-        self._trainable = {
-            name: p.numel() for name, p in call.module.named_parameters() if p.requires_grad
-        }
+        self._sizes = trainable(call.module)
 
     def run(self) -> tuple[Splitter, SplitReport]:
-        """Raises what the stage itself raises, and :class:`SplitError` if ``mode`` asks for
-        a split that does not pass."""
+        """A stage that cannot be run on the samples once more stays unsplit. Raises
+        :class:`SplitError` if ``mode`` asks for a split that does not pass."""
         try:
             return self._run()
         finally:
             self._snapshot.restore()
 
     def _run(self) -> tuple[Splitter, SplitReport]:
-        self._baseline()
+        try:
+            self._baseline()
+        except Exception as error:  # whatever it is: the stage has run in training
+            why = f"the self-test could not run the stage: {_first_line(error)}"
+            if self._mode in ("module", "graph"):
+                raise SplitError(f"split {self._mode!r} was asked for; {why}") from error
+            offload = None if self._store is None else OffloadAttempt(reason=why)
+            return FusedSplit(), SplitReport(
+                "fused", why, tested=False, sizes=self._sizes, offload=offload
+            )
         chosen: Splitter | None = None
         if self._mode in ("auto", "module"):
             chosen = self._try_module()
@@ -91,15 +116,11 @@ class SelfTest:
         return splitter, self._report(splitter, offload)
 
     def _baseline(self) -> None:
-        try:
-            self._reference = self._trial(FusedSplit(), fused=True)
-        except RuntimeError as error:
-            # torch names neither the error nor the op; this is its message.
-            if self._call.clone_inputs or "leaf Variable that requires grad" not in str(error):
-                raise
-            self._call.clone_inputs = True
+        self._reference = find_clone_inputs(
+            self._call, lambda: self._trial(FusedSplit(), fused=True)
+        )
+        if self._call.clone_inputs:
             self._notes.append("the stage writes to its input in place; it gets a copy")
-            self._reference = self._trial(FusedSplit(), fused=True)
         again = self._trial(FusedSplit(), fused=True)
         self._loose = tuple(differences(self._reference, again))
         self._times = OpTimes(
@@ -143,25 +164,11 @@ class SelfTest:
         return self._refuse("module", self._nothing_to_defer())
 
     def _nothing_to_defer(self) -> str:
-        if not self._trainable:
-            return "the stage has no trainable parameter"
-        if self._refused:
-            name, why = next(iter(self._refused.items()))
-            more = len(self._refused) - 1
-            return f"no nn.Linear to defer: {name}: {why}" + (f" (and {more} more)" if more else "")
-        return "no nn.Linear of the stage ran"
+        return nothing_to_defer(self._sizes, self._refused)
 
     def _try_graph(self) -> Splitter | None:
-        if why := missing():
-            return self._refuse("graph", f"this torch does not fit: {why}")
-        if not self._trainable:
-            return self._refuse("graph", "the stage has no trainable parameter")
-        if opaque := opaque_modules(self._call.module):
-            return self._refuse("graph", next(iter(opaque.values())))
-        for name, module in self._call.module.named_modules():
-            if module_backward_hooked(module):
-                what = f"{name!r}" if name else "the stage"
-                return self._refuse("graph", f"{what} has backward hooks, which would fire twice")
+        if why := graph_refusal(self._call.module):
+            return self._refuse("graph", why)
         splitter = GraphSplit(self._call.module)
         outcome, wrong = self._attempt(splitter)
         if outcome is None:
@@ -177,17 +184,21 @@ class SelfTest:
             )
         if not splitter.deferred:
             return self._refuse("graph", "every parameter is used in several places")
-        times = self._op_times(outcome)
-        total = times.backward_input + times.backward_weight
-        if (
-            self._mode == "auto"
-            and times.backward > MEASURABLE
-            and total > MAX_OVERHEAD * times.backward
-        ):
-            return self._refuse(
-                "graph", f"B + W take {total / times.backward:.1f} times the unsplit backward"
-            )
+        if self._mode == "auto":
+            ratio = self._overhead(splitter)
+            if self._times.backward > MEASURABLE and ratio > MAX_OVERHEAD:
+                return self._refuse("graph", f"B + W take {ratio:.1f} times the unsplit backward")
         return self._accept(splitter, outcome)
+
+    def _overhead(self, splitter: Splitter) -> float:
+        """B + W by the unsplit backward: the median of runs side by side, so that what else the
+        machine does now and then decides nothing."""
+        ratios = []
+        for _ in range(ROUNDS):
+            whole = self._trial(FusedSplit(), fused=True).seconds["BW"]
+            apart = self._trial(splitter).seconds
+            ratios.append((apart["B"] + apart["W"]) / whole)
+        return median(ratios)
 
     def _try_offload(self, splitter: Splitter, store: ActivationStore) -> OffloadAttempt:
         """Twice: the first run fills the pool, the second is timed."""
@@ -200,8 +211,7 @@ class SelfTest:
                     splitter, self._call, self._samples, self._snapshot, fused=False, store=store
                 )
             except Exception as error:  # noqa: BLE001 - whatever it is, activations stay
-                first = str(error).strip().splitlines() or [""]
-                return OffloadAttempt(reason=f"{type(error).__name__}: {first[0]}")
+                return OffloadAttempt(reason=_first_line(error))
             if wrong := differences(self._reference, outcome, self._loose):
                 return OffloadAttempt(reason=f"{wrong[0]} differs from a run without it")
             moved = outcome.moved_bytes
@@ -218,8 +228,7 @@ class SelfTest:
                 wrong = differences(self._reference, again, self._loose)
                 outcome.seconds = again.seconds
         except Exception as error:  # noqa: BLE001 - whatever it is, the stage runs unsplit
-            first = str(error).strip().splitlines() or [""]
-            return None, [f"{type(error).__name__}: {first[0]}"]
+            return None, [_first_line(error)]
         return outcome, wrong
 
     def _op_times(self, outcome: Outcome) -> OpTimes:
@@ -239,9 +248,8 @@ class SelfTest:
         return None
 
     def _share(self, splitter: Splitter) -> float:
-        deferred = _deferred(splitter)
-        total = sum(self._trainable.values())
-        return sum(self._trainable[name] for name in deferred) / total if total else 0.0
+        total = sum(self._sizes.values())
+        return sum(self._sizes[name] for name in _deferred(splitter)) / total if total else 0.0
 
     def _small(self, splitter: Splitter) -> bool:
         return self._mode == "auto" and self._share(splitter) < SMALL_SHARE
@@ -261,7 +269,8 @@ class SelfTest:
             reason=self._reason(splitter),
             attempts=tuple(self._attempts),
             times=times,
-            deferred=tuple(name for name in self._trainable if name in deferred),
+            sizes=self._sizes,
+            deferred=tuple(name for name in self._sizes if name in deferred),
             not_deferred=self._not_deferred(splitter),
             irreproducible=self._loose,
             notes=tuple(self._notes),
@@ -273,7 +282,7 @@ class SelfTest:
     def _reason(self, splitter: Splitter) -> str:
         if splitter.split != "fused":
             refused = [a for a in self._attempts if not a.accepted]
-            because = f"; not module: {refused[0].reason}" if refused else ""
+            because = f"; not {refused[0].split}: {refused[0].reason}" if refused else ""
             return f"defers {self._share(splitter):.0%} of the trainable parameters{because}"
         if self._mode == "fused":
             return "asked for"
@@ -282,7 +291,7 @@ class SelfTest:
     def _not_deferred(self, splitter: Splitter) -> dict[str, str]:
         deferred = _deferred(splitter)
         if splitter.split == "fused":
-            return {}
+            return dict(self._refused)
         if isinstance(splitter, GraphSplit):
             several = "used in several places of the graph"
             why = dict.fromkeys(splitter.in_b, several)
@@ -290,9 +299,43 @@ class SelfTest:
             why = self._refused
         return {
             name: why.get(name, "did not run in the self-test; deferred when it does")
-            for name in self._trainable
+            for name in self._sizes
             if name not in deferred
         }
+
+
+def trainable(stage: nn.Module) -> dict[str, int]:
+    """Elements of each trainable parameter."""
+    return {name: p.numel() for name, p in stage.named_parameters() if p.requires_grad}
+
+
+def nothing_to_defer(sizes: Mapping[str, int], refused: Mapping[str, str]) -> str:
+    """Why a module split has no parameter for W. ``refused``: reasons by parameter."""
+    if not sizes:
+        return "the stage has no trainable parameter"
+    if refused:
+        return f"no nn.Linear to defer: {in_words(grouped(refused, sizes))}"
+    return "no nn.Linear of the stage ran"
+
+
+def graph_refusal(stage: nn.Module) -> str:
+    """Why the graph of a stage cannot be cut, as far as its modules show; empty if it can."""
+    if why := missing():
+        return f"this torch does not fit: {why}"
+    if not trainable(stage):
+        return "the stage has no trainable parameter"
+    if opaque := opaque_modules(stage):
+        return next(iter(opaque.values()))
+    for name, module in stage.named_modules():
+        if module_backward_hooked(module):
+            what = f"{name!r}" if name else "the stage"
+            return f"{what} has backward hooks, which would fire twice"
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    first = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {first[0]}"
 
 
 def _deferred(splitter: Splitter) -> set[str]:

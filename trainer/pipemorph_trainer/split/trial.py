@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from pipemorph_trainer.split.digest import Digest
 from pipemorph_trainer.split.flight import Flight, StageCall
-from pipemorph_trainer.split.snapshot import Snapshot, copy_tensors, map_tensors
+from pipemorph_trainer.split.snapshot import Snapshot, copy_tensors
 from pipemorph_trainer.split.splitters import Splitter
 
 if TYPE_CHECKING:
@@ -22,29 +23,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sample:
-    """One microbatch: what F is called with. Only ever handed out as copies."""
+    """One microbatch: what its F is called with, and the gradients of its outputs if its B was
+    called too. Runs only get copies."""
 
     args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    target: Any
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    target: Any = None
+    output_grads: Sequence[Tensor | None] | None = None
 
     def copy(self) -> Sample:
-        return Sample(*copy_tensors((tuple(self.args), dict(self.kwargs), self.target)))
-
-    def flipped(self) -> Sample:
-        """A second microbatch of the same shapes: every tensor reversed along its batch."""
-
-        def flip(tensor: Tensor) -> Tensor:
-            return tensor.detach().flip(0) if tensor.dim() else tensor.detach()
-
-        return Sample(*map_tensors((tuple(self.args), dict(self.kwargs), self.target), flip))
+        return Sample(
+            *copy_tensors(
+                (tuple(self.args), dict(self.kwargs), self.target, self.output_grads),
+            )
+        )
 
 
 @dataclass
 class Outcome:
-    """Every value a run produced, by a name people can read, and its times in seconds."""
+    """Digests of all that a run produced, by names people can read, and its times in seconds."""
 
-    values: dict[str, Tensor | None] = field(default_factory=dict)
+    values: dict[str, Digest | None] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     held_bytes: int | None = None
     reruns: dict[str, int] = field(default_factory=dict)
@@ -84,8 +83,8 @@ def run_trial(
         flights.append(flight)
         for number, out in enumerate(flight.sent):
             what = "the loss" if call.is_last else f"output {number}"
-            outcome.values[f"{what} of microbatch {index}"] = out.clone()
-        given.append(None if call.is_last else _output_grads(flight, index))
+            outcome.values[f"{what} of microbatch {index}"] = Digest.of(out)
+        given.append(None if call.is_last else _output_grads(flight, sample, index))
         if store is not None and saved is not None:
             flight.saved = saved
             with timer("out"):
@@ -105,7 +104,7 @@ def run_trial(
             grads = run(flight, given[index])
         for number, grad in enumerate(grads):
             name = f"the gradient of input {number} of microbatch {index}"
-            outcome.values[name] = None if grad is None else grad.clone()
+            outcome.values[name] = _digest(grad)
         if not fused:
             if outcome.held_bytes is None:
                 outcome.held_bytes = getattr(splitter, "held_bytes", lambda _: 0)(flight)
@@ -115,20 +114,31 @@ def run_trial(
         weight(len(flights) - 1)
 
     for name, parameter in call.module.named_parameters():
-        outcome.values[f"the gradient of {name!r}"] = parameter.grad
+        outcome.values[f"the gradient of {name!r}"] = _digest(parameter.grad)
     for name, buffer in call.module.named_buffers():
-        outcome.values[f"the buffer {name!r}"] = buffer.detach().clone()
+        outcome.values[f"the buffer {name!r}"] = Digest.of(buffer)
     return outcome
 
 
-def _output_grads(flight: Flight, index: int) -> tuple[Tensor | None, ...]:
-    """Random gradients, the same for every run and without touching the random state."""
+def _digest(tensor: Tensor | None) -> Digest | None:
+    return None if tensor is None else Digest.of(tensor)
+
+
+def _output_grads(flight: Flight, sample: Sample, index: int) -> tuple[Tensor | None, ...]:
+    """The gradients that came for the microbatch. Where there were none to come, or where one is
+    all zeros or not finite, which would hide any mistake of a split, random numbers are used: the
+    same in every run, and drawn without touching the random state."""
     generator = torch.Generator().manual_seed(20240 + index)
     grads: list[Tensor | None] = []
-    for out in flight.outputs:
+    for number, out in enumerate(flight.outputs):
         if not isinstance(out, Tensor) or not out.requires_grad:
             grads.append(None)
             continue
+        if sample.output_grads is not None:
+            came = sample.output_grads[number]
+            if came is None or (came.any() and came.isfinite().all()):
+                grads.append(None if came is None else came.clone())
+                continue
         noise = torch.randn(out.shape, generator=generator, dtype=torch.float32)
         grads.append(noise.to(device=out.device, dtype=out.dtype))
     return tuple(grads)
@@ -183,24 +193,10 @@ def differences(expected: Outcome, actual: Outcome, loose: Sequence[str] = ()) -
     ]
 
 
-def _same(a: Tensor | None, b: Tensor | None, loose: bool) -> bool:
+def _same(a: Digest | None, b: Digest | None, loose: bool) -> bool:
     if a is None or b is None:
         return a is b
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    a, b = _local(a), _local(b)
-    if a.layout is not torch.strided or b.layout is not torch.strided:
-        a, b = a.to_dense(), b.to_dense()
-    if loose:
-        scale = float(a.abs().max()) if a.numel() else 0.0
-        return torch.allclose(a, b, rtol=1e-2, atol=1e-2 * scale, equal_nan=True)
-    return bool(((a == b) | ((a != a) & (b != b))).all())  # noqa: PLR0124 - NaN equals NaN here
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a distributed tensor, which not every torch can compare."""
-    to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
+    return a.close(b) if loose else a.same(b)
 
 
 def activation_bytes(call: StageCall, sample: Sample, snapshot: Snapshot) -> int | None:

@@ -1,0 +1,109 @@
+"""What a run made of one tensor, in a few kilobytes: two runs compare without a copy of either."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 18
+"""Elements hashed at a time: bounds what a digest needs beside its tensor to a few megabytes."""
+SAMPLE = 1024
+"""Elements kept of each tensor, evenly spread, for comparisons by tolerance."""
+
+_ROUNDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Digest:
+    """Shape, dtype, a 64-bit hash per :data:`CHUNK` elements, and what a tolerance is applied to.
+
+    The hash never misses one element that differs, and several with a chance of 2⁻⁶³ or so. As
+    for ``torch.equal``, 0 and -0 are the same; other than there, a NaN is itself.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    hashes: Tensor
+    sums: Tensor
+    """Sum of absolute values per chunk; empty where the dtype is not floating-point."""
+    sample: Tensor
+
+    @staticmethod
+    def of(tensor: Tensor) -> Digest:
+        """Of this rank's part, where the tensor is a distributed one."""
+        to_local = getattr(tensor, "to_local", None)
+        local: Tensor = tensor.detach() if to_local is None else to_local().detach()
+        if local.layout is not torch.strided:
+            local = local.to_dense()
+        flat = torch.view_as_real(local.resolve_conj()) if local.is_complex() else local
+        flat = flat.reshape(-1)
+        hasher = _Hasher(flat)
+        hashes, sums = [], []
+        for chunk in torch.split(flat, CHUNK):
+            hashes.append(hasher.hash(chunk))
+            if chunk.dtype in _ROUNDED:
+                wide = torch.promote_types(chunk.dtype, torch.float32)
+                sums.append(torch.linalg.vector_norm(chunk, 1, dtype=wide))
+        return Digest(
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            hashes=torch.stack(hashes),
+            sums=torch.stack(sums) if sums else torch.empty(0),
+            sample=flat[:: max(1, flat.numel() // SAMPLE)].clone(),
+        )
+
+    def same(self, other: Digest) -> bool:
+        """Whether the tensors are equal to the bit."""
+        return self._alike(other) and torch.equal(self.hashes, other.hashes)
+
+    def close(self, other: Digest) -> bool:
+        """Whether they agree to 1%: their sampled elements by the largest of them, and the sum
+        of absolute values of each chunk."""
+        if self.same(other):
+            return True
+        if not self._alike(other) or not self.sums.numel():
+            return False
+        sample = self.sample.double()
+        scale = float(sample.abs().max())
+        return torch.allclose(
+            sample, other.sample.double(), rtol=1e-2, atol=1e-2 * scale, equal_nan=True
+        ) and torch.allclose(self.sums, other.sums, rtol=1e-2, atol=0.0, equal_nan=True)
+
+    def _alike(self, other: Digest) -> bool:
+        return self.shape == other.shape and self.dtype == other.dtype
+
+
+class _Hasher:
+    """Hashes the chunks of one tensor in memory that is allocated once."""
+
+    def __init__(self, flat: Tensor) -> None:
+        words = -(-min(flat.numel(), CHUNK) * flat.element_size() // 8)
+        self._bytes = torch.empty(8 * words, dtype=torch.uint8, device=flat.device)
+        self._products = torch.empty(words, dtype=torch.int64, device=flat.device)
+        self._weights = _weights(words, flat.device)
+
+    def hash(self, chunk: Tensor) -> Tensor:
+        """Sum of the bits, 8 bytes at a time, each times an odd number of its place, modulo 2⁶⁴:
+        integers, so the same in whatever order a device adds them."""
+        nbytes = chunk.numel() * chunk.element_size()
+        words = -(-nbytes // 8)
+        self._bytes[nbytes : 8 * words] = 0
+        known = self._bytes[:nbytes].view(chunk.dtype)
+        if chunk.dtype in _ROUNDED:
+            # -0 becomes 0.
+            torch.add(chunk, 0.0, out=known)
+        else:
+            known.copy_(chunk)
+        bits = self._bytes[: 8 * words].view(torch.int64)
+        return torch.mul(bits, self._weights[:words], out=self._products[:words]).sum()
+
+
+def _weights(count: int, device: torch.device) -> Tensor:
+    """Odd numbers without a pattern, the same at every call. Global random state is not used."""
+    mixed = torch.arange(1, count + 1, dtype=torch.int64, device=device)
+    for factor in (-0x61C8864680B583EB, -0x2917014799A6026D):
+        mixed.mul_(factor)
+        mixed.bitwise_xor_(mixed >> 32)
+    return mixed.bitwise_or_(1)
