@@ -176,7 +176,7 @@ def bound(
 
     from pipemorph.planning import Link, Problem, StageTimes, simulate
     from pipemorph_trainer.examples.gpt import loss_fn
-    from pipemorph_trainer.split import StageRunner
+    from pipemorph_trainer.split import Sample, StageRunner
 
     first, last = context.rank == 0, context.rank == args.stages - 1
     runner = StageRunner(
@@ -190,7 +190,7 @@ def bound(
     shape = (size, args.sequence, args.width)
     given = x[:size] if first else torch.randn(shape, device=x.device, dtype=torch.bfloat16)
     grads = None if last else [torch.randn(shape, device=x.device, dtype=torch.bfloat16)]
-    runner.self_test((given,), {}, target[:size])
+    runner.self_test([Sample((given,), {}, target[:size], grads)])
     times: dict[str, list[float]] = {"F": [], "B": [], "W": []}
     marks: list[tuple[str, Any, Any]] = []
 

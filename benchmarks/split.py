@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipemorph_trainer.split import StageRunner
+from pipemorph_trainer.split import Sample, StageRunner
 
 MICROBATCHES = 4
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
@@ -134,11 +134,11 @@ def measure(module: nn.Module, x: Tensor, rounds: int, clock: Clock) -> dict[str
     """Milliseconds per microbatch and ratios to the unsplit backward, per way."""
     ways: dict[str, Callable[[], Times]] = {}
     for mode in ("fused", "module", "graph"):
-        runner = StageRunner(
-            module, is_first=False, is_last=False, microbatches=MICROBATCHES, mode=mode
-        )
         try:
-            runner.self_test((x,))
+            runner = StageRunner(
+                module, is_first=False, is_last=False, microbatches=MICROBATCHES, mode=mode
+            )
+            runner.self_test([Sample((x,))])
         except RuntimeError:
             continue  # no Linear: there is no module split
         ways[mode] = lambda runner=runner: runner_round(runner, x, clock)
