@@ -31,8 +31,9 @@ from pipemorph_trainer.world import seat_of
 class Preparation:
     """Everything of a pipeline that needs no other rank.
 
-    ``split``: how a module is to run B and W apart. ``store``: where activations go in host memory; None, and ``no_offload`` says why, if they
-    stay on the device. ``engine``: how to make the transfer engine; None if it is not needed.
+    ``split``: how a module is to run B and W apart. ``store``: where activations go in host
+    memory; None, and ``no_offload`` says why, if they stay on the device. ``engine``: how to make
+    the transfer engine; None if it is not needed.
     """
 
     settings: Settings
