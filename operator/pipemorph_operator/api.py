@@ -20,9 +20,8 @@ import aiohttp
 from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import load_incluster_config, load_kube_config
 
-from pipemorph_operator.crd import PLURAL, VERSION
 from pipemorph_operator.metrics import API_REQUESTS
-from pipemorph_operator.names import API_GROUP
+from pipemorph_operator.names import API_GROUP, PLURAL, VERSION
 
 Object = dict[str, Any]
 

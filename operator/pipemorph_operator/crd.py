@@ -17,11 +17,10 @@ from pipemorph.spec import API_GROUP, KIND, JobSpec
 from pipemorph.status import JobStatus
 from pipemorph_operator.crd_rules import RULES
 from pipemorph_operator.crd_text import DESCRIPTIONS
+from pipemorph_operator.names import PLURAL, VERSION
 
-PLURAL = "pipemorphjobs"
 CRD_NAME = f"{PLURAL}.{API_GROUP}"
 FILE_NAME = f"{API_GROUP}_{PLURAL}.yaml"
-VERSION = "v1alpha1"
 
 Schema = dict[str, Any]
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import kopf
 
-from pipemorph_operator.crd import PLURAL, VERSION
-from pipemorph_operator.names import API_GROUP, INGEST_CONDITIONS, KIND
+from pipemorph_operator.names import API_GROUP, INGEST_CONDITIONS, KIND, PLURAL, VERSION
 from pipemorph_operator.watchdog import WatchDog
 from pipemorph_operator.workqueue import WorkQueue
 

@@ -9,6 +9,9 @@ from pipemorph.spec import API_GROUP, API_VERSION, KIND
 
 __all__ = ["API_GROUP", "API_VERSION", "KIND"]
 
+PLURAL = "pipemorphjobs"
+VERSION = "v1alpha1"
+
 CONTROLLER = f"{API_GROUP}/operator"
 """``spec.managedBy`` of jobs that are this operator's."""
 

@@ -20,7 +20,7 @@ from pipemorph.status import JobStatus
 from pipemorph_operator import names
 from pipemorph_operator.api import ApiRefused, Cluster, path, path_of
 from pipemorph_operator.children import gang
-from pipemorph_operator.children.attempt import secret
+from pipemorph_operator.children.objects import secret
 from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.decide import decide, hold, stumble
 from pipemorph_operator.decision import Decision, Observed

@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from pipemorph_operator.children import Attempt
-from pipemorph_operator.children.attempt import batch_job
 from pipemorph_operator.children.naming import attempt_name
+from pipemorph_operator.children.objects import batch_job
 from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.decide import decide
 from pipemorph_operator.decision import Decision, Observed

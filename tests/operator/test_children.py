@@ -25,7 +25,7 @@ from support import (
 
 from pipemorph.spec import PipeMorphJob
 from pipemorph_operator.children import Attempt, Unbuildable, naming, objects
-from pipemorph_operator.children.attempt import batch_job, config_map, job_file, secret, service
+from pipemorph_operator.children.objects import batch_job, config_map, job_file, secret, service
 from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.job_object import read_job
 from pipemorph_trainer.context import TrainerContext

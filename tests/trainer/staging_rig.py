@@ -12,12 +12,12 @@ from typing import Any
 from simulated_device import SimulatedDevice
 from torch import Tensor
 
+from pipemorph_trainer.link_recorder import LinkRecorder
 from pipemorph_trainer.links import engine_module
 from pipemorph_trainer.paths.arrival import PeerClock
 from pipemorph_trainer.paths.faults import Shaper
 from pipemorph_trainer.paths.message import Batch, Direction, TensorMeta
 from pipemorph_trainer.paths.staging import StagedIncoming, StagedOutgoing, Staging
-from pipemorph_trainer.profile import LinkRecorder
 
 TIMEOUT = 60.0
 SECRET = b"a secret of the test"

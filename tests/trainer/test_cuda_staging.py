@@ -17,7 +17,7 @@ from pipemorph.planning import OpKind
 from pipemorph_trainer.accelerator import CudaAccelerator
 from pipemorph_trainer.executor.device_times import DeviceTimes, LossCopy
 from pipemorph_trainer.paths.message import TensorMeta
-from pipemorph_trainer.profile import TimedOp
+from pipemorph_trainer.timed import TimedOp
 
 pytestmark = [
     pytest.mark.gpu,

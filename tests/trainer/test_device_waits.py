@@ -28,10 +28,11 @@ from torch import Tensor
 from pipemorph.planning import Path, Plan
 from pipemorph_trainer import TrainerContext, links, pipeline
 from pipemorph_trainer.control import NoControl
+from pipemorph_trainer.coordinate import Seat
 from pipemorph_trainer.errors import PipelineError, WaitTimeoutError
 from pipemorph_trainer.executor import loop
 from pipemorph_trainer.iteration import Iterations
-from pipemorph_trainer.links import Seat
+from pipemorph_trainer.link_recorder import LinkRecorder
 from pipemorph_trainer.offload.pool import HostPool
 from pipemorph_trainer.paths import direct, edges
 from pipemorph_trainer.paths.arrival import OpClock, PeerClock
@@ -45,7 +46,6 @@ from pipemorph_trainer.paths.message import (
     Receives,
     TensorMeta,
 )
-from pipemorph_trainer.profile import LinkRecorder
 
 META = TensorMeta((16,), torch.float32)
 PATIENCE = 0.3

@@ -11,9 +11,9 @@ import torch
 
 from pipemorph.spec import PipeMorphJob
 from pipemorph_trainer import TrainerContext, links, settings
+from pipemorph_trainer.coordinate import Seat
 from pipemorph_trainer.executor.bell import Bell
 from pipemorph_trainer.groups import Groups
-from pipemorph_trainer.links import Seat
 from pipemorph_trainer.paths.arrival import OpClock
 
 

@@ -32,10 +32,11 @@ from pipemorph.planning import (
 )
 from pipemorph.planning.chunks import plan_interleaved
 from pipemorph.planning.offload import copying
+from pipemorph_trainer.coordinate import Seat
 from pipemorph_trainer.executor import loop, mailbox
 from pipemorph_trainer.executor.loop import Executor, Inputs
 from pipemorph_trainer.executor.waiting import Waiting
-from pipemorph_trainer.links import Neighbourhood, Seat
+from pipemorph_trainer.link_end import Neighbourhood
 from pipemorph_trainer.paths.arrival import OpClock
 from pipemorph_trainer.paths.message import Direction, TensorMeta
 

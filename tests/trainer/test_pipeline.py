@@ -16,7 +16,7 @@ from jobs import Job, loss_fn, make_batch, make_stage, reference
 from launch import Ranks, free_port, run_ranks
 from torch import Tensor, nn
 
-from pipemorph_trainer import Pipeline, TrainerContext, world
+from pipemorph_trainer import Pipeline, TrainerContext, start
 from pipemorph_trainer.start import Start
 
 pytestmark = pytest.mark.multiprocess
@@ -205,7 +205,7 @@ def test_misuse_is_told_in_one_line(what: str, told: str) -> None:
 
 def joined(context: TrainerContext, through: Path) -> bool:
     """Whether rank 1, which is slow in the middle of it, is through when this rank is."""
-    make_mesh = world.init_device_mesh
+    make_mesh = start.init_device_mesh
 
     def slow(*args: Any, **options: Any) -> Any:
         mesh = make_mesh(*args, **options)
@@ -214,8 +214,8 @@ def joined(context: TrainerContext, through: Path) -> bool:
         return mesh
 
     if context.rank == 1:
-        vars(world)["init_device_mesh"] = slow
-    world.join(context, torch.device("cpu"), Start(stages=2, microbatches=1))
+        vars(start)["init_device_mesh"] = slow
+    start.join(context, torch.device("cpu"), Start(stages=2, microbatches=1))
     return through.exists()
 
 

@@ -15,7 +15,7 @@ from pipemorph.planning import Op, OpKind, Path, Plan, Policy, Schedule
 from pipemorph.wire import LinkSample, RailSample, StageProfile, TransportSample, WireTime
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.control import NoControl, Offloaded, RankTelemetry
-from pipemorph_trainer.links import Seat
+from pipemorph_trainer.coordinate import Seat
 from pipemorph_trainer.metrics import MOST_PORTS, MeteredControl, RankMetrics, metered, serve
 
 WHO = {"name": "gpt", "stage": "1", "replica": "0"}

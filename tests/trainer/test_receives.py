@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pipemorph.planning import Dispatch, Link, OpKind, Path, Plan, Policy, Problem, StageTimes, plan
 from pipemorph_trainer.executor import receives
+from pipemorph_trainer.link_recorder import LinkRecorder
 from pipemorph_trainer.paths import direct
 from pipemorph_trainer.paths.arrival import OpClock, PeerClock
 from pipemorph_trainer.paths.direct import DirectIncoming
@@ -27,7 +28,6 @@ from pipemorph_trainer.paths.message import (
     Receives,
     TensorMeta,
 )
-from pipemorph_trainer.profile import LinkRecorder
 
 META = TensorMeta((1,), torch.float32)
 LONG = 30.0

@@ -18,11 +18,11 @@ from simulated_device import Driver, SimulatedDevice
 
 from pipemorph.errors import InputError
 from pipemorph.planning import OpKind, Path
-from pipemorph_trainer import TrainerContext, links, pipeline, world
+from pipemorph_trainer import TrainerContext, links, pipeline, start
 from pipemorph_trainer.devices import own_device
 from pipemorph_trainer.executor.device_times import LAUNCHED_AHEAD, DeviceTimes, LossCopy
-from pipemorph_trainer.profile import TimedCopy, TimedOp
 from pipemorph_trainer.start import Start
+from pipemorph_trainer.timed import TimedCopy, TimedOp
 
 
 def simulate(context: TrainerContext, job: Job, seed: int) -> tuple[Record, int, list[str]]:
@@ -235,13 +235,13 @@ def test_losses_cross_behind_their_ops_and_exactly() -> None:
 
 def test_a_process_group_without_cpu_tensors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As ``init_process_group("nccl")`` makes it: what ranks agree on is on the CPU."""
-    monkeypatch.setattr(world.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(world.dist, "get_backend_config", lambda: "cuda:nccl")
+    monkeypatch.setattr(start.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(start.dist, "get_backend_config", lambda: "cuda:nccl")
     context = TrainerContext(
         rank=0, world_size=2, local_rank=0, master_addr="127.0.0.1", master_port=1
     )
     with pytest.raises(InputError, match=r"made with cuda:nccl; .*'cpu:gloo,cuda:nccl'"):
-        world.join(context, torch.device("cuda", 0), Start(stages=2, microbatches=1))
+        start.join(context, torch.device("cuda", 0), Start(stages=2, microbatches=1))
 
 
 @pytest.mark.parametrize(

@@ -27,30 +27,24 @@ from pipemorph.planning import OpKind, Path
 from pipemorph.spec import Fault
 from pipemorph.wire import StageProfile
 from pipemorph_trainer import addresses
-from pipemorph_trainer.commit import CANDIDATES, PlanBook, RankRow, agree, bubble_fraction
+from pipemorph_trainer.commit import PlanBook
 from pipemorph_trainer.context import TrainerContext
+from pipemorph_trainer.coordinate import Seat
 from pipemorph_trainer.emulated import Accelerator
 from pipemorph_trainer.errors import PeerLostError, PipelineError, ShapeError, first_sentence
 from pipemorph_trainer.executor.bell import Bell
 from pipemorph_trainer.executor.loop import Outcome
 from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
 from pipemorph_trainer.inputs import signature, split
-from pipemorph_trainer.links import Seat
+from pipemorph_trainer.link_recorder import LinkRecorder
 from pipemorph_trainer.paths import line as lines
 from pipemorph_trainer.paths.faults import DIRECT_QUEUE, Shaper
 from pipemorph_trainer.paths.message import ALL_PRESENT, Direction, Note, TensorMeta
-from pipemorph_trainer.profile import (
-    Footprint,
-    LinkRecorder,
-    TimedCopy,
-    TimedOp,
-    footprint,
-    offloaded,
-    peak_memory,
-    stage_profile,
-)
+from pipemorph_trainer.profile import Footprint, footprint, offloaded, peak_memory, stage_profile
+from pipemorph_trainer.rounds import CANDIDATES, RankRow, agree, bubble_fraction
 from pipemorph_trainer.signals import LastWord
 from pipemorph_trainer.split import OffloadAttempt, OpTimes, SplitReport
+from pipemorph_trainer.timed import TimedCopy, TimedOp
 from pipemorph_trainer.trace import TraceWriter
 
 

@@ -11,7 +11,7 @@ from pipemorph_trainer.paths.message import Direction
 from pipemorph_trainer.transports import LOOK_SECONDS, REFRESH_SECONDS, TransportWatch
 
 if TYPE_CHECKING:
-    from pipemorph_trainer.links import LinkEnd
+    from pipemorph_trainer.link_end import LinkEnd
 
 
 @dataclass

@@ -25,14 +25,14 @@ from pipemorph.spec import Fault
 from pipemorph_trainer.addresses import everywhere
 from pipemorph_trainer.executor.bell import Bell
 from pipemorph_trainer.groups import Groups
-from pipemorph_trainer.links import LinkEnd, Neighbourhood
+from pipemorph_trainer.link_end import LinkEnd, Neighbourhood
+from pipemorph_trainer.link_recorder import LinkRecorder
 from pipemorph_trainer.paths import line as lines
 from pipemorph_trainer.paths.arrival import OpClock, PeerClock
 from pipemorph_trainer.paths.direct import DirectIncoming, DirectOutgoing
 from pipemorph_trainer.paths.faults import Severer, Shaper
 from pipemorph_trainer.paths.line import Line
 from pipemorph_trainer.paths.message import Batch, Direction, TensorMeta
-from pipemorph_trainer.profile import LinkRecorder
 
 SETUP_SECONDS = 120.0
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn, tensor_split
 
 from pipemorph.errors import InputError
+from pipemorph_trainer.coordinate import Seat
 from pipemorph_trainer.errors import ShapeError
 from pipemorph_trainer.executor.loop import Inputs
-from pipemorph_trainer.links import Seat
 from pipemorph_trainer.paths.message import TensorMeta
 
 

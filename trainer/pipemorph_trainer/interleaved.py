@@ -22,18 +22,18 @@ from pipemorph.spec import Fault
 from pipemorph_trainer.addresses import own_address
 from pipemorph_trainer.chunk_links import meet_chunks
 from pipemorph_trainer.context import TrainerContext
+from pipemorph_trainer.coordinate import Seat
 from pipemorph_trainer.errors import PipelineError, first_sentence
 from pipemorph_trainer.executor.bell import Bell
 from pipemorph_trainer.executor.loop import Executor, Inputs, Outcome
 from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.inputs import check_grad_mode, signature, split
-from pipemorph_trainer.links import LinkEnd, Seat
+from pipemorph_trainer.link_end import LinkEnd
 from pipemorph_trainer.paths.arrival import OpClock
-from pipemorph_trainer.profile import TimedOp
 from pipemorph_trainer.split import StageRunner
-from pipemorph_trainer.start import Start
+from pipemorph_trainer.start import Start, join
+from pipemorph_trainer.timed import TimedOp
 from pipemorph_trainer.weights import check_stage
-from pipemorph_trainer.world import join
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -78,7 +78,7 @@ class InterleavedPipeline:
         self._last = len(placement) - 1
         self._rank = context.rank
         start = Start(stages=len(schedule.ranks), microbatches=schedule.microbatches)
-        self._world = join(context, torch.device("cpu"), start)
+        self._world, _ = join(context, torch.device("cpu"), start)
         self._waiting = Waiting(f"rank {context.rank}")
         self._bell = Bell()
         self._forgotten: set[int] = set()

@@ -13,7 +13,6 @@ from typing import Any
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan
 from pipemorph.wire import IterationSample
-from pipemorph_trainer.commit import RankRow
 from pipemorph_trainer.control import ControlClient
 from pipemorph_trainer.errors import BatchError
 from pipemorph_trainer.executor import refusal as refusals
@@ -25,10 +24,10 @@ from pipemorph_trainer.executor.profiling import profiling
 from pipemorph_trainer.executor.token import TokenPass
 from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
 from pipemorph_trainer.gradients import Replicas
-from pipemorph_trainer.links import Neighbourhood
+from pipemorph_trainer.link_end import Neighbourhood
 from pipemorph_trainer.own_stage import OwnStage
 from pipemorph_trainer.paths.arrival import OpClock
-from pipemorph_trainer.rounds import Rounds
+from pipemorph_trainer.rounds import RankRow, Rounds
 from pipemorph_trainer.stage_plans import StagePlans
 from pipemorph_trainer.telemetry import Reporter
 from pipemorph_trainer.trace import TraceWriter

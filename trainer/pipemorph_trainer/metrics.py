@@ -21,7 +21,7 @@ from pipemorph_trainer.control import ControlClient, RankTelemetry
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter, Gauge
 
-    from pipemorph_trainer.links import Seat
+    from pipemorph_trainer.coordinate import Seat
 
 log = logging.getLogger("pipemorph.metrics")
 

@@ -14,22 +14,15 @@ from pipemorph.planning.offload import host_limit, host_peak
 from pipemorph.wire import StageProfile
 from pipemorph_trainer.accelerator import Accelerator
 from pipemorph_trainer.control import Offloaded
+from pipemorph_trainer.coordinate import Seat
 from pipemorph_trainer.emulated import EmulatedRunner, EmulatedStage
 from pipemorph_trainer.executor.loop import Inputs
 from pipemorph_trainer.inputs import of_stage
-from pipemorph_trainer.links import Seat
 from pipemorph_trainer.offload import ActivationStore
-from pipemorph_trainer.profile import (
-    Footprint,
-    TimedCopy,
-    TimedOp,
-    footprint,
-    offloaded,
-    peak_memory,
-    stage_profile,
-)
+from pipemorph_trainer.profile import Footprint, footprint, offloaded, peak_memory, stage_profile
 from pipemorph_trainer.split import Mode, SplitReport, StageRunner
 from pipemorph_trainer.stage import Runner
+from pipemorph_trainer.timed import TimedCopy, TimedOp
 
 LossFn = Callable[[Any, Any], Tensor]
 

@@ -30,7 +30,8 @@ from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
 from pipemorph_trainer.gradients import Replicas, clip_global_norm
 from pipemorph_trainer.inputs import check_grad_mode
 from pipemorph_trainer.iteration import Iterations
-from pipemorph_trainer.links import LinkEnd, meet
+from pipemorph_trainer.link_end import LinkEnd
+from pipemorph_trainer.links import meet
 from pipemorph_trainer.metrics import metered
 from pipemorph_trainer.own_stage import LossFn, OwnStage, device_of
 from pipemorph_trainer.paths.arrival import OpClock
@@ -38,10 +39,9 @@ from pipemorph_trainer.preparation import prepare
 from pipemorph_trainer.settings import DuplexChoice, EngineChoice, PathChoice
 from pipemorph_trainer.signals import LastWord
 from pipemorph_trainer.stage_plans import StagePlans
-from pipemorph_trainer.start import level, warnings
+from pipemorph_trainer.start import join, level, warnings
 from pipemorph_trainer.telemetry import Reporter, join_agent
 from pipemorph_trainer.trace import TraceWriter
-from pipemorph_trainer.world import join
 
 if TYPE_CHECKING:
     from pipemorph_trainer.checkpoint import Checkpoints
@@ -156,7 +156,7 @@ class Pipeline:
             accelerator=accelerator,
             directed=directed,
         )
-        self._world = join(context, self.device, start)
+        self._world, starts = join(context, self.device, start)
         assert prepared is not None, "a rank that refuses gets no further than join()"
         settings, plan = prepared.settings, prepared.plan
         self.seat = self._world.seat
@@ -166,11 +166,11 @@ class Pipeline:
         self._replicas: Replicas | None = None
         if isinstance(stage, nn.Module) and self._world.replicas is not None:
             self._waiting.begin("the parameters and buffers of replica 0")
-            level(self._world, stage, self._wait_for)
+            level(self._world, starts, stage, self._wait_for)
             self._waiting.end()
             self._replicas = Replicas(stage, self._world, self._wait_for)
         if self.seat.rank == 0:
-            for line in warnings(self._world.starts):
+            for line in warnings(starts):
                 log.warning(line)
         self._bell = Bell()
         op_clock = OpClock()

@@ -1,4 +1,8 @@
-"""What became of an iteration: each rank's part in it, told to all, and the report of it.
+"""What became of an iteration: each rank's part in it, gathered from all, and the report of it.
+
+At the end of iteration t every rank contributes the plans it has prepared to one small
+collective. The newest plan that **all** have prepared is used from iteration t+2, so the
+collective has a whole iteration to finish and nothing waits for it.
 
 A round is over an iteration after its own has ended, so that nobody waits for it; until then
 what this rank knows of the iteration is kept here.
@@ -6,13 +10,70 @@ what this rank knows of the iteration is kept here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
 
 from pipemorph.wire import IterationSample
-from pipemorph_trainer.commit import RankRow, Round, agree, bubble_fraction
 from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
 from pipemorph_trainer.world import World
+
+CANDIDATES = 4
+"""Plans a rank offers per round: the one in force and its newest three."""
+_WIDTH = CANDIDATES + 3
+
+
+class RankRow(NamedTuple):
+    """What one rank contributes at the end of an iteration. Times are wall clock, seconds."""
+
+    versions: tuple[int, ...]
+    began: float
+    ended: float
+    busy: float
+
+    def encode(self) -> list[float]:
+        padded = (*self.versions, *([-1] * CANDIDATES))[:CANDIDATES]
+        return [*map(float, padded), self.began, self.ended, self.busy]
+
+    @staticmethod
+    def decode(values: Sequence[float]) -> RankRow:
+        versions = tuple(int(v) for v in values[:CANDIDATES] if v >= 0)
+        return RankRow(versions, *values[CANDIDATES:])
+
+
+def agree(rows: Sequence[RankRow], in_force: int) -> int:
+    """The newest version in every row, never below ``in_force``."""
+    common = set(rows[0].versions).intersection(*(row.versions for row in rows[1:]))
+    return max([in_force, *common])
+
+
+def bubble_fraction(rows: Sequence[RankRow]) -> float:
+    """Idle time over ranks × span, from first op to last op anywhere."""
+    span = max(row.ended for row in rows) - min(row.began for row in rows)
+    if span <= 0:
+        return 0.0
+    return min(1.0, max(0.0, 1.0 - sum(row.busy for row in rows) / (len(rows) * span)))
+
+
+class Round:
+    """One iteration's collective, under way."""
+
+    def __init__(self, iteration: int, row: RankRow, group: dist.ProcessGroup) -> None:
+        self.iteration = iteration
+        size = dist.get_world_size(group)
+        self._mine = torch.tensor(row.encode(), dtype=torch.float64)
+        self._all = [torch.empty(_WIDTH, dtype=torch.float64) for _ in range(size)]
+        self.work: Any = dist.all_gather(self._all, self._mine, group=group, async_op=True)
+
+    def done(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def rows(self) -> list[RankRow]:
+        """Everyone's rows, once :attr:`work` has been waited for."""
+        return [RankRow.decode(values.tolist()) for values in self._all]
 
 
 @dataclass

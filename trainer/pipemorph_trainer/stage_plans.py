@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pipemorph.errors import InputError
 from pipemorph.planning import Path, Plan
 from pipemorph_trainer.commit import PlanBook
+from pipemorph_trainer.coordinate import Seat
 from pipemorph_trainer.executor.receives import SPARE
-from pipemorph_trainer.links import LinkEnd, Seat
+from pipemorph_trainer.link_end import LinkEnd
 from pipemorph_trainer.paths.message import Batch, TensorMeta
 
 

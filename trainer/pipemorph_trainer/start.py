@@ -7,22 +7,29 @@ whether two stages begin with one matrix.
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipemorph.errors import InputError
+from pipemorph_trainer.addresses import in_url
+from pipemorph_trainer.context import TrainerContext
+from pipemorph_trainer.coordinate import Seat
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.gradients import Wait, broadcast
-from pipemorph_trainer.links import Seat
+from pipemorph_trainer.groups import Groups, destroy_at_exit
 from pipemorph_trainer.weights import Held, fingerprint
+from pipemorph_trainer.world import World, seat_of
 
-if TYPE_CHECKING:
-    from pipemorph_trainer.world import World
-
+SETUP_SECONDS = 300.0
+"""How long ranks may take to find each other."""
 MOST_NAMES = 3
 """Parameters that a message names; it counts the others."""
 
@@ -82,13 +89,86 @@ def check_starts(starts: Sequence[Start]) -> None:
             )
 
 
-def level(world: World, module: nn.Module, wait: Wait) -> None:
+def join(context: TrainerContext, device: torch.device, start: Start) -> tuple[World, list[Start]]:
+    """Join the job's process group (or use the one there is), exchange starts with the other
+    ranks, and cut the group in ``dp`` and ``pp``. Returns the starts of all ranks, in their order.
+
+    Raises :class:`InputError`, on all ranks alike, if any of them refuses or if their starts do
+    not fit together (:func:`~pipemorph_trainer.start.check_starts`); and if there is a process
+    group that carries no CPU tensors.
+    """
+    groups = Groups()
+    try:
+        if not dist.is_initialized():
+            _init_process_group(context, device)
+        elif "cpu:" not in dist.get_backend_config():
+            raise InputError(
+                f"the process group was made with {dist.get_backend_config()}; it has to carry CPU "
+                "tensors as well: init_process_group('cpu:gloo,cuda:nccl'), or leave it to Pipeline"
+            )
+        control = groups.new(backend="gloo", group_desc="pipemorph control")
+        # Without a secret from the host, the ranks trust whom the process group let in.
+        secret = b"" if context.secret else secrets.token_bytes(32)
+        starts = exchange(replace(start, secret=secret), control)
+    except InputError:
+        groups.destroy(clean=True)
+        raise
+    except RuntimeError as error:
+        if not start.refusal:
+            raise
+        # The others did not come to hear it.
+        raise InputError(start.refusal) from error
+    seat = seat_of(context, start.stages)
+    mesh = init_device_mesh(device.type, (seat.replicas, seat.stages), mesh_dim_names=("dp", "pp"))
+    for group in mesh.get_all_groups():
+        # For a dimension of all ranks a mesh has the default group, which is not ours.
+        if group is not dist.GroupMember.WORLD:
+            groups.adopt(group)
+    # Rank 0 may fail next and end, with the store that the others are still using.
+    dist.barrier(control)
+    world = World(
+        seat=seat,
+        mesh=mesh,
+        groups=groups,
+        control=control,
+        stages=mesh["pp"].get_group() if seat.replicas > 1 else control,
+        replicas=_replicas(mesh, groups, seat.stages) if seat.replicas > 1 else None,
+        secret=context.secret or starts[0].secret,
+    )
+    return world, starts
+
+
+def _replicas(mesh: DeviceMesh, groups: Groups, stages: int) -> dist.ProcessGroup:
+    if stages == 1:
+        return groups.new(group_desc="pipemorph replicas")
+    return mesh["dp"].get_group()
+
+
+def _init_process_group(context: TrainerContext, device: torch.device) -> None:
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=SETUP_SECONDS)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun already serves the store; its variables say where.
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(
+            backend,
+            init_method=f"tcp://{in_url(context.master_addr)}:{context.master_port}",
+            rank=context.rank,
+            world_size=context.world_size,
+            timeout=timeout,
+        )
+    assert dist.GroupMember.WORLD is not None
+    destroy_at_exit(dist.GroupMember.WORLD)
+
+
+def level(world: World, starts: Sequence[Start], module: nn.Module, wait: Wait) -> None:
     """Give all replicas of this rank's stage the values of replica 0, where any differs, and
     check that they have them. Collective over the replicas.
 
     Raises :class:`PipelineError` if a tensor is not what replica 0 sent.
     """
-    starts, seat = world.starts, world.seat
+    seat = world.seat
     assert world.replicas is not None
     expected = {_key(held): held.fingerprint for held in starts[seat.stage].held}
     ranks = range(seat.stage, len(starts), seat.stages)

@@ -11,7 +11,8 @@ from pipemorph.wire import IterationSample, LinkSample, StageProfile
 from pipemorph_trainer.agent import AgentHandle, connect, start_agent
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.control import ControlClient, NoControl, Offloaded, RankTelemetry
-from pipemorph_trainer.links import LinkEnd, Seat
+from pipemorph_trainer.coordinate import Seat
+from pipemorph_trainer.link_end import LinkEnd
 from pipemorph_trainer.rails import RailWatch
 from pipemorph_trainer.transports import TransportWatch
 from pipemorph_trainer.world import World

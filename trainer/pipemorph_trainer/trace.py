@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from pipemorph_trainer.context import TRACE_BYTES
+from pipemorph_trainer.coordinate import Seat
 from pipemorph_trainer.executor.loop import Outcome
-from pipemorph_trainer.links import LinkEnd, Seat
+from pipemorph_trainer.link_end import LinkEnd
 
 log = logging.getLogger("pipemorph.trainer")
 

@@ -13,7 +13,7 @@ from pipemorph.wire import TransportSample
 from pipemorph_trainer.paths.message import Direction
 
 if TYPE_CHECKING:
-    from pipemorph_trainer.links import LinkEnd
+    from pipemorph_trainer.link_end import LinkEnd
 
 LOOK_SECONDS = 1.0
 REFRESH_SECONDS = 60.0

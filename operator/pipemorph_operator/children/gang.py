@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipemorph.spec import PipeMorphJob
 from pipemorph_operator import names
-
-if TYPE_CHECKING:
-    from pipemorph_operator.children.attempt import Attempt
+from pipemorph_operator.children.attempt import Attempt
 
 
 def job_labels(job: PipeMorphJob) -> dict[str, str]:
@@ -21,6 +19,11 @@ def job_labels(job: PipeMorphJob) -> dict[str, str]:
         if kueue.priority_class:
             labels[names.KUEUE_PRIORITY] = kueue.priority_class
     return labels
+
+
+def queued_by_kueue(job: PipeMorphJob) -> bool:
+    """Whether Kueue starts and stops the Job, so that ``suspend`` is not the operator's to set."""
+    return names.KUEUE_QUEUE in job_labels(job)
 
 
 def mark_pods(attempt: Attempt, template: dict[str, Any]) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipemorph.spec import FieldError
 from pipemorph.spec_cluster import Placement, Rdma, Topology
 from pipemorph_operator import names
-
-if TYPE_CHECKING:
-    from pipemorph_operator.children.attempt import Attempt
+from pipemorph_operator.children.attempt import Attempt
 
 SHM_VOLUME = "pipemorph-shm"
 SHM_PATH = "/dev/shm"

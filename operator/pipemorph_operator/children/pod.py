@@ -7,7 +7,7 @@ command, unless the user's template has its own.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipemorph.spec import (
     RESERVED_ENV,
@@ -18,10 +18,8 @@ from pipemorph.spec import (
 from pipemorph.spec_cluster import Placement
 from pipemorph_operator import names
 from pipemorph_operator.children import gang, given, placement
+from pipemorph_operator.children.attempt import Attempt, Unbuildable
 from pipemorph_operator.config import OperatorConfig
-
-if TYPE_CHECKING:
-    from pipemorph_operator.children.attempt import Attempt
 
 CONTAINER = TRAINER_CONTAINER
 FOLDER = "/etc/pipemorph"
@@ -73,8 +71,6 @@ def template(attempt: Attempt, config: OperatorConfig) -> Object:
 
 
 def _unbuildable(error: FieldError) -> Exception:
-    from pipemorph_operator.children.attempt import Unbuildable
-
     return Unbuildable(names.R_INVALID_SPEC, f"spec.template.{error}")
 
 
@@ -96,8 +92,6 @@ def _alone(spec: Object) -> bool:
 
 
 def _start(attempt: Attempt, config: OperatorConfig) -> Object:
-    from pipemorph_operator.children.attempt import Unbuildable
-
     if attempt.job.spec.template is None:
         if not config.trainer_image:
             raise Unbuildable(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipemorph_trainer.accelerator import Accelerator, Event
-from pipemorph_trainer.profile import TimedCopy, TimedOp
+from pipemorph_trainer.timed import TimedCopy, TimedOp
 
 LAUNCHED_AHEAD = 1
 """Ops that may wait on the device behind the one that runs, where the next is chosen by what is

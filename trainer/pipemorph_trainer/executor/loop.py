@@ -19,6 +19,7 @@ from torch.autograd import profiler
 
 from pipemorph.planning import Dispatch, OpKind, Plan, Schedule
 from pipemorph.planning.offload import Residency
+from pipemorph_trainer.coordinate import Seat
 from pipemorph_trainer.errors import PipelineError, ShapeError
 from pipemorph_trainer.executor.bell import Bell
 from pipemorph_trainer.executor.device_times import DeviceTimes
@@ -27,7 +28,7 @@ from pipemorph_trainer.executor.profiling import profiling
 from pipemorph_trainer.executor.receives import of_stage
 from pipemorph_trainer.executor.refusal import Gate, is_of_batch
 from pipemorph_trainer.executor.waiting import Waiting
-from pipemorph_trainer.links import LinkEnd, Neighbourhood, Seat
+from pipemorph_trainer.link_end import LinkEnd, Neighbourhood
 from pipemorph_trainer.paths.arrival import OpClock
 from pipemorph_trainer.paths.message import (
     RECEIVE_ALL,
@@ -37,8 +38,8 @@ from pipemorph_trainer.paths.message import (
     gradients_of,
     words,
 )
-from pipemorph_trainer.profile import TimedCopy, TimedOp
 from pipemorph_trainer.stage import Grads, Runner
+from pipemorph_trainer.timed import TimedCopy, TimedOp
 
 NEVER = float("inf")
 _NO_RANGE = nullcontext()

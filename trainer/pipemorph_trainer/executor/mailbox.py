@@ -17,7 +17,7 @@ from pipemorph_trainer.errors import PeerLostError, PipelineError, WaitTimeoutEr
 from pipemorph_trainer.executor.bell import Bell
 from pipemorph_trainer.executor.profiling import profiling
 from pipemorph_trainer.executor.waiting import Waiting
-from pipemorph_trainer.links import LinkEnd
+from pipemorph_trainer.link_end import LinkEnd
 
 LONGEST_NAP = 0.25
 """A waiting stage still looks at its control line and its neighbours this often, seconds."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from pipemorph_trainer.coordinate import Seat
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.executor.mailbox import Mailbox
-from pipemorph_trainer.links import Neighbourhood, Seat
+from pipemorph_trainer.link_end import Neighbourhood
 from pipemorph_trainer.paths.line import StepToken
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from pipemorph_trainer.link_recorder import LinkRecorder
 from pipemorph_trainer.paths.message import NOTHING, Note
-from pipemorph_trainer.profile import LinkRecorder
 
 JUST_AFTER = 0.001
 """Seconds after an op in which a thread that waited for the interpreter still wakes up."""

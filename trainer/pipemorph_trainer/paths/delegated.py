@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from pipemorph_trainer.errors import PipelineError
+from pipemorph_trainer.link_recorder import LinkRecorder
 from pipemorph_trainer.paths.arrival import PeerClock, now, record_arrival
 from pipemorph_trainer.paths.faults import Shaper
 from pipemorph_trainer.paths.message import NOTHING, Batch, Direction, Note, presence
-from pipemorph_trainer.profile import LinkRecorder
 
 if TYPE_CHECKING:
     from pipemorph_trainer import _engine

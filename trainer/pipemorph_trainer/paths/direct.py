@@ -38,6 +38,7 @@ from pipemorph_trainer.accelerator import Accelerator, Stream
 from pipemorph_trainer.errors import PipelineError, WaitTimeoutError, first_sentence
 from pipemorph_trainer.executor.bell import Bell
 from pipemorph_trainer.groups import abandon
+from pipemorph_trainer.link_recorder import LinkRecorder
 from pipemorph_trainer.paths.arrival import OpClock, PeerClock, now, record_arrival
 from pipemorph_trainer.paths.faults import DIRECT_QUEUE, Shaper
 from pipemorph_trainer.paths.line import Line
@@ -50,7 +51,6 @@ from pipemorph_trainer.paths.message import (
     Position,
     presence,
 )
-from pipemorph_trainer.profile import LinkRecorder
 
 MAX_OUTSTANDING = 2
 OUTSTANDING_ON_DEVICE = 8

@@ -16,7 +16,7 @@ from pipemorph_trainer.groups import Groups
 from pipemorph_trainer.paths.message import Direction
 
 if TYPE_CHECKING:
-    from pipemorph_trainer.links import Seat
+    from pipemorph_trainer.coordinate import Seat
 
 log = logging.getLogger("pipemorph.trainer")
 

@@ -1,0 +1,114 @@
+"""All objects of one attempt: Service, ConfigMap, Job, and a PodGroup where asked for.
+
+The engine's Secret is random, so the reconciler creates it once and never applies it again.
+"""
+
+from __future__ import annotations
+
+import json
+
+from pipemorph.spec import PipeMorphJob
+from pipemorph_operator import names
+from pipemorph_operator.children import gang, pod
+from pipemorph_operator.children.attempt import Attempt, Object
+from pipemorph_operator.config import OperatorConfig
+
+
+def objects(attempt: Attempt, config: OperatorConfig) -> list[Object]:
+    """What to apply, in order: what pods need comes before the Job that makes them.
+
+    Raises :class:`Unbuildable`.
+    """
+    out = [service(attempt), config_map(attempt, config)]
+    if (group := gang.pod_group(attempt)) is not None:
+        out.append(group)
+    return [*out, batch_job(attempt, config)]
+
+
+def service(attempt: Attempt) -> Object:
+    """Headless: it gives every rank's pod its stable name, also before the pod is ready."""
+    labels = {k: v for k, v in attempt.labels().items() if k != names.LABEL_ATTEMPT}
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": attempt.metadata(attempt.service, labels),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {names.LABEL_JOB_UID: attempt.uid},
+        },
+    }
+
+
+def job_file(job: PipeMorphJob) -> str:
+    """The job as ranks read it: what they need, nothing an older trainer may not know."""
+    whole = job.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    for field in ("template", "placement", "suspend", "managedBy", "failurePolicy"):
+        whole["spec"].pop(field, None)
+    whole["metadata"] = {"name": job.metadata.name, "namespace": job.metadata.namespace}
+    whole |= {"apiVersion": names.API_VERSION, "kind": names.KIND}
+    return json.dumps(whole, sort_keys=True)
+
+
+def config_map(attempt: Attempt, config: OperatorConfig) -> Object:
+    """The job's file and the ingest's CA, as they were when the attempt began."""
+    data = {pod.JOB_FILE: job_file(attempt.job)}
+    if config.ca_pem:
+        data[pod.CA_FILE] = config.ca_pem
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": attempt.metadata(attempt.name),
+        "immutable": True,
+        "data": data,
+    }
+
+
+def secret(attempt: Attempt, key: str) -> Object:
+    """The engine's secret of one attempt: a pod of another attempt cannot join this one."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": attempt.metadata(attempt.name),
+        "immutable": True,
+        "type": f"{names.API_GROUP}/engine",
+        "stringData": {pod.SECRET_FILE: key},
+    }
+
+
+def batch_job(attempt: Attempt, config: OperatorConfig) -> Object:
+    """One Indexed Job: completion index = rank. One failed rank ends the attempt."""
+    labels = attempt.labels() | gang.job_labels(attempt.job)
+    spec: Object = {
+        "completions": attempt.ranks,
+        "parallelism": attempt.ranks,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {
+            # The order is read by policy.restart: the cluster's doing first.
+            "rules": [
+                {
+                    "action": "FailJob",
+                    "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+                },
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {
+                        "containerName": pod.CONTAINER,
+                        "operator": "NotIn",
+                        "values": [0],
+                    },
+                },
+            ]
+        },
+        "template": pod.template(attempt, config),
+    }
+    if not gang.queued_by_kueue(attempt.job):
+        spec["suspend"] = False
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": attempt.metadata(attempt.name, labels),
+        "spec": spec,
+    }
