@@ -11,6 +11,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 CXX_SOURCES := $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.hpp' 'tests/engine/*.cpp' 'tests/engine/*.h' 'tests/engine/*.hpp' 2>/dev/null)
 ENGINE_SOURCES := $(filter csrc/%,$(CXX_SOURCES)) CMakeLists.txt
+# An editable install keeps a list of packages: a new or moved one asks for another install.
+PACKAGES := $(wildcard $(shell git ls-files '*/__init__.py' 2>/dev/null))
 
 # Two of everything at most: a build must not make a small machine unusable.
 export CMAKE_BUILD_PARALLEL_LEVEL ?= 2
@@ -69,7 +71,7 @@ setup: $(STAMP)
 IMPORTED_BY_RANKS := import pipemorph_trainer.pipeline, torch._dynamo, torch.distributed.checkpoint
 # Editable: Python sources are used in place, the engine is compiled once and again when
 # its sources change.
-$(STAMP): pyproject.toml $(ENGINE_SOURCES) | check-host
+$(STAMP): pyproject.toml $(PACKAGES) $(ENGINE_SOURCES) | check-host
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	test -x $(UV) || $(BIN)/python -m pip install --quiet uv
 	$(INSTALL) --editable '.[dev]'

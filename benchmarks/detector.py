@@ -23,7 +23,7 @@ from statistics import fmean, median
 from time import perf_counter
 from typing import Protocol
 
-from pipemorph.control.detector import DelayDetector, Level
+from pipemorph.control.observe.detector import DelayDetector, Level
 
 WINDOW = 0.05
 BASE = 0.006

@@ -43,12 +43,12 @@ from planner_problems import (
     sized_problem,
 )
 
-from pipemorph.planning import Policy, Problem, kernel, plan, validate
-from pipemorph.planning.adapt import paper_warmup
-from pipemorph.planning.costs import Costs
-from pipemorph.planning.dispatch import Rules, dispatch
-from pipemorph.planning.exact import solve
-from pipemorph.planning.policies import as_schedule
+from pipemorph.planning import Policy, Problem, plan, validate
+from pipemorph.planning.policies.classic import as_schedule, paper_warmup
+from pipemorph.planning.search import backend
+from pipemorph.planning.search.exact import solve
+from pipemorph.planning.simulation.costs import Costs
+from pipemorph.planning.simulation.online import Rules, dispatch
 
 SIZES = ((8, 32), (16, 64), (32, 128), (64, 256))
 REPETITIONS = {8: 15, 16: 9, 32: 5, 64: 5}
@@ -138,7 +138,9 @@ def planning_times(
                         makespan = planner(problem)
                         taken[name].append(1e3 * (time.process_time() - began))
                         if name == "pipemorph":
-                            above.append(100 * max(0.0, makespan / kernel.lower_bound(problem) - 1))
+                            above.append(
+                                100 * max(0.0, makespan / backend.lower_bound(problem) - 1)
+                            )
                 found.append(
                     {
                         "stages": stages,
@@ -363,7 +365,7 @@ def main() -> int:
         "times": times,
         "harder": harder_times(sizes),
         "growth": growth(times),
-        "compiled": kernel.compiled is not None,
+        "compiled": backend.compiled is not None,
     }
     show(found)
     print()

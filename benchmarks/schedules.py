@@ -37,9 +37,9 @@ from pipemorph.planning import (
     plan,
     simulate,
 )
-from pipemorph.planning.adapt import paper_warmup
-from pipemorph.planning.costs import Costs
-from pipemorph.planning.dispatch import Rules, dispatch
+from pipemorph.planning.policies.classic import paper_warmup
+from pipemorph.planning.simulation.costs import Costs
+from pipemorph.planning.simulation.online import Rules, dispatch
 
 DELAYS_MS = (0.0, 30.0, 60.0)
 LLM_14B = StageTimes(forward=10, backward_input=10.5, backward_weight=5.5)

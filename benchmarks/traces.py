@@ -33,7 +33,7 @@ import yaml
 
 from pipemorph.planning import Dispatch, Path, Policy, StageTimes, link_on, plan, problem_for
 from pipemorph.planning import predict as predict_static
-from pipemorph.planning.changing import simulate_changing
+from pipemorph.planning.simulation.simulator import simulate_changing
 
 STAGES, MICROBATCHES, SLOW_LINK = 8, 24, 6
 TIMES_MS = {"forward": 10.0, "backward_input": 10.5, "backward_weight": 5.5}

@@ -18,9 +18,9 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from pipemorph.api.spec import FieldError, PipeMorphJob
 from pipemorph.document import check_plain, named, only_document, read_text, shown
 from pipemorph.errors import InputError, one_line
-from pipemorph.spec import FieldError, PipeMorphJob
 
 MAX_BYTES = 1 << 20
 """Kubernetes takes no larger object either."""
@@ -268,7 +268,7 @@ _UNION_TAGS = frozenset({"int", "float", "str", "bool", "none"})
 def _check_plan(job: PipeMorphJob) -> None:
     """Raise :class:`InputError` if no plan can run: each field is good, together they are not."""
     # Late: the planner is not needed to read a job's fields.
-    from pipemorph.control.initial import initial_schedule
+    from pipemorph.control.first_plan import initial_schedule
 
     try:
         initial_schedule(job.spec)

@@ -1,4 +1,5 @@
-// A planning problem laid out for the inner loops. The same as pipemorph/planning/costs.py.
+// A planning problem laid out for the inner loops. The same as
+// pipemorph/planning/simulation/costs.py.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// The pipemorph policy's search. The same, op by op, as pipemorph/planning/search.py.
+// The pipemorph policy's search. The same, op by op, as pipemorph/planning/search/reference.py.
 #pragma once
 
 #include "planner/costs.hpp"

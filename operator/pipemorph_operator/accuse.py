@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pipemorph.spec import PipeMorphJob
-from pipemorph.spec_cluster import Placement
-from pipemorph.status import JobStatus
+from pipemorph.api.placement import Placement
+from pipemorph.api.spec import PipeMorphJob
+from pipemorph.api.status import JobStatus
 from pipemorph_operator import names
 from pipemorph_operator.decision import Draft
 from pipemorph_operator.policy import exclusion

@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
-from pipemorph.spec import API_GROUP, KIND, JobSpec
-from pipemorph.status import JobStatus
+from pipemorph.api.spec import API_GROUP, KIND, JobSpec
+from pipemorph.api.status import JobStatus
 from pipemorph_operator.crd_rules import RULES
 from pipemorph_operator.crd_text import DESCRIPTIONS
 from pipemorph_operator.names import PLURAL, VERSION

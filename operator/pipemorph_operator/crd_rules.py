@@ -1,6 +1,6 @@
 """CEL rules of the CRD: what the API server itself refuses, with a message and a field.
 
-They repeat the checks of the models (:mod:`pipemorph.spec`) where CEL can say them, and add
+They repeat the checks of the models (:mod:`pipemorph.api.spec`) where CEL can say them, and add
 immutability, which only the API server can hold. Keys are paths as in :mod:`crd_text`.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from pipemorph.api.spec import MAX_RANKS, RESERVED_ENV, RESERVED_ENV_PREFIXES, TRAINER_CONTAINER
 from pipemorph.planning.problem import MAX_CELLS
-from pipemorph.spec import MAX_RANKS, RESERVED_ENV, RESERVED_ENV_PREFIXES, TRAINER_CONTAINER
 
 
 @dataclass(frozen=True)

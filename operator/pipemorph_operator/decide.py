@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pipemorph.api.placement import Placement
+from pipemorph.api.spec import PipeMorphJob
+from pipemorph.api.status import PodCounts
 from pipemorph.errors import InputError, one_line
-from pipemorph.spec import PipeMorphJob
-from pipemorph.spec_cluster import Placement
-from pipemorph.status import PodCounts
 from pipemorph_operator import names, plans, waits
 from pipemorph_operator.accuse import accuse
 from pipemorph_operator.children import Attempt, Unbuildable, objects

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from pipemorph.spec import JobSpec
-from pipemorph.status import MAX_ATTEMPTS_KEPT, AttemptRecord, ConditionStatus, JobStatus
+from pipemorph.api.spec import JobSpec
+from pipemorph.api.status import MAX_ATTEMPTS_KEPT, AttemptRecord, ConditionStatus, JobStatus
 from pipemorph_operator import names
 from pipemorph_operator.children import Attempt
 from pipemorph_operator.events import Event, Kind

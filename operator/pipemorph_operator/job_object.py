@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pipemorph.api.spec import PipeMorphJob
+from pipemorph.api.status import JobStatus
 from pipemorph.errors import InputError
 from pipemorph.manifest import describe
-from pipemorph.spec import PipeMorphJob
-from pipemorph.status import JobStatus
 from pipemorph_operator import names
 from pipemorph_operator.children.naming import attempt_name
 

@@ -5,7 +5,7 @@ Reasons are for programs and never change; messages are for people.
 
 from __future__ import annotations
 
-from pipemorph.spec import API_GROUP, API_VERSION, KIND
+from pipemorph.api.spec import API_GROUP, API_VERSION, KIND
 
 __all__ = ["API_GROUP", "API_VERSION", "KIND"]
 

@@ -13,10 +13,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pipemorph.control.initial import initial_schedule, is_quick
+from pipemorph.api.spec import JobSpec
+from pipemorph.control.first_plan import initial_schedule, is_quick
 from pipemorph.errors import InputError
 from pipemorph.ingest import PlannerLost
-from pipemorph.spec import JobSpec
 
 log = logging.getLogger("pipemorph.operator")
 

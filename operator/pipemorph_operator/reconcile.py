@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from pipemorph.status import JobStatus
+from pipemorph.api.status import JobStatus
 from pipemorph_operator import names
 from pipemorph_operator.api import ApiRefused, Cluster, path, path_of
 from pipemorph_operator.children import gang

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pipemorph.spec import PipeMorphJob
-from pipemorph.spec_cluster import Placement
+from pipemorph.api.placement import Placement
+from pipemorph.api.spec import PipeMorphJob
 from pipemorph_operator import names
 from pipemorph_operator.decision import Draft
 from pipemorph_operator.facts import JobFacts, parse_time

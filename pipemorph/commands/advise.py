@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from pipemorph.commands.emit import emit
-from pipemorph.planning.advice import Advice, Option, advise
+from pipemorph.planning.analysis.advice import Advice, Option, advise
 from pipemorph.planning.problem import Problem, load_problem
 
 
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _load(path: str) -> tuple[Problem, str, float | None]:
     """The problem, what its times are, and the measured iteration time in ms if it is a run's."""
-    from pipemorph.local.measured import is_report, measured_problem
+    from pipemorph.local.results.measured import is_report, measured_problem
 
     if is_report(path):
         found = measured_problem(path)

@@ -11,10 +11,10 @@ from typing import Any
 from pipemorph.commands.emit import emit
 from pipemorph.errors import InputError
 from pipemorph.pictures import Timeline, render_html, render_png, render_text
-from pipemorph.planning.interleaved import InterleavedSchedule, InterleavedSimulation
+from pipemorph.planning.formats.torch_csv import dump_csv
 from pipemorph.planning.problem import Problem
-from pipemorph.planning.simulator import Simulation
-from pipemorph.planning.torch_csv import dump_csv
+from pipemorph.planning.simulation.interleaved import InterleavedSchedule, InterleavedSimulation
+from pipemorph.planning.simulation.simulator import Simulation
 
 FORMATS = ("json", "text", "html", "png", "csv")
 # By how the name given with --out ends.

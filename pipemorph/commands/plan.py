@@ -8,13 +8,13 @@ from typing import Any
 
 from pipemorph.commands.output import add_output_arguments, write
 from pipemorph.errors import InputError
-from pipemorph.planning.chunks import plan_interleaved
-from pipemorph.planning.exact import TIME_LIMIT
+from pipemorph.planning.formats.plan_json import report, report_interleaved
 from pipemorph.planning.ir import Dispatch, Policy
 from pipemorph.planning.planner import plan
+from pipemorph.planning.policies.interleaved import plan_interleaved
 from pipemorph.planning.problem import Problem, load_problem, shown
-from pipemorph.planning.report import report, report_interleaved
-from pipemorph.planning.simulator import simulate
+from pipemorph.planning.search.exact import TIME_LIMIT
+from pipemorph.planning.simulation.simulator import simulate
 
 
 def add_parser(subparsers: Any) -> None:

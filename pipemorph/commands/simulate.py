@@ -7,13 +7,13 @@ from typing import Any
 
 from pipemorph.commands.output import add_output_arguments, write
 from pipemorph.errors import InputError
-from pipemorph.planning.bounds import lower_bound
-from pipemorph.planning.chunks import interleaved_bound
-from pipemorph.planning.interleaved import InterleavedSchedule, simulate_interleaved
+from pipemorph.planning.formats.plan_json import LoadedPlan, load_plan, report, report_interleaved
 from pipemorph.planning.ir import Dispatch
+from pipemorph.planning.policies.interleaved import interleaved_bound
 from pipemorph.planning.problem import Problem, load_problem
-from pipemorph.planning.report import LoadedPlan, load_plan, report, report_interleaved
-from pipemorph.planning.simulator import check_fits, simulate
+from pipemorph.planning.simulation.interleaved import InterleavedSchedule, simulate_interleaved
+from pipemorph.planning.simulation.lower_bound import lower_bound
+from pipemorph.planning.simulation.simulator import check_fits, simulate
 
 
 def add_parser(subparsers: Any) -> None:

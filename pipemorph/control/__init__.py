@@ -7,9 +7,9 @@ proposes, ``controller`` decides, ``reasons`` says why, ``records`` keeps what i
 """
 
 from pipemorph.control.controller import JobController
-from pipemorph.control.health import Health, LinkHealth
-from pipemorph.control.initial import initial_paths, initial_plan
-from pipemorph.control.records import AdaptationRecord, Decision
+from pipemorph.control.first_plan import initial_paths, initial_plan
+from pipemorph.control.history import AdaptationRecord, Decision
+from pipemorph.control.observe.link_health import Health, LinkHealth
 from pipemorph.control.view import JobView
 
 __all__ = [

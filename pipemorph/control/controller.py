@@ -16,26 +16,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from pipemorph.control import reasons
-from pipemorph.control.events import Event, Events
-from pipemorph.control.forecast import Option, Situation
-from pipemorph.control.health import Health, LinkHealth
-from pipemorph.control.initial import initial_plan
-from pipemorph.control.judgement import Judgement, Progress
-from pipemorph.control.limits import Room
-from pipemorph.control.pacing import Pacing
-from pipemorph.control.pending import Pending
+from pipemorph.api.spec import JobSpec
+from pipemorph.control.decide import reasons
+from pipemorph.control.decide.forecast import Option, Situation
+from pipemorph.control.decide.pending_replan import Pending
+from pipemorph.control.decide.rate_limit import Pacing
+from pipemorph.control.decide.replan import Cause, Proposal, Replan, propose
+from pipemorph.control.decide.triggers import Judgement, Progress
+from pipemorph.control.first_plan import initial_plan
+from pipemorph.control.history import AdaptationRecord, Decision, Ledger
+from pipemorph.control.memory_limits import Room
+from pipemorph.control.observe.events import Event, Events
+from pipemorph.control.observe.link_health import Health, LinkHealth
+from pipemorph.control.observe.rail_health import RailsView
+from pipemorph.control.observe.reports import Reported, check
+from pipemorph.control.observe.stage_profile import Footprint
+from pipemorph.control.observe.transports import TransportsView
 from pipemorph.control.plan_body import PlanBody
-from pipemorph.control.profile import Footprint
-from pipemorph.control.rails import RailsView
-from pipemorph.control.records import AdaptationRecord, Decision, Ledger
-from pipemorph.control.replan import Cause, Proposal, Replan, propose
-from pipemorph.control.reports import Reported, check
 from pipemorph.control.snapshot import Snapshot
-from pipemorph.control.transports import TransportsView
 from pipemorph.control.view import JobView
 from pipemorph.planning import Plan
-from pipemorph.spec import JobSpec
 from pipemorph.wire import Directive, LinkHealthReport, PlanMessage
 
 COMMIT_AHEAD = 2
@@ -162,8 +162,8 @@ class JobController:
     def report(self, report: LinkHealthReport, now: float) -> None:
         """Take in a report and decide. ``now``: wall clock, seconds since the epoch.
 
-        Raises a :class:`~pipemorph.control.errors.ReportRefused` and changes nothing if the
-        report is of another attempt, was seen before or does not fit the job.
+        Raises a :class:`~pipemorph.control.observe.reports.ReportRefused` and changes nothing if
+        the report is of another attempt, was seen before or does not fit the job.
         """
         reported = self._reported
         check(report, self.spec.parallelism, attempt=self.attempt, after=reported.sequence)
@@ -298,8 +298,8 @@ class JobController:
         return self._pending.replan if self._pending is not None else None
 
     def settle(self, asked: Replan, proposal: Proposal, now: float) -> None:
-        """Act on what :func:`~pipemorph.control.replan.propose` made of ``asked``. One that is
-        no longer waited for, since another attempt began, is dropped."""
+        """Act on what :func:`~pipemorph.control.decide.replan.propose` made of ``asked``. A
+        proposal that is no longer waited for, since another attempt began, is dropped."""
         pending = self._pending
         if pending is None or pending.replan is not asked:
             return

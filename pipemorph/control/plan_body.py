@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pipemorph.control.limits import Limits, Room, excess
+from pipemorph.api.spec import JobSpec
+from pipemorph.control.memory_limits import Limits, Room, excess
 from pipemorph.planning import Dispatch, Path, Plan, Schedule
-from pipemorph.spec import JobSpec
 
 
 class PlanBody(NamedTuple):

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pipemorph.control.forecast import Situation
-from pipemorph.control.limits import Limits
+from pipemorph.control.decide.forecast import Situation
+from pipemorph.control.history import AdaptationRecord
+from pipemorph.control.memory_limits import Limits
 from pipemorph.control.plan_body import PlanBody
-from pipemorph.control.records import AdaptationRecord
 from pipemorph.errors import InputError
 from pipemorph.planning import StageTimes
 from pipemorph.wire import Directive, PlanMessage

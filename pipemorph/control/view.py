@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pipemorph.control.health import LinkHealth
+from pipemorph.control.history import Ledger
+from pipemorph.control.observe.link_health import LinkHealth
+from pipemorph.control.observe.rail_health import RailsView
+from pipemorph.control.observe.reports import Reported
+from pipemorph.control.observe.transports import TransportsView
 from pipemorph.control.plan_body import PlanBody
-from pipemorph.control.rails import RailsView
-from pipemorph.control.records import Ledger
-from pipemorph.control.reports import Reported
-from pipemorph.control.transports import TransportsView
 from pipemorph.planning import Path
 from pipemorph.planning.offload import offloaded
 

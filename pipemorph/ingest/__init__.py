@@ -8,8 +8,7 @@ how a directive is persisted.
 from pipemorph.ingest.app import IngestServer, make_app
 from pipemorph.ingest.connections import ConnectionLimits, Doors
 from pipemorph.ingest.handler import IngestHandler, Limits, Reply
-from pipemorph.ingest.planner import Planner, PlannerLost, ProcessPlanner
-from pipemorph.ingest.seats import (
+from pipemorph.ingest.interfaces import (
     Authenticator,
     BearerAuthenticator,
     ControlledJob,
@@ -18,6 +17,7 @@ from pipemorph.ingest.seats import (
     MemoryStore,
     Refused,
 )
+from pipemorph.ingest.planner_pool import Planner, PlannerLost, ProcessPlanner
 
 __all__ = [
     "Authenticator",

@@ -22,8 +22,8 @@ from aiohttp.web_protocol import RequestPayloadError
 
 from pipemorph.ingest.connections import ConnectionLimits, Doors, OnUnserved, heard
 from pipemorph.ingest.handler import IngestHandler, Limits, Reply
-from pipemorph.ingest.planner import Planner
-from pipemorph.ingest.seats import Authenticator, JobStore, Refused
+from pipemorph.ingest.interfaces import Authenticator, JobStore, Refused
+from pipemorph.ingest.planner_pool import Planner
 from pipemorph.wire import MAX_REPORT_BYTES
 
 log = logging.getLogger("pipemorph.ingest")

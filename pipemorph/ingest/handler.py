@@ -2,7 +2,7 @@
 
 A report is checked (size, shape, job, attempt, sequence), given to the job's controller, and
 answered with the newest directive above what the agent has. A directive is persisted through
-the :class:`~pipemorph.ingest.seats.JobStore` *before* anybody sees it, so that an epoch, once
+the :class:`~pipemorph.ingest.interfaces.JobStore` *before* anybody sees it, so that an epoch, once
 served, is never given to another plan.
 
 ====== ===============================================================
@@ -35,9 +35,9 @@ from weakref import WeakKeyDictionary
 
 from pydantic import ValidationError
 
-from pipemorph.control.errors import ReplayedReport, ReportMismatch, WrongAttempt
-from pipemorph.ingest.planner import Planner, PlannerLost
-from pipemorph.ingest.seats import ControlledJob, JobStore
+from pipemorph.control.observe.reports import ReplayedReport, ReportMismatch, WrongAttempt
+from pipemorph.ingest.interfaces import ControlledJob, JobStore
+from pipemorph.ingest.planner_pool import Planner, PlannerLost
 from pipemorph.wire import (
     MAX_REPORT_BYTES,
     MAX_WAIT_SECONDS,

@@ -13,26 +13,26 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from pipemorph.local.environment import (
+from pipemorph.api.spec import Checkpoint, PipeMorphJob
+from pipemorph.local.logs import collected_logs
+from pipemorph.local.processes.environment import (
     AttemptEnvironment,
     grace_seconds,
     rank_environment,
     template_env,
 )
-from pipemorph.local.interrupts import Interrupts
-from pipemorph.local.journal import Journal
-from pipemorph.local.logs import collected_logs
-from pipemorph.local.outputs import OutFolder
-from pipemorph.local.private import PrivateFolder
+from pipemorph.local.processes.interrupts import Interrupts
+from pipemorph.local.processes.private import PrivateFolder
+from pipemorph.local.processes.ranks import RankSet, Seat, Warden
+from pipemorph.local.processes.supervise import End, Ending, Events, RankExited, supervise
 from pipemorph.local.progress import Progress, headline
-from pipemorph.local.ranks import RankSet, Seat, Warden
-from pipemorph.local.report import RunRecord, write_report
+from pipemorph.local.results.history import Journal
+from pipemorph.local.results.outputs import OutFolder
+from pipemorph.local.results.report import RunRecord, write_report
+from pipemorph.local.results.timeline import write_timeline
+from pipemorph.local.results.traces import iterations_done
 from pipemorph.local.service import ControlService
-from pipemorph.local.supervise import End, Ending, Events, RankExited, supervise
-from pipemorph.local.timeline import write_timeline
-from pipemorph.local.traces import iterations_done
 from pipemorph.manifest import check_module, load_job
-from pipemorph.spec import Checkpoint, PipeMorphJob
 
 EXIT = {End.COMPLETED: 0, End.FAILED: 1, End.DEADLINE: 1, End.INTERRUPTED: 130}
 UNWRITTEN_STATUS = 1

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from pipemorph.control.health import Health, LinkHealth
-from pipemorph.control.rails import RailsView
-from pipemorph.control.records import AdaptationRecord, Decision
-from pipemorph.control.transports import TransportsView
-from pipemorph.local.journal import Journal
-from pipemorph.spec import PipeMorphJob
+from pipemorph.api.spec import PipeMorphJob
+from pipemorph.control.history import AdaptationRecord, Decision
+from pipemorph.control.observe.link_health import Health, LinkHealth
+from pipemorph.control.observe.rail_health import RailsView
+from pipemorph.control.observe.transports import TransportsView
+from pipemorph.local.results.history import Journal
 from pipemorph.wire import IterationSample
 
 PLAIN_INTERVAL_SECONDS = 0.5

@@ -14,11 +14,11 @@ import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from pipemorph.api.spec import PipeMorphJob
 from pipemorph.control.controller import JobController
-from pipemorph.control.records import AdaptationRecord
+from pipemorph.control.history import AdaptationRecord
 from pipemorph.ingest import BearerAuthenticator, IngestServer, MemoryStore
-from pipemorph.local.journal import Journal
-from pipemorph.spec import PipeMorphJob
+from pipemorph.local.results.history import Journal
 from pipemorph.wire import LinkHealthReport
 
 T = TypeVar("T")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipemorph.planning.bubbles import Cause
+from pipemorph.planning.analysis.bubbles import Cause
 from pipemorph.planning.ir import OpKind
 
 # Told apart in grey and by the colour-blind: F dark, B middle, W light.

@@ -13,7 +13,7 @@ from typing import Any
 
 from pipemorph.pictures.colours import DELAY, FILL, IDLE, IDLE_NAMES, INK, NAMES
 from pipemorph.pictures.timeline import Timeline, in_flight
-from pipemorph.planning.bubbles import Cause
+from pipemorph.planning.analysis.bubbles import Cause
 from pipemorph.planning.ir import OpKind
 
 MARK = "{{DATA}}"

@@ -9,7 +9,7 @@ from typing import Any
 from pipemorph.errors import InputError
 from pipemorph.pictures.colours import BUBBLE, DELAY, FILL, IDLE, IDLE_NAMES, INK, NAMES
 from pipemorph.pictures.timeline import Timeline, idle_fraction, in_flight
-from pipemorph.planning.bubbles import Cause
+from pipemorph.planning.analysis.bubbles import Cause
 from pipemorph.planning.ir import OpKind
 
 # Above this many, arrows hide the ops they belong to.

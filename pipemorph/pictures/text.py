@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipemorph.pictures.timeline import Timeline, idle_fraction, in_flight
-from pipemorph.planning.bubbles import Cause
+from pipemorph.planning.analysis.bubbles import Cause
 from pipemorph.planning.ir import OpKind
-from pipemorph.planning.simulator import TimedOp
+from pipemorph.planning.simulation.simulator import TimedOp
 
 # Upper case for even microbatches, lower case for odd, so that neighbours can be told apart.
 LETTERS = {OpKind.F: "Ff", OpKind.B: "Bb", OpKind.W: "Ww", OpKind.BW: "Xx"}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipemorph.planning.bubbles import Bubble, explain, explain_interleaved
-from pipemorph.planning.interleaved import InterleavedSimulation
+from pipemorph.planning.analysis.bubbles import Bubble, explain, explain_interleaved
 from pipemorph.planning.ir import OpKind
-from pipemorph.planning.messages import Message
 from pipemorph.planning.problem import Problem
-from pipemorph.planning.simulator import Simulation, TimedOp
+from pipemorph.planning.simulation.interleaved import InterleavedSimulation
+from pipemorph.planning.simulation.messages import Message
+from pipemorph.planning.simulation.simulator import Simulation, TimedOp
 
 MILLISECOND = 1e-3
 

@@ -1,10 +1,10 @@
 """Schedules: their form, their rules, how to make them and how to predict their time."""
 
-from pipemorph.planning.bounds import lower_bound
 from pipemorph.planning.ir import Dispatch, Op, OpKind, Path, Plan, Policy, Schedule
 from pipemorph.planning.planner import PlannedSchedule, link_on, plan, plan_for, problem_for
 from pipemorph.planning.problem import Link, Problem, StageTimes, load_problem, parse_problem
-from pipemorph.planning.simulator import Simulation, TimedOp, predict, simulate
+from pipemorph.planning.simulation.lower_bound import lower_bound
+from pipemorph.planning.simulation.simulator import Simulation, TimedOp, predict, simulate
 from pipemorph.planning.validator import ScheduleError, validate, validate_online
 
 __all__ = [

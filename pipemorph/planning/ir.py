@@ -34,7 +34,7 @@ class Policy(StrEnum):
     ZERO_BUBBLE = "zero-bubble"
     PIPEMORPH = "pipemorph"
     EXACT = "exact"
-    # Several stages per rank; see pipemorph.planning.interleaved.
+    # Several stages per rank; see pipemorph.planning.simulation.interleaved.
     ONE_F_ONE_B_INTERLEAVED = "1f1b-interleaved"
     ZERO_BUBBLE_V = "zero-bubble-v"
 

@@ -8,16 +8,16 @@ from functools import cached_property
 from time import perf_counter
 
 from pipemorph.errors import InputError
-from pipemorph.planning.bounds import SAME
-from pipemorph.planning.costs import Costs
 from pipemorph.planning.ir import Dispatch, Path, Plan, Policy, Schedule
-from pipemorph.planning.kernel import lower_bound, search
-from pipemorph.planning.order import to_schedule
-from pipemorph.planning.policies import gpipe, one_f_one_b, zero_bubble
+from pipemorph.planning.policies.classic import gpipe, one_f_one_b, zero_bubble
 from pipemorph.planning.problem import Link, Problem, StageTimes
-from pipemorph.planning.simulator import Simulation, predict, run_static, timed
+from pipemorph.planning.search.backend import lower_bound, search
+from pipemorph.planning.search.order import to_schedule
+from pipemorph.planning.search.variants import best_variant, has_variants
+from pipemorph.planning.simulation.costs import Costs
+from pipemorph.planning.simulation.lower_bound import SAME
+from pipemorph.planning.simulation.simulator import Simulation, predict, run_static, timed
 from pipemorph.planning.validator import validate
-from pipemorph.planning.variants import best_variant, has_variants
 
 # Where a direct path's sends block compute, and how many queues the engine gives a link.
 DIRECT_QUEUES, DIRECT_OUTSTANDING = 1, 2
@@ -73,7 +73,7 @@ def plan(
 
     The same problem gives the same schedule on every machine: nothing depends on the time
     planning takes. Policy exact is the exception: it stops after ``time_limit`` seconds (by
-    default :data:`pipemorph.planning.exact.TIME_LIMIT`), with what it has.
+    default :data:`pipemorph.planning.search.exact.TIME_LIMIT`), with what it has.
 
     Policy pipemorph decides where to offload within the device limits, and which stages fuse
     their backwards where ``fused_backward`` is shorter than both parts; the others keep the
@@ -96,7 +96,7 @@ def plan(
                 " fused_backward shorter than backward_input + backward_weight"
             )
         # OR-tools is slow to import and not always there.
-        from pipemorph.planning.exact import TIME_LIMIT, solve
+        from pipemorph.planning.search.exact import TIME_LIMIT, solve
 
         solved = solve(problem, TIME_LIMIT if time_limit is None else time_limit)
         schedule, makespan, bound = solved.schedule, solved.makespan, solved.bound
@@ -126,7 +126,7 @@ def _made_by_hand(problem: Problem, policy: Policy) -> Schedule:
         case Policy.ONE_F_ONE_B_INTERLEAVED | Policy.ZERO_BUBBLE_V:
             raise InputError(
                 f"policy {policy.value} puts several stages on a rank; a plan made here has one"
-                " (pipemorph.planning.chunks.plan_interleaved makes the other)"
+                " (pipemorph.planning.policies.interleaved.plan_interleaved makes the other)"
             )
         case _:
             raise AssertionError(f"policy {policy.value} is not made by hand")

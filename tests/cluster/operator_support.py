@@ -23,11 +23,11 @@ from testbed import ApiError, Cluster, NotYet, TestbedError, wait_for
 from testbed.controlplane import free_ports
 from testbed.processes import Process
 
+from pipemorph.api.spec import JobSpec
 from pipemorph.control import initial_plan
 from pipemorph.planning import Path as LinkPath
 from pipemorph.planning import Plan, StageTimes, problem_for, simulate
 from pipemorph.planning.offload import device_peak
-from pipemorph.spec import JobSpec
 from pipemorph.wire import (
     Directive,
     DirectiveEnvelope,

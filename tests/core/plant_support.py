@@ -10,11 +10,11 @@ from __future__ import annotations
 import random
 from typing import Any, Literal
 
+from pipemorph.api.spec import JobSpec
 from pipemorph.control import AdaptationRecord, Health, JobController, initial_plan
-from pipemorph.control.limits import Limits
+from pipemorph.control.memory_limits import Limits
 from pipemorph.planning import OpKind, Path, Plan, StageTimes, problem_for, simulate, validate
 from pipemorph.planning.offload import device_peak
-from pipemorph.spec import JobSpec
 from pipemorph.wire import (
     IterationSample,
     LinkHealthReport,

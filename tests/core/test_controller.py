@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from plant_support import BASE, OP, Plant, spec
 
+from pipemorph.api.spec import JobSpec
 from pipemorph.control import Health, JobController, initial_plan
-from pipemorph.control.errors import ReplayedReport, ReportMismatch, WrongAttempt
-from pipemorph.control.pacing import HOLD
-from pipemorph.control.replan import propose
+from pipemorph.control.decide.rate_limit import HOLD
+from pipemorph.control.decide.replan import propose
+from pipemorph.control.observe.reports import ReplayedReport, ReportMismatch, WrongAttempt
 from pipemorph.errors import InputError
 from pipemorph.planning import Path, StageTimes
-from pipemorph.spec import JobSpec
 from pipemorph.wire import (
     LinkHealthReport,
     PlanMessage,

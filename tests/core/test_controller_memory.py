@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plant_support import OP, Plant, spec
 
+from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController, initial_plan
-from pipemorph.control.forecast import Forecast, Option, Situation
-from pipemorph.control.limits import Limits, Room, excess
-from pipemorph.control.profile import StageBook
-from pipemorph.control.replan import Replan, propose, shown_stages
+from pipemorph.control.decide.forecast import Forecast, Option, Situation
+from pipemorph.control.decide.replan import Replan, propose, shown_stages
+from pipemorph.control.memory_limits import Limits, Room, excess
+from pipemorph.control.observe.stage_profile import StageBook
 from pipemorph.planning import (
     Dispatch,
     OpKind,
@@ -28,7 +29,6 @@ from pipemorph.planning import (
     validate_online,
 )
 from pipemorph.planning.offload import device_peak, host_peak
-from pipemorph.spec import JobSpec
 from pipemorph.wire import StageProfile
 
 MIB = 1 << 20

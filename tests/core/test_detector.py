@@ -10,7 +10,7 @@ from gate import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipemorph.control.detector import RECENT, DelayDetector, Level, Thresholds
+from pipemorph.control.observe.detector import RECENT, DelayDetector, Level, Thresholds
 
 BASE = 0.006
 

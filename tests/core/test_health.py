@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipemorph.control.detector import Thresholds
-from pipemorph.control.health import FEW_LINKS, Health, LinkBook
+from pipemorph.control.observe.detector import Thresholds
+from pipemorph.control.observe.link_health import FEW_LINKS, Health, LinkBook
 from pipemorph.planning import Path
 from pipemorph.wire import LinkSample, WireTime
 

@@ -14,8 +14,9 @@ from gate import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController
-from pipemorph.control.replan import Proposal, Replan
+from pipemorph.control.decide.replan import Proposal, Replan
 from pipemorph.ingest import (
     BearerAuthenticator,
     Identity,
@@ -26,7 +27,6 @@ from pipemorph.ingest import (
     Refused,
 )
 from pipemorph.ingest.app import Timeouts
-from pipemorph.spec import JobSpec
 from pipemorph.wire import (
     MAX_REPORT_BYTES,
     Directive,

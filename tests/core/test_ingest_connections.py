@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController
 from pipemorph.ingest import (
     BearerAuthenticator,
@@ -24,7 +25,6 @@ from pipemorph.ingest import (
     connections,
 )
 from pipemorph.ingest.app import Timeouts
-from pipemorph.spec import JobSpec
 
 TOKEN = "correct horse"
 PATIENCE = 15.0

@@ -11,22 +11,22 @@ from typing import Any
 
 import pytest
 
-from pipemorph.control.events import Event
-from pipemorph.control.health import Health, LinkHealth
-from pipemorph.control.rails import RailHealth, RailsView, RailTrouble
-from pipemorph.control.records import AdaptationRecord, Decision
-from pipemorph.control.transports import FallenLink, TransportsView
-from pipemorph.local import timeline as timeline_module
-from pipemorph.local.journal import Journal, View
-from pipemorph.local.outputs import OutFolder
+from pipemorph.api.spec import Fault, PipeMorphJob
+from pipemorph.control.history import AdaptationRecord, Decision
+from pipemorph.control.observe.events import Event
+from pipemorph.control.observe.link_health import Health, LinkHealth
+from pipemorph.control.observe.rail_health import RailHealth, RailsView, RailTrouble
+from pipemorph.control.observe.transports import FallenLink, TransportsView
+from pipemorph.local.processes.supervise import End, Ending
 from pipemorph.local.progress import Progress, headline, links_phrase, rails_phrase
-from pipemorph.local.report import RunRecord, write_report
-from pipemorph.local.supervise import End, Ending
-from pipemorph.local.timeline import choose_panels, messages, write_timeline
-from pipemorph.local.traces import StageTrace, TraceIndex, read_faults, read_splits
+from pipemorph.local.results import timeline as timeline_module
+from pipemorph.local.results.history import Journal, View
+from pipemorph.local.results.outputs import OutFolder
+from pipemorph.local.results.report import RunRecord, write_report
+from pipemorph.local.results.timeline import choose_panels, messages, write_timeline
+from pipemorph.local.results.traces import StageTrace, TraceIndex, read_faults, read_splits
 from pipemorph.planning.ir import OpKind
-from pipemorph.planning.simulator import TimedOp
-from pipemorph.spec import Fault, PipeMorphJob
+from pipemorph.planning.simulation.simulator import TimedOp
 from pipemorph.wire import IterationSample
 
 STAGES, MICROBATCHES = 2, 3

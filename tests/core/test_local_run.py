@@ -19,7 +19,7 @@ import pytest
 from local_support import DEADLINE, MARK, LocalRun, until
 
 from pipemorph.local import run_job
-from pipemorph.local.ranks import RankSet, Seat, Warden, _live_members
+from pipemorph.local.processes.ranks import RankSet, Seat, Warden, _live_members
 
 Runs = Callable[..., LocalRun]
 

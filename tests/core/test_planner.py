@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
+from pipemorph.api.spec import JobSpec, ScheduleSpec
 from pipemorph.control import Health, JobController
-from pipemorph.control.initial import FirstPlan, initial_problem, initial_schedule, share
-from pipemorph.control.replan import Proposal, Replan, propose
-from pipemorph.control.worker import answer
+from pipemorph.control.decide.replan import Proposal, Replan, propose
+from pipemorph.control.first_plan import FirstPlan, initial_problem, initial_schedule, share
 from pipemorph.errors import InputError
 from pipemorph.ingest import IngestHandler, MemoryStore, PlannerLost, ProcessPlanner
+from pipemorph.ingest.planner_worker import answer
 from pipemorph.planning import Schedule
-from pipemorph.spec import JobSpec, ScheduleSpec
 from pipemorph.wire import DirectiveEnvelope, LinkHealthReport
 
 OP = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}
@@ -120,7 +120,7 @@ def test_a_fault_of_the_planner_keeps_the_plan_and_says_so(
     job = controller()
     slow_down(job)
     assert job.replan is not None
-    monkeypatch.setattr("pipemorph.control.worker.propose", broken)
+    monkeypatch.setattr("pipemorph.ingest.planner_worker.propose", broken)
     job.settle(job.replan, answer(job.replan), 1000.0)
     assert job.epoch == 0
     assert job.decisions[-1].kind == "keep"

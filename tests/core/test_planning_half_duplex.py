@@ -19,9 +19,9 @@ from pipemorph.planning import (
     simulate,
 )
 from pipemorph.planning import plan as make_plan
-from pipemorph.planning.costs import Costs
-from pipemorph.planning.half_duplex import starts_in_time
-from pipemorph.planning.simulator import predict, run_static
+from pipemorph.planning.simulation.costs import Costs
+from pipemorph.planning.simulation.half_duplex import starts_in_time
+from pipemorph.planning.simulation.simulator import predict, run_static
 
 POLICIES = (Policy.GPIPE, Policy.ONE_F_ONE_B, Policy.ZERO_BUBBLE, Policy.PIPEMORPH)
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController
-from pipemorph.control.errors import ReportMismatch
-from pipemorph.control.events import KEPT_EVENTS
-from pipemorph.control.rails import (
+from pipemorph.control.observe.events import KEPT_EVENTS
+from pipemorph.control.observe.rail_health import (
     BREAK_SECONDS,
     ERROR_SECONDS,
     MOST_PORTS_PER_RANK,
@@ -18,7 +18,7 @@ from pipemorph.control.rails import (
     RailBook,
     RailHealth,
 )
-from pipemorph.spec import JobSpec
+from pipemorph.control.observe.reports import ReportMismatch
 from pipemorph.wire import LinkHealthReport, LinkSample, RailSample, TransportSample, WireTime
 
 GOOD = {"link_downed": 0, "symbol_error": 3, "out_of_sequence": 7, "np_cnp_sent": 100}

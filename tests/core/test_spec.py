@@ -10,9 +10,7 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from pipemorph.control import initial_plan
-from pipemorph.planning.ir import Dispatch, Policy
-from pipemorph.spec import (
+from pipemorph.api.spec import (
     RESERVED_ENV,
     RESERVED_ENV_PREFIXES,
     FieldError,
@@ -21,6 +19,8 @@ from pipemorph.spec import (
     Transport,
     check_template,
 )
+from pipemorph.control import initial_plan
+from pipemorph.planning.ir import Dispatch, Policy
 
 ROOT = Path(__file__).parents[2]
 

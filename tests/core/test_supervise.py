@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipemorph.local.ranks import RankProcess, RankSet, Seat
-from pipemorph.local.supervise import (
+from pipemorph.local.processes.ranks import RankProcess, RankSet, Seat
+from pipemorph.local.processes.supervise import (
     End,
     Events,
     RankExited,

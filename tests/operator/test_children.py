@@ -23,7 +23,7 @@ from support import (
     trainer,
 )
 
-from pipemorph.spec import PipeMorphJob
+from pipemorph.api.spec import PipeMorphJob
 from pipemorph_operator.children import Attempt, Unbuildable, naming, objects
 from pipemorph_operator.children.objects import batch_job, config_map, job_file, secret, service
 from pipemorph_operator.config import OperatorConfig

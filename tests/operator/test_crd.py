@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipemorph.spec import JobSpec
+from pipemorph.api.spec import JobSpec
 from pipemorph_operator.crd import FILE_NAME, custom_resource_definition, render, structural
 from pipemorph_operator.crd_rules import RULES
 from pipemorph_operator.crd_text import DESCRIPTIONS

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from support import body
 
+from pipemorph.api.spec import JobSpec
+from pipemorph.api.status import JobStatus, SlowLink, TrainingStatus
 from pipemorph.control import JobController
-from pipemorph.spec import JobSpec
-from pipemorph.status import JobStatus, SlowLink, TrainingStatus
 from pipemorph.wire import LinkHealthReport
 from pipemorph_operator.api import ApiRefused
 from pipemorph_operator.ingest import pace, saved, store

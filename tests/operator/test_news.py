@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipemorph.status import Condition
+from pipemorph.api.status import Condition
 from pipemorph_operator.api import ApiRefused
 from pipemorph_operator.events import MAX_MESSAGE, Event
 from pipemorph_operator.ingest.news import MOST_UNDER_WAY, Herald, News

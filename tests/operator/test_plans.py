@@ -10,12 +10,12 @@ import pytest
 from pydantic import ValidationError
 from support import CONFIG, body
 
-from pipemorph.control import initial
-from pipemorph.control.initial import FirstPlan, initial_schedule
+from pipemorph.api.spec import JobSpec
+from pipemorph.control import first_plan
+from pipemorph.control.first_plan import FirstPlan, initial_schedule
 from pipemorph.errors import InputError
 from pipemorph.ingest import PlannerLost
 from pipemorph.planning.problem import MAX_CELLS
-from pipemorph.spec import JobSpec
 from pipemorph_operator import plans
 from pipemorph_operator.crd_rules import RULES
 from pipemorph_operator.ingest import store as ingest_store
@@ -80,7 +80,7 @@ class Planner:
         answer = self.answers.pop(0)
         if answer is not None:
             raise answer
-        return initial.answer(FirstPlan(spec, wanted))
+        return first_plan.answer(FirstPlan(spec, wanted))
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +88,7 @@ def none_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """No plan of a large job is made in this process but by the test's planner."""
 
     def refuse(spec: JobSpec) -> Any:
-        assert initial.is_quick(spec), "a large plan is made in the event loop"
+        assert first_plan.is_quick(spec), "a large plan is made in the event loop"
         return initial_schedule(spec)
 
     monkeypatch.setattr(plans, "initial_schedule", refuse)
@@ -272,7 +272,7 @@ def test_the_ingest_forgets_a_large_job_that_goes_before_it_has_a_plan(gone: str
 def test_a_job_that_is_too_large_is_refused_by_the_api_server_and_by_the_models() -> None:
     """The largest one that is taken can be planned."""
     job = body(stages=512, schedule={"microbatches": MAX_CELLS // 512})
-    assert initial.initial_problem(JobSpec.model_validate(job["spec"]))
+    assert first_plan.initial_problem(JobSpec.model_validate(job["spec"]))
     job["spec"]["schedule"]["microbatches"] += 1
     with pytest.raises(ValidationError, match="at 512 stages at most 651 can be planned"):
         JobSpec.model_validate(job["spec"])

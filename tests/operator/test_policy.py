@@ -7,9 +7,9 @@ from datetime import timedelta
 import pytest
 from support import T0, failed, pod
 
-from pipemorph.spec import Fault
-from pipemorph.spec_cluster import NodeExclusion
-from pipemorph.status import MAX_NODES_KEPT, Condition, NodeRecord, SlowLink
+from pipemorph.api.placement import NodeExclusion
+from pipemorph.api.spec import Fault
+from pipemorph.api.status import MAX_NODES_KEPT, Condition, NodeRecord, SlowLink
 from pipemorph_operator import names
 from pipemorph_operator.facts import format_time
 from pipemorph_operator.policy import conditions, deadline, exclusion, managed, restart, state, ttl

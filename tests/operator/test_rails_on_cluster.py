@@ -12,9 +12,9 @@ import pytest
 from prometheus_client import REGISTRY
 from support import body
 
+from pipemorph.api.spec import JobSpec
+from pipemorph.api.status import MAX_SICK_PORTS, JobStatus
 from pipemorph.control import JobController
-from pipemorph.spec import JobSpec
-from pipemorph.status import MAX_SICK_PORTS, JobStatus
 from pipemorph.wire import LinkHealthReport, RailSample, TransportSample
 from pipemorph_operator.ingest.pace import Turn
 from pipemorph_operator.ingest.rails import MESSAGE_LENGTH

@@ -9,9 +9,9 @@ import pytest
 from guests import Fabric, Guest
 from peers import PATIENCE, Peer, linked, paths_text, until
 
+from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController
-from pipemorph.control.rails import RailHealth
-from pipemorph.spec import JobSpec
+from pipemorph.control.observe.rail_health import RailHealth
 from pipemorph.wire import LinkHealthReport, RailSample, TransportSample
 from pipemorph_trainer.paths.message import Direction
 from pipemorph_trainer.rails import read

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from worker import stats_of
 
+from pipemorph.api.spec import PipeMorphJob
 from pipemorph.errors import InputError
-from pipemorph.spec import PipeMorphJob
 from pipemorph_trainer import Pipeline, PipelineError, TrainerContext
 
 WIDTH = 8

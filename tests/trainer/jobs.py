@@ -11,6 +11,7 @@ import torch
 from gate import same_bits
 from torch import Tensor, nn
 
+from pipemorph.api.spec import Fault
 from pipemorph.planning import (
     Dispatch,
     Link,
@@ -21,7 +22,6 @@ from pipemorph.planning import (
     StageTimes,
     plan,
 )
-from pipemorph.spec import Fault
 from pipemorph.wire import StageProfile
 from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.control import NoControl, Offloaded, RankTelemetry

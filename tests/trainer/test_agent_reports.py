@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import pytest
 
+from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController
 from pipemorph.ingest import BearerAuthenticator, IngestServer, MemoryStore
 from pipemorph.planning.ir import Path as LinkPath
-from pipemorph.spec import JobSpec
 from pipemorph.wire import (
     MAX_REPORT_BYTES,
     IterationSample,

@@ -11,7 +11,7 @@ import torch
 from launch import Ranks, run_ranks
 from torch import Tensor, nn
 
-from pipemorph.spec import Checkpoint
+from pipemorph.api.spec import Checkpoint
 from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
 
 # Several runs in a test, each with a deadline of its own.

@@ -11,7 +11,7 @@ import pytest
 from jobs import Job, Record, assert_same, reference, train
 from launch import Ranks
 
-from pipemorph.spec import Fault
+from pipemorph.api.spec import Fault
 from pipemorph_trainer import TrainerContext
 from pipemorph_trainer import iteration as iterations
 from pipemorph_trainer.executor import loop

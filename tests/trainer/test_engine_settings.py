@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipemorph.spec import PipeMorphJob
+from pipemorph.api.spec import PipeMorphJob
 from pipemorph_trainer import TrainerContext, links, settings
 from pipemorph_trainer.coordinate import Seat
 from pipemorph_trainer.executor.bell import Bell

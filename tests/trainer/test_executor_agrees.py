@@ -30,8 +30,8 @@ from pipemorph.planning import (
     plan,
     simulate,
 )
-from pipemorph.planning.chunks import plan_interleaved
 from pipemorph.planning.offload import copying
+from pipemorph.planning.policies.interleaved import plan_interleaved
 from pipemorph_trainer.coordinate import Seat
 from pipemorph_trainer.executor import loop, mailbox
 from pipemorph_trainer.executor.loop import Executor, Inputs

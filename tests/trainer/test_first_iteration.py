@@ -13,7 +13,7 @@ from jobs import Job, Record, assert_same, reference, train
 from launch import Ranks, run_ranks
 from torch import Tensor, nn
 
-from pipemorph.local.traces import read_splits
+from pipemorph.local.results.traces import read_splits
 from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.split import StageRunner
 

@@ -13,12 +13,12 @@ import torch
 from jobs import Job, Record, assert_same, loss_fn, make_batch, make_stage, reference
 from launch import Ranks, missing_in, run_ranks
 
+from pipemorph.api.spec import Fault
 from pipemorph.errors import InputError
 from pipemorph.planning import Link, Policy, Problem, StageTimes
-from pipemorph.planning.chunks import plan_interleaved
-from pipemorph.planning.interleaved import InterleavedSchedule
-from pipemorph.planning.torch_csv import parse_csv
-from pipemorph.spec import Fault
+from pipemorph.planning.formats.torch_csv import parse_csv
+from pipemorph.planning.policies.interleaved import plan_interleaved
+from pipemorph.planning.simulation.interleaved import InterleavedSchedule
 from pipemorph_trainer import TrainerContext
 from pipemorph_trainer.interleaved import InterleavedPipeline
 

@@ -8,8 +8,8 @@ from gate import same_bits
 from jobs import Job, Record, assert_same, make_plan, reference, train
 from launch import run_ranks
 
+from pipemorph.api.spec import Fault
 from pipemorph.planning import Path
-from pipemorph.spec import Fault
 
 pytestmark = pytest.mark.multiprocess
 

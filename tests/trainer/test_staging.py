@@ -20,7 +20,7 @@ from simulated_device import Driver, SimulatedDevice
 from staging_rig import Rig, rigged, until
 from torch import Tensor
 
-from pipemorph.spec import Fault
+from pipemorph.api.spec import Fault
 from pipemorph_trainer.errors import PipelineError, WaitTimeoutError
 from pipemorph_trainer.paths.copy_stream import JOIN_SECONDS
 from pipemorph_trainer.paths.faults import Shaper

@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 
+from pipemorph.api.spec import Checkpoint, Fault, PipeMorphJob
 from pipemorph.errors import InputError
 from pipemorph.planning import Policy
-from pipemorph.spec import Checkpoint, Fault, PipeMorphJob
 from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
 from pipemorph_trainer.preparation import Preparation, prepare
 from pipemorph_trainer.settings import MANIFEST, Settings

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from launch import run_ranks
 
+from pipemorph.api.spec import Fault
 from pipemorph.planning import Path, Plan
-from pipemorph.spec import Fault
 from pipemorph.wire import LinkSample
 from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
 from pipemorph_trainer.control import RankTelemetry

@@ -15,13 +15,17 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from pipemorph.cli import main
 from pipemorph.planning import Link, Policy, Problem, StageTimes, plan
-from pipemorph.planning.chunks import one_f_one_b_interleaved, plan_interleaved, zero_bubble_v
-from pipemorph.planning.interleaved import (
+from pipemorph.planning.formats.torch_csv import dump_csv, parse_csv
+from pipemorph.planning.policies.interleaved import (
+    one_f_one_b_interleaved,
+    plan_interleaved,
+    zero_bubble_v,
+)
+from pipemorph.planning.simulation.interleaved import (
     InterleavedSchedule,
     simulate_interleaved,
     validate_interleaved,
 )
-from pipemorph.planning.torch_csv import dump_csv, parse_csv
 
 TEN = StageTimes(forward=10, backward_input=10, backward_weight=10)
 

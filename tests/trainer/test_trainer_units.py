@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from jobs import Job, make_plan
 from launch import Ranks
 
+from pipemorph.api.spec import Fault
 from pipemorph.errors import InputError
-from pipemorph.local.traces import TraceIndex
+from pipemorph.local.results.traces import TraceIndex
 from pipemorph.planning import OpKind, Path
-from pipemorph.spec import Fault
 from pipemorph.wire import StageProfile
 from pipemorph_trainer import addresses
 from pipemorph_trainer.commit import PlanBook

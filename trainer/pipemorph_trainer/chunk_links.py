@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipemorph.api.spec import Fault
 from pipemorph.planning import Path
-from pipemorph.spec import Fault
 from pipemorph_trainer.addresses import everywhere
 from pipemorph_trainer.executor.bell import Bell
 from pipemorph_trainer.groups import Groups

@@ -31,10 +31,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pipemorph.api.spec import PipeMorphJob
 from pipemorph.document import read_text
 from pipemorph.errors import InputError, one_line
 from pipemorph.manifest import MAX_BYTES, describe
-from pipemorph.spec import PipeMorphJob
 
 TRACE_BYTES = 256 << 20
 LEAST_TRACE_BYTES = 1 << 16

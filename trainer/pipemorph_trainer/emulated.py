@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipemorph.api.spec import JobSpec
 from pipemorph.errors import InputError
-from pipemorph.spec import JobSpec
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.stage import Grads, Split
 

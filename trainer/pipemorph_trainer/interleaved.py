@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipemorph.api.spec import Fault
 from pipemorph.errors import InputError
-from pipemorph.planning.interleaved import InterleavedSchedule, validate_interleaved
-from pipemorph.spec import Fault
+from pipemorph.planning.simulation.interleaved import InterleavedSchedule, validate_interleaved
 from pipemorph_trainer.addresses import own_address
 from pipemorph_trainer.chunk_links import meet_chunks
 from pipemorph_trainer.context import TrainerContext
@@ -48,8 +48,8 @@ class InterleavedPipeline:
         stages: this rank's stages by number, as ``schedule`` places them. Stage 0 gets the
             arguments of :meth:`step`, stage *s* the tensors stage *s-1* returned.
         context: where this rank runs; as many ranks as the schedule has.
-        schedule: of ``pipemorph.planning.chunks``, or read from torch's CSV
-            (``pipemorph.planning.torch_csv.parse_csv``).
+        schedule: of ``pipemorph.planning.policies.interleaved``, or read from torch's CSV
+            (``pipemorph.planning.formats.torch_csv.parse_csv``).
         loss_fn: ``loss_fn(output, target)`` → scalar, on the rank of the last stage, unless
             its module returns the loss itself.
         faults: a fault trace; link *s* joins stage *s* and *s+1*. Links within a rank have none.

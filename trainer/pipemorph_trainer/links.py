@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from pipemorph.api.spec import Fault, Rdma
 from pipemorph.planning import Path
-from pipemorph.spec import Fault, Rdma
 from pipemorph_trainer import addresses
 from pipemorph_trainer.accelerator import accelerator_of
 from pipemorph_trainer.coordinate import Seat
@@ -54,7 +54,7 @@ log = logging.getLogger("pipemorph.trainer")
 @dataclass(frozen=True)
 class EngineOptions:
     """How to make the engine; ``transport`` is auto, tcp, shm or rdma. The rest is as in
-    :class:`pipemorph.spec.Transport`."""
+    :class:`pipemorph.api.spec.Transport`."""
 
     job: str
     transport: str = "auto"

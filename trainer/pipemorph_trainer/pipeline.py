@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from pipemorph.api.spec import Checkpoint, Fault
 from pipemorph.errors import InputError, PipeMorphError
 from pipemorph.planning import Dispatch, Plan, Policy
-from pipemorph.spec import Checkpoint, Fault
 from pipemorph_trainer.accelerator import accelerator_of
 from pipemorph_trainer.agent import AgentHandle
 from pipemorph_trainer.context import TrainerContext
@@ -87,7 +87,7 @@ class Pipeline:
         direct_sends: sends of a direct link, per direction, that may be outstanding before another
             holds up compute; at least 1, default 2, and 8 on CUDA. No job has it.
         plan: run exactly this plan instead of one made from ``policy``.
-        faults: a fault trace, applied in the transport (see :class:`pipemorph.spec.Fault`).
+        faults: a fault trace, applied in the transport (see :class:`pipemorph.api.spec.Fault`).
         deadline_seconds: longest wait for one message; default: 300.
         engine: data path of the transfer engine: auto (the default), tcp, shm or rdma.
         queues: engine queues per direction of a link; default: 8.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipemorph.control.initial import initial_plan
+from pipemorph.control.first_plan import initial_plan
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan
 from pipemorph_trainer.accelerator import Accelerator

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from pipemorph.api.spec import Checkpoint, Fault, JobSpec
 from pipemorph.errors import InputError
 from pipemorph.planning import (
     Dispatch,
@@ -19,7 +20,6 @@ from pipemorph.planning import (
 from pipemorph.planning import (
     plan as plan_schedule,
 )
-from pipemorph.spec import Checkpoint, Fault, JobSpec
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.links import EngineOptions, engine_module
 

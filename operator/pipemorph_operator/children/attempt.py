@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipemorph.spec import PipeMorphJob
+from pipemorph.api.spec import PipeMorphJob
 from pipemorph_operator import names
 from pipemorph_operator.children import naming
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipemorph.spec import PipeMorphJob
+from pipemorph.api.spec import PipeMorphJob
 from pipemorph_operator import names
 from pipemorph_operator.children.attempt import Attempt
 

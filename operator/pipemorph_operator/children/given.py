@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipemorph.api.spec import TRAINER_CONTAINER, FieldError, check_template
 from pipemorph.document import shown
-from pipemorph.spec import TRAINER_CONTAINER, FieldError, check_template
 
 Shape = type[str] | dict[str, Any] | list[Any]
 """Text; a mapping with the shapes of some of its fields (``*``: of all); a list, with the shape

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 
-from pipemorph.spec import PipeMorphJob
+from pipemorph.api.spec import PipeMorphJob
 from pipemorph_operator import names
 from pipemorph_operator.children import gang, pod
 from pipemorph_operator.children.attempt import Attempt, Object

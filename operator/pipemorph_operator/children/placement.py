@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from pipemorph.spec import FieldError
-from pipemorph.spec_cluster import Placement, Rdma, Topology
+from pipemorph.api.placement import Placement, Rdma, Topology
+from pipemorph.api.spec import FieldError
 from pipemorph_operator import names
 from pipemorph_operator.children.attempt import Attempt
 

@@ -9,13 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pipemorph.spec import (
-    RESERVED_ENV,
-    RESERVED_ENV_PREFIXES,
-    TRAINER_CONTAINER,
-    FieldError,
-)
-from pipemorph.spec_cluster import Placement
+from pipemorph.api.placement import Placement
+from pipemorph.api.spec import RESERVED_ENV, RESERVED_ENV_PREFIXES, TRAINER_CONTAINER, FieldError
 from pipemorph_operator import names
 from pipemorph_operator.children import gang, given, placement
 from pipemorph_operator.children.attempt import Attempt, Unbuildable

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from prometheus_client import Counter
 
-from pipemorph.control.initial import is_quick
-from pipemorph.control.replan import Proposal, Replan
+from pipemorph.control.decide.replan import Proposal, Replan
+from pipemorph.control.first_plan import is_quick
 from pipemorph.errors import InputError
 from pipemorph.ingest import ConnectionLimits, IngestServer, Planner, ProcessPlanner
 from pipemorph.log_level import log_level

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from pipemorph.status import ControlState, JobStatus
+from pipemorph.api.status import ControlState, JobStatus
 from pipemorph_operator import names
 from pipemorph_operator.api import ApiRefused, Cluster, path
 

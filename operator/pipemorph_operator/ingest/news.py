@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import aiohttp
 
-from pipemorph.status import Condition
+from pipemorph.api.status import Condition
 from pipemorph_operator import names
 from pipemorph_operator.api import ApiRefused, Cluster
 from pipemorph_operator.events import Event, tell

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from pipemorph.api.spec import JobSpec
+from pipemorph.api.status import ConditionStatus, FallenLink, RailsStatus, SickPort
 from pipemorph.control import JobView
-from pipemorph.control.rails import RailHealth, RailsView
-from pipemorph.control.transports import FallenLink as Fallen
-from pipemorph.spec import JobSpec
-from pipemorph.status import ConditionStatus, FallenLink, RailsStatus, SickPort
+from pipemorph.control.observe.rail_health import RailHealth, RailsView
+from pipemorph.control.observe.transports import FallenLink as Fallen
 from pipemorph_operator import names
 
 NAMED = 5

@@ -13,10 +13,10 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pipemorph.api.spec import JobSpec
+from pipemorph.api.status import ControlState
 from pipemorph.control import JobController
 from pipemorph.errors import InputError
-from pipemorph.spec import JobSpec
-from pipemorph.status import ControlState
 from pipemorph.wire import LinkHealthReport
 
 MAX_PACKED = 512 * 1024

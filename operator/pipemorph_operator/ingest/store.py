@@ -16,13 +16,13 @@ from typing import Any
 
 import aiohttp
 
+from pipemorph.api.spec import JobSpec
+from pipemorph.api.status import Condition, ControlState, JobStatus, TrainingStatus, condition
 from pipemorph.control import JobController, JobView
-from pipemorph.control.initial import initial_problem, is_quick, is_shared, share
+from pipemorph.control.first_plan import initial_problem, is_quick, is_shared, share
 from pipemorph.errors import InputError
 from pipemorph.ingest import ControlledJob, PlannerLost
 from pipemorph.planning import Schedule
-from pipemorph.spec import JobSpec
-from pipemorph.status import Condition, ControlState, JobStatus, TrainingStatus, condition
 from pipemorph.wire import LinkHealthReport
 from pipemorph_operator import names
 from pipemorph_operator.api import ApiRefused, Cluster

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from pipemorph.control import AdaptationRecord, Health, JobController, JobView, LinkHealth
-from pipemorph.planning import Path
-from pipemorph.status import (
+from pipemorph.api.status import (
     MAX_SLOW_LINKS,
     AdaptationSummary,
     Condition,
@@ -16,6 +14,8 @@ from pipemorph.status import (
     SlowLink,
     TrainingStatus,
 )
+from pipemorph.control import AdaptationRecord, Health, JobController, JobView, LinkHealth
+from pipemorph.planning import Path
 from pipemorph_operator import names
 from pipemorph_operator.facts import format_time
 from pipemorph_operator.ingest.rails import fallen_link, rails_healthy, rails_status

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 
-from pipemorph.status import Condition, ConditionStatus
+from pipemorph.api.status import Condition, ConditionStatus
 from pipemorph_operator.facts import format_time
 
 MESSAGE_LENGTH = 4096

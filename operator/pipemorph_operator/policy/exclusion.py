@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from pipemorph.spec import Fault
-from pipemorph.spec_cluster import NodeExclusion
-from pipemorph.status import MAX_ATTEMPTS_KEPT, MAX_NODES_KEPT, NodeRecord, SlowLink
+from pipemorph.api.placement import NodeExclusion
+from pipemorph.api.spec import Fault
+from pipemorph.api.status import MAX_ATTEMPTS_KEPT, MAX_NODES_KEPT, NodeRecord, SlowLink
 
 
 def ends(link: SlowLink, stages: int) -> tuple[int, int]:

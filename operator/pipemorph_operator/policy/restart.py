@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from pipemorph.status import AttemptRecord
+from pipemorph.api.status import AttemptRecord
 from pipemorph_operator import names
 from pipemorph_operator.facts import Ended, PodFacts, parse_time
 

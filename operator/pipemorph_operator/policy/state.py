@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipemorph.status import Condition, JobState
+from pipemorph.api.status import Condition, JobState
 from pipemorph_operator import names
 from pipemorph_operator.policy.conditions import is_true
 

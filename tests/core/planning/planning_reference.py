@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipemorph.planning import Op, OpKind, Problem, Schedule, predict, simulate
-from pipemorph.planning.simulator import TimedOp
+from pipemorph.planning.simulation.simulator import TimedOp
 
 Key = tuple[int, OpKind, int]
 

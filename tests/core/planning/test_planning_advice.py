@@ -12,8 +12,8 @@ import pytest
 
 from pipemorph.cli import main
 from pipemorph.planning import Dispatch, Link, Problem, StageTimes, plan, simulate
-from pipemorph.planning.advice import Option, advise
-from pipemorph.planning.partition import split_layers
+from pipemorph.planning.analysis.advice import Option, advise
+from pipemorph.planning.analysis.partition import split_layers
 from pipemorph.planning.problem import Layers
 
 
@@ -251,7 +251,7 @@ def timeline() -> dict[str, Any]:
 
 def test_a_report_is_a_problem(tmp_path: Path, capsys: Any) -> None:
     """Op times from its timeline, delays and paths from its last plan in force."""
-    from pipemorph.local.measured import measured_problem
+    from pipemorph.local.results.measured import measured_problem
 
     file = tmp_path / "report.json"
     file.write_text(json.dumps(report()))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from planning_strategies import problems
 
 from pipemorph.planning import Dispatch, Link, Policy, Problem, Schedule, StageTimes, plan, simulate
-from pipemorph.planning.changing import simulate_changing
+from pipemorph.planning.simulation.simulator import simulate_changing
 
 
 @given(problem=problems(half_duplex=True), mode=st.sampled_from(list(Dispatch)))

@@ -15,7 +15,7 @@ from planning_strategies import problems
 from pipemorph.cli import main
 from pipemorph.errors import InputError
 from pipemorph.planning import Link, Policy, Problem, StageTimes, lower_bound, plan, validate
-from pipemorph.planning.exact import solve
+from pipemorph.planning.search.exact import solve
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 from planner_problems import load_facts, problem_set

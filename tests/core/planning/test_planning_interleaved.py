@@ -17,14 +17,14 @@ from pipemorph.cli import main
 from pipemorph.errors import InputError
 from pipemorph.pictures import Timeline, render_html, render_png, render_text
 from pipemorph.planning import Link, Policy, Problem, StageTimes, plan, simulate, validate
-from pipemorph.planning.bubbles import explain_interleaved
-from pipemorph.planning.chunks import plan_interleaved
-from pipemorph.planning.interleaved import (
+from pipemorph.planning.analysis.bubbles import explain_interleaved
+from pipemorph.planning.formats.torch_csv import dump_csv, parse_csv
+from pipemorph.planning.policies.interleaved import plan_interleaved
+from pipemorph.planning.simulation.interleaved import (
     InterleavedSchedule,
     simulate_interleaved,
     validate_interleaved,
 )
-from pipemorph.planning.torch_csv import dump_csv, parse_csv
 
 TEN = StageTimes(forward=10, backward_input=10, backward_weight=10)
 

@@ -31,10 +31,10 @@ from pipemorph.planning import (
     validate,
     validate_online,
 )
-from pipemorph.planning.adapt import adapted_warmup, initial_warmup, paper_warmup
-from pipemorph.planning.costs import Costs
-from pipemorph.planning.dispatch import Rules, dispatch
-from pipemorph.planning.simulator import from_runs
+from pipemorph.planning.policies.classic import adapted_warmup, initial_warmup, paper_warmup
+from pipemorph.planning.simulation.costs import Costs
+from pipemorph.planning.simulation.online import Rules, dispatch
+from pipemorph.planning.simulation.simulator import from_runs
 
 TEN = StageTimes(forward=10, backward_input=10, backward_weight=10)
 LLM_14B = StageTimes(forward=10, backward_input=10.5, backward_weight=5.5)

@@ -14,13 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_strategies import problems
 
-from pipemorph.planning import Problem, kernel, plan, predict, validate
-from pipemorph.planning import search as plain
-from pipemorph.planning.bounds import hard_caps, tails
-from pipemorph.planning.costs import INF, Costs
-from pipemorph.planning.execution import Executor
-from pipemorph.planning.order import from_schedule, to_schedule
-from pipemorph.planning.simulator import run_static
+from pipemorph.planning import Problem, plan, predict, validate
+from pipemorph.planning.search import backend
+from pipemorph.planning.search import reference as plain
+from pipemorph.planning.search.evaluate import Executor
+from pipemorph.planning.search.order import from_schedule, to_schedule
+from pipemorph.planning.simulation.costs import INF, Costs
+from pipemorph.planning.simulation.lower_bound import hard_caps, tails
+from pipemorph.planning.simulation.simulator import run_static
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 from planner_problems import FACTS, digest, problem_set
@@ -53,25 +54,25 @@ def tasks(draw: st.DrawFn) -> tuple[Problem, plain.Task]:
             warmup.append(most)
         problem = problem.with_warmup(warmup)
     effort = draw(st.sampled_from((0, 500, 3000)))
-    task = kernel.task_for(problem)._replace(listing_effort=effort, shifting_effort=effort)
+    task = backend.task_for(problem)._replace(listing_effort=effort, shifting_effort=effort)
     return problem, task
 
 
 def test_the_compiled_search_was_built() -> None:
     """Without it every plan is the same and takes some fifty times as long."""
-    assert kernel.compiled is not None, "pipemorph.planning._planner is missing: run make setup"
+    assert backend.compiled is not None, "pipemorph.planning._planner is missing: run make setup"
 
 
 @given(task=tasks())
 @settings(max_examples=examples(150), deadline=None)
 def test_compiled_and_plain_find_the_same_order(task: tuple[Problem, plain.Task]) -> None:
     problem, what = task
-    compiled = kernel.search_task(what)
+    compiled = backend.search_task(what)
     assert compiled == plain.search(what)
     schedule = to_schedule(compiled.order, problem.microbatches)
     validate(schedule, problem.in_flight_limits())
     assert predict(schedule, problem) == compiled.makespan
-    assert kernel.lower_bound(problem) == kernel.plain_lower_bound(problem) == compiled.bound
+    assert backend.lower_bound(problem) == backend.plain_lower_bound(problem) == compiled.bound
 
 
 def test_without_the_compiled_search_the_plan_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +83,7 @@ def test_without_the_compiled_search_the_plan_is_the_same(monkeypatch: pytest.Mo
     for problem in (*hard[:2], chosen[0]):
         expected = plan(problem)
         with monkeypatch.context() as patch:
-            patch.setattr(kernel, "compiled", None)
+            patch.setattr(backend, "compiled", None)
             assert plan(problem).schedule == expected.schedule
 
 

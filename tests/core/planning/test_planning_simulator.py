@@ -26,9 +26,9 @@ from pipemorph.planning import (
     simulate,
     validate,
 )
-from pipemorph.planning.costs import Costs
-from pipemorph.planning.dispatch import Rules, dispatch
-from pipemorph.planning.simulator import from_runs, run_static
+from pipemorph.planning.simulation.costs import Costs
+from pipemorph.planning.simulation.online import Rules, dispatch
+from pipemorph.planning.simulation.simulator import from_runs, run_static
 
 TEN = StageTimes(forward=10, backward_input=10, backward_weight=10)
 

@@ -22,18 +22,17 @@ from pipemorph.planning import (
     Schedule,
     ScheduleError,
     StageTimes,
-    kernel,
     lower_bound,
     plan,
     predict,
     simulate,
     validate,
 )
-from pipemorph.planning.changing import simulate_changing
-from pipemorph.planning.costs import Costs
 from pipemorph.planning.offload import host_limit, host_peak
-from pipemorph.planning.simulator import Simulation, run_static
-from pipemorph.planning.variants import fit_on_device, has_variants, on_device
+from pipemorph.planning.search import backend
+from pipemorph.planning.search.variants import fit_on_device, has_variants, on_device
+from pipemorph.planning.simulation.costs import Costs
+from pipemorph.planning.simulation.simulator import Simulation, run_static, simulate_changing
 
 TIGHT = Problem(
     microbatches=12,
@@ -220,7 +219,7 @@ def test_fused_is_never_worse_than_split_or_all_fused(problem: Problem) -> None:
     )
     assert planned.makespan <= plan(split).makespan
     assert lower_bound(problem) <= lower_bound(split) * (1 + 1e-9)
-    assert kernel.lower_bound(problem) == pytest.approx(lower_bound(problem))
+    assert backend.lower_bound(problem) == pytest.approx(lower_bound(problem))
 
 
 def test_the_optimum_is_not_claimed_for_what_is_not_modelled() -> None:

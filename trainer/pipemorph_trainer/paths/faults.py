@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipemorph.spec import Fault
+from pipemorph.api.spec import Fault
 from pipemorph_trainer.paths.message import Direction
 from pipemorph_trainer.paths.shared_queue import SharedQueue
 

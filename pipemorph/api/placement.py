@@ -1,0 +1,138 @@
+"""``spec.placement``: where and how a cluster places the ranks. One machine ignores it.
+
+Nothing here is hard-coded to a vendor: the RDMA resource, the networks and the topology key
+are the user's own names. Who schedules the ranks as one gang is a choice of three.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from pipemorph.api.base import FieldError, SpecModel
+
+ResourceName = Annotated[
+    str,
+    Field(
+        pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$",
+        max_length=253,
+    ),
+]
+LabelKey = Annotated[
+    str, Field(pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9][-A-Za-z0-9_.]*$")
+]
+NodeName = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)]
+ObjectName = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)]
+Quantity = Annotated[
+    str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?$", max_length=32)
+]
+
+
+class Rdma(SpecModel):
+    """RDMA devices every rank gets from a device plugin."""
+
+    resource_name: ResourceName = Field(
+        description="Extended resource of the device plugin, as rdma/hca_shared_devices_a."
+    )
+    count: int = Field(default=1, ge=1, le=64, description="Devices per rank.")
+    ipc_lock: bool = Field(
+        default=True, description="Adds the capability IPC_LOCK, to pin memory without a limit."
+    )
+
+
+class Topology(SpecModel):
+    """Keep the ranks together, or apart, by a label of the nodes."""
+
+    key: LabelKey = Field(max_length=317, description="Node label, as topology.kubernetes.io/zone.")
+    mode: Literal["pack", "spread"] = Field(
+        default="pack",
+        description="pack: all ranks where the label has one value; spread: evenly over values.",
+    )
+    required: bool = Field(
+        default=False, description="Ranks wait rather than run where this does not hold."
+    )
+
+
+class NodeExclusion(SpecModel):
+    """Avoid nodes whose links stay sick."""
+
+    enabled: bool = Field(default=True, description="Whether nodes are excluded at all.")
+    after_attempts: int = Field(
+        default=2,
+        ge=1,
+        le=100,
+        description="Attempts that end with a slow link at a node before the next avoids it.",
+    )
+    max_nodes: int = Field(
+        default=8, ge=1, le=64, description="Most nodes excluded; beyond that none is added."
+    )
+
+
+class KueueGang(SpecModel):
+    """Admission of each attempt as a whole by Kueue."""
+
+    queue: ObjectName = Field(description="LocalQueue in the job's namespace.")
+    priority_class: ObjectName | None = Field(default=None, description="WorkloadPriorityClass.")
+
+
+class VolcanoGang(SpecModel):
+    """Scheduling of each attempt as a whole by Volcano."""
+
+    queue: ObjectName = Field(default="default", description="Volcano queue.")
+    priority_class: ObjectName | None = Field(default=None, description="PriorityClass.")
+
+
+class CoschedulingGang(SpecModel):
+    """Scheduling of each attempt as a whole by the coscheduling plugin."""
+
+    scheduler_name: ObjectName = Field(
+        default="scheduler-plugins-scheduler", description="Scheduler that runs the plugin."
+    )
+    schedule_timeout_seconds: int = Field(
+        default=300, ge=1, le=86400, description="Longest wait for the whole gang at once."
+    )
+
+
+class Gang(SpecModel):
+    """All ranks start or none: exactly one of the three."""
+
+    kueue: KueueGang | None = Field(default=None, description="Use Kueue.")
+    volcano: VolcanoGang | None = Field(default=None, description="Use Volcano.")
+    coscheduling: CoschedulingGang | None = Field(
+        default=None, description="Use the coscheduling plugin of kubernetes-sigs."
+    )
+
+    @model_validator(mode="after")
+    def _one(self) -> Gang:
+        chosen = [n for n in ("kueue", "volcano", "coscheduling") if getattr(self, n) is not None]
+        if len(chosen) != 1:
+            found = " and ".join(chosen) or "none"
+            raise FieldError("", f"has {found}; give exactly one of kueue, volcano, coscheduling")
+        return self
+
+
+class Placement(SpecModel):
+    """Where and how a cluster places the ranks; one machine ignores it."""
+
+    rdma: Rdma | None = Field(default=None, description="RDMA devices per rank.")
+    networks: list[Annotated[str, Field(min_length=1, max_length=253)]] = Field(
+        default_factory=list,
+        max_length=16,
+        description="Multus networks of every rank, as [namespace/]name[@interface].",
+    )
+    shared_memory: Quantity | None = Field(
+        default=None,
+        description="Size of a memory-backed /dev/shm, counted against the memory limit.",
+    )
+    one_pod_per_node: bool = Field(default=False, description="No two ranks share a node.")
+    topology: Topology | None = Field(
+        default=None, description="Keep ranks together or apart by a node label."
+    )
+    exclude_nodes: list[NodeName] = Field(
+        default_factory=list, max_length=64, description="Nodes no rank may run on."
+    )
+    node_exclusion: NodeExclusion = Field(
+        default_factory=NodeExclusion, description="Avoid nodes whose links stay sick."
+    )
+    gang: Gang | None = Field(default=None, description="Who starts all ranks at once.")

@@ -1,0 +1,555 @@
+"""PipeMorphJob, group ``pipemorph.io/v1alpha1``: the one definition of the job spec.
+
+The CRD is generated from these models. Manifests use camelCase; code uses snake_case.
+Fields that end in ``Ms`` are milliseconds, other times are seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from pipemorph.api.base import FieldError as FieldError  # noqa: PLC0414 - public here
+from pipemorph.api.base import SpecModel as SpecModel  # noqa: PLC0414
+from pipemorph.api.placement import Placement
+from pipemorph.planning.ir import Dispatch, Policy
+from pipemorph.planning.problem import MAX_CELLS
+
+API_GROUP = "pipemorph.io"
+API_VERSION = f"{API_GROUP}/v1alpha1"
+KIND = "PipeMorphJob"
+
+TRAINER_CONTAINER = "trainer"
+"""The container of the pod template that runs the stage."""
+
+RESERVED_ENV = frozenset(
+    {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
+)
+RESERVED_ENV_PREFIXES = ("PIPEMORPH_", "PET_", "TORCHELASTIC_")
+
+# An hour is beyond any op or delay; what is far longer overflows the clocks that wait for it.
+Milliseconds = Annotated[float, Field(ge=0, le=3_600_000, allow_inf_nan=False)]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)]
+
+
+class StageTime(SpecModel):
+    """Expected op times of one stage, milliseconds per microbatch."""
+
+    forward: Milliseconds
+    backward_input: Milliseconds
+    backward_weight: Milliseconds
+    fused_backward: Milliseconds | None = Field(
+        default=None,
+        description="Time of one fused backward. Default: backwardInput + backwardWeight.",
+    )
+    offload_copy: Milliseconds = Field(
+        default=0.0,
+        description="Time to copy one microbatch's activations to host memory, or back.",
+    )
+
+
+MAX_RANKS = 100_000
+"""An Indexed Job has no more completions."""
+
+
+class Parallelism(SpecModel):
+    """How the job is cut."""
+
+    stages: int = Field(ge=1, le=512, description="Pipeline stages; each is one rank per replica.")
+    replicas: int = Field(default=1, ge=1, le=4096, description="Data-parallel replicas.")
+    layers: int | None = Field(
+        default=None,
+        ge=1,
+        description="Equal layers shared by the stages; must be divisible by stages.",
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Parallelism:
+        if self.world_size > MAX_RANKS:
+            raise FieldError(
+                "replicas",
+                f"is {self.replicas}, with {self.stages} stages {self.world_size} ranks; "
+                f"expected at most {MAX_RANKS}",
+            )
+        if self.layers is not None and self.layers % self.stages:
+            raise FieldError(
+                "layers",
+                f"is {self.layers}, which {self.stages} stages do not divide; "
+                f"use a multiple of {self.stages} layers or another number of stages",
+            )
+        return self
+
+    @property
+    def world_size(self) -> int:
+        return self.stages * self.replicas
+
+
+class ScheduleSpec(SpecModel):
+    """What is scheduled, and by which policy."""
+
+    microbatches: int = Field(ge=1, le=65536, description="Microbatches per iteration, N.")
+    global_batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Samples per iteration, all replicas; divisible by replicas × microbatches.",
+    )
+    policy: Literal["pipemorph", "zero-bubble", "1f1b", "gpipe", "exact"] = "pipemorph"
+    dispatch: Literal["static", "online"] = "static"
+    in_flight_limit: (
+        Annotated[int, Field(ge=1)]
+        | Annotated[list[Annotated[int, Field(ge=1)]], Field(max_length=512)]
+        | None
+    ) = Field(
+        default=None,
+        description="Most microbatches in flight (F started, W not finished) per stage: "
+        "one number, or one per stage. A stage that offloads counts those on its device.",
+    )
+    activation_memory: int | None = Field(
+        default=None,
+        ge=1,
+        description="Bytes of device memory per rank that activations of microbatches in flight "
+        "may take. With what one is measured to hold, a limit like inFlightLimit; the lower one "
+        "holds.",
+    )
+    warmup: list[Annotated[int, Field(ge=1)]] | None = Field(
+        default=None, max_length=512, description="Fixed warm-up counts, one per stage."
+    )
+    stage_times: list[StageTime] | None = Field(
+        default=None,
+        max_length=512,
+        description="Expected op times, one per stage, until they are measured.",
+    )
+
+    @field_validator("policy")
+    @classmethod
+    def _policy_can_run(cls, policy: str) -> str:
+        if policy == Policy.EXACT:
+            raise FieldError(
+                "",
+                "is exact, which no job can run yet; use pipemorph, 1f1b, gpipe or zero-bubble",
+            )
+        return policy
+
+    @property
+    def policy_kind(self) -> Policy:
+        return Policy(self.policy)
+
+    @property
+    def dispatch_kind(self) -> Dispatch:
+        return Dispatch(self.dispatch)
+
+
+class Adaptation(SpecModel):
+    """When a new plan is worth its change."""
+
+    enabled: bool = True
+    min_gain: float = Field(
+        default=0.05,
+        ge=0,
+        lt=1,
+        description="Least predicted fraction of iteration time a new plan must save.",
+    )
+    min_delay_ms: Milliseconds = Field(
+        default=2.0, description="Changes of link delay below this are taken for noise."
+    )
+    min_delay_fraction: float = Field(
+        default=0.25,
+        ge=0,
+        le=100,
+        allow_inf_nan=False,
+        description="Changes of link delay below this fraction of its normal wire time are "
+        "taken for noise as well.",
+    )
+    stale_after_seconds: float = Field(
+        default=30.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Links without samples for this long are Unknown.",
+    )
+    allow_delegation: bool = Field(
+        default=True, description="May move a slow link to the delegated path."
+    )
+    allow_offload: bool = Field(
+        default=False,
+        description="May move activations to host memory, where more microbatches in flight "
+        "than fit on the device pay for the copies.",
+    )
+    host_memory: int | None = Field(
+        default=None,
+        ge=1,
+        description="Bytes of host memory per rank that offloaded activations may take; a hard "
+        "limit. allowOffload needs it.",
+    )
+
+    @model_validator(mode="after")
+    def _offload_has_memory(self) -> Adaptation:
+        if self.allow_offload and self.host_memory is None:
+            raise FieldError(
+                "hostMemory",
+                "is missing, but allowOffload is true; give the bytes of host memory per rank"
+                " that offloaded activations may take",
+            )
+        return self
+
+
+class Rdma(SpecModel):
+    """How the transfer engine uses RDMA devices."""
+
+    devices: list[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,63}(:\d{1,2})?$")]] = Field(
+        default_factory=list,
+        max_length=16,
+        description="Such as mlx5_0, or mlx5_0:2 for its second port. Empty: one active port of "
+        "every card.",
+    )
+    gid_index: int | None = Field(
+        default=None,
+        ge=0,
+        le=255,
+        description="Entry of the port's GID table. Default: RoCE v2, routable, looked up at "
+        "every connection.",
+    )
+    traffic_class: int = Field(
+        default=0, ge=0, le=255, description="Traffic class of the packets (DSCP × 4)."
+    )
+    service_level: int = Field(default=0, ge=0, le=15, description="Service level.")
+
+
+class Transport(SpecModel):
+    """How bytes travel between stages."""
+
+    path: Literal["auto", "direct", "delegated"] = Field(
+        default="auto",
+        description="auto: direct, and delegated while a link is slow; the others are fixed.",
+    )
+    direct_duplex: Literal["full", "half"] = Field(
+        default="full",
+        description="Direct path: full gives each direction of a link its own communicator and "
+        "queue, as this trainer does; half gives both one, as torch.distributed does on "
+        "NCCL for a pair of ranks, so that a send waits for what the neighbour sends. For "
+        "comparisons, on CPU.",
+    )
+    engine: Literal["auto", "tcp", "shm", "rdma"] = Field(
+        default="auto",
+        description="Data path of the transfer engine. auto: shm on one host, rdma where both "
+        "ends have a device, else tcp; rdma falls back to tcp while no device works.",
+    )
+    require: Literal["rdma"] | None = Field(
+        default=None, description="rdma: never fall back to tcp; fail instead."
+    )
+    rdma: Rdma = Field(default_factory=Rdma)
+    queues: int = Field(default=8, ge=1, le=64, description="Engine queues per direction, K.")
+    deadline_seconds: float = Field(
+        default=300.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Longest wait for one message before the rank gives up.",
+    )
+
+    @model_validator(mode="after")
+    def _requirement_can_be_met(self) -> Transport:
+        if self.require is None:
+            return self
+        if self.engine not in ("auto", "rdma"):
+            raise FieldError(
+                "require", f"is {self.require}, but engine is {self.engine}; use engine rdma"
+            )
+        if self.path == "direct":
+            raise FieldError(
+                "require",
+                f"is {self.require}, but path is direct, which never uses the engine; use path "
+                "auto or delegated",
+            )
+        return self
+
+
+class Trainer(SpecModel):
+    """What runs in every rank."""
+
+    module: str = Field(
+        pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$",
+        max_length=253,
+        description="Python module, run as `python -m MODULE` on every rank.",
+    )
+    args: dict[str, Any] = Field(
+        default_factory=dict, description="Given to the module as JSON in PIPEMORPH_ARGS."
+    )
+    iterations: int = Field(ge=1, description="Iterations to train.")
+    seed: int = Field(default=0, ge=0)
+    threads: int = Field(default=1, ge=1, le=1024, description="torch intra-op threads per rank.")
+    metrics_port: int = Field(
+        default=9464,
+        ge=0,
+        le=65535,
+        description="Port of each rank's Prometheus metrics in its pod; 0 for none. On one machine "
+        "there are none.",
+    )
+
+
+class Emulation(SpecModel):
+    """Stages that hold the interpreter for a set time instead of computing."""
+
+    stage_times: list[StageTime] = Field(
+        min_length=1, max_length=512, description="One for all stages, or one per stage."
+    )
+    message_bytes: int = Field(ge=1, le=1 << 30, description="Bytes sent per message.")
+    stands_for_bytes: int | None = Field(
+        default=None, ge=1, description="Message size of what is emulated, where scaled down."
+    )
+    activation_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        description="Bytes that an emulated microbatch says it holds between its F and its W.",
+    )
+
+
+class Fault(SpecModel):
+    """One entry of a fault trace, injected in the transport and recorded in the report.
+
+    Bounds are iterations (``fromIteration`` inclusive, ``toIteration`` exclusive) or
+    seconds since training began; exactly one kind of bound.
+    """
+
+    link: int = Field(ge=0)
+    replica: int = Field(default=0, ge=0)
+    from_iteration: int | None = Field(default=None, ge=0)
+    to_iteration: int | None = Field(default=None, ge=1)
+    from_seconds: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    to_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    delay_ms: Milliseconds | None = Field(
+        default=None, description="Holds every message for this long on its queue."
+    )
+    bandwidth_mbps: float | None = Field(
+        default=None,
+        ge=0.001,
+        allow_inf_nan=False,
+        description="Limits the link to this many megabits per second.",
+    )
+    sever: Literal["data", "control", "direct"] | None = Field(
+        default=None,
+        description="Cuts the engine's data or control connection, or the direct path, once.",
+    )
+
+    @model_validator(mode="after")
+    def _one_effect_one_clock(self) -> Fault:
+        effects = [
+            n for n in ("delay_ms", "bandwidth_mbps", "sever") if getattr(self, n) is not None
+        ]
+        if not effects:
+            raise FieldError("", "has no effect; give one of delayMs, bandwidthMbps, sever")
+        by_iteration = self.from_iteration is not None or self.to_iteration is not None
+        by_seconds = self.from_seconds is not None or self.to_seconds is not None
+        if by_iteration and by_seconds:
+            raise FieldError("", "is bounded by iterations and by seconds; use one kind of bound")
+        for low, high, end in (
+            (self.from_iteration, self.to_iteration, "toIteration"),
+            (self.from_seconds, self.to_seconds, "toSeconds"),
+        ):
+            if low is not None and high is not None and low >= high:
+                raise FieldError(end, f"is {high}, which is not after its start, {low}")
+        return self
+
+
+class Checkpoint(SpecModel):
+    """Where and how often state is saved (torch.distributed.checkpoint)."""
+
+    directory: str = Field(min_length=1)
+    every: int = Field(ge=1, description="Iterations between checkpoints.")
+    resume: bool = Field(default=True, description="Continue from the newest checkpoint there.")
+
+
+class FailurePolicy(SpecModel):
+    max_restarts: int = Field(default=0, ge=0, le=1000)
+
+
+class JobSpec(SpecModel):
+    parallelism: Parallelism
+    schedule: ScheduleSpec
+    trainer: Trainer
+    adaptation: Adaptation = Field(default_factory=Adaptation)
+    transport: Transport = Field(default_factory=Transport)
+    emulation: Emulation | None = None
+    checkpoint: Checkpoint | None = None
+    faults: list[Fault] = Field(default_factory=list, max_length=256)
+    template: dict[str, Any] | None = Field(
+        default=None, description="Pod template; its container `trainer` runs the stage."
+    )
+    placement: Placement | None = Field(
+        default=None, description="Where and how a cluster places the ranks."
+    )
+    failure_policy: FailurePolicy = Field(default_factory=FailurePolicy)
+    suspend: bool = False
+    managed_by: str | None = None
+    active_deadline_seconds: int | None = Field(default=None, ge=1)
+    ttl_seconds_after_finished: int | None = Field(default=None, ge=0)
+
+    @field_validator("template")
+    @classmethod
+    def _template_runs_the_trainer(cls, template: dict[str, Any] | None) -> dict[str, Any] | None:
+        if template is not None:
+            check_template(template)
+        return template
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> JobSpec:
+        for problem in self._lengths():
+            raise problem
+        self._check_size()
+        self._check_batch()
+        self._check_warmup()
+        self._check_faults()
+        self._check_memory()
+        return self
+
+    def _lengths(self) -> Iterator[FieldError]:
+        """Lists that have one entry per stage."""
+        stages = self.parallelism.stages
+        schedule = self.schedule
+        lists: list[tuple[str, Sequence[object] | None]] = [
+            ("schedule.warmup", schedule.warmup),
+            ("schedule.stageTimes", schedule.stage_times),
+        ]
+        if isinstance(schedule.in_flight_limit, list):
+            lists.append(("schedule.inFlightLimit", schedule.in_flight_limit))
+        for where, values in lists:
+            if values is not None and len(values) != stages:
+                yield FieldError(where, f"has {len(values)} entries; {stages} stages need {stages}")
+        if self.emulation is not None and len(self.emulation.stage_times) not in (1, stages):
+            yield FieldError(
+                "emulation.stageTimes",
+                f"has {len(self.emulation.stage_times)} entries; expected 1 for all stages,"
+                f" or {stages}",
+            )
+
+    def _check_size(self) -> None:
+        stages, microbatches = self.parallelism.stages, self.schedule.microbatches
+        if stages * microbatches > MAX_CELLS:
+            raise FieldError(
+                "schedule.microbatches",
+                f"is {microbatches}; at {stages} stages at most {MAX_CELLS // stages} can be"
+                " planned",
+            )
+
+    def _check_batch(self) -> None:
+        batch, replicas = self.schedule.global_batch_size, self.parallelism.replicas
+        parts = replicas * self.schedule.microbatches
+        if batch is not None and batch % parts:
+            raise FieldError(
+                "schedule.globalBatchSize",
+                f"is {batch}, which {replicas} replicas × {self.schedule.microbatches}"
+                f" microbatches do not divide; use a multiple of {parts}",
+            )
+
+    def _check_warmup(self) -> None:
+        warmup, most = self.schedule.warmup, self.schedule.microbatches
+        for i, x in enumerate(warmup or ()):
+            if x > most:
+                raise FieldError(f"schedule.warmup[{i}]", f"is {x}; there are {most} microbatches")
+            if i and warmup is not None and x > warmup[i - 1]:
+                raise FieldError(
+                    f"schedule.warmup[{i}]",
+                    f"is {x}, more than {warmup[i - 1]} before it: the two stages would wait"
+                    " for each other",
+                )
+
+    def _check_memory(self) -> None:
+        memory = self.schedule.activation_memory
+        size = self.emulation.activation_bytes if self.emulation is not None else None
+        if memory is not None and size is not None and size > memory:
+            raise FieldError(
+                "schedule.activationMemory",
+                f"is {memory}, less than emulation.activationBytes, {size}: not even one"
+                " microbatch fits",
+            )
+
+    def _check_faults(self) -> None:
+        cut = self.parallelism
+        for i, fault in enumerate(self.faults):
+            for name, value, count, what in (
+                ("link", fault.link, cut.stages - 1, "links"),
+                ("replica", fault.replica, cut.replicas, "replicas"),
+            ):
+                if value >= count:
+                    raise FieldError(
+                        f"faults[{i}].{name}",
+                        f"is {value}; {_counted(count, what)}, numbered from 0",
+                    )
+
+
+def _counted(count: int, what: str) -> str:
+    return f"the job has {count or 'no'} {what[:-1] if count == 1 else what}"
+
+
+def check_template(template: Mapping[str, Any]) -> None:
+    """Raise :class:`FieldError` unless the pod template can run a stage: it has a container
+    ``trainer`` and sets none of the variables that are the host's to set.
+
+    Only what this product reads is checked; the rest is Kubernetes' to judge.
+    """
+    spec = template.get("spec")
+    if not isinstance(spec, dict):
+        raise FieldError("spec", f"is {_kind(spec)}; expected a pod spec with containers")
+    if not isinstance(template.get("metadata", {}), dict):
+        raise FieldError("metadata", f"is {_kind(template['metadata'])}; expected a mapping")
+    names = []
+    for group in ("containers", "initContainers"):
+        containers = spec.get(group, [] if group == "initContainers" else None)
+        if not isinstance(containers, list):
+            raise FieldError(f"spec.{group}", f"is {_kind(containers)}; expected a list")
+        for i, container in enumerate(containers):
+            name = _check_container(f"spec.{group}[{i}]", container)
+            if group == "containers":
+                names.append(name)
+    if TRAINER_CONTAINER not in names:
+        found = ", ".join(names) or "none"
+        raise FieldError(
+            "spec.containers",
+            f"has no container named {TRAINER_CONTAINER}, which runs the stage; found: {found}",
+        )
+
+
+def _check_container(where: str, container: object) -> str:
+    """Check one container; return its name."""
+    if not isinstance(container, dict):
+        raise FieldError(where, f"is {_kind(container)}; expected a container")
+    name = container.get("name")
+    if not isinstance(name, str) or not name:
+        raise FieldError(f"{where}.name", f"is {_kind(name)}; expected the container's name")
+    env = container.get("env", [])
+    if not isinstance(env, list):
+        raise FieldError(f"{where}.env", f"is {_kind(env)}; expected a list of name and value")
+    for i, variable in enumerate(env):
+        key = variable.get("name") if isinstance(variable, dict) else None
+        if not isinstance(key, str) or not key:
+            raise FieldError(f"{where}.env[{i}]", "has no name; expected name and value")
+        if key in RESERVED_ENV or key.startswith(RESERVED_ENV_PREFIXES):
+            raise FieldError(
+                f"{where}.env[{i}].name",
+                f"is {key}, which is reserved in container {name}: PipeMorph sets it",
+            )
+    return name
+
+
+def _kind(value: object) -> str:
+    """What a value is, for a message: its type, or that it is missing."""
+    if value is None:
+        return "missing"
+    kinds = {dict: "a mapping", list: "a list", str: "text", bool: "true or false"}
+    return kinds.get(type(value), "a number")
+
+
+class Metadata(SpecModel):
+    """The part of a Kubernetes ObjectMeta a manifest may carry here."""
+
+    name: Name
+    namespace: Name = "default"
+    labels: dict[str, str] = Field(default_factory=dict)
+    annotations: dict[str, str] = Field(default_factory=dict)
+
+
+class PipeMorphJob(SpecModel):
+    api_version: Literal["pipemorph.io/v1alpha1"]
+    kind: Literal["PipeMorphJob"]
+    metadata: Metadata
+    spec: JobSpec

@@ -1,0 +1,1 @@
+"""Whether another plan is worth its cost, and which."""

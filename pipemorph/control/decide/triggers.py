@@ -1,0 +1,218 @@
+"""The situation that was judged last, and when another one deserves a judgement of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pipemorph.api.spec import JobSpec
+from pipemorph.control.decide.forecast import Situation
+from pipemorph.control.decide.rate_limit import Pacing
+from pipemorph.control.decide.replan import Cause
+from pipemorph.control.first_plan import initial_paths, initial_problem
+from pipemorph.control.memory_limits import Room
+from pipemorph.control.observe.link_health import Health, LinkHealth
+from pipemorph.control.observe.stage_profile import expected_times
+from pipemorph.control.plan_body import PlanBody
+from pipemorph.planning import StageTimes
+
+WARM_UP = 3
+"""Iterations before measured op times are held against those planned with."""
+PROFILE_EVERY = 50
+"""Iterations between two plans for op times that changed."""
+COMPARE_EVERY = 5
+"""Iterations between two comparisons that found nothing."""
+MATERIAL = 0.25
+"""Change of a delay, as a fraction of it, that is worth another look."""
+MATERIAL_OP = 0.2
+"""Change of an op time, as a fraction of it, that is worth another look."""
+
+STEADY = 4
+"""Holds after which a delay that has not moved is looked at once more: on a path first used
+while the link was slow, what is left may be the path's own normal time."""
+
+
+class Progress(NamedTuple):
+    """How far an attempt is. ``last``: index of the newest finished iteration, -1 before the
+    first; ``finished``: how many are known to have finished, bounded; ``measured``: whether every
+    stage has reported op times; ``applied``: whether the newest one ran the wanted plan, or there
+    was no directive yet."""
+
+    last: int
+    finished: int
+    measured: bool
+    applied: bool
+
+
+@dataclass
+class Judgement:
+    """What was judged last in one attempt: at first, the situation the spec expects."""
+
+    spec: JobSpec
+    situation: Situation
+    _assumed_times: bool
+    """Whether the first plan is for op times that nobody has stated."""
+    _after: int | None = None
+    """The newest finished iteration by then."""
+    _of_steady: bool = False
+    """Whether it was made for a delay that had not moved."""
+    _profiled_at: int | None = None
+    _compare_from: int = 0
+
+    @staticmethod
+    def first(spec: JobSpec) -> Judgement:
+        links = spec.parallelism.stages - 1
+        situation = Situation(
+            stages=initial_problem(spec).stages,
+            wire_times=(0.0,) * links,
+            delays=(0.0,) * links,
+            slow=(False,) * links,
+            unknown=(True,) * links,
+        )
+        return Judgement(spec, situation, expected_times(spec) is None)
+
+    def made(self, cause: Cause, situation: Situation, last: int) -> None:
+        """Another one is made for ``cause``, after iteration ``last``."""
+        self.situation, self._after = situation, last
+        self._of_steady = cause == "steady"
+        if cause in ("profile", "memory"):
+            self._profiled_at = last
+
+    def now(
+        self, stages: tuple[StageTimes, ...], links: Sequence[LinkHealth], rooms: tuple[Room, ...]
+    ) -> Situation:
+        """Now, with what was last judged in place of what is not known or about to change."""
+        before = self.situation
+        known = [
+            link.health is not Health.UNKNOWN and not (link.in_doubt and before.slow[i])
+            for i, link in enumerate(links)
+        ]
+        return Situation(
+            stages=stages,
+            wire_times=tuple(
+                link.wire_time if known[i] else before.wire_times[i] for i, link in enumerate(links)
+            ),
+            delays=tuple(
+                link.delay if known[i] else before.delays[i] for i, link in enumerate(links)
+            ),
+            slow=tuple(
+                link.health is Health.SLOW if known[i] else before.slow[i]
+                for i, link in enumerate(links)
+            ),
+            unknown=tuple(link.health is Health.UNKNOWN for link in links),
+            rooms=rooms,
+        )
+
+    def cause(
+        self, now: Situation, wanted: PlanBody | None, progress: Progress, *, hold: int
+    ) -> Cause | None:
+        """Why the situation deserves another judgement than the last one, if it does.
+
+        ``wanted`` is the plan in effect, None if it is not known here; ``hold`` is
+        :attr:`Pacing.hold`.
+        """
+        if wanted is None:
+            return "restart"
+        before = self.situation
+        dispatch = self.spec.schedule.dispatch_kind
+        if now.rooms != before.rooms and wanted.excess(now.rooms, dispatch) is not None:
+            return "memory"
+        links = range(len(now.slow))
+        if any(now.slow[i] and not before.slow[i] for i in links):
+            return "slow"
+        if any(before.slow[i] and not now.slow[i] for i in links):
+            return "recovered"
+        change = [now.delays[i] - before.delays[i] for i in links]
+        least = self.spec.adaptation.min_delay_ms / 1e3
+        material = [max(least, MATERIAL * before.delays[i]) for i in links]
+        if any(now.slow[i] and change[i] > material[i] for i in links):
+            return "worse"
+        if any(now.slow[i] and -change[i] > material[i] for i in links):
+            return "eased"
+        if self._is_steady(now, wanted, progress, hold):
+            return "steady"
+        if self.profile_is_due(progress) and self._differs(now, progress):
+            return "profile"
+        return None
+
+    def _is_steady(self, now: Situation, wanted: PlanBody, progress: Progress, hold: int) -> bool:
+        since = self._after
+        if since is None or self._of_steady or wanted.paths == initial_paths(self.spec):
+            return False
+        waited = progress.last - since
+        return any(now.slow) and waited >= STEADY * hold
+
+    def profile_is_due(self, progress: Progress) -> bool:
+        """Whether to hold op times against those planned with: every few iterations, since that
+        takes longer than all else a report does while the links are well."""
+        if not progress.measured or progress.last < self._compare_from:
+            return False
+        if self._profiled_at is None:
+            return progress.finished >= WARM_UP
+        return progress.last - self._profiled_at >= PROFILE_EVERY
+
+    def _differs(self, now: Situation, progress: Progress) -> bool:
+        """Whether op times or normal wire times are not what was planned with."""
+        self._compare_from = progress.last + COMPARE_EVERY
+        if self._assumed_times and self._profiled_at is None:
+            return True
+        before = self.situation
+        scale = max(op for stage in now.stages for op in _ops(stage))
+        ops = any(
+            abs(new - old) > MATERIAL_OP * max(old, scale / 2)
+            for new_stage, old_stage in zip(now.stages, before.stages, strict=True)
+            for new, old in zip(_ops(new_stage), _ops(old_stage), strict=True)
+        )
+        wires = any(
+            abs(new - old) > MATERIAL_OP * scale
+            for new, old in zip(now.wire_times, before.wire_times, strict=True)
+        )
+        # What a plan may hold, and a shorter backward that was not known of.
+        limits = any(
+            (new.in_flight_limit, new.device_limit) != (old.in_flight_limit, old.device_limit)
+            or (old.fused_backward is None and new.fusing_pays)
+            for new, old in zip(now.stages, before.stages, strict=True)
+        )
+        return ops or wires or limits
+
+    def is_time(
+        self, cause: Cause, links: Sequence[LinkHealth], progress: Progress, pacing: Pacing
+    ) -> bool:
+        """Whether a directive may be issued for this cause now. If not, it will be looked at
+        again with the next report."""
+        finished = progress.last
+        if cause == "memory":
+            return True
+        if cause in ("slow", "restart"):
+            return pacing.may_hurry(finished)
+        if finished == self._after:
+            return False  # A delay that varies is looked at once per iteration.
+        if cause == "worse":
+            return pacing.may_hurry(finished)
+        if not progress.applied:
+            return False
+        if not pacing.is_settled(finished):
+            return False
+        if cause == "recovered":
+            well = [
+                link.since_iteration
+                for link, was_slow in zip(links, self.situation.slow, strict=True)
+                if was_slow and link.health is Health.HEALTHY and link.since_iteration is not None
+            ]
+            return pacing.may_return(finished, max(well, default=0))
+        return True
+
+    def detectable_at(self, now: Situation, links: Sequence[LinkHealth], iteration: int) -> int:
+        """Iteration of the first window that showed what has changed since."""
+        turned = [
+            link.since_iteration
+            for link, was, is_slow in zip(links, self.situation.slow, now.slow, strict=True)
+            if was != is_slow and link.since_iteration is not None
+        ]
+        # Other causes have no first window: they are seen when they are looked for.
+        return min([*turned, iteration])
+
+
+def _ops(stage: StageTimes) -> tuple[float, float, float]:
+    return stage.forward, stage.backward_input, stage.backward_weight

@@ -1,0 +1,1 @@
+"""What a job's reports say: links, stages, rails and transports."""

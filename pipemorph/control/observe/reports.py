@@ -1,0 +1,121 @@
+"""Reports taken in: whether one is of this job and news, and what those of an attempt say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipemorph.api.spec import JobSpec, Parallelism
+from pipemorph.control.observe.detector import Thresholds
+from pipemorph.control.observe.events import Events
+from pipemorph.control.observe.link_health import LinkBook
+from pipemorph.control.observe.rail_health import RailBook
+from pipemorph.control.observe.stage_profile import Footprint, StageBook
+from pipemorph.control.observe.transports import TransportBook
+from pipemorph.errors import PipeMorphError
+from pipemorph.wire import LinkHealthReport
+
+
+class ReportRefused(PipeMorphError):
+    """Base of the reasons below; the message is one line."""
+
+
+class WrongAttempt(ReportRefused):
+    """The report is of another attempt of the job than the one in progress."""
+
+
+class ReplayedReport(ReportRefused):
+    """The report's sequence number is not above ``last``, the last one accepted."""
+
+    def __init__(self, sequence: int, last: int) -> None:
+        super().__init__(f"sequence {sequence} is not above {last}, the last one taken")
+        self.last = last
+
+
+class ReportMismatch(ReportRefused):
+    """The report names something the job does not have. ``field`` says where."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+def check(report: LinkHealthReport, cut: Parallelism, *, attempt: int, after: int) -> None:
+    """Raise a :class:`~pipemorph.control.observe.reports.ReportRefused` unless the report is of
+    ``attempt``, its sequence number above ``after``, and all it names in a job cut like this."""
+    if report.attempt != attempt:
+        raise WrongAttempt(f"attempt {report.attempt} is not {attempt}, the one in progress")
+    if report.sequence <= after:
+        raise ReplayedReport(report.sequence, after)
+    for i, sample in enumerate(report.links):
+        _within(f"links[{i}].link", sample.link, cut.stages - 1, "links")
+        _within(f"links[{i}].replica", sample.replica, cut.replicas, "replicas")
+    for i, profile in enumerate(report.stages):
+        _within(f"stages[{i}].stage", profile.stage, cut.stages, "stages")
+        _within(f"stages[{i}].replica", profile.replica, cut.replicas, "replicas")
+    for i, rail in enumerate(report.rails):
+        _within(f"rails[{i}].stage", rail.stage, cut.stages, "stages")
+        _within(f"rails[{i}].replica", rail.replica, cut.replicas, "replicas")
+    for i, end in enumerate(report.transports):
+        _within(f"transports[{i}].link", end.link, cut.stages - 1, "links")
+        _within(f"transports[{i}].replica", end.replica, cut.replicas, "replicas")
+
+
+def _within(field: str, value: int, count: int, what: str) -> None:
+    if value >= count:
+        raise ReportMismatch(field, f"is {value}; the job has {count} {what}")
+
+
+class Reported:
+    """One attempt as its reports have it: the newest of what is said once, and a book of each
+    thing that is measured.
+
+    ``footprints`` are those of an earlier attempt, which still hold.
+    """
+
+    def __init__(
+        self, spec: JobSpec, *, footprints: Sequence[Footprint] = (), events: Events
+    ) -> None:
+        adaptation = spec.adaptation
+        links = spec.parallelism.stages - 1
+        self.sequence = 0
+        self.state = "starting"
+        self.message: str | None = None
+        self.iteration = 0
+        self.observed_epoch = self.applied_epoch = 0
+        self.stages = StageBook(spec, footprints)
+        self.links = LinkBook(
+            links,
+            thresholds=Thresholds(
+                min_delay=adaptation.min_delay_ms / 1e3, relative=adaptation.min_delay_fraction
+            ),
+            stale_after=adaptation.stale_after_seconds,
+        )
+        self.rails = RailBook(named=spec.transport.rdma.devices, events=events)
+        self.transports = TransportBook(links, events=events)
+        self._heard = False
+
+    def take(self, report: LinkHealthReport, now: float) -> None:
+        """Take in a report that passed :func:`check`. ``now``: wall clock, seconds."""
+        self.sequence = report.sequence
+        self.state, self.message = report.state, report.message
+        self.iteration = report.iteration
+        self.observed_epoch = report.observed_epoch
+        self.applied_epoch = report.applied_epoch
+        for profile in report.stages:
+            self.stages.observe(profile)
+        if report.links:
+            self.links.observe(report.links, now, op_time=self.stages.longest_op)
+            self._heard = True
+            self.links.compare_peers()
+        self.rails.observe(report.rails, report.ports, now, report.iteration)
+        self.transports.observe(report.links, report.transports, now, report.iteration)
+
+    def fell_silent(self, now: float) -> bool:
+        """Whether the last link of a job in training has fallen silent: true once, until there
+        are samples again."""
+        if self.state != "training" or not self._heard:
+            return False
+        if self.links.is_silent(now):
+            self._heard = False
+            return True
+        return False

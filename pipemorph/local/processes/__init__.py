@@ -1,0 +1,1 @@
+"""The ranks of a run as processes of this machine."""

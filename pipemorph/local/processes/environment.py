@@ -1,0 +1,148 @@
+"""The environment of a rank on this machine. Pure.
+
+Last wins: the host's own environment without what a launcher sets; what one machine needs;
+``env`` of the pod template's container ``trainer``; what the runtime reads.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipemorph.api.spec import RESERVED_ENV, RESERVED_ENV_PREFIXES, TRAINER_CONTAINER, PipeMorphJob
+from pipemorph.errors import InputError
+
+PASSED_ON = frozenset({"PIPEMORPH_LOG"})
+GRACE_SECONDS = 10.0
+"""From SIGTERM to SIGKILL: enough for a rank to say what it waited for and to let go."""
+_REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_.-]*)\)")
+
+
+@dataclass(frozen=True)
+class AttemptEnvironment:
+    """Where one attempt's ranks find each other and the host."""
+
+    attempt: int
+    master_port: int
+    ingest_url: str
+    job_file: Path
+    secret_file: Path
+    token_file: Path
+    trace_dir: Path
+
+
+def rank_environment(
+    job: PipeMorphJob, where: AttemptEnvironment, rank: int, host: Mapping[str, str]
+) -> dict[str, str]:
+    """Everything a rank sees. The variables are those of the trainer's context."""
+    world_size = str(job.spec.parallelism.world_size)
+    env = {name: value for name, value in host.items() if not is_reserved(name)}
+    env |= {
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": str(job.spec.trainer.threads),
+    }
+    # A crash in C++ then says where each thread was.
+    env.setdefault("PYTHONFAULTHANDLER", "1")
+    # The name of this machine may resolve to an address that is down or behind a firewall.
+    env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    env = _with_template(env, template_env(job).values)
+    return env | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(where.master_port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "PIPEMORPH_JOB_FILE": str(where.job_file),
+        "PIPEMORPH_ARGS": json.dumps(job.spec.trainer.args),
+        "PIPEMORPH_NAMESPACE": job.metadata.namespace,
+        "PIPEMORPH_ATTEMPT": str(where.attempt),
+        "PIPEMORPH_SECRET_FILE": str(where.secret_file),
+        "PIPEMORPH_INGEST_URL": where.ingest_url,
+        "PIPEMORPH_TOKEN_FILE": str(where.token_file),
+        "PIPEMORPH_TRACE_DIR": str(where.trace_dir),
+    }
+
+
+@dataclass(frozen=True)
+class TemplateEnv:
+    """``env`` of the trainer container: plain entries, and names that need a cluster."""
+
+    values: dict[str, str]
+    unavailable: list[str]
+
+
+def template_env(job: PipeMorphJob) -> TemplateEnv:
+    """Read ``spec.template``. Entries with ``valueFrom`` (and ``envFrom``) need a cluster.
+
+    Raises :class:`InputError` for a variable no process can have.
+    """
+    values: dict[str, str] = {}
+    unavailable: list[str] = []
+    for container in _containers(job.spec.template):
+        if container.get("name") != TRAINER_CONTAINER:
+            continue
+        for entry in container.get("env") or []:
+            if "valueFrom" in entry:
+                unavailable.append(entry["name"])
+            else:
+                values[entry["name"]] = _plain(entry)
+        if container.get("envFrom"):
+            unavailable.append("envFrom")
+    return TemplateEnv(values, unavailable)
+
+
+def grace_seconds(job: PipeMorphJob) -> float:
+    """How long a rank may take to stop: ``terminationGracePeriodSeconds`` of the template.
+
+    Raises :class:`InputError` if that is no number of seconds.
+    """
+    stated = ((job.spec.template or {}).get("spec") or {}).get("terminationGracePeriodSeconds")
+    if stated is None:
+        return GRACE_SECONDS
+    if isinstance(stated, bool) or not isinstance(stated, int) or stated < 0:
+        raise InputError(
+            f"spec.template.spec.terminationGracePeriodSeconds: is {stated!r}; "
+            f"expected a whole number of seconds"
+        )
+    return float(stated)
+
+
+def is_reserved(name: str) -> bool:
+    """Whether a launcher sets this variable, so that an inherited value would mislead."""
+    reserved = name in RESERVED_ENV or name.startswith(RESERVED_ENV_PREFIXES)
+    return reserved and name not in PASSED_ON
+
+
+def _plain(entry: dict[str, Any]) -> str:
+    name, value = entry["name"], entry.get("value")
+    text = "" if value is None else str(value)
+    if "=" in name or "\0" in name or "\0" in text:
+        raise InputError(
+            f"spec.template: variable {name!r} has '=' in its name or a zero byte; "
+            f"no process can have it"
+        )
+    return text
+
+
+def _containers(template: dict[str, Any] | None) -> list[dict[str, Any]]:
+    return list(((template or {}).get("spec") or {}).get("containers") or [])
+
+
+def _with_template(env: dict[str, str], values: Mapping[str, str]) -> dict[str, str]:
+    """Add ``values``, with ``$(NAME)`` replaced by what comes before it, as kubelet does;
+    ``$$`` is a dollar, and an unknown name stays as it is written."""
+    seen: dict[str, str] = {}
+    for name, value in values.items():
+
+        def look_up(match: re.Match[str]) -> str:
+            if match.group(0) == "$$":
+                return "$"
+            return seen.get(match.group(1), match.group(0))
+
+        seen[name] = _REFERENCE.sub(look_up, value)
+    return env | seen

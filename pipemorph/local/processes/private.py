@@ -1,0 +1,55 @@
+"""What only the ranks of one attempt may read: engine secret, ingest token, the job."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipemorph.api.spec import PipeMorphJob
+
+SECRET_BYTES = 32
+
+
+@dataclass(frozen=True)
+class PrivateFolder:
+    """A folder of mode 0700 with files of mode 0600; :meth:`remove` it at the end."""
+
+    root: Path
+
+    @staticmethod
+    def make(job: PipeMorphJob, token: str) -> PrivateFolder:
+        """A new folder with a new random secret. Raises OSError if it cannot be written."""
+        folder = PrivateFolder(Path(tempfile.mkdtemp(prefix="pipemorph-run-")))
+        try:
+            _write(folder.secret, secrets.token_bytes(SECRET_BYTES))
+            _write(folder.token, token.encode())
+            _write(folder.job, job.model_dump_json(by_alias=True, exclude_none=True).encode())
+        except OSError:
+            folder.remove()
+            raise
+        return folder
+
+    @property
+    def secret(self) -> Path:
+        return self.root / "secret"
+
+    @property
+    def token(self) -> Path:
+        return self.root / "token"
+
+    @property
+    def job(self) -> Path:
+        return self.root / "job.json"
+
+    def remove(self) -> None:
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+def _write(path: Path, content: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)

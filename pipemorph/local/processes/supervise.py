@@ -1,0 +1,259 @@
+"""Runs one attempt to its end: waits for what happens, and says how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from queue import Empty, SimpleQueue
+
+from pipemorph.local.processes.ranks import RankProcess, RankSet
+
+REFRESH_SECONDS = 0.1
+NOTICE_SECONDS = 1.0
+"""For the peers of a rank that died to notice, and to say so in full, before they are asked."""
+CAUSE_SECONDS = 10.0
+"""For a rank that its peers have lost to end as well: it says why, and is often not the first."""
+AGENT_SECONDS = 2.5
+"""For rank 0's agent to send the last report after rank 0 has ended."""
+LAST_LINES = 20
+MOST_PEERS = 16
+_WAITING = re.compile(
+    r".*((?:rank|stage) \d+(?: \([^)]*\))? (?:waited [\d.]+ s|was (?:not )?waiting) for .*)"
+)
+"""What a rank says when it is ended in a wait; without what comes before it on the line."""
+
+
+class End(StrEnum):
+    """How an attempt ended."""
+
+    COMPLETED = "completed"
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"
+    DEADLINE = "deadline"
+
+
+@dataclass(frozen=True)
+class RankExited:
+    rank: int
+    status: int
+
+
+@dataclass(frozen=True)
+class Signalled:
+    number: signal.Signals
+
+
+Events = SimpleQueue["RankExited | Signalled"]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an attempt ended, and what to tell about it (several lines, most telling first)."""
+
+    end: End
+    reason: str = ""
+    details: tuple[str, ...] = ()
+    retry: bool = False
+    """Whether another attempt could do better."""
+
+
+def supervise(
+    ranks: RankSet,
+    events: Events,
+    *,
+    refresh: Callable[[], None],
+    note: Callable[[str], None],
+    grace: float,
+    straggle: float,
+    deadline: float | None = None,
+) -> Ending:
+    """Wait until every rank has finished or something ends the attempt, then end the ranks.
+
+    ``grace``: seconds from SIGTERM to SIGKILL. ``straggle``: seconds the slowest rank may go
+    on after the first has finished. ``deadline``: ``time.monotonic()`` at which the job's
+    time is over. ``refresh`` is called several times a second. Leaves no rank running.
+    """
+    ending = _until_the_end(ranks, events, refresh, deadline, straggle)
+    if ending.end is End.INTERRUPTED:
+        note(f"{ending.reason}: stopping {len(ranks.running)} ranks; once more kills them")
+    if ending.end is not End.COMPLETED:
+        killed, hurried = _stop(ending, ranks, events, refresh, grace)
+        if ending.end is End.FAILED and ranks.ended:
+            ending = _cause(ranks, killed) or ending
+        why = "as asked" if hurried else f"since they did not stop within {grace:g} s"
+        ending = _with_peers(ending, ranks, killed, why)
+    ranks.settle(AGENT_SECONDS)
+    refresh()
+    ranks.kill()
+    _forget_exits(events)
+    return ending
+
+
+def _until_the_end(
+    ranks: RankSet,
+    events: Events,
+    refresh: Callable[[], None],
+    deadline: float | None,
+    straggle: float,
+) -> Ending:
+    first_done: float | None = None
+    while ranks.running:
+        try:
+            event = events.get(timeout=REFRESH_SECONDS)
+        except Empty:
+            refresh()
+            # Only now: after a stall of this host, what happened meanwhile counts first.
+            now = time.monotonic()
+            if deadline is not None and now >= deadline:
+                return Ending(End.DEADLINE, "spec.activeDeadlineSeconds have passed")
+            if first_done is not None and now >= first_done + straggle:
+                late = ", ".join(str(rank.seat) for rank in ranks.running)
+                why = f"{late}: still running {straggle:g} s after others finished"
+                return Ending(End.FAILED, why)
+            continue
+        if isinstance(event, Signalled):
+            return Ending(End.INTERRUPTED, event.number.name)
+        rank = ranks.note_exit(event.rank, event.status)
+        if event.status != 0:
+            return _failure(rank)
+        first_done = first_done or time.monotonic()
+    return Ending(End.COMPLETED)
+
+
+def _cause(ranks: RankSet, killed: list[RankProcess]) -> Ending | None:
+    """Of the ranks that ended badly by themselves the first that had not lost a peer: the
+    others follow from it. If all had, the first."""
+    asked = (128 + signal.SIGTERM, -signal.SIGTERM)
+    bad = [r for r in ranks.ended if r.status not in (0, *asked) and r not in killed]
+    if not bad:
+        return None
+    return _failure(next((rank for rank in bad if _lost_wait(rank) is None), bad[0]))
+
+
+def _cause_is_to_come(ranks: RankSet) -> bool:
+    """Whether every rank that has ended badly did so because a peer went away."""
+    bad = [rank for rank in ranks.ended if rank.status != 0]
+    waits = [_lost_wait(rank) for rank in bad]
+    # One that ran into its deadline lost nobody: a peer hangs, and will go on to.
+    return bool(waits) and all(wait and "the deadline is" not in wait for wait in waits)
+
+
+def _lost_wait(rank: RankProcess) -> str | None:
+    """The wait that a rank gave up, None if it ended for a reason of its own."""
+    if rank.status is None or rank.status < 0:
+        return None
+    return _wait_told(rank)
+
+
+def _failure(rank: RankProcess) -> Ending:
+    """How one rank ended badly."""
+    lines = [line for line in rank.lines() if line.strip()][-LAST_LINES:]
+    if lines:
+        details = [f"its last lines ({rank.log}):", *(f"  {line}" for line in lines)]
+    else:
+        details = [f"it wrote nothing to {rank.log}"]
+    if rank.status == -signal.SIGKILL:
+        details.append("often the kernel does that when memory runs out; dmesg tells")
+    return Ending(
+        End.FAILED,
+        f"{rank.seat} {rank.outcome()}",
+        tuple(details),
+        # Exit code 2 says that the input cannot be used; it will be the same next time.
+        retry=rank.status != 2,
+    )
+
+
+def _stop(
+    ending: Ending, ranks: RankSet, events: Events, refresh: Callable[[], None], grace: float
+) -> tuple[list[RankProcess], bool]:
+    """Ask all ranks to stop and wait. Returns those that are to be killed, and whether that is
+    because the user would not wait."""
+    if ending.end is End.FAILED:
+        if _wait(ranks, events, refresh, NOTICE_SECONDS):
+            return ranks.running, True
+        if _cause_is_to_come(ranks) and _wait(
+            ranks, events, refresh, CAUSE_SECONDS, enough=lambda: not _cause_is_to_come(ranks)
+        ):
+            return ranks.running, True
+    ranks.terminate()
+    hurried = _wait(ranks, events, refresh, grace)
+    return ranks.running, hurried
+
+
+def _wait(
+    ranks: RankSet,
+    events: Events,
+    refresh: Callable[[], None],
+    seconds: float,
+    *,
+    enough: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Wait until no rank runs or it is ``enough``, at most ``seconds``. True if a signal cut
+    it short."""
+    end = time.monotonic() + seconds
+    while ranks.running and not enough():
+        left = end - time.monotonic()
+        try:
+            # What has happened by the end is taken in, however late this host looks.
+            event = events.get(timeout=min(max(0.0, left), REFRESH_SECONDS))
+        except Empty:
+            if left <= 0:
+                return False
+            refresh()
+            continue
+        if isinstance(event, Signalled):
+            return True
+        ranks.note_exit(event.rank, event.status)
+    return False
+
+
+def _forget_exits(events: Events) -> None:
+    """Take out the exits that nobody waited for: of ranks that were killed. The next attempt
+    would take them for those of its own ranks."""
+    signals = []
+    with contextlib.suppress(Empty):
+        while True:
+            event = events.get_nowait()
+            if isinstance(event, Signalled):
+                signals.append(event)
+    for signalled in signals:
+        events.put(signalled)
+
+
+def _with_peers(ending: Ending, ranks: RankSet, killed: list[RankProcess], why: str) -> Ending:
+    """Add what the ranks were waiting for, in their own words."""
+    details = list(ending.details)
+    told = "\n".join(details)
+    peers = [rank for rank in ranks.ranks if f"{rank.seat} {rank.outcome()}" != ending.reason]
+    words = [word for rank in peers if (word := _last_word(rank)) and word not in told]
+    if words:
+        details.append("what the ranks were waiting for:")
+        details += [f"  {word}" for word in words[:MOST_PEERS]]
+    if len(words) > MOST_PEERS:
+        details.append(f"  and {len(words) - MOST_PEERS} more, in their logs")
+    if killed:
+        names = ", ".join(str(rank.seat) for rank in killed)
+        details.append(f"killed, {why}: {names}")
+    return Ending(ending.end, ending.reason, tuple(details), ending.retry)
+
+
+def _last_word(rank: RankProcess) -> str | None:
+    """The wait a rank was ended in; of one that failed by itself without such, its last line."""
+    told = _wait_told(rank)
+    if told is not None:
+        return told
+    lines = [line.strip() for line in rank.lines() if line.strip()]
+    if lines and rank.status is not None and rank.status > 0:
+        return f"{rank.seat} {rank.outcome()}: {lines[-1]}"
+    return None
+
+
+def _wait_told(rank: RankProcess) -> str | None:
+    """The last wait a rank has told of."""
+    waits = [match.group(1) for line in rank.lines() if (match := _WAITING.match(line.strip()))]
+    return waits[-1] if waits else None

@@ -1,0 +1,78 @@
+"""What a run has seen: finished iterations and what the controller thought of them.
+
+Written by the thread that serves the ingest, read by the one that shows progress.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from pipemorph.control.controller import JobController
+from pipemorph.control.history import AdaptationRecord, Decision
+from pipemorph.control.observe.events import Event
+from pipemorph.control.observe.link_health import LinkHealth
+from pipemorph.control.observe.rail_health import RailsView
+from pipemorph.control.observe.transports import TransportsView
+from pipemorph.wire import IterationSample, LinkHealthReport
+
+MOST_ITERATIONS = 1_000_000
+"""About 300 MB; a job with more keeps its newest."""
+NEWEST_RECORDS = 8
+"""Records the display looks at: more directives than this between two looks never happen."""
+
+
+@dataclass(frozen=True)
+class View:
+    """The newest of everything, for the display."""
+
+    state: str = "starting"
+    links: tuple[LinkHealth, ...] = ()
+    adaptations: tuple[AdaptationRecord, ...] = ()
+    decisions: tuple[Decision, ...] = ()
+    message: str | None = None
+    rails: RailsView = field(default_factory=RailsView)
+    transports: TransportsView = field(default_factory=TransportsView)
+    events: tuple[Event, ...] = ()
+    """What happened to rails and transports."""
+
+
+@dataclass
+class Journal:
+    """All finished iterations by index; one that ran again in a later attempt counts once."""
+
+    view: View = field(default_factory=View)
+    _iterations: dict[int, IterationSample] = field(default_factory=dict)
+    _unseen: list[IterationSample] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def take(self, report: LinkHealthReport, controller: JobController, now: float) -> None:
+        """Record one accepted report and the controller's state after it."""
+        view = View(
+            state=report.state,
+            links=controller.links(now),
+            adaptations=tuple(r.model_copy() for r in controller.records[-NEWEST_RECORDS:]),
+            decisions=tuple(controller.decisions[-NEWEST_RECORDS:]),
+            message=report.message or self.view.message,
+            rails=controller.rails(now),
+            transports=controller.transports(),
+            events=controller.events,
+        )
+        with self._lock:
+            for sample in report.iterations:
+                self._iterations[sample.index] = sample
+                self._unseen.append(sample)
+            while len(self._iterations) > MOST_ITERATIONS:
+                del self._iterations[next(iter(self._iterations))]
+            self.view = view
+
+    def unseen(self) -> list[IterationSample]:
+        """Iterations that finished since the last call."""
+        with self._lock:
+            unseen, self._unseen = self._unseen, []
+            return unseen
+
+    def iterations(self) -> list[IterationSample]:
+        """All iterations, by index."""
+        with self._lock:
+            return [self._iterations[index] for index in sorted(self._iterations)]

@@ -1,0 +1,188 @@
+"""A finished run as a planning problem: its op times as measured, its links as last seen."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pydantic import ValidationError
+
+from pipemorph.api.spec import JobSpec
+from pipemorph.control.first_plan import initial_paths
+from pipemorph.control.observe.stage_profile import (
+    Footprint,
+    StageBook,
+    expected_times,
+    in_flight_limits,
+)
+from pipemorph.document import read_text
+from pipemorph.errors import InputError, one_line
+from pipemorph.planning.ir import Path as LinkPath
+from pipemorph.planning.planner import link_on
+from pipemorph.planning.problem import Problem, StageTimes, describe
+
+LAST = 8
+"""Iterations a run's own time is the median of."""
+MAX_BYTES = 1 << 30
+"""Iterations of a long run, each with what it was; a timeline has at most 200,000 ops."""
+UNREADABLE = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
+"""What JSON of another shape or with other values ends in; also pydantic's ValidationError."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """``problem`` in milliseconds; ``iteration_ms`` is the median of the last iterations."""
+
+    problem: Problem
+    source: str
+    iteration_ms: float | None
+
+
+def is_report(path: str) -> bool:
+    """Whether a file is the report of a run, not a problem."""
+    if not path.endswith(".json"):
+        return False
+    try:
+        found = json.loads(read_text(path, MAX_BYTES))
+    except (ValueError, RecursionError):
+        return False  # whoever reads it as a problem says what is wrong
+    return isinstance(found, dict) and "spec" in found and "iterations" in found
+
+
+def measured_problem(path: str) -> Measured:
+    """The problem a run was. Raises :class:`InputError` of one line."""
+    report = _read(Path(path))
+    try:
+        spec = JobSpec.model_validate(report["spec"])
+    except ValidationError as error:
+        raise InputError(f"{one_line(path)}: spec.{describe(error)}") from None
+    timeline = Path(path).with_name("timeline.json")
+    stages = _from_timeline(timeline, spec) if timeline.exists() else None
+    source = "op times measured in the run"
+    if stages is None:
+        stated = expected_times(spec)
+        if stated is None:
+            raise InputError(
+                f"{one_line(path)}: states no op times, and there is no timeline.json beside it to "
+                "take them from"
+            )
+        stages = tuple(_in_ms(stage) for stage in stated)
+        source = "op times stated in the job"
+    if report.get("emulated"):
+        source += " (EMULATED)"
+    stages = tuple(map(_with_memory, stages, StageBook(spec).footprints))
+    try:
+        delays, paths = _links(report, spec)
+        iterations = [_finite(each["seconds"]) for each in report["iterations"]]
+        half = spec.transport.direct_duplex == "half"
+        links = [
+            link_on(path, delay, queues=spec.transport.queues, half_duplex=half)
+            for path, delay in zip(paths, delays, strict=True)
+        ]
+        problem = Problem(
+            microbatches=spec.schedule.microbatches,
+            stages=stages,
+            links=tuple(links),
+            policy=spec.schedule.policy_kind,
+            dispatch=spec.schedule.dispatch_kind,
+        )
+    except UNREADABLE as error:
+        raise InputError(_unlike(path, "report", error)) from None
+    return Measured(problem, source, median(iterations[-LAST:]) * 1e3 if iterations else None)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What a run left behind. Raises :class:`InputError` of one line."""
+    try:
+        found = json.loads(read_text(path, MAX_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise InputError(_unlike(path, path.stem, error)) from None
+    if not isinstance(found, dict):
+        raise InputError(_unlike(path, path.stem, TypeError("not an object")))
+    return found
+
+
+def _unlike(path: str | Path, what: str, error: Exception) -> str:
+    said = one_line(f"{type(error).__name__}: {error}")
+    return f"{one_line(str(path))}: does not read as the {what} of a run ({said})"
+
+
+def _finite(value: Any) -> float:
+    """Raises ValueError, or TypeError for what is no number."""
+    if not math.isfinite(number := float(value)):
+        raise ValueError(f"{number} where a finite number was expected")
+    return number
+
+
+def _in_ms(stage: StageTimes) -> StageTimes:
+    kinds = ("forward", "backward_input", "backward_weight", "fused_backward")
+    times = {kind: getattr(stage, kind) for kind in kinds}
+    return stage.model_copy(
+        update={kind: time * 1e3 for kind, time in times.items() if time is not None}
+    )
+
+
+def _with_memory(stage: StageTimes, known: Footprint) -> StageTimes:
+    """With what a microbatch holds and what a copy of that takes, where the job says so."""
+    copy = known.offload_copy
+    memory = {
+        "activation_bytes": known.activation_bytes,
+        "offload_copy": None if copy is None else copy * 1e3,
+    }
+    return stage.model_copy(update=memory)
+
+
+def _links(report: dict[str, Any], spec: JobSpec) -> tuple[list[float], list[LinkPath]]:
+    """Delay in ms and path of each link, as the last plan had them."""
+    paths = list(initial_paths(spec))
+    delays = [0.0] * len(paths)
+    applied = [a for a in report["adaptations"] if a.get("applied_at_iteration") is not None]
+    if applied:
+        paths = [LinkPath(path) for path in applied[-1]["paths"]]
+        for link in applied[-1]["links"]:
+            where = int(link["link"])
+            delays[where] = max(delays[where], float(link["delay"]) * 1e3)
+    return delays, paths
+
+
+def _from_timeline(path: Path, spec: JobSpec) -> tuple[StageTimes, ...] | None:
+    """Median op times of every stage in a run's Chrome trace; None if it has no ops of one.
+
+    A fused backward counts as B: it cannot be told how much of it is W.
+    """
+    trace = _read(path)
+    limits = in_flight_limits(spec)
+    took: list[dict[str, list[float]]] = [defaultdict(list) for _ in limits]
+    try:
+        for event in trace["traceEvents"]:
+            if event["ph"] == "X" and event["cat"] in ("F", "B", "W", "BW"):
+                took[event["tid"]][event["cat"]].append(_finite(event["dur"]) / 1e3)
+        return _medians(took, limits)
+    except UNREADABLE as error:
+        raise InputError(_unlike(path, "timeline", error)) from None
+
+
+def _medians(
+    took: list[dict[str, list[float]]], limits: Sequence[int | None]
+) -> tuple[StageTimes, ...] | None:
+    """Raises pydantic.ValidationError for times that no stage can have."""
+    stages = []
+    for ops, limit in zip(took, limits, strict=True):
+        backward = ops["B"] or ops["BW"]
+        if not ops["F"] or not backward:
+            return None
+        stages.append(
+            StageTimes(
+                forward=median(ops["F"]),
+                backward_input=median(backward),
+                backward_weight=median(ops["W"]) if ops["W"] else 0.0,
+                in_flight_limit=limit,
+            )
+        )
+    return tuple(stages)

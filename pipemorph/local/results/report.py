@@ -1,0 +1,156 @@
+"""``report.json``: what a run did, for programs."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass, field
+from importlib import metadata
+from statistics import median
+from typing import Any
+
+from pipemorph import __version__
+from pipemorph.api.spec import PipeMorphJob
+from pipemorph.control.history import AdaptationRecord
+from pipemorph.local.processes.supervise import End, Ending
+from pipemorph.local.results.history import View
+from pipemorph.local.results.outputs import OutFolder, write_json
+from pipemorph.local.results.traces import read_faults, read_splits
+from pipemorph.wire import IterationSample
+
+
+@dataclass
+class AttemptRecord:
+    """One start of all ranks. Times are wall clock, seconds since the epoch."""
+
+    number: int
+    started_at: float
+    ended_at: float | None = None
+    ending: Ending | None = None
+
+    def end(self, ending: Ending, now: float) -> Ending:
+        """Note how it ended; returns ``ending``."""
+        self.ending, self.ended_at = ending, now
+        return ending
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "number": self.number,
+            "started_at": self.started_at,
+            "ended_at": self.ended_at,
+            "end": self.ending.end.value if self.ending else None,
+            "reason": self.ending.reason if self.ending else None,
+            "details": list(self.ending.details) if self.ending else [],
+        }
+
+
+@dataclass
+class RunRecord:
+    """A run as it goes: attempts, and at the end what came of them."""
+
+    job: PipeMorphJob
+    started_at: float
+    attempts: list[AttemptRecord] = field(default_factory=list)
+    ending: Ending = field(default_factory=lambda: Ending(End.FAILED, "not started"))
+    iterations: list[IterationSample] = field(default_factory=list)
+    adaptations: list[AdaptationRecord] = field(default_factory=list)
+    last: View = field(default_factory=View)
+    """The newest of everything when the run ended."""
+
+    def begin_attempt(self, now: float) -> AttemptRecord:
+        self.attempts.append(AttemptRecord(len(self.attempts), now))
+        return self.attempts[-1]
+
+    def finish(
+        self,
+        ending: Ending,
+        iterations: list[IterationSample],
+        adaptations: list[AdaptationRecord],
+        last: View | None = None,
+    ) -> None:
+        self.ending, self.iterations, self.adaptations = ending, iterations, adaptations
+        self.last = last or View()
+
+    @property
+    def completed(self) -> bool:
+        return self.ending.end is End.COMPLETED
+
+    @property
+    def emulated(self) -> bool:
+        return self.job.spec.emulation is not None
+
+    def summary(self) -> str:
+        """``completed: 40 iterations, median 1.234 s, 2 adaptations``"""
+        parts = [f"{len(self.iterations)} of {self.job.spec.trainer.iterations} iterations"]
+        if self.iterations:
+            parts.append(f"median {median(i.seconds for i in self.iterations):.3f} s")
+        parts.append(f"{len(self.adaptations)} adaptations")
+        emulated = " (EMULATED)" if self.emulated else ""
+        return f"{self.ending.end.value}{emulated}: {', '.join(parts)}"
+
+    def content(self, faults: list[Any], splits: list[Any]) -> dict[str, Any]:
+        """The report, ready for JSON."""
+        emulation = self.job.spec.emulation
+        return {
+            "job": self.job.metadata.name,
+            "namespace": self.job.metadata.namespace,
+            "completed": self.completed,
+            "end": self.ending.end.value,
+            "reason": self.ending.reason or None,
+            "emulated": self.emulated,
+            "emulation": emulation.model_dump(mode="json") if emulation else None,
+            "started_at": self.started_at,
+            "ended_at": self.attempts[-1].ended_at if self.attempts else None,
+            "iterations": [i.model_dump(mode="json") for i in self.iterations],
+            "adaptations": [a.model_dump(mode="json") for a in self.adaptations],
+            "links": _links(self.last),
+            "rails": _rails(self.last),
+            "split": splits,
+            "faults": faults,
+            "attempts": [attempt.record() for attempt in self.attempts],
+            "versions": _versions(),
+            "spec": self.job.spec.model_dump(mode="json", by_alias=True, exclude_none=True),
+        }
+
+
+def write_report(folder: OutFolder, run: RunRecord) -> None:
+    """Write ``report.json``, whole or not at all."""
+    content = run.content(read_faults(folder.trace), read_splits(folder.trace))
+    write_json(folder.report, content, indent=1)
+
+
+def _links(last: View) -> dict[str, Any]:
+    """What carried the links at the end, and whether any had lost its rails."""
+    seen = last.transports
+    return {
+        "transports": list(seen.links),
+        "fallbacks": seen.fallbacks,
+        "failbacks": seen.failbacks,
+        "fallen": [link.record() for link in seen.fallen],
+    }
+
+
+def _rails(last: View) -> dict[str, Any]:
+    """RDMA ports as last judged, and what happened to them and to links because of them."""
+    rails = last.rails
+    return {
+        "health": rails.health.value,
+        "ports": rails.ports,
+        "unavailable": rails.unreadable,
+        "sick": [port.record() for port in rails.sick],
+        "congested": [port.record() for port in rails.congested],
+        "events": [event.record() for event in last.events],
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    """Of what ran. torch is not imported for its version."""
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        torch = None
+    return {
+        "pipemorph": __version__,
+        "python": platform.python_version(),
+        "torch": torch,
+        "kernel": platform.release(),
+    }

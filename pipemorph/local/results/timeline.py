@@ -1,0 +1,230 @@
+"""``timeline.json`` and ``timeline.png``: what every stage did when.
+
+The trace has all iterations if they fit into ``MOST_EVENTS``; a long run keeps those around
+its adaptations, its first and its newest ones, and says so. The picture compares single
+iterations on one time scale: undisturbed, disturbed, adapted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipemorph.api.spec import Fault
+from pipemorph.control.history import AdaptationRecord
+from pipemorph.errors import InputError
+from pipemorph.local.results.outputs import OutFolder, write_json, write_whole
+from pipemorph.local.results.report import RunRecord
+from pipemorph.local.results.traces import StageTrace, TraceIndex
+from pipemorph.pictures import Message, Timeline, render_panels
+from pipemorph.planning.ir import OpKind
+from pipemorph.planning.simulation.simulator import TimedOp
+
+MOST_EVENTS = 200_000
+"""About 25 MB of JSON: what a browser still opens."""
+AROUND = 3
+"""Iterations kept before and after each that is worth a look."""
+
+
+def write_timeline(folder: OutFolder, run: RunRecord, note: Callable[[str], None]) -> None:
+    """Write both files from the ranks' traces; ``note`` says what could not be written."""
+    index = TraceIndex.of(folder.trace)
+    iterations = index.iterations()
+    if not iterations:
+        note("no timeline: the ranks finished no iteration with a trace of its ops")
+    kept = choose(index, iterations, run.adaptations)
+    write_json(folder.timeline, chrome_trace(index.read(kept), run, len(iterations)))
+    if not iterations:
+        return
+    try:
+        panels = choose_panels(iterations, run.adaptations, run.job.spec.faults)
+        picture = render_panels(_title(run), timelines(index, panels, run))
+        write_whole(folder.picture, picture)
+        note(f"timeline: {folder.timeline}, {folder.picture}")
+    except InputError as error:
+        note(f"timeline: {folder.timeline}; no timeline.png: {error}")
+
+
+def choose(
+    index: TraceIndex, iterations: list[int], adaptations: Sequence[AdaptationRecord]
+) -> list[int]:
+    """The iterations a trace of bounded size keeps, ascending."""
+    if not iterations:
+        return []
+    sample = index.read(iterations[-1:])[iterations[-1]]
+    room = max(1, MOST_EVENTS // max(1, sum(len(stage.ops) for stage in sample)))
+    if len(iterations) <= room:
+        return iterations
+    here = set(iterations)
+    wanted: dict[int, None] = {}
+    for record in adaptations:
+        for centre in (record.detectable_at, record.applied_at_iteration):
+            if centre is not None:
+                wanted |= dict.fromkeys(range(centre - AROUND, centre + AROUND + 1))
+    wanted |= dict.fromkeys(iterations[:AROUND])
+    wanted |= dict.fromkeys(reversed(iterations))
+    return sorted([i for i in wanted if i in here][:room])
+
+
+def chrome_trace(
+    traces: dict[int, list[StageTrace]], run: RunRecord, recorded: int
+) -> dict[str, Any]:
+    """Trace Event Format: a process per replica, a thread per stage. Times in microseconds
+    after the first op."""
+    stages = [stage for iteration in traces.values() for stage in iteration]
+    zero = min((op.start for stage in stages for op in stage.ops), default=0.0)
+    events = _names(stages, run)
+    events += [_op_event(op, stage, zero) for stage in stages for op in stage.ops]
+    for record in run.adaptations:
+        if (stages_then := traces.get(_first_iteration(record))) is not None:
+            events.append(_mark(record, stages_then, zero))
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "title": _title(run),
+            "emulated": run.emulated,
+            "first_op_at": zero,
+            "iterations": sorted(traces),
+            "iterations_recorded": recorded,
+        },
+    }
+
+
+def _title(run: RunRecord) -> str:
+    name = run.job.metadata.name
+    return f"{name} (EMULATED: stages wait instead of computing)" if run.emulated else name
+
+
+def _names(stages: Iterable[StageTrace], run: RunRecord) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = []
+    replicas = {stage.replica for stage in stages}
+    for replica in sorted(replicas):
+        name = run.job.metadata.name + (f", replica {replica}" if len(replicas) > 1 else "")
+        events.append(_metadata("process_name", replica, 0, {"name": name}))
+    for replica, stage in sorted({(stage.replica, stage.stage) for stage in stages}):
+        events.append(_metadata("thread_name", replica, stage, {"name": f"stage {stage}"}))
+        events.append(_metadata("thread_sort_index", replica, stage, {"sort_index": stage}))
+    return events
+
+
+def _metadata(name: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": name, "args": args}
+
+
+def _op_event(op: TimedOp, stage: StageTrace, zero: float) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "pid": stage.replica,
+        "tid": stage.stage,
+        "name": f"{op.kind.value}{op.microbatch}",
+        "cat": op.kind.value,
+        "ts": _micros(op.start - zero),
+        "dur": _micros(op.end - op.start),
+        "args": {"iteration": stage.iteration, "epoch": stage.epoch},
+    }
+
+
+def _first_iteration(record: AdaptationRecord) -> int:
+    """First iteration under this plan, -1 if there was none."""
+    return -1 if record.applied_at_iteration is None else record.applied_at_iteration
+
+
+def _mark(record: AdaptationRecord, stages: list[StageTrace], zero: float) -> dict[str, Any]:
+    first = min((op.start for stage in stages for op in stage.ops), default=zero)
+    return {
+        "ph": "i",
+        "s": "g",
+        "pid": 0,
+        "tid": 0,
+        "name": f"epoch {record.epoch} in force",
+        "ts": _micros(first - zero),
+        "args": {"reason": record.reason},
+    }
+
+
+def _micros(seconds: float) -> float:
+    return round(1e6 * seconds, 1)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One iteration worth drawing, and the delay of each link then, seconds."""
+
+    iteration: int
+    label: str
+    delays: dict[int, float]
+
+
+def choose_panels(
+    iterations: list[int], adaptations: Sequence[AdaptationRecord], faults: Sequence[Fault]
+) -> list[Panel]:
+    """Undisturbed, disturbed and adapted, of the first change that a slow link caused and
+    that came into force. Without one: before and in the first delay of the fault trace, or
+    else the iteration in the middle."""
+    here = set(iterations)
+    for record in adaptations:
+        applied = _first_iteration(record)
+        delays = {link["link"]: link["delay"] for link in record.links if link["delay"] > 0}
+        if record.kind != "adapt" or applied < 0 or not delays:
+            continue
+        panels = [
+            Panel(record.detectable_at - 1, "undisturbed", {}),
+            Panel(applied - 1, "disturbed, old plan", delays),
+            Panel(applied + 1, f"disturbed, plan of epoch {record.epoch}", delays),
+        ]
+        drawn = [panel for panel in panels if panel.iteration in here]
+        if len(drawn) > 1:
+            return drawn
+    for fault in faults:
+        if fault.delay_ms and fault.from_iteration is not None:
+            delayed = {fault.link: fault.delay_ms / 1e3}
+            panels = [
+                Panel(fault.from_iteration - 1, "undisturbed", {}),
+                Panel(fault.from_iteration + 1, "disturbed, same plan", delayed),
+            ]
+            drawn = [panel for panel in panels if panel.iteration in here]
+            if drawn:
+                return drawn
+    return [Panel(iterations[len(iterations) // 2], "", {})]
+
+
+def timelines(index: TraceIndex, panels: Sequence[Panel], run: RunRecord) -> list[Timeline]:
+    """The panels' iterations, replica 0, each from its own first op."""
+    traces = index.read(panel.iteration for panel in panels)
+    samples = {sample.index: sample for sample in run.iterations}
+    made = []
+    for panel in panels:
+        rows = [stage for stage in traces[panel.iteration] if stage.replica == 0]
+        title = [f"iteration {panel.iteration}"] + ([panel.label] if panel.label else [])
+        if (sample := samples.get(panel.iteration)) is not None:
+            title.append(f"{1e3 * sample.seconds:.0f} ms, bubble {sample.bubble_fraction:.0%}")
+        made.append(Timeline([s.ops for s in rows], ", ".join(title), messages(rows, panel.delays)))
+    return made
+
+
+def messages(stages: Sequence[StageTrace], delays: dict[int, float]) -> list[Message]:
+    """The messages of one iteration on the links in ``delays`` (seconds).
+
+    Where the receiver waited for one, its arrival was seen; else it took its link's delay,
+    and came before it was used.
+    """
+    found = []
+    for link, delay in delays.items():
+        for sender, receiver, forward in ((link, link + 1, True), (link + 1, link, False)):
+            used = {_need(op): op.start for op in stages[receiver].ops}
+            arrived = {_need(wait): wait.end for wait in stages[receiver].waits}
+            for op in stages[sender].ops:
+                need = _need(op)
+                if op.kind is OpKind.W or need[0] is not forward or need not in used:
+                    continue
+                guess = min(op.end + delay, used[need])
+                at = max(op.end, arrived.get(need, guess))
+                found.append(Message(link, forward, op.microbatch, op.end, at))
+    return found
+
+
+def _need(op: TimedOp) -> tuple[bool | None, int]:
+    """What an op needs and passes on: (forward, microbatch); None for W, which does neither."""
+    return (None if op.kind is OpKind.W else op.kind is OpKind.F), op.microbatch

@@ -1,0 +1,1 @@
+"""What a schedule wastes, where, and what would help."""

@@ -1,0 +1,304 @@
+"""What would help: more microbatches, another split of the layers, or offload.
+
+Each lever is a change to the problem that is planned like the problem itself, so that its
+bubble, its iteration time and its memory stand beside today's. A lever that lowers the bubble
+and takes memory that is not there is no win: in-flight caps hold for every lever, in bytes
+where a microbatch or a stage changes its size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from pydantic import ValidationError
+
+from pipemorph.errors import InputError
+from pipemorph.planning.analysis.partition import split_layers
+from pipemorph.planning.analysis.what_if import evened, layers_of, parts, shrunk, split_anew, work
+from pipemorph.planning.ir import Dispatch, Policy
+from pipemorph.planning.offload import device_peak, host_peak
+from pipemorph.planning.planner import PlannedSchedule, plan
+from pipemorph.planning.problem import Problem, describe
+from pipemorph.planning.search.backend import lower_bound
+from pipemorph.planning.search.variants import offloading_variants
+from pipemorph.planning.simulation.simulator import Simulation, simulate
+
+DEVICE_BUFFERS = 2
+"""Microbatches on the device of a stage that offloads for want of no cap: one in use, one being
+copied."""
+FACTORS = (2, 4)
+"""How many times the microbatches."""
+EVEN = 1.02
+"""Slowest stage over the mean stage up to which another split is not worth a line."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """Today, or one change. Times in the problem's unit.
+
+    ``batch`` is how many of today's batches an iteration trains. ``memory`` is the activation
+    memory of the stage that needs most over today's; ``activation_bytes`` the same in bytes,
+    ``host_bytes`` what offload keeps in host memory on the stage that keeps most; None where
+    no stage says how many bytes a microbatch takes.
+    """
+
+    lever: str
+    change: str
+    makespan: float
+    bubble_fraction: float
+    in_flight: tuple[int, ...]
+    batch: float
+    memory: float
+    activation_bytes: int | None
+    host_bytes: int | None
+    gain: float
+    """Share of the time per sample that the change saves; negative if it costs."""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """``options[0]`` is today. ``missing``: what could not be worked out, and what it takes."""
+
+    options: tuple[Option, ...]
+    missing: tuple[str, ...]
+
+    @property
+    def best(self) -> Option | None:
+        """The option that saves most with the same batch and no more memory; None if none
+        saves a percent."""
+        today = self.options[0]
+        helpful = [
+            option
+            for option in self.options[1:]
+            if option.gain >= 0.01
+            and option.batch == 1
+            and option.memory <= today.memory * (1 + 1e-9)
+        ]
+        return max(helpful, key=lambda option: option.gain, default=None)
+
+
+def advise(problem: Problem) -> Advice:
+    """Plan the problem as it is and with each lever, and compare.
+
+    Raises :class:`InputError` if the problem cannot be planned as it is.
+    """
+    policy = problem.policy
+    if policy.interleaved:
+        raise InputError(
+            f"policy {policy.value} has several stages per rank, which advise cannot change yet;"
+            " use pipemorph, zero-bubble, 1f1b or gpipe"
+        )
+    advisor = _Advisor(problem, plan(problem, policy))
+    options, missing = [advisor.today], []
+    for lever in (advisor.microbatches, advisor.split, advisor.offload):
+        for found in lever():
+            if isinstance(found, Option):
+                options.append(found)
+            else:
+                missing.append(found)
+    return Advice(tuple(options), tuple(missing))
+
+
+class _Advisor:
+    def __init__(self, problem: Problem, planned: PlannedSchedule) -> None:
+        self.problem = problem
+        ran = _run(planned)
+        self.today_makespan = ran.makespan
+        known = all(stage.activation_bytes for stage in problem.stages)
+        self.sized = known
+        # Without bytes, every stage's microbatch counts for one.
+        self.units = [
+            float(stage.activation_bytes or 1) if known else 1.0 for stage in problem.stages
+        ]
+        peaks = list(map(device_peak, ran.schedule().stages, planned.problem.device_limits()))
+        self.today_memory = max(p * u for p, u in zip(peaks, self.units, strict=True))
+        self.today = self._option("today", "as it is", planned, self.units)
+
+    # --- the levers: options, or a line about what is missing ---------------------------------
+
+    def microbatches(self) -> Iterator[Option | str]:
+        """More of the same size (a larger batch), and of a part of the size (the same batch)."""
+        n = self.problem.microbatches
+        for factor in FACTORS:
+            larger = self._changed(self.problem, microbatches=n * factor)
+            yield from self._plan(
+                "microbatches",
+                f"{n} → {n * factor}, batch {factor}×",
+                larger,
+                self.units,
+                batch=factor,
+            )
+        for factor in FACTORS:
+            stages = tuple(shrunk(stage, factor) for stage in self.problem.stages)
+            smaller = self._changed(self.problem, microbatches=n * factor, stages=stages)
+            yield from self._plan(
+                "microbatches",
+                f"{n} → {n * factor} of 1/{factor} the size",
+                smaller,
+                [unit / factor for unit in self.units],
+                note=f"if a microbatch of 1/{factor} the size takes 1/{factor} the time",
+            )
+
+    def split(self) -> Iterator[Option | str]:
+        """Other layers per stage; without layers, at best the mean on every stage."""
+        problem = self.problem
+        totals = [work(stage, problem.policy) for stage in problem.stages]
+        mean = sum(totals) / len(totals)
+        uneven = max(totals) / mean if mean else 1.0
+        if problem.layers is None or problem.layer_split is None:
+            if uneven <= EVEN:
+                return
+            yield from self._plan(
+                "split",
+                f"even stages (slowest is {uneven:.2f}× the mean)",
+                self._changed(problem, stages=evened(problem.stages)),
+                self.units,
+                note="at best",
+            )
+            yield "give layers and layer_split for a split that exists"
+            return
+        yield from self._split_of_layers(problem.layer_split)
+
+    def _split_of_layers(self, today: Sequence[int]) -> Iterator[Option | str]:
+        problem = self.problem
+        layers = layers_of(problem)
+        times = [work(layer, problem.policy) for layer in layers]
+        # What a stage takes beside its layers (embedding, loss) stays where it is.
+        fixed = [
+            max(0.0, work(stage, problem.policy) - sum(times[part]))
+            for stage, part in zip(problem.stages, parts(today), strict=True)
+        ]
+        counts = split_layers(times, fixed)
+        if counts == tuple(today):
+            yield f"the split {_few(today)} is the best for its slowest stage"
+            return
+        sized = self.sized and all(layer.activation_bytes for layer in layers)
+        stages, units = split_anew(problem, counts, self.units, sized=sized)
+        note = "" if sized else "memory by the number of layers"
+        yield from self._plan(
+            "split",
+            f"layers {_few(today)} → {_few(counts)}",
+            self._changed(problem, stages=stages, layers=None, layer_split=None),
+            units,
+            note=note,
+        )
+
+    def offload(self) -> Iterator[Option | str]:
+        """Activations in host memory: today's cap is a device limit, and nothing else a cap."""
+        problem = self._changed(self.problem)
+        caps = problem.in_flight_limits()
+        capped = problem.policy is not Policy.GPIPE and any(k is not None for k in caps)
+        if not capped:
+            yield "offload saves memory, not time: no in_flight_limit holds anything back"
+            caps = (DEVICE_BUFFERS,) * problem.stage_count
+        stages = tuple(
+            stage.model_copy(
+                update={"in_flight_limit": None, "device_limit": stage.device_limit or cap}
+            )
+            for stage, cap in zip(problem.stages, caps, strict=True)
+        )
+        complete = all(stage.offload_copy is not None for stage in problem.stages)
+        if not complete:
+            yield "give offload_copy of every stage for what the copies of offload cost"
+        planned = self._offloaded(problem.model_copy(update={"stages": stages}))
+        if planned is None:
+            yield "offload saves nothing: no plan needs more microbatches than fit on the device"
+            return
+        yield self._option(
+            "offload",
+            "activations to host memory, no cap" if capped else "activations to host memory",
+            planned,
+            self.units,
+            note="copies not overlapped" if complete else "if its copies cost nothing",
+        )
+
+    def _offloaded(self, problem: Problem) -> PlannedSchedule | None:
+        """The best plan that offloads; None where none does."""
+        if problem.policy is not Policy.PIPEMORPH:
+            return plan(problem, problem.policy)
+        found = list(offloading_variants(problem, None))
+        if not found:
+            return None
+        quickest = found[-1]
+        return PlannedSchedule(
+            policy=problem.policy,
+            problem=quickest.problem,
+            schedule=quickest.schedule,
+            makespan=quickest.makespan,
+            lower_bound=lower_bound(problem),
+            planning_seconds=0.0,
+        )
+
+    # --- planning one ----------------------------------------------------------------------
+
+    def _changed(self, problem: Problem, **update: object) -> Problem:
+        """A fixed warm-up is not kept: it was fixed for today."""
+        return problem.model_copy(update={"warmup": None, **update})
+
+    def _plan(
+        self,
+        lever: str,
+        change: str,
+        problem: Problem,
+        units: Sequence[float],
+        *,
+        batch: float = 1.0,
+        note: str = "",
+    ) -> Iterator[Option | str]:
+        try:
+            checked = Problem.model_validate(problem.model_dump())
+            planned = plan(checked, checked.policy)
+        except ValidationError as error:
+            yield f"{lever}, {change}: {describe(error)}"
+            return
+        except InputError as error:
+            yield f"{lever}, {change}: {error}"
+            return
+        yield self._option(lever, change, planned, units, batch=batch, note=note)
+
+    def _option(
+        self,
+        lever: str,
+        change: str,
+        planned: PlannedSchedule,
+        units: Sequence[float],
+        *,
+        batch: float = 1.0,
+        note: str = "",
+    ) -> Option:
+        ran = _run(planned)
+        stages, limits = ran.schedule().stages, planned.problem.device_limits()
+        held = list(map(device_peak, stages, limits))
+        away = list(map(host_peak, stages, limits))
+        memory = max(p * u for p, u in zip(held, units, strict=True))
+        host = max(p * u for p, u in zip(away, units, strict=True))
+        per_batch = ran.makespan / batch
+        today = self.today_makespan
+        return Option(
+            lever=lever,
+            change=change,
+            makespan=ran.makespan,
+            bubble_fraction=ran.bubble_fraction,
+            in_flight=tuple(held),
+            batch=batch,
+            memory=memory / self.today_memory,
+            activation_bytes=ceil(memory) if self.sized else None,
+            host_bytes=ceil(host) if self.sized and any(away) else None,
+            gain=1.0 - per_batch / today if today else 0.0,
+            note=note,
+        )
+
+
+def _run(planned: PlannedSchedule) -> Simulation:
+    """The plan as the problem dispatches it."""
+    if planned.problem.dispatch is Dispatch.STATIC:
+        return planned.simulation
+    return simulate(planned.schedule, planned.problem, planned.problem.dispatch)
+
+
+def _few(values: Sequence[int]) -> str:
+    shown = [str(value) for value in values]
+    return "-".join(shown if len(shown) <= 16 else [*shown[:7], "…", *shown[-7:]])

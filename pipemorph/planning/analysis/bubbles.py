@@ -1,0 +1,210 @@
+"""Why a stage is idle: every bubble of an iteration, with its cause.
+
+A bubble before a stage's first op fills the pipeline, one after its last drains it. Between
+them, at any moment, the first that applies of:
+
+1. *link*: the stage's own last send holds up its compute;
+2. *cap*: a forward is here that only the stage's ``in_flight_limit`` forbids;
+3. *order*: another B or W could run, but the schedule puts this op first (what online
+   dispatch would not wait for);
+4. *link*: what the next op waits for is made, and on its way (delay and queue of a link);
+5. *dependency*: what it waits for is not made yet.
+
+A forward that could run without a cap is no cause: it would take memory, which a plan may
+spare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from itertools import pairwise
+from typing import NamedTuple
+
+from pipemorph.planning.ir import OpKind
+from pipemorph.planning.problem import Problem
+from pipemorph.planning.simulation.costs import INF
+from pipemorph.planning.simulation.interleaved import InterleavedSimulation
+from pipemorph.planning.simulation.messages import Delivery, Message, deliver
+from pipemorph.planning.simulation.simulator import Simulation, TimedOp
+
+
+class Cause(StrEnum):
+    """Why a stage computes nothing."""
+
+    FILL = "fill"
+    DRAIN = "drain"
+    DEPENDENCY = "dependency"
+    LINK = "link"
+    CAP = "cap"
+    ORDER = "order"
+
+
+class Bubble(NamedTuple):
+    """Idle time of one stage, in the problem's unit."""
+
+    start: float
+    end: float
+    cause: Cause
+
+
+class Explanation(NamedTuple):
+    """``bubbles[stage]`` in order of time; ``messages`` in the order they were sent."""
+
+    bubbles: list[list[Bubble]]
+    messages: list[Message]
+
+    def by_cause(self) -> dict[Cause, list[float]]:
+        """Idle time per cause and stage."""
+        return {
+            cause: [
+                sum(bubble.end - bubble.start for bubble in bubbles if bubble.cause is cause)
+                for bubbles in self.bubbles
+            ]
+            for cause in Cause
+        }
+
+
+def explain(simulation: Simulation, problem: Problem) -> Explanation:
+    """The cause of all idle time of ``simulation``, an execution under ``problem``."""
+    delivery = deliver(simulation, problem)
+    arrivals = _Arrivals(simulation, delivery)
+    end = simulation.makespan
+    limits = problem.in_flight_limits()
+    bubbles = []
+    for i, ops in enumerate(simulation.stages):
+        idle = _between(i, ops, arrivals, delivery.held[i], limits[i])
+        if ops[0].start > 0:
+            idle.insert(0, Bubble(0.0, ops[0].start, Cause.FILL))
+        if end > ops[-1].end:
+            idle.append(Bubble(ops[-1].end, end, Cause.DRAIN))
+        bubbles.append(idle)
+    return Explanation(bubbles, delivery.messages)
+
+
+class _Arrivals:
+    """When each stage's inputs were made and when they were here."""
+
+    def __init__(self, simulation: Simulation, delivery: Delivery) -> None:
+        n, last = simulation.microbatches, len(simulation.stages) - 1
+        here = (-INF, -INF)
+        # (made, arrived) per stage and microbatch: what F needs, and what B or BW needs.
+        self.above = [[here] * n for _ in simulation.stages]
+        self.below = [[here] * n for _ in simulation.stages]
+        for link, forward, m, sent, arrived in delivery.messages:
+            if forward:
+                self.above[link + 1][m] = (sent, arrived)
+            else:
+                self.below[link][m] = (sent, arrived)
+        for op in simulation.stages[last]:
+            if op.kind is OpKind.F:
+                self.below[last][op.microbatch] = (op.end, op.end)
+
+    def of(self, stage: int, op: TimedOp) -> tuple[float, float]:
+        if op.kind is OpKind.W:
+            return (-INF, -INF)
+        return (self.above if op.kind is OpKind.F else self.below)[stage][op.microbatch]
+
+
+def _between(
+    stage: int,
+    ops: Sequence[TimedOp],
+    arrivals: _Arrivals,
+    held: dict[int, float],
+    limit: int | None,
+) -> list[Bubble]:
+    """The bubbles between the first and the last op of a stage."""
+    found: list[Bubble] = []
+    microbatches = len(arrivals.above[stage])
+    f = b = w = 0
+    cap = INF if limit is None else limit
+    for position, op in enumerate(ops):
+        before = ops[position - 1].end if position else op.start
+        if op.start > before:
+            forward_at = arrivals.above[stage][f][1] if f < microbatches else INF
+            backward_at = arrivals.below[stage][b][1] if b < f else INF
+            state = _State(
+                op=op,
+                made=arrivals.of(stage, op)[0],
+                held_until=held.get(position - 1, -INF),
+                capped_from=forward_at if f - w >= cap and op.kind is not OpKind.F else INF,
+                other_from=min(
+                    backward_at if op.kind in (OpKind.F, OpKind.W) else INF,
+                    -INF if w < b and op.kind is not OpKind.W else INF,
+                ),
+            )
+            found += _split(before, op.start, state)
+        f += op.kind is OpKind.F
+        b += op.kind in (OpKind.B, OpKind.BW)
+        w += op.kind in (OpKind.W, OpKind.BW)
+    return found
+
+
+class _State(NamedTuple):
+    """What a gap before ``op`` is judged by: the moments at which a cause begins or ends."""
+
+    op: TimedOp
+    made: float
+    held_until: float
+    capped_from: float
+    other_from: float
+
+    def cause(self, at: float) -> Cause:
+        if at < self.held_until:
+            return Cause.LINK
+        if at >= self.capped_from:
+            return Cause.CAP
+        if at >= self.other_from:
+            return Cause.ORDER
+        return Cause.LINK if at >= self.made else Cause.DEPENDENCY
+
+
+def _split(start: float, end: float, state: _State) -> list[Bubble]:
+    edges = {state.made, state.held_until, state.capped_from, state.other_from}
+    moments = [start, *sorted(edge for edge in edges if start < edge < end), end]
+    pieces: list[Bubble] = []
+    for left, right in pairwise(moments):
+        cause = state.cause(left)
+        joins = bool(pieces) and pieces[-1].cause is cause
+        pieces.append(Bubble(pieces.pop().start if joins else left, right, cause))
+    return pieces
+
+
+def explain_interleaved(ran: InterleavedSimulation, problem: Problem) -> Explanation:
+    """Same for ranks with several stages: ``bubbles[rank]``. No causes but fill, drain,
+    dependency and link; caps and orders are of stages, and idle is the rank."""
+    last = problem.stage_count - 1
+    messages: list[Message] = []
+    made: dict[tuple[int, bool, int], float] = {}
+    for stage, ops in enumerate(ran.simulation.stages):
+        for kind, m, _, end in ops:
+            if kind is OpKind.W:
+                continue
+            forward = kind is OpKind.F
+            to = stage + 1 if forward else stage - 1
+            if forward and stage == last:
+                made[stage, False, m] = end
+            elif to >= 0:
+                made[to, forward, m] = end
+                link = min(stage, to)
+                away = ran.placement[stage] != ran.placement[to]
+                delay = problem.links[link].delay if away else 0.0
+                if away:
+                    messages.append(Message(link, forward, m, end, end + delay))
+    bubbles = []
+    for ops_of_rank in ran.by_rank():
+        idle: list[Bubble] = []
+        now = 0.0
+        for stage, op in ops_of_rank:
+            if op.start > now:
+                known = made.get((stage, op.kind is OpKind.F, op.microbatch), -INF)
+                state = _State(op, -INF if op.kind is OpKind.W else known, -INF, INF, INF)
+                first = op is ops_of_rank[0][1]
+                idle += (
+                    [Bubble(0.0, op.start, Cause.FILL)] if first else _split(now, op.start, state)
+                )
+            now = op.end
+        if ran.makespan > now:
+            idle.append(Bubble(now, ran.makespan, Cause.DRAIN))
+        bubbles.append(idle)
+    return Explanation(bubbles, messages)

@@ -1,0 +1,65 @@
+"""Which layers go to which stage, so that the slowest stage is as fast as it can be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from pipemorph.planning.simulation.costs import INF
+
+# Sums of the same times in another order.
+SAME = 1e-9
+
+
+def split_layers(times: Sequence[float], fixed: Sequence[float]) -> tuple[int, ...]:
+    """Layers per stage, in order, at least one each: the optimum for the slowest stage.
+
+    ``times[l]`` is the time of layer *l*, ``fixed[i]`` what stage *i* takes beside its layers.
+    Of the splits with the least slowest stage it is the one with the least sum of squares,
+    so that the other stages are even too. Raises ValueError with fewer layers than stages.
+    """
+    stages, layers = len(fixed), len(times)
+    if layers < stages:
+        raise ValueError(f"there are {layers} layers for {stages} stages; each needs one")
+    before = [0.0, *accumulate(times)]
+    slowest = _least_slowest(before, fixed) * (1 + SAME)
+    # best[j]: least sum of squares with the first j layers on the stages so far.
+    best = [0.0] + [INF] * layers
+    choices: list[list[int]] = []
+    for i, extra in enumerate(fixed):
+        reached = [INF] * (layers + 1)
+        choice = [0] * (layers + 1)
+        for end in range(i + 1, layers - (stages - i - 1) + 1):
+            for start in range(end - 1, i - 1, -1):
+                took = extra + before[end] - before[start]
+                if took > slowest and end - start > 1:
+                    break
+                found = best[start] + took * took
+                if took <= slowest and found < reached[end]:
+                    reached[end], choice[end] = found, start
+        best = reached
+        choices.append(choice)
+    counts = []
+    end = layers
+    for choice in reversed(choices):
+        counts.append(end - choice[end])
+        end = choice[end]
+    return tuple(reversed(counts))
+
+
+def _least_slowest(before: Sequence[float], fixed: Sequence[float]) -> float:
+    """The least time all stages can stay within."""
+    layers, stages = len(before) - 1, len(fixed)
+    best = [0.0] + [INF] * layers
+    for i, extra in enumerate(fixed):
+        reached = [INF] * (layers + 1)
+        for end in range(i + 1, layers - (stages - i - 1) + 1):
+            least = INF
+            for start in range(end - 1, i - 1, -1):
+                took = extra + before[end] - before[start]
+                if took >= least:
+                    break  # and more so with one layer more
+                least = min(least, max(best[start], took))
+            reached[end] = least
+        best = reached
+    return best[layers]

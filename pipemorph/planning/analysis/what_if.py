@@ -1,0 +1,136 @@
+"""Stages whose microbatches shrink or whose layers change, for ``analysis.advice``.
+
+Every field of :class:`StageTimes` has its rule here: times follow the work, limits hold in bytes,
+so of half the size twice as many fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import floor
+
+from pipemorph.planning.ir import Policy
+from pipemorph.planning.problem import Problem, StageTimes
+
+KINDS = ("forward", "backward_input", "backward_weight")
+
+
+def work(stage: StageTimes, policy: Policy) -> float:
+    """What a stage computes per microbatch, with the backward that the policy runs."""
+    if policy in {Policy.GPIPE, Policy.ONE_F_ONE_B}:
+        return stage.forward + stage.whole_backward
+    if policy is Policy.PIPEMORPH:
+        return stage.forward + stage.least_backward
+    return stage.forward + stage.backward_input + stage.backward_weight
+
+
+def shrunk(stage: StageTimes, factor: int) -> StageTimes:
+    """For microbatches of ``1/factor`` the size, which take ``1/factor`` the time."""
+    size, copy, fused = stage.activation_bytes, stage.offload_copy, stage.fused_backward
+    update: dict[str, float | int | None] = {
+        kind: getattr(stage, kind) / factor for kind in KINDS
+    } | {
+        "fused_backward": None if fused is None else fused / factor,
+        "offload_copy": None if copy is None else copy / factor,
+        "activation_bytes": None if size is None else max(1, size // factor),
+    }
+    return stage.model_copy(update=update | _limits(stage, float(factor)))
+
+
+def evened(stages: Sequence[StageTimes]) -> tuple[StageTimes, ...]:
+    """Each stage with the mean of every op's time; what a microbatch holds stays."""
+
+    def mean(kind: str) -> float:
+        return float(sum(getattr(stage, kind) for stage in stages)) / len(stages)
+
+    update: dict[str, float | None] = {kind: mean(kind) for kind in KINDS}
+    if any(stage.fused_backward is not None for stage in stages):
+        update["fused_backward"] = mean("whole_backward")
+    return tuple(stage.model_copy(update=update) for stage in stages)
+
+
+def layers_of(problem: Problem) -> list[StageTimes]:
+    """The layers one by one. A fused backward is shared out over the layers its stage has today,
+    by the length of their own backwards, and goes with them to another stage."""
+    layers = [each for each in problem.layers or () for _ in range(each.count)]
+    found = []
+    for stage, part in zip(problem.stages, parts(problem.layer_split or ()), strict=True):
+        own = [layer.backward_input + layer.backward_weight for layer in layers[part]]
+        # The layers may say more than the stage does; they share no more than there is.
+        whole = max(stage.backward_input + stage.backward_weight, sum(own))
+        for layer, backward in zip(layers[part], own, strict=True):
+            fused = stage.fused_backward
+            if fused is not None:
+                fused *= backward / whole if whole else 0.0
+            found.append(
+                StageTimes(
+                    forward=layer.forward,
+                    backward_input=layer.backward_input,
+                    backward_weight=layer.backward_weight,
+                    activation_bytes=layer.activation_bytes,
+                    fused_backward=fused,
+                )
+            )
+    return found
+
+
+def split_anew(
+    problem: Problem, counts: Sequence[int], units: Sequence[float], *, sized: bool
+) -> tuple[tuple[StageTimes, ...], list[float]]:
+    """The stages with ``counts`` layers each, and what a microbatch holds on them then.
+
+    ``units`` is what it holds today: bytes if ``sized``, where stages and layers all say how many,
+    else any unit, and it goes by the number of layers. What a stage takes and holds beside its
+    layers stays with it.
+    """
+    layers = layers_of(problem)
+    stages, found = [], []
+    for stage, unit, was, now in zip(
+        problem.stages, units, parts(problem.layer_split or ()), parts(counts), strict=True
+    ):
+        before, after = layers[was], layers[now]
+        update: dict[str, float | int | None] = {
+            kind: _exchanged(stage, before, after, kind) for kind in KINDS
+        }
+        if any(each.fused_backward is not None for each in (stage, *after)):
+            update["fused_backward"] = _exchanged(stage, before, after, "whole_backward")
+        if sized:
+            size = max(1.0, unit - _bytes(before) + _bytes(after))
+            update["activation_bytes"] = round(size)
+        else:
+            size = unit * len(after) / len(before)
+        if stage.offload_copy is not None:
+            update["offload_copy"] = stage.offload_copy * size / unit
+        stages.append(stage.model_copy(update=update | _limits(stage, unit / size)))
+        found.append(size)
+    return tuple(stages), found
+
+
+def parts(counts: Sequence[int]) -> list[slice]:
+    """``(2, 3)`` → the slices ``0:2`` and ``2:5``."""
+    ends = list(accumulate(counts))
+    return [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+def _exchanged(
+    stage: StageTimes, before: Sequence[StageTimes], after: Sequence[StageTimes], kind: str
+) -> float:
+    beside = max(0.0, float(getattr(stage, kind) - sum(getattr(layer, kind) for layer in before)))
+    return beside + float(sum(getattr(layer, kind) for layer in after))
+
+
+def _bytes(layers: Sequence[StageTimes]) -> int:
+    return sum(layer.activation_bytes or 0 for layer in layers)
+
+
+def _limits(stage: StageTimes, share: float) -> dict[str, float | int | None]:
+    """Both limits where ``share`` times as many microbatches fit into the same bytes."""
+
+    def held(limit: int | None) -> int | None:
+        return None if limit is None else max(1, floor(limit * share + 1e-9))
+
+    return {
+        "in_flight_limit": held(stage.in_flight_limit),
+        "device_limit": held(stage.device_limit),
+    }

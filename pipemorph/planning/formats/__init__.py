@@ -1,0 +1,1 @@
+"""Plans as JSON and as torch's CSV."""

@@ -1,0 +1,207 @@
+"""The JSON that ``pipemorph plan`` and ``simulate`` print, and reading it back."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from pipemorph.document import read_text
+from pipemorph.errors import InputError, one_line
+from pipemorph.planning.analysis.bubbles import Explanation, explain, explain_interleaved
+from pipemorph.planning.formats.torch_csv import dump_csv, parse_csv
+from pipemorph.planning.ir import Dispatch, Op, OpKind, Policy, Schedule
+from pipemorph.planning.offload import offloaded
+from pipemorph.planning.problem import Count, Problem, describe, integer, shown
+from pipemorph.planning.simulation.interleaved import InterleavedSchedule, InterleavedSimulation
+from pipemorph.planning.simulation.simulator import Simulation
+
+
+def report(
+    simulation: Simulation,
+    problem: Problem,
+    *,
+    policy: str,
+    lower_bound: float,
+    planning_seconds: float,
+    dispatch: Dispatch = Dispatch.STATIC,
+) -> dict[str, Any]:
+    """The contracted fields. Times in milliseconds, as in the problem file.
+
+    ``policy``: a :class:`Policy`, or ``IMPORTED``.
+    """
+    schedule = simulation.schedule()
+    return {
+        "policy": str(policy),
+        "dispatch": dispatch.value,
+        "microbatches": schedule.microbatches,
+        "makespan": _rounded(simulation.makespan),
+        "lower_bound": _rounded(lower_bound),
+        "gap": _gap(simulation.makespan, lower_bound),
+        "bubble_fraction": _rounded(simulation.bubble_fraction),
+        "warmup": list(schedule.warmup()),
+        "slackness": list(schedule.slackness()),
+        "in_flight_peak": list(schedule.in_flight_peak()),
+        "in_flight_limit": list(problem.in_flight_limits()),
+        "device_limit": list(problem.device_limits()),
+        "offloaded": offloaded(schedule, problem.device_limits()),
+        "planning_ms": round(planning_seconds * 1e3, 3),
+        "bubbles": _bubbles(explain(simulation, problem)),
+        "stages": _stages(simulation),
+    }
+
+
+def report_interleaved(
+    ran: InterleavedSimulation,
+    problem: Problem,
+    *,
+    policy: str,
+    lower_bound: float,
+    planning_seconds: float,
+) -> dict[str, Any]:
+    """The same fields where ranks have several stages. ``bubbles`` are the ranks';
+    ``ranks`` is the rank of each stage, ``order`` what each rank runs, in torch's notation."""
+    schedule = ran.simulation.schedule()
+    return {
+        "policy": str(policy),
+        "dispatch": Dispatch.STATIC.value,
+        "microbatches": schedule.microbatches,
+        "makespan": _rounded(ran.makespan),
+        "lower_bound": _rounded(lower_bound),
+        "gap": _gap(ran.makespan, lower_bound),
+        "bubble_fraction": _rounded(ran.bubble_fraction),
+        "warmup": list(schedule.warmup()),
+        "slackness": list(schedule.slackness()),
+        "in_flight_peak": list(schedule.in_flight_peak()),
+        "in_flight_limit": list(problem.in_flight_limits()),
+        "planning_ms": round(planning_seconds * 1e3, 3),
+        "bubbles": _bubbles(explain_interleaved(ran, problem)),
+        "ranks": list(ran.placement),
+        "order": dump_csv(ran.schedule).splitlines(),
+        "stages": _stages(ran.simulation),
+    }
+
+
+def _gap(makespan: float, lower_bound: float) -> float:
+    """How much longer than the bound, as a fraction of it; 0 is proven shortest."""
+    return _rounded(makespan / lower_bound - 1) if lower_bound > 0 else 0.0
+
+
+def _bubbles(idle: Explanation) -> dict[str, list[float]]:
+    return {
+        cause.value: [_rounded(time) for time in per_stage]
+        for cause, per_stage in idle.by_cause().items()
+    }
+
+
+def _stages(simulation: Simulation) -> list[list[dict[str, Any]]]:
+    return [
+        [
+            {
+                "op": op.kind.value,
+                "microbatch": op.microbatch,
+                "start": _rounded(op.start),
+                "end": _rounded(op.end),
+            }
+            for op in ops
+        ]
+        for ops in simulation.stages
+    ]
+
+
+def _rounded(value: float) -> float:
+    """A picosecond of a millisecond: enough for anyone, and 0.1 + 0.2 prints as 0.3."""
+    return round(float(value), 9)
+
+
+class _PlannedOp(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    op: OpKind
+    microbatch: Annotated[int, BeforeValidator(integer), Field(ge=0)]
+
+
+IMPORTED = "imported"
+"""The policy of a plan whose file does not say how it was made."""
+_KNOWN = (*(policy.value for policy in Policy), IMPORTED)
+
+
+def _known_policy(value: object) -> object:
+    if value not in _KNOWN:
+        raise ValueError(f"is not one of {', '.join(_KNOWN)}")
+    return value
+
+
+class PlanFile(BaseModel):
+    """The part of a printed plan that says what to run; times in it are not read.
+    ``device_limit`` says which stages offload; None where the file does not.
+
+    ``order`` only where ranks have several stages.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    policy: Annotated[str, BeforeValidator(_known_policy)]
+    microbatches: Count | None = None
+    dispatch: Dispatch = Dispatch.STATIC
+    planning_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    stages: tuple[tuple[_PlannedOp, ...], ...] = Field(min_length=1)
+    order: tuple[str, ...] | None = None
+    device_limit: tuple[Count | None, ...] | None = None
+
+    def interleaved(self) -> InterleavedSchedule | None:
+        """The order of ranks with several stages, None where each has one. Not validated."""
+        return parse_csv("\n".join(self.order)) if self.order is not None else None
+
+    def schedule(self) -> Schedule:
+        """The order of the ops. Not validated."""
+        n = self.microbatches or sum(op.op is OpKind.F for op in self.stages[0])
+        return Schedule(
+            n, tuple(tuple(Op(op.op, op.microbatch) for op in ops) for ops in self.stages)
+        )
+
+
+def parse_plan_file(text: str) -> PlanFile:
+    """A plan from the JSON of ``pipemorph plan``. Raises :class:`InputError` of one line."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"the plan is not JSON: {one_line(str(error))}") from None
+    if not isinstance(data, dict):
+        raise InputError(f"the plan is {shown(data)}; expected what `pipemorph plan` prints")
+    try:
+        return PlanFile.model_validate(data)
+    except ValidationError as error:
+        raise InputError(f"the plan: {describe(error)}") from None
+
+
+MAX_BYTES = 256 << 20
+"""A plan of a million ops has 75 MB."""
+
+
+class LoadedPlan(NamedTuple):
+    """A plan from a file: ``schedule`` where each rank has one stage, else ``interleaved``."""
+
+    policy: str
+    planning_seconds: float
+    schedule: Schedule | None
+    interleaved: InterleavedSchedule | None
+    dispatch: Dispatch = Dispatch.STATIC
+    device_limits: tuple[int | None, ...] | None = None
+
+
+def load_plan(path: str) -> LoadedPlan:
+    """A plan from a file (``-``: standard input): what ``pipemorph plan`` prints, or torch's
+    compute-only CSV where the name ends in ``.csv``. Raises :class:`InputError` of one line."""
+    text = read_text(path, MAX_BYTES)
+    if path.lower().endswith(".csv"):
+        found = parse_csv(text)
+        single = found.single()
+        return LoadedPlan(IMPORTED, 0.0, single, found if single is None else None)
+    plan = parse_plan_file(text)
+    order = plan.interleaved()
+    schedule = plan.schedule() if order is None else None
+    return LoadedPlan(
+        plan.policy, plan.planning_ms / 1e3, schedule, order, plan.dispatch, plan.device_limit
+    )

@@ -1,0 +1,126 @@
+"""Hand-made schedules: they know the stages and the caps, not the delays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+
+from pipemorph.errors import InputError
+from pipemorph.planning.ir import Op, OpKind, Schedule
+from pipemorph.planning.problem import Problem
+from pipemorph.planning.simulation.costs import Costs
+from pipemorph.planning.simulation.online import Rules, dispatch
+
+
+def gpipe(problem: Problem) -> Schedule:
+    """All F, then all (fused) backwards. Holds every microbatch; refuses a cap below N."""
+    n = problem.microbatches
+    for i, stage in enumerate(problem.stages):
+        if stage.in_flight_limit is not None and stage.in_flight_limit < n:
+            raise InputError(
+                f"stages[{i}].in_flight_limit is {stage.in_flight_limit}; policy gpipe holds all"
+                f" {n} microbatches in flight, use 1f1b, zero-bubble or pipemorph"
+            )
+    if problem.warmup is not None and any(x != n for x in problem.warmup):
+        raise InputError(f"warmup is {list(problem.warmup)}; policy gpipe runs all {n} F first")
+    order = [Op(OpKind.F, m) for m in range(n)] + [Op(OpKind.BW, m) for m in range(n)]
+    return Schedule(n, (tuple(order),) * problem.stage_count)
+
+
+def one_f_one_b(problem: Problem) -> Schedule:
+    """``S - i`` forwards, then a (fused) backward and a forward in turn (PipeDream-flush)."""
+    n, count = problem.microbatches, problem.stage_count
+    warmup = problem.warmup or fit_warmup([count - i for i in range(count)], problem)
+    stages = []
+    for x in warmup:
+        order = [Op(OpKind.F, m) for m in range(x)]
+        for m in range(n):
+            order.append(Op(OpKind.BW, m))
+            if m + x < n:
+                order.append(Op(OpKind.F, m + x))
+        stages.append(tuple(order))
+    return Schedule(n, tuple(stages))
+
+
+def zero_bubble(problem: Problem) -> Schedule:
+    """Zero-bubble: enough warm-up that the last stage never idles, W where there is a hole.
+
+    Without a delay, ``2 (S-i) - 1`` forwards cover the round trip of equal stages (ZB-H2,
+    7-5-3-1 at S=4); a cap takes warm-up away (ZB-H1 at ``K = S``). The order is a list
+    schedule made for links that take no time, so a delay is not planned for.
+    """
+    warmup = problem.warmup or zero_bubble_warmup(problem)
+    rules = Rules.of(problem, warmup, exact_warmup=True)
+    return as_schedule(dispatch(Costs.of(problem).without_delay(), rules).runs, problem)
+
+
+def zero_bubble_warmup(problem: Problem) -> tuple[int, ...]:
+    """Forwards that cover the round trip of equal stages, as far as caps allow."""
+    count = problem.stage_count
+    return fit_warmup([2 * (count - i) - 1 for i in range(count)], problem)
+
+
+def fit_warmup(wanted: Sequence[int], problem: Problem) -> tuple[int, ...]:
+    """``wanted`` made runnable: at least 1, at most N and the caps so far, non-increasing."""
+    most = problem.microbatches
+    fitted = []
+    for x, stage in zip(wanted, problem.stages, strict=True):
+        if stage.in_flight_limit is not None:
+            most = min(most, stage.in_flight_limit)
+        most = max(1, min(most, x))
+        fitted.append(most)
+    return tuple(fitted)
+
+
+def as_schedule(
+    runs: Sequence[Sequence[tuple[OpKind, int, float, float]]], problem: Problem
+) -> Schedule:
+    """The order in which ops ran."""
+    return Schedule(
+        problem.microbatches, tuple(tuple(Op(run[0], run[1]) for run in stage) for stage in runs)
+    )
+
+
+def paper_warmup(problem: Problem) -> tuple[int, ...]:
+    """Adapted counts if a link has a delay; else the initial plan's, if memory is known."""
+    undisturbed = not any(link.delay for link in problem.links)
+    if undisturbed and problem.stages[0].in_flight_limit is not None:
+        return initial_warmup(problem)
+    return adapted_warmup(problem)
+
+
+def adapted_warmup(problem: Problem) -> tuple[int, ...]:
+    """``x_{S-1} = 1``, then backwards the slackness that absorbs each link's delay.
+
+    ``Δ_i = max(2, ceil((tF_i + tB_i + 2 c_i) / (tF_{i+1} + tB_{i+1})))`` (paper,
+    "adaptation"). The paper bounds Δ by ``N - 2S``, which is not positive for short
+    pipelines; here counts are bounded by N and the in-flight caps instead.
+    """
+    stages, links = problem.stages, problem.links
+    count = problem.stage_count
+    warmup = [1] * count
+    for i in range(count - 2, -1, -1):
+        here = stages[i].forward + stages[i].backward_input + 2 * links[i].delay
+        below = stages[i + 1].forward + stages[i + 1].backward_input
+        # Near-equal times must not cost a whole microbatch for a rounding error.
+        slack = ceil(here / below - 1e-9) if here < below * problem.microbatches else 10**6
+        warmup[i] = warmup[i + 1] + max(2, slack)
+    return fit_warmup(warmup, problem)
+
+
+def initial_warmup(problem: Problem) -> tuple[int, ...]:
+    """As much slackness as memory allows, spread evenly (paper, "initial plan").
+
+    ``x_0`` is the first stage's cap (or N), ``x_{S-1} = 1``, and the smallest Δ is as large
+    as it can be; what is left over goes to the last links, which a delay hurts most.
+    """
+    count = problem.stage_count
+    if count == 1:
+        return fit_warmup([1], problem)
+    limit = problem.stages[0].in_flight_limit
+    most = problem.microbatches if limit is None else min(limit, problem.microbatches)
+    each, more = divmod(max(0, most - 1), count - 1)
+    warmup = [1] * count
+    for i in range(count - 2, -1, -1):
+        warmup[i] = warmup[i + 1] + each + (1 if i >= count - 1 - more else 0)
+    return fit_warmup(warmup, problem)

@@ -1,0 +1,192 @@
+"""Hand-made schedules for several stages per rank, and how good they can be at best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from time import perf_counter
+
+from pipemorph.errors import InputError
+from pipemorph.planning.ir import OpKind, Policy
+from pipemorph.planning.problem import Problem
+from pipemorph.planning.simulation.interleaved import (
+    InterleavedSchedule,
+    InterleavedSimulation,
+    StageOp,
+    simulate_interleaved,
+)
+from pipemorph.planning.simulation.lower_bound import lower_bound
+
+
+@dataclass(frozen=True)
+class InterleavedPlan:
+    """A schedule, what it was made for and what it is predicted to take.
+
+    ``planning_seconds`` is wall time; every other time is in the problem's unit.
+    """
+
+    policy: Policy
+    problem: Problem
+    schedule: InterleavedSchedule
+    simulation: InterleavedSimulation
+    lower_bound: float
+    planning_seconds: float
+
+
+def plan_interleaved(problem: Problem, policy: Policy | None = None) -> InterleavedPlan:
+    """Plan with ``policy`` or the problem's own, one that puts several stages on a rank.
+
+    Raises :class:`InputError` if it cannot serve the problem.
+    """
+    began = perf_counter()
+    policy = problem.policy if policy is None else policy
+    if problem.warmup is not None:
+        raise InputError(f"warmup is {list(problem.warmup)}; policy {policy.value} has its own")
+    make = zero_bubble_v if policy is Policy.ZERO_BUBBLE_V else one_f_one_b_interleaved
+    schedule = make(problem)
+    simulation = simulate_interleaved(schedule, problem)
+    bound = interleaved_bound(problem, simulation.placement)
+    return InterleavedPlan(
+        policy=policy,
+        problem=problem,
+        schedule=schedule,
+        simulation=simulation,
+        lower_bound=min(bound, simulation.makespan),
+        planning_seconds=perf_counter() - began,
+    )
+
+
+def interleaved_bound(problem: Problem, placement: tuple[int, ...]) -> float:
+    """A makespan nothing can beat: of the stages alone, or of all a rank has to do.
+
+    A link within a rank takes no time.
+    """
+    delays = [
+        0.0 if placement[i] == placement[i + 1] else link.delay
+        for i, link in enumerate(problem.links)
+    ]
+    best = lower_bound(problem.with_delays(delays))
+    for rank in set(placement):
+        mine = [s for s, where in enumerate(placement) if where == rank]
+        before = min(
+            sum(problem.stages[s].forward for s in range(first)) + sum(delays[:first])
+            for first in mine
+        )
+        work = sum(problem.stages[s].forward + problem.stages[s].least_backward for s in mine)
+        best = max(best, before + problem.microbatches * work)
+    return best
+
+
+def one_f_one_b_interleaved(problem: Problem) -> InterleavedSchedule:
+    """Interleaved 1F1B (Narayanan et al. 2021, "Efficient large-scale language model training
+    on GPU clusters", section 2.2): stage *s* on rank ``s mod ranks``, fused backwards.
+
+    Microbatches go through a rank's stages in rounds of about as many as there are ranks; a
+    rank begins with two forwards more than the next.
+    """
+    ranks, n = _ranks(problem, Policy.ONE_F_ONE_B_INTERLEAVED), problem.microbatches
+    chunks = problem.stage_count // ranks
+    rounds = max(1, n // ranks)
+    if n % rounds:
+        raise InputError(
+            f"microbatches is {n}; policy 1f1b-interleaved on {ranks} ranks runs {rounds} rounds"
+            f" and needs a multiple of {rounds}"
+        )
+    per_round = n // rounds
+
+    def ops(rank: int, kind: OpKind) -> Iterator[StageOp]:
+        """All ops of one kind in order: a round on one stage, then on the next."""
+        for first in range(0, n, per_round):
+            for chunk in range(chunks):
+                place = chunk if kind is OpKind.F else chunks - 1 - chunk
+                for m in range(first, first + per_round):
+                    yield StageOp(place * ranks + rank, kind, m)
+
+    found = []
+    for rank in range(ranks):
+        forwards, backwards = list(ops(rank, OpKind.F)), list(ops(rank, OpKind.BW))
+        warmup = min(len(forwards), (chunks - 1) * per_round + 2 * (ranks - 1 - rank))
+        order = forwards[:warmup]
+        for k, backward in enumerate(backwards):
+            order += forwards[warmup + k : warmup + k + 1]
+            order.append(backward)
+        found.append(tuple(order))
+    return InterleavedSchedule(n, tuple(found))
+
+
+def zero_bubble_v(problem: Problem) -> InterleavedSchedule:
+    """ZB-V (Qi et al. 2023, "Zero bubble pipeline parallelism", section 6): two stages per
+    rank, down the ranks and up again, so that rank 0 has the first stage and the last.
+
+    No bubble but the fill if all ops take the same time, at the memory of 1F1B.
+    """
+    ranks, n = _ranks(problem, Policy.ZERO_BUBBLE_V), problem.microbatches
+    return InterleavedSchedule(
+        n,
+        tuple(
+            tuple(op for op in _v_order(rank, ranks, n) if op.microbatch < n)
+            for rank in range(ranks)
+        ),
+    )
+
+
+def _v_order(rank: int, ranks: int, microbatches: int) -> list[StageOp]:
+    """The order of one rank, with microbatches beyond the last if they do not fill it."""
+    n = max(2 * ranks - 1, microbatches)
+    down, up = rank, 2 * ranks - 1 - rank
+    done: dict[tuple[int, OpKind], int] = {}
+    order: list[StageOp] = []
+
+    def run(stage: int, *kinds: OpKind) -> None:
+        for kind in kinds:
+            m = done[stage, kind] = done.get((stage, kind), -1) + 1
+            order.append(StageOp(stage, kind, m))
+
+    def count(stage: int, kind: OpKind) -> int:
+        return done.get((stage, kind), -1) + 1
+
+    forward, backward, weight = OpKind.F, OpKind.B, OpKind.W
+    for _ in range(2 * (ranks - rank) - 1):
+        run(down, forward)
+    for _ in range(rank):
+        run(up, forward)
+        run(down, forward)
+    for _ in range(ranks - rank):
+        run(up, forward, backward, weight)
+    while count(up, forward) < count(down, forward) or count(down, forward) < n:
+        if count(down, forward) < n:
+            run(down, forward)
+        run(down, backward, weight)
+        run(up, forward, backward, weight)
+    for _ in range(rank):
+        run(down, backward)
+        run(up, backward)
+    for _ in range(ranks - rank):
+        run(down, backward, weight)
+    for stage in (up, down):
+        while count(stage, weight) < count(stage, backward):
+            run(stage, weight)
+    return order
+
+
+def _ranks(problem: Problem, policy: Policy) -> int:
+    """How many ranks the stages of a problem are put on. Raises :class:`InputError`."""
+    stages = problem.stage_count
+    if policy is Policy.ZERO_BUBBLE_V:
+        ranks = problem.ranks if problem.ranks is not None else stages // 2
+        if stages != 2 * ranks:
+            raise InputError(
+                f"stages has {stages} entries for {ranks} ranks; policy zero-bubble-v puts two"
+                " on each rank"
+            )
+        return ranks
+    if problem.ranks is None:
+        raise InputError(
+            "ranks is missing; policy 1f1b-interleaved needs how many share the stages"
+        )
+    if stages % problem.ranks:
+        raise InputError(
+            f"stages has {stages} entries for {problem.ranks} ranks; policy 1f1b-interleaved puts"
+            " equally many on each rank"
+        )
+    return problem.ranks

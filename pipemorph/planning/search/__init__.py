@@ -1,0 +1,1 @@
+"""Searches for the order of ops with the least makespan."""

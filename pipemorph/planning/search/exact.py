@@ -1,0 +1,307 @@
+"""The exact policy: the shortest schedule there is, or how far from it we can be, by CP-SAT.
+
+Every stage is a machine, every op an interval on it. Since each kind runs in microbatch order,
+an in-flight cap is a plain precedence: ``F_{m+K}`` starts no earlier than ``W_m`` ends. The
+search of the pipemorph policy gives the first solution; the solver starts from it and proves it,
+or improves on it.
+
+Needs OR-tools: ``pip install 'pipemorph[exact]'``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from pipemorph.errors import InputError
+from pipemorph.planning.ir import Op, Schedule
+from pipemorph.planning.problem import Problem
+from pipemorph.planning.search.backend import search
+from pipemorph.planning.search.order import BACKWARD, FORWARD, KINDS, to_schedule
+from pipemorph.planning.simulation.costs import Costs
+from pipemorph.planning.simulation.lower_bound import SAME, hard_caps, heads, tails
+from pipemorph.planning.simulation.simulator import makespan_of, run_static
+from pipemorph.planning.validator import validate
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
+
+TIME_LIMIT = 60.0
+"""Seconds the solver may take, unless told otherwise."""
+
+# Integers per unit of time that are tried before times are rounded.
+_SCALES = (1, 2, 4, 5, 8, 10, 20, 50, 100, 1000, 10_000)
+# Rounded times: the longest op or delay is about this many.
+_RESOLUTION = 100_000
+
+
+@dataclass(frozen=True)
+class Solved:
+    """``bound``: no schedule is shorter, in the problem's unit. ``proven``: none is shorter than
+    ``schedule`` (by more than the rounding of times, where they are no decimal numbers)."""
+
+    schedule: Schedule
+    makespan: float
+    bound: float
+    proven: bool
+    seconds: float
+
+
+def solve(
+    problem: Problem, time_limit: float = TIME_LIMIT, *, workers: int | None = None
+) -> Solved:
+    """The best schedule found in ``time_limit`` seconds of wall time, and what is proven of it.
+
+    Unlike the other policies the result of a search that runs out of time depends on the
+    machine. ``workers``: threads of the solver, by default one per core. Raises
+    :class:`InputError` where OR-tools is not installed or ``time_limit`` is not above 0.
+    """
+    if not time_limit > 0:
+        raise InputError(f"the time limit is {time_limit}; policy exact needs more than 0 seconds")
+    cp = _solver_module()
+    began = perf_counter()
+    first = search(problem)
+    schedule, bound = to_schedule(first.order, problem.microbatches), first.bound
+    costs = Costs.of(problem)
+    makespan = makespan_of(schedule, run_static(schedule, costs), costs)
+    left = time_limit - (perf_counter() - began)
+    if makespan > bound * (1 + SAME) and left > 0:
+        model = _Model(cp, problem, costs, schedule, makespan)
+        found, proven_bound = model.solve(left, workers or os.cpu_count() or 1)
+        bound = max(bound, proven_bound)
+        if found is not None:
+            validate(found, problem.in_flight_limits())
+            shorter = makespan_of(found, run_static(found, costs), costs)
+            if shorter < makespan:
+                schedule, makespan = found, shorter
+        if bound > makespan * (1 + SAME):
+            raise AssertionError(f"the solver's bound, {bound}, is above a makespan, {makespan}")
+        proven = makespan <= bound + model.rounding
+    else:
+        proven = makespan <= bound * (1 + SAME)
+    return Solved(schedule, makespan, min(bound, makespan), proven, perf_counter() - began)
+
+
+def _solver_module() -> Any:
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError as error:
+        raise InputError(
+            f"policy exact needs OR-tools ({error}); install it with pip install 'pipemorph[exact]'"
+        ) from None
+    return cp_model
+
+
+class _Model:
+    """One problem as a CP-SAT model, in integers.
+
+    Times that are not whole at any scale are rounded down, so that the solver's bound stays
+    below what is possible; schedules are judged by the simulator on the true times.
+    """
+
+    def __init__(
+        self, cp: Any, problem: Problem, costs: Costs, hint: Schedule, makespan: float
+    ) -> None:
+        self.cp = cp
+        self.problem = problem
+        self.costs = costs
+        self.n = problem.microbatches
+        self.scale, self.exact = _scale(costs)
+        # Each op and message of the longest path may have lost one integer.
+        self.rounding = (
+            makespan * SAME
+            if self.exact
+            else 4 * (self.n + problem.stage_count) * problem.stage_count / self.scale
+        )
+        self.model: cp_model.CpModel = cp.CpModel()
+        self.horizon = math.ceil(makespan * self.scale * (1 + SAME))
+        caps = hard_caps(problem)
+        self.took = [
+            [self._int(t) for t in times]
+            for times in zip(
+                costs.forward, costs.backward_input, costs.backward_weight, strict=True
+            )
+        ]
+        self.delay = [self._int(delay) for delay in costs.delay]
+        self.start = self._starts(caps)
+        self.end: Any = self.model.new_int_var(0, self.horizon, "makespan")
+        self._stages(caps)
+        self._links()
+        self._hint(hint)
+        self.model.minimize(self.end)
+
+    def _int(self, time: float) -> int:
+        # What is whole but for the last bits is meant to be whole.
+        return math.floor(time * self.scale + 1e-6)
+
+    def _starts(self, caps: Sequence[int]) -> list[list[list[Any]]]:
+        """``start[stage][kind][microbatch]``, between its head and the horizon less its tail."""
+        head, tail = heads(self.costs, caps), tails(self.costs, caps)
+        slack = 0 if self.exact else 4 * self.n * self.problem.stage_count
+        return [
+            [
+                [
+                    self.model.new_int_var(
+                        max(0, self._int(head[kind][i][m]) - slack),
+                        self.horizon - max(0, self._int(tail[kind][i][m]) - slack),
+                        f"{'FBW'[kind]}{m}@{i}",
+                    )
+                    for m in range(self.n)
+                ]
+                for kind in range(3)
+            ]
+            for i in range(self.problem.stage_count)
+        ]
+
+    def _stages(self, caps: Sequence[int]) -> None:
+        """One op at a time, each kind in order, F before B before W, caps, fixed warm-up."""
+        add, n = self.model.add, self.n
+        for i, (forward, backward, weight) in enumerate(self.start):
+            tf, tb, tw = self.took[i]
+            for kind in range(3):
+                for m in range(n - 1):
+                    add(self.start[i][kind][m] + self.took[i][kind] <= self.start[i][kind][m + 1])
+            for m in range(n):
+                add(forward[m] + tf <= backward[m])
+                add(backward[m] + tb <= weight[m])
+                if m + caps[i] < n:
+                    add(weight[m] + tw <= forward[m + caps[i]])
+            add(self.end >= weight[n - 1] + tw)
+            if self.problem.warmup is not None:
+                x = self.problem.warmup[i]
+                add(forward[x - 1] + tf <= backward[0])
+                if x < n:
+                    add(backward[0] + tb <= forward[x])
+
+    def _links(self) -> None:
+        """Messages between stages; then the machines, which a blocked send may hold up."""
+        stages = self.problem.stage_count
+        # How long an op keeps its stage: its time, or until its send returns.
+        busy_until: dict[tuple[int, int, int], Any] = {}
+        for link in range(stages - 1):
+            wires: list[Any] = []
+            for sender, receiver, kind in ((link, link + 1, 0), (link + 1, link, 1)):
+                arrivals = self._messages(link, sender, kind, busy_until)
+                for m, arrival in enumerate(arrivals):
+                    self.model.add(self.start[receiver][kind][m] >= arrival)
+                    if self.costs.half_duplex[link] and self.delay[link]:
+                        wires.append(self._interval(arrival - self.delay[link], self.delay[link]))
+            if wires:
+                # First come, first served is one of the ways this allows: the bound holds.
+                self.model.add_cumulative(wires, [1] * len(wires), self.costs.queues[link])
+        for i in range(stages):
+            intervals = []
+            for kind in range(3):
+                for m in range(self.n):
+                    start, took = self.start[i][kind][m], self.took[i][kind]
+                    free = busy_until.get((i, kind, m))
+                    if free is not None:
+                        size = self.model.new_int_var(took, self.horizon, "")
+                        intervals.append(self.model.new_interval_var(start, size, free, ""))
+                    else:
+                        intervals.append(self._interval(start, took))
+            self.model.add_no_overlap(intervals)
+
+    def _messages(
+        self, link: int, sender: int, kind: int, busy_until: dict[tuple[int, int, int], Any]
+    ) -> list[Any]:
+        """Arrival of each message of one direction."""
+        took, delay = self.took[sender][kind], self.delay[link]
+        queues, outstanding = self.costs.queues[link], self.costs.outstanding[link]
+        shared = self.costs.half_duplex[link]
+        arrivals: list[Any] = []
+        for m in range(self.n):
+            sent = self.start[sender][kind][m] + took
+            if outstanding and m >= outstanding:
+                free = self.model.new_int_var(0, self.horizon, "")
+                self.model.add(free >= sent)
+                self.model.add(free >= arrivals[m - outstanding])
+                busy_until[sender, kind, m] = sent = free
+            if shared or (queues and m >= queues):
+                arrival = self.model.new_int_var(0, self.horizon, "")
+                self.model.add(arrival >= sent + delay)
+                if queues and m >= queues:
+                    self.model.add(arrival >= arrivals[m - queues] + delay)
+                arrivals.append(arrival)
+            else:
+                arrivals.append(sent + delay)
+        return arrivals
+
+    def _interval(self, start: Any, took: int) -> Any:
+        return self.model.new_fixed_size_interval_var(start, took, "")
+
+    def _hint(self, schedule: Schedule) -> None:
+        starts = run_static(schedule, self.costs)
+        for i, (ops, begin) in enumerate(zip(schedule.stages, starts, strict=True)):
+            for op, at in zip(ops, begin, strict=True):
+                var = self.start[i][KINDS.index(op.kind)][op.microbatch]
+                self.model.add_hint(var, self._int(at))
+
+    def solve(self, seconds: float, workers: int) -> tuple[Schedule | None, float]:
+        """The order found, if any, and the solver's bound in the problem's unit."""
+        solver: cp_model.CpSolver = self.cp.CpSolver()
+        solver.parameters.max_time_in_seconds = seconds
+        solver.parameters.num_workers = workers
+        status = solver.solve(self.model)
+        if status == self.cp.MODEL_INVALID:
+            raise AssertionError(f"the model is invalid: {self.model.validate()}")
+        if status == self.cp.INFEASIBLE:
+            raise AssertionError("the solver calls a problem infeasible that has a schedule")
+        bound = solver.best_objective_bound / self.scale
+        if status not in (self.cp.OPTIMAL, self.cp.FEASIBLE):
+            return None, bound
+        return self._schedule(solver), bound
+
+    def _schedule(self, solver: Any) -> Schedule:
+        """The order of the ops by start.
+
+        Ops that take no time may start together with what they wait for, on another stage too:
+        of what is ready the earliest comes next, and of those an op that takes no time.
+        """
+        stages = self.problem.stage_count
+        starts = [[[solver.value(var) for var in row] for row in kinds] for kinds in self.start]
+        turn = [[0, 0, 0] for _ in range(stages)]
+        rows: list[list[Op]] = [[] for _ in range(stages)]
+        caps = hard_caps(self.problem)
+        warmup = self.problem.warmup
+
+        def ready(i: int, kind: int) -> bool:
+            forwards, backwards, weights = turn[i]
+            m = turn[i][kind]
+            if m == self.n:
+                return False
+            if kind == FORWARD:
+                held = warmup is not None and m == warmup[i] and backwards == 0
+                came = i == 0 or turn[i - 1][FORWARD] > m
+                return came and m - weights < caps[i] and not held
+            if kind == BACKWARD:
+                below = i == stages - 1 or turn[i + 1][BACKWARD] > m
+                return below and forwards > m and (warmup is None or forwards >= warmup[i])
+            return backwards > m
+
+        for _ in range(3 * self.n * stages):
+            _, _, kind, i = min(
+                (starts[i][kind][turn[i][kind]], self.took[i][kind] > 0, kind, i)
+                for i in range(stages)
+                for kind in range(3)
+                if ready(i, kind)
+            )
+            rows[i].append(Op(KINDS[kind], turn[i][kind]))
+            turn[i][kind] += 1
+        return Schedule(self.n, tuple(map(tuple, rows)))
+
+
+def _scale(costs: Costs) -> tuple[float, bool]:
+    """Integers per unit of time, and whether every time is whole then."""
+    times = [*costs.forward, *costs.backward_input, *costs.backward_weight, *costs.delay]
+    longest = max(times)
+    for scale in _SCALES:
+        if longest * scale <= 1e7 and all(
+            abs(time * scale - round(time * scale)) < 1e-6 for time in times
+        ):
+            return float(scale), True
+    return (_RESOLUTION / longest, False) if longest else (1.0, True)

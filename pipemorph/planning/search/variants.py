@@ -1,0 +1,296 @@
+"""The pipemorph policy where there is more to choose than an order: offload and fused backwards.
+
+The search (``search.backend``) finds the order of split backwards under in-flight caps. Here it is
+asked several times: with activations in host memory and a higher cap, or with the backwards of
+some stages fused. It then plans with
+
+- a fused stage as one whose B takes the whole backward and whose W takes no time;
+- an offloading stage as one whose ops take the copies of the mean microbatch; where the order it
+  finds would hold too much on the device, the oldest W is brought forward.
+
+What comes out is predicted exactly, copy by copy, and the shortest is kept. The same problem
+gives the same schedule on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from pipemorph.planning.ir import Op, OpKind, Schedule
+from pipemorph.planning.offload import Residency
+from pipemorph.planning.problem import Problem, StageTimes
+from pipemorph.planning.search.backend import search
+from pipemorph.planning.search.order import to_schedule
+from pipemorph.planning.search.rng import Dice
+from pipemorph.planning.simulation.lower_bound import SAME
+from pipemorph.planning.simulation.simulator import predict
+
+SHARES = (1.0, 0.5, 0.25)
+"""How much of the room in host memory is used, of what the plan without a device limit holds."""
+STEPS, STEP_OPS = 16, 40_000
+"""Changes tried, a few stages at a time, once the best of the above is known: so many, or as many
+as make this many ops, but two."""
+
+
+class Variant(NamedTuple):
+    """A schedule, its makespan, and the problem with the limits that it keeps."""
+
+    problem: Problem
+    schedule: Schedule
+    makespan: float
+
+    @property
+    def offloads(self) -> bool:
+        return any(limit is not None for limit in self.problem.device_limits())
+
+
+class _Choice(NamedTuple):
+    """Per stage: the in-flight cap (N: none) and whether the backward is fused. ``copies``:
+    whether the search is told of the copies' time."""
+
+    caps: tuple[int, ...]
+    fused: tuple[bool, ...]
+    copies: bool = True
+
+
+def has_variants(problem: Problem) -> bool:
+    """Whether there is more to choose than an order."""
+    return any(stage.device_limit is not None or stage.fusing_pays for stage in problem.stages)
+
+
+def best_variant(problem: Problem) -> Variant:
+    """The shortest plan found, with or without offload and fused backwards."""
+    return min(variants(problem), key=lambda each: each.makespan)
+
+
+def variants(problem: Problem) -> Iterator[Variant]:
+    """Plans of each kind, each better than those of its kind before it: one that splits all
+    backwards and does not offload (unless a fixed warm-up needs that), with fused backwards, with
+    offload."""
+    without = None
+    within = on_device(problem)
+    if _room_for_warmup(within):
+        for without in fused_variants(within):
+            yield without
+    yield from offloading_variants(problem, without)
+
+
+def on_device(problem: Problem) -> Problem:
+    """The problem without offload: device limits are in-flight caps."""
+    return problem.with_device_limits((None,) * problem.stage_count)
+
+
+def fused_variants(problem: Problem) -> Iterator[Variant]:
+    """Plans without offload, each better than the one before: split, then fused where that is
+    shorter.
+
+    Fusing shortens the work and lengthens the way of a gradient, so it can pay on any set of
+    stages: tried are none, all where a fused backward is the shorter one, and changes to one
+    stage after the other.
+    """
+    whole = tuple(stage.fusing_pays for stage in problem.stages)
+    caps, none = _caps(problem), (False,) * problem.stage_count
+    best = _Choice(caps, none)
+    found = _plan(problem, best)
+    yield found
+    if not any(whole):
+        return
+    tried = {best}
+
+    def better(choice: _Choice) -> bool:
+        nonlocal best, found
+        if choice in tried:
+            return False
+        tried.add(choice)
+        variant = _plan(problem, choice)
+        if variant.makespan >= found.makespan * (1 - SAME):
+            return False
+        best, found = choice, variant
+        return True
+
+    if better(_Choice(caps, whole)):
+        yield found
+    for i in [i for i, pays in enumerate(whole) if pays][: _steps(problem)]:
+        if better(best._replace(fused=_turned(best.fused, i))):
+            yield found
+
+
+def offloading_variants(problem: Problem, without: Variant | None) -> Iterator[Variant]:
+    """Plans that offload, each better than the one before; none where no stage needs to.
+
+    ``without`` is the plan without offload: its fused stages are fused to begin with. None: there
+    is none within a fixed warm-up.
+    """
+    devices = problem.device_limits()
+    if all(limit is None for limit in devices):
+        return
+    fused = (False,) * problem.stage_count
+    if without is not None:
+        fused = tuple(any(op.kind is OpKind.BW for op in ops) for ops in without.schedule.stages)
+    most = _caps(problem)
+    own = tuple(map(max, _caps(on_device(problem)), problem.warmup or (1,) * problem.stage_count))
+    widest = _plan(problem, _Choice(most, fused))
+    peaks = widest.schedule.in_flight_peak()
+    tried: dict[_Choice, Variant] = {}
+
+    def attempt(choice: _Choice) -> Variant:
+        if choice not in tried:
+            tried[choice] = _plan(problem, choice)
+        return tried[choice]
+
+    found: Variant | None = None
+    best = _Choice(most, fused)
+    for share in SHARES:
+        caps = tuple(
+            k + round(share * max(0, peak - k)) for k, peak in zip(own, peaks, strict=True)
+        )
+        for copies in (True, False):
+            choice = _Choice(caps, fused, copies)
+            variant = attempt(choice)
+            if variant.offloads and (found is None or variant.makespan < found.makespan):
+                best, found = choice, variant
+                yield variant
+    if found is None:
+        return
+    dice = Dice()
+    for _ in range(_steps(problem)):
+        choice = _step(best, dice, own, most, devices)
+        variant = attempt(choice)
+        if variant.offloads and variant.makespan < found.makespan * (1 - SAME):
+            best, found = choice, variant
+            yield variant
+
+
+def _step(
+    choice: _Choice,
+    dice: Dice,
+    own: Sequence[int],
+    most: Sequence[int],
+    devices: Sequence[int | None],
+) -> _Choice:
+    """One change: caps of some stages in a row, one way; a backward fused or split; or what the
+    search is told."""
+    offloading = [i for i, limit in enumerate(devices) if limit is not None]
+    what = dice.below(8)
+    if what == 0:
+        return choice._replace(copies=not choice.copies)
+    stage = dice.pick(offloading)
+    if what == 1:
+        return choice._replace(fused=_turned(choice.fused, stage))
+    by = dice.pick((-2, -1, -1, 1, 1, 2))
+    first = stage if dice.below(2) else 0
+    caps = [
+        min(most[i], max(own[i], cap + by)) if first <= i <= stage and devices[i] else cap
+        for i, cap in enumerate(choice.caps)
+    ]
+    return choice._replace(caps=tuple(caps))
+
+
+def _room_for_warmup(problem: Problem) -> bool:
+    return problem.warmup is None or all(
+        x <= cap for x, cap in zip(problem.warmup, accumulate(_caps(problem), min), strict=True)
+    )
+
+
+def _turned(fused: tuple[bool, ...], stage: int) -> tuple[bool, ...]:
+    return (*fused[:stage], not fused[stage], *fused[stage + 1 :])
+
+
+def _steps(problem: Problem) -> int:
+    ops = 3 * problem.microbatches * problem.stage_count
+    return max(2, min(STEPS, STEP_OPS // ops))
+
+
+def _caps(problem: Problem) -> tuple[int, ...]:
+    n = problem.microbatches
+    return tuple(n if k is None else min(k, n) for k in problem.in_flight_limits())
+
+
+def _plan(problem: Problem, choice: _Choice) -> Variant:
+    """What the search makes of a choice, kept within the device limits."""
+    asked = [
+        _asked(stage, cap, fused, copies=choice.copies)
+        for stage, cap, fused in zip(problem.stages, choice.caps, choice.fused, strict=True)
+    ]
+    order = search(problem.model_copy(update={"stages": tuple(asked)})).order
+    found = to_schedule(order, problem.microbatches)
+    fused = Schedule(
+        problem.microbatches,
+        tuple(
+            _fuse(ops) if fuses else ops
+            for ops, fuses in zip(found.stages, choice.fused, strict=True)
+        ),
+    )
+    limits = tuple(
+        limit if limit is not None and peak > limit else None
+        for limit, peak in zip(problem.device_limits(), fused.in_flight_peak(), strict=True)
+    )
+    schedule = Schedule(
+        problem.microbatches,
+        tuple(
+            ops if limit is None else fit_on_device(ops, limit)
+            for ops, limit in zip(fused.stages, limits, strict=True)
+        ),
+    )
+    stages = tuple(
+        stage if limit is None else stage.model_copy(update={"in_flight_limit": cap})
+        for stage, limit, cap in zip(
+            problem.with_device_limits(limits).stages, limits, choice.caps, strict=True
+        )
+    )
+    kept = problem.model_copy(update={"stages": stages})
+    return Variant(kept, schedule, predict(schedule, kept))
+
+
+def _asked(stage: StageTimes, cap: int, fused: bool, *, copies: bool) -> StageTimes:
+    """The stage as the search sees it."""
+    forward, backward, weight = stage.forward, stage.backward_input, stage.backward_weight
+    if fused:
+        backward, weight = stage.whole_backward, 0.0
+    limit, copy = stage.device_limit, stage.offload_copy
+    if copies and limit is not None and copy is not None and cap > limit:
+        # Of each `cap` microbatches that follow each other, limit - 1 stay.
+        mean = copy * (cap - limit + 1) / cap
+        forward, backward = forward + mean, backward + mean
+    return stage.model_copy(
+        update={
+            "forward": forward,
+            "backward_input": backward,
+            "backward_weight": weight,
+            "in_flight_limit": cap,
+            "device_limit": None,
+        }
+    )
+
+
+def _fuse(ops: Sequence[Op]) -> tuple[Op, ...]:
+    """BW in place of each B, and no W."""
+    return tuple(
+        Op(OpKind.BW, op.microbatch) if op.kind is OpKind.B else op
+        for op in ops
+        if op.kind is not OpKind.W
+    )
+
+
+def fit_on_device(ops: Sequence[Op], limit: int) -> tuple[Op, ...]:
+    """The ops in their order, but each W no later than the device limit needs it.
+
+    There always is one to bring forward (:mod:`pipemorph.planning.offload`).
+    """
+    held = Residency(limit)
+    run: list[Op] = []
+    weights = 0
+    for op in ops:
+        if op.kind is OpKind.W and op.microbatch < weights:
+            continue  # Brought forward.
+        while not held.fits(op.kind, op.microbatch):
+            early = Op(OpKind.W, weights)
+            weights += 1
+            held.run(*early)
+            run.append(early)
+        weights += op.kind is OpKind.W
+        held.run(*op)
+        run.append(op)
+    return tuple(run)

@@ -1,0 +1,1 @@
+"""Predicts when every op of a schedule starts and ends."""

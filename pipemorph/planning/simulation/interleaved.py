@@ -1,0 +1,232 @@
+"""Schedules with several stages (chunks) per rank: their form, their rules, their time.
+
+A rank runs the ops of all its stages in one order. Stages are numbered along the model, so
+stage *s* feeds stage *s+1*, which may be on another rank or on the same one. A
+:class:`~pipemorph.planning.ir.Schedule` is the special case of stage *i* on rank *i*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from pipemorph.errors import InputError
+from pipemorph.planning.ir import Op, OpKind, Schedule
+from pipemorph.planning.problem import Problem
+from pipemorph.planning.simulation.costs import INF, Costs
+from pipemorph.planning.simulation.simulator import Simulation, TimedOp
+from pipemorph.planning.validator import ScheduleError, check_cap, check_stage
+
+
+class StageOp(NamedTuple):
+    """One op of one of the stages of a rank."""
+
+    stage: int
+    kind: OpKind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}{self.microbatch} of stage {self.stage}"
+
+
+@dataclass(frozen=True)
+class InterleavedSchedule:
+    """Per-rank op order. ``ranks[r]`` is what rank *r* runs, first to last."""
+
+    microbatches: int
+    ranks: tuple[tuple[StageOp, ...], ...]
+
+    @staticmethod
+    def of(schedule: Schedule) -> InterleavedSchedule:
+        """One stage per rank."""
+        return InterleavedSchedule(
+            schedule.microbatches,
+            tuple(
+                tuple(StageOp(i, op.kind, op.microbatch) for op in ops)
+                for i, ops in enumerate(schedule.stages)
+            ),
+        )
+
+    def placement(self) -> tuple[int, ...]:
+        """The rank of each stage. Raises :class:`InputError` if a stage is on two or on none."""
+        found: dict[int, int] = {}
+        for rank, ops in enumerate(self.ranks):
+            for op in ops:
+                if found.setdefault(op.stage, rank) != rank:
+                    raise InputError(
+                        f"stage {op.stage} is on rank {found[op.stage]} and on rank {rank};"
+                        " expected one rank"
+                    )
+        for stage in range(len(found)):
+            if stage not in found:
+                raise InputError(
+                    f"there are ops of {len(found)} stages but none of stage {stage};"
+                    " stages are numbered from 0 without a gap"
+                )
+        return tuple(found[stage] for stage in range(len(found)))
+
+    def per_stage(self) -> Schedule:
+        """The order of each stage's own ops, whatever its rank runs between them."""
+        stages: list[list[Op]] = [[] for _ in self.placement()]
+        for ops in self.ranks:
+            for stage, kind, microbatch in ops:
+                stages[stage].append(Op(kind, microbatch))
+        return Schedule(self.microbatches, tuple(map(tuple, stages)))
+
+    def single(self) -> Schedule | None:
+        """The schedule with stage *i* on rank *i*; None if ranks have other stages than that."""
+        return self.per_stage() if self.placement() == tuple(range(len(self.ranks))) else None
+
+
+@dataclass(frozen=True)
+class InterleavedSimulation:
+    """One iteration: ``simulation`` has the ops by stage, ``schedule`` the order of the ranks."""
+
+    schedule: InterleavedSchedule
+    simulation: Simulation
+
+    @cached_property
+    def placement(self) -> tuple[int, ...]:
+        return self.schedule.placement()
+
+    def by_rank(self) -> list[list[tuple[int, TimedOp]]]:
+        """``(stage, op)`` in the order of each rank."""
+        left = [iter(ops) for ops in self.simulation.stages]
+        return [[(op.stage, next(left[op.stage])) for op in ops] for ops in self.schedule.ranks]
+
+    @property
+    def makespan(self) -> float:
+        return self.simulation.makespan
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle time of the ranks over ``ranks × makespan``."""
+        whole = len(self.schedule.ranks) * self.makespan
+        busy = sum(op.end - op.start for ops in self.simulation.stages for op in ops)
+        return max(0.0, 1.0 - busy / whole) if whole > 0 else 0.0
+
+
+def validate_interleaved(
+    schedule: InterleavedSchedule, in_flight_limits: Sequence[int | None] | None = None
+) -> None:
+    """Raise :class:`InputError` naming the op that breaks a rule.
+
+    The rules are those of :mod:`pipemorph.planning.validator`, stage by stage. Deadlock is
+    found by running the ops with buffered sends: where ranks have several stages, counting
+    forwards is not enough. ``in_flight_limits[s]`` is the cap of stage *s*.
+    """
+    if schedule.microbatches < 1:
+        raise InputError(f"a schedule needs at least 1 microbatch, not {schedule.microbatches}")
+    for rank, ops in enumerate(schedule.ranks):
+        if not ops:
+            raise InputError(f"rank {rank} has no ops; expected at least those of one stage")
+    per_stage = schedule.per_stage()
+    for stage, ops_of_stage in enumerate(per_stage.stages):
+        check_stage(stage, ops_of_stage, schedule.microbatches)
+        limit = in_flight_limits[stage] if in_flight_limits is not None else None
+        if limit is not None:
+            check_cap(stage, ops_of_stage, limit)
+    no_time = [0.0] * per_stage.stage_count
+    free = Costs(
+        schedule.microbatches,
+        forward=no_time,
+        backward_input=no_time,
+        backward_weight=no_time,
+        delay=no_time[1:],
+        queues=[],
+        outstanding=[],
+        half_duplex=[],
+        whole_backward=no_time,
+        offload_copy=no_time,
+        device_limits=[None] * per_stage.stage_count,
+    )
+    _run(schedule, free)
+
+
+def simulate_interleaved(schedule: InterleavedSchedule, problem: Problem) -> InterleavedSimulation:
+    """Execute a schedule in its order under the times, caps and delays of ``problem``.
+
+    ``problem.stages`` and ``links`` are along the model; a link within a rank takes no time.
+    Raises :class:`InputError` if the schedule breaks a rule or does not fit.
+    """
+    placement = schedule.placement()
+    if len(placement) != problem.stage_count:
+        raise InputError(f"the plan has {len(placement)} stages, the problem {problem.stage_count}")
+    if schedule.microbatches != problem.microbatches:
+        raise InputError(
+            f"the plan has {schedule.microbatches} microbatches, the problem {problem.microbatches}"
+        )
+    for i, link in enumerate(problem.links):
+        if link.queues is not None or link.outstanding is not None:
+            raise InputError(
+                f"links[{i}] has queues or outstanding; with several stages per rank a link"
+                " has a delay only"
+            )
+    for i, limit in enumerate(problem.device_limits()):
+        if limit is not None:
+            raise InputError(
+                f"stages[{i}].device_limit is {limit}; ranks with several stages do not offload"
+            )
+    validate_interleaved(schedule, problem.in_flight_limits())
+    costs = Costs.of(problem)
+    delay = [
+        0.0 if placement[i] == placement[i + 1] else costs.delay[i] for i in range(len(costs.delay))
+    ]
+    starts = _run(schedule, costs._replace(delay=delay))
+    stages: list[list[TimedOp]] = [[] for _ in placement]
+    for ops, begin in zip(schedule.ranks, starts, strict=True):
+        for (stage, kind, m), start in zip(ops, begin, strict=True):
+            stages[stage].append(TimedOp(kind, m, start, start + costs.op_time(stage, kind)))
+    simulation = Simulation(schedule.microbatches, tuple(map(tuple, stages)))
+    return InterleavedSimulation(schedule, simulation)
+
+
+def _run(schedule: InterleavedSchedule, costs: Costs) -> list[list[float]]:
+    """Start of every op, per rank. Raises :class:`ScheduleError` naming one that waits for ever.
+
+    A rank runs on as long as the arrival of its next message is known.
+    """
+    n, stages = costs.microbatches, costs.stage_count
+    last = stages - 1
+    from_above = [[INF] * n for _ in range(stages)]
+    from_below = [[INF] * n for _ in range(stages)]
+    from_above[0] = [0.0] * n
+    starts: list[list[float]] = [[] for _ in schedule.ranks]
+    free = [0.0] * len(schedule.ranks)
+    moved = True
+    while moved:
+        moved = False
+        for rank, ops in enumerate(schedule.ranks):
+            done, now = starts[rank], free[rank]
+            for stage, kind, m in ops[len(done) :]:
+                arrival = 0.0
+                if kind is not OpKind.W:
+                    arrival = (from_above if kind is OpKind.F else from_below)[stage][m]
+                if arrival == INF:
+                    break
+                now = max(now, arrival)
+                done.append(now)
+                moved = True
+                now += costs.op_time(stage, kind)
+                if kind is OpKind.F:
+                    if stage == last:
+                        from_below[stage][m] = now
+                    else:
+                        from_above[stage + 1][m] = now + costs.delay[stage]
+                elif kind is not OpKind.W and stage:
+                    from_below[stage - 1][m] = now + costs.delay[stage - 1]
+            free[rank] = now
+    for rank, ops in enumerate(schedule.ranks):
+        position = len(starts[rank])
+        if position < len(ops):
+            op = ops[position]
+            source = op.stage - 1 if op.kind is OpKind.F else op.stage + 1
+            raise ScheduleError(
+                rank,
+                position,
+                f"{op} waits for ever for microbatch {op.microbatch} of stage {source}",
+                place="rank",
+            )
+    return starts
