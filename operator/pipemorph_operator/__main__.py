@@ -21,19 +21,19 @@ import kopf
 from pipemorph.errors import InputError
 from pipemorph.ingest import ProcessPlanner
 from pipemorph.log_level import log_level
-from pipemorph_operator import serve
-from pipemorph_operator.api import ApiRefused, Cluster, path
+from pipemorph_operator import health_server
+from pipemorph_operator.cluster.client import ApiRefused, Cluster, path
+from pipemorph_operator.cluster.wait_for_crd import until_listed
 from pipemorph_operator.config import OperatorConfig
-from pipemorph_operator.handlers import Key, Watched, registry
-from pipemorph_operator.listed import until_listed
+from pipemorph_operator.health_server import Pulse, Sign
 from pipemorph_operator.metrics import RECONCILES
 from pipemorph_operator.names import KIND, LABEL_JOB
-from pipemorph_operator.owned import OwnedJobs
-from pipemorph_operator.plans import LIMIT_SECONDS, Plans
-from pipemorph_operator.reconcile import Reconciler
-from pipemorph_operator.serve import Pulse, Sign
+from pipemorph_operator.reconcile.owned import OwnedJobs
+from pipemorph_operator.reconcile.plans import LIMIT_SECONDS, Plans
+from pipemorph_operator.reconcile.reconciler import Reconciler
+from pipemorph_operator.reconcile.watches import Key, Watched, registry
+from pipemorph_operator.reconcile.workqueue import WorkQueue
 from pipemorph_operator.watchdog import LOOK_SECONDS, WatchDog
-from pipemorph_operator.workqueue import WorkQueue
 
 log = logging.getLogger("pipemorph.operator")
 
@@ -139,7 +139,7 @@ async def run(options: argparse.Namespace) -> None:
         ready = asyncio.Event()
         pulse, looked = Pulse(), Sign("looks at the watches", 5 * LOOK_SECONDS)
         checks = (pulse, looked, queue.overdue, watched.dog.trouble)
-        http = await serve.start(options.host, options.metrics_port, ready.is_set, checks)
+        http = await health_server.start(options.host, options.metrics_port, ready.is_set, checks)
         tasks = [asyncio.create_task(owned.follow(cluster, each)) for each in owned.watches]
         for task in tasks:
             task.add_done_callback(partial(_end, stop))

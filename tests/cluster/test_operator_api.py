@@ -22,11 +22,11 @@ from operator_support import (
 from testbed import TestbedError
 
 from pipemorph.planning.problem import MAX_CELLS
-from pipemorph_operator.api import METADATA_ONLY, Cluster
-from pipemorph_operator.api import path as api_path
 from pipemorph_operator.children import Attempt, objects
+from pipemorph_operator.cluster.client import METADATA_ONLY, Cluster
+from pipemorph_operator.cluster.client import path as api_path
+from pipemorph_operator.cluster.job import read_job
 from pipemorph_operator.config import OperatorConfig
-from pipemorph_operator.job_object import read_job
 
 pytest_plugins = ("operator_fixtures",)
 pytestmark = pytest.mark.cluster

@@ -8,9 +8,9 @@ import pytest
 from operator_support import DEADLINE, Jobs, Object, manifest
 from testbed import wait_for
 
-from pipemorph_operator.api import Cluster
+from pipemorph_operator.cluster.client import Cluster
 from pipemorph_operator.config import OperatorConfig
-from pipemorph_operator.reconcile import Reconciler
+from pipemorph_operator.reconcile.reconciler import Reconciler
 
 pytest_plugins = ("operator_fixtures",)
 pytestmark = pytest.mark.cluster

@@ -9,8 +9,8 @@ from testbed import ApiError, wait_for
 
 from pipemorph_operator.children import Attempt, objects
 from pipemorph_operator.children.naming import attempt_name
+from pipemorph_operator.cluster.job import read_job
 from pipemorph_operator.config import OperatorConfig
-from pipemorph_operator.job_object import read_job
 
 pytest_plugins = ("operator_fixtures",)
 pytestmark = pytest.mark.cluster

@@ -9,11 +9,11 @@ from typing import Any
 from pipemorph_operator.children import Attempt
 from pipemorph_operator.children.naming import attempt_name
 from pipemorph_operator.children.objects import batch_job
+from pipemorph_operator.cluster.facts import Ended, JobFacts, PodFacts
+from pipemorph_operator.cluster.job import dump, read_job
 from pipemorph_operator.config import OperatorConfig
-from pipemorph_operator.decide import decide
-from pipemorph_operator.decision import Decision, Observed
-from pipemorph_operator.facts import Ended, JobFacts, PodFacts
-from pipemorph_operator.job_object import dump, read_job
+from pipemorph_operator.reconcile.decide import decide
+from pipemorph_operator.reconcile.decision import Decision, Observed
 
 T0 = datetime(2026, 1, 1, tzinfo=UTC)
 UID = "0b7c9d2e-1111-2222-3333-444455556666"

@@ -26,8 +26,8 @@ from support import (
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph_operator.children import Attempt, Unbuildable, naming, objects
 from pipemorph_operator.children.objects import batch_job, config_map, job_file, secret, service
+from pipemorph_operator.cluster.job import read_job
 from pipemorph_operator.config import OperatorConfig
-from pipemorph_operator.job_object import read_job
 from pipemorph_trainer.context import TrainerContext
 
 Object = dict[str, Any]

@@ -10,9 +10,14 @@ import pytest
 import yaml
 
 from pipemorph.api.spec import JobSpec
-from pipemorph_operator.crd import FILE_NAME, custom_resource_definition, render, structural
-from pipemorph_operator.crd_rules import RULES
-from pipemorph_operator.crd_text import DESCRIPTIONS
+from pipemorph_operator.crd.descriptions import DESCRIPTIONS
+from pipemorph_operator.crd.generate import (
+    FILE_NAME,
+    custom_resource_definition,
+    render,
+    structural,
+)
+from pipemorph_operator.crd.rules import RULES
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIES = (ROOT / "crds" / FILE_NAME, ROOT / "charts/pipemorph-operator/files" / FILE_NAME)

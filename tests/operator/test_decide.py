@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from support import T0, World, body, failed, job_facts, pod
 
-from pipemorph_operator.decide import DRAIN_SECONDS
-from pipemorph_operator.facts import JobFacts, format_time
-from pipemorph_operator.job_object import dump, operator_part
+from pipemorph_operator.cluster.facts import JobFacts, format_time
+from pipemorph_operator.cluster.job import dump, operator_part
+from pipemorph_operator.reconcile.decide import DRAIN_SECONDS
 
 
 def test_a_new_job_gets_the_objects_of_attempt_0() -> None:

@@ -16,8 +16,8 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import JobStatus, SlowLink, TrainingStatus
 from pipemorph.control import JobController
 from pipemorph.wire import LinkHealthReport
-from pipemorph_operator.api import ApiRefused
-from pipemorph_operator.ingest import pace, saved, store
+from pipemorph_operator.cluster.client import ApiRefused
+from pipemorph_operator.ingest import snapshot_codec, store, write_budget
 from pipemorph_operator.ingest.__main__ import decide
 from pipemorph_operator.ingest.fence import Overtaken
 from pipemorph_operator.ingest.store import ClusterStore
@@ -41,21 +41,21 @@ def report(sequence: int, **changes: Any) -> LinkHealthReport:
 def test_saved_state_comes_back_and_attempts_go_on() -> None:
     controller = JobController(spec())
     controller.report(report(5, observed_epoch=7), 1000.0)
-    state = saved.pack(controller.snapshot())
+    state = snapshot_codec.pack(controller.snapshot())
     epoch = controller.epoch
     assert state.epoch == epoch > 7
-    back, problem = saved.restore(spec(), state, 0, lambda _: None)
+    back, problem = snapshot_codec.restore(spec(), state, 0, lambda _: None)
     assert (back.epoch, back.attempt, problem) == (epoch, 0, "")
-    later, _ = saved.restore(spec(), state, 3, lambda _: None)
+    later, _ = snapshot_codec.restore(spec(), state, 3, lambda _: None)
     assert (later.epoch, later.attempt) == (epoch, 3)
 
 
 @pytest.mark.parametrize("damage", ["", "!!", "AAAA", base64.b64encode(b"{}").decode()])
 def test_damaged_state_still_gives_its_epoch(damage: str) -> None:
-    state = saved.pack(JobController(spec()).snapshot()).model_copy(
+    state = snapshot_codec.pack(JobController(spec()).snapshot()).model_copy(
         update={"snapshot": damage, "epoch": 9}
     )
-    back, problem = saved.restore(spec(), state, 0, lambda _: None)
+    back, problem = snapshot_codec.restore(spec(), state, 0, lambda _: None)
     assert back.epoch == 9
     assert "only its epoch is kept" in problem
 
@@ -65,15 +65,15 @@ def test_a_large_plan_fits_into_status() -> None:
     controller = JobController(many)
     snapshot = controller.snapshot()
     plan = {"stages": ["".join(f"F{i}B{i}W{i}" for i in range(512))] * 128}
-    state = saved.pack(snapshot | {"bases": plan})
-    assert len(state.snapshot) < saved.MAX_PACKED / 4
+    state = snapshot_codec.pack(snapshot | {"bases": plan})
+    assert len(state.snapshot) < snapshot_codec.MAX_PACKED / 4
 
 
 def test_what_does_not_fit_is_refused() -> None:
 
-    noise = random.Random(1).randbytes(saved.MAX_PACKED).hex()
-    with pytest.raises(saved.TooLarge, match="fit into status"):
-        saved.pack({"attempt": 0, "epoch": 0, "noise": noise})
+    noise = random.Random(1).randbytes(snapshot_codec.MAX_PACKED).hex()
+    with pytest.raises(snapshot_codec.TooLarge, match="fit into status"):
+        snapshot_codec.pack({"attempt": 0, "epoch": 0, "noise": noise})
 
 
 # --- summaries --------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def epochs(api: Shared) -> tuple[int, int]:
     """On record: of the newest plan, and of the one in the snapshot."""
     control = JobStatus.model_validate(api.job["status"]).control
     assert control is not None
-    return control.epoch, saved.unpack(control)["epoch"]
+    return control.epoch, snapshot_codec.unpack(control)["epoch"]
 
 
 def test_of_two_ingests_the_one_that_is_behind_loses(caplog: pytest.LogCaptureFixture) -> None:
@@ -319,13 +319,13 @@ def test_a_summary_is_status_as_the_crd_has_it() -> None:
 
 
 def test_turns_are_written_at_once_and_progress_now_and_then() -> None:
-    assert pace.is_due(turned=True, since_write=0.0, jobs=5000)
-    assert not pace.is_due(turned=False, since_write=1.0, jobs=1)
-    assert pace.is_due(turned=False, since_write=5.0, jobs=1)
-    assert not pace.is_due(turned=False, since_write=20.0, jobs=1000)
-    assert pace.look_interval(1) == pace.LOOK_SECONDS
-    writes_per_second = 1000 / pace.progress_interval(1000)
-    assert writes_per_second <= pace.WRITES_PER_SECOND
+    assert write_budget.is_due(turned=True, since_write=0.0, jobs=5000)
+    assert not write_budget.is_due(turned=False, since_write=1.0, jobs=1)
+    assert write_budget.is_due(turned=False, since_write=5.0, jobs=1)
+    assert not write_budget.is_due(turned=False, since_write=20.0, jobs=1000)
+    assert write_budget.look_interval(1) == write_budget.LOOK_SECONDS
+    writes_per_second = 1000 / write_budget.progress_interval(1000)
+    assert writes_per_second <= write_budget.WRITES_PER_SECOND
 
 
 def test_decisions_of_large_jobs_hold_up_large_jobs_only() -> None:

@@ -10,12 +10,12 @@ import aiohttp
 import pytest
 
 from pipemorph_operator import __main__ as operator
-from pipemorph_operator import serve
-from pipemorph_operator.api import METADATA_ONLY, WATCHED_AT_A_TIME, ApiRefused, Cluster
+from pipemorph_operator import health_server
+from pipemorph_operator.cluster.client import METADATA_ONLY, WATCHED_AT_A_TIME, ApiRefused, Cluster
+from pipemorph_operator.health_server import BEAT_SECONDS, STUCK_SECONDS, TOLD_SECONDS, Pulse, Sign
 from pipemorph_operator.ingest.__main__ import follow, tick
-from pipemorph_operator.serve import BEAT_SECONDS, STUCK_SECONDS, TOLD_SECONDS, Pulse, Sign
+from pipemorph_operator.reconcile.workqueue import TURN_SECONDS, WorkQueue
 from pipemorph_operator.watchdog import WatchDog
-from pipemorph_operator.workqueue import TURN_SECONDS, WorkQueue
 
 PATIENCE = 15.0
 
@@ -42,7 +42,7 @@ def test_healthz_says_what_is_wrong(caplog: pytest.LogCaptureFixture) -> None:
 
     async def test() -> None:
         checks = [lambda: wrong[0], lambda: wrong[1]]
-        http = await serve.start("127.0.0.1", 0, lambda: True, checks)
+        http = await health_server.start("127.0.0.1", 0, lambda: True, checks)
         try:
             url = f"http://127.0.0.1:{http.port}/healthz"
             async with aiohttp.ClientSession() as session:
@@ -91,7 +91,7 @@ def test_an_event_loop_that_is_held_up_is_told_for_a_while(
         if len(beats) == 3:
             raise asyncio.CancelledError
 
-    monkeypatch.setattr(serve.asyncio, "sleep", sleep)
+    monkeypatch.setattr(health_server.asyncio, "sleep", sleep)
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(pulse.run())
     assert beats == [BEAT_SECONDS] * 3

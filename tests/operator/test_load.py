@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from pipemorph_operator.handlers import Watched
 from pipemorph_operator.ingest.__main__ import TLS_READ_BYTES
-from pipemorph_operator.ingest.pace import BURST, WRITES_PER_SECOND, Budget
 from pipemorph_operator.ingest.store import MOST_WRITES, ClusterStore
+from pipemorph_operator.ingest.write_budget import BURST, WRITES_PER_SECOND, Budget
+from pipemorph_operator.reconcile.watches import Watched
 
 KEY = ("default", "gpt")
 BODY: dict[str, Any] = {

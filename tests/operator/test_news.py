@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from pipemorph.api.status import Condition
-from pipemorph_operator.api import ApiRefused
-from pipemorph_operator.events import MAX_MESSAGE, Event
-from pipemorph_operator.ingest.news import MOST_UNDER_WAY, Herald, News
+from pipemorph_operator.cluster.client import ApiRefused
+from pipemorph_operator.cluster.events import MAX_MESSAGE, Event
+from pipemorph_operator.ingest.condition_events import MOST_UNDER_WAY, Herald, News
 
 JOB = {"name": "gpt", "namespace": "team", "uid": "u1"}
 

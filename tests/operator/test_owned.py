@@ -8,9 +8,9 @@ from typing import Any
 
 from kubernetes.aio.client import Configuration
 
-from pipemorph_operator.api import ApiRefused, Cluster
-from pipemorph_operator.owned import OwnedJobs
-from pipemorph_operator.workqueue import WorkQueue
+from pipemorph_operator.cluster.client import ApiRefused, Cluster
+from pipemorph_operator.reconcile.owned import OwnedJobs
+from pipemorph_operator.reconcile.workqueue import WorkQueue
 
 Key = tuple[str, str]
 

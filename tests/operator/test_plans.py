@@ -16,12 +16,12 @@ from pipemorph.control.first_plan import FirstPlan, initial_schedule
 from pipemorph.errors import InputError
 from pipemorph.ingest import PlannerLost
 from pipemorph.planning.problem import MAX_CELLS
-from pipemorph_operator import plans
-from pipemorph_operator.crd_rules import RULES
+from pipemorph_operator.crd.rules import RULES
 from pipemorph_operator.ingest import store as ingest_store
 from pipemorph_operator.ingest.store import ClusterStore
-from pipemorph_operator.plans import Plans
-from pipemorph_operator.reconcile import Reconciler
+from pipemorph_operator.reconcile import plans
+from pipemorph_operator.reconcile.plans import Plans
+from pipemorph_operator.reconcile.reconciler import Reconciler
 
 PATIENCE = 15.0
 KEY = ("team", "gpt")

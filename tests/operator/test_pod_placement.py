@@ -20,7 +20,7 @@ from support import (
 )
 
 from pipemorph_operator.children import Attempt, Unbuildable
-from pipemorph_operator.job_object import read_job
+from pipemorph_operator.cluster.job import read_job
 
 
 def test_rdma_networks_and_memory() -> None:

@@ -11,12 +11,12 @@ from pipemorph.api.placement import NodeExclusion
 from pipemorph.api.spec import Fault
 from pipemorph.api.status import MAX_NODES_KEPT, Condition, NodeRecord, SlowLink
 from pipemorph_operator import names
-from pipemorph_operator.facts import format_time
-from pipemorph_operator.policy import conditions, deadline, exclusion, managed, restart, state, ttl
+from pipemorph_operator.cluster.facts import format_time
+from pipemorph_operator.policy import conditions, lifetime, node_exclusion, restart
 
 
 def test_managed_by() -> None:
-    assert [managed.is_ours(x) for x in (None, "", names.CONTROLLER, "other/x")] == [
+    assert [lifetime.is_ours(x) for x in (None, "", names.CONTROLLER, "other/x")] == [
         True, True, True, False,
     ]  # fmt: skip
 
@@ -36,14 +36,14 @@ def test_a_transition_time_moves_with_the_status_only() -> None:
 
 def test_seconds_left() -> None:
     later = T0 + timedelta(seconds=12)
-    assert ttl.seconds_left(None, T0, T0) is None
-    assert ttl.seconds_left(10, None, T0) is None
-    assert ttl.seconds_left(10, T0, T0) == 10
-    assert ttl.seconds_left(10, T0, later) == -2
-    assert deadline.seconds_left(None, 0, T0, T0) is None
-    assert deadline.seconds_left(10, 99, None, T0) is None, "time passes in suspension"
-    assert deadline.seconds_left(10, 0, T0, T0) == 10
-    assert deadline.seconds_left(10, 3, T0, later) == -5
+    assert lifetime.until_deletion(None, T0, T0) is None
+    assert lifetime.until_deletion(10, None, T0) is None
+    assert lifetime.until_deletion(10, T0, T0) == 10
+    assert lifetime.until_deletion(10, T0, later) == -2
+    assert lifetime.until_deadline(None, 0, T0, T0) is None
+    assert lifetime.until_deadline(10, 99, None, T0) is None, "time passes in suspension"
+    assert lifetime.until_deadline(10, 0, T0, T0) == 10
+    assert lifetime.until_deadline(10, 3, T0, later) == -5
 
 
 def of(kind: str, status: str = "True", reason: str = "R") -> Condition:
@@ -66,7 +66,7 @@ def of(kind: str, status: str = "True", reason: str = "R") -> Condition:
     ],
 )
 def test_state_in_one_word(found: list[Condition], expected: str) -> None:
-    assert state.scalar(found) == expected
+    assert conditions.job_state(found) == expected
 
 
 def test_the_first_rank_to_fail_is_named_in_its_own_words() -> None:
@@ -135,8 +135,8 @@ def link(number: int, replica: int = 0) -> SlowLink:
 
 
 def test_ends_of_a_link() -> None:
-    assert exclusion.ends(link(1), stages=4) == (1, 2)
-    assert exclusion.ends(link(0, replica=2), stages=4) == (8, 9)
+    assert node_exclusion.ends(link(1), stages=4) == (1, 2)
+    assert node_exclusion.ends(link(0, replica=2), stages=4) == (8, 9)
 
 
 def fault(number: int, replica: int = 0) -> Fault:
@@ -145,17 +145,17 @@ def fault(number: int, replica: int = 0) -> Fault:
 
 def test_both_nodes_of_a_slow_link_are_suspects() -> None:
     nodes = {0: "a", 1: "b", 2: "b", 3: "c"}
-    assert exclusion.suspects([link(0)], [], nodes, stages=4) == {"a", "b"}
-    assert exclusion.suspects([link(1)], [], nodes, stages=4) == set(), "both ends on one node"
-    assert exclusion.suspects([link(0), link(2)], [], nodes, stages=4) == {"a", "b", "c"}
-    assert exclusion.suspects([link(0)], [], {0: "a"}, stages=4) == set(), "maybe on one node"
+    assert node_exclusion.suspects([link(0)], [], nodes, stages=4) == {"a", "b"}
+    assert node_exclusion.suspects([link(1)], [], nodes, stages=4) == set(), "both ends on one node"
+    assert node_exclusion.suspects([link(0), link(2)], [], nodes, stages=4) == {"a", "b", "c"}
+    assert node_exclusion.suspects([link(0)], [], {0: "a"}, stages=4) == set(), "maybe on one node"
 
 
 def test_a_link_that_the_jobs_own_faults_slow_accuses_nobody() -> None:
     nodes = {0: "a", 1: "b", 2: "c", 3: "d"}
     both = [link(0), link(0, replica=1)]
-    assert exclusion.suspects(both, [fault(0)], nodes, stages=2) == {"c", "d"}
-    assert exclusion.suspects(both, [fault(0), fault(0, 1)], nodes, stages=2) == set()
+    assert node_exclusion.suspects(both, [fault(0)], nodes, stages=2) == {"c", "d"}
+    assert node_exclusion.suspects(both, [fault(0), fault(0, 1)], nodes, stages=2) == set()
 
 
 MANY = {"k", "l", "m", "n"}
@@ -164,14 +164,14 @@ MANY = {"k", "l", "m", "n"}
 
 def test_a_node_accused_in_several_attempts_is_excluded() -> None:
     rule = NodeExclusion(after_attempts=2, max_nodes=1)
-    records = exclusion.accuse([], {"a", "b"}, 0, rule, {"a", "b"})
-    records = exclusion.accuse(records, {"a"}, 0, rule, {"a", "b"})
+    records = node_exclusion.accuse([], {"a", "b"}, 0, rule, {"a", "b"})
+    records = node_exclusion.accuse(records, {"a"}, 0, rule, {"a", "b"})
     assert not any(r.excluded for r in records), "one attempt counted twice"
-    records = exclusion.accuse(records, {"b", "c"}, 1, rule, {"b", "c"})
+    records = node_exclusion.accuse(records, {"b", "c"}, 1, rule, {"b", "c"})
     assert [r.name for r in records if r.excluded] == ["b"]
-    records = exclusion.accuse(records, {"a"}, 2, rule, {"a"})
+    records = node_exclusion.accuse(records, {"a"}, 2, rule, {"a"})
     assert [r.name for r in records if r.excluded] == ["b"], "more than maxNodes"
-    assert exclusion.avoided(records, rule) == (("b",), ("a",))
+    assert node_exclusion.avoided(records, rule) == (("b",), ("a",))
 
 
 def test_so_many_nodes_stay_as_the_last_attempt_had() -> None:
@@ -179,8 +179,8 @@ def test_so_many_nodes_stay_as_the_last_attempt_had() -> None:
 
     def excluded(accused: set[str], ran_on: set[str], *known: str) -> set[str]:
         before = [NodeRecord(name=name) for name in known]
-        records = exclusion.accuse(before, accused, 0, rule, ran_on)
-        hard, soft = exclusion.avoided(records, rule)
+        records = node_exclusion.accuse(before, accused, 0, rule, ran_on)
+        hard, soft = node_exclusion.avoided(records, rule)
         assert {*hard, *soft} == accused, "one that is accused is not avoided at all"
         return {*hard}
 
@@ -193,10 +193,10 @@ def test_so_many_nodes_stay_as_the_last_attempt_had() -> None:
 
 def test_exclusion_can_be_off_and_is_bounded() -> None:
     off = NodeExclusion(enabled=False, after_attempts=1)
-    records = exclusion.accuse([NodeRecord(name="z", excluded=True)], {"a"}, 0, off, MANY)
+    records = node_exclusion.accuse([NodeRecord(name="z", excluded=True)], {"a"}, 0, off, MANY)
     assert [r.name for r in records if r.excluded] == ["z"]
-    assert exclusion.avoided(records, off) == ((), ()), "what was excluded stays so when it is off"
-    many = exclusion.accuse(
+    assert node_exclusion.avoided(records, off) == ((), ()), "what was excluded stays so"
+    many = node_exclusion.accuse(
         [NodeRecord(name="z", attempts=[0, 1], excluded=True)],
         {f"n{i}" for i in range(200)},
         0,

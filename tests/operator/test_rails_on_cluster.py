@@ -16,10 +16,10 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import MAX_SICK_PORTS, JobStatus
 from pipemorph.control import JobController
 from pipemorph.wire import LinkHealthReport, RailSample, TransportSample
-from pipemorph_operator.ingest.pace import Turn
 from pipemorph_operator.ingest.rails import MESSAGE_LENGTH
 from pipemorph_operator.ingest.store import ClusterStore
 from pipemorph_operator.ingest.summary import Source, judge, summarize
+from pipemorph_operator.ingest.write_budget import Turn
 from pipemorph_operator.metrics import JOB_GAUGES
 
 DASHBOARD = Path(__file__).parents[2] / "charts" / "pipemorph-operator" / "files" / "dashboard.json"

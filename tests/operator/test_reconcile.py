@@ -11,10 +11,10 @@ import pytest
 from pydantic import ValidationError
 from support import CONFIG, body
 
-from pipemorph_operator.api import ApiRefused, _refusal
-from pipemorph_operator.events import Event, tell
-from pipemorph_operator.reconcile import NAMESPACE_ENDS_SECONDS, Reconciler
-from pipemorph_operator.waits import LOOK_AGAIN_SECONDS
+from pipemorph_operator.cluster.client import ApiRefused, _refusal
+from pipemorph_operator.cluster.events import Event, tell
+from pipemorph_operator.reconcile.reconciler import NAMESPACE_ENDS_SECONDS, Reconciler
+from pipemorph_operator.reconcile.waits import LOOK_AGAIN_SECONDS
 
 
 class Refusing:
@@ -166,7 +166,7 @@ def test_a_fault_of_the_operator_is_said_in_status_and_tried_again(
     def broken(*_: Any) -> Any:
         raise AttributeError("no such thing")
 
-    monkeypatch.setattr("pipemorph_operator.reconcile.decide", broken)
+    monkeypatch.setattr("pipemorph_operator.reconcile.reconciler.decide", broken)
     api = Events()
     if running:
         was = {"type": "Running", "status": "True", "reason": "AllRanksReady", "message": ""}

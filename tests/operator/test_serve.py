@@ -8,7 +8,7 @@ import socket
 import aiohttp
 import pytest
 
-from pipemorph_operator import serve
+from pipemorph_operator import health_server
 
 
 @pytest.mark.untimed
@@ -23,7 +23,7 @@ def test_every_address_of_the_pod_is_served(address: str) -> None:
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             holder.bind(("127.0.0.1", 0))
             port = holder.getsockname()[1]
-            http = await serve.start(None, port, lambda: ready.pop(0))
+            http = await health_server.start(None, port, lambda: ready.pop(0))
         try:
             async with aiohttp.ClientSession() as session:
                 statuses = []
@@ -39,10 +39,10 @@ def test_every_address_of_the_pod_is_served(address: str) -> None:
 
 def test_who_says_nothing_or_stays_keeps_no_probe_out() -> None:
     async def crowd() -> None:
-        http = await serve.start("127.0.0.1", 0, lambda: True)
+        http = await health_server.start("127.0.0.1", 0, lambda: True)
         silent = []
         try:
-            for _ in range(2 * serve.LIMITS.in_all):
+            for _ in range(2 * health_server.LIMITS.in_all):
                 silent.append(await asyncio.open_connection("127.0.0.1", http.port))
             reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
             writer.write(b"GET /healthz HTTP/1.1\r\nHost: pod\r\n\r\n")
@@ -50,7 +50,9 @@ def test_who_says_nothing_or_stays_keeps_no_probe_out() -> None:
             writer.close()
             assert answer.startswith(b"HTTP/1.1 200 OK")
             # Those that made room, by the end of their stream.
-            await asyncio.gather(*(reader.read() for reader, _ in silent[: serve.LIMITS.in_all]))
+            await asyncio.gather(
+                *(reader.read() for reader, _ in silent[: health_server.LIMITS.in_all])
+            )
         finally:
             for _, writer in silent:
                 writer.close()

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from support import World, body, failed, job_facts, pod
 
+from pipemorph_operator.cluster.facts import JobFacts, why_no_pod
 from pipemorph_operator.config import OperatorConfig
-from pipemorph_operator.facts import JobFacts, why_no_pod
 from pipemorph_operator.policy.restart import LOST_SECONDS
-from pipemorph_operator.waits import MISSING_SECONDS, STUCK_SECONDS
+from pipemorph_operator.reconcile.waits import MISSING_SECONDS, STUCK_SECONDS
 
 
 def template(**trainer: Any) -> Any:

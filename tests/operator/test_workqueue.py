@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
 
-from pipemorph_operator.workqueue import WorkQueue
+from pipemorph_operator.reconcile.workqueue import WorkQueue
 
 
 def run(scenario: Callable[[WorkQueue[str]], Awaitable[None]], *, gap: float = 0.0) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from pipemorph.api.placement import Placement
 from pipemorph.api.spec import RESERVED_ENV, RESERVED_ENV_PREFIXES, TRAINER_CONTAINER, FieldError
 from pipemorph_operator import names
-from pipemorph_operator.children import gang, given, placement
+from pipemorph_operator.children import gang, placement, pod_template
 from pipemorph_operator.children.attempt import Attempt, Unbuildable
 from pipemorph_operator.config import OperatorConfig
 
@@ -99,7 +99,7 @@ def _start(attempt: Attempt, config: OperatorConfig) -> Object:
             container["imagePullPolicy"] = config.trainer_pull_policy
         return {"spec": {"containers": [container]}}
     try:
-        out = given.pod_template(attempt.job.spec.template)
+        out = pod_template.pod_template(attempt.job.spec.template)
     except FieldError as error:
         raise _unbuildable(error) from None
     restart = out["spec"].get("restartPolicy", "Never")

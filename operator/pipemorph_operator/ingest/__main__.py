@@ -19,13 +19,13 @@ from pipemorph.control.first_plan import is_quick
 from pipemorph.errors import InputError
 from pipemorph.ingest import ConnectionLimits, IngestServer, Planner, ProcessPlanner
 from pipemorph.log_level import log_level
-from pipemorph_operator import serve
-from pipemorph_operator.api import Cluster, path
+from pipemorph_operator import health_server
+from pipemorph_operator.cluster.client import Cluster, path
+from pipemorph_operator.health_server import Pulse, Sign
 from pipemorph_operator.ingest.auth import PodTokenAuthenticator
-from pipemorph_operator.ingest.pace import look_interval
 from pipemorph_operator.ingest.store import ClusterStore
+from pipemorph_operator.ingest.write_budget import look_interval
 from pipemorph_operator.metrics import PLAN_SECONDS, REFUSED, REPORT_SECONDS, REPORTS
-from pipemorph_operator.serve import Pulse, Sign
 
 log = logging.getLogger("pipemorph.ingest")
 
@@ -171,7 +171,7 @@ async def run(options: argparse.Namespace) -> None:
             for namespace in [*options.namespace] or everywhere
         }
         pulse, ticked = Pulse(), Sign("looks at jobs", ROUND_SECONDS)
-        http = await serve.start(
+        http = await health_server.start(
             options.host,
             options.metrics_port,
             lambda: serving and store.synced,

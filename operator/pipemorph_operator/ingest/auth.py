@@ -22,8 +22,8 @@ import aiohttp
 
 from pipemorph.ingest import Identity, Refused
 from pipemorph_operator import names
-from pipemorph_operator.api import ApiRefused, path
-from pipemorph_operator.ingest import claims
+from pipemorph_operator.cluster.client import ApiRefused, path
+from pipemorph_operator.ingest import token_claims
 from pipemorph_operator.metrics import REFUSED, TOKEN_REVIEWS
 
 KEPT_SECONDS = 60.0
@@ -107,8 +107,8 @@ class PodTokenAuthenticator:
         answer = kept[1] if kept is not None and kept[0] > self._clock() else None
         if answer is None:
             try:
-                claims.check(token, expected.audience, self._clock())
-            except claims.Unfit as unfit:
+                token_claims.check(token, expected.audience, self._clock())
+            except token_claims.Unfit as unfit:
                 self._count(unfit.reason)
                 raise Refused(401, str(unfit)) from None
             answer = await self._answer(key, token, namespace, expected, source)

@@ -14,7 +14,7 @@ from typing import Any
 
 from pipemorph.api.status import ControlState, JobStatus
 from pipemorph_operator import names
-from pipemorph_operator.api import ApiRefused, Cluster, path
+from pipemorph_operator.cluster.client import ApiRefused, Cluster, path
 
 MOST_TRIES = 5
 """In a row, each after another writer was quicker."""

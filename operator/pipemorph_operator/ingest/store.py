@@ -25,14 +25,14 @@ from pipemorph.ingest import ControlledJob, PlannerLost
 from pipemorph.planning import Schedule
 from pipemorph.wire import LinkHealthReport
 from pipemorph_operator import names
-from pipemorph_operator.api import ApiRefused, Cluster
 from pipemorph_operator.children.attempt import audience
-from pipemorph_operator.ingest import pace, saved
+from pipemorph_operator.cluster.client import ApiRefused, Cluster
+from pipemorph_operator.cluster.job import read_job
+from pipemorph_operator.ingest import snapshot_codec, write_budget
 from pipemorph_operator.ingest.auth import Expected
+from pipemorph_operator.ingest.condition_events import Herald, News
 from pipemorph_operator.ingest.fence import Fence, Overtaken
-from pipemorph_operator.ingest.news import Herald, News
 from pipemorph_operator.ingest.summary import Source, judge, summarize
-from pipemorph_operator.job_object import read_job
 from pipemorph_operator.metrics import (
     DIRECTIVES,
     JOBS_HELD,
@@ -41,7 +41,7 @@ from pipemorph_operator.metrics import (
     forget_job,
     set_job,
 )
-from pipemorph_operator.policy.managed import is_ours
+from pipemorph_operator.policy.lifetime import is_ours
 
 log = logging.getLogger("pipemorph.ingest")
 
@@ -94,7 +94,7 @@ class Held:
     job_uid: str | None
     """Of the attempt's batch Job."""
     written: TrainingStatus | None = None
-    turn: pace.Turn | None = None
+    turn: write_budget.Turn | None = None
     written_at: float = float("-inf")
     looked_at: float = float("-inf")
     ended: bool = False
@@ -129,7 +129,7 @@ class ClusterStore:
         self._clock = clock
         self._monotonic = monotonic
         self._held: dict[Key, Held] = {}
-        self._budget = pace.Budget(monotonic())
+        self._budget = write_budget.Budget(monotonic())
         self._writes = asyncio.Semaphore(MOST_WRITES)
         self._writing = 0
         self._herald = Herald(cluster)
@@ -158,7 +158,7 @@ class ClusterStore:
         started = self._monotonic()
         self._budget.charge(started)
         async with held.writing:
-            held.control = saved.pack(snapshot)
+            held.control = snapshot_codec.pack(snapshot)
             await self._write(held)
         DIRECTIVES.inc()
         PERSIST_SECONDS.observe(self._monotonic() - started)
@@ -242,7 +242,7 @@ class ClusterStore:
         status = JobStatus.model_validate(body.get("status") or {})
         ear = Ear(self._clock)
         try:
-            controller, problem = saved.restore(spec, status.control, attempt, ear.hear)
+            controller, problem = snapshot_codec.restore(spec, status.control, attempt, ear.hear)
         except InputError as error:
             log.error("%s/%s takes no reports: %s", *key, error)
             return
@@ -359,14 +359,14 @@ class ClusterStore:
         if held is None or held.writing.locked():
             return
         # A silent job is looked at now and then, as its links become unknown.
-        if not held.ear.news and now - held.looked_at < pace.PROGRESS_SECONDS:
+        if not held.ear.news and now - held.looked_at < write_budget.PROGRESS_SECONDS:
             return
         held.looked_at = now
         wall = self._clock()
         view = held.controller.view(wall)
-        turn = pace.Turn.of(held.source, view, wall)
+        turn = write_budget.Turn.of(held.source, view, wall)
         turned = turn != held.turn
-        if not pace.is_due(turned, now - held.written_at, len(self._held)):
+        if not write_budget.is_due(turned, now - held.written_at, len(self._held)):
             return
         training, conditions = self._summary(held, view, wall)
         self._gauge(held, training, conditions)
@@ -379,7 +379,7 @@ class ClusterStore:
         async with held.writing:
             try:
                 if turned and training.adaptations and held.control is not None:
-                    held.control = saved.pack(held.controller.snapshot())
+                    held.control = snapshot_codec.pack(held.controller.snapshot())
                 await self._write(held)
             except (
                 ApiRefused,
@@ -387,7 +387,7 @@ class ClusterStore:
                 TimeoutError,
                 OSError,
                 Overtaken,
-                saved.TooLarge,
+                snapshot_codec.TooLarge,
             ) as error:
                 held.ear.news = True
                 held.written_at = self._monotonic()
@@ -411,7 +411,7 @@ class ClusterStore:
     async def _apply(self, held: Held) -> None:
         wall = self._clock()
         view = held.controller.view(wall)
-        turn = pace.Turn.of(held.source, view, wall)
+        turn = write_budget.Turn.of(held.source, view, wall)
         training, conditions = self._summary(held, view, wall)
         status = JobStatus(conditions=conditions, training=training, control=held.control)
         about = {"name": held.name, "namespace": held.namespace, "uid": held.uid}

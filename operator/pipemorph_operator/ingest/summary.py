@@ -17,7 +17,7 @@ from pipemorph.api.status import (
 from pipemorph.control import AdaptationRecord, Health, JobController, JobView, LinkHealth
 from pipemorph.planning import Path
 from pipemorph_operator import names
-from pipemorph_operator.facts import format_time
+from pipemorph_operator.cluster.facts import format_time
 from pipemorph_operator.ingest.rails import fallen_link, rails_healthy, rails_status
 from pipemorph_operator.policy.conditions import updated
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 
-from pipemorph.api.status import Condition, ConditionStatus
-from pipemorph_operator.facts import format_time
+from pipemorph.api.status import Condition, ConditionStatus, JobState
+from pipemorph_operator import names
+from pipemorph_operator.cluster.facts import format_time
 
 MESSAGE_LENGTH = 4096
 
@@ -40,3 +41,28 @@ def updated(
 def is_true(conditions: Sequence[Condition], kind: str) -> bool:
     """Whether the condition of that type is there and True."""
     return any(c.type == kind and c.status == "True" for c in conditions)
+
+
+def job_state(conditions: Sequence[Condition]) -> JobState:
+    """``status.state``: the conditions in one word. A terminal state wins, then what the user asked
+    for, then what the ranks do."""
+    if is_true(conditions, names.COMPLETE):
+        return "Complete"
+    if is_true(conditions, names.FAILED):
+        return "Failed"
+    if is_true(conditions, names.SUSPENDED):
+        return "Suspended"
+    running = next((c for c in conditions if c.type == names.RUNNING), None)
+    if running is None:
+        return "Pending"
+    if running.status == "True":
+        return "Running"
+    match running.reason:
+        case names.R_RESTARTING | names.R_DRAINING:
+            return "Restarting"
+        case names.R_QUEUED:
+            return "Queued"
+        case names.R_WAITING_FOR_PODS | names.R_PODS_REFUSED:
+            return "Starting"
+        case _:
+            return "Pending"

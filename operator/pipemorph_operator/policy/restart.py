@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 
 from pipemorph.api.status import AttemptRecord
 from pipemorph_operator import names
-from pipemorph_operator.facts import Ended, PodFacts, parse_time
+from pipemorph_operator.cluster.facts import Ended, PodFacts, parse_time
 
 FIRST_DELAY_SECONDS = 1.0
 LAST_DELAY_SECONDS = 300.0

@@ -13,7 +13,7 @@ import logging
 
 import aiohttp
 
-from pipemorph_operator.api import ApiRefused, Cluster
+from pipemorph_operator.cluster.client import ApiRefused, Cluster
 from pipemorph_operator.names import API_GROUP, API_VERSION, PLURAL
 
 log = logging.getLogger("pipemorph.operator")

@@ -11,11 +11,11 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import MAX_ATTEMPTS_KEPT, AttemptRecord, ConditionStatus, JobStatus
 from pipemorph_operator import names
 from pipemorph_operator.children import Attempt
-from pipemorph_operator.events import Event, Kind
-from pipemorph_operator.facts import JobFacts, PodFacts, format_time, parse_time
-from pipemorph_operator.job_object import operator_part
-from pipemorph_operator.plans import Plannable
-from pipemorph_operator.policy import conditions, state
+from pipemorph_operator.cluster.events import Event, Kind
+from pipemorph_operator.cluster.facts import JobFacts, PodFacts, format_time, parse_time
+from pipemorph_operator.cluster.job import operator_part
+from pipemorph_operator.policy import conditions
+from pipemorph_operator.reconcile.plans import Plannable
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Draft:
         """The decision. ``soon``: what follows from the new status can be done at once."""
         status = self.status
         status.observed_generation = self.generation
-        status.state = state.scalar(status.conditions)
+        status.state = conditions.job_state(status.conditions)
         if status.pods is not None:
             done = min(status.pods.wanted, status.pods.ready + status.pods.succeeded)
             status.ready = f"{done}/{status.pods.wanted}"

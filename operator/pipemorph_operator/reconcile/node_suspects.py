@@ -6,8 +6,8 @@ from pipemorph.api.placement import Placement
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.api.status import JobStatus
 from pipemorph_operator import names
-from pipemorph_operator.decision import Draft
-from pipemorph_operator.policy import exclusion
+from pipemorph_operator.policy import node_exclusion
+from pipemorph_operator.reconcile.decision import Draft
 
 
 def accuse(draft: Draft, job: PipeMorphJob) -> None:
@@ -26,11 +26,11 @@ def accuse(draft: Draft, job: PipeMorphJob) -> None:
         return
     rule = (job.spec.placement or Placement()).node_exclusion
     nodes = {pod.index: pod.node for pod in draft.seen.pods if pod.node is not None}
-    accused = exclusion.suspects(
+    accused = node_exclusion.suspects(
         training.slow_links, job.spec.faults, nodes, job.spec.parallelism.stages
     )
     before = {node.name for node in draft.status.nodes if node.excluded}
-    draft.status.nodes = exclusion.accuse(
+    draft.status.nodes = node_exclusion.accuse(
         draft.status.nodes, accused, training.attempt, rule, set(nodes.values())
     )
     for node in draft.status.nodes:

@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from pipemorph_operator import names
-from pipemorph_operator.api import ApiRefused, Cluster
-from pipemorph_operator.facts import format_time
+from pipemorph_operator.cluster.client import ApiRefused, Cluster
+from pipemorph_operator.cluster.facts import format_time
 
 log = logging.getLogger("pipemorph.events")
 

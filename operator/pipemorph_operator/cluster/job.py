@@ -17,9 +17,9 @@ from pipemorph_operator.children.naming import attempt_name
 
 def read_job(body: Mapping[str, Any]) -> PipeMorphJob:
     """The job in an API object, its pod template as it stands: an attempt's pods are made from it
-    by :func:`~pipemorph_operator.children.given.pod_template`, which checks it. Raises
+    by :func:`~pipemorph_operator.children.pod_template.pod_template`, which checks it. Raises
     :class:`InputError`, one line that names the field. Whether its spec allows a plan is found out
-    later (:mod:`pipemorph_operator.plans`)."""
+    later (:mod:`pipemorph_operator.reconcile.plans`)."""
     metadata = body["metadata"]
     spec = dict(body.get("spec") or {})
     # What is wrong with a template can be edited: an attempt that has its pods does not end by it.

@@ -16,8 +16,8 @@ import aiohttp
 
 from pipemorph.api.status import Condition
 from pipemorph_operator import names
-from pipemorph_operator.api import ApiRefused, Cluster
-from pipemorph_operator.events import Event, tell
+from pipemorph_operator.cluster.client import ApiRefused, Cluster
+from pipemorph_operator.cluster.events import Event, tell
 
 log = logging.getLogger("pipemorph.ingest")
 

@@ -7,7 +7,6 @@ fields under strict validation, which is what kubectl asks for).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,8 +14,8 @@ import yaml
 
 from pipemorph.api.spec import API_GROUP, KIND, JobSpec
 from pipemorph.api.status import JobStatus
-from pipemorph_operator.crd_rules import RULES
-from pipemorph_operator.crd_text import DESCRIPTIONS
+from pipemorph_operator.crd.descriptions import DESCRIPTIONS
+from pipemorph_operator.crd.rules import RULES
 from pipemorph_operator.names import PLURAL, VERSION
 
 CRD_NAME = f"{PLURAL}.{API_GROUP}"
@@ -276,7 +275,3 @@ def render() -> str:
     return head + yaml.dump(
         custom_resource_definition(), Dumper=_Plain, sort_keys=False, width=100, allow_unicode=True
     )
-
-
-if __name__ == "__main__":
-    sys.stdout.write(render())

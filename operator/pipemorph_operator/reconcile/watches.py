@@ -14,8 +14,8 @@ from typing import Any
 import kopf
 
 from pipemorph_operator.names import API_GROUP, INGEST_CONDITIONS, KIND, PLURAL, VERSION
+from pipemorph_operator.reconcile.workqueue import WorkQueue
 from pipemorph_operator.watchdog import WatchDog
-from pipemorph_operator.workqueue import WorkQueue
 
 INACTIVITY_SECONDS = 90.0
 """Bookmarks come every minute: a watch that is silent for longer is dead."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pipemorph.api.placement import Placement
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph_operator import names
-from pipemorph_operator.decision import Draft
-from pipemorph_operator.facts import JobFacts, parse_time
+from pipemorph_operator.cluster.facts import JobFacts, parse_time
 from pipemorph_operator.policy import restart
+from pipemorph_operator.reconcile.decision import Draft
 
 STUCK_SECONDS = 15.0
 """Ranks that are not ready after this are looked at for a reason."""

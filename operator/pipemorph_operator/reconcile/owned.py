@@ -11,11 +11,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipemorph_operator.api import Cluster, path
-from pipemorph_operator.facts import JobFacts
+from pipemorph_operator.cluster.client import Cluster, path
+from pipemorph_operator.cluster.facts import JobFacts
 from pipemorph_operator.names import LABEL_JOB
+from pipemorph_operator.reconcile.workqueue import WorkQueue
 from pipemorph_operator.watchdog import WatchDog
-from pipemorph_operator.workqueue import WorkQueue
 
 log = logging.getLogger("pipemorph.operator")
 

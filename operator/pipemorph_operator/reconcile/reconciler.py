@@ -18,17 +18,17 @@ import aiohttp
 
 from pipemorph.api.status import JobStatus
 from pipemorph_operator import names
-from pipemorph_operator.api import ApiRefused, Cluster, path, path_of
 from pipemorph_operator.children import gang
 from pipemorph_operator.children.objects import secret
+from pipemorph_operator.cluster.client import ApiRefused, Cluster, path, path_of
+from pipemorph_operator.cluster.events import tell
+from pipemorph_operator.cluster.facts import JobFacts, PodFacts, why_no_pod
+from pipemorph_operator.cluster.job import current_name, dump, operator_part
 from pipemorph_operator.config import OperatorConfig
-from pipemorph_operator.decide import decide, hold, stumble
-from pipemorph_operator.decision import Decision, Observed
-from pipemorph_operator.events import tell
-from pipemorph_operator.facts import JobFacts, PodFacts, why_no_pod
-from pipemorph_operator.job_object import current_name, dump, operator_part
 from pipemorph_operator.metrics import JOBS
-from pipemorph_operator.plans import Plans
+from pipemorph_operator.reconcile.decide import decide, hold, stumble
+from pipemorph_operator.reconcile.decision import Decision, Observed
+from pipemorph_operator.reconcile.plans import Plans
 
 log = logging.getLogger("pipemorph.operator")
 

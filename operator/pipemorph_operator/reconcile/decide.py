@@ -13,14 +13,15 @@ from pipemorph.api.placement import Placement
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.api.status import PodCounts
 from pipemorph.errors import InputError, one_line
-from pipemorph_operator import names, plans, waits
-from pipemorph_operator.accuse import accuse
+from pipemorph_operator import names
 from pipemorph_operator.children import Attempt, Unbuildable, objects
+from pipemorph_operator.cluster.facts import MESSAGE_LENGTH, JobFacts, format_time, parse_time
+from pipemorph_operator.cluster.job import read_job
 from pipemorph_operator.config import OperatorConfig
-from pipemorph_operator.decision import Decision, Draft, Observed
-from pipemorph_operator.facts import MESSAGE_LENGTH, JobFacts, format_time, parse_time
-from pipemorph_operator.job_object import read_job
-from pipemorph_operator.policy import conditions, deadline, exclusion, managed, restart, ttl
+from pipemorph_operator.policy import conditions, lifetime, node_exclusion, restart
+from pipemorph_operator.reconcile import plans, waits
+from pipemorph_operator.reconcile.decision import Decision, Draft, Observed
+from pipemorph_operator.reconcile.node_suspects import accuse
 
 DRAIN_SECONDS = 60.0
 """Longest wait for an old attempt's ranks, which may sit on a node that is gone. Those that come
@@ -30,7 +31,7 @@ back late hold another secret, another name and another attempt number: they har
 def decide(seen: Observed, config: OperatorConfig) -> Decision:
     """Decide. Never raises on account of the job."""
     metadata, spec = seen.body["metadata"], seen.body.get("spec") or {}
-    if not managed.is_ours(spec.get("managedBy")) or "deletionTimestamp" in metadata:
+    if not lifetime.is_ours(spec.get("managedBy")) or "deletionTimestamp" in metadata:
         return Decision()
     draft = Draft(seen)
     status = draft.status
@@ -82,7 +83,7 @@ def _finished(draft: Draft) -> Decision:
     for job in draft.jobs():
         if not succeeded and not job.drained and not job.deleting:
             draft.out.delete_jobs.append(job.name)
-    left = ttl.seconds_left(
+    left = lifetime.until_deletion(
         spec.get("ttlSecondsAfterFinished"), parse_time(draft.status.completion_time), draft.now
     )
     if left is not None and left <= 0:
@@ -95,7 +96,7 @@ def _finished(draft: Draft) -> Decision:
 
 def _unfinished(draft: Draft, job: PipeMorphJob, config: OperatorConfig) -> Decision:
     limit, started = job.spec.active_deadline_seconds, parse_time(draft.status.start_time)
-    left = deadline.seconds_left(limit, draft.status.ran_seconds, started, draft.now)
+    left = lifetime.until_deadline(limit, draft.status.ran_seconds, started, draft.now)
     if left is not None and left <= 0:
         return _fail(draft, names.R_DEADLINE, f"activeDeadlineSeconds, {limit}, have passed")
     draft.soon(left)
@@ -185,7 +186,7 @@ def _start(draft: Draft, job: PipeMorphJob, config: OperatorConfig) -> Decision:
         draft.soon(wait)
         return draft.done()
     rule = (job.spec.placement or Placement()).node_exclusion
-    excluded, unwanted = exclusion.avoided(draft.status.nodes, rule)
+    excluded, unwanted = node_exclusion.avoided(draft.status.nodes, rule)
     attempt = Attempt(job, draft.metadata["uid"], number, excluded, unwanted)
     try:
         draft.out.apply = objects(attempt, config)

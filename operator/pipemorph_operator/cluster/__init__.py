@@ -1,0 +1,1 @@
+"""The Kubernetes API: its client, and what is read of its objects."""

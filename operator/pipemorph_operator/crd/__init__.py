@@ -1,0 +1,1 @@
+"""The CRD, made from the models of ``pipemorph.api``."""

@@ -1,0 +1,8 @@
+"""``python -m pipemorph_operator.crd``: the CRD on standard output."""
+
+import sys
+
+from pipemorph_operator.crd.generate import render
+
+if __name__ == "__main__":
+    sys.stdout.write(render())
