@@ -21,8 +21,8 @@ from pipemorph.wire import (
     WireTime,
 )
 from pipemorph_trainer.agent.merge import TelemetryMerger
+from pipemorph_trainer.agent.messages import RankTelemetry
 from pipemorph_trainer.agent.uplink import GATHER_SECONDS, REPORT_INTERVAL_SECONDS
-from pipemorph_trainer.control import RankTelemetry
 
 PERIOD = REPORT_INTERVAL_SECONDS + GATHER_SECONDS
 """Seconds between two reports of one agent while its ranks train."""

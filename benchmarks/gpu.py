@@ -176,7 +176,7 @@ def bound(
 
     from pipemorph.planning import Link, Problem, StageTimes, simulate
     from pipemorph_trainer.examples.gpt import loss_fn
-    from pipemorph_trainer.split import Sample, StageRunner
+    from pipemorph_trainer.executor.split import Sample, StageRunner
 
     first, last = context.rank == 0, context.rank == args.stages - 1
     runner = StageRunner(

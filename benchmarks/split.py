@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipemorph_trainer.split import Sample, StageRunner
+from pipemorph_trainer.executor.split import Sample, StageRunner
 
 MICROBATCHES = 4
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}

@@ -297,7 +297,7 @@ def test_what_the_ingest_writes_and_serves_also_after_an_edit() -> None:
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
-    from pipemorph_trainer.metrics import RankMetrics
+    from pipemorph_trainer.telemetry.metrics import RankMetrics
 
     panels = json.loads(DASHBOARD.read_text())["panels"]
     asked = {

@@ -24,7 +24,7 @@ from pipemorph.planning import (
 )
 from pipemorph.wire import StageProfile
 from pipemorph_trainer import Pipeline, TrainerContext
-from pipemorph_trainer.control import NoControl, Offloaded, RankTelemetry
+from pipemorph_trainer.agent.messages import NoControl, Offloaded, RankTelemetry
 
 WIDTH, VOCABULARY, LENGTH = 8, 11, 3
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from pipemorph.planning import OpKind
 from pipemorph.planning.offload import Residency
-from pipemorph_trainer.offload import ActivationStore
-from pipemorph_trainer.split import Sample, StageRunner, self_test
+from pipemorph_trainer.executor.offload import ActivationStore
+from pipemorph_trainer.executor.split import Sample, StageRunner, self_test
 
 torch.set_num_threads(1)
 

@@ -35,8 +35,8 @@ from pipemorph.wire import (
 )
 from pipemorph_trainer.agent import AgentHandle, connect, start_agent
 from pipemorph_trainer.agent.client import QUEUED_MESSAGES, AgentClient
+from pipemorph_trainer.agent.messages import RankTelemetry
 from pipemorph_trainer.context import TrainerContext
-from pipemorph_trainer.control import RankTelemetry
 
 T = TypeVar("T")
 DEADLINE = 60.0

@@ -24,8 +24,8 @@ from pipemorph.wire import (
     WireTime,
 )
 from pipemorph_trainer.agent.merge import TelemetryMerger
+from pipemorph_trainer.agent.messages import RankTelemetry
 from pipemorph_trainer.agent.uplink import Uplink
-from pipemorph_trainer.control import RankTelemetry
 
 Key = tuple[int, int, str]
 """link, replica, direction"""

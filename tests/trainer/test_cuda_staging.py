@@ -1,4 +1,4 @@
-"""The CUDA side of :mod:`pipemorph_trainer.accelerator` and of what stands on it, on one GPU."""
+"""The CUDA side of ``topology.accelerator`` and of what stands on it, on one GPU."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from pipemorph.planning import OpKind
-from pipemorph_trainer.accelerator import CudaAccelerator
 from pipemorph_trainer.executor.device_times import DeviceTimes, LossCopy
-from pipemorph_trainer.paths.message import TensorMeta
-from pipemorph_trainer.timed import TimedOp
+from pipemorph_trainer.executor.timed import TimedOp
+from pipemorph_trainer.links.channels.message import TensorMeta
+from pipemorph_trainer.topology.accelerator import CudaAccelerator
 
 pytestmark = [
     pytest.mark.gpu,

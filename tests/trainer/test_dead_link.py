@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from pipemorph_trainer.errors import PipelineError
-from pipemorph_trainer.link_recorder import LinkRecorder
-from pipemorph_trainer.links import engine_module
-from pipemorph_trainer.paths.arrival import PeerClock
-from pipemorph_trainer.paths.delegated import DelegatedIncoming
-from pipemorph_trainer.paths.message import Batch, Direction, TensorMeta
+from pipemorph_trainer.links.channels.arrival import PeerClock
+from pipemorph_trainer.links.channels.delegated import DelegatedIncoming
+from pipemorph_trainer.links.channels.message import Batch, Direction, TensorMeta
+from pipemorph_trainer.links.recorder import LinkRecorder
+from pipemorph_trainer.links.rendezvous import engine_module
 
 pytestmark = pytest.mark.needs_engine
 

@@ -26,19 +26,18 @@ from staging_rig import rigged
 from torch import Tensor
 
 from pipemorph.planning import Path, Plan
-from pipemorph_trainer import TrainerContext, links, pipeline
-from pipemorph_trainer.control import NoControl
-from pipemorph_trainer.coordinate import Seat
+from pipemorph_trainer import TrainerContext, pipeline
+from pipemorph_trainer.agent.messages import NoControl
 from pipemorph_trainer.errors import PipelineError, WaitTimeoutError
-from pipemorph_trainer.executor import loop
+from pipemorph_trainer.executor import dispatch
+from pipemorph_trainer.executor.offload.pool import HostPool
 from pipemorph_trainer.iteration import Iterations
-from pipemorph_trainer.link_recorder import LinkRecorder
-from pipemorph_trainer.offload.pool import HostPool
-from pipemorph_trainer.paths import direct, edges
-from pipemorph_trainer.paths.arrival import OpClock, PeerClock
-from pipemorph_trainer.paths.direct import DirectIncoming, DirectOutgoing
-from pipemorph_trainer.paths.faults import Shaper
-from pipemorph_trainer.paths.message import (
+from pipemorph_trainer.links import rendezvous
+from pipemorph_trainer.links.channels import direct, edges
+from pipemorph_trainer.links.channels.arrival import OpClock, PeerClock
+from pipemorph_trainer.links.channels.direct import DirectIncoming, DirectOutgoing
+from pipemorph_trainer.links.channels.fault_injection import Shaper
+from pipemorph_trainer.links.channels.message import (
     ALL_PRESENT,
     Batch,
     Direction,
@@ -46,6 +45,8 @@ from pipemorph_trainer.paths.message import (
     Receives,
     TensorMeta,
 )
+from pipemorph_trainer.links.recorder import LinkRecorder
+from pipemorph_trainer.topology.coordinate import Seat
 
 META = TensorMeta((16,), torch.float32)
 PATIENCE = 0.3
@@ -207,7 +208,7 @@ def test_memory_for_sends_is_page_locked_before_receives_are_posted() -> None:
 
     above, below = end("above"), end("below")
     nothing: Any = lambda *_, **__: None  # noqa: E731
-    executor = loop.Executor(
+    executor = dispatch.Executor(
         seat=Seat(1, 1, 3, 0, 1),
         runner=SimpleNamespace(begin_iteration=nothing),  # type: ignore[arg-type]
         neighbours=SimpleNamespace(upstream=above, downstream=below, ends=[]),  # type: ignore[arg-type]
@@ -216,7 +217,7 @@ def test_memory_for_sends_is_page_locked_before_receives_are_posted() -> None:
     )  # fmt: skip
     executor.input_metas = executor.output_metas = (META,)
     plan = make_plan(Job(3, 4), 0, "1f1b")
-    executor.begin(plan.schedule, 1, 1, loop.Inputs(), handshake=False)
+    executor.begin(plan.schedule, 1, 1, dispatch.Inputs(), handshake=False)
     assert order[:2] == ["send to above", "send to below"], order
     assert sorted(order[2:]) == ["receive from above", "receive from below"], order
 
@@ -359,7 +360,7 @@ def directed(context: TrainerContext, job: Job, moved: Plan) -> Any:
     the first link while ops run."""
     device = SimulatedDevice(prompt=True, strict=True, patience=10.0)
     driver = Driver(device, context.rank)
-    for module in (links, pipeline):
+    for module in (rendezvous, pipeline):
         vars(module)["accelerator_of"] = lambda _: device
     post, wait = DirectIncoming._post, DirectIncoming._wait
     given: dict[int, SimulatedEvent] = {}

@@ -14,8 +14,8 @@ from launch import Ranks
 from pipemorph.api.spec import Fault
 from pipemorph_trainer import TrainerContext
 from pipemorph_trainer import iteration as iterations
-from pipemorph_trainer.executor import loop
-from pipemorph_trainer.paths import direct, failover
+from pipemorph_trainer.executor import dispatch
+from pipemorph_trainer.links.channels import direct, failover
 
 # Several runs in a test, each with a deadline of its own.
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
@@ -63,7 +63,7 @@ def cut_at(
     Also returns how many messages were sent a second time.
     """
     again = 0
-    run_op, send_again = loop.Executor.run_op, failover.FailoverOutgoing.send_again
+    run_op, send_again = dispatch.Executor.run_op, failover.FailoverOutgoing.send_again
 
     def run_and_cut(self: Any, kind: Any, microbatch: int) -> None:
         here = (context.rank, self._iteration, len(self._outcome.ops))
@@ -77,7 +77,7 @@ def cut_at(
         again += sum(at >= position for at in self._kept)
         send_again(self, position)
 
-    loop.Executor.run_op = run_and_cut  # type: ignore[method-assign]
+    dispatch.Executor.run_op = run_and_cut  # type: ignore[method-assign]
     failover.FailoverOutgoing.send_again = count  # type: ignore[method-assign]
     return train(context, job), again
 
@@ -102,7 +102,7 @@ def test_wherever_in_an_iteration_it_breaks(rank: int) -> None:
 def deaf_at_the_end(context: TrainerContext, job: Job, through: str) -> Record:
     """Train; the last gradients of the last iteration do not get to rank 0, which finds out
     when rank 1 is through with its ops, or shows for some seconds that it is not."""
-    post, run_ops = direct.DirectIncoming._post, loop.Executor.run
+    post, run_ops = direct.DirectIncoming._post, dispatch.Executor.run
     posted = 0
 
     def refuse(self: Any, batch: Any) -> Any:
@@ -122,7 +122,7 @@ def deaf_at_the_end(context: TrainerContext, job: Job, through: str) -> Record:
         return outcome
 
     direct.DirectIncoming._post = refuse  # type: ignore[method-assign]
-    loop.Executor.run = run_and_tell  # type: ignore[method-assign]
+    dispatch.Executor.run = run_and_tell  # type: ignore[method-assign]
     return train(context, job)
 
 

@@ -13,7 +13,7 @@ from jobs import Job, loss_fn, make_batch, make_stage
 from launch import run_ranks
 
 from pipemorph_trainer import Pipeline, TrainerContext
-from pipemorph_trainer.links import engine_module
+from pipemorph_trainer.links.rendezvous import engine_module
 
 pytestmark = pytest.mark.multiprocess
 

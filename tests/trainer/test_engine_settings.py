@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from pipemorph.api.spec import PipeMorphJob
-from pipemorph_trainer import TrainerContext, links, settings
-from pipemorph_trainer.coordinate import Seat
-from pipemorph_trainer.executor.bell import Bell
-from pipemorph_trainer.groups import Groups
-from pipemorph_trainer.paths.arrival import OpClock
+from pipemorph_trainer import TrainerContext, settings
+from pipemorph_trainer.links import rendezvous
+from pipemorph_trainer.links.channels.arrival import OpClock
+from pipemorph_trainer.links.poller import Bell
+from pipemorph_trainer.topology.coordinate import Seat
+from pipemorph_trainer.topology.groups import Groups
 
 
 def told(monkeypatch: pytest.MonkeyPatch, transport: dict[str, Any]) -> dict[str, Any]:
@@ -35,9 +36,9 @@ def told(monkeypatch: pytest.MonkeyPatch, transport: dict[str, Any]) -> dict[str
     def gather(into: list[Any], mine: Any) -> None:
         into[:] = [mine]
 
-    for module in (links, settings):
+    for module in (rendezvous, settings):
         monkeypatch.setattr(module, "engine_module", lambda: SimpleNamespace(Engine=Engine))
-    monkeypatch.setattr(links.dist, "all_gather_object", gather)
+    monkeypatch.setattr(rendezvous.dist, "all_gather_object", gather)
     job = PipeMorphJob.model_validate(
         {
             "apiVersion": "pipemorph.io/v1alpha1",
@@ -54,7 +55,7 @@ def told(monkeypatch: pytest.MonkeyPatch, transport: dict[str, Any]) -> dict[str
     context = TrainerContext(0, 2, 0, "127.0.0.1", 1, job=job, namespace="a-team", attempt=3)
     of_job = settings.Settings.of(job.spec)
     plan = of_job.plan()
-    found = links.meet(
+    found = rendezvous.meet(
         Seat(rank=0, stage=0, stages=1, replica=0, replicas=1),
         secret=b"the job's secret",
         master_addr="127.0.0.1",

@@ -32,13 +32,13 @@ from pipemorph.planning import (
 )
 from pipemorph.planning.offload import copying
 from pipemorph.planning.policies.interleaved import plan_interleaved
-from pipemorph_trainer.coordinate import Seat
-from pipemorph_trainer.executor import loop, mailbox
-from pipemorph_trainer.executor.loop import Executor, Inputs
+from pipemorph_trainer.executor import dispatch, mailbox
+from pipemorph_trainer.executor.dispatch import Executor, Inputs
 from pipemorph_trainer.executor.waiting import Waiting
-from pipemorph_trainer.link_end import Neighbourhood
-from pipemorph_trainer.paths.arrival import OpClock
-from pipemorph_trainer.paths.message import Direction, TensorMeta
+from pipemorph_trainer.links.channels.arrival import OpClock
+from pipemorph_trainer.links.channels.message import Direction, TensorMeta
+from pipemorph_trainer.links.link import Neighbourhood
+from pipemorph_trainer.topology.coordinate import Seat
 
 ENDING, DECIDING = 0, 1
 """At one time what ends comes first, as in the simulator."""
@@ -252,7 +252,7 @@ def execute(
     """What the executors of all stages did: kind, microbatch, start, end."""
     stages = problem.stage_count
     world = World(stages)
-    for module in (loop, mailbox):
+    for module in (dispatch, mailbox):
         monkeypatch.setattr(module, "time", lambda: world.now)
     done: list[Any] = [None] * stages
     bodies = []
@@ -348,9 +348,9 @@ def test_the_paper_example(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = plan(quiet.with_warmup([7, 5, 3, 1]), Policy.ZERO_BUBBLE)
     slow = quiet.with_delays([20, 0, 0])
     took = {}
-    for dispatch in Dispatch:
-        found = execute(planned.to_plan(1, (Path.DIRECT,) * 3, dispatch), slow, monkeypatch)
-        took[dispatch] = max(ops[-1][3] for ops in found)
+    for mode in Dispatch:
+        found = execute(planned.to_plan(1, (Path.DIRECT,) * 3, mode), slow, monkeypatch)
+        took[mode] = max(ops[-1][3] for ops in found)
     assert took == {Dispatch.STATIC: 440, Dispatch.ONLINE: 410}
 
 
@@ -378,7 +378,7 @@ def test_op_by_op_with_several_stages_per_rank(
         )
         planned = plan_interleaved(problem, policy)
         world = World(ranks)
-        for module in (loop, mailbox):
+        for module in (dispatch, mailbox):
             monkeypatch.setattr(module, "time", lambda world=world: world.now)
         made = executors(world, problem, planned.schedule.placement())
         per_stage = planned.schedule.per_stage()

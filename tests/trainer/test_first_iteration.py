@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipemorph.local.results.traces import read_splits
 from pipemorph_trainer import Pipeline, TrainerContext
-from pipemorph_trainer.split import StageRunner
+from pipemorph_trainer.executor.split import StageRunner
 
 pytestmark = pytest.mark.multiprocess
 

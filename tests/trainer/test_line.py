@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing, contextmanager
 import pytest
 
 from pipemorph_trainer.errors import PipelineError
-from pipemorph_trainer.paths import line as lines
+from pipemorph_trainer.links import peer_socket as lines
 
 SECRET = b"the job's secret"
 SOON = 20.0

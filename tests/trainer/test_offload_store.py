@@ -35,9 +35,9 @@ from pipemorph.planning import Op, OpKind, ScheduleError
 from pipemorph.planning.offload import Residency
 from pipemorph.planning.validator import check_device, check_stage
 from pipemorph_trainer.errors import PipelineError
-from pipemorph_trainer.offload.copies import DeviceCopies
-from pipemorph_trainer.offload.pool import HostPool
-from pipemorph_trainer.split import OrderError, Sample, SplitError, StageRunner
+from pipemorph_trainer.executor.offload.copies import DeviceCopies
+from pipemorph_trainer.executor.offload.pool import HostPool
+from pipemorph_trainer.executor.split import OrderError, Sample, SplitError, StageRunner
 
 WIDTH = 8
 ALL_FIRST = "F0 F1 F2 F3 F4 F5 B0 W0 B1 W1 B2 W2 B3 W3 B4 W4 B5 W5"

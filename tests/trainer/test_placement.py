@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipemorph_trainer.placement import near, pci_address
+from pipemorph_trainer.topology.gpu_affinity import near, pci_address
 
 
 @pytest.fixture

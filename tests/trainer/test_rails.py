@@ -13,8 +13,8 @@ from pydantic import ValidationError
 
 from pipemorph.wire import LinkHealthReport, RailSample, TransportSample
 from pipemorph_trainer.agent.merge import TelemetryMerger
-from pipemorph_trainer.control import RankTelemetry
-from pipemorph_trainer.rails import REFRESH_SECONDS, RailWatch, read
+from pipemorph_trainer.agent.messages import RankTelemetry
+from pipemorph_trainer.telemetry.rails import REFRESH_SECONDS, RailWatch, read
 
 DEADLINE = 60.0
 

@@ -13,10 +13,16 @@ from launch import free_port
 from pipemorph.errors import InputError
 from pipemorph.planning import Op, OpKind, Path, Plan, Policy, Schedule
 from pipemorph.wire import LinkSample, RailSample, StageProfile, TransportSample, WireTime
+from pipemorph_trainer.agent.messages import NoControl, Offloaded, RankTelemetry
 from pipemorph_trainer.context import TrainerContext
-from pipemorph_trainer.control import NoControl, Offloaded, RankTelemetry
-from pipemorph_trainer.coordinate import Seat
-from pipemorph_trainer.metrics import MOST_PORTS, MeteredControl, RankMetrics, metered, serve
+from pipemorph_trainer.telemetry.metrics import (
+    MOST_PORTS,
+    MeteredControl,
+    RankMetrics,
+    metered,
+    serve,
+)
+from pipemorph_trainer.topology.coordinate import Seat
 
 WHO = {"name": "gpt", "stage": "1", "replica": "0"}
 

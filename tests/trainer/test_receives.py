@@ -16,11 +16,10 @@ from torch import Tensor
 
 from pipemorph.planning import Dispatch, Link, OpKind, Path, Plan, Policy, Problem, StageTimes, plan
 from pipemorph_trainer.executor import receives
-from pipemorph_trainer.link_recorder import LinkRecorder
-from pipemorph_trainer.paths import direct
-from pipemorph_trainer.paths.arrival import OpClock, PeerClock
-from pipemorph_trainer.paths.direct import DirectIncoming
-from pipemorph_trainer.paths.message import (
+from pipemorph_trainer.links.channels import direct
+from pipemorph_trainer.links.channels.arrival import OpClock, PeerClock
+from pipemorph_trainer.links.channels.direct import DirectIncoming
+from pipemorph_trainer.links.channels.message import (
     ALL_PRESENT,
     Batch,
     Direction,
@@ -28,6 +27,7 @@ from pipemorph_trainer.paths.message import (
     Receives,
     TensorMeta,
 )
+from pipemorph_trainer.links.recorder import LinkRecorder
 
 META = TensorMeta((1,), torch.float32)
 LONG = 30.0

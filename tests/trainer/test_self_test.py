@@ -15,10 +15,10 @@ from test_offload_store import Storages
 from torch import Tensor, nn
 
 from pipemorph.errors import InputError
-from pipemorph_trainer.own_stage import mode_of
-from pipemorph_trainer.split import SplitReport, StageRunner, deferred, self_test
-from pipemorph_trainer.split.digest import CHUNK, Digest
-from pipemorph_trainer.split.trial import Outcome
+from pipemorph_trainer.executor.local_stage import mode_of
+from pipemorph_trainer.executor.split import SplitReport, StageRunner, deferred, self_test
+from pipemorph_trainer.executor.split.digest import CHUNK, Digest
+from pipemorph_trainer.executor.split.trial import Outcome
 
 WIDTH = 8
 

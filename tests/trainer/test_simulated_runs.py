@@ -18,18 +18,19 @@ from simulated_device import Driver, SimulatedDevice
 
 from pipemorph.errors import InputError
 from pipemorph.planning import OpKind, Path
-from pipemorph_trainer import TrainerContext, links, pipeline, start
+from pipemorph_trainer import TrainerContext, pipeline, start
 from pipemorph_trainer.devices import own_device
 from pipemorph_trainer.executor.device_times import LAUNCHED_AHEAD, DeviceTimes, LossCopy
+from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
+from pipemorph_trainer.links import rendezvous
 from pipemorph_trainer.start import Start
-from pipemorph_trainer.timed import TimedCopy, TimedOp
 
 
 def simulate(context: TrainerContext, job: Job, seed: int) -> tuple[Record, int, list[str]]:
     """Train on a simulated device; also the bytes copied and the threads that were there."""
     device = SimulatedDevice(prompt=True)
     driver = Driver(device, seed + context.rank)
-    for module in (links, pipeline):
+    for module in (rendezvous, pipeline):
         vars(module)["accelerator_of"] = lambda _: device
     record = train(context, job)
     threads = [thread.name for thread in threading.enumerate()]
@@ -73,7 +74,7 @@ def test_switching_between_paths() -> None:
 def _fail_in_mid_run(context: TrainerContext, job: Job) -> None:
     device = SimulatedDevice(prompt=True)
     Driver(device, context.rank)
-    for module in (links, pipeline):
+    for module in (rendezvous, pipeline):
         vars(module)["accelerator_of"] = lambda _: device
     if context.rank == 1:
         copy = device.copy
@@ -101,7 +102,7 @@ def test_a_device_that_fails_ends_the_run_in_words() -> None:
 def _plain(context: TrainerContext) -> tuple[list[str], list[str]]:
     """Threads of a delegated run on the CPU, and what its links are made of."""
     kinds: list[str] = []
-    meet = links.meet
+    meet = rendezvous.meet
 
     def met(*args: Any, **options: Any) -> Any:
         neighbours = meet(*args, **options)

@@ -7,8 +7,8 @@ import torch
 from gate import same_bits
 from torch import Tensor, nn
 
-from pipemorph_trainer.split.deferred import Layer, Sink, run_weight_work
-from pipemorph_trainer.split.linears import Patch
+from pipemorph_trainer.executor.split.deferred import Layer, Sink, run_weight_work
+from pipemorph_trainer.executor.split.linears import Patch
 
 torch.set_num_threads(1)
 

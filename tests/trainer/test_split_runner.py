@@ -16,7 +16,7 @@ from gate import same_bits
 from split_support import Job, Result, assert_equal, output_grads, run_order, sequential, split
 from torch import Tensor, nn
 
-from pipemorph_trainer.split import OrderError, Sample, SplitError, StageRunner
+from pipemorph_trainer.executor.split import OrderError, Sample, SplitError, StageRunner
 
 WIDTH = 8
 
@@ -387,7 +387,7 @@ def test_wrappers_that_hook_gradients_are_refused_by_name(kind: str) -> None:
 
 
 def test_a_torch_that_does_not_fit_gets_fused_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipemorph_trainer.split import self_test
+    from pipemorph_trainer.executor.split import self_test
 
     monkeypatch.setattr(self_test, "missing", lambda: "no hooks to see")
     runner = runner_of(mlp())
@@ -396,7 +396,7 @@ def test_a_torch_that_does_not_fit_gets_fused_backwards(monkeypatch: pytest.Monk
 
 
 def test_a_graph_split_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipemorph_trainer.split import self_test
+    from pipemorph_trainer.executor.split import self_test
 
     monkeypatch.setattr(self_test, "MEASURABLE", 0.0)
     for most, wanted in ((1e9, "graph"), (0.0, "fused")):

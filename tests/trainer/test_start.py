@@ -25,7 +25,7 @@ from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
 from pipemorph_trainer.preparation import Preparation, prepare
 from pipemorph_trainer.settings import MANIFEST, Settings
 from pipemorph_trainer.start import Start, check_starts, warnings
-from pipemorph_trainer.weights import check_stage, fingerprint, held_by
+from pipemorph_trainer.state.weights import check_stage, fingerprint, held_by
 
 State = dict[str, Tensor]
 

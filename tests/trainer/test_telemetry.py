@@ -15,7 +15,7 @@ from pipemorph.api.spec import Fault
 from pipemorph.planning import Path, Plan
 from pipemorph.wire import LinkSample
 from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
-from pipemorph_trainer.control import RankTelemetry
+from pipemorph_trainer.agent.messages import RankTelemetry
 
 pytestmark = pytest.mark.multiprocess
 

@@ -9,7 +9,7 @@ from gate import same_bits
 from torch import Tensor, nn
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 
-from pipemorph_trainer.inputs import split
+from pipemorph_trainer.executor.inputs import split
 
 # Each takes as long as torch itself, or brings what does.
 SLOW = ("sympy", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.pipelining")
@@ -20,7 +20,7 @@ def test_a_pipeline_is_imported_without_what_few_jobs_need():
         "import sys, torch\n"
         "brought = set(sys.modules)\n"
         "import pipemorph_trainer.pipeline\n"
-        "from pipemorph_trainer.inputs import split\n"
+        "from pipemorph_trainer.executor.inputs import split\n"
         "split((torch.zeros(4, 2),), {}, 2)\n"
         f"print([name for name in {SLOW} if name in sys.modules.keys() - brought])"
     )

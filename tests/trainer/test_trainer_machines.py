@@ -11,9 +11,11 @@ import torch
 from launch import run_ranks
 from torch import nn
 
-from pipemorph_trainer import Pipeline, TrainerContext, addresses, links
-from pipemorph_trainer.machine import Machine, this_machine
-from pipemorph_trainer.paths import line as lines
+from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph_trainer.links import peer_socket as lines
+from pipemorph_trainer.links import rendezvous
+from pipemorph_trainer.topology import addresses
+from pipemorph_trainer.topology.machine import Machine, this_machine
 
 ELSEWHERE = "127.0.0.2"
 """Stands for the address a machine has in its network; what listens at 127.0.0.1 is not there."""
@@ -41,7 +43,7 @@ def meet(
     where ``changed`` is another."""
     if context.rank == 1 and changed is not None:
         there = this_machine()._replace(**{changed: "another"})
-        vars(links)["this_machine"] = lambda: there
+        vars(rendezvous)["this_machine"] = lambda: there
     if context.master_addr == "127.0.0.1":
         vars(addresses)["own_address"] = lambda master_addr: ELSEWHERE
     dialled: list[str] = []

@@ -26,26 +26,32 @@ from pipemorph.errors import InputError
 from pipemorph.local.results.traces import TraceIndex
 from pipemorph.planning import OpKind, Path
 from pipemorph.wire import StageProfile
-from pipemorph_trainer import addresses
-from pipemorph_trainer.commit import PlanBook
 from pipemorph_trainer.context import TrainerContext
-from pipemorph_trainer.coordinate import Seat
-from pipemorph_trainer.emulated import Accelerator
 from pipemorph_trainer.errors import PeerLostError, PipelineError, ShapeError, first_sentence
-from pipemorph_trainer.executor.bell import Bell
-from pipemorph_trainer.executor.loop import Outcome
+from pipemorph_trainer.executor.dispatch import Outcome
+from pipemorph_trainer.executor.inputs import signature, split
+from pipemorph_trainer.executor.split import OffloadAttempt, OpTimes, SplitReport
+from pipemorph_trainer.executor.stage_profile import (
+    Footprint,
+    footprint,
+    offloaded,
+    peak_memory,
+    stage_profile,
+)
+from pipemorph_trainer.executor.stages.emulated import Accelerator
+from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
 from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
-from pipemorph_trainer.inputs import signature, split
-from pipemorph_trainer.link_recorder import LinkRecorder
-from pipemorph_trainer.paths import line as lines
-from pipemorph_trainer.paths.faults import DIRECT_QUEUE, Shaper
-from pipemorph_trainer.paths.message import ALL_PRESENT, Direction, Note, TensorMeta
-from pipemorph_trainer.profile import Footprint, footprint, offloaded, peak_memory, stage_profile
-from pipemorph_trainer.rounds import CANDIDATES, RankRow, agree, bubble_fraction
+from pipemorph_trainer.links import peer_socket as lines
+from pipemorph_trainer.links.channels.fault_injection import DIRECT_QUEUE, Shaper
+from pipemorph_trainer.links.channels.message import ALL_PRESENT, Direction, Note, TensorMeta
+from pipemorph_trainer.links.poller import Bell
+from pipemorph_trainer.links.recorder import LinkRecorder
+from pipemorph_trainer.plans.agreement import CANDIDATES, RankRow, agree, bubble_fraction
+from pipemorph_trainer.plans.plan_book import PlanBook
 from pipemorph_trainer.signals import LastWord
-from pipemorph_trainer.split import OffloadAttempt, OpTimes, SplitReport
-from pipemorph_trainer.timed import TimedCopy, TimedOp
-from pipemorph_trainer.trace import TraceWriter
+from pipemorph_trainer.telemetry.trace import TraceWriter
+from pipemorph_trainer.topology import addresses
+from pipemorph_trainer.topology.coordinate import Seat
 
 
 def row(*versions: int, began: float = 0.0, ended: float = 1.0, busy: float = 1.0) -> RankRow:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from pipemorph_trainer.paths.message import Direction
-from pipemorph_trainer.transports import LOOK_SECONDS, REFRESH_SECONDS, TransportWatch
+from pipemorph_trainer.links.channels.message import Direction
+from pipemorph_trainer.telemetry.transports import LOOK_SECONDS, REFRESH_SECONDS, TransportWatch
 
 if TYPE_CHECKING:
-    from pipemorph_trainer.link_end import LinkEnd
+    from pipemorph_trainer.links.link import LinkEnd
 
 
 @dataclass

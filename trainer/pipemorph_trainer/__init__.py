@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipemorph_trainer.context import TrainerContext
-    from pipemorph_trainer.emulated import EmulatedStage
     from pipemorph_trainer.errors import (
         PeerLostError,
         PipelineError,
         ShapeError,
         WaitTimeoutError,
     )
+    from pipemorph_trainer.executor.stages.emulated import EmulatedStage
     from pipemorph_trainer.pipeline import Pipeline
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "EmulatedStage": "emulated",
+    "EmulatedStage": "executor.stages.emulated",
     "PeerLostError": "errors",
     "Pipeline": "pipeline",
     "PipelineError": "errors",

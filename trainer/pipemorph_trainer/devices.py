@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from pipemorph.errors import InputError
-from pipemorph_trainer.links import engine_module
-from pipemorph_trainer.placement import pci_address
+from pipemorph_trainer.links.rendezvous import engine_module
+from pipemorph_trainer.topology.gpu_affinity import pci_address
 
 
 def own_device(local_rank: int) -> torch.device:

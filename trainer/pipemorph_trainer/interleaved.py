@@ -19,21 +19,21 @@ from torch import Tensor, nn
 from pipemorph.api.spec import Fault
 from pipemorph.errors import InputError
 from pipemorph.planning.simulation.interleaved import InterleavedSchedule, validate_interleaved
-from pipemorph_trainer.addresses import own_address
-from pipemorph_trainer.chunk_links import meet_chunks
 from pipemorph_trainer.context import TrainerContext
-from pipemorph_trainer.coordinate import Seat
 from pipemorph_trainer.errors import PipelineError, first_sentence
-from pipemorph_trainer.executor.bell import Bell
-from pipemorph_trainer.executor.loop import Executor, Inputs, Outcome
+from pipemorph_trainer.executor.dispatch import Executor, Inputs, Outcome
+from pipemorph_trainer.executor.inputs import check_grad_mode, signature, split
+from pipemorph_trainer.executor.split import StageRunner
+from pipemorph_trainer.executor.timed import TimedOp
 from pipemorph_trainer.executor.waiting import Waiting
-from pipemorph_trainer.inputs import check_grad_mode, signature, split
-from pipemorph_trainer.link_end import LinkEnd
-from pipemorph_trainer.paths.arrival import OpClock
-from pipemorph_trainer.split import StageRunner
+from pipemorph_trainer.links.channels.arrival import OpClock
+from pipemorph_trainer.links.interleaved import meet_chunks
+from pipemorph_trainer.links.link import LinkEnd
+from pipemorph_trainer.links.poller import Bell
 from pipemorph_trainer.start import Start, join
-from pipemorph_trainer.timed import TimedOp
-from pipemorph_trainer.weights import check_stage
+from pipemorph_trainer.state.weights import check_stage
+from pipemorph_trainer.topology.addresses import own_address
+from pipemorph_trainer.topology.coordinate import Seat
 
 LossFn = Callable[[Any, Any], Tensor]
 

@@ -13,25 +13,25 @@ from typing import Any
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan
 from pipemorph.wire import IterationSample
-from pipemorph_trainer.control import ControlClient
+from pipemorph_trainer.agent.messages import ControlClient
 from pipemorph_trainer.errors import BatchError
 from pipemorph_trainer.executor import refusal as refusals
-from pipemorph_trainer.executor.bell import Bell
 from pipemorph_trainer.executor.device_times import DeviceTimes
-from pipemorph_trainer.executor.loop import Executor, Inputs, Outcome
+from pipemorph_trainer.executor.dispatch import Executor, Inputs, Outcome
+from pipemorph_trainer.executor.local_stage import OwnStage
 from pipemorph_trainer.executor.loss import SharedLoss
 from pipemorph_trainer.executor.profiling import profiling
 from pipemorph_trainer.executor.token import TokenPass
 from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
-from pipemorph_trainer.gradients import Replicas
-from pipemorph_trainer.link_end import Neighbourhood
-from pipemorph_trainer.own_stage import OwnStage
-from pipemorph_trainer.paths.arrival import OpClock
-from pipemorph_trainer.rounds import RankRow, Rounds
-from pipemorph_trainer.stage_plans import StagePlans
-from pipemorph_trainer.telemetry import Reporter
-from pipemorph_trainer.trace import TraceWriter
-from pipemorph_trainer.world import World
+from pipemorph_trainer.links.channels.arrival import OpClock
+from pipemorph_trainer.links.link import Neighbourhood
+from pipemorph_trainer.links.poller import Bell
+from pipemorph_trainer.plans.agreement import RankRow, Rounds
+from pipemorph_trainer.plans.stage_plans import StagePlans
+from pipemorph_trainer.state.gradients import Replicas
+from pipemorph_trainer.telemetry.reporter import Reporter
+from pipemorph_trainer.telemetry.trace import TraceWriter
+from pipemorph_trainer.topology.world import World
 
 log = logging.getLogger("pipemorph.trainer")
 

@@ -18,33 +18,33 @@ from torch import Tensor, nn
 from pipemorph.api.spec import Checkpoint, Fault
 from pipemorph.errors import InputError, PipeMorphError
 from pipemorph.planning import Dispatch, Plan, Policy
-from pipemorph_trainer.accelerator import accelerator_of
 from pipemorph_trainer.agent import AgentHandle
+from pipemorph_trainer.agent.messages import ControlClient, NoControl
 from pipemorph_trainer.context import TrainerContext
-from pipemorph_trainer.control import ControlClient, NoControl
-from pipemorph_trainer.emulated import EmulatedStage
 from pipemorph_trainer.errors import BatchError, PipelineError
-from pipemorph_trainer.executor.bell import Bell
-from pipemorph_trainer.executor.loop import Inputs
+from pipemorph_trainer.executor.dispatch import Inputs
+from pipemorph_trainer.executor.inputs import check_grad_mode
+from pipemorph_trainer.executor.local_stage import LossFn, OwnStage, device_of
+from pipemorph_trainer.executor.stages.emulated import EmulatedStage
 from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
-from pipemorph_trainer.gradients import Replicas, clip_global_norm
-from pipemorph_trainer.inputs import check_grad_mode
 from pipemorph_trainer.iteration import Iterations
-from pipemorph_trainer.link_end import LinkEnd
-from pipemorph_trainer.links import meet
-from pipemorph_trainer.metrics import metered
-from pipemorph_trainer.own_stage import LossFn, OwnStage, device_of
-from pipemorph_trainer.paths.arrival import OpClock
+from pipemorph_trainer.links.channels.arrival import OpClock
+from pipemorph_trainer.links.link import LinkEnd
+from pipemorph_trainer.links.poller import Bell
+from pipemorph_trainer.links.rendezvous import meet
+from pipemorph_trainer.plans.stage_plans import StagePlans
 from pipemorph_trainer.preparation import prepare
 from pipemorph_trainer.settings import DuplexChoice, EngineChoice, PathChoice
 from pipemorph_trainer.signals import LastWord
-from pipemorph_trainer.stage_plans import StagePlans
 from pipemorph_trainer.start import join, level, warnings
-from pipemorph_trainer.telemetry import Reporter, join_agent
-from pipemorph_trainer.trace import TraceWriter
+from pipemorph_trainer.state.gradients import Replicas, clip_global_norm
+from pipemorph_trainer.telemetry.metrics import metered
+from pipemorph_trainer.telemetry.reporter import Reporter, join_agent
+from pipemorph_trainer.telemetry.trace import TraceWriter
+from pipemorph_trainer.topology.accelerator import accelerator_of
 
 if TYPE_CHECKING:
-    from pipemorph_trainer.checkpoint import Checkpoints
+    from pipemorph_trainer.state.checkpoint import Checkpoints
 
 log = logging.getLogger("pipemorph.trainer")
 
@@ -241,7 +241,7 @@ class Pipeline:
         self._checkpoints: Checkpoints | None = None
         if self._checkpoint is not None:
             # To import it takes longer than torch itself does.
-            from pipemorph_trainer.checkpoint import Checkpoints
+            from pipemorph_trainer.state.checkpoint import Checkpoints
 
             folder = FilePath(self._checkpoint.directory)
             self._checkpoints = Checkpoints(folder, self._world, self._stage.keeper, optimizer)

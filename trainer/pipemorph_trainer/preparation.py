@@ -13,18 +13,18 @@ from torch import nn
 from pipemorph.control.first_plan import initial_plan
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan
-from pipemorph_trainer.accelerator import Accelerator
 from pipemorph_trainer.context import TrainerContext
-from pipemorph_trainer.emulated import EmulatedStage
-from pipemorph_trainer.links import EngineOptions
-from pipemorph_trainer.offload import ActivationStore
-from pipemorph_trainer.own_stage import mode_of, open_store
+from pipemorph_trainer.executor.local_stage import mode_of, open_store
+from pipemorph_trainer.executor.offload import ActivationStore
+from pipemorph_trainer.executor.split import Mode
+from pipemorph_trainer.executor.stages.emulated import EmulatedStage
+from pipemorph_trainer.links.rendezvous import EngineOptions
+from pipemorph_trainer.plans.stage_plans import check_offload, check_stages
 from pipemorph_trainer.settings import Settings, engine_options
-from pipemorph_trainer.split import Mode
-from pipemorph_trainer.stage_plans import check_offload, check_stages
 from pipemorph_trainer.start import Start
-from pipemorph_trainer.weights import check_stage, held_by
-from pipemorph_trainer.world import seat_of
+from pipemorph_trainer.state.weights import check_stage, held_by
+from pipemorph_trainer.topology.accelerator import Accelerator
+from pipemorph_trainer.topology.world import seat_of
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def prepare(
         engine = engine_options(context, settings, plan, directed=directed)
         if settings.checkpoint is not None:
             # To import it takes longer than torch itself does.
-            from pipemorph_trainer.checkpoint import check_directory
+            from pipemorph_trainer.state.checkpoint import check_directory
 
             check_directory(FilePath(settings.checkpoint.directory))
     except InputError as error:

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipemorph.errors import InputError
-from pipemorph_trainer.addresses import in_url
 from pipemorph_trainer.context import TrainerContext
-from pipemorph_trainer.coordinate import Seat
 from pipemorph_trainer.errors import PipelineError
-from pipemorph_trainer.gradients import Wait, broadcast
-from pipemorph_trainer.groups import Groups, destroy_at_exit
-from pipemorph_trainer.weights import Held, fingerprint
-from pipemorph_trainer.world import World, seat_of
+from pipemorph_trainer.state.gradients import Wait, broadcast
+from pipemorph_trainer.state.weights import Held, fingerprint
+from pipemorph_trainer.topology.addresses import in_url
+from pipemorph_trainer.topology.coordinate import Seat
+from pipemorph_trainer.topology.groups import Groups, destroy_at_exit
+from pipemorph_trainer.topology.world import World, seat_of
 
 SETUP_SECONDS = 300.0
 """How long ranks may take to find each other."""

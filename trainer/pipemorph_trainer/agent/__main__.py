@@ -20,9 +20,9 @@ from pipemorph.log_level import log_level
 from pipemorph.wire import Directive
 from pipemorph_trainer.agent.launch import AgentConfig
 from pipemorph_trainer.agent.merge import TelemetryMerger
+from pipemorph_trainer.agent.messages import RankTelemetry
 from pipemorph_trainer.agent.ranks import RankServer
 from pipemorph_trainer.agent.uplink import Uplink
-from pipemorph_trainer.control import RankTelemetry
 
 LAST_REPORT_SECONDS = 2.0
 LAST_WORDS_SECONDS = 0.5

@@ -24,8 +24,8 @@ from pipemorph.errors import InputError, PipeMorphError
 from pipemorph.planning.ir import Plan
 from pipemorph.wire import PlanMessage
 from pipemorph_trainer.agent import frames
+from pipemorph_trainer.agent.messages import RankTelemetry
 from pipemorph_trainer.context import TrainerContext
-from pipemorph_trainer.control import RankTelemetry
 
 log = logging.getLogger("pipemorph.agent")
 
@@ -68,7 +68,7 @@ class _Phase(Enum):
 
 
 class AgentClient:
-    """A :class:`~pipemorph_trainer.control.ControlClient` over one TCP socket.
+    """A :class:`~pipemorph_trainer.agent.messages.ControlClient` over one TCP socket.
 
     ``dropped`` counts messages lost because the agent did not keep up, ``reconnects`` how
     often the line was lost after it had been up.

@@ -26,8 +26,8 @@ from pipemorph.wire import (
     TransportSample,
     WireModel,
 )
+from pipemorph_trainer.agent.messages import RankTelemetry
 from pipemorph_trainer.agent.windows import Budget, LinkWindows
-from pipemorph_trainer.control import RankTelemetry
 
 ITERATIONS_KEPT = 4096
 NEWEST_ITERATIONS = 16

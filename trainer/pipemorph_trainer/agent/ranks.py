@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from pipemorph.wire import PlanMessage
 from pipemorph_trainer.agent import frames
-from pipemorph_trainer.control import RankTelemetry
+from pipemorph_trainer.agent.messages import RankTelemetry
 
 log = logging.getLogger("pipemorph.agent")
 

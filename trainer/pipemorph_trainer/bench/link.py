@@ -26,9 +26,9 @@ from pipemorph.commands.emit import emit, silence_stdout
 from pipemorph.discovery.host import memory_bytes
 from pipemorph.errors import InputError
 from pipemorph_trainer._engine import Engine, EngineError, Link
-from pipemorph_trainer.addresses import in_url
 from pipemorph_trainer.bench import transfers
 from pipemorph_trainer.bench.link_report import LATENCY_BYTES, path_record, show
+from pipemorph_trainer.topology.addresses import in_url
 
 JOB = "pipemorph bench link"
 SECRET_VARIABLE = "PIPEMORPH_BENCH_SECRET"

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipemorph_trainer.accelerator import Accelerator, Event
-from pipemorph_trainer.timed import TimedCopy, TimedOp
+from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
+from pipemorph_trainer.topology.accelerator import Accelerator, Event
 
 LAUNCHED_AHEAD = 1
 """Ops that may wait on the device behind the one that runs, where the next is chosen by what is

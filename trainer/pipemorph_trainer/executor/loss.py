@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipemorph_trainer.accelerator import Accelerator
 from pipemorph_trainer.executor.device_times import LossCopy
 from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
-from pipemorph_trainer.world import World
+from pipemorph_trainer.topology.accelerator import Accelerator
+from pipemorph_trainer.topology.world import World
 
 
 class SharedLoss:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from pipemorph.planning import OpKind, Path
 from pipemorph_trainer.errors import PeerLostError, PipelineError, WaitTimeoutError
-from pipemorph_trainer.executor.bell import Bell
 from pipemorph_trainer.executor.profiling import profiling
 from pipemorph_trainer.executor.waiting import Waiting
-from pipemorph_trainer.link_end import LinkEnd
+from pipemorph_trainer.links.link import LinkEnd
+from pipemorph_trainer.links.poller import Bell
 
 LONGEST_NAP = 0.25
 """A waiting stage still looks at its control line and its neighbours this often, seconds."""

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from pipemorph.errors import PipeMorphError
-from pipemorph_trainer.coordinate import Seat
 from pipemorph_trainer.errors import BatchError, ShapeError
 from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
-from pipemorph_trainer.world import World
+from pipemorph_trainer.topology.coordinate import Seat
+from pipemorph_trainer.topology.world import World
 
 _TEXT_BYTES = 480
 _BROKEN_DEVICE: tuple[type[BaseException], ...] = tuple(

@@ -1,0 +1,495 @@
+"""Runs one iteration of a stage: each op as soon as its message is here.
+
+Communication is not in the plan. An F waits for the F upstream, a B for the B downstream,
+and each for its own message only. Sends are handed over when an op ends. Every kind runs in
+microbatch order, so that gradients add up in one order whatever the schedule, the delays or
+the paths: results are the same to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from time import monotonic, time
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import profiler
+
+from pipemorph.planning import Dispatch, OpKind, Plan, Schedule
+from pipemorph.planning.offload import Residency
+from pipemorph_trainer.errors import PipelineError, ShapeError
+from pipemorph_trainer.executor.device_times import DeviceTimes
+from pipemorph_trainer.executor.mailbox import Mailbox
+from pipemorph_trainer.executor.profiling import profiling
+from pipemorph_trainer.executor.receives import of_stage
+from pipemorph_trainer.executor.refusal import Gate, is_of_batch
+from pipemorph_trainer.executor.stages.interface import Grads, Runner
+from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
+from pipemorph_trainer.executor.waiting import Waiting
+from pipemorph_trainer.links.channels.arrival import OpClock
+from pipemorph_trainer.links.channels.message import (
+    RECEIVE_ALL,
+    Batch,
+    Receives,
+    TensorMeta,
+    gradients_of,
+    words,
+)
+from pipemorph_trainer.links.link import LinkEnd, Neighbourhood
+from pipemorph_trainer.links.poller import Bell
+from pipemorph_trainer.topology.coordinate import Seat
+
+NEVER = float("inf")
+_NO_RANGE = nullcontext()
+
+
+@dataclass
+class Inputs:
+    """One iteration's data on this rank, per microbatch; empty where the stage has none."""
+
+    args: Sequence[tuple[Any, ...]] = ()
+    kwargs: Sequence[dict[str, Any]] = ()
+    targets: Sequence[Any] = ()
+
+
+@dataclass
+class Outcome:
+    """What one iteration was on this stage. ``losses`` only on the last stage. ``copies`` of
+    activations to host memory and back are parts of their ops."""
+
+    ops: list[TimedOp] = field(default_factory=list)
+    copies: list[TimedCopy] = field(default_factory=list)
+    waits: list[tuple[OpKind, int, float, float]] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+
+
+class Executor:
+    """Runs the ops of one stage. All methods belong to the main thread."""
+
+    def __init__(
+        self,
+        *,
+        seat: Seat,
+        runner: Runner,
+        neighbours: Neighbourhood,
+        bell: Bell,
+        op_clock: OpClock,
+        waiting: Waiting,
+        deadline: float,
+        boundary: Callable[[], None],
+        on_last_forward: Callable[[list[Tensor]], None],
+        reserve: Callable[[LinkEnd, tuple[TensorMeta, ...]], None],
+        device_times: DeviceTimes | None = None,
+        gate: Gate | None = None,
+        refuses: bool = False,
+    ) -> None:
+        """``refuses``: an error of the stage in its first forward of an iteration refuses that
+        one only. ``gate``: on the last stage, where there are several replicas."""
+        self._seat, self._runner = seat, runner
+        self._device_times = device_times
+        self._up, self._down = neighbours.upstream, neighbours.downstream
+        self._ends = neighbours.ends
+        self._op_clock, self._waiting = op_clock, waiting
+        self._deadline = deadline
+        self.mail = Mailbox(
+            self._ends, bell=bell, waiting=waiting, deadline=deadline, between=boundary
+        )
+        self._boundary, self._on_last_forward = boundary, on_last_forward
+        self._reserve = reserve
+        self._gate, self._refuses = gate, refuses
+        self.refused = False
+        """Whether the iteration is refused: messages go on as planned, but empty."""
+        self.cause: Exception | None = None
+        """Of a refused iteration: what the stage raised, if it did."""
+        self._steps_refused = 0
+        self._above, self._below = self._up, self._down
+        self.input_metas: tuple[TensorMeta, ...] = ()
+        self.output_metas: tuple[TensorMeta, ...] = ()
+        self._tag = ""
+        self._iteration = self._generation = self._microbatches = 0
+        self._inputs = Inputs()
+        self._shapes_known = False
+        self._outcome = Outcome()
+        self._residency = Residency(None)
+
+    def allow(self, deadline: float) -> None:
+        """Seconds that each message may take from now on."""
+        self._deadline = deadline
+        self.mail.allow(deadline)
+
+    def run(
+        self,
+        plan: Plan,
+        iteration: int,
+        generation: int,
+        inputs: Inputs,
+        *,
+        handshake: bool,
+        refused: bool = False,
+        cut_off: bool = False,
+    ) -> Outcome:
+        """Run one iteration of ``plan``. With ``handshake``, shapes are exchanged on the way.
+
+        ``refused``, ``cut_off``: see :class:`pipemorph_trainer.executor.token.Start`; afterwards
+        :attr:`refused` says whether the iteration was refused anywhere, as far as known here.
+        Raises :class:`PipelineError` naming what was waited for if it cannot be finished.
+        """
+        self.begin(
+            plan.schedule, iteration, generation, inputs,
+            handshake=handshake, device_limit=plan.device_limits[self._seat.stage],
+            refused=refused, cut_off=cut_off, receives=of_stage(plan, self._seat.stage),
+        )  # fmt: skip
+        if plan.dispatch is Dispatch.ONLINE:
+            self._run_online(plan)
+        else:
+            for kind, microbatch in plan.schedule.stages[self._seat.stage]:
+                self.run_op(kind, microbatch)
+        if self.refused and self._gate is not None:
+            self._gate.refuse()
+        self.mail.settle()
+        return self._outcome
+
+    def forget_refused(self) -> None:
+        """The refused iteration is over: the next one has its number, and other messages."""
+        self._steps_refused += 1
+        self.cause = None
+
+    def begin(
+        self,
+        schedule: Schedule,
+        iteration: int,
+        generation: int,
+        inputs: Inputs,
+        *,
+        handshake: bool,
+        device_limit: int | None = None,
+        refused: bool = False,
+        cut_off: bool = False,
+        receives: tuple[Receives, Receives] = (RECEIVE_ALL, RECEIVE_ALL),
+    ) -> Outcome:
+        """Prepare for the stage's ops of one iteration of ``schedule``; what they fill in.
+
+        With ``handshake`` this waits for the shapes of the stage above. ``device_limit``: most
+        microbatches with their activations on the device. ``receives``: from above and from below.
+        """
+        self._iteration = self.mail.iteration = iteration
+        self._generation = generation
+        self._microbatches = schedule.microbatches
+        self._inputs = inputs
+        self._outcome = Outcome()
+        self._residency = Residency(device_limit)
+        self._shapes_known = not handshake
+        kinds = {op.kind for op in schedule.stages[self._seat.stage]}
+        self._runner.begin_iteration(only_fused=OpKind.B not in kinds)
+        self.refused, self.cause = refused, None
+        self._from_above, self._from_below = receives
+        if self._gate is not None:
+            self._gate.begin()
+        self._above = None if cut_off else self._up
+        # The token has told the stages below.
+        self._below = None if refused else self._down
+        if self._above is not None and handshake:
+            self._await_shapes(self._above)
+        bounds = self._from_above
+        if self._above is not None:
+            if not self._has_gradients(self._above):
+                # Then it waits for nothing from here.
+                bounds = bounds._replace(after=())
+            # First, since it may page-lock memory: nothing is received yet.
+            self._above.outgoing.begin(self._batch(gradients_of(self.input_metas)))
+        if self._below is not None and not handshake:
+            self._begin_downstream(self._below)
+        if self._above is not None:
+            self._above.incoming.begin(self._batch(self.input_metas, bounds))
+        return self._outcome
+
+    def run_op(self, kind: OpKind, microbatch: int) -> None:
+        """Wait for the op's message, then run it."""
+        source = self._source(kind)
+        if source is not None:
+            waited = self.mail.wait_for(source, kind, microbatch)
+            if waited is not None:
+                self._outcome.waits.append((kind, microbatch, *waited))
+        if self.refused:
+            self._pass_on(kind, microbatch)
+        elif kind is OpKind.F:
+            self._forward(microbatch)
+        elif kind is OpKind.W:
+            self._weight(microbatch)
+        else:
+            self._backward(kind, microbatch)
+
+    def _source(self, kind: OpKind) -> LinkEnd | None:
+        """Where the message of an op comes from, None if it has none."""
+        if kind is OpKind.F:
+            return self._above
+        if kind is OpKind.W or self._below is None or not self._has_gradients(self._below):
+            return None
+        return self._below
+
+    def _run_online(self, plan: Plan) -> None:
+        """Next ready op of B, F and W: only F while the warm-up lasts; F within the cap, and
+        F and B within the device limit."""
+        stage, total = self._seat.stage, self._microbatches
+        warmup = min(plan.warmup[stage], total)
+        limit = plan.in_flight_limits[stage]
+        cap = total if limit is None else min(limit, total)
+        fused = any(op.kind is OpKind.BW for op in plan.schedule.stages[stage])
+        backward = OpKind.BW if fused else OpKind.B
+        f = b = w = 0
+        deadline: float | None = None
+        while w < total:
+            if self.refused:
+                # In the plan's order, in which no stage waits for one that waits for it.
+                for kind, microbatch in plan.schedule.stages[stage]:
+                    done = {OpKind.F: f, OpKind.W: total}.get(kind, b)
+                    if microbatch >= done:
+                        self.run_op(kind, microbatch)
+                return
+            if self._device_times is not None:
+                self._device_times.pace()
+            now = time()
+            may_backward = f >= warmup and b < f and self._residency.fits(backward, b)
+            may_forward = f < total and f - w < cap and self._residency.fits(OpKind.F, f)
+            backward_at = self._backward_ready_at(b) if may_backward else NEVER
+            forward_at = self._forward_ready_at(f) if may_forward else NEVER
+            if backward_at <= now:
+                self._backward(backward, b)
+                b += 1
+                w += fused
+            elif forward_at <= now:
+                self._forward(f)
+                f += 1
+            elif w < b:
+                self._weight(w)
+                w += 1
+            else:
+                if deadline is None:
+                    deadline = monotonic() + self._deadline
+                    self._waiting.begin(self._either(may_forward, f, may_backward, b))
+                first = min(backward_at, forward_at)
+                self.mail.sleep(first if first < NEVER else None, deadline)
+                continue
+            if deadline is not None:
+                self._waiting.end()
+                deadline = None
+
+    def _either(self, may_forward: bool, f: int, may_backward: bool, b: int) -> str:
+        """The messages an idle stage under online dispatch could go on with."""
+        what = []
+        if may_forward and self._above is not None:
+            what.append(self.mail.message(self._above, "F", f))
+        if may_backward and self._below is not None:
+            what.append(self.mail.message(self._below, "B", b))
+        return " or ".join(what)
+
+    def _forward_ready_at(self, microbatch: int) -> float:
+        at = 0.0
+        if self._above is not None:
+            found = self.mail.ready_at(self._above, "F", microbatch)
+            if found is None:
+                return NEVER
+            at = found
+        if self._below is not None and self._shapes_known:
+            at = max(at, self._below.outgoing.slot_free_at())
+        return at
+
+    def _backward_ready_at(self, microbatch: int) -> float:
+        if self._below is None or not self._has_gradients(self._below):
+            return 0.0
+        found = self.mail.ready_at(self._below, "B", microbatch)
+        return NEVER if found is None else found
+
+    # --- ops --------------------------------------------------------------------------
+
+    def _forward(self, microbatch: int) -> None:
+        try:
+            outputs = self._compute_forward(microbatch)
+        except Exception as error:
+            if microbatch or not self._refuses or not is_of_batch(error):
+                raise
+            self.cause, outputs = error, None
+        if outputs is None:
+            self._refuse()
+            self._send(OpKind.F, microbatch, None)
+        elif self._below is not None:
+            self._send(OpKind.F, microbatch, list(outputs))
+        else:
+            self._outcome.losses.append(outputs[0])
+            if microbatch == 0 and self._gate is not None:
+                self._gate.accept()
+            if microbatch == self._microbatches - 1:
+                self._on_last_forward(self._outcome.losses)
+        self._boundary()
+
+    def _compute_forward(self, microbatch: int) -> tuple[Tensor, ...] | None:
+        """What an F sends, or the loss. None if what it was sent is empty."""
+        args: Sequence[Any] | None = self._inputs.args[microbatch] if self._inputs.args else ()
+        if self._above is not None:
+            args = self._above.incoming.take(microbatch)
+        if args is None:
+            return None
+        kwargs = self._inputs.kwargs[microbatch] if self._inputs.kwargs else {}
+        target = self._inputs.targets[microbatch] if self._inputs.targets else None
+        leaves = self._residency.run(OpKind.F, microbatch)
+        if leaves:
+            # Not within the op: what an F waits for is not what it takes.
+            self._runner.settle()
+        start = self._start_op()
+        with self._range("F", microbatch):
+            if leaves:
+                outputs = self._runner.forward(microbatch, args, kwargs, target, offload=True)
+                # What came from upstream is the runner's now: it could not leave otherwise.
+                args = ()
+                self._copy(OpKind.F, microbatch, self._runner.offload)
+            else:
+                outputs = self._runner.forward(microbatch, args, kwargs, target)
+        self._end_op(OpKind.F, microbatch, start)
+        if self._below is not None:
+            self._check_outputs(outputs, self._below)
+        return outputs
+
+    def _backward(self, kind: OpKind, microbatch: int) -> None:
+        grads: list[Tensor | None] | None = None
+        source = self._source(kind)
+        taken = source.incoming.take(microbatch) if source is not None else []
+        if taken is None or (microbatch == 0 and self._gate and not self._gate.passed()):
+            self._refuse()
+            self._send(kind, microbatch, None)
+            self._boundary()
+            return
+        if self._below is not None:
+            came = iter(taken)
+            grads = [next(came) if meta.carries_gradient else None for meta in self.output_metas]
+        run = self._runner.backward if kind is OpKind.BW else self._runner.backward_input
+        returns = self._residency.run(kind, microbatch)
+        start = self._start_op()
+        letter = "B" if kind is OpKind.BW else "I"
+        with self._range(letter, microbatch):
+            if returns:
+                self._copy(kind, microbatch, self._runner.fetch)
+            found = run(microbatch, grads)
+        self._end_op(kind, microbatch, start)
+        if self._above is not None and self._has_gradients(self._above):
+            self._send(kind, microbatch, self._to_send(found))
+        self._boundary()
+
+    def _copy(self, kind: OpKind, microbatch: int, copy: Callable[[int], int]) -> None:
+        """Part of an op: activations to host memory at the end of an F, back before a B."""
+        start = time()
+        with _NO_RANGE if self._device_times is None else self._device_times.copy():
+            nbytes = copy(microbatch)
+        self._outcome.copies.append(TimedCopy(kind, microbatch, start, time(), nbytes))
+
+    def _weight(self, microbatch: int) -> None:
+        self._residency.run(OpKind.W, microbatch)
+        start = self._start_op()
+        with self._range("W", microbatch):
+            self._runner.backward_weight(microbatch)
+        self._end_op(OpKind.W, microbatch, start)
+        self._boundary()
+
+    def _range(self, letter: str, microbatch: int) -> AbstractContextManager[Any]:
+        """``PP:3F7`` for torch.profiler; nothing where nobody profiles, as it costs 40 µs an op."""
+        if not profiling():
+            return _NO_RANGE
+        return profiler.record_function(f"PP:{self._seat.stage}{letter}{microbatch}")
+
+    def _start_op(self) -> float:
+        self._op_clock.busy = True
+        if self._device_times is not None:
+            self._device_times.start()
+        return time()
+
+    def _end_op(self, kind: OpKind, microbatch: int, start: float) -> None:
+        end = time()
+        if self._device_times is not None:
+            self._device_times.end()
+        self._op_clock.ended_at = end
+        self._op_clock.busy = False
+        self._outcome.ops.append(TimedOp(kind, microbatch, start, end))
+
+    def _send(self, kind: OpKind, microbatch: int, tensors: list[Tensor | None] | None) -> None:
+        """What an op makes, to the stage that it is for, if there is one. None: nothing in it."""
+        end = self._below if kind is OpKind.F else self._above
+        if end is None or kind is OpKind.W or (end is self._above and not self._has_gradients(end)):
+            return
+        self.mail.send(end, microbatch, tensors)
+
+    def _refuse(self) -> None:
+        """From here on this iteration's messages go on as planned, but empty: then none is left
+        over for the next one, whatever its sender or receiver was about to do."""
+        self.refused = True
+        self._op_clock.busy = False
+        self._runner.discard()
+        if self._below is not None and not self._shapes_known:
+            self._below.line.send_shapes(None)
+            self._below = None
+
+    def _pass_on(self, kind: OpKind, microbatch: int) -> None:
+        """An op of a refused iteration, whose message is here."""
+        source = self._source(kind)
+        if source is not None:
+            source.incoming.take(microbatch)
+        self._send(kind, microbatch, None)
+        self._boundary()
+
+    def _to_send(self, grads: Grads) -> list[Tensor | None]:
+        if len(grads) != len(self.input_metas):
+            raise PipelineError(
+                f"{self._seat}: the backward gave {len(grads)} input gradients; expected "
+                f"{len(self.input_metas)}, one per tensor that came from stage "
+                f"{self._seat.stage - 1}"
+            )
+        return [
+            grad for grad, meta in zip(grads, self.input_metas, strict=True)
+            if meta.carries_gradient
+        ]  # fmt: skip
+
+    def _batch(self, metas: tuple[TensorMeta, ...], receives: Receives = RECEIVE_ALL) -> Batch:
+        return Batch(
+            self._generation, self._iteration + self._steps_refused, self._microbatches, metas,
+            self._steps_refused, receives,
+        )  # fmt: skip
+
+    def _has_gradients(self, end: LinkEnd) -> bool:
+        metas = self.input_metas if end is self._up else self.output_metas
+        return any(meta.carries_gradient for meta in metas)
+
+    def _begin_downstream(self, end: LinkEnd) -> None:
+        end.outgoing.begin(self._batch(self.output_metas))
+        gradients = gradients_of(self.output_metas)
+        if gradients:
+            end.incoming.begin(self._batch(gradients, self._from_below))
+
+    def _check_outputs(self, outputs: tuple[Tensor, ...], end: LinkEnd) -> None:
+        """Tell the next stage the shapes if they are not known; else hold outputs to them."""
+        metas = tuple(TensorMeta.of(output) for output in outputs)
+        if not self._shapes_known:
+            if len(metas) > 31:
+                raise ShapeError(
+                    f"{self._seat}: the stage has {len(metas)} outputs; at most 31 can be sent"
+                )
+            self.output_metas = metas
+            end.line.send_shapes(metas)
+            self._reserve(end, gradients_of(metas))
+            self._begin_downstream(end)
+            self._shapes_known = True
+        elif metas != self.output_metas:
+            raise ShapeError(
+                f"{self._seat}: outputs are {words(metas)} in iteration {self._iteration}; "
+                f"expected {words(self.output_metas)} as in its first microbatch. All "
+                "microbatches of an iteration need the same shapes; they may change between "
+                "iterations together with the shapes given to step()"
+            )
+
+    def _await_shapes(self, end: LinkEnd) -> None:
+        metas = self.mail.await_line(end, f"shapes from stage {end.peer_stage}", end.line.shapes)
+        if metas is None:
+            self._above = None
+            self._refuse()
+        else:
+            self.input_metas = metas
+            self._reserve(end, metas)

@@ -1,0 +1,123 @@
+"""What a user hands to ``step``: cut into microbatches, and what tells a change of shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn, tensor_split
+
+from pipemorph.errors import InputError
+from pipemorph_trainer.errors import ShapeError
+from pipemorph_trainer.executor.dispatch import Inputs
+from pipemorph_trainer.links.channels.message import TensorMeta
+from pipemorph_trainer.topology.coordinate import Seat
+
+
+def check_grad_mode(who: object) -> None:
+    """Raise :class:`InputError` where torch records no gradients: a step without them is none."""
+    inference = torch.is_inference_mode_enabled()
+    if torch.is_grad_enabled() and not inference:
+        return
+    how = "torch.inference_mode()" if inference else "torch.no_grad()"
+    raise InputError(
+        f"{who}: step() was called under {how}, and it trains (it adds to .grad): call it outside. "
+        "It cannot evaluate; load a checkpoint into the whole model for that"
+    )
+
+
+def split(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], microbatches: int, what: str = "input"
+) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+    """Positional and keyword arguments of each microbatch.
+
+    Tensors, also those inside lists, tuples and dicts, are cut along dimension 0; anything
+    else goes to every microbatch. Raises :class:`ShapeError` if a tensor cannot be cut evenly.
+    """
+    named = [(f"{what} {i}", value) for i, value in enumerate(args)]
+    named += [(f"{what} {name!r}", value) for name, value in kwargs.items()]
+    for name, value in named:
+        for tensor in _tensors_in(value):
+            if tensor.dim() == 0 or tensor.shape[0] % microbatches:
+                raise ShapeError(
+                    f"{name} has shape {list(tensor.shape)}; expected a first dimension that "
+                    f"{microbatches} microbatches divide"
+                )
+    if all(type(value) in _PLAIN for _, value in named):
+        cut = [_chunks(value, microbatches) for _, value in named]
+        chunks = [tuple(values[k] for values in cut) for k in range(microbatches)]
+        n = len(args)
+        return [c[:n] for c in chunks], [dict(zip(kwargs, c[n:], strict=True)) for c in chunks]
+    # It knows containers, distributed tensors and masks. To import it takes longer than torch
+    # itself does, which a rank that has none of these is spared.
+    from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
+
+    cut_args, cut_kwargs = split_args_kwargs_into_chunks(args, dict(kwargs), microbatches)
+    return list(cut_args), list(cut_kwargs)
+
+
+_PLAIN = (Tensor, nn.Parameter, bool, int, float, str, type(None))
+
+
+def _chunks(value: Any, microbatches: int) -> Sequence[Any]:
+    if not isinstance(value, Tensor):
+        return [value] * microbatches
+    chunks = tensor_split(value, microbatches)
+    if value.requires_grad and value.is_leaf:
+        # As torch does: the backward reads the gradient of what a stage was given.
+        for chunk in chunks:
+            chunk.retain_grad()
+    return chunks
+
+
+def of_stage(
+    seat: Seat,
+    microbatches: int,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    target: Any,
+    *,
+    needs_target: bool,
+) -> tuple[Inputs, Any]:
+    """Microbatches of what this stage uses, and what tells a change of shapes.
+
+    Raises :class:`InputError` if it is not given what it needs.
+    """
+    inputs = Inputs()
+    shapes: Any = None
+    if kwargs:
+        inputs.kwargs = split((), kwargs, microbatches)[1]
+    if seat.first:
+        if not args and not kwargs:
+            raise InputError(f"{seat}: step() got no input; stage 0 needs the batch")
+        if args:
+            inputs.args = split(args, {}, microbatches)[0]
+        shapes = signature((*inputs.args[:1], *inputs.kwargs[:1]))
+    if seat.last and target is not None:
+        inputs.targets = [chunk[0] for chunk in split((target,), {}, microbatches, "target")[0]]
+    elif seat.last and needs_target:
+        raise InputError(f"{seat}: step() got no target; loss_fn on this stage needs it")
+    return inputs, shapes
+
+
+def signature(value: Any) -> Any:
+    """What of an argument decides the shapes of what a stage returns; compare with ``==``."""
+    if isinstance(value, Tensor):
+        return TensorMeta.of(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(signature(inner) for inner in value)
+    if isinstance(value, Mapping):
+        return tuple((key, signature(inner)) for key, inner in value.items())
+    return type(value)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _tensors_in(inner)
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _tensors_in(inner)

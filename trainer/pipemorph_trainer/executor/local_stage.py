@@ -1,0 +1,186 @@
+"""The stage of this rank: what runs its ops, where, and what it tells of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from pipemorph.errors import InputError
+from pipemorph.planning import Dispatch, Plan
+from pipemorph.planning.offload import host_limit, host_peak
+from pipemorph.wire import StageProfile
+from pipemorph_trainer.agent.messages import Offloaded
+from pipemorph_trainer.executor.dispatch import Inputs
+from pipemorph_trainer.executor.inputs import of_stage
+from pipemorph_trainer.executor.offload import ActivationStore
+from pipemorph_trainer.executor.split import Mode, SplitReport, StageRunner
+from pipemorph_trainer.executor.stage_profile import (
+    Footprint,
+    footprint,
+    offloaded,
+    peak_memory,
+    stage_profile,
+)
+from pipemorph_trainer.executor.stages.emulated import EmulatedRunner, EmulatedStage
+from pipemorph_trainer.executor.stages.interface import Runner
+from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
+from pipemorph_trainer.topology.accelerator import Accelerator
+from pipemorph_trainer.topology.coordinate import Seat
+
+LossFn = Callable[[Any, Any], Tensor]
+
+
+class OwnStage:
+    """A module or an emulated stage, at its seat in the pipeline.
+
+    ``microbatches``: N. ``split``: of a module's backward. ``accelerator``: behind ``device``;
+    None for the CPU. ``store``: where activations go in host memory; None: they stay on the device.
+    """
+
+    def __init__(
+        self,
+        stage: nn.Module | EmulatedStage,
+        seat: Seat,
+        *,
+        loss_fn: LossFn | None,
+        microbatches: int,
+        split: Mode,
+        device: torch.device,
+        accelerator: Accelerator | None,
+        store: ActivationStore | None,
+    ) -> None:
+        self._seat = seat
+        self.microbatches = microbatches
+        self.device, self.accelerator = device, accelerator
+        self._store = store
+        self._footprint = _footprint_of(stage)
+        self._needs_target = False
+        self.module: nn.Module | None = None
+        """None if the stage is emulated."""
+        self.runner: Runner
+        self.keeper: nn.Module | EmulatedRunner
+        """What has the stage's state, for checkpoints."""
+        if isinstance(stage, EmulatedStage):
+            self.runner = self.keeper = EmulatedRunner(stage, seat.stage, seat.stages, seat.replica)
+            return
+        self.module = self.keeper = stage
+        self._needs_target = seat.last and loss_fn is not None
+        self.runner = StageRunner(
+            stage,
+            is_first=seat.first,
+            is_last=seat.last,
+            loss_fn=loss_fn if seat.last else None,
+            microbatches=microbatches,
+            mode=split,
+            store=store,
+        )
+
+    def inputs(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any
+    ) -> tuple[Inputs, Any]:
+        """Microbatches of what this stage uses, and what tells a change of shapes."""
+        if self.module is None:
+            return Inputs(), ("emulated",)
+        return of_stage(
+            self._seat, self.microbatches, args, kwargs, target, needs_target=self._needs_target
+        )
+
+    def choose_split(self) -> SplitReport:
+        """After the first iteration: try on microbatches of it how a module can be split, unless
+        that was asked for, and split it so from now on."""
+        assert isinstance(self.runner, StageRunner)
+        report = self.runner.report or self.runner.self_test()
+        self._footprint = footprint(report)
+        return report
+
+    def update(self) -> None:
+        """At the end of an iteration: what an optimizer does for a module."""
+        if isinstance(self.runner, EmulatedRunner):
+            self.runner.update()
+
+    def prepare(self, plan: Plan) -> None:
+        """Between two iterations: have the host memory for activations that ``plan`` needs, so
+        that none is page-locked between its ops."""
+        stage = self._seat.stage
+        limit = plan.device_limits[stage]
+        if self._store is None or limit is None:
+            return
+        if plan.dispatch is Dispatch.ONLINE:
+            most = host_limit(plan.in_flight_limits[stage], limit, self.microbatches)
+        else:
+            most = host_peak(plan.schedule.stages[stage], limit)
+        self._store.pool.grow(most)
+
+    def profile(self, ops: Sequence[TimedOp], copies: Sequence[TimedCopy]) -> StageProfile:
+        """What one iteration's ops took, and the peak memory so far."""
+        return stage_profile(
+            self._seat.stage,
+            ops,
+            self.runner.split,
+            peak_memory=peak_memory(self.device),
+            footprint=self._footprint,
+            copies=copies,
+        )
+
+    def offloaded(self, copies: Sequence[TimedCopy]) -> Offloaded | None:
+        """One iteration's copies to host memory; None where there were none."""
+        return offloaded(copies, self._store.pool.nbytes if self._store is not None else 0)
+
+    def close(self) -> None:
+        """Give the host memory for activations back."""
+        if self._store is not None:
+            self._store.close()
+
+
+def device_of(module: nn.Module | None) -> torch.device:
+    """Where a module's first parameter or buffer is; the CPU if it has none."""
+    if module is None:
+        return torch.device("cpu")
+    first = next((t for t in (*module.parameters(), *module.buffers())), None)
+    return first.device if first is not None else torch.device("cpu")
+
+
+def mode_of(split: str) -> Mode:
+    """What a user may give as ``split``. Raises :class:`InputError` for anything else."""
+    if split == "off":
+        return "fused"
+    for mode in get_args(Mode):
+        if split == mode:
+            return mode  # type: ignore[no-any-return]
+    raise InputError(f"split is {split!r}; expected {', '.join(get_args(Mode))} or off")
+
+
+def open_store(
+    stage: nn.Module | EmulatedStage,
+    device: torch.device,
+    accelerator: Accelerator | None,
+    host_memory: int | None,
+    split: Mode,
+) -> tuple[ActivationStore | None, str]:
+    """Where a stage's activations go in at most ``host_memory`` bytes of host memory, if they
+    need more than time for that; and why they have to stay on the device, empty if not."""
+    if host_memory is None:
+        return None, (
+            "it has no host memory for activations; give adaptation.allowOffload and"
+            " hostMemory (host_memory of Pipeline)"
+        )
+    if isinstance(stage, EmulatedStage):
+        return None, ""
+    if split != "auto":
+        return None, f"split={split!r} leaves out the self-test, which tries it first"
+    return ActivationStore(device, host_memory, accelerator), ""
+
+
+def _footprint_of(stage: nn.Module | EmulatedStage) -> Footprint:
+    """Of an emulated stage what it is told to be; of a module nothing yet."""
+    if not isinstance(stage, EmulatedStage):
+        return Footprint()
+    apart = stage.backward_input + stage.backward_weight
+    return Footprint(
+        activation_bytes=stage.activation_bytes,
+        offload_copy=stage.offload_copy,
+        fused_ratio=stage.whole_backward / apart if apart > 0 else None,
+    )

@@ -1,0 +1,262 @@
+"""What autograd saves for one microbatch, taken to host memory and brought back.
+
+While the F of such a microbatch runs, autograd hands every tensor it saves to a hook and keeps
+a :class:`_Saved` in its place. So the tensors of the graph are known, their memory can be given
+up and come back as other memory, and nothing else in the process is touched: a tensor that
+somebody else holds as well is left alone, since moving it would free nothing.
+
+Under such hooks torch leaves the check for writes in place to the hooks; it is made here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from pipemorph_trainer.executor.offload.copies import copies_for
+from pipemorph_trainer.executor.offload.pool import Block, HostPool, aligned
+from pipemorph_trainer.executor.split.report import SplitError
+from pipemorph_trainer.executor.split.torch_private import holders, version
+from pipemorph_trainer.topology.accelerator import Accelerator
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+class _Saved:
+    """One saved tensor, as autograd holds it. ``tensor`` is None while it is in host memory."""
+
+    __slots__ = ("__weakref__", "tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor
+        self.version = version(tensor)
+
+    @property
+    def current(self) -> Tensor | None:
+        """The tensor, if it may be moved: on the device, plain, and as it was when saved."""
+        tensor = self.tensor
+        if tensor is None or version(tensor) != self.version or not _movable(tensor):
+            return None
+        return tensor
+
+    def leave(self) -> None:
+        self.tensor = None
+
+    def come_back(self, tensor: Tensor) -> None:
+        self.tensor, self.version = tensor, version(tensor)
+
+
+class _Leaf:
+    """An input of the stage, which the graph refers to itself. What stands there while its
+    memory is away has no elements, so a stage that reads it meanwhile fails and is not wrong."""
+
+    __slots__ = ("_leaf",)
+
+    def __init__(self, leaf: Tensor) -> None:
+        self._leaf = leaf
+
+    @property
+    def current(self) -> Tensor | None:
+        return self._leaf if _movable(self._leaf) else None
+
+    def leave(self) -> None:
+        self._leaf.data = torch.empty(0, dtype=self._leaf.dtype, device=self._leaf.device)
+
+    def come_back(self, tensor: Tensor) -> None:
+        self._leaf.data = tensor
+
+
+def _movable(tensor: Tensor) -> bool:
+    """Whether bytes, shape and strides are all there is to a tensor."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.layout is torch.strided
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _pack_into(found: list[weakref.ref[_Saved]], tensor: Tensor) -> _Saved:
+    # Detached: what autograd keeps must not refer to the graph. Weak: what autograd drops
+    # again, as the graph of a branch that leads nowhere, is nobody's then.
+    saved = _Saved(tensor.detach())
+    found.append(weakref.ref(saved))
+    return saved
+
+
+def _unpack(saved: _Saved) -> Tensor:
+    tensor = saved.tensor
+    if tensor is None:
+        raise SplitError("the backward needs activations that are in host memory; fetch them first")
+    if version(tensor) != saved.version:
+        raise SplitError(
+            f"a tensor of shape {tuple(tensor.shape)} that the backward of this stage needs was"
+            " written in place since its forward"
+        )
+    return tensor
+
+
+@dataclass(frozen=True)
+class _View:
+    """How to make one saved tensor again: what holds it, and its view of a storage."""
+
+    of: weakref.ref[_Saved] | _Leaf
+    storage: int
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    def restore(self, memory: Sequence[Tensor]) -> None:
+        owner = self.of if isinstance(self.of, _Leaf) else self.of()
+        if owner is not None:
+            owner.come_back(_view(memory[self.storage], self))
+
+
+@dataclass
+class SavedFlight:
+    """What one microbatch left with autograd."""
+
+    saved: list[weakref.ref[_Saved]] = field(default_factory=list)
+    block: Block | None = None
+    """Where its activations are in host memory; None while they are on the device."""
+    parts: list[tuple[int, int]] = field(default_factory=list)
+    """Offset and bytes of each storage in the block."""
+    views: list[_View] = field(default_factory=list)
+
+
+@dataclass
+class _Group:
+    """The tensors of one storage."""
+
+    storage: torch.UntypedStorage
+    owners: list[tuple[weakref.ref[_Saved] | _Leaf, Tensor]] = field(default_factory=list)
+    known: int = 0
+
+
+class ActivationStore:
+    """Moves the activations of one stage's microbatches between ``device`` and a pool of
+    host memory of at most ``limit`` bytes; ``accelerator``: the device's, None on the CPU."""
+
+    def __init__(
+        self, device: torch.device, limit: int | None, accelerator: Accelerator | None = None
+    ) -> None:
+        self.pool = HostPool(limit, accelerator)
+        self._device = device
+        self._copies = copies_for(device, accelerator)
+
+    @contextmanager
+    def recording(self) -> Iterator[SavedFlight]:
+        """Around the F of a microbatch that goes to host memory afterwards."""
+        self._copies.settle()
+        flight = SavedFlight()
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: _pack_into(flight.saved, tensor), _unpack
+        ):
+            yield flight
+
+    def settle(self) -> None:
+        """Before an op that needs memory: what left may be used again from here on."""
+        self._copies.settle()
+
+    def offload(
+        self, flight: SavedFlight, leaves: Sequence[Tensor | None], sent: Sequence[Tensor]
+    ) -> int:
+        """Copy the flight's activations to the pool and give up their memory here.
+
+        ``leaves`` are the stage's inputs, which go along; ``sent`` are tensors that hold the
+        same memory only until a message has left. Returns the bytes moved. Raises
+        :class:`PipelineError` where the pool is full; then nothing has changed.
+        """
+        groups = [group for group in self._groups(flight, leaves, sent) if self._private(group)]
+        at = 0
+        parts: list[tuple[int, int]] = []
+        for group in groups:
+            parts.append((at, group.storage.nbytes()))
+            at += aligned(group.storage.nbytes())
+        block = self.pool.take(at)
+        self._copies.out(
+            block,
+            [
+                (offset, self._bytes_of(group.storage))
+                for group, (offset, _) in zip(groups, parts, strict=True)
+            ],
+        )
+        flight.block, flight.parts = block, parts
+        for index, group in enumerate(groups):
+            for owner, tensor in group.owners:
+                flight.views.append(
+                    _View(
+                        owner, index, tensor.dtype, int(tensor.storage_offset()), tensor.size(),
+                        tensor.stride(),
+                    )
+                )  # fmt: skip
+                found = owner if isinstance(owner, _Leaf) else owner()
+                if found is not None:
+                    found.leave()
+        return sum(nbytes for _, nbytes in parts)
+
+    def fetch(self, flight: SavedFlight) -> int:
+        """Bring the flight's activations back. Returns the bytes moved."""
+        assert flight.block is not None
+        memory = self._copies.back(flight.block, flight.parts)
+        for view in flight.views:
+            view.restore(memory)
+        moved = sum(nbytes for _, nbytes in flight.parts)
+        self.forget(flight)
+        return moved
+
+    def forget(self, flight: SavedFlight) -> None:
+        """Give the flight's host memory back to the pool."""
+        if flight.block is not None:
+            self.pool.give(flight.block)
+            flight.block = None
+        flight.parts, flight.views = [], []
+
+    def close(self) -> None:
+        """Give the pool back. No flight may be in it, or none that is still wanted."""
+        self._copies.settle()
+        self.pool.close()
+
+    def _groups(
+        self, flight: SavedFlight, leaves: Sequence[Tensor | None], sent: Sequence[Tensor]
+    ) -> list[_Group]:
+        """By storage, and whether something speaks against moving it."""
+        groups: dict[int, _Group] = {}
+        owners: list[weakref.ref[_Saved] | _Leaf] = [*flight.saved]
+        owners += [_Leaf(leaf) for leaf in leaves if leaf is not None]
+        for owner in owners:
+            found = owner if isinstance(owner, _Leaf) else owner()
+            if found is None or (tensor := found.current) is None:
+                continue
+            if tensor.device != self._device:
+                continue
+            storage = tensor.untyped_storage()
+            group = groups.setdefault(storage.data_ptr(), _Group(storage))
+            group.owners.append((owner, tensor))
+            group.known += 1
+        for tensor in sent:
+            if _movable(tensor) and tensor.untyped_storage().data_ptr() in groups:
+                groups[tensor.untyped_storage().data_ptr()].known += 1
+        return list(groups.values())
+
+    @staticmethod
+    def _private(group: _Group) -> bool:
+        """Whether nobody else holds the storage: a parameter, the batch, a table of the stage.
+
+        A saved tensor that is not :attr:`_Saved.current` is somebody else here too.
+        """
+        return group.storage.nbytes() > 0 and holders(group.storage) == group.known
+
+    def _bytes_of(self, storage: torch.UntypedStorage) -> Tensor:
+        memory = torch.empty(0, dtype=torch.uint8, device=self._device)
+        return memory.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _view(memory: Tensor, view: _View) -> Tensor:
+    made = torch.empty(0, dtype=view.dtype, device=memory.device)
+    return made.set_(memory.untyped_storage(), view.offset, view.size, view.stride)

@@ -1,0 +1,43 @@
+"""A split that was asked for: held against the stage's modules, and not tried."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from pipemorph_trainer.executor.split.graph_split import GraphSplit
+from pipemorph_trainer.executor.split.linears import find_layers
+from pipemorph_trainer.executor.split.module_split import ModuleSplit
+from pipemorph_trainer.executor.split.report import Split, SplitError, SplitReport
+from pipemorph_trainer.executor.split.self_test import graph_refusal, nothing_to_defer, trainable
+from pipemorph_trainer.executor.split.splitters import FusedSplit, Splitter
+from pipemorph_trainer.executor.split.torch_private import missing
+
+
+def asked_for(split: Split, stage: nn.Module) -> tuple[Splitter, SplitReport]:
+    """The splitter, and what its report can say without running the stage.
+
+    Raises :class:`SplitError` with the reason if the stage's modules rule the split out.
+    """
+    sizes = trainable(stage)
+    report = SplitReport(split, "as asked for, without a self-test", tested=False, sizes=sizes)
+    if split == "fused":
+        return FusedSplit(), report
+    if split == "graph":
+        _refuse_if(split, graph_refusal(stage))
+        # Only a graph could tell which parameters are found below several of its nodes.
+        return GraphSplit(stage), replace(report, deferred=tuple(sizes))
+    if why := missing():
+        _refuse_if(split, f"this torch does not fit: {why}")
+    layers, refused = find_layers(stage)
+    if not layers:
+        _refuse_if(split, nothing_to_defer(sizes, refused))
+    waiting = {name for layer in layers for name in layer.parameter_names().values()}
+    deferred = tuple(name for name in sizes if name in waiting)
+    return ModuleSplit(layers), replace(report, deferred=deferred, not_deferred=refused)
+
+
+def _refuse_if(split: Split, why: str) -> None:
+    if why:
+        raise SplitError(f"split {split!r} was asked for; {why}")

@@ -1,0 +1,214 @@
+"""``nn.Linear`` with its weight gradient put off: the autograd function and its W.
+
+The backward of ``y = x Wᵀ + b`` is three independent products. The one for ``x`` is on the
+way to the stage upstream; those for ``W`` and ``b`` are nobody's input. So the function here
+computes the first in B and notes ``(x, ∂y)`` for the other two.
+
+To be bitwise what autograd leaves, the formulas follow the operators that ``F.linear``
+decomposes into, with the same operand layouts and the same reduction for the bias.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from pipemorph_trainer.executor.split.report import SplitError
+from pipemorph_trainer.executor.split.torch_private import version
+
+
+@dataclass(slots=True)
+class LinearWork:
+    """What W needs of one call of one Linear. ``rows`` is batch × sequence × …
+
+    ``x``: (rows, in); ``grad``: (rows, out), both in the dtype the product was computed in.
+    ``bias_grad``: ∂y in the shape the bias was broadcast to.
+    """
+
+    layer: Layer
+    x: Tensor
+    grad: Tensor
+    bias_grad: Tensor
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    versions: tuple[int, int]
+
+    def check_unchanged(self) -> None:
+        if self.versions != (version(self.x), version(self.grad)):
+            raise SplitError(
+                f"the input of {self.layer.name!r} or the gradient of its output was written "
+                f"in place between B and W"
+            )
+
+
+class Layer:
+    """One Linear of the stage that may be deferred, by its name in the stage."""
+
+    def __init__(self, name: str, module: nn.Linear) -> None:
+        self.name = name
+        self.module = module
+        self.excluded = ""
+        """Why it is no longer deferred; empty while it is."""
+
+    def parameter_names(self) -> dict[int, str]:
+        """``id(parameter)`` → name in the stage."""
+        prefix = f"{self.name}." if self.name else ""
+        return {
+            id(parameter): prefix + name
+            for name, parameter in self.module.named_parameters(recurse=False)
+        }
+
+
+class Sink:
+    """Where backward calls leave their work. ``work`` is None outside a deferring B: then
+    every gradient is computed at once, as autograd would."""
+
+    def __init__(self) -> None:
+        self.work: list[LinearWork] | None = None
+
+
+@dataclass(frozen=True)
+class LinearCall:
+    """Which layer is called, where its work goes, and whether ``x`` was cast by autocast."""
+
+    layer: Layer
+    sink: Sink
+    autocast: bool
+
+
+class DeferredLinear(torch.autograd.Function):
+    """``F.linear`` whose backward leaves weight and bias to the sink."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall
+    ) -> Tensor:
+        ctx.call = call
+        ctx.parameters = (weight, bias)
+        if call.autocast:
+            # The cast is made here, not by autocast: its cache would keep one made without
+            # gradients and hand it to calls that need them.
+            weight = weight.to(x.dtype)
+            bias = None if bias is None else bias.to(x.dtype)
+        ctx.save_for_backward(x, weight)
+        return _owned(torch.nn.functional.linear(x, weight, bias))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        flat = x.dim() == 2
+        rows = x if flat else x.reshape(-1, x.shape[-1])
+        grad_rows = grad if flat else grad.reshape(-1, grad.shape[-1])
+        grad_x = None
+        if need_x:
+            grad_x = _input_grad(grad_rows, rows, weight)
+            if not flat:
+                grad_x = grad_x.reshape(x.shape)
+        parameter, bias = ctx.parameters
+        flattened = x.dim() <= 2 or x.is_contiguous()
+        work = LinearWork(
+            layer=ctx.call.layer,
+            x=rows,
+            grad=grad_rows,
+            bias_grad=grad_rows if flattened else grad,
+            weight=parameter if need_weight else None,
+            bias=bias if need_bias else None,
+            versions=(version(rows), version(grad_rows)),
+        )
+        if ctx.call.sink.work is not None:
+            ctx.call.sink.work.append(work)
+            return grad_x, None, None, None
+        return (
+            grad_x,
+            _weight_grad(work).to(parameter.dtype) if need_weight else None,
+            _bias_grad(work).to(bias.dtype) if need_bias else None,
+            None,
+        )
+
+
+def _owned(out: Tensor) -> Tensor:
+    """The same memory as a tensor that is no view.
+
+    Up to torch 2.11 the output of a linear is a view where its input has more than two
+    dimensions, and a view made inside a custom function cannot be written to in place.
+    """
+    if out._base is None:
+        return out
+    alone = torch.empty(0, dtype=out.dtype, device=out.device)
+    return alone.set_(out.untyped_storage(), out.storage_offset(), out.size(), out.stride())
+
+
+def _input_grad(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """∂x (rows, in) of x @ weightᵀ. A column-major x gets a column-major gradient."""
+    if x.stride(0) == 1 and x.stride(1) == x.size(0):
+        return weight.t().mm(grad.t()).t()
+    return grad.mm(weight)
+
+
+def _weight_grad(work: LinearWork) -> Tensor:
+    """∂W (out, in)."""
+    weight = work.weight
+    assert weight is not None
+    if weight.stride(1) == 1 and weight.stride(0) == weight.size(1):
+        return work.grad.t().mm(work.x)
+    return work.x.t().mm(work.grad).t()
+
+
+def _bias_grad(work: LinearWork) -> Tensor:
+    """∂b (out,)."""
+    grad = work.bias_grad
+    if grad.dim() == 2:
+        return grad.sum(dim=0)
+    return grad.sum(dim=list(range(grad.dim() - 1)), keepdim=True).view(grad.shape[-1])
+
+
+def run_weight_work(work: list[LinearWork]) -> None:
+    """W: compute what B put off and add it to ``.grad``; empties ``work`` as it goes.
+
+    A weight used several times in one microbatch gets the sum of its contributions, in the
+    order B met them, before the one addition to ``.grad``: as autograd adds them.
+
+    Raises :class:`SplitError` if an operand was overwritten since B.
+    """
+    left = Counter(id(p) for item in work for p in (item.weight, item.bias) if p is not None)
+    sums: dict[int, Tensor] = {}
+
+    def add(parameter: nn.Parameter, grad: Tensor) -> None:
+        key = id(parameter)
+        left[key] -= 1
+        partial = sums.pop(key, None)
+        total = grad if partial is None else partial + grad
+        if left[key]:
+            sums[key] = total
+        else:
+            accumulate(parameter, total)
+
+    work.reverse()
+    with torch.no_grad():
+        while work:
+            item = work.pop()
+            item.check_unchanged()
+            if item.weight is not None:
+                add(item.weight, _weight_grad(item))
+            if item.bias is not None:
+                add(item.bias, _bias_grad(item))
+
+
+def accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
+    """Add a gradient to ``parameter.grad``, in the parameter's dtype and layout."""
+    if grad.dtype != parameter.dtype:
+        grad = grad.to(parameter.dtype)
+    into = parameter.grad
+    if into is not None:
+        into.add_(grad)
+    elif grad.stride() == parameter.stride():
+        parameter.grad = grad
+    else:
+        parameter.grad = torch.empty_like(parameter).copy_(grad)

@@ -1,0 +1,212 @@
+"""One microbatch between its F and its W, and the call that starts it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from pipemorph_trainer.executor.split.report import SplitError
+from pipemorph_trainer.executor.split.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from pipemorph_trainer.executor.offload.store import ActivationStore, SavedFlight
+
+T = TypeVar("T")
+LossFn = Callable[[Any, Any], Tensor]
+"""``loss_fn(output, target) -> scalar``; ``output`` is what the last stage returned."""
+
+Grads = tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True)
+class Edge:
+    """An output without its memory: all that a backward needs of it."""
+
+    edge: GradientEdge
+    shape: torch.Size
+    requires_grad = True
+
+    @staticmethod
+    def of(out: Tensor) -> Edge:
+        return Edge(get_gradient_edge(out), out.shape)
+
+
+Root = Any
+"""Where a backward starts: a tensor or a GradientEdge. torch takes lists of both; its stubs want
+one kind per list."""
+
+
+@dataclass
+class Flight:
+    """State of one microbatch on one stage.
+
+    ``leaves[j]`` is positional argument *j* as an autograd leaf, None where no gradient
+    goes upstream. ``outputs`` are the stage's outputs (or the scaled loss), with their
+    graph until B frees it. ``work`` is whatever the splitter keeps from B to W. ``saved``
+    is what of it can be moved to host memory.
+    """
+
+    microbatch: int
+    leaves: Grads = ()
+    outputs: tuple[Tensor | Edge, ...] = ()
+    work: Any = None
+    sent: tuple[Tensor, ...] = field(default=(), repr=False)
+    saved: SavedFlight | None = field(default=None, repr=False)
+
+    def leave(self, store: ActivationStore, *, keep_outputs: bool) -> int:
+        """Go to host memory; returns the bytes moved.
+
+        Of the outputs only their place in the graph is kept, so that their memory is free as
+        soon as they have been sent; unless ``keep_outputs``: a loss is where its own gradient
+        is made.
+        """
+        assert self.saved is not None
+        if not keep_outputs:
+            self.outputs = tuple(
+                Edge.of(out) if isinstance(out, Tensor) and out.grad_fn is not None else out
+                for out in self.outputs
+            )
+        moved = store.offload(self.saved, self.leaves, self.sent)
+        self.sent = ()
+        return moved
+
+    def roots(self, output_grads: Sequence[Tensor | None] | None) -> tuple[list[Root], Any]:
+        """Outputs that take part in the backward and their gradients.
+
+        ``output_grads`` is None on the last stage, where the only root is the loss. Raises
+        :class:`SplitError` if the gradients do not match the outputs.
+        """
+        if output_grads is None:
+            return [_root(out) for out in self.outputs if out.requires_grad], None
+        if len(output_grads) != len(self.outputs):
+            raise SplitError(
+                f"microbatch {self.microbatch} has {len(self.outputs)} outputs; "
+                f"got {len(output_grads)} output gradients"
+            )
+        tensors: list[Root] = []
+        grads: list[Tensor] = []
+        for index, (out, grad) in enumerate(zip(self.outputs, output_grads, strict=True)):
+            if grad is None or not out.requires_grad:
+                continue
+            if grad.shape != out.shape:
+                raise SplitError(
+                    f"output {index} of microbatch {self.microbatch} has shape "
+                    f"{tuple(out.shape)}; its gradient has {tuple(grad.shape)}"
+                )
+            tensors.append(_root(out))
+            grads.append(grad)
+        return tensors, grads
+
+    def take_input_grads(self) -> Grads:
+        """Gradients of the positional arguments, moved out of the leaves."""
+        grads = []
+        for leaf in self.leaves:
+            grads.append(None if leaf is None else leaf.grad)
+            if leaf is not None:
+                leaf.grad = None
+        return tuple(grads)
+
+
+def _root(out: Tensor | Edge) -> Root:
+    return out.edge if isinstance(out, Edge) else out
+
+
+class StageCall:
+    """Calls a stage for one microbatch with its inputs cut off from what came before.
+
+    On every stage but the first, floating-point positional arguments become autograd
+    leaves; keyword arguments are local and get no gradient. On the last stage the loss is
+    divided by the number of microbatches before the backward, as
+    ``(loss_fn(output, target) / microbatches).backward()`` does.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        is_first: bool,
+        is_last: bool,
+        loss_fn: LossFn | None,
+        microbatches: int,
+    ) -> None:
+        self.module = module
+        self.is_first = is_first
+        self.is_last = is_last
+        self.loss_fn = loss_fn
+        self.microbatches = microbatches
+        self.clone_inputs = False
+        """Hand the stage a copy of each leaf: for stages that write to their input."""
+
+    def __call__(
+        self, microbatch: int, args: Sequence[Any], kwargs: Mapping[str, Any] | None, target: Any
+    ) -> Flight:
+        """Run the forward. Raises :class:`SplitError` if what it returns cannot be sent."""
+        leaves: Grads = (None,) * len(args)
+        inputs: list[Any] = list(args)
+        if not self.is_first:
+            leaves = tuple(self._leaf(index, arg) for index, arg in enumerate(args))
+            for index, leaf in enumerate(leaves):
+                if leaf is not None:
+                    inputs[index] = leaf.clone() if self.clone_inputs else leaf
+        with torch.enable_grad():
+            output = self.module(*inputs, **(kwargs or {}))
+            if not self.is_last:
+                outputs = self._tensors(output)
+                return Flight(
+                    microbatch, leaves, outputs, sent=tuple(out.detach() for out in outputs)
+                )
+            loss = self._loss(output, target)
+            return Flight(microbatch, leaves, (loss / self.microbatches,), sent=(loss.detach(),))
+
+    @staticmethod
+    def _leaf(index: int, arg: Any) -> Tensor | None:
+        if isinstance(arg, Tensor):
+            floating = arg.is_floating_point() or arg.is_complex()
+            return arg.detach().requires_grad_() if floating else None
+        if isinstance(arg, (list, tuple, dict)):
+            raise SplitError(
+                f"positional argument {index} of a stage is a {type(arg).__name__}; between "
+                f"stages pass tensors one by one, so that each gets its gradient"
+            )
+        return None
+
+    @staticmethod
+    def _tensors(output: Any) -> tuple[Tensor, ...]:
+        outputs = tuple(output) if isinstance(output, (tuple, list)) else (output,)
+        for index, out in enumerate(outputs):
+            if not isinstance(out, Tensor):
+                raise SplitError(
+                    f"output {index} of the stage is a {type(out).__name__}; a stage returns "
+                    f"a tensor or a tuple of tensors"
+                )
+        return outputs
+
+    def _loss(self, output: Any, target: Any) -> Tensor:
+        loss = output if self.loss_fn is None else self.loss_fn(output, target)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            source = "the last stage" if self.loss_fn is None else "loss_fn"
+            raise SplitError(f"{source} returned {what}; expected a scalar loss")
+        return loss
+
+
+def find_clone_inputs(call: StageCall, run: Callable[[], T]) -> T:
+    """Run a stage for the first time. One that writes to its input in place, which autograd
+    forbids of a leaf, is put back as it was and run again with copies, now and ever after."""
+    if call.clone_inputs:
+        return run()
+    snapshot = Snapshot(call.module)
+    try:
+        return run()
+    except RuntimeError as error:
+        # torch names neither the error nor the op; this is its message.
+        if "leaf Variable that requires grad" not in str(error):
+            raise
+    snapshot.restore()
+    call.clone_inputs = True
+    return run()

@@ -1,0 +1,164 @@
+"""Which parameters of a stage can wait for W, and the patching that makes them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipemorph_trainer.executor.split.deferred import DeferredLinear, Layer, LinearCall, Sink
+from pipemorph_trainer.executor.split.torch_private import compiled, tensor_hooked
+
+
+def opaque_modules(stage: nn.Module) -> dict[str, str]:
+    """Submodules whose inside cannot be patched or cut, by name, each with the reason."""
+    gradient_hookers = _gradient_hookers()
+    found = {}
+    for name, module in stage.named_modules():
+        if compiled(module):
+            found[name] = f"{_called(name)} is compiled"
+        elif isinstance(module, gradient_hookers):
+            kind = next(base.__name__ for base in type(module).__mro__ if base in gradient_hookers)
+            found[name] = f"{_called(name)} is a {kind}, which acts on gradients in its own hooks"
+        elif isinstance(module, torch.jit.ScriptModule):
+            found[name] = f"{_called(name)} is a ScriptModule"
+    return found
+
+
+def _gradient_hookers() -> tuple[type, ...]:
+    """Wrappers that reduce or shard gradients as they are made. Their modules are only looked
+    at where they are loaded already: elsewhere nothing can be an instance."""
+    known = {
+        "torch.nn.parallel": ("DistributedDataParallel",),
+        "torch.distributed.fsdp": ("FullyShardedDataParallel", "FSDPModule"),
+    }
+    return tuple(
+        getattr(sys.modules[module], name)
+        for module, names in known.items()
+        for name in names
+        if hasattr(sys.modules.get(module), name)
+    )
+
+
+def _called(name: str) -> str:
+    return repr(name) if name else "the stage"
+
+
+def find_layers(stage: nn.Module) -> tuple[list[Layer], dict[str, str]]:
+    """The Linears that can be deferred, and every other trainable parameter with its reason.
+
+    Only what provably runs ``nn.Linear.forward`` on its own plain parameter counts.
+    """
+    owners: dict[int, list[str]] = {}
+    for prefix, module in stage.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(f"{prefix}.{name}" if prefix else name)
+    opaque = opaque_modules(stage)
+    layers: list[Layer] = []
+    refused: dict[str, str] = {}
+    for prefix, module in stage.named_modules():
+        own = {
+            owners[id(parameter)][0]: parameter
+            for _, parameter in module.named_parameters(recurse=False)
+            if parameter.requires_grad
+        }
+        if not own:
+            continue
+        reason = next(
+            (why for name, why in opaque.items() if _inside(prefix, name)), ""
+        ) or _why_not(module)
+        for parameter in own.values():
+            names = owners[id(parameter)]
+            if not reason and len(names) > 1:
+                reason = f"tied: the same parameter is {' and '.join(names)}"
+            if not reason and tensor_hooked(parameter):
+                reason = f"{names[0]} has gradient hooks"
+        if reason:
+            refused.update(dict.fromkeys(own, reason))
+        else:
+            assert isinstance(module, nn.Linear)
+            layers.append(Layer(prefix, module))
+    return layers, refused
+
+
+def _inside(name: str, parent: str) -> bool:
+    return not parent or name == parent or name.startswith(parent + ".")
+
+
+def _why_not(module: nn.Module) -> str:
+    """Why a module's own parameters cannot be deferred; empty if they can."""
+    kind = type(module).__name__
+    if isinstance(module, nn.utils.parametrize.ParametrizationList):
+        return "the weight is parametrized"
+    if not isinstance(module, nn.Linear):
+        return f"in a {kind}, which is not an nn.Linear"
+    if type(module).forward is not nn.Linear.forward:
+        return f"in a {kind}, whose forward is not nn.Linear's"
+    if "forward" in module.__dict__:
+        return f"the forward of this {kind} was replaced"
+    for name in ("weight", "bias"):
+        if name not in module._parameters:
+            return f"the {name} is parametrized"
+        parameter = module._parameters[name]
+        if parameter is None:
+            continue
+        if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
+            return f"the {name} is a {type(parameter).__name__}, not a plain parameter"
+        if not parameter.is_floating_point():
+            return f"the {name} is {parameter.dtype}"
+    return ""
+
+
+class Patch:
+    """Replaces the forward of the layers while the stage runs, and puts it back.
+
+    The instance's ``forward`` is set in its ``__dict__`` on entry and deleted on exit, so
+    hooks, names, ``state_dict``, copies and calls from outside see plain Linears.
+    """
+
+    def __init__(self, layers: list[Layer], sink: Sink) -> None:
+        self._patched = [(layer.module.__dict__, _forward_of(layer, sink)) for layer in layers]
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        for attributes, forward in self._patched:
+            attributes["forward"] = forward
+        try:
+            yield
+        finally:
+            for attributes, _ in self._patched:
+                attributes.pop("forward", None)
+
+
+def _forward_of(layer: Layer, sink: Sink) -> Any:
+    module = layer.module
+    calls = {autocast: LinearCall(layer, sink, autocast) for autocast in (False, True)}
+
+    def forward(input: Tensor) -> Tensor:
+        weight, bias = module.weight, module.bias
+        if (
+            torch.compiler.is_compiling()
+            or not torch.is_grad_enabled()
+            or layer.excluded
+            or type(input) not in _PLAIN
+            or not (weight.requires_grad or (bias is not None and bias.requires_grad))
+            or tensor_hooked(weight)
+            or (bias is not None and tensor_hooked(bias))
+        ):
+            return torch.nn.functional.linear(input, weight, bias)
+        device = weight.device.type
+        autocast = torch.is_autocast_enabled(device) and input.dtype != torch.float64
+        if autocast:
+            input = input.to(torch.get_autocast_dtype(device))
+        call = calls[autocast]
+        result: Tensor = DeferredLinear.apply(input, weight, bias, call)
+        return result
+
+    return forward
+
+
+_PLAIN = (Tensor, nn.Parameter)

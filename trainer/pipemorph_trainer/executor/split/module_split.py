@@ -1,0 +1,111 @@
+"""Split at the modules: Linears leave their weight gradient to W, all else runs in B."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipemorph_trainer.executor.split.deferred import Layer, LinearWork, Sink, run_weight_work
+from pipemorph_trainer.executor.split.flight import Flight, Grads, StageCall
+from pipemorph_trainer.executor.split.linears import Patch
+from pipemorph_trainer.executor.split.report import Split
+from pipemorph_trainer.executor.split.torch_private import version
+
+log = logging.getLogger(__name__)
+
+
+class ModuleSplit:
+    """B frees every activation but the inputs of the deferred Linears.
+
+    On the first stage B has no input gradient to make, and still runs the backward of what
+    is not deferred: it frees the activations as early as on any other stage.
+    """
+
+    split: Split = "module"
+
+    def __init__(self, layers: list[Layer]) -> None:
+        self.layers = layers
+        self.deferred: set[str] = set()
+        """Names of the parameters that W has computed so far."""
+        self._sink = Sink()
+        self._patch = Patch(layers, self._sink)
+        self._ran: set[int] = set()
+        self._names: dict[int, str] = {}
+        for layer in layers:
+            self._names.update(layer.parameter_names())
+
+    def forward(
+        self,
+        call: StageCall,
+        microbatch: int,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        target: Any,
+    ) -> Flight:
+        with self._patch():
+            return call(microbatch, args, kwargs, target)
+
+    def backward_input(self, flight: Flight, output_grads: Sequence[Tensor | None] | None) -> Grads:
+        tensors, grads = flight.roots(output_grads)
+        flight.outputs = ()
+        work: list[LinearWork] = []
+        flight.work = work
+        if tensors:
+            before = self._grad_marks()
+            self._sink.work = work
+            try:
+                # Patched here as well: activation checkpointing calls the layers again.
+                with self._patch():
+                    torch.autograd.backward(tensors, grads)
+            finally:
+                self._sink.work = None
+            self._exclude_foreign(before, work)
+        return flight.take_input_grads()
+
+    def backward_weight(self, flight: Flight) -> None:
+        work: list[LinearWork] = flight.work
+        for item in work:
+            if id(item.layer) not in self._ran:
+                self._ran.add(id(item.layer))
+                self.deferred.update(
+                    self._names[id(p)] for p in (item.weight, item.bias) if id(p) in self._names
+                )
+        run_weight_work(work)
+
+    def backward(self, flight: Flight, output_grads: Sequence[Tensor | None] | None) -> Grads:
+        grads = self.backward_input(flight, output_grads)
+        self.backward_weight(flight)
+        return grads
+
+    def held_bytes(self, flight: Flight) -> int:
+        """Bytes a microbatch holds between its B and its W."""
+        tensors = [t for item in flight.work for t in (item.x, item.grad, item.bias_grad)]
+        return sum(
+            {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+        )
+
+    def _grad_marks(self) -> list[tuple[Layer, nn.Parameter, int | None]]:
+        """How often each deferred parameter's ``.grad`` was written; None where there is none."""
+        return [
+            (layer, parameter, None if parameter.grad is None else version(parameter.grad))
+            for layer in self.layers
+            if not layer.excluded
+            for parameter in layer.module.parameters(recurse=False)
+        ]
+
+    def _exclude_foreign(
+        self, before: list[tuple[Layer, nn.Parameter, int | None]], work: list[LinearWork]
+    ) -> None:
+        """Stop deferring a parameter that autograd also wrote to in B: it is used outside its
+        Linear too, and its sum would depend on where W falls."""
+        deferred = {id(item.layer) for item in work}
+        for layer, parameter, mark in before:
+            now = None if parameter.grad is None else version(parameter.grad)
+            if now != mark and id(layer) in deferred:
+                name = self._names.get(id(parameter), layer.name)
+                layer.excluded = f"{name} is also used outside its own Linear"
+                log.warning("split backward: %s; no longer deferred", layer.excluded)

@@ -1,0 +1,351 @@
+"""Chooses how a stage splits its backward by trying it, and says why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from pipemorph_trainer.executor.split.flight import StageCall, find_clone_inputs
+from pipemorph_trainer.executor.split.graph_split import GraphSplit
+from pipemorph_trainer.executor.split.linears import find_layers, opaque_modules
+from pipemorph_trainer.executor.split.module_split import ModuleSplit
+from pipemorph_trainer.executor.split.report import (
+    Attempt,
+    Mode,
+    OffloadAttempt,
+    OpTimes,
+    Split,
+    SplitError,
+    SplitReport,
+    grouped,
+    in_words,
+)
+from pipemorph_trainer.executor.split.snapshot import Snapshot
+from pipemorph_trainer.executor.split.splitters import FusedSplit, Splitter
+from pipemorph_trainer.executor.split.torch_private import (
+    holders_unknown,
+    missing,
+    module_backward_hooked,
+)
+from pipemorph_trainer.executor.split.trial import (
+    Outcome,
+    Sample,
+    activation_bytes,
+    differences,
+    run_trial,
+)
+
+if TYPE_CHECKING:
+    from pipemorph_trainer.executor.offload.store import ActivationStore
+
+SMALL_SHARE = 0.05
+"""A module split that defers less of the parameters than this yields to a graph split."""
+MAX_OVERHEAD = 1.5
+"""A graph split whose B + W takes longer than this many unsplit backwards is refused."""
+ROUNDS = 3
+"""Runs of either kind, in turn, whose median ratio is held against that."""
+MEASURABLE = 1e-3
+"""Seconds an unsplit backward must take before its times decide anything."""
+
+
+class SelfTest:
+    """One self-test of one stage. :meth:`run` returns the splitter and the report.
+
+    ``samples``: real microbatches, of which the first two are used; one alone is used twice, and
+    then a microbatch that is taken for the other shows only by its output gradients. With
+    ``store`` the splitter it chooses is also tried with a microbatch in host memory.
+
+    Beside the gradients that the stage has already, one set more is there at a time: runs are
+    compared by digests. What the stage does is the same on all ranks that hold the same one
+    (replicas, shards), so that collectives inside it match: no measured time decides whether it
+    runs again.
+    """
+
+    def __init__(
+        self,
+        call: StageCall,
+        mode: Mode,
+        samples: Sequence[Sample],
+        store: ActivationStore | None = None,
+    ) -> None:
+        self._call = call
+        self._store = store
+        self._mode = mode
+        self._samples = [*samples, *samples][:2]
+        self._snapshot = Snapshot(call.module)
+        self._notes: list[str] = []
+        self._loose: tuple[str, ...] = ()
+        self._attempts: list[Attempt] = []
+        self._held: dict[str, int | None] = {}
+        self._refused: dict[str, str] = {}
+        self._sizes = trainable(call.module)
+
+    def run(self) -> tuple[Splitter, SplitReport]:
+        """A stage that cannot be run on the samples once more stays unsplit. Raises
+        :class:`SplitError` if ``mode`` asks for a split that does not pass."""
+        try:
+            return self._run()
+        finally:
+            self._snapshot.restore()
+
+    def _run(self) -> tuple[Splitter, SplitReport]:
+        try:
+            self._baseline()
+        except Exception as error:  # whatever it is: the stage has run in training
+            why = f"the self-test could not run the stage: {_first_line(error)}"
+            if self._mode in ("module", "graph"):
+                raise SplitError(f"split {self._mode!r} was asked for; {why}") from error
+            offload = None if self._store is None else OffloadAttempt(reason=why)
+            return FusedSplit(), SplitReport(
+                "fused", why, tested=False, sizes=self._sizes, offload=offload
+            )
+        chosen: Splitter | None = None
+        if self._mode in ("auto", "module"):
+            chosen = self._try_module()
+        if self._mode in ("auto", "graph") and (chosen is None or self._small(chosen)):
+            graph = self._try_graph()
+            if graph is not None and chosen is not None:
+                self._notes.append(
+                    f"a module split would defer only {self._share(chosen):.1%} of the parameters"
+                )
+            chosen = graph or chosen
+        if chosen is None and self._mode in ("module", "graph"):
+            raise SplitError(f"split {self._mode!r} was asked for; {self._attempts[-1].reason}")
+        splitter = chosen or FusedSplit()
+        offload = None if self._store is None else self._try_offload(splitter, self._store)
+        return splitter, self._report(splitter, offload)
+
+    def _baseline(self) -> None:
+        self._reference = find_clone_inputs(
+            self._call, lambda: self._trial(FusedSplit(), fused=True)
+        )
+        if self._call.clone_inputs:
+            self._notes.append("the stage writes to its input in place; it gets a copy")
+        again = self._trial(FusedSplit(), fused=True)
+        self._loose = tuple(differences(self._reference, again))
+        self._times = OpTimes(
+            forward=again.seconds["F"],
+            backward=again.seconds["BW"],
+            backward_input=again.seconds["BW"],
+            backward_weight=0.0,
+        )
+        self._activation = activation_bytes(self._call, self._samples[0], self._snapshot)
+
+    def _trial(self, splitter: Splitter, *, fused: bool = False) -> Outcome:
+        return run_trial(splitter, self._call, self._samples, self._snapshot, fused=fused)
+
+    def _try_module(self) -> Splitter | None:
+        if why := missing():
+            return self._refuse("module", f"this torch does not fit: {why}")
+        layers, self._refused = find_layers(self._call.module)
+        for _ in range(len(layers) + 1):
+            active = [layer for layer in layers if not layer.excluded]
+            if not active:
+                return self._refuse("module", self._nothing_to_defer())
+            splitter = ModuleSplit(active)
+            excluded_before = len(layers) - len(active)
+            outcome, wrong = self._attempt(splitter)
+            for layer in active:
+                names = layer.parameter_names().values()
+                if not layer.excluded and any(
+                    f"the gradient of {name!r}" in wrong for name in names
+                ):
+                    layer.excluded = f"deferring {next(iter(names))} changes its gradient"
+                if layer.excluded:
+                    self._refused.update(dict.fromkeys(names, layer.excluded))
+            if outcome is None:
+                return self._refuse("module", wrong[0])
+            if not wrong and not any(layer.excluded for layer in active):
+                if not splitter.deferred:
+                    return self._refuse("module", self._nothing_to_defer())
+                return self._accept(splitter, outcome)
+            if sum(bool(layer.excluded) for layer in layers) == excluded_before:
+                return self._refuse("module", _differs(wrong))
+        return self._refuse("module", self._nothing_to_defer())
+
+    def _nothing_to_defer(self) -> str:
+        return nothing_to_defer(self._sizes, self._refused)
+
+    def _try_graph(self) -> Splitter | None:
+        if why := graph_refusal(self._call.module):
+            return self._refuse("graph", why)
+        splitter = GraphSplit(self._call.module)
+        outcome, wrong = self._attempt(splitter)
+        if outcome is None:
+            return self._refuse("graph", wrong[0])
+        if wrong:
+            return self._refuse("graph", _differs(wrong))
+        if outcome.reruns and not self._call.is_first:
+            name = min(outcome.reruns, key=lambda key: (-len(key), key))
+            return self._refuse(
+                "graph",
+                f"W runs the forward of {name!r} again (activation checkpointing), "
+                f"{outcome.reruns[name]} times for {len(self._samples)} microbatches",
+            )
+        if not splitter.deferred:
+            return self._refuse("graph", "every parameter is used in several places")
+        if self._mode == "auto":
+            ratio = self._overhead(splitter)
+            if self._times.backward > MEASURABLE and ratio > MAX_OVERHEAD:
+                return self._refuse("graph", f"B + W take {ratio:.1f} times the unsplit backward")
+        return self._accept(splitter, outcome)
+
+    def _overhead(self, splitter: Splitter) -> float:
+        """B + W by the unsplit backward: the median of runs side by side, so that what else the
+        machine does now and then decides nothing."""
+        ratios = []
+        for _ in range(ROUNDS):
+            whole = self._trial(FusedSplit(), fused=True).seconds["BW"]
+            apart = self._trial(splitter).seconds
+            ratios.append((apart["B"] + apart["W"]) / whole)
+        return median(ratios)
+
+    def _try_offload(self, splitter: Splitter, store: ActivationStore) -> OffloadAttempt:
+        """Twice: the first run fills the pool, the second is timed."""
+        if why := holders_unknown():
+            return OffloadAttempt(reason=f"this torch does not fit: {why}")
+        moved, seconds = 0, 0.0
+        for _ in range(2):
+            try:
+                outcome = run_trial(
+                    splitter, self._call, self._samples, self._snapshot, fused=False, store=store
+                )
+            except Exception as error:  # noqa: BLE001 - whatever it is, activations stay
+                return OffloadAttempt(reason=_first_line(error))
+            if wrong := differences(self._reference, outcome, self._loose):
+                return OffloadAttempt(reason=f"{wrong[0]} differs from a run without it")
+            moved = outcome.moved_bytes
+            seconds = max(outcome.seconds["out"], outcome.seconds["back"])
+        return OffloadAttempt(moved, seconds)
+
+    def _attempt(self, splitter: Splitter) -> tuple[Outcome | None, list[str]]:
+        """Run split twice (the first warms up). Without an outcome: the error, alone."""
+        try:
+            outcome = self._trial(splitter)
+            wrong = differences(self._reference, outcome, self._loose)
+            if not wrong:
+                again = self._trial(splitter)
+                wrong = differences(self._reference, again, self._loose)
+                outcome.seconds = again.seconds
+        except Exception as error:  # noqa: BLE001 - whatever it is, the stage runs unsplit
+            return None, [_first_line(error)]
+        return outcome, wrong
+
+    def _op_times(self, outcome: Outcome) -> OpTimes:
+        return replace(
+            self._times,
+            backward_input=outcome.seconds["B"],
+            backward_weight=outcome.seconds["W"],
+        )
+
+    def _accept(self, splitter: Splitter, outcome: Outcome) -> Splitter:
+        self._held[splitter.split] = outcome.held_bytes
+        self._attempts.append(Attempt(splitter.split, accepted=True, times=self._op_times(outcome)))
+        return splitter
+
+    def _refuse(self, split: Split, reason: str) -> Splitter | None:
+        self._attempts.append(Attempt(split, accepted=False, reason=reason))
+        return None
+
+    def _share(self, splitter: Splitter) -> float:
+        total = sum(self._sizes.values())
+        return sum(self._sizes[name] for name in _deferred(splitter)) / total if total else 0.0
+
+    def _small(self, splitter: Splitter) -> bool:
+        return self._mode == "auto" and self._share(splitter) < SMALL_SHARE
+
+    def _report(self, splitter: Splitter, offload: OffloadAttempt | None) -> SplitReport:
+        deferred = _deferred(splitter)
+        times = next(
+            (a.times for a in self._attempts if a.split == splitter.split and a.times), self._times
+        )
+        held = self._held.get(splitter.split)
+        if splitter.split == "graph" and held is not None and self._activation is not None:
+            held += self._activation
+        if splitter.split != "fused" and times.weight_fraction < SMALL_SHARE:
+            self._notes.append(f"W is only {times.weight_fraction:.1%} of B + W")
+        return SplitReport(
+            split=splitter.split,
+            reason=self._reason(splitter),
+            attempts=tuple(self._attempts),
+            times=times,
+            sizes=self._sizes,
+            deferred=tuple(name for name in self._sizes if name in deferred),
+            not_deferred=self._not_deferred(splitter),
+            irreproducible=self._loose,
+            notes=tuple(self._notes),
+            activation_bytes=self._activation,
+            deferred_bytes=0 if splitter.split == "fused" else held,
+            offload=offload,
+        )
+
+    def _reason(self, splitter: Splitter) -> str:
+        if splitter.split != "fused":
+            refused = [a for a in self._attempts if not a.accepted]
+            because = f"; not {refused[0].split}: {refused[0].reason}" if refused else ""
+            return f"defers {self._share(splitter):.0%} of the trainable parameters{because}"
+        if self._mode == "fused":
+            return "asked for"
+        return "; ".join(f"not {a.split}: {a.reason}" for a in self._attempts)
+
+    def _not_deferred(self, splitter: Splitter) -> dict[str, str]:
+        deferred = _deferred(splitter)
+        if splitter.split == "fused":
+            return dict(self._refused)
+        if isinstance(splitter, GraphSplit):
+            several = "used in several places of the graph"
+            why = dict.fromkeys(splitter.in_b, several)
+        else:
+            why = self._refused
+        return {
+            name: why.get(name, "did not run in the self-test; deferred when it does")
+            for name in self._sizes
+            if name not in deferred
+        }
+
+
+def trainable(stage: nn.Module) -> dict[str, int]:
+    """Elements of each trainable parameter."""
+    return {name: p.numel() for name, p in stage.named_parameters() if p.requires_grad}
+
+
+def nothing_to_defer(sizes: Mapping[str, int], refused: Mapping[str, str]) -> str:
+    """Why a module split has no parameter for W. ``refused``: reasons by parameter."""
+    if not sizes:
+        return "the stage has no trainable parameter"
+    if refused:
+        return f"no nn.Linear to defer: {in_words(grouped(refused, sizes))}"
+    return "no nn.Linear of the stage ran"
+
+
+def graph_refusal(stage: nn.Module) -> str:
+    """Why the graph of a stage cannot be cut, as far as its modules show; empty if it can."""
+    if why := missing():
+        return f"this torch does not fit: {why}"
+    if not trainable(stage):
+        return "the stage has no trainable parameter"
+    if opaque := opaque_modules(stage):
+        return next(iter(opaque.values()))
+    for name, module in stage.named_modules():
+        if module_backward_hooked(module):
+            what = f"{name!r}" if name else "the stage"
+            return f"{what} has backward hooks, which would fire twice"
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    first = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {first[0]}"
+
+
+def _deferred(splitter: Splitter) -> set[str]:
+    return splitter.deferred if isinstance(splitter, (ModuleSplit, GraphSplit)) else set()
+
+
+def _differs(wrong: Sequence[str]) -> str:
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    return f"{wrong[0]} differs from the unsplit backward{more}"

@@ -1,0 +1,68 @@
+"""The three ways to run a backward; see :data:`pipemorph_trainer.executor.split.report.Split`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pipemorph_trainer.executor.split.flight import Flight, Grads, StageCall
+from pipemorph_trainer.executor.split.report import Split
+
+
+class Splitter(Protocol):
+    """Runs F, B and W of one stage. Order is the caller's business.
+
+    Tensors handed to :meth:`forward` and :meth:`backward_input` may be kept until
+    :meth:`backward_weight` of the same microbatch and must not change before.
+    """
+
+    split: Split
+
+    def forward(
+        self,
+        call: StageCall,
+        microbatch: int,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        target: Any,
+    ) -> Flight: ...
+
+    def backward_input(
+        self, flight: Flight, output_grads: Sequence[Tensor | None] | None
+    ) -> Grads: ...
+
+    def backward_weight(self, flight: Flight) -> None: ...
+
+    def backward(self, flight: Flight, output_grads: Sequence[Tensor | None] | None) -> Grads: ...
+
+
+class FusedSplit:
+    """B is the whole backward, W is empty."""
+
+    split: Split = "fused"
+
+    def forward(
+        self,
+        call: StageCall,
+        microbatch: int,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        target: Any,
+    ) -> Flight:
+        return call(microbatch, args, kwargs, target)
+
+    def backward_input(self, flight: Flight, output_grads: Sequence[Tensor | None] | None) -> Grads:
+        tensors, grads = flight.roots(output_grads)
+        flight.outputs = ()
+        if tensors:
+            torch.autograd.backward(tensors, grads)
+        return flight.take_input_grads()
+
+    def backward_weight(self, flight: Flight) -> None:
+        """Nothing is left to do."""
+
+    def backward(self, flight: Flight, output_grads: Sequence[Tensor | None] | None) -> Grads:
+        return self.backward_input(flight, output_grads)

@@ -1,0 +1,1 @@
+"""What runs a stage's ops: its interface, and the emulated accelerator."""

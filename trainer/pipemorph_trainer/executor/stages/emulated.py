@@ -1,0 +1,250 @@
+"""The emulated accelerator: stages that take their time and compute nothing.
+
+Each op holds the interpreter for exactly its time without using the CPU, as a stage whose
+kernels keep a device busy, and sends tensors of a set size through the same executor and
+transports as a real stage. Whatever prints or records it says that it is emulated.
+
+The loss is not made up: every message carries a number that each stage mixes with its own,
+forward and back, and the next iteration starts from what came back. A message lost, taken
+twice or taken for another changes all losses that follow.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipemorph.api.spec import JobSpec
+from pipemorph.errors import InputError
+from pipemorph_trainer.errors import PipelineError
+from pipemorph_trainer.executor.stages.interface import Grads, Split
+
+_MASK = (1 << 64) - 1
+_TIMER_ABSTIME = 1
+_PR_SET_TIMERSLACK = 29
+_AT_ONCE_NS = 500_000
+_MOST_OVER_NS = 2_000_000
+_VALUE = struct.Struct("<Q")
+# PyDLL keeps the interpreter locked during the call: nothing else in this process runs.
+_holding = ctypes.PyDLL(None)
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
+
+
+class Accelerator:
+    """Time that passes while the interpreter is held.
+
+    The scheduler wakes a sleeper some tens of microseconds late, more on a busy machine.
+    What one op ran over is taken off the next if that follows at once, so that a busy
+    stretch of ops lasts exactly the sum of their times.
+    """
+
+    def __init__(self) -> None:
+        # The default of 50 µs is added to every sleep; 1 ns turns it off for this thread.
+        _holding.prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+        self._ended = 0
+        self._over = 0
+
+    def hold(self, seconds: float) -> None:
+        """Keep the interpreter for ``seconds`` without using the CPU. Signals are served."""
+        now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+        until = now + int(seconds * 1e9)
+        if now - self._ended < _AT_ONCE_NS:
+            until -= min(self._over, _MOST_OVER_NS)
+        deadline = _TimeSpec(until // 1_000_000_000, until % 1_000_000_000)
+        while _holding.clock_nanosleep(
+            time.CLOCK_MONOTONIC, _TIMER_ABSTIME, ctypes.byref(deadline), None
+        ):
+            pass
+        self._ended = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+        self._over = self._ended - until
+
+
+def mix(value: int, salt: int) -> int:
+    """One step of a 64-bit mixer: differs in half of its bits for any change of its input."""
+    value = (value ^ (salt * 0x9E3779B97F4A7C15)) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+@dataclass(frozen=True)
+class EmulatedStage:
+    """Op times in seconds and the bytes of each message, to give to a Pipeline as its stage.
+
+    ``stands_for_bytes``: the message size of what is emulated, where scaled down.
+    ``offload_copy``: seconds in which a microbatch's activations go to host memory, or come
+    back; ``activation_bytes``: what it says that those are. ``fused_backward``: seconds of a
+    BW, by default those of B and W together.
+    """
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    message_bytes: int = 1 << 18
+    stands_for_bytes: int | None = None
+    offload_copy: float = 0.0
+    activation_bytes: int | None = None
+    fused_backward: float | None = None
+
+    @staticmethod
+    def of(spec: JobSpec, *, stage: int) -> EmulatedStage:
+        """Stage ``stage`` of a job with ``spec.emulation``."""
+        assert spec.emulation is not None
+        times = spec.emulation.stage_times
+        if len(times) not in (1, spec.parallelism.stages):
+            raise InputError(
+                f"spec.emulation.stageTimes has {len(times)} entries; expected 1 for all stages "
+                f"or {spec.parallelism.stages}"
+            )
+        mine = times[stage] if len(times) > 1 else times[0]
+        return EmulatedStage(
+            mine.forward / 1e3,
+            mine.backward_input / 1e3,
+            mine.backward_weight / 1e3,
+            spec.emulation.message_bytes,
+            spec.emulation.stands_for_bytes,
+            mine.offload_copy / 1e3,
+            spec.emulation.activation_bytes,
+            None if mine.fused_backward is None else mine.fused_backward / 1e3,
+        )
+
+    @property
+    def whole_backward(self) -> float:
+        """Seconds of a BW."""
+        if self.fused_backward is not None:
+            return self.fused_backward
+        return self.backward_input + self.backward_weight
+
+
+class EmulatedRunner:
+    """Runs an :class:`EmulatedStage`; a :class:`~.interface.Runner`."""
+
+    split: Split = "emulated"
+
+    def __init__(self, emulated: EmulatedStage, stage: int, stages: int, replica: int) -> None:
+        self._times = emulated
+        self._accelerator = Accelerator()
+        self._stage = stage
+        self._first, self._last = stage == 0, stage == stages - 1
+        self._words = max(2, (emulated.message_bytes + 7) // 8)
+        # What the weights are to a real stage: changed by every backward, used by forwards.
+        self._state = mix(replica + 1, stage + 1)
+        self._gradient = 0
+        self._held: dict[int, tuple[Any, ...]] = {}
+        self._values: dict[int, int] = {}
+        self._away: set[int] = set()
+
+    def state(self) -> int:
+        """The stage's whole state, for a checkpoint."""
+        return self._state
+
+    def restore(self, state: int) -> None:
+        self._state = state
+
+    def begin_iteration(self, *, only_fused: bool) -> None:
+        """Nothing to prepare: an emulated op is only its time."""
+
+    def forward(
+        self,
+        microbatch: int,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        target: Any = None,
+        *,
+        offload: bool = False,
+    ) -> tuple[Tensor, ...]:
+        value = self._state if self._first else self._read(args[0])
+        value = mix(value, self._state + microbatch)
+        self._held[microbatch] = tuple(args)  # as activations are, until W
+        self._accelerator.hold(self._times.forward)
+        if self._last:
+            self._values[microbatch] = value
+            return (torch.tensor((value >> 11) / (1 << 53), dtype=torch.float64),)
+        return (self._message(value),)
+
+    def discard(self) -> None:
+        self._held.clear()
+        self._values.clear()
+        self._away.clear()
+
+    def offload(self, microbatch: int) -> int:
+        """Only the time of a copy passes: there is nothing to move."""
+        self._accelerator.hold(self._times.offload_copy)
+        self._away.add(microbatch)
+        return self._times.activation_bytes or 0
+
+    def settle(self) -> None:
+        """A copy is over when it returns."""
+
+    def fetch(self, microbatch: int) -> int:
+        self._accelerator.hold(self._times.offload_copy)
+        self._away.remove(microbatch)
+        return self._times.activation_bytes or 0
+
+    def backward_input(
+        self, microbatch: int, output_grads: Sequence[Tensor | None] | None = None
+    ) -> Grads:
+        self._accelerator.hold(self._times.backward_input)
+        return self._finish_backward(microbatch, output_grads)
+
+    def backward_weight(self, microbatch: int) -> None:
+        self._accelerator.hold(self._times.backward_weight)
+        del self._held[microbatch]
+
+    def backward(
+        self, microbatch: int, output_grads: Sequence[Tensor | None] | None = None
+    ) -> Grads:
+        self._accelerator.hold(self._times.whole_backward)
+        result = self._finish_backward(microbatch, output_grads)
+        del self._held[microbatch]
+        return result
+
+    def _finish_backward(
+        self, microbatch: int, output_grads: Sequence[Tensor | None] | None
+    ) -> Grads:
+        if microbatch in self._away:
+            raise PipelineError(
+                f"stage {self._stage}: the backward of microbatch {microbatch} came before its"
+                " activations from host memory"
+            )
+        if self._last:
+            value = self._values.pop(microbatch)
+        else:
+            assert output_grads is not None and output_grads[0] is not None
+            value = self._read(output_grads[0])
+            self._held[microbatch] += tuple(output_grads)
+        value = mix(value, self._stage + 1)
+        self._gradient = mix(self._gradient ^ value, microbatch) if microbatch else value
+        return () if self._first else (self._message(value),)
+
+    def update(self) -> None:
+        """What an optimizer step is to a real stage: the next forwards see this iteration."""
+        self._state = mix(self._state, self._gradient)
+
+    def _message(self, value: int) -> Tensor:
+        message = torch.empty(self._words, dtype=torch.float64)
+        view = message.numpy().data.cast("B")
+        _VALUE.pack_into(view, 0, value)
+        _VALUE.pack_into(view, len(view) - 8, value)
+        return message
+
+    def _read(self, message: Tensor) -> int:
+        view = message.detach().numpy().data.cast("B")
+        (value,) = _VALUE.unpack_from(view, 0)
+        (last,) = _VALUE.unpack_from(view, len(view) - 8)
+        if value != last:
+            raise PipelineError(
+                f"stage {self._stage}: a message begins with {value:#x} and ends with {last:#x}; "
+                "expected the same number at both ends"
+            )
+        return int(value)

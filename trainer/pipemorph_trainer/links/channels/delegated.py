@@ -1,0 +1,209 @@
+"""The delegated path: messages leave through host memory and the transfer engine.
+
+Sends are handed over and forgotten, K queues per direction take them in turn, and receivers
+grant slots ahead; compute never waits for a send. Tensors of a device are staged around this:
+see :mod:`pipemorph_trainer.links.channels.staging`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pipemorph_trainer.errors import PipelineError
+from pipemorph_trainer.links.channels.arrival import PeerClock, now, record_arrival
+from pipemorph_trainer.links.channels.fault_injection import Shaper
+from pipemorph_trainer.links.channels.message import NOTHING, Batch, Direction, Note, presence
+from pipemorph_trainer.links.recorder import LinkRecorder
+
+if TYPE_CHECKING:
+    from pipemorph_trainer import _engine
+
+Key = tuple[int, int, int, int, int]
+GRANT_SECONDS = 10.0
+"""Longest wait for larger slots after a change of shapes."""
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's memory, uint8 (bytes,), without a copy; of any dtype."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+class DelegatedIncoming:
+    """Receiving end: looks messages up by key; arrival times are the engine's own."""
+
+    def __init__(
+        self,
+        *,
+        link: _engine.Link,
+        direction: Direction,
+        peer_clock: PeerClock,
+        recorder: LinkRecorder,
+    ) -> None:
+        self._link, self._direction = link, direction
+        self._peer_clock, self._recorder = peer_clock, recorder
+        self._batch: Batch | None = None
+        self._nbytes = 0
+        self._here: dict[int, list[_engine.Message | None]] = {}
+
+    def reserve(self, messages: int, batch: Batch) -> None:
+        """Grant slots for ``messages`` messages ahead of their use. Raises
+        :class:`PipelineError` if the link is dead."""
+        largest = max((meta.nbytes for meta in batch.metas), default=0)
+        slots = messages * max(1, len(batch.metas))
+        try:
+            self._link.reserve(int(self._direction), slots, max(1, largest))
+        except RuntimeError as error:
+            raise PipelineError(str(error)) from error
+
+    def begin(self, batch: Batch) -> None:
+        self._batch = batch
+        self._nbytes = batch.nbytes
+
+    def sent(self, messages: int) -> None:
+        """Slots are granted, whatever is sent the other way."""
+
+    def ready_at(self, microbatch: int) -> float | None:
+        batch = self._batch
+        assert batch is not None
+        parts = self._whole(batch, microbatch)
+        return None if parts is None else self._usable_from(Note.unpack(parts[0].note))
+
+    def _whole(self, batch: Batch, microbatch: int) -> list[_engine.Message] | None:
+        """The parts of a message once all are here. Raises :class:`PipelineError` if the link
+        is dead."""
+        parts = self._here.get(microbatch)
+        if parts is None:
+            parts = self._here[microbatch] = [None] * len(batch.metas)
+        for k in range(len(parts)):
+            if parts[k] is None:
+                parts[k] = self._try(key_of(batch, microbatch, self._direction, k))
+                if parts[k] is None:
+                    return None
+        return [part for part in parts if part is not None]
+
+    def _usable_from(self, note: Note) -> float:
+        return note.not_before + self._peer_clock.offset if note.not_before else 0.0
+
+    def _try(self, key: Key) -> _engine.Message | None:
+        try:
+            return self._link.try_receive(key)
+        except RuntimeError as error:
+            raise PipelineError(str(error)) from error
+
+    def take(self, microbatch: int) -> list[Tensor | None] | None:
+        batch = self._batch
+        assert batch is not None
+        tensors: list[Tensor | None] = []
+        note: Note | None = None
+        started = arrived = 0.0
+        parts = self._here.pop(microbatch)
+        for k, (message, meta) in enumerate(zip(parts, batch.metas, strict=True)):
+            assert message is not None
+            if note is None:
+                note = Note.unpack(message.note)
+                started = message.started_at
+            arrived = max(arrived, message.arrived_at)
+            if not note.present >> k & 1:
+                tensors.append(None)
+                message.release()
+                continue
+            tensor = meta.empty(torch.device("cpu"))
+            if meta.nbytes:
+                message.copy_into(bytes_of(tensor).numpy().data)
+            message.release()
+            tensors.append(tensor)
+        assert note is not None
+        record_arrival(
+            self._recorder,
+            note,
+            self._peer_clock,
+            arrived,
+            self._nbytes,
+            exact=True,
+            started_at=started,
+        )
+        return None if note.present == NOTHING else tensors
+
+    receiving = False
+
+    def close(self, *, abandon: bool = False) -> None:
+        for parts in self._here.values():
+            for message in parts:
+                if message is not None:
+                    message.release()
+        self._here.clear()
+
+
+class DelegatedOutgoing:
+    """Sending end. The engine holds the bytes until the receiver has acknowledged them."""
+
+    def __init__(
+        self,
+        *,
+        link: _engine.Link,
+        direction: Direction,
+        shaper: Shaper,
+        queues: int,
+        on_block: Callable[[int, int], None],
+        on_unblock: Callable[[], None],
+    ) -> None:
+        self.link, self.direction = link, direction
+        self._shaper = shaper
+        self._on_block, self._on_unblock = on_block, on_unblock
+        self._queues = queues
+        self._turn = 0
+        self._batch: Batch | None = None
+
+    def begin(self, batch: Batch) -> None:
+        self._batch = batch
+
+    def slot_free_at(self) -> float:
+        return 0.0
+
+    def send(self, microbatch: int, tensors: list[Tensor | None] | None) -> None:
+        batch = self._batch
+        assert batch is not None
+        note = self.note(batch, microbatch, presence(tensors))
+        for k, tensor in enumerate(tensors if tensors is not None else [None] * len(batch.metas)):
+            payload = b"" if tensor is None else bytes_of(tensor.detach().contiguous()).numpy().data
+            self._hand_over(key_of(batch, microbatch, self.direction, k), payload, note)
+
+    def note(self, batch: Batch, microbatch: int, present: int) -> bytes:
+        """The note of a message that is handed to the next queue in turn now."""
+        posted = now()
+        started, not_before = self._shaper.hold(self._turn, batch.nbytes, posted)
+        self._turn = (self._turn + 1) % self._queues
+        return Note(
+            batch.generation, batch.iteration, microbatch, present, posted, started, not_before
+        ).pack()
+
+    def _hand_over(self, key: Key, payload: bytes | memoryview, note: bytes) -> None:
+        """Give one tensor to the engine. When shapes have just grown, the receiver may not
+        have granted larger slots yet; the engine says so at once, and we ask again."""
+        deadline = 0.0
+        while True:
+            try:
+                self.link.send(key, payload, note)
+                break
+            except RuntimeError as error:
+                if not deadline:
+                    deadline = time.monotonic() + GRANT_SECONDS
+                    assert self._batch is not None
+                    self._on_block(self._batch.step, key[2])
+                if not self.link.alive or time.monotonic() > deadline:
+                    raise PipelineError(str(error)) from error
+                time.sleep(0.0005)
+        if deadline:
+            self._on_unblock()
+
+    def close(self) -> None:
+        """Nothing to wait for: the engine flushes when it is closed."""
+
+
+def key_of(batch: Batch, microbatch: int, direction: Direction, tensor: int) -> Key:
+    return (batch.generation, batch.iteration, microbatch, int(direction), tensor)

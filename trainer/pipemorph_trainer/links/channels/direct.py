@@ -1,0 +1,456 @@
+"""The direct path: torch.distributed point-to-point, in order, with a bounded send queue.
+
+One queue per direction and at most two sends outstanding; a third holds up compute until
+the first is through. That is how a framework behaves whose sends share a stream: a link
+slower than its stage blocks ops that are ready (head of line). The bound is kept on gloo as
+well, so that the effect is there to be measured.
+
+A receive is posted once its sender waits for nothing from this stage, and while there is room
+for its message (:mod:`pipemorph_trainer.executor.receives`). One small thread per direction waits
+for them in order and rings the executor's bell: a gloo receive does not know that it is complete
+until it is waited for.
+
+On CUDA the payload goes over NCCL, one communicator per directed edge (a shared one would
+serialise the two directions). The receiver thread has a stream of its own: a wait for a message
+in the compute stream would hold up every op that is launched after it. Sends are ordered behind
+the ops in the compute stream, so when one leaves, only the device knows: wire times count from
+its launch, and are told as upper bounds. The compute stream does not wait for sends: a message is
+kept until its send says that it is through, and the host waits where too many are kept. NCCL
+needs one GPU per rank; no test of this repository has run it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipemorph_trainer.errors import PipelineError, WaitTimeoutError, first_sentence
+from pipemorph_trainer.links.channels.arrival import OpClock, PeerClock, now, record_arrival
+from pipemorph_trainer.links.channels.fault_injection import DIRECT_QUEUE, Shaper
+from pipemorph_trainer.links.channels.message import (
+    ALL_PRESENT,
+    NOTHING,
+    Batch,
+    Direction,
+    Note,
+    Position,
+    presence,
+)
+from pipemorph_trainer.links.peer_socket import Line
+from pipemorph_trainer.links.poller import Bell
+from pipemorph_trainer.links.recorder import LinkRecorder
+from pipemorph_trainer.topology.accelerator import Accelerator, Stream
+from pipemorph_trainer.topology.groups import abandon
+
+MAX_OUTSTANDING = 2
+OUTSTANDING_ON_DEVICE = 8
+"""The same on a device, which says of a send whether it is through: messages that are kept until
+they are, so a bound on memory and not on compute."""
+POLL_SECONDS = 0.0002
+POSTED_ON_DEVICE = 1
+"""Receives of one direction that are posted on a device: each occupies some of it until its message
+is here."""
+JOIN_SECONDS = 5.0
+
+
+class DirectIncoming:
+    """Receiving end. Messages come in microbatch order; notes come over the line."""
+
+    def __init__(
+        self,
+        *,
+        group: dist.ProcessGroup,
+        peer: int,
+        direction: Direction,
+        line: Line,
+        bell: Bell,
+        op_clock: OpClock,
+        peer_clock: PeerClock,
+        recorder: LinkRecorder,
+        device: torch.device,
+        accelerator: Accelerator | None = None,
+        posted: int | None = None,
+    ) -> None:
+        """``accelerator``: behind ``device``; None for the CPU. ``posted``: most receives that are
+        posted and not complete; None: as many as the plan has room for."""
+        self._group, self._peer = group, peer
+        # What dist.isend and dist.irecv look up at every call.
+        self._peer_in_group = dist.get_group_rank(group, peer)
+        self.direction = direction
+        self._line, self._bell = line, bell
+        self._op_clock, self._peer_clock, self._recorder = op_clock, peer_clock, recorder
+        self._device = device
+        self._accelerator = accelerator
+        self._side: Stream | None = None
+        if accelerator is not None:
+            self._side = accelerator.new_stream()
+        self._most_posted = posted
+        # Behind it: what may be posted, which both threads find out.
+        self._posting = threading.Lock()
+        self._next = self._sent = self._taken = 0
+        self._under_way = 0
+        self._posted: queue.SimpleQueue[_Posted | RuntimeError | None] = queue.SimpleQueue()
+        self._arrived: dict[tuple[int, int], tuple[list[Tensor], float, bool]] = {}
+        self.error: str | None = None
+        """Why nothing more comes on this path, None while it is up."""
+        self._came = Position(-1, 0)
+        self._batch: Batch | None = None
+        self._nbytes = 0
+        self._thread: threading.Thread | None = None
+
+    def begin(self, batch: Batch) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._receive,
+                name=f"pipemorph-{self.direction.word}-from-{self._peer}",
+                daemon=True,
+            )
+            self._thread.start()
+        with self._posting:
+            self._batch = batch
+            self._next = self._sent = self._taken = 0
+        self._nbytes = batch.nbytes
+        self._post_due()
+
+    def sent(self, messages: int) -> None:
+        self._sent = messages
+        self._post_due()
+
+    @property
+    def held(self) -> int:
+        """Messages here, or with a receive posted, that were not taken."""
+        return self._next - self._taken
+
+    def ready_at(self, microbatch: int) -> float | None:
+        assert self._batch is not None
+        iteration = self._batch.iteration
+        # In this order: the thread sets it behind the last message that came.
+        error = self.error
+        if (iteration, microbatch) not in self._arrived:
+            if error is not None:
+                raise PipelineError(error)
+            return None
+        key = (int(self.direction), iteration, microbatch)
+        note = self._line.notes.get(key)
+        if note is None:
+            self._line.pump()
+            note = self._line.notes.get(key)
+            if note is None:
+                return None
+        return note.not_before + self._peer_clock.offset if note.not_before else 0.0
+
+    def holds(self, microbatch: int) -> bool:
+        """Whether this message of the present iteration has come, and was not taken."""
+        return self._batch is not None and (self._batch.iteration, microbatch) in self._arrived
+
+    def take(self, microbatch: int) -> list[Tensor | None] | None:
+        assert self._batch is not None
+        iteration = self._batch.iteration
+        tensors, stamp, exact = self._arrived.pop((iteration, microbatch))
+        note = self._line.notes.pop((int(self.direction), iteration, microbatch))
+        self._taken = microbatch + 1
+        self._post_due()
+        if note.generation != self._batch.generation:
+            raise PipelineError(
+                f"message of microbatch {microbatch}, iteration {self._batch.step} belongs to "
+                f"shape generation {note.generation}; expected {self._batch.generation}"
+            )
+        record_arrival(self._recorder, note, self._peer_clock, stamp, self._nbytes, exact=exact)
+        if self._accelerator is not None:
+            compute = self._accelerator.compute_stream()
+            for tensor in tensors:
+                self._accelerator.keep(tensor, compute)
+        if note.present == ALL_PRESENT:
+            return list(tensors)
+        if note.present == NOTHING:
+            return None
+        return [t if note.present >> k & 1 else None for k, t in enumerate(tensors)]
+
+    def close(self, *, abandon: bool = False) -> None:
+        """End the receiver thread. One that is caught inside torch when the interpreter ends
+        takes the process down with it, so wait for it. After a failure it waits for messages
+        that may never come: then give them up first."""
+        if self._thread is None:
+            return
+        self._posted.put(None)
+        if not abandon:
+            self._thread.join(JOIN_SECONDS)
+        if self._thread.is_alive():
+            self.abandon()
+            self._thread.join(JOIN_SECONDS)
+
+    def give_up(self) -> Position:
+        """End all receives, also the peer's on this connection; the first message that did not
+        come. What came can still be taken. Raises :class:`PipelineError` if a receive stays."""
+        self.close(abandon=True)
+        if self.receiving:
+            raise PipelineError(
+                f"a receive from rank {self._peer} has not ended {2 * JOIN_SECONDS:g} s after "
+                "its connection was given up"
+            )
+        return self._came
+
+    @property
+    def receiving(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def abandon(self) -> None:
+        """Make every receive fail that is under way. The peer sees the connection close."""
+        abandon(self._group, "nccl" if self._device.type == "cuda" else "gloo")
+
+    def _beside(self) -> AbstractContextManager[None]:
+        """On a device, receives are in a stream of their own."""
+        if self._accelerator is None or self._side is None:
+            return nullcontext()
+        return self._accelerator.using(self._side)
+
+    def _receive(self) -> None:
+        """The receiver thread."""
+        if self._accelerator is not None:
+            self._accelerator.enter_thread()
+        with self._beside():
+            self._receive_all()
+
+    def _receive_all(self) -> None:
+        """Wait for the oldest of the posted receives, see what may be posted behind it, ring."""
+        try:
+            while (posted := self._posted.get()) is not None:
+                if isinstance(posted, RuntimeError):
+                    raise posted
+                iteration, microbatch, contents = posted
+                del posted
+                self._arrived[iteration, microbatch] = self._wait(contents)
+                self._came = Position(iteration, microbatch + 1)
+                with self._posting:
+                    self._under_way -= 1
+                self._post_due()
+                self._bell.ring()
+        except RuntimeError as error:
+            self.error = f"the connection to rank {self._peer} failed: {first_sentence(error)}"
+            self._bell.ring()
+
+    def _post_due(self) -> None:
+        """Post what may be posted by now. In either thread; one that fails is told in its turn."""
+        with self._posting:
+            while self._is_due():
+                assert self._batch is not None
+                try:
+                    tensors, works = self._post(self._batch)
+                except RuntimeError as error:
+                    self._posted.put(error)
+                    self._next = self._batch.microbatches
+                    return
+                contents = [(tensors, works)]
+                del tensors, works
+                self._posted.put(_Posted(self._batch.iteration, self._next, contents))
+                self._next += 1
+                self._under_way += 1
+
+    def _is_due(self) -> bool:
+        """Whether the next receive may be posted: its sender waits for nothing from here, there
+        is room for its message, and no more than is wanted are under way."""
+        batch = self._batch
+        if batch is None or self._next == batch.microbatches:
+            return False
+        after, window = batch.receives
+        return (
+            (not after or self._sent >= after[self._next])
+            and (window is None or self._next < self._taken + window)
+            and (self._most_posted is None or self._under_way < self._most_posted)
+        )
+
+    def _wait(
+        self, contents: list[tuple[list[Tensor], list[Any]]]
+    ) -> tuple[list[Tensor], float, bool]:
+        """One message, once it is here. Nothing of it stays with this thread: what the stage
+        does not hold alone cannot leave the device."""
+        tensors, works = contents.pop()
+        for work in works:
+            work.wait()
+        self._synchronize()
+        for work in works if self._accelerator is not None else ():
+            if not _is_complete(work):
+                raise RuntimeError("a receive was given up")
+        stamp = now()
+        return tensors, stamp, self._accelerator is None and self._op_clock.observed(stamp)
+
+    def _post(self, batch: Batch) -> tuple[list[Tensor], list[Any]]:
+        with self._beside():
+            tensors = [meta.empty(self._device) for meta in batch.metas]
+            works = [
+                self._group.recv([t], self._peer_in_group, int(self.direction)) for t in tensors
+            ]
+        return tensors, works
+
+    def _synchronize(self) -> None:
+        """NCCL: ``wait`` only ordered the side stream; wait for the data itself."""
+        if self._accelerator is not None and self._side is not None:
+            self._accelerator.record(self._side).synchronize()
+
+
+class _Posted(NamedTuple):
+    """A receive that is posted. ``contents``: the tensors of the message and a work for each, in a
+    box that is emptied once."""
+
+    iteration: int
+    microbatch: int
+    contents: list[tuple[list[Tensor], list[Any]]]
+
+
+class DirectOutgoing:
+    """Sending end: one queue, two sends outstanding."""
+
+    def __init__(
+        self,
+        *,
+        group: dist.ProcessGroup,
+        peer: int,
+        direction: Direction,
+        line: Line,
+        shaper: Shaper,
+        on_block: Callable[[int, int], None],
+        on_unblock: Callable[[], None],
+        deadline: float,
+        device: torch.device,
+        max_outstanding: int = MAX_OUTSTANDING,
+        asks: bool = False,
+    ) -> None:
+        """``asks``: a send can be asked whether it is through, and is not to be waited for: a
+        wait on a device is one of its compute stream."""
+        self._max_outstanding, self._asks = max_outstanding, asks
+        self._group, self._peer = group, peer
+        # What dist.isend and dist.irecv look up at every call.
+        self._peer_in_group = dist.get_group_rank(group, peer)
+        self.direction = direction
+        self._line, self._shaper = line, shaper
+        self._on_block, self._on_unblock = on_block, on_unblock
+        self._deadline = deadline
+        self._device = device
+        self._outstanding: deque[_Sent] = deque()
+        self._batch: Batch | None = None
+        self._nbytes = 0
+
+    def allow(self, deadline: float) -> None:
+        """Seconds that a send may take from now on."""
+        self._deadline = deadline
+
+    def begin(self, batch: Batch) -> None:
+        self._batch = batch
+        self._nbytes = sum(meta.nbytes for meta in batch.metas)
+
+    def slot_free_at(self) -> float:
+        """Known only as far as faults go: a gloo send does not know that it is complete."""
+        if len(self._outstanding) < self._max_outstanding:
+            return 0.0
+        return self._outstanding[0].not_before
+
+    def send(self, microbatch: int, tensors: list[Tensor | None] | None) -> None:
+        batch = self._batch
+        assert batch is not None
+        while self._asks and self._outstanding and self._through(self._outstanding[0]):
+            self._outstanding.popleft()
+        if len(self._outstanding) >= self._max_outstanding:
+            self._finish_oldest()
+        posted = now()
+        started, not_before = self._shaper.hold(DIRECT_QUEUE, self._nbytes, posted)
+        present = presence(tensors)
+        payload: list[Tensor] = []
+        if tensors is None:
+            tensors = [None] * len(batch.metas)
+        for tensor, meta in zip(tensors, batch.metas, strict=True):
+            if tensor is None:
+                payload.append(torch.zeros(meta.shape, dtype=meta.dtype, device=self._device))
+            else:
+                payload.append(tensor.detach().contiguous())
+        note = Note(
+            batch.generation, batch.iteration, microbatch, present, posted, started, not_before
+        )
+        self._line.send_note(self.direction, note)
+        try:
+            works: list[Any] = [
+                self._group.send([t], self._peer_in_group, int(self.direction)) for t in payload
+            ]
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        self._outstanding.append(_Sent(batch.step, microbatch, not_before, works, payload))
+
+    def _finish_oldest(self) -> None:
+        """Wait until the oldest send is through, at most the deadline."""
+        sent = self._outstanding[0]
+        self._on_block(sent.iteration, sent.microbatch)
+        began = time.monotonic()
+        try:
+            if self._asks:
+                self._poll(sent)
+            else:
+                for work in sent.works:
+                    work.wait(timedelta(seconds=self._deadline))
+        except RuntimeError as error:
+            if time.monotonic() - began >= self._deadline:
+                raise WaitTimeoutError(f"the deadline is {self._deadline:g} s") from error
+            raise self._failed(error) from error
+        left = sent.not_before - now()
+        if left > 0:
+            time.sleep(left)
+        self._outstanding.popleft()
+        self._on_unblock()
+
+    def _poll(self, sent: _Sent) -> None:
+        """Wait on the host until a send is through; the device goes on."""
+        give_up_at = time.monotonic() + self._deadline
+        while not self._through(sent):
+            if time.monotonic() >= give_up_at:
+                raise WaitTimeoutError(f"the deadline is {self._deadline:g} s")
+            time.sleep(POLL_SECONDS)
+
+    def _through(self, sent: _Sent) -> bool:
+        """Raises :class:`PipelineError` if it failed, which its works tell once asked."""
+        try:
+            return all(_is_complete(work) for work in sent.works)
+        except RuntimeError as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: RuntimeError) -> PipelineError:
+        return PipelineError(f"the connection to rank {self._peer} failed: {first_sentence(error)}")
+
+    def give_up(self) -> None:
+        """Forget the sends under way; their connection is closed."""
+        self._outstanding.clear()
+
+    def finish(self) -> None:
+        """Wait until every send is through."""
+        while self._outstanding:
+            self._finish_oldest()
+
+    def close(self) -> None:
+        self.finish()
+
+
+def _is_complete(work: Any) -> bool:
+    """Whether an operation of a device is through. Raises :class:`RuntimeError` if it failed:
+    one that was aborted ends as well, without its data."""
+    complete = bool(work.is_completed())
+    failure = work.exception()
+    if failure is not None:
+        raise RuntimeError(str(failure))
+    return complete
+
+
+class _Sent(NamedTuple):
+    """A message on its way. The tensors are to live until it is through."""
+
+    iteration: int
+    microbatch: int
+    not_before: float
+    works: list[Any]
+    payload: list[Tensor]

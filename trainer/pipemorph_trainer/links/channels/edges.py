@@ -1,0 +1,96 @@
+"""The process groups of direct paths: made, connected, and made to survive a break."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from pipemorph_trainer.links.channels.message import Direction
+from pipemorph_trainer.topology.groups import Groups
+
+if TYPE_CHECKING:
+    from pipemorph_trainer.topology.coordinate import Seat
+
+log = logging.getLogger("pipemorph.trainer")
+
+ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+SURVIVABLE = ("0", "2")
+"""Do nothing, or abort the communicator; others end the process."""
+
+
+def make_edges(
+    seat: Seat, device: torch.device, deadline: float, groups: Groups
+) -> dict[int, dict[Direction, dist.ProcessGroup]]:
+    """Point-to-point groups of this rank's links, by link. Collective: all ranks make all.
+
+    gloo sends both ways over one connection without one holding up the other. NCCL orders
+    all of a communicator's operations, so each direction gets its own.
+    """
+    # Deadlines are kept by the executor, which can name what is missing; this one is behind, also
+    # behind those of the first iteration.
+    timeout = timedelta(seconds=2 * deadline * seat.stages + 60)
+    nccl = device.type == "cuda"
+    mine: dict[int, dict[Direction, dist.ProcessGroup]] = {}
+
+    def make(link: int, lower: int) -> None:
+        made: list[Any] = [
+            groups.new(
+                [lower, lower + 1],
+                timeout=timeout,
+                backend="nccl" if nccl else "gloo",
+                group_desc=f"pipemorph link {link} of replica {lower // seat.stages}",
+            )
+            for _ in range(2 if nccl else 1)
+        ]
+        if seat.rank in (lower, lower + 1):
+            mine[link] = {Direction.FORWARD: made[0], Direction.BACKWARD: made[-1]}
+            if nccl:
+                connect_edge(mine[link], device, is_lower=seat.rank == lower)
+
+    with survivable(seat) if nccl else nullcontext():
+        for replica in range(seat.replicas):
+            for link in range(seat.stages - 1):
+                make(link, replica * seat.stages + link)
+    return mine
+
+
+def connect_edge(
+    edge: Mapping[Direction, dist.ProcessGroup], device: torch.device, *, is_lower: bool
+) -> None:
+    """Send one number each way, so that the communicators are there before the first message.
+    NCCL makes one at the first use, which takes long and waits for the device. Both ends call."""
+    for direction in Direction:
+        group = edge[direction]
+        number = torch.zeros(1, device=device)
+        sends = is_lower is (direction is Direction.FORWARD)
+        move = group.send if sends else group.recv
+        move([number], 0 if not is_lower else 1, 0).wait()
+        # The stream has waited; the host waits here.
+        number.item()
+
+
+@contextmanager
+def survivable(seat: Seat) -> Iterator[None]:
+    """NCCL groups that are made in it do not end the process when a link breaks, so that failover
+    can go on. A value that the user has set stays, and is told where it rules failover out."""
+    found = os.environ.get(ASYNC_ERRORS, os.environ.get(ASYNC_ERRORS.removeprefix("TORCH_")))
+    if found is not None:
+        if found not in SURVIVABLE and seat.rank == 0:
+            log.warning(
+                "%s: %s=%s ends the process when a direct link breaks; unset it or set it to 2"
+                " for failover to the engine", seat, ASYNC_ERRORS, found,
+            )  # fmt: skip
+        yield
+        return
+    os.environ[ASYNC_ERRORS] = "2"
+    try:
+        yield
+    finally:
+        del os.environ[ASYNC_ERRORS]

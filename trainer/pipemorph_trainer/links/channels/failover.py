@@ -1,0 +1,216 @@
+"""A direct path that broke goes on delegated, in the middle of an iteration.
+
+A direct path is one connection; when it breaks while both ranks live, what was under way on it
+is lost, and nobody but the receiver knows how much that is. So each sender keeps its messages
+until the receiver has begun to use them, which the receiver says on the line. Whoever sees the
+path fail gives it up for good and tells the neighbour which message it misses first; the
+neighbour does the same, and each sends what the other misses through the engine. Every message
+is delivered once, under the key it always had, and the iteration goes on.
+
+This is for links that have an engine beside the direct path; without one a broken path ends
+the run. The path stays given up until the ranks start again: torch.distributed makes groups on
+all ranks at once, and those that are computing cannot come.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from pipemorph_trainer.errors import PipelineError, WaitTimeoutError
+from pipemorph_trainer.links.channels.delegated import DelegatedIncoming, DelegatedOutgoing
+from pipemorph_trainer.links.channels.direct import DirectIncoming, DirectOutgoing
+from pipemorph_trainer.links.channels.message import Batch, Position
+from pipemorph_trainer.links.peer_socket import Line
+
+log = logging.getLogger("pipemorph.trainer")
+
+
+class _Kept(NamedTuple):
+    """A message whose receiver may still miss it."""
+
+    batch: Batch
+    tensors: list[Tensor | None] | None
+
+
+class Failover:
+    """One end of a link whose direct path may be given up. Belongs to the main thread."""
+
+    def __init__(
+        self,
+        name: str,
+        line: Line,
+        direct: tuple[DirectIncoming, DirectOutgoing],
+        delegated: tuple[DelegatedIncoming, DelegatedOutgoing],
+    ) -> None:
+        self.name = name
+        self.line = line
+        self.incoming = FailoverIncoming(self, direct[0], delegated[0])
+        self.outgoing = FailoverOutgoing(self, direct[1], delegated[1])
+        self.broken: str | None = None
+        """Why the direct path was given up, None while it is in use."""
+        self.answered = False
+        """Whether the neighbour has said what it misses, and has been sent it."""
+        self.on_broken: Callable[[str], None] = lambda why: None
+        """Called once, before the neighbour is told: grants what the delegated path needs."""
+
+    def give_up(self, why: str) -> None:
+        """Leave the direct path. Raises :class:`PipelineError` if the neighbour is gone too."""
+        if self.broken is not None:
+            return
+        self.line.pump()
+        if self.line.lost is not None:
+            raise PipelineError(why)
+        self.broken = why
+        log.warning("%s: the direct path is given up: %s; it goes on delegated", self.name, why)
+        position = self.incoming.leave()
+        self.outgoing.leave()
+        self.on_broken(why)
+        self.line.send_position(position)
+        self.attend()
+
+    def attend(self) -> None:
+        """Do what the neighbour asked for, if it asked. To be called in every wait: it may be
+        the neighbour's turn to wait for what is kept here."""
+        position = self.line.missing_from
+        if position is None or self.answered:
+            return
+        self.answered = True
+        self.give_up(f"rank {self.line.peer_rank} has given it up")
+        self.outgoing.send_again(position)
+
+
+class FailoverIncoming:
+    """Receiving end: direct, and delegated for what did not come before the path broke."""
+
+    def __init__(
+        self, failover: Failover, direct: DirectIncoming, delegated: DelegatedIncoming
+    ) -> None:
+        self._failover, self._direct, self._delegated = failover, direct, delegated
+        self._batch: Batch | None = None
+
+    def begin(self, batch: Batch) -> None:
+        self._batch = batch
+        if self._failover.broken is None:
+            self._direct.begin(batch)
+        else:
+            self._delegated.begin(batch)
+
+    def sent(self, messages: int) -> None:
+        if self._failover.broken is None:
+            self._direct.sent(messages)
+
+    def ready_at(self, microbatch: int) -> float | None:
+        failover = self._failover
+        failover.attend()
+        if failover.broken is None and self._direct.error is not None:
+            failover.give_up(self._direct.error)
+        if failover.broken is None or self._direct.holds(microbatch):
+            return self._direct.ready_at(microbatch)
+        return self._delegated.ready_at(microbatch)
+
+    def take(self, microbatch: int) -> list[Tensor | None] | None:
+        assert self._batch is not None
+        if self._failover.broken is None or self._direct.holds(microbatch):
+            tensors = self._direct.take(microbatch)
+            if self._failover.broken is None:
+                after = Position(self._batch.iteration, microbatch + 1)
+                self._failover.line.send_taken(self._direct.direction, after)
+            return tensors
+        # Its note may have come where the message itself was lost.
+        self._failover.line.notes.pop(
+            (int(self._direct.direction), self._batch.iteration, microbatch), None
+        )
+        return self._delegated.take(microbatch)
+
+    def leave(self) -> Position:
+        """End the receives under way; the first message that has not come."""
+        position = self._direct.give_up()
+        if self._batch is not None:
+            self._delegated.begin(self._batch)
+        return position
+
+    def close(self, *, abandon: bool = False) -> None:
+        self._direct.close(abandon=abandon or self._failover.broken is not None)
+        self._delegated.close(abandon=abandon)
+
+    @property
+    def receiving(self) -> bool:
+        return self._direct.receiving
+
+
+class FailoverOutgoing:
+    """Sending end: keeps what went over the direct path until it is taken."""
+
+    def __init__(
+        self, failover: Failover, direct: DirectOutgoing, delegated: DelegatedOutgoing
+    ) -> None:
+        self._failover, self._direct, self._delegated = failover, direct, delegated
+        self._batch: Batch | None = None
+        self._kept: dict[Position, _Kept] = {}
+
+    def allow(self, deadline: float) -> None:
+        """Seconds that a send of the direct path may take from now on."""
+        self._direct.allow(deadline)
+
+    def begin(self, batch: Batch) -> None:
+        self._batch = batch
+        self._direct.begin(batch)
+        self._delegated.begin(batch)
+
+    def slot_free_at(self) -> float:
+        return 0.0 if self._failover.broken is not None else self._direct.slot_free_at()
+
+    def send(self, microbatch: int, tensors: list[Tensor | None] | None) -> None:
+        batch = self._batch
+        assert batch is not None
+        failover = self._failover
+        failover.attend()
+        if failover.answered:
+            self._delegated.send(microbatch, tensors)
+            return
+        self.settled()
+        self._kept[Position(batch.iteration, microbatch)] = _Kept(batch, tensors)
+        if failover.broken is not None:
+            # In order: newer messages must not fill the slots that older ones need.
+            return
+        try:
+            self._direct.send(microbatch, tensors)
+        except WaitTimeoutError:
+            raise
+        except PipelineError as error:
+            failover.give_up(str(error))
+
+    def settled(self) -> bool:
+        """Whether the neighbour has taken, or the engine has, all that was sent."""
+        taken = self._failover.line.taken.get(int(self._direct.direction))
+        while self._kept and taken is not None and next(iter(self._kept)) < taken:
+            del self._kept[next(iter(self._kept))]
+        return not self._kept
+
+    def leave(self) -> None:
+        """Drop the sends under way: they are kept here."""
+        self._direct.give_up()
+
+    def send_again(self, position: Position) -> None:
+        """Send what the neighbour misses: everything from ``position`` on. Once."""
+        for at, kept in self._kept.items():
+            if at >= position:
+                self._delegated.begin(kept.batch)
+                self._delegated.send(at.microbatch, kept.tensors)
+        self._kept.clear()
+        if self._batch is not None:
+            self._delegated.begin(self._batch)
+
+    def finish(self) -> None:
+        """Wait until every send over the direct path is through."""
+        if self._failover.broken is None:
+            self._direct.finish()
+
+    def close(self) -> None:
+        if self._failover.broken is None:
+            self._direct.close()
+        self._delegated.close()

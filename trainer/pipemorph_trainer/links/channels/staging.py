@@ -1,0 +1,375 @@
+"""The delegated path of a device: messages cross host memory without the host waiting for them.
+
+*Out:* an event on the compute stream says when a message's tensors are complete; a side stream
+waits for it and copies them to page-locked memory; behind the copies is another event, and once
+that has passed a thread hands the memory to the engine, which keeps it until the receiver has
+acknowledged it. Then it goes back to the accelerator's pool.
+
+*In:* a message that has arrived lies in one of the engine's slots. The slots are page-locked, so
+another side stream copies straight from there, beside whatever the device computes, and as soon
+as the message is seen, not only when its op is next. The compute stream waits for the event
+behind that copy, the host for nothing, and the slot goes back to the sender after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipemorph_trainer.errors import PipelineError
+from pipemorph_trainer.links.channels.arrival import record_arrival
+from pipemorph_trainer.links.channels.copy_stream import CopyStream
+from pipemorph_trainer.links.channels.delegated import (
+    GRANT_SECONDS,
+    DelegatedIncoming,
+    DelegatedOutgoing,
+    bytes_of,
+    key_of,
+)
+from pipemorph_trainer.links.channels.message import NOTHING, Batch, Note, TensorMeta, presence
+from pipemorph_trainer.topology.accelerator import Accelerator, Event
+
+if TYPE_CHECKING:
+    from pipemorph_trainer import _engine
+
+log = logging.getLogger("pipemorph.trainer")
+
+AHEAD = 3
+"""Messages of one direction on the device before their op: the one that is next and two more.
+Further ones stay in their slots, so that early messages do not add to a stage's memory."""
+
+
+class _Region(NamedTuple):
+    """Memory of the engine's that is page-locked. ``memory``: uint8 (bytes,)."""
+
+    address: int
+    memory: Tensor
+    owner: _engine.Link
+
+    def holds(self, address: int) -> bool:
+        return self.address <= address < self.address + self.memory.numel()
+
+
+class Staging:
+    """What the delegated links of one rank share: two side streams, one per direction of the
+    copies, and the memory that is page-locked for them. Belongs to the executor's thread.
+
+    ``ring`` wakes that thread when a copy has failed. ``deadline``: seconds that
+    :meth:`drain` waits.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, *, ring: Callable[[], None], deadline: float
+    ) -> None:
+        self.accelerator = accelerator
+        self._ring = ring
+        self._deadline = deadline
+        self.to_host = CopyStream("pipemorph-to-host", accelerator, self._failed)
+        self.to_device = CopyStream("pipemorph-to-device", accelerator, self._failed)
+        self.incoming: list[StagedIncoming] = []
+        self._regions: list[_Region] = []
+        self._refused: set[int] = set()
+
+    def grow(self, messages: int, metas: Sequence[TensorMeta]) -> None:
+        """Have page-locked memory for so many messages in the accelerator's pool. Growing it may
+        wait for the device, so not between ops."""
+        held = [
+            self.accelerator.pinned_empty((meta.nbytes,), torch.uint8)
+            for _ in range(messages)
+            for meta in metas
+        ]
+        held.clear()
+
+    def page_lock(self, link: _engine.Link) -> None:
+        """Let the device copy straight from the slots that ``link`` has by now."""
+        known = {region.address for region in self._regions} | self._refused
+        for address, nbytes in link.slot_memory():
+            if address in known:
+                continue
+            why = self.accelerator.register(address, nbytes)
+            if why is not None:
+                self._refused.add(address)
+                log.warning(
+                    "receive slots (%d bytes) cannot be page-locked: %s; messages in them are "
+                    "copied once more on the host", nbytes, why,
+                )  # fmt: skip
+                continue
+            array = (ctypes.c_uint8 * nbytes).from_address(address)
+            memory = torch.frombuffer(array, dtype=torch.uint8)
+            self._regions.append(_Region(address, memory, link))
+
+    def slot_of(self, message: _engine.Message) -> Tensor | None:
+        """The message in its slot, uint8 (bytes,), if the device may copy from there."""
+        view = np.frombuffer(message.view(), dtype=np.uint8)
+        address: int = view.__array_interface__["data"][0]
+        for region in self._regions:
+            if region.holds(address):
+                at = address - region.address
+                return region.memory[at : at + message.nbytes]
+        return None
+
+    def pump(self, asking: StagedIncoming) -> None:
+        """Begin to copy to the device what has arrived, on any link. Raises
+        :class:`PipelineError` if a copy failed, or ``asking`` cannot go on."""
+        self.to_host.check()
+        self.to_device.check()
+        for incoming in self.incoming:
+            if incoming is asking:
+                incoming.fetch()
+                continue
+            # It says so itself, once its message is asked for and is still not there.
+            with contextlib.suppress(PipelineError):
+                incoming.fetch()
+
+    def drain(self) -> None:
+        """Wait until the engine has everything that was sent. Raises as
+        :meth:`CopyStream.drain`."""
+        self.to_host.drain(self._deadline)
+
+    def close(self, *, abandon: bool = False) -> None:
+        """End the threads and give the slots back, before the engine unmaps them. Idempotent.
+
+        ``abandon``: messages that are not with the engine yet are given up.
+        """
+        self._ring = _nobody
+        self.to_host.close(abandon=abandon)
+        # Copies to the device wait for no one, so these end by themselves even after a failure,
+        # unless the device hangs: then its memory stays as it is.
+        if not self.to_device.close():
+            log.warning("copies to the device have not ended; their memory stays page-locked")
+            return
+        while self._regions:
+            self.accelerator.unregister(self._regions.pop().address)
+
+    def _failed(self) -> None:
+        self._ring()
+
+
+def _nobody() -> None:
+    """Wakes nobody: the executor has ended."""
+
+
+class StagedOutgoing(DelegatedOutgoing):
+    """Sending end of a device."""
+
+    def __init__(self, *, staging: Staging, name: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._staging, self._name = staging, name
+        self._expected = 0
+        self._grown: tuple[int, tuple[TensorMeta, ...]] = 0, ()
+
+    def expect(self, messages: int) -> None:
+        """So many messages are to find page-locked memory from the next :meth:`begin` on."""
+        self._expected = max(self._expected, messages)
+
+    def begin(self, batch: Batch) -> None:
+        super().begin(batch)
+        wanted = self._expected, batch.metas
+        if wanted != self._grown:
+            self._grown = wanted
+            self._staging.grow(*wanted)
+
+    def send(self, microbatch: int, tensors: list[Tensor | None] | None) -> None:
+        """Begin to copy a message to the host. Its tensors may be dropped, not changed.
+
+        Raises :class:`PipelineError` if an earlier one could not be copied or handed over.
+        """
+        batch = self._batch
+        assert batch is not None
+        staging, accelerator = self._staging, self._staging.accelerator
+        staging.to_host.check()
+        present = presence(tensors)
+        if tensors is None:
+            tensors = [None] * len(batch.metas)
+        # What is not contiguous is made so by the compute stream, so before the event.
+        sources = [None if t is None else bytes_of(t.detach().contiguous()) for t in tensors]
+        accelerator.wait(staging.to_host.stream, accelerator.record(accelerator.compute_stream()))
+        payload: list[Tensor | None] = []
+        for source in sources:
+            if source is None:
+                payload.append(None)
+                continue
+            pinned = accelerator.pinned_empty((source.numel(),), torch.uint8)
+            if source.numel():
+                accelerator.copy(staging.to_host.stream, pinned, source)
+                accelerator.keep(source, staging.to_host.stream)
+            payload.append(pinned)
+        letter = self.direction.letter
+        staging.to_host.follow(
+            _HandOver(self, batch, microbatch, present, payload),
+            f"{letter} of microbatch {microbatch} of iteration {batch.step} on {self._name}",
+        )
+
+    def close(self) -> None:
+        """Wait until the engine has every message; it flushes when it is closed."""
+        self._staging.drain()
+
+
+class _HandOver:
+    """Gives a message to the engine, tensor by tensor; in the copy stream's thread."""
+
+    def __init__(
+        self,
+        end: StagedOutgoing,
+        batch: Batch,
+        microbatch: int,
+        present: int,
+        payload: list[Tensor | None],
+    ) -> None:
+        self._end, self._batch, self._microbatch = end, batch, microbatch
+        self._present, self._payload = present, payload
+        self._note: bytes | None = None
+        self._next = 0
+        self._give_up_at = 0.0
+
+    def __call__(self) -> bool:
+        end, batch = self._end, self._batch
+        if self._note is None:
+            # Its time on the queue begins here: before, it was not there yet.
+            self._note = end.note(batch, self._microbatch, self._present)
+        while self._next < len(self._payload):
+            tensor = self._payload[self._next]
+            memory = b"" if tensor is None else tensor.numpy().data
+            key = key_of(batch, self._microbatch, end.direction, self._next)
+            try:
+                end.link.send(key, memory, self._note)
+            except RuntimeError as error:
+                # When shapes have just grown, the receiver may not have granted larger slots.
+                now = time.monotonic()
+                self._give_up_at = self._give_up_at or now + GRANT_SECONDS
+                if not end.link.alive or now > self._give_up_at:
+                    raise PipelineError(str(error)) from error
+                return False
+            self._payload[self._next] = None  # the engine holds it now
+            self._next += 1
+        return True
+
+
+@dataclass
+class _Arrival:
+    """A message on the device, or on its way there in the side stream."""
+
+    note: Note
+    started_at: float
+    arrived_at: float
+    tensors: list[Tensor | None] = field(default_factory=list)
+    event: Event | None = None
+    """Behind its copies; None for one without bytes."""
+
+
+class StagedIncoming(DelegatedIncoming):
+    """Receiving end of a device."""
+
+    def __init__(self, *, staging: Staging, name: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._staging, self._name = staging, name
+        self._arrivals: dict[int, _Arrival] = {}
+        self._next = 0
+        staging.incoming.append(self)
+
+    def reserve(self, messages: int, batch: Batch) -> None:
+        super().reserve(messages, batch)
+        self._staging.page_lock(self._link)
+
+    def begin(self, batch: Batch) -> None:
+        super().begin(batch)
+        self._next = 0
+
+    def ready_at(self, microbatch: int) -> float | None:
+        self._next = microbatch
+        self._staging.pump(self)
+        arrival = self._arrivals.get(microbatch)
+        return None if arrival is None else self._usable_from(arrival.note)
+
+    def fetch(self) -> None:
+        """Begin to copy what has arrived, at most :data:`AHEAD` messages before their op."""
+        batch = self._batch
+        if batch is None:
+            return
+        for microbatch in range(self._next, min(self._next + AHEAD, batch.microbatches)):
+            if microbatch in self._arrivals:
+                continue
+            messages = self._whole(batch, microbatch)
+            if messages is not None:
+                self._arrivals[microbatch] = self._copy(batch, microbatch, messages)
+                del self._here[microbatch]
+
+    def _copy(self, batch: Batch, microbatch: int, messages: Sequence[_engine.Message]) -> _Arrival:
+        staging, accelerator = self._staging, self._staging.accelerator
+        stream = staging.to_device.stream
+        note = Note.unpack(messages[0].note)
+        arrival = _Arrival(
+            note, messages[0].started_at, max(message.arrived_at for message in messages)
+        )
+        what = (
+            f"{self._direction.letter} of microbatch {microbatch} of iteration "
+            f"{batch.step} on {self._name}"
+        )
+        for k, (message, meta) in enumerate(zip(messages, batch.metas, strict=True)):
+            if note.present >> k & 1 and message.nbytes != meta.nbytes:
+                raise PipelineError(
+                    f"tensor {k} of {what} has {message.nbytes} bytes; expected {meta}"
+                )
+        held: list[tuple[_engine.Message, Tensor]] = []
+        for k, (message, meta) in enumerate(zip(messages, batch.metas, strict=True)):
+            if not note.present >> k & 1:
+                message.release()
+                arrival.tensors.append(None)
+                continue
+            tensor = accelerator.empty(meta.shape, meta.dtype, stream)
+            arrival.tensors.append(tensor)
+            if not meta.nbytes:
+                message.release()
+                continue
+            source = staging.slot_of(message)
+            if source is None:
+                source = accelerator.pinned_empty((meta.nbytes,), torch.uint8)
+                message.copy_into(source.numpy().data)
+                message.release()
+            accelerator.copy(stream, bytes_of(tensor), source)
+            held.append((message, source))
+        if held:
+            arrival.event = staging.to_device.follow(_Release(held), what)
+        return arrival
+
+    def take(self, microbatch: int) -> list[Tensor | None] | None:
+        arrival = self._arrivals.pop(microbatch)
+        self._next = microbatch + 1
+        if arrival.event is not None:
+            accelerator = self._staging.accelerator
+            compute = accelerator.compute_stream()
+            accelerator.wait(compute, arrival.event)
+            for tensor in arrival.tensors:
+                if tensor is not None:
+                    accelerator.keep(tensor, compute)
+        record_arrival(
+            self._recorder, arrival.note, self._peer_clock, arrival.arrived_at, self._nbytes,
+            exact=True, started_at=arrival.started_at,
+        )  # fmt: skip
+        return None if arrival.note.present == NOTHING else arrival.tensors
+
+    def close(self, *, abandon: bool = False) -> None:
+        super().close(abandon=abandon)
+        self._arrivals.clear()
+
+
+class _Release:
+    """Gives slots back to the sender; in the copy stream's thread."""
+
+    def __init__(self, held: list[tuple[_engine.Message, Tensor]]) -> None:
+        self._held = held
+
+    def __call__(self) -> bool:
+        for message, _ in self._held:
+            message.release()
+        self._held.clear()
+        return True

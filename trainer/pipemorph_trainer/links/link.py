@@ -1,0 +1,193 @@
+"""A rank's end of one link, and both ends together: what is received and sent, on either route."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipemorph.planning import Path
+from pipemorph_trainer.links.channels.arrival import PeerClock
+from pipemorph_trainer.links.channels.delegated import DelegatedIncoming
+from pipemorph_trainer.links.channels.direct import DirectOutgoing
+from pipemorph_trainer.links.channels.failover import Failover, FailoverOutgoing
+from pipemorph_trainer.links.channels.fault_injection import Severer, Shaper
+from pipemorph_trainer.links.channels.message import Direction, Incoming, Outgoing
+from pipemorph_trainer.links.channels.staging import StagedIncoming, StagedOutgoing, Staging
+from pipemorph_trainer.links.peer_socket import Line
+from pipemorph_trainer.links.recorder import LinkRecorder, Transport
+
+if TYPE_CHECKING:
+    from pipemorph_trainer import _engine
+
+END_SECONDS = 1.0
+"""Between the first and the last connection that the kernel closes of a process that died."""
+
+
+class LinkEnd:
+    """This rank's end of one link: what it receives and what it sends, on either path."""
+
+    def __init__(
+        self,
+        *,
+        link: int,
+        peer_rank: int,
+        peer_stage: int,
+        receives: Direction,
+        line: Line,
+        recorder: LinkRecorder,
+        shaper: Shaper,
+        severer: Severer,
+        peer_clock: PeerClock,
+        direct_transport: Transport,
+    ) -> None:
+        self.link = link
+        self.peer_rank, self.peer_stage = peer_rank, peer_stage
+        self.receives = receives
+        self.sends = Direction(1 - receives)
+        self.line = line
+        self.recorder, self.shaper, self.severer = recorder, shaper, severer
+        self.peer_clock = peer_clock
+        self.engine_link: _engine.Link | None = None
+        self.failover: Failover | None = None
+        """None where a direct path that breaks has nothing to go on with."""
+        self._direct_transport = direct_transport
+        self._incoming: dict[Path, Incoming] = {}
+        self._outgoing: dict[Path, Outgoing] = {}
+        self._staged_outgoing: StagedOutgoing | None = None
+        self._selected = Path.DIRECT
+        self.incoming: Incoming
+        self.outgoing: Outgoing
+
+    def add(self, path: Path, incoming: Incoming, outgoing: Outgoing) -> None:
+        self._incoming[path], self._outgoing[path] = incoming, outgoing
+        if isinstance(outgoing, StagedOutgoing):
+            self._staged_outgoing = outgoing
+
+    @property
+    def delegated(self) -> DelegatedIncoming | None:
+        found = self._incoming.get(Path.DELEGATED)
+        return found if isinstance(found, DelegatedIncoming) else None
+
+    @property
+    def staged(self) -> bool:
+        """Whether delegated tensors cross page-locked host memory."""
+        return isinstance(self.delegated, StagedIncoming)
+
+    def expect(self, messages: int) -> None:
+        """So many messages may be on their way to the neighbour at a time."""
+        outgoing = self._staged_outgoing
+        if outgoing is not None:
+            outgoing.expect(messages)
+
+    def has(self, path: Path) -> bool:
+        return path in self._incoming
+
+    def select(self, path: Path) -> None:
+        """Use this path from the next :meth:`Incoming.begin` on."""
+        self._selected = path
+        self.incoming, self.outgoing = self._incoming[path], self._outgoing[path]
+
+    @property
+    def path(self) -> Path:
+        """The path that carries: a direct one that broke is delegated, whatever was selected."""
+        if self.failover is not None and self.failover.broken is not None:
+            return Path.DELEGATED
+        return self._selected
+
+    def attend(self) -> None:
+        """See what the neighbour has to say; to be called in every wait."""
+        self.line.pump()
+        if self.failover is not None and self.line.lost is None:
+            self.failover.attend()
+
+    def allow(self, deadline: float) -> None:
+        """Seconds that a send of the direct path may take from now on."""
+        outgoing = self._outgoing.get(Path.DIRECT)
+        if isinstance(outgoing, DirectOutgoing | FailoverOutgoing):
+            outgoing.allow(deadline)
+
+    def finish_sends(self) -> None:
+        """Wait until nothing of the direct path is under way."""
+        outgoing = self._outgoing[Path.DIRECT]
+        if isinstance(outgoing, DirectOutgoing | FailoverOutgoing):
+            outgoing.finish()
+
+    def settled(self) -> bool:
+        """Whether nothing is kept here that the neighbour may ask for again."""
+        return self.failover is None or self.failover.outgoing.settled()
+
+    @property
+    def transport(self) -> Transport:
+        if self.path is Path.DIRECT or self.engine_link is None:
+            return self._direct_transport
+        # What carries now: a link of rails may have fallen back.
+        found: Transport = self.engine_link.stats().transport
+        return found
+
+    def __str__(self) -> str:
+        return f"link {self.link} ({self.path.value}, {self.transport})"
+
+    def is_lost(self) -> bool:
+        """Whether the neighbour is. Asked where another of its connections broke, so the end of
+        the line, which tells more, may be about to come."""
+        return self.line.ends_within(END_SECONDS)
+
+    def gone(self) -> str:
+        """That the neighbour is lost, and how."""
+        return f"rank {self.peer_rank} (stage {self.peer_stage}) is gone: {self.line.lost}"
+
+    def taking(self, iteration: int, microbatch: int) -> str:
+        """What a sender waits for, in words."""
+        return (
+            f"stage {self.peer_stage} to take {self.sends.letter} of microbatch {microbatch} of "
+            f"iteration {iteration} on {self}"
+        )
+
+    def refresh_clock(self) -> None:
+        """Take the clock offset and the least echo from the engine, if there is one."""
+        if self.engine_link is None:
+            return
+        stats = self.engine_link.stats()
+        self.recorder.rtt_min = stats.rtt_min
+        if stats.clock_offset is not None and not self.same_host:
+            self.peer_clock.offset = stats.clock_offset
+
+    same_host = True
+    """Whether the neighbour reads the same clock."""
+
+    def close(self, *, goodbye: bool) -> None:
+        if goodbye:
+            for outgoing in self._outgoing.values():
+                outgoing.close()
+        else:
+            # First, so that the neighbour sees this, which tells more than its data path.
+            self.line.close(goodbye=False)
+        for incoming in self._incoming.values():
+            incoming.close(abandon=not goodbye)
+        if goodbye:
+            self.line.close(goodbye=True)
+        self.shaper.close()
+
+    @property
+    def receiving(self) -> bool:
+        """Whether a receiver thread is still there after :meth:`close`."""
+        return any(incoming.receiving for incoming in self._incoming.values())
+
+
+@dataclass
+class Neighbourhood:
+    """Both neighbours and the engine they share."""
+
+    upstream: LinkEnd | None
+    downstream: LinkEnd | None
+    engine: _engine.Engine | None
+    staging: Staging | None = None
+    """What delegated links share on a device; None on the CPU."""
+
+    @property
+    def ends(self) -> list[LinkEnd]:
+        return [end for end in (self.upstream, self.downstream) if end is not None]
+
+    def gone(self) -> str | None:
+        """Which neighbour is lost, and how, where a connection broke that is not of one alone."""
+        return next((end.gone() for end in self.ends if end.is_lost()), None)

@@ -1,0 +1,351 @@
+"""A line between two neighbouring ranks for what is not payload.
+
+A plain socket beside the data paths. It carries the note of every direct message, the step
+token that starts an iteration, shapes when they change, how far direct messages were taken, and
+a goodbye; its end without a goodbye tells at once that the neighbour died. Tensors never travel
+here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import os
+import select
+import selectors
+import socket
+import struct
+import time
+import weakref
+from collections import deque
+from contextlib import ExitStack
+from typing import NamedTuple
+
+from pipemorph_trainer.errors import PipelineError
+from pipemorph_trainer.links.channels.message import Direction, Note, Position, TensorMeta
+from pipemorph_trainer.topology.addresses import in_url
+
+log = logging.getLogger("pipemorph.trainer")
+
+_HEADER = struct.Struct("<BBH")
+_TOKEN = struct.Struct("<IIII")
+_POSITION = struct.Struct("<qI")
+_HELLO = struct.Struct("<II16s32s")
+_NONCE_BYTES = 16
+_STRANGER_SECONDS = 10.0
+_MOST_STRANGERS = 256
+_MOST_LOGGED = 100
+_STEP, _NOTE, _SHAPES, _GOODBYE, _TAKEN, _MISSING = 1, 2, 3, 4, 5, 6
+_READ = 1 << 16
+
+_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    # While a child had them open, nobody would see this rank's end.
+    for sock in list(_open):
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+class StepToken(NamedTuple):
+    """Starts an iteration: passed from stage to stage. The first three must agree everywhere;
+    a new ``generation`` announces shapes. ``refused``: the batch of a stage above does not fit,
+    so nothing follows."""
+
+    iteration: int
+    version: int
+    generation: int
+    refused: bool = False
+
+
+class Line:
+    """One connected, authenticated socket to a neighbour. Reads never block."""
+
+    def __init__(self, sock: socket.socket, peer_rank: int) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setblocking(False)
+        _open.add(sock)
+        self._sock = sock
+        self._buffer = bytearray()
+        self.peer_rank = peer_rank
+        self.notes: dict[tuple[int, int, int], Note] = {}
+        self.tokens: deque[StepToken] = deque()
+        self.shapes: deque[tuple[TensorMeta, ...] | None] = deque()
+        """None: there are none, because the step was refused."""
+        self.taken: dict[int, Position] = {}
+        """Per direction, the first direct message that the neighbour has not taken yet."""
+        self.missing_from: Position | None = None
+        """The first message that the neighbour misses of a direct path it has given up."""
+        self.goodbye = False
+        self.lost: str | None = None
+        """Why nothing more can come, None while the line is up."""
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def send_note(self, direction: Direction, note: Note) -> None:
+        self._send(_NOTE, direction, note.pack())
+
+    def send_token(self, token: StepToken) -> None:
+        self._send(_STEP, 0, _TOKEN.pack(*token))
+
+    def send_shapes(self, metas: tuple[TensorMeta, ...] | None) -> None:
+        encoded = None if metas is None else [meta.encode() for meta in metas]
+        self._send(_SHAPES, 0, json.dumps(encoded).encode())
+
+    def send_taken(self, direction: Direction, after: Position) -> None:
+        """All messages of ``direction`` before ``after`` are in use, and need not be kept."""
+        self._send(_TAKEN, direction, _POSITION.pack(*after))
+
+    def send_position(self, missing_from: Position) -> None:
+        """The direct path is given up here; what came over it ends before this message."""
+        self._send(_MISSING, 0, _POSITION.pack(*missing_from))
+
+    def _send(self, kind: int, direction: int, body: bytes) -> None:
+        data = memoryview(_HEADER.pack(kind, direction, len(body)) + body)
+        deadline = 0.0
+        while data:
+            try:
+                data = data[self._sock.send(data) :]
+            except BlockingIOError:
+                # Thousands of notes fit the socket's buffer: the peer has stopped reading.
+                deadline = deadline or time.monotonic() + 60
+                if time.monotonic() > deadline:
+                    raise PipelineError(
+                        f"rank {self.peer_rank} has not read its line for 60 s"
+                    ) from None
+                time.sleep(0.001)
+            except OSError as error:
+                # Reading tells the same with better words; what was promised is lost anyway.
+                self.lost = self.lost or f"its connection broke ({error.strerror})"
+                return
+
+    def pump(self) -> None:
+        """Read what has come. Sets :attr:`lost` at the end of the stream."""
+        if self.lost:
+            return
+        while True:
+            try:
+                data = self._sock.recv(_READ)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                self.lost = f"its connection broke ({error.strerror})"
+                break
+            if not data:
+                self.lost = "it left" if self.goodbye else "its connection closed"
+                break
+            self._buffer += data
+            if len(data) < _READ:
+                break
+        if self._buffer:
+            self._parse()
+
+    def ends_within(self, seconds: float) -> bool:
+        """Whether nothing more can come, waiting at most so long for the end."""
+        deadline = time.monotonic() + seconds
+        news = select.poll()
+        news.register(self._sock, select.POLLIN)
+        self.pump()
+        while self.lost is None and (left := deadline - time.monotonic()) > 0:
+            news.poll(1e3 * left)
+            self.pump()
+        return self.lost is not None
+
+    def _parse(self) -> None:
+        buffer, at = self._buffer, 0
+        while len(buffer) - at >= _HEADER.size:
+            kind, direction, size = _HEADER.unpack_from(buffer, at)
+            if len(buffer) - at < _HEADER.size + size:
+                break
+            body = bytes(buffer[at + _HEADER.size : at + _HEADER.size + size])
+            at += _HEADER.size + size
+            if kind == _NOTE:
+                note = Note.unpack(body)
+                self.notes[direction, note.iteration, note.microbatch] = note
+            elif kind == _STEP:
+                iteration, version, generation, refused = _TOKEN.unpack(body)
+                self.tokens.append(StepToken(iteration, version, generation, bool(refused)))
+            elif kind == _SHAPES:
+                shapes = json.loads(body)
+                self.shapes.append(
+                    None if shapes is None else tuple(TensorMeta.decode(m) for m in shapes)
+                )
+            elif kind == _TAKEN:
+                self.taken[direction] = Position(*_POSITION.unpack(body))
+            elif kind == _MISSING:
+                self.missing_from = Position(*_POSITION.unpack(body))
+            else:
+                self.goodbye = True
+        del buffer[:at]
+
+    def close(self, *, goodbye: bool) -> None:
+        """Close; ``goodbye`` tells the peer that all is well."""
+        if goodbye and not self.lost:
+            self._send(_GOODBYE, 0, b"")
+        self._sock.close()
+
+
+def listen(host: str) -> socket.socket:
+    """A socket neighbours can dial at ``host``, an address of this machine, or at all of them."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family, backlog=128)
+    _open.add(listener)
+    return listener
+
+
+def _proof(secret: bytes, role: bytes, nonces: bytes, dialer: int, listener: int) -> bytes:
+    """Of knowing ``secret``, by one side of a connection: it fits no other, nor the other side."""
+    message = b"pipemorph line, " + role + nonces + struct.pack("<II", dialer, listener)
+    return hmac.new(secret, message, hashlib.sha256).digest()
+
+
+def _read_exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
+    data = b""
+    while len(data) < size:
+        sock.settimeout(max(0.001, deadline - time.monotonic()))
+        got = sock.recv(size - len(data))
+        if not got:
+            raise ConnectionError(
+                "it closed the connection; if it has refused it, its log says why"
+            )
+        data += got
+    return data
+
+
+def dial(host: str, port: int, *, rank: int, peer_rank: int, secret: bytes, timeout: float) -> Line:
+    """Dial the next stage's rank. Raises :class:`PipelineError` naming it if it cannot be
+    reached, refuses, or cannot prove that it knows ``secret``."""
+    deadline = time.monotonic() + timeout
+    try:
+        sock = socket.create_connection((host, port), timeout=timeout)
+        try:
+            nonces = _read_exactly(sock, _NONCE_BYTES, deadline) + os.urandom(_NONCE_BYTES)
+            proof = _proof(secret, b"dialer", nonces, rank, peer_rank)
+            sock.sendall(_HELLO.pack(rank, peer_rank, nonces[_NONCE_BYTES:], proof))
+            answer = _read_exactly(sock, len(proof), deadline)
+            if not hmac.compare_digest(
+                answer, _proof(secret, b"listener", nonces, rank, peer_rank)
+            ):
+                raise ConnectionError("what answers there does not know this job's secret")
+        except OSError:
+            sock.close()
+            raise
+    except OSError as error:
+        raise PipelineError(
+            f"rank {rank} cannot reach rank {peer_rank} at {in_url(host)}:{port}: {error}"
+        ) from error
+    return Line(sock, peer_rank)
+
+
+class _Stranger:
+    """A connection that has not proved yet whose it is."""
+
+    def __init__(self, sock: socket.socket, where: str) -> None:
+        sock.setblocking(False)
+        self.sock, self.where = sock, where
+        self.until = time.monotonic() + _STRANGER_SECONDS
+        self._nonce = os.urandom(_NONCE_BYTES)
+        self._hello = b""
+        self.refused: str | None = None
+        """Why it is not the rank that is waited for, None while it may be."""
+        try:
+            sock.send(self._nonce)
+        except OSError as error:
+            self.refused = f"its connection broke ({error.strerror})"
+
+    def proves(self, rank: int, peer_rank: int, secret: bytes) -> bool:
+        """Whether it is rank ``peer_rank`` of this job, which it is told then. Never blocks."""
+        try:
+            got = self.sock.recv(_HELLO.size - len(self._hello))
+            self._hello += got
+            if not got:
+                self.refused = "it closed the line before it was set up"
+            if len(self._hello) < _HELLO.size:
+                return False
+            dialer, listener, nonce, proof = _HELLO.unpack(self._hello)
+            nonces = self._nonce + nonce
+            if not hmac.compare_digest(proof, _proof(secret, b"dialer", nonces, dialer, listener)):
+                self.refused = (
+                    f"wrong secret: it says it is rank {dialer}, but is of another job or attempt, "
+                    "or has another PIPEMORPH_SECRET_FILE"
+                )
+            elif (dialer, listener) != (peer_rank, rank):
+                self.refused = f"it is rank {dialer}, dialling rank {listener}"
+            else:
+                self.sock.send(_proof(secret, b"listener", nonces, dialer, listener))
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self.refused = f"its connection broke ({error.strerror})"
+        return self.refused is None
+
+
+def accept(
+    listener: socket.socket, *, rank: int, peer_rank: int, secret: bytes, timeout: float
+) -> Line:
+    """Wait for the previous stage's rank to dial; anybody else is turned away, which is logged.
+
+    Raises :class:`PipelineError` naming the rank that did not come within ``timeout``, and who was
+    turned away meanwhile.
+    """
+    deadline = time.monotonic() + timeout
+    strangers: list[_Stranger] = []  # oldest first
+    refused, last = 0, ""
+    with ExitStack() as at_end, selectors.DefaultSelector() as news:
+        listener.setblocking(False)
+        news.register(listener, selectors.EVENT_READ)
+        at_end.callback(_close_all, strangers)
+        while True:
+            now = time.monotonic()
+            for stranger in list(strangers):
+                if stranger.refused is None and stranger.until <= now:
+                    stranger.refused = "it did not say who it is"
+                if stranger.refused is None:
+                    continue
+                strangers.remove(stranger)
+                news.unregister(stranger.sock)
+                stranger.sock.close()
+                refused, last = refused + 1, f"{stranger.where}: {stranger.refused}"
+                if refused <= _MOST_LOGGED:
+                    log.warning("rank %d refused a connection to its line %s", rank, last)
+            if now >= deadline:
+                many = "connection" if refused == 1 else "connections"
+                told = f"; refused {refused} {many}, the last one {last}" if refused else ""
+                raise PipelineError(
+                    f"rank {rank} waited {timeout:.0f} s for rank {peer_rank} to dial its "
+                    f"line{told}"
+                )
+            until = min([deadline, *(stranger.until for stranger in strangers)])
+            for key, _ in news.select(max(0.0, until - now)):
+                if key.fileobj is not listener:
+                    if key.data.proves(rank, peer_rank, secret):
+                        strangers.remove(key.data)
+                        return Line(key.data.sock, peer_rank)
+                elif (newest := _next_stranger(listener, rank, peer_rank)) is not None:
+                    news.register(newest.sock, selectors.EVENT_READ, newest)
+                    strangers.append(newest)
+                    if len(strangers) > _MOST_STRANGERS:
+                        strangers[0].refused = "it made room for others"
+
+
+def _close_all(strangers: list[_Stranger]) -> None:
+    for stranger in strangers:
+        stranger.sock.close()
+
+
+def _next_stranger(listener: socket.socket, rank: int, peer_rank: int) -> _Stranger | None:
+    try:
+        sock, (host, port, *_) = listener.accept()
+    except (BlockingIOError, ConnectionAbortedError):
+        return None  # It broke before it was taken: the listener is as good as before.
+    except OSError as error:
+        raise PipelineError(
+            f"rank {rank} cannot take the connection of rank {peer_rank}: {error}"
+        ) from error
+    return _Stranger(sock, f"from {in_url(host)}:{port}")

@@ -1,0 +1,84 @@
+"""Wire times of one direction of one link, collected until they are reported."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Literal, NamedTuple
+
+from pipemorph.planning.ir import Path
+from pipemorph.wire import LinkSample, WireTime
+from pipemorph_trainer.links.channels.message import Direction
+
+Transport = Literal["gloo", "nccl", "tcp", "shm", "rdma"]
+ENOUGH_EXACT = 3
+"""So many exact samples stand for their window. Fewer do if they are half of it: a slow link
+brings one message per window. Otherwise all are given, as upper bounds."""
+MAX_WINDOW = 4096
+
+
+class _Message(NamedTuple):
+    wire: float
+    queue: float
+    nbytes: int
+    exact: bool
+
+
+class LinkRecorder:
+    """Collects the messages received in one direction of one link until they are published."""
+
+    def __init__(self, link: int, replica: int, direction: Direction) -> None:
+        self._link, self._replica = link, replica
+        self._direction: Literal["forward", "backward"] = (
+            "forward" if direction is Direction.FORWARD else "backward"
+        )
+        self._messages: list[_Message] = []
+        self._path: Path = Path.DIRECT
+        self._transport: Transport = "gloo"
+        self._iteration = 0
+        self.rtt_min: float | None = None
+
+    def begin(self, path: Path, transport: Transport, iteration: int) -> LinkSample | None:
+        """Samples of one window share a path: returns what was left over when it changes."""
+        left = None
+        if path is not self._path or transport != self._transport:
+            left = self.drain()
+            self._path, self._transport = path, transport
+        self._iteration = iteration
+        return left
+
+    def add(self, wire: float, queue: float, nbytes: int, exact: bool) -> None:
+        """One message. ``wire`` may come out negative by the clocks' error: 0 then."""
+        if len(self._messages) < MAX_WINDOW:
+            self._messages.append(_Message(max(0.0, wire), max(0.0, queue), nbytes, exact))
+
+    def __bool__(self) -> bool:
+        return bool(self._messages)
+
+    def drain(self) -> LinkSample | None:
+        """The window so far, and start a new one. None if nothing came."""
+        messages, self._messages = self._messages, []
+        if not messages:
+            return None
+        exact = [m.wire for m in messages if m.exact]
+        if len(exact) < ENOUGH_EXACT and 2 * len(exact) < len(messages):
+            exact = []
+        wires = sorted(exact or (m.wire for m in messages))
+        return LinkSample(
+            link=self._link,
+            replica=self._replica,
+            direction=self._direction,
+            path=self._path,
+            transport=self._transport,
+            iteration=self._iteration,
+            bytes=sum(m.nbytes for m in messages),
+            wire=WireTime(
+                count=len(messages),
+                exact=len(exact),
+                min=wires[0],
+                p50=wires[len(wires) // 2],
+                p99=wires[min(len(wires) - 1, int(0.99 * len(wires)))],
+                mean=statistics.fmean(wires),
+            ),
+            queue_p50=statistics.median(m.queue for m in messages),
+            rtt_min=self.rtt_min,
+        )

@@ -1,0 +1,1 @@
+"""Parameters and gradients across replicas, and checkpoints."""

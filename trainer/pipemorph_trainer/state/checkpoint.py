@@ -1,0 +1,218 @@
+"""Checkpoints of a pipeline, in ``torch.distributed.checkpoint``'s format.
+
+Parameters are stored under their own names, each by the stage that has it. Where no two
+stages use one name (as with layers numbered over the whole model), a checkpoint can be
+resumed with another number of stages. Where two stages do (``nn.Sequential`` numbers each
+stage from 0), names get the stage as a prefix and the number of stages has to stay.
+
+Between two steps of one accumulation ``.grad`` is state as well, and is saved where it is not
+zero: a resumed run adds to it as one that went through does.
+
+One folder per checkpoint, ``iteration-00000040``; torch writes ``.metadata`` last, so a folder
+without one was never finished and is passed over.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from pipemorph.errors import InputError
+from pipemorph_trainer.errors import PipelineError, first_sentence
+from pipemorph_trainer.executor.stages.emulated import EmulatedRunner
+from pipemorph_trainer.topology.world import World
+
+log = logging.getLogger("pipemorph.trainer")
+
+KEPT = 2
+"""Finished checkpoints that stay; older ones are deleted."""
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+_ITERATION = "pipemorph.iteration"
+_STAGES = "pipemorph.stages"
+
+
+class Checkpoints:
+    """Saves and resumes one pipeline. Every call is collective over all ranks.
+
+    ``stage`` is the module of this rank, or the runner of an emulated stage.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        world: World,
+        stage: nn.Module | EmulatedRunner,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        self._directory, self._world = directory, world
+        self._stage, self._optimizer = stage, optimizer
+        self._prefix = ""
+        if isinstance(stage, nn.Module):
+            self._prefix = self._find_prefix(stage)
+
+    def _find_prefix(self, module: nn.Module) -> str:
+        names: list[Any] = [None] * dist.get_world_size(self._world.stages)
+        dist.all_gather_object(names, sorted(module.state_dict()), group=self._world.stages)
+        seen: dict[str, int] = {}
+        for stage, mine in enumerate(names):
+            for name in mine:
+                if name in seen:
+                    if self._world.seat.rank == 0:
+                        log.warning(
+                            "checkpoints: stages %d and %d both have %r; names get the stage as "
+                            "a prefix, so these checkpoints resume with %d stages only",
+                            seen[name], stage, name, len(names),
+                        )  # fmt: skip
+                    return f"stage{self._world.seat.stage}."
+                seen[name] = stage
+        return ""
+
+    def save(self, iteration: int) -> Path:
+        """Write a checkpoint to be resumed at ``iteration``; returns its folder.
+
+        Raises :class:`PipelineError` saying why it cannot be written: on all ranks, if on one.
+        """
+        folder = self._directory / f"iteration-{iteration:08d}"
+        if self._world.seat.rank == 0:
+            # One of an earlier run: half overwritten it would still count as finished. Rank 0
+            # also plans what each rank writes, so nobody writes before this.
+            _remove(folder)
+        state = self._state() | {
+            name: parameter.grad
+            for name, parameter in self._gradients().items()
+            if parameter.grad is not None and parameter.grad.count_nonzero()
+        }
+        state[_ITERATION] = torch.tensor(iteration)
+        state[_STAGES] = torch.tensor(self._world.seat.stages if self._prefix else 0)
+        try:
+            state_dict_saver.save(state, checkpoint_id=folder, process_group=self._world.control)
+        except CheckpointException as error:
+            rank, (why, _) = next(iter(error.failures.items()))
+            raise PipelineError(
+                f"{folder} cannot be written: rank {rank}: {first_sentence(why)}"
+            ) from error
+        if self._world.seat.rank == 0:
+            for old in self._finished()[:-KEPT]:
+                _remove(old)
+        return folder
+
+    def resume(self) -> int:
+        """Load the newest finished checkpoint; returns the iteration to go on with, 0 if
+        there is none.
+
+        Raises :class:`InputError` if it does not fit the module or the number of stages.
+        """
+        newest = None
+        if self._world.seat.rank == 0 and (finished := self._finished()):
+            newest = finished[-1]
+        folder = self._world.share(newest)
+        if folder is None:
+            return 0
+        marks: dict[str, Any] = {_ITERATION: torch.tensor(0), _STAGES: torch.tensor(0)}
+        state_dict_loader.load(marks, checkpoint_id=folder, process_group=self._world.control)
+        stages = int(marks[_STAGES])
+        if stages not in (0, self._world.seat.stages):
+            raise InputError(
+                f"{folder} was saved by {stages} stages that share parameter names; resume with "
+                f"{stages} stages, not {self._world.seat.stages}"
+            )
+        saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+        gradients = {name: p for name, p in self._gradients().items() if name in saved}
+        state = self._state() | {name: torch.zeros_like(p) for name, p in gradients.items()}
+        moments = [name for name in state if name.startswith(f"{self._prefix}optimizer.state.")]
+        stepped = not moments or any(name in saved for name in moments)
+        if not stepped:
+            # Saved before the optimizer's first step; made by `_state`, these count one too many.
+            for name in moments:
+                del state[name]
+        try:
+            state_dict_loader.load(state, checkpoint_id=folder, process_group=self._world.control)
+        except CheckpointException as error:
+            first = next(iter(error.failures.values()))[0]
+            raise InputError(f"{folder} does not fit this job: {first}") from error
+        self._restore(state, stepped=stepped)
+        for name, parameter in gradients.items():
+            parameter.grad = state[name]
+        return int(marks[_ITERATION])
+
+    def _finished(self) -> list[Path]:
+        return sorted(path.parent for path in self._directory.glob("iteration-*/.metadata"))
+
+    def _state(self) -> dict[str, Any]:
+        if isinstance(self._stage, EmulatedRunner):
+            seat = self._world.seat
+            name = f"emulated.replica{seat.replica}.stage{seat.stage}"
+            return {name: torch.tensor(list(self._stage.state().to_bytes(8, "little")))}
+        state = {
+            f"{self._prefix}model.{name}": value
+            for name, value in get_model_state_dict(self._stage, options=_OPTIONS).items()
+        }
+        if self._optimizer is not None:
+            found: Any = get_optimizer_state_dict(self._stage, self._optimizer, options=_OPTIONS)
+            state |= {f"{self._prefix}optimizer.{name}": v for name, v in found.items()}
+        return state
+
+    def _gradients(self) -> dict[str, nn.Parameter]:
+        """Parameters by the names that their gradients have in a checkpoint."""
+        if isinstance(self._stage, EmulatedRunner):
+            return {}
+        return {
+            f"{self._prefix}gradient.{name.replace('_orig_mod.', '')}": parameter
+            for name, parameter in self._stage.named_parameters()
+            if parameter.requires_grad
+        }
+
+    def _restore(self, state: dict[str, Any], *, stepped: bool) -> None:
+        if isinstance(self._stage, EmulatedRunner):
+            (value,) = state.values()
+            self._stage.restore(int.from_bytes(bytes(value.tolist()), "little"))
+            return
+
+        def part(kind: str) -> dict[str, Any]:
+            start = f"{self._prefix}{kind}."
+            return {k.removeprefix(start): v for k, v in state.items() if k.startswith(start)}
+
+        set_model_state_dict(self._stage, part("model"), options=_OPTIONS)
+        if self._optimizer is None:
+            return
+        if not stepped:
+            self._optimizer.state.clear()
+        else:
+            set_optimizer_state_dict(
+                self._stage, self._optimizer, part("optimizer"), options=_OPTIONS
+            )
+
+
+def check_directory(directory: Path) -> None:
+    """Raise :class:`InputError` if the folder for checkpoints cannot be written to."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"spec.checkpoint.directory: {directory} cannot be written to: {error.strerror}"
+        ) from None
+
+
+def _remove(folder: Path) -> None:
+    """Delete a checkpoint; first what makes it count as finished."""
+    (folder / ".metadata").unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)

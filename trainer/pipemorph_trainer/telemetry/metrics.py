@@ -1,0 +1,276 @@
+"""A rank's Prometheus metrics: what it tells the agent, at an HTTP port of its own.
+
+On in the pods the operator makes (``spec.trainer.metricsPort``, PIPEMORPH_METRICS_PORT), off
+elsewhere. A rank has two links at most, so the series of a job grow with its ranks and never
+with their pairs. Whatever goes wrong here costs metrics and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from pipemorph.planning import Plan
+from pipemorph.wire import RailSample, TransportSample
+from pipemorph_trainer.agent.messages import ControlClient, RankTelemetry
+from pipemorph_trainer.context import TrainerContext
+from pipemorph_trainer.topology.addresses import everywhere, own_address
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry, Counter, Gauge
+
+    from pipemorph_trainer.topology.coordinate import Seat
+
+log = logging.getLogger("pipemorph.metrics")
+
+_RANK = ["name", "stage", "replica"]
+_LINK = [*_RANK, "link", "direction", "path"]
+MOST_PORTS = 64
+"""Of a rank, that have series: a host may show hundreds of virtual functions."""
+
+
+class RankMetrics:
+    """The metrics of one rank, fed with its telemetry and its plans.
+
+    ``clock`` is monotonic, seconds. Raises ImportError without prometheus-client.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        stage: int,
+        replica: int,
+        *,
+        registry: CollectorRegistry | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        from prometheus_client import CollectorRegistry, Counter, Gauge
+
+        self.registry = registry or CollectorRegistry()
+        self._stage = stage
+        self._who = {"name": job, "stage": str(stage), "replica": str(replica)}
+        self._clock = clock
+        self._began: tuple[int, float] | None = None
+        self._microbatches = 0
+        self._seconds = 0.0
+        self._paths: dict[tuple[int, str], str] = {}
+
+        def gauge(name: str, text: str, labels: list[str] = _RANK) -> Gauge:
+            return Gauge(f"pipemorph_rank_{name}", text, labels, registry=self.registry)
+
+        def counter(name: str, text: str, labels: list[str] = _RANK) -> Counter:
+            return Counter(f"pipemorph_rank_{name}", text, labels, registry=self.registry)
+
+        self._iteration = gauge("iteration", "Iteration in progress.")
+        self._iteration_seconds = gauge("iteration_seconds", "Time of the newest iteration.")
+        self._bubble = gauge(
+            "bubble_fraction", "Part of the newest iteration in which this rank ran no op."
+        )
+        self._applied = gauge("applied_epoch", "Epoch of the plan of the iteration in progress.")
+        self._prepared = gauge("prepared_epoch", "Epoch of the newest plan this rank could run.")
+        self._in_flight = gauge(
+            "in_flight_peak", "Most microbatches in flight here under the plan in effect."
+        )
+        self._memory = gauge("peak_memory_bytes", "Highest memory use so far.")
+        self._offloaded = counter(
+            "offloaded_microbatches", "Microbatches whose activations went to host memory."
+        )
+        self._offloaded_bytes = counter(
+            "offloaded_bytes", "Activations that went to host memory; they came back as well."
+        )
+        self._offload_seconds = counter(
+            "offload_copy_seconds", "Time of those copies, both ways, within ops."
+        )
+        self._host_memory = gauge("offload_host_memory_bytes", "Host memory held for activations.")
+        self._wire = gauge(
+            "link_wire_seconds",
+            "First byte out to whole at the receiver: median of the newest window, with what is "
+            "normal for the message's size.",
+            _LINK,
+        )
+        self._queue = gauge(
+            "link_queue_seconds", "Wait before the first byte: median of the newest window.", _LINK
+        )
+        self._bytes = counter("link_bytes", "Payload sent.", _LINK)
+        self._messages = counter("link_messages", "Messages sent.", _LINK)
+        self._reroutes = counter("reroutes", "Changes of a link's path.", [*_RANK, "link"])
+        of_link = [*_RANK, "link"]
+        self._carries = gauge(
+            "link_transport",
+            "1 for what the engine moves the link by now, 0 for what it has moved it by before.",
+            [*of_link, "agreed", "transport"],
+        )
+        self._changes = {
+            "fallbacks": counter(
+                "link_fallbacks", "Times the last rail was lost and TCP took over.", of_link
+            ),
+            "failbacks": counter("link_failbacks", "Times a rail took over again.", of_link),
+            "reconnects": counter("link_reconnects", "Control connections made again.", of_link),
+        }
+        of_port = [*_RANK, "device", "port"]
+        self._ports = gauge("rdma_ports", "RDMA ports that this rank sees.")
+        self._active = gauge(
+            "rdma_port_active", "1 while the port is ACTIVE; no series: unavailable.", of_port
+        )
+        self._counts = counter(
+            "rdma_port_events",
+            "The driver's counter of that name; no series: unavailable.",
+            [*of_port, "counter"],
+        )
+        self._counted: dict[tuple[str, int, str], int] = {}
+        self._ends: dict[int, TransportSample] = {}
+        self._known_ports: set[tuple[str, int]] = set()
+
+    def plan(self, plan: Plan) -> None:
+        """A plan is in effect from the iteration that begins."""
+        self._microbatches = plan.schedule.microbatches
+        self._in_flight.labels(**self._who).set(plan.schedule.in_flight_peak()[self._stage])
+
+    def hear(self, telemetry: RankTelemetry) -> None:
+        """Take in one message of this rank to its agent."""
+        now = self._clock()
+        self._iteration.labels(**self._who).set(telemetry.iteration)
+        self._applied.labels(**self._who).set(telemetry.applied_epoch)
+        self._prepared.labels(**self._who).set(telemetry.prepared_epoch)
+        if self._began is None or telemetry.iteration != self._began[0]:
+            if self._began is not None and telemetry.iteration > self._began[0]:
+                self._seconds = (now - self._began[1]) / (telemetry.iteration - self._began[0])
+                self._iteration_seconds.labels(**self._who).set(self._seconds)
+            self._began = (telemetry.iteration, now)
+        profile = telemetry.profile
+        if profile is not None:
+            self._memory.labels(**self._who).set(profile.peak_memory)
+            busy = self._microbatches * (
+                profile.forward + profile.backward_input + profile.backward_weight
+            )
+            if self._seconds > 0 and busy > 0:
+                self._bubble.labels(**self._who).set(max(0.0, 1 - busy / self._seconds))
+        offloaded = telemetry.offloaded
+        if offloaded is not None:
+            self._offloaded.labels(**self._who).inc(offloaded.microbatches)
+            self._offloaded_bytes.labels(**self._who).inc(offloaded.bytes)
+            self._offload_seconds.labels(**self._who).inc(offloaded.seconds)
+            self._host_memory.labels(**self._who).set(offloaded.host_bytes)
+        for sample in telemetry.links:
+            path = sample.path.value
+            where = {"link": str(sample.link), "direction": sample.direction, "path": path}
+            self._bytes.labels(**self._who, **where).inc(sample.bytes)
+            self._messages.labels(**self._who, **where).inc(sample.wire.count)
+            self._queue.labels(**self._who, **where).set(sample.queue_p50)
+            if sample.wire.count:
+                self._wire.labels(**self._who, **where).set(sample.wire.p50)
+            before = self._paths.setdefault((sample.link, sample.direction), path)
+            if before != path:
+                self._paths[sample.link, sample.direction] = path
+                self._reroutes.labels(**self._who, link=where["link"]).inc()
+        for end in telemetry.transports:
+            self._hear_transport(end)
+        if telemetry.ports is not None:
+            self._ports.labels(**self._who).set(telemetry.ports)
+        for rail in telemetry.rails:
+            self._hear_rail(rail)
+
+    def _hear_transport(self, end: TransportSample) -> None:
+        before = self._ends.get(end.link)
+        self._ends[end.link] = end
+        of_link = self._who | {"link": str(end.link)}
+        if before is not None and before.transport != end.transport:
+            self._carries.labels(**of_link, agreed=end.agreed, transport=before.transport).set(0)
+        self._carries.labels(**of_link, agreed=end.agreed, transport=end.transport).set(1)
+        for name, metric in self._changes.items():
+            known = getattr(before, name) if before is not None else 0
+            metric.labels(**of_link).inc(max(0, getattr(end, name) - known))
+
+    def _hear_rail(self, rail: RailSample) -> None:
+        port = (rail.device, rail.port)
+        if port not in self._known_ports and len(self._known_ports) >= MOST_PORTS:
+            return
+        self._known_ports.add(port)
+        of_port = self._who | {"device": rail.device, "port": str(rail.port)}
+        labels = list(of_port.values())
+        if rail.state == "unavailable":
+            _forget(self._active, labels)
+        else:
+            self._active.labels(**of_port).set(rail.state == "ACTIVE")
+        for name, value in rail.counters.items():
+            if value == "unavailable":
+                self._counted.pop((*port, name), None)
+                _forget(self._counts, [*labels, name])
+                continue
+            before = self._counted.get((*port, name), 0)
+            self._counted[*port, name] = value
+            # Less than before: it has started over.
+            grown = value - before if value >= before else value
+            self._counts.labels(**of_port, counter=name).inc(grown)
+
+
+def _forget(metric: Counter | Gauge, labels: list[str]) -> None:
+    try:
+        metric.remove(*labels)
+    except KeyError:
+        return  # It had no series.
+
+
+class MeteredControl:
+    """A :class:`~.messages.ControlClient` of the agent whose messages are metrics as well.
+
+    ``first`` is the plan the rank starts with.
+    """
+
+    def __init__(self, inner: ControlClient, metrics: RankMetrics, first: Plan) -> None:
+        self._inner = inner
+        self._metrics = metrics
+        self._plans = {first.version: first}
+        self._metrics.plan(first)
+
+    def publish(self, telemetry: RankTelemetry) -> None:
+        plan = self._plans.get(telemetry.applied_epoch)
+        if plan is not None and len(self._plans) > 1:
+            self._metrics.plan(plan)
+            # Older ones do not come back; newer ones are on their way.
+            self._plans = {v: p for v, p in self._plans.items() if v >= plan.version}
+        self._metrics.hear(telemetry)
+        self._inner.publish(telemetry)
+
+    def newest_plan(self) -> Plan | None:
+        plan = self._inner.newest_plan()
+        if plan is not None:
+            self._plans[plan.version] = plan
+        return plan
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def metered(
+    control: ControlClient, context: TrainerContext, seat: Seat, plan: Plan
+) -> ControlClient:
+    """``control``, with metrics at the port the host gave the rank, if it gave one."""
+    if not context.metrics_port:
+        return control
+    job = context.job.metadata.name if context.job is not None else "job"
+    host = everywhere(own_address(context.master_addr))
+    metrics = serve(job, seat.stage, seat.replica, context.metrics_port, host)
+    return control if metrics is None else MeteredControl(control, metrics, plan)
+
+
+def serve(job: str, stage: int, replica: int, port: int, host: str) -> RankMetrics | None:
+    """Metrics at ``host:port``, or None and a warning: a rank trains without them as well."""
+    try:
+        metrics = RankMetrics(job, stage, replica)
+        from prometheus_client import start_http_server
+
+        start_http_server(port, host, registry=metrics.registry)
+    except ImportError:
+        log.warning("no metrics: prometheus-client is not installed")
+        return None
+    except OSError as error:
+        log.warning(
+            "no metrics: port %d: %s; on a node with other ranks and hostNetwork, give"
+            " spec.trainer.metricsPort 0 or use placement.onePodPerNode",
+            port, error.strerror or error,
+        )  # fmt: skip
+        return None
+    return metrics

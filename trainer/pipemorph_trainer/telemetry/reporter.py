@@ -1,0 +1,110 @@
+"""What a rank tells the agent, and when: at op boundaries, seldom enough to cost nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from time import monotonic
+from typing import Literal
+
+from pipemorph.planning import Path
+from pipemorph.wire import IterationSample, LinkSample, StageProfile
+from pipemorph_trainer.agent import AgentHandle, connect, start_agent
+from pipemorph_trainer.agent.messages import ControlClient, NoControl, Offloaded, RankTelemetry
+from pipemorph_trainer.context import TrainerContext
+from pipemorph_trainer.links.link import LinkEnd
+from pipemorph_trainer.telemetry.rails import RailWatch
+from pipemorph_trainer.telemetry.transports import TransportWatch
+from pipemorph_trainer.topology.coordinate import Seat
+from pipemorph_trainer.topology.world import World
+
+PUBLISH_SECONDS = 0.05
+State = Literal["starting", "training", "finished", "failed"]
+
+
+class Reporter:
+    """Publishes link samples, profiles and finished iterations of one rank.
+
+    ``rails``: the engine's, as in ``rxe0 port 1``; None without an engine.
+    """
+
+    def __init__(
+        self,
+        seat: Seat,
+        control: ControlClient,
+        ends: list[LinkEnd],
+        rails: Collection[str] | None = None,
+    ) -> None:
+        self._seat, self._control, self._ends = seat, control, ends
+        self._left_over: list[LinkSample] = []
+        self._published_at = 0.0
+        self._rails = RailWatch(seat.stage, seat.replica, used=rails)
+        self._transports = TransportWatch(ends, seat.replica)
+        self.state: State = "starting"
+        self.iteration = 0
+        self.applied = 0
+        self.prepared = 0
+
+    def begin_iteration(self, iteration: int, applied: int) -> None:
+        """A new iteration: its samples carry its index and the links' paths."""
+        self.iteration, self.applied = iteration, applied
+        for end in self._ends:
+            left = end.recorder.begin(end.path, end.transport, iteration)
+            if left is not None:
+                self._left_over.append(left)
+
+    def between_ops(self) -> None:
+        """Publish new link samples, at most every :data:`PUBLISH_SECONDS`."""
+        now = monotonic()
+        if now - self._published_at >= PUBLISH_SECONDS and any(e.recorder for e in self._ends):
+            self.publish()
+
+    def publish(
+        self,
+        *,
+        profile: StageProfile | None = None,
+        finished: IterationSample | None = None,
+        offloaded: Offloaded | None = None,
+        message: str | None = None,
+    ) -> None:
+        """Publish now, with all link samples there are."""
+        self._published_at = monotonic()
+        links, self._left_over = self._left_over, []
+        for end in self._ends:
+            if not end.recorder:
+                continue
+            if end.path is Path.DELEGATED or not end.same_host:
+                end.refresh_clock()
+            sample = end.recorder.drain()
+            if sample is not None:
+                links.append(sample)
+        self._control.publish(
+            RankTelemetry(
+                rank=self._seat.rank,
+                stage=self._seat.stage,
+                replica=self._seat.replica,
+                state=self.state,
+                iteration=self.iteration,
+                applied_epoch=self.applied,
+                prepared_epoch=self.prepared,
+                links=links,
+                profile=profile,
+                finished_iteration=finished,
+                offloaded=offloaded,
+                rails=self._rails.take(),
+                ports=self._rails.ports,
+                transports=self._transports.take(),
+                message=message[:1024] if message else None,
+            )
+        )
+
+
+def join_agent(context: TrainerContext, world: World) -> tuple[ControlClient, AgentHandle | None]:
+    """This rank's line to the job's agent, if there is one. Rank 0 starts it, and holds it."""
+    if context.ingest_url is None:
+        return NoControl(), None
+    agent = where = None
+    if world.seat.rank == 0:
+        agent = start_agent(context)
+        where = (agent.host, agent.port)
+    host, port = world.share(where)
+    return connect(context, host, port), agent

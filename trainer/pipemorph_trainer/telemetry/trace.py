@@ -1,0 +1,158 @@
+"""What a rank leaves in ``PIPEMORPH_TRACE_DIR`` for the host to merge.
+
+``ops-rank{R}.jsonl``: one line per iteration, ``{"rank", "stage", "replica", "iteration",
+"epoch", "origin", "ops", "waits", "emulated"}``. ``origin`` is the wall clock at the start of
+the iteration; ``ops`` and ``waits`` are ``[kind, microbatch, start, end]`` in seconds from it.
+Where activations went to host memory, ``copies`` are ``["out" or "back", microbatch, start, end,
+bytes]``: the end of an F, the beginning of a B or BW.
+
+The file has at most so many bytes, ``PIPEMORPH_TRACE_BYTES``: one that has grown to that keeps its
+first and its newest quarter, and a line in between, ``{"rank", "dropped", "limit"}``, says how many
+iterations are missing there.
+
+``split-rank{R}.json``: how its stage splits the backward and why, after the first iteration.
+
+``faults-rank{R}.json``: what the fault trace did here, and how many ``iterations`` of the job
+are done, those before a resume as well; written at the end however it comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any, TextIO
+
+from pipemorph_trainer.context import TRACE_BYTES
+from pipemorph_trainer.executor.dispatch import Outcome
+from pipemorph_trainer.links.link import LinkEnd
+from pipemorph_trainer.topology.coordinate import Seat
+
+log = logging.getLogger("pipemorph.trainer")
+
+
+class TraceWriter:
+    """Appends a rank's traces; without a folder it does nothing.
+
+    ``limit``: most bytes of the trace of ops.
+    """
+
+    def __init__(
+        self, folder: Path | None, seat: Seat, *, emulated: bool, limit: int = TRACE_BYTES
+    ) -> None:
+        self._folder, self._seat, self._emulated = folder, seat, emulated
+        self._limit = limit
+        self._size = self._dropped = 0
+        self._file: TextIO | None = None
+        self._closed = False
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._path = folder / f"ops-rank{seat.rank}.jsonl"
+            self._open(self._path)
+
+    def _open(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+        self._size = os.fstat(self._file.fileno()).st_size
+
+    def iteration(self, index: int, epoch: int, origin: float, outcome: Outcome) -> None:
+        if self._file is None:
+            return
+
+        def rows(timed: list[Any]) -> list[list[Any]]:
+            return [
+                [kind.value, microbatch, round(start - origin, 6), round(end - origin, 6)]
+                for kind, microbatch, start, end in timed
+            ]
+
+        line: dict[str, Any] = {
+            "rank": self._seat.rank,
+            "stage": self._seat.stage,
+            "replica": self._seat.replica,
+            "iteration": index,
+            "epoch": epoch,
+            "origin": origin,
+            "ops": rows(outcome.ops),
+            "waits": rows(outcome.waits),
+        }
+        if outcome.copies:
+            line["copies"] = [
+                [
+                    "out" if copy.out else "back",
+                    copy.microbatch,
+                    round(copy.start - origin, 6),
+                    round(copy.end - origin, 6),
+                    copy.nbytes,
+                ]
+                for copy in outcome.copies
+            ]
+        if self._emulated:
+            line["emulated"] = True
+        text = json.dumps(line) + "\n"
+        try:
+            if self._size + len(text) > self._limit:
+                self._drop_middle()
+            self._file.write(text)
+            self._file.flush()
+            self._size += len(text)
+        except OSError as error:
+            # A full disk ends the traces, not the training.
+            log.warning("%s: no more traces of ops: %s", self._seat, error)
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+
+    def _drop_middle(self) -> None:
+        """Keep the first and the newest quarter, in whole lines."""
+        assert self._file is not None
+        if not self._dropped:
+            log.warning(
+                "%s: the trace of ops has %d bytes; from now on it keeps its first and its newest"
+                " iterations. PIPEMORPH_TRACE_BYTES raises the limit of %d bytes",
+                self._seat, self._size, self._limit,
+            )  # fmt: skip
+        self._file.close()
+        shorter = self._path.with_suffix(".tmp")
+        with self._path.open("rb") as old, shorter.open("wb") as new:
+            while (head := old.readline()) and old.tell() <= self._limit // 4:
+                new.write(head)
+            while head and old.tell() < self._size - self._limit // 4:
+                self._dropped += b'"dropped"' not in head
+                head = old.readline()
+            record = {"rank": self._seat.rank, "dropped": self._dropped, "limit": self._limit}
+            new.write(json.dumps(record).encode() + b"\n" + head)
+            while block := old.read(1 << 20):
+                new.write(block)
+        shorter.replace(self._path)
+        self._open(self._path)
+
+    def split(self, record: dict[str, Any]) -> None:
+        """Write how this rank's stage splits its backward, and why."""
+        self._write("split", record, "how the backward is split")
+
+    def close(self, ends: list[LinkEnd], iterations: int = 0) -> None:
+        """Write what the fault trace did, and how many iterations are done. Idempotent."""
+        if self._folder is None or self._closed:
+            return
+        self._closed = True
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+        faults = [entry for end in ends for entry in (*end.shaper.record(), *end.severer.record())]
+        self._write("faults", {"iterations": iterations, "faults": faults}, "the fault trace")
+
+    def _write(self, kind: str, record: dict[str, Any], what: str) -> None:
+        if self._folder is None:
+            return
+        seat = {
+            "rank": self._seat.rank,
+            "stage": self._seat.stage,
+            "replica": self._seat.replica,
+        }
+        path = self._folder / f"{kind}-rank{self._seat.rank}.json"
+        try:
+            path.write_text(json.dumps(seat | record), encoding="utf-8")
+        except OSError as error:
+            log.warning("%s: no record of %s: %s", self._seat, what, error)

@@ -1,0 +1,73 @@
+"""What the engine says of this rank's links, for link health reports: on what path a link is,
+and that it has fallen back. A link that runs over TCP in place of its rails looks like a slow one;
+only the engine knows which it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from pipemorph.wire import TransportSample
+from pipemorph_trainer.links.channels.message import Direction
+
+if TYPE_CHECKING:
+    from pipemorph_trainer.links.link import LinkEnd
+
+LOOK_SECONDS = 1.0
+REFRESH_SECONDS = 60.0
+"""All is told again so often: whoever listens may have started over."""
+
+
+class TransportWatch:
+    """Looks at the ends that have an engine link, seldom enough to cost nothing."""
+
+    def __init__(
+        self,
+        ends: Sequence[LinkEnd],
+        replica: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ends, self._replica, self._clock = ends, replica, clock
+        self._looked_at = float("-inf")
+        self._told_at = float("-inf")
+        self._told: dict[int, TransportSample] = {}
+
+    def take(self, *, now: bool = False) -> list[TransportSample]:
+        """The ends that are not as they were when they were taken last, all of them once a
+        minute. ``now``: look, even if it was done a moment ago."""
+        at = self._clock()
+        if at - self._looked_at < LOOK_SECONDS and not now:
+            return []
+        self._looked_at = at
+        if at - self._told_at >= REFRESH_SECONDS:
+            self._told_at = at
+            self._told = {}
+        changed = []
+        for i, end in enumerate(self._ends):
+            sample = self._sample(end)
+            if sample is not None and self._told.get(i) != sample:
+                self._told[i] = sample
+                changed.append(sample)
+        return changed
+
+    def _sample(self, end: LinkEnd) -> TransportSample | None:
+        link = end.engine_link
+        if link is None:
+            return None
+        stats = link.stats()
+        lost = [p for p in stats.paths if p.kind == "rdma" and p.trouble]
+        trouble = "; ".join(f"{p.rail}: {p.trouble}" for p in lost)
+        return TransportSample(
+            link=end.link,
+            replica=self._replica,
+            direction="forward" if end.sends is Direction.FORWARD else "backward",
+            agreed=link.transport,  # type: ignore[arg-type]
+            transport=stats.transport,
+            fallbacks=stats.fallbacks,
+            failbacks=stats.failbacks,
+            reconnects=stats.reconnects,
+            trouble=" ".join(trouble.split())[:200],
+        )

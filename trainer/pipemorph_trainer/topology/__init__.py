@@ -1,0 +1,1 @@
+"""Who is where: ranks, groups, machines and their devices."""

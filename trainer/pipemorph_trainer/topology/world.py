@@ -1,0 +1,72 @@
+"""The ranks of a job: process group, device mesh (``dp`` × ``pp``) and what they share."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from pipemorph.errors import InputError
+from pipemorph_trainer.context import TrainerContext
+from pipemorph_trainer.topology.coordinate import Seat
+from pipemorph_trainer.topology.groups import Groups
+
+
+@dataclass(eq=False)
+class World:
+    """``control`` is a group of all ranks for the small collectives of every iteration.
+
+    All groups are apart from the user's, so that neither can hold up or reorder the other.
+    """
+
+    seat: Seat
+    mesh: DeviceMesh
+    groups: Groups
+    control: dist.ProcessGroup
+    stages: dist.ProcessGroup
+    replicas: dist.ProcessGroup | None
+    secret: bytes
+
+    def __post_init__(self) -> None:
+        self._process = os.getpid()
+        # For a script that closes no pipeline.
+        atexit.register(self.leave, clean=False)
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's value, on every rank. Start-up only."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+    def leave(self, *, clean: bool) -> None:
+        """End the groups that were made for this world; see :meth:`Groups.destroy`.
+
+        The default group stays: it is the user's, or ends with the interpreter.
+        """
+        if os.getpid() != self._process:
+            return  # A forked child: the connections are its parent's.
+        atexit.unregister(self.leave)
+        self.groups.destroy(clean=clean)
+        if hasattr(self, "control"):
+            # The last references: dropping them waits for gloo's threads.
+            del self.mesh, self.control, self.stages, self.replicas
+
+
+def seat_of(context: TrainerContext, stages: int) -> Seat:
+    """Raises :class:`InputError` if ``stages`` does not divide the world."""
+    if context.world_size % stages:
+        raise InputError(
+            f"{context.world_size} ranks cannot be cut into pipelines of {stages} stages; start "
+            f"a multiple of {stages} ranks"
+        )
+    return Seat(
+        rank=context.rank,
+        stage=context.rank % stages,
+        stages=stages,
+        replica=context.rank // stages,
+        replicas=context.world_size // stages,
+    )
