@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/error.hpp"
+#include "base/error.hpp"
 #include "os/fd.hpp"
 
 namespace pipemorph {

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <array>
 
-#include "planner/bounds.hpp"
+#include "planner/lower_bound.hpp"
 #include "planner/search.hpp"
 
 namespace nb = nanobind;

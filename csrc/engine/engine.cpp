@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <future>
 
-#include "engine/text.hpp"
+#include "base/text.hpp"
 #include "os/clock.hpp"
 
 namespace pipemorph {

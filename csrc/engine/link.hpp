@@ -10,8 +10,8 @@
 #include <mutex>
 #include <set>
 
+#include "base/error.hpp"
 #include "engine/dial.hpp"
-#include "engine/error.hpp"
 #include "path/rdma_path.hpp"
 #include "protocol/path_state.hpp"
 #include "protocol/reliable.hpp"

@@ -2,8 +2,8 @@
 // report, and when TCP carries in their place.
 #include <algorithm>
 
+#include "base/text.hpp"
 #include "engine/link.hpp"
-#include "engine/text.hpp"
 #include "os/clock.hpp"
 
 namespace pipemorph {

@@ -1,8 +1,8 @@
 // What a link receives: slots granted, messages out.
 #include <algorithm>
 
+#include "base/text.hpp"
 #include "engine/link.hpp"
-#include "engine/text.hpp"
 #include "os/clock.hpp"
 #include "os/copy.hpp"
 #include "os/numa.hpp"

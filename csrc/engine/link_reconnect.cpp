@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cerrno>
 
+#include "base/text.hpp"
 #include "engine/link.hpp"
-#include "engine/text.hpp"
 #include "os/clock.hpp"
 
 namespace pipemorph {

@@ -1,8 +1,8 @@
 // What a link sends: messages in, tickets out.
 #include <algorithm>
 
+#include "base/text.hpp"
 #include "engine/link.hpp"
-#include "engine/text.hpp"
 #include "os/clock.hpp"
 
 namespace pipemorph {

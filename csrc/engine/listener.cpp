@@ -7,7 +7,7 @@
 #include <cerrno>
 #include <cstring>
 
-#include "engine/error.hpp"
+#include "base/error.hpp"
 #include "os/clock.hpp"
 
 namespace pipemorph {

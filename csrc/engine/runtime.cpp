@@ -6,7 +6,7 @@
 #include <cmath>
 #include <fstream>
 
-#include "engine/error.hpp"
+#include "base/error.hpp"
 #include "os/clock.hpp"
 #include "os/numa.hpp"
 #include "os/processors.hpp"

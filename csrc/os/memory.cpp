@@ -8,7 +8,7 @@
 #include <cstring>
 #include <string>
 
-#include "engine/error.hpp"
+#include "base/error.hpp"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23

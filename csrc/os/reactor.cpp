@@ -10,7 +10,7 @@
 #include <cerrno>
 #include <cstring>
 
-#include "engine/error.hpp"
+#include "base/error.hpp"
 #include "os/clock.hpp"
 
 namespace pipemorph {

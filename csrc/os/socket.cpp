@@ -11,7 +11,7 @@
 #include <cstddef>
 #include <cstring>
 
-#include "engine/error.hpp"
+#include "base/error.hpp"
 #include "os/clock.hpp"
 
 namespace pipemorph {

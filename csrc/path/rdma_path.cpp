@@ -10,7 +10,7 @@
 #include <cstring>
 #include <random>
 
-#include "engine/error.hpp"
+#include "base/error.hpp"
 #include "os/clock.hpp"
 #include "os/copy.hpp"
 #include "os/numa.hpp"

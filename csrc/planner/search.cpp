@@ -4,11 +4,11 @@
 #include <cmath>
 #include <iterator>
 
-#include "planner/bounds.hpp"
-#include "planner/dice.hpp"
-#include "planner/execution.hpp"
-#include "planner/listing.hpp"
-#include "planner/shifting.hpp"
+#include "planner/evaluate.hpp"
+#include "planner/list_scheduler.hpp"
+#include "planner/local_search.hpp"
+#include "planner/lower_bound.hpp"
+#include "planner/rng.hpp"
 
 namespace pipemorph::planner {
 namespace {
@@ -244,7 +244,7 @@ class Search {
     Times tails_;
     Lister lister_;
     Executor executor_;
-    Dice dice_;
+    Rng dice_;
     Found found_;
     Tuning tuning_;
     bool tuned_ = false;

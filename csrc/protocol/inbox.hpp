@@ -11,7 +11,7 @@
 #include <unordered_map>
 
 #include "os/memory.hpp"
-#include "protocol/bitmap.hpp"
+#include "wire/bitmap.hpp"
 #include "wire/chunk.hpp"
 #include "wire/frames.hpp"
 

@@ -12,7 +12,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
-#include "engine/error.hpp"
+#include "base/error.hpp"
 #include "protocol/telemetry.hpp"
 #include "wire/chunk.hpp"
 #include "wire/frames.hpp"

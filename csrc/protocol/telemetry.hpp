@@ -4,7 +4,7 @@
 #include <optional>
 #include <vector>
 
-#include "protocol/key.hpp"
+#include "wire/key.hpp"
 
 namespace pipemorph {
 

@@ -14,7 +14,7 @@
 #include <set>
 #include <sstream>
 
-#include "engine/error.hpp"
+#include "base/error.hpp"
 #include "os/numa.hpp"
 
 namespace pipemorph {

@@ -4,8 +4,8 @@
 
 #include <optional>
 
-#include "protocol/key.hpp"
 #include "wire/bytes.hpp"
+#include "wire/key.hpp"
 
 namespace pipemorph {
 

@@ -7,9 +7,9 @@
 #include <optional>
 #include <variant>
 
-#include "protocol/bitmap.hpp"
-#include "protocol/key.hpp"
+#include "wire/bitmap.hpp"
 #include "wire/bytes.hpp"
+#include "wire/key.hpp"
 
 namespace pipemorph {
 

@@ -33,7 +33,7 @@ class Mutant:
     """What the simulation must say."""
 
 
-INBOX, BITMAP = "protocol/inbox.cpp", "protocol/bitmap.hpp"
+INBOX, BITMAP = "protocol/inbox.cpp", "wire/bitmap.hpp"
 MUTANTS = {
     "as it is": Mutant(INBOX, INBOX, (), ""),
     "bitmap: every chunk counts as the first": Mutant(

@@ -304,20 +304,20 @@ def test_awkward_tensors(rig: Rig) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_any_order_of_the_streams_work(seed: int, transport: str) -> None:
     """Messages of changing shapes; tensors are dropped at once, and their memory used again."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     with rigged(transport) as rig:
         drivers = [Driver(device, seed) for device in (rig.sender, rig.receiver)]
         for iteration in range(4):
-            size = dice.choice((17, 1000, 70_000))
+            size = rng.choice((17, 1000, 70_000))
             meta = TensorMeta((size,), torch.float32)
             batch = rig.batch(meta, meta, iteration=iteration, microbatches=10)
-            rig.begin(batch, slots=dice.choice((1, 3, 10)))
+            rig.begin(batch, slots=rng.choice((1, 3, 10)))
             seen: list[bytes] = []
             wanted: list[bytes] = []
             sent = 0
             for microbatch in range(10):
                 # Up to four are ahead of what is taken.
-                for ahead in range(sent, min(10, microbatch + dice.randint(1, 4))):
+                for ahead in range(sent, min(10, microbatch + rng.randint(1, 4))):
                     pair = [values(100 * iteration + 2 * ahead + k, size) for k in range(2)]
                     rig.outgoing.send(ahead, [rig.sender.tensor(each) for each in pair])
                     wanted += [raw(each) for each in pair]

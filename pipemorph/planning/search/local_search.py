@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pipemorph.planning.search.evaluate import Executor
 from pipemorph.planning.search.order import BACKWARD, FORWARD, WEIGHT, Order
-from pipemorph.planning.search.rng import Dice
+from pipemorph.planning.search.rng import Rng
 from pipemorph.planning.simulation.costs import INF, Costs
 from pipemorph.planning.simulation.lower_bound import SAME, Times
 
@@ -33,7 +33,7 @@ def shift(
     costs: Costs,
     tail: Times,
     executor: Executor,
-    dice: Dice,
+    rng: Rng,
     *,
     unit: float,
     bound: float,
@@ -52,24 +52,24 @@ def shift(
     everything = effort
     length = executor.run_independent(present, costs)
     effort -= executor.ops_run
-    blocks = _trace(costs, executor, present, dice)
+    blocks = _trace(costs, executor, present, rng)
     while effort > 0 and makespan > bound * (1 + SAME) and blocks:
-        stage, first, last = blocks[dice.below(len(blocks))]
-        what = dice.below(4)
+        stage, first, last = blocks[rng.below(len(blocks))]
+        what = rng.below(4)
         if what == 0:
             begin, end = last, last - 1
         elif what == 1:
             begin, end = first, first + 1
         else:
-            begin = first + dice.below(last - first + 1)
-            end = first + dice.below(last - first + 1)
+            begin = first + rng.below(last - first + 1)
+            end = first + rng.below(last - first + 1)
         kinds = present[stage]
         # A step that was not run still counts, or a short path could be searched for ever.
         effort -= 1
         if kinds[begin] == kinds[end] and abs(begin - end) <= 1:
             continue
         kinds.insert(end, kinds.pop(begin))
-        within = length + HEAT * unit * (effort / everything) * dice.unit()
+        within = length + HEAT * unit * (effort / everything) * rng.unit()
         # A hair more, so that what is just as long is not given up.
         limit = within * (1 + SAME)
         found = INF
@@ -84,14 +84,14 @@ def shift(
         if found < makespan * (1 - SAME):
             makespan = found
             order = [bytearray(kinds) for kinds in present]
-        blocks = _trace(costs, executor, present, dice)
+        blocks = _trace(costs, executor, present, rng)
     return order, makespan
 
 
-def _trace(costs: Costs, executor: Executor, order: Order, dice: Dice) -> list[Block]:
+def _trace(costs: Costs, executor: Executor, order: Order, rng: Rng) -> list[Block]:
     """A critical path, from its end.
 
-    Where an op waited for its stage and its message alike, the dice say which is followed.
+    Where an op waited for its stage and its message alike, the rng say which is followed.
     """
     last = costs.stage_count - 1
     blocks = []
@@ -103,7 +103,7 @@ def _trace(costs: Costs, executor: Executor, order: Order, dice: Dice) -> list[B
         received = stage > 0 if kind == FORWARD else kind == BACKWARD and stage < last
         message = received and executor.arrival[kind][stage][m] == start
         machine = position > 0 and executor.free[stage][position - 1] == start
-        if machine and message and dice.below(2):
+        if machine and message and rng.below(2):
             machine = False
         if machine:
             position -= 1

@@ -29,7 +29,7 @@ from pipemorph.planning.search.list_scheduler import (
 from pipemorph.planning.search.local_search import shift
 from pipemorph.planning.search.order import Order
 from pipemorph.planning.search.reduce_memory import slim
-from pipemorph.planning.search.rng import Dice
+from pipemorph.planning.search.rng import Rng
 from pipemorph.planning.simulation.costs import INF, Costs
 from pipemorph.planning.simulation.lower_bound import SAME, heads, machine_bound, tails
 
@@ -95,7 +95,7 @@ class _Search:
         self.bound = machine_bound(costs, heads(costs, task.caps), self.tails)
         self.unit = mean_op(costs)
         self.executor = Executor(costs)
-        self.dice = Dice()
+        self.rng = Rng()
         self.shared = any(costs.half_duplex)
         self.budget = task.listing_effort
         self.tries = 0
@@ -173,31 +173,31 @@ class _Search:
         tuning = self.tuning or uniform(self.costs, self.task.caps, PORTFOLIO[0], self.task.warmup)
         while not self._done():
             candidate = tuning
-            for _ in range(self.dice.pick((1, 1, 2, 3))):
+            for _ in range(self.rng.pick((1, 1, 2, 3))):
                 candidate = self._bent(candidate)
             if self._try(candidate, or_equal=True):
                 tuning = candidate
 
     def _bent(self, tuning: Tuning) -> Tuning:
-        dice, stages = self.dice, self.costs.stage_count
-        stage = dice.below(stages)
+        rng, stages = self.rng, self.costs.stage_count
+        stage = rng.below(stages)
         biases, caps = list(tuning.biases), list(tuning.caps)
-        what = dice.below(20)
+        what = rng.below(20)
         if what < 9:
-            kind = dice.below(3)
-            change = self.unit * dice.pick((-2.0, -1.0, -0.5, -0.25, 0.25, 0.5, 1.0, 2.0))
+            kind = rng.below(3)
+            change = self.unit * rng.pick((-2.0, -1.0, -0.5, -0.25, 0.25, 0.5, 1.0, 2.0))
             first, last = stage, stage
-            if dice.below(2):
-                first, last = sorted((stage, dice.below(stages)))
+            if rng.below(2):
+                first, last = sorted((stage, rng.below(stages)))
             for i in range(first, last + 1):
                 values = list(biases[i])
                 values[kind] += change
                 biases[i] = Bias(*values)
         elif what < 16:
-            biases[stage] = biases[stage]._replace(patience=dice.pick((0.0, 0.3, 0.6, 1.0)))
+            biases[stage] = biases[stage]._replace(patience=rng.pick((0.0, 0.3, 0.6, 1.0)))
         else:
             least = tuning.warmup[stage] if tuning.warmup else 1
-            cap = caps[stage] + dice.pick((-1, 1))
+            cap = caps[stage] + rng.pick((-1, 1))
             caps[stage] = min(self.task.caps[stage], max(least, cap))
         return replace(tuning, biases=tuple(biases), caps=tuple(caps))
 
@@ -211,7 +211,7 @@ class _Search:
             self.costs,
             self.tails,
             self.executor,
-            self.dice,
+            self.rng,
             unit=self.unit,
             bound=self.bound,
             effort=self.task.shifting_effort,

@@ -8,7 +8,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Dice:
+class Rng:
     """A linear congruential generator with a fixed seed: a plan depends on its problem alone."""
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ from pipemorph.planning.offload import Residency
 from pipemorph.planning.problem import Problem, StageTimes
 from pipemorph.planning.search.backend import search
 from pipemorph.planning.search.order import to_schedule
-from pipemorph.planning.search.rng import Dice
+from pipemorph.planning.search.rng import Rng
 from pipemorph.planning.simulation.lower_bound import SAME
 from pipemorph.planning.simulation.simulator import predict
 
@@ -154,9 +154,9 @@ def offloading_variants(problem: Problem, without: Variant | None) -> Iterator[V
                 yield variant
     if found is None:
         return
-    dice = Dice()
+    rng = Rng()
     for _ in range(_steps(problem)):
-        choice = _step(best, dice, own, most, devices)
+        choice = _step(best, rng, own, most, devices)
         variant = attempt(choice)
         if variant.offloads and variant.makespan < found.makespan * (1 - SAME):
             best, found = choice, variant
@@ -165,7 +165,7 @@ def offloading_variants(problem: Problem, without: Variant | None) -> Iterator[V
 
 def _step(
     choice: _Choice,
-    dice: Dice,
+    rng: Rng,
     own: Sequence[int],
     most: Sequence[int],
     devices: Sequence[int | None],
@@ -173,14 +173,14 @@ def _step(
     """One change: caps of some stages in a row, one way; a backward fused or split; or what the
     search is told."""
     offloading = [i for i, limit in enumerate(devices) if limit is not None]
-    what = dice.below(8)
+    what = rng.below(8)
     if what == 0:
         return choice._replace(copies=not choice.copies)
-    stage = dice.pick(offloading)
+    stage = rng.pick(offloading)
     if what == 1:
         return choice._replace(fused=_turned(choice.fused, stage))
-    by = dice.pick((-2, -1, -1, 1, 1, 2))
-    first = stage if dice.below(2) else 0
+    by = rng.pick((-2, -1, -1, 1, 1, 2))
+    first = stage if rng.below(2) else 0
     caps = [
         min(most[i], max(own[i], cap + by)) if first <= i <= stage and devices[i] else cap
         for i, cap in enumerate(choice.caps)

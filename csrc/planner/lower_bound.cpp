@@ -1,4 +1,4 @@
-#include "planner/bounds.hpp"
+#include "planner/lower_bound.hpp"
 
 #include <algorithm>
 #include <queue>

@@ -1,4 +1,4 @@
-#include "planner/listing.hpp"
+#include "planner/list_scheduler.hpp"
 
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-#include "planner/shifting.hpp"
+#include "planner/local_search.hpp"
 
 #include <algorithm>
 
@@ -13,8 +13,8 @@ struct Block {
 };
 
 // A critical path, from its end. Where an op waited for its stage and its message alike, the
-// dice say which is followed.
-void trace(const Costs& costs, const Executor& executor, const Order& order, Dice& dice,
+// generator says which is followed.
+void trace(const Costs& costs, const Executor& executor, const Order& order, Rng& rng,
            std::vector<Block>& blocks) {
     const int last = costs.stages - 1;
     blocks.clear();
@@ -28,7 +28,7 @@ void trace(const Costs& costs, const Executor& executor, const Order& order, Dic
         const bool received = kind == kForward ? stage > 0 : kind == kBackward && stage < last;
         const bool message = received && executor.arrival(kind, stage, m) == start;
         bool machine = position > 0 && executor.free(stage, position - 1) == start;
-        if (machine && message && dice.below(2)) machine = false;
+        if (machine && message && rng.below(2)) machine = false;
         if (machine) {
             --position;
             continue;
@@ -65,18 +65,18 @@ void move(std::vector<unsigned char>& kinds, int from, int to) {
 
 }  // namespace
 
-double shift(const Costs& costs, const Times& tail, Executor& executor, Dice& dice, double unit,
+double shift(const Costs& costs, const Times& tail, Executor& executor, Rng& rng, double unit,
              double bound, long effort, Order& order, double makespan) {
     Order present = order;
     std::vector<Block> blocks;
     const double all = static_cast<double>(effort);
     double length = executor.run(present, costs.delay, nullptr, kNever);
     effort -= executor.ops_run();
-    trace(costs, executor, present, dice, blocks);
+    trace(costs, executor, present, rng, blocks);
     while (effort > 0 && makespan > bound * (1 + kSame) && !blocks.empty()) {
-        const auto [stage, first, last] = blocks[dice.below(static_cast<int>(blocks.size()))];
+        const auto [stage, first, last] = blocks[rng.below(static_cast<int>(blocks.size()))];
         int from = first, to = first + 1;
-        switch (dice.below(4)) {
+        switch (rng.below(4)) {
             case 0:
                 from = last;
                 to = last - 1;
@@ -84,8 +84,8 @@ double shift(const Costs& costs, const Times& tail, Executor& executor, Dice& di
             case 1:
                 break;
             default:
-                from = first + dice.below(last - first + 1);
-                to = first + dice.below(last - first + 1);
+                from = first + rng.below(last - first + 1);
+                to = first + rng.below(last - first + 1);
         }
         auto& kinds = present[stage];
         // A step that was not run still counts, or a short path could be searched for ever.
@@ -93,7 +93,7 @@ double shift(const Costs& costs, const Times& tail, Executor& executor, Dice& di
         if (kinds[from] == kinds[to] && (from - to) * (from - to) <= 1) continue;
         move(kinds, from, to);
         const double patience = kHeat * unit * (static_cast<double>(effort) / all);
-        const double within = length + patience * dice.unit();
+        const double within = length + patience * rng.unit();
         double found = kNever;
         if (allowed(costs, stage, kinds, std::max(from, to))) {
             // A hair more, so that what is just as long is not given up.
@@ -109,7 +109,7 @@ double shift(const Costs& costs, const Times& tail, Executor& executor, Dice& di
             makespan = found;
             order = present;
         }
-        trace(costs, executor, present, dice, blocks);
+        trace(costs, executor, present, rng, blocks);
     }
     return makespan;
 }

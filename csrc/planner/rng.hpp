@@ -1,11 +1,11 @@
-// A small generator of its own, so that every implementation rolls the same. See dice.py.
+// A small generator of its own, so that every implementation rolls the same. See rng.py.
 #pragma once
 
 #include <cstdint>
 
 namespace pipemorph::planner {
 
-class Dice {
+class Rng {
   public:
     int below(int count) {
         state_ = state_ * 6364136223846793005ULL + 1442695040888963407ULL;

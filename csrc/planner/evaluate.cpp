@@ -1,4 +1,4 @@
-#include "planner/execution.hpp"
+#include "planner/evaluate.hpp"
 
 #include <algorithm>
 #include <queue>
