@@ -26,7 +26,7 @@ from staging_rig import rigged
 from torch import Tensor
 
 from pipemorph.planning import Path, Plan
-from pipemorph_trainer import TrainerContext, pipeline
+from pipemorph_trainer import TrainerContext, iteration, pipeline
 from pipemorph_trainer.agent.messages import NoControl
 from pipemorph_trainer.errors import PipelineError, WaitTimeoutError
 from pipemorph_trainer.executor import dispatch
@@ -360,6 +360,8 @@ def directed(context: TrainerContext, job: Job, moved: Plan) -> Any:
     the first link while ops run."""
     device = SimulatedDevice(prompt=True, strict=True, patience=10.0)
     driver = Driver(device, context.rank)
+    # Asked for at every op: five iterations may take less time than is left between two looks.
+    iteration.PLAN_POLL_SECONDS = 0.0
     for module in (rendezvous, pipeline):
         vars(module)["accelerator_of"] = lambda _: device
     post, wait = DirectIncoming._post, DirectIncoming._wait

@@ -21,7 +21,7 @@ from pipemorph.planning.simulation.lower_bound import lower_bound as plain_lower
 from pipemorph.planning.simulation.online import Rules, dispatch
 
 try:
-    from pipemorph.planning import _planner as compiled
+    import pipemorph.planning._planner as compiled
 except ImportError:  # the sources without a build, as in an image that compiles nothing
     compiled = None  # type: ignore[assignment, unused-ignore]
 

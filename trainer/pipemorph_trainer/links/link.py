@@ -17,7 +17,7 @@ from pipemorph_trainer.links.peer_socket import Line
 from pipemorph_trainer.links.recorder import LinkRecorder, Transport
 
 if TYPE_CHECKING:
-    from pipemorph_trainer import _engine
+    import pipemorph_trainer._engine as _engine
 
 END_SECONDS = 1.0
 """Between the first and the last connection that the kernel closes of a process that died."""

@@ -46,7 +46,7 @@ from pipemorph_trainer.topology.groups import Groups
 from pipemorph_trainer.topology.machine import this_machine
 
 if TYPE_CHECKING:
-    from pipemorph_trainer import _engine
+    import pipemorph_trainer._engine as _engine
 
 log = logging.getLogger("pipemorph.trainer")
 
@@ -66,7 +66,7 @@ class EngineOptions:
 def engine_module() -> Any | None:
     """The compiled engine, None where it is not built."""
     try:
-        from pipemorph_trainer import _engine
+        import pipemorph_trainer._engine as _engine
     except ImportError:
         return None
     return _engine

@@ -21,7 +21,7 @@ from pipemorph_trainer.links.channels.message import NOTHING, Batch, Direction, 
 from pipemorph_trainer.links.recorder import LinkRecorder
 
 if TYPE_CHECKING:
-    from pipemorph_trainer import _engine
+    import pipemorph_trainer._engine as _engine
 
 Key = tuple[int, int, int, int, int]
 GRANT_SECONDS = 10.0

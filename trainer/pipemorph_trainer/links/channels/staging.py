@@ -39,7 +39,7 @@ from pipemorph_trainer.links.channels.message import NOTHING, Batch, Note, Tenso
 from pipemorph_trainer.topology.accelerator import Accelerator, Event
 
 if TYPE_CHECKING:
-    from pipemorph_trainer import _engine
+    import pipemorph_trainer._engine as _engine
 
 log = logging.getLogger("pipemorph.trainer")
 
