@@ -13,18 +13,23 @@ from hypothesis import HealthCheck, settings
 HERE = Path(__file__).parent
 UNTIMED = (
     "core/planning",
-    *(f"core/test_{name}.py" for name in ("controller", "detector", "manifest")),
-    "core/test_gate.py",
-    "core/test_planning_half_duplex.py",
+    "core/control/test_controller.py",
+    "core/control/test_detector.py",
+    "core/api/test_manifest.py",
+    "project/test_gate.py",
 )
 """Pure computation that takes a while, marked ``untimed`` as a whole."""
 QUIET = (
-    *(f"core/test_{name}.py" for name in ("planning_speed", "slow_link_benchmark")),
-    *(f"engine/test_{name}.py" for name in ("bench_link", "engine_benchmarks")),
-    *(
-        f"trainer/test_{name}.py"
-        for name in ("agent", "cuda_staging", "examples", "offload_run", "run", "telemetry")
-    ),
+    "engine/test_bench_link.py",
+    "engine/test_engine_benchmarks.py",
+    "project/test_planning_speed.py",
+    "project/test_slow_link_benchmark.py",
+    "trainer/agent/test_agent.py",
+    "trainer/runs/test_offload_run.py",
+    "trainer/links/test_cuda_staging.py",
+    "trainer/runs/test_examples.py",
+    "trainer/runs/test_run.py",
+    "trainer/telemetry/test_telemetry.py",
 )
 """What compares times, marked ``quiet`` as a whole."""
 
@@ -67,6 +72,9 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what may run beside others. Tests that need a GPU run where there is one; elsewhere
     they are neither run nor counted."""
+    for part in (*UNTIMED, *QUIET):
+        if not (HERE / part).exists():
+            raise pytest.UsageError(f"tests/conftest.py names {part}, which is not there")
     for item in items:
         where = item.path.relative_to(HERE)
         if any(where.is_relative_to(part) for part in UNTIMED):

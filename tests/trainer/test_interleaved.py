@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from jobs import Job, Record, assert_same, loss_fn, make_batch, make_stage, reference
 from launch import Ranks, missing_in, run_ranks
+from trainer_jobs import Job, Record, assert_same, loss_fn, make_batch, make_stage, reference
 
 from pipemorph.api.spec import Fault
 from pipemorph.errors import InputError

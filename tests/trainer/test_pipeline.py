@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from gate import same_bits
-from jobs import Job, loss_fn, make_batch, make_stage, reference
 from launch import Ranks, free_port, run_ranks
 from torch import Tensor, nn
+from trainer_jobs import Job, loss_fn, make_batch, make_stage, reference
 
 from pipemorph_trainer import Pipeline, TrainerContext, start
 from pipemorph_trainer.start import Start

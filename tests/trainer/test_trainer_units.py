@@ -18,8 +18,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import Job, make_plan
 from launch import Ranks
+from trainer_jobs import Job, make_plan
 
 from pipemorph.api.spec import Fault
 from pipemorph.errors import InputError

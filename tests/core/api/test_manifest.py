@@ -1,0 +1,417 @@
+"""A manifest is a job, or one line that names what is wrong and where."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from gate import examples
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipemorph.errors import InputError
+from pipemorph.manifest import check_module, load_job, parse_job
+
+GOOD: dict[str, Any] = {
+    "apiVersion": "pipemorph.io/v1alpha1",
+    "kind": "PipeMorphJob",
+    "metadata": {"name": "gpt", "labels": {"team": "a"}},
+    "spec": {
+        "parallelism": {"stages": 4, "replicas": 2, "layers": 8},
+        "schedule": {
+            "microbatches": 12,
+            "globalBatchSize": 48,
+            "warmup": [7, 5, 3, 1],
+            "inFlightLimit": [8, 8, 8, 8],
+            "stageTimes": [
+                {"forward": 10, "backwardInput": 10.5, "backwardWeight": 5.5} for _ in range(4)
+            ],
+        },
+        "trainer": {"module": "json.tool", "iterations": 40, "args": {"width": 128}},
+        "adaptation": {"minGain": 0.1, "minDelayMs": 3},
+        "transport": {"path": "auto", "queues": 4},
+        "emulation": {
+            "stageTimes": [{"forward": 1, "backwardInput": 1, "backwardWeight": 1}],
+            "messageBytes": 1024,
+        },
+        "faults": [{"link": 2, "fromIteration": 10, "toIteration": 25, "delayMs": 30}],
+        "template": {
+            "metadata": {"labels": {"a": "b"}},
+            "spec": {
+                "containers": [
+                    {"name": "side", "image": "x"},
+                    {"name": "trainer", "image": "y", "env": [{"name": "OMP", "value": "1"}]},
+                ]
+            },
+        },
+    },
+}
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """The good manifest with one field set; ``...`` removes it."""
+    document: dict[str, Any] = copy.deepcopy(GOOD)
+    parts = [int(p) if p.isdigit() else p for p in path.split("/")]
+    at: Any = document
+    for part in parts[:-1]:
+        at = at[part]
+    if value is ...:
+        del at[parts[-1]]
+    else:
+        at[parts[-1]] = value
+    return document
+
+
+def refusal(document: Any) -> str:
+    with pytest.raises(InputError) as caught:
+        parse_job(json.dumps(document))
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_good_manifest_loads_from_yaml_and_json(tmp_path: Path) -> None:
+    for name, text in (("j.yaml", yaml.safe_dump(GOOD)), ("j.json", json.dumps(GOOD))):
+        (tmp_path / name).write_text(text)
+        job = load_job(tmp_path / name)
+        assert job.metadata.namespace == "default"
+        assert job.spec.parallelism.world_size == 8
+        assert job.spec.schedule.stage_times is not None
+        assert job.spec.schedule.stage_times[0].backward_input == 10.5
+
+
+def test_every_example_loads() -> None:
+    examples = sorted(Path(__file__).parents[3].joinpath("examples").glob("*.yaml"))
+    assert examples
+    for example in examples:
+        load_job(example)
+
+
+ENV = "spec/template/spec/containers/1/env/0/name"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (
+            "spec/parallelism/stages",
+            "four",
+            'spec.parallelism.stages: is "four"; expected an integer',
+        ),
+        (
+            "spec/parallelism/stages",
+            True,
+            "spec.parallelism.stages: is true; expected an integer",
+        ),
+        ("spec/parallelism/stages", 4.0, "spec.parallelism.stages: is 4.0; expected an integer"),
+        ("spec/parallelism/stages", 0, "spec.parallelism.stages: is 0; expected at least 1"),
+        ("spec/parallelism/stages", ..., "spec.parallelism.stages: is missing"),
+        (
+            "spec/parallelism",
+            {"stages": 500, "replicas": 201},
+            "spec.parallelism.replicas: is 201, with 500 stages 100500 ranks; "
+            "expected at most 100000",
+        ),
+        (
+            "spec/parallelism/layers",
+            9,
+            "spec.parallelism.layers: is 9, which 4 stages do not divide; "
+            "use a multiple of 4 layers or another number of stages",
+        ),
+        (
+            "spec/schedule/microBatches",
+            12,
+            "spec.schedule.microBatches: is not a known field; did you mean microbatches?",
+        ),
+        (
+            "spec/schedule/in_flight_limits",
+            12,
+            "spec.schedule.in_flight_limits: is not a known field; did you mean inFlightLimit?",
+        ),
+        (
+            "spec/faults/0/delay",
+            12,
+            "spec.faults[0].delay: is not a known field; did you mean delayMs?",
+        ),
+        ("spezifikation", {}, "spezifikation: is not a known field; known are apiVersion, kind,"),
+        (
+            "spec/schedule/globalBatchSize",
+            50,
+            "spec.schedule.globalBatchSize: is 50, which 2 replicas × 12 microbatches do not"
+            " divide; use a multiple of 24",
+        ),
+        (
+            "spec/schedule/warmup",
+            [3, 1],
+            "spec.schedule.warmup: has 2 entries; 4 stages need 4",
+        ),
+        ("spec/schedule/warmup", [1, 2, 3, 4], "spec.schedule.warmup[1]: is 2, more than 1"),
+        ("spec/schedule/warmup", [13, 5, 3, 1], "spec.schedule.warmup[0]: is 13; there are 12"),
+        (
+            "spec/schedule/stageTimes",
+            [{"forward": 1, "backwardInput": 1, "backwardWeight": 1}],
+            "spec.schedule.stageTimes: has 1 entries; 4 stages need 4",
+        ),
+        (
+            "spec/schedule/stageTimes/2/forward",
+            -1,
+            "spec.schedule.stageTimes[2].forward: is -1; expected at least 0",
+        ),
+        (
+            "spec/schedule/inFlightLimit",
+            [8, 8],
+            "spec.schedule.inFlightLimit: has 2 entries; 4 stages need 4",
+        ),
+        (
+            "spec/schedule/inFlightLimit",
+            "8",
+            'spec.schedule.inFlightLimit: is "8"; expected an integer or a list',
+        ),
+        (
+            "spec/schedule/inFlightLimit",
+            [8, True, 8, 8],
+            "spec.schedule.inFlightLimit[1]: is true; expected an integer",
+        ),
+        (
+            "spec/schedule/inFlightLimit",
+            0,
+            "spec.schedule.inFlightLimit: is 0; expected at least 1",
+        ),
+        ("spec/schedule/inFlightLimit", [4, 4, 4, 4], "spec.schedule: warmup[0] is 7"),
+        (
+            "spec/schedule/policy",
+            "exact",
+            "spec.schedule.policy: is exact, which no job can run yet;",
+        ),
+        (
+            "spec/schedule/policy",
+            "fast",
+            'spec.schedule.policy: is "fast"; expected one of pipemorph, zero-bubble, 1f1b,',
+        ),
+        ("spec/emulation/stageTimes", [], "spec.emulation.stageTimes: is []; expected something"),
+        ("spec/faults/0/link", 3, "spec.faults[0].link: is 3; the job has 3 links, numbered from"),
+        ("spec/faults/0/replica", 2, "spec.faults[0].replica: is 2; the job has 2 replicas,"),
+        ("spec/faults/0/toIteration", 10, "spec.faults[0].toIteration: is 10, which is not after"),
+        ("spec/faults/0/fromSeconds", 1, "spec.faults[0]: is bounded by iterations and by seconds"),
+        ("spec/faults/0/delayMs", ..., "spec.faults[0]: has no effect; give one of delayMs"),
+        (
+            "spec/faults/0/delayMs",
+            1e300,
+            "spec.faults[0].delayMs: is 1e+300; expected at most 3600000",
+        ),
+        (
+            "spec/faults/0/bandwidthMbps",
+            1e-300,
+            "spec.faults[0].bandwidthMbps: is 1e-300; expected at least 0.001",
+        ),
+        (
+            "spec/emulation/messageBytes",
+            2 << 30,
+            "spec.emulation.messageBytes: is 2147483648; expected at most 1073741824",
+        ),
+        ("spec/trainer/module", "no module", 'spec.trainer.module: is "no module"; expected a'),
+        ("spec/trainer/args", [1], "spec.trainer.args: is [1]; expected a mapping"),
+        ("spec/trainer", None, "spec.trainer: is null; expected a mapping"),
+        ("metadata/name", "a" * 64, f'metadata.name: is "{"a" * 64}"; expected at most 63'),
+        ("metadata/name", "My_Job", 'metadata.name: is "My_Job"; expected lower-case letters'),
+        ("apiVersion", "v1", 'apiVersion: is "v1"; expected one of pipemorph.io/v1alpha1'),
+        ("kind", "Job", 'kind: is "Job"; expected one of PipeMorphJob'),
+        (ENV, "MASTER_ADDR", "spec.template.spec.containers[1].env[0].name: is MASTER_ADDR, which"
+         " is reserved in container trainer"),
+        (ENV, "PIPEMORPH_X", "spec.template.spec.containers[1].env[0].name: is PIPEMORPH_X, which"),
+        (ENV, "PET_RANK", "spec.template.spec.containers[1].env[0].name: is PET_RANK, which is"),
+        (ENV, ..., "spec.template.spec.containers[1].env[0]: has no name"),
+        (
+            "spec/template/spec/containers/1/name",
+            "main",
+            "spec.template.spec.containers: has no container named trainer, which runs the stage;"
+            " found: side, main",
+        ),
+        ("spec/template/spec/containers", {}, "spec.template.spec.containers: is a mapping;"),
+        ("spec/template/spec", ..., "spec.template.spec: is missing; expected a pod spec"),
+        ("spec/template", [], "spec.template: is []; expected a mapping"),
+        ("spec/template/spec/containers/1/env", {}, "spec.template.spec.containers[1].env: is a"),
+        ("spec/adaptation/minGain", 1, "spec.adaptation.minGain: is 1; expected less than 1"),
+        ("spec/adaptation/enabled", "yes", 'spec.adaptation.enabled: is "yes"; expected true or'),
+    ],
+)  # fmt: skip
+def test_the_line_names_the_field(path: str, value: Any, message: str) -> None:
+    assert refusal(changed(path, value)).startswith(message)
+
+
+def test_a_misspelt_field_is_named_before_the_missing_one() -> None:
+    document = changed("spec/schedule/microbatches", ...)
+    document["spec"]["schedule"]["microbatch"] = 12
+    assert "did you mean microbatches?" in refusal(document)
+
+
+def test_policies_refuse_what_they_cannot_do() -> None:
+    document = changed("spec/schedule/policy", "gpipe")
+    assert refusal(document).startswith("spec.schedule: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ("# nothing\n", "is empty"),
+        ("a: [", "is not YAML or JSON"),
+        ("a: b: c", "is not YAML or JSON"),
+        ("{{{", "is not YAML or JSON"),
+        ("- 1", "is [1]; expected the fields"),
+        ("hello", 'is "hello"; expected the fields'),
+        ("a: 1\n---\nb: 2\n", "has 2 documents; expected one"),
+        ("a: 1\na: 2\n", "the key 'a' is there twice"),
+        ("1: 2", "top: the key 1 is not text"),
+        ("a: 2024-01-01", "a: is 2024-01-01, which JSON cannot hold; quote it"),
+        ("a: 2024-99-99", "is not YAML or JSON"),
+        ("a: !!python/object:os.system {}", "is not YAML or JSON"),
+        ("a: .inf", "a: is inf; expected a finite number"),
+        ("a: &a [*a]", "levels"),
+        ("a: " + "[" * 5000, "is not YAML or JSON"),
+        ("a: 1" + "0" * 30, "a: is a number beyond 64 bits"),
+        ('{"a": "\\ud800"}', "a: is not valid Unicode text"),
+        ("a: !!int x", "is not YAML or JSON"),
+        ("? [a, b]\n: c", "is not YAML or JSON"),
+    ],
+)
+def test_text_that_is_no_manifest(text: str, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        parse_job(text)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_short_file_that_expands_without_end_is_refused() -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
+    with pytest.raises(InputError, match="more than 100000 values"):
+        parse_job("\n".join(lines))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    cases = {"missing.yaml": None, "binary.yaml": b"\xff\xfe\x00", "big.yaml": b"#" * (1 << 21)}
+    for name, content in cases.items():
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(InputError) as caught:
+            load_job(tmp_path / name)
+        assert str(caught.value).startswith(str(tmp_path / name))
+    for bad in (tmp_path, "a\0b"):
+        with pytest.raises(InputError, match="cannot be read"):
+            load_job(bad)
+
+
+def test_the_module_must_be_found_without_being_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "untouched"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    (package / "train.py").write_text("raise RuntimeError('imported')")
+    runnable = package / "runnable"
+    runnable.mkdir()
+    (runnable / "__main__.py").write_text("raise RuntimeError('imported')")
+    (runnable / "train.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for module in (
+        "json.tool",
+        "untouched.runnable",
+        "untouched.runnable.train",
+        "untouched.train",
+    ):
+        check_module(parse_job(json.dumps(changed("spec/trainer/module", module))))
+    assert "untouched" not in sys.modules
+    for module, message in (
+        ("nowhere", "no module nowhere in the Python path"),
+        ("nowhere.at.all", "no module nowhere in the Python path"),
+        ("untouched.nope", "no module nope in package untouched"),
+        ("untouched.train.x", "untouched.train is a module, not a package"),
+        ("untouched", "a package without a __main__ module"),
+    ):
+        job = parse_job(json.dumps(changed("spec/trainer/module", module)))
+        with pytest.raises(InputError) as caught:
+            check_module(job)
+        assert str(caught.value).startswith(f'spec.trainer.module: is "{module}"')
+        assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("form", ["json", "yaml"])
+def test_a_key_that_is_there_twice_is_told(form: str) -> None:
+    text = json.dumps(changed("spec/parallelism/stages", 4))
+    assert text.count('"stages": 4') == 1
+    text = text.replace('"stages": 4', '"stages": 4, "stages": 2')
+    with pytest.raises(InputError, match="the key 'stages' is there twice"):
+        parse_job(text if form == "json" else "# YAML\n" + text)
+
+
+def spots(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    found = [path] if path else []
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            found += spots(inner, (*path, key))
+    elif isinstance(value, list):
+        for i, inner in enumerate(value):
+            found += spots(inner, (*path, i))
+    return found
+
+
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(10**25), 10**25),
+    st.integers(-2, 64),
+    st.floats(),
+    st.text(max_size=8),
+    st.lists(st.integers(-1, 9), max_size=5),
+    st.dictionaries(st.text(max_size=5), st.integers(), max_size=2),
+)
+
+
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(spots(GOOD)), st.sampled_from(["set", "drop", "add"]), JUNK),
+        min_size=1,
+        max_size=3,
+    ),
+    st.booleans(),
+)
+def test_no_mutation_of_a_manifest_is_a_traceback(
+    mutations: list[tuple[tuple[Any, ...], str, Any]], as_yaml: bool
+) -> None:
+    document: Any = copy.deepcopy(GOOD)
+    for path, how, junk in mutations:
+        at: Any = document
+        try:
+            for part in path[:-1]:
+                at = at[part]
+            if how == "drop":
+                del at[path[-1]]
+            elif how == "add" and isinstance(at[path[-1]], dict):
+                at[path[-1]]["extra"] = junk
+            else:
+                at[path[-1]] = junk
+        except (KeyError, IndexError, TypeError):
+            continue
+    text = yaml.safe_dump(document) if as_yaml else json.dumps(document)
+    try:
+        job = parse_job(text)
+    except InputError as error:
+        assert "\n" not in str(error)
+        assert len(str(error)) < 1000
+    else:
+        assert parse_job(job.model_dump_json(by_alias=True)) == job
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(st.text(max_size=60) | st.text(alphabet="a:-[]{}&*!|>'\"#\n ,?%@`1", max_size=60))
+def test_no_text_is_a_traceback(text: str) -> None:
+    with pytest.raises(InputError) as caught:
+        parse_job(text)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,170 @@
+"""The job spec as others rely on it: camelCase outside, snake_case inside, nothing coerced."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from pipemorph.api.spec import (
+    RESERVED_ENV,
+    RESERVED_ENV_PREFIXES,
+    FieldError,
+    JobSpec,
+    PipeMorphJob,
+    Transport,
+    check_template,
+)
+from pipemorph.control import initial_plan
+from pipemorph.planning.ir import Dispatch, Policy
+
+ROOT = Path(__file__).parents[3]
+
+
+def minimal(**spec: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "pipemorph.io/v1alpha1",
+        "kind": "PipeMorphJob",
+        "metadata": {"name": "j"},
+        "spec": {
+            "parallelism": {"stages": 2},
+            "schedule": {"microbatches": 4},
+            "trainer": {"module": "m", "iterations": 1},
+        }
+        | spec,
+    }
+
+
+def test_defaults_are_those_of_the_documentation() -> None:
+    spec = PipeMorphJob.model_validate(minimal()).spec
+    assert spec.schedule.policy_kind is Policy.PIPEMORPH
+    assert spec.schedule.dispatch_kind is Dispatch.STATIC
+    assert spec.adaptation.enabled
+    assert (spec.adaptation.min_gain, spec.adaptation.min_delay_ms) == (0.05, 2.0)
+    assert spec.adaptation.stale_after_seconds == 30
+    assert (spec.transport.path, spec.transport.queues) == ("auto", 8)
+
+
+def test_a_job_survives_json_by_alias() -> None:
+    job = PipeMorphJob.model_validate(
+        minimal(
+            schedule={"microbatches": 4, "inFlightLimit": [4, 3], "warmup": [2, 1]},
+            faults=[{"link": 0, "delayMs": 5, "fromSeconds": 1.5}],
+        )
+    )
+    text = job.model_dump_json(by_alias=True)
+    assert '"inFlightLimit":[4,3]' in text
+    assert PipeMorphJob.model_validate_json(text) == job
+
+
+@pytest.mark.parametrize("value", ["4", 4.0, True, None])
+def test_nothing_is_coerced(value: object) -> None:
+    document = minimal()
+    document["spec"]["parallelism"]["stages"] = value
+    with pytest.raises(ValidationError):
+        PipeMorphJob.model_validate(document)
+
+
+def test_checks_across_fields_hold_for_code_as_for_manifests() -> None:
+    with pytest.raises(ValidationError, match=r"faults\[0\].link: is 1; the job has 1 link,"):
+        JobSpec.model_validate(minimal(faults=[{"link": 1, "delayMs": 5}])["spec"])
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "PIPEMORPH_ATTEMPT", "TORCHELASTIC_X"])
+def test_variables_of_the_host_are_reserved_in_every_container(name: str) -> None:
+    bad = {"name": "setup", "env": [{"name": name, "value": "1"}]}
+    template = {"spec": {"containers": [{"name": "trainer"}], "initContainers": [bad]}}
+    with pytest.raises(FieldError, match=f"is {name}, which is reserved in container setup"):
+        check_template(template)
+    bad["env"] = [{"name": f"MY_{name}", "value": "1"}]
+    check_template(template)
+
+
+def field_names(model: type[BaseModel]) -> Iterator[str]:
+    """Every field's name in a manifest, nested ones too."""
+    for key, field in model.model_fields.items():
+        yield field.alias or key
+        todo: list[object] = [field.annotation]
+        while todo:
+            annotation = todo.pop()
+            todo += get_args(annotation)
+            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+                yield from field_names(annotation)
+
+
+def test_every_field_is_documented() -> None:
+    words = set(re.findall(r"\w+", (ROOT / "docs" / "job-spec.md").read_text("utf-8")))
+    assert not set(field_names(PipeMorphJob)) - words
+    for name in [*RESERVED_ENV, *RESERVED_ENV_PREFIXES]:
+        assert name in words
+
+
+@pytest.mark.parametrize(
+    ("transport", "said"),
+    [
+        ({"require": "rdma", "engine": "tcp"}, "engine is tcp; use engine rdma"),
+        ({"require": "rdma", "path": "direct"}, "never uses the engine"),
+        ({"rdma": {"devices": ["mlx5 0"]}}, "pattern"),
+        ({"rdma": {"serviceLevel": 16}}, "less than or equal to 15"),
+    ],
+)
+def test_rdma_settings_that_cannot_be_met_are_refused(transport, said):
+    with pytest.raises(ValidationError, match=said):
+        Transport.model_validate(transport)
+
+
+def test_rdma_settings_are_read():
+    found = Transport.model_validate(
+        {"require": "rdma", "rdma": {"devices": ["mlx5_0", "mlx5_1:2"], "gidIndex": 3}}
+    )
+    assert found.require == "rdma"
+    assert found.rdma.devices == ["mlx5_0", "mlx5_1:2"]
+    assert found.rdma.gid_index == 3
+
+
+def test_offload_needs_to_know_its_memory() -> None:
+    with pytest.raises(ValidationError, match="hostMemory: is missing, but allowOffload is true"):
+        JobSpec.model_validate(minimal(adaptation={"allowOffload": True})["spec"])
+    found = JobSpec.model_validate(
+        minimal(
+            adaptation={"allowOffload": True, "hostMemory": 1 << 34},
+            schedule={"microbatches": 4, "activationMemory": 1 << 33},
+            emulation={
+                "stageTimes": [
+                    {
+                        "forward": 1,
+                        "backwardInput": 1,
+                        "backwardWeight": 1,
+                        "offloadCopy": 0.5,
+                        "fusedBackward": 1.8,
+                    }
+                ],
+                "messageBytes": 1,
+                "activationBytes": 1 << 30,
+            },
+        )["spec"]
+    )
+    assert found.adaptation.host_memory == 1 << 34
+    assert found.emulation is not None
+    assert found.emulation.stage_times[0].offload_copy == 0.5
+
+
+def test_emulated_microbatches_must_fit_and_limit_the_first_plan() -> None:
+    times = [{"forward": 1, "backwardInput": 1, "backwardWeight": 1}]
+    emulation = {"stageTimes": times, "messageBytes": 1, "activationBytes": 100}
+    schedule = {"microbatches": 8, "inFlightLimit": [3, 5]}
+    spec = minimal(emulation=emulation, schedule=schedule | {"activationMemory": 450})["spec"]
+    assert initial_plan(JobSpec.model_validate(spec)).in_flight_limits == (3, 4)
+    spec = minimal(emulation=emulation, schedule=schedule | {"activationMemory": 99})["spec"]
+    with pytest.raises(ValidationError, match=r"activationMemory: is 99, less than emulation"):
+        JobSpec.model_validate(spec)
+
+
+def test_without_a_word_nothing_is_offloaded() -> None:
+    spec = JobSpec.model_validate(minimal()["spec"])
+    assert not spec.adaptation.allow_offload
+    assert spec.schedule.activation_memory is None

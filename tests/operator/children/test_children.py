@@ -1,0 +1,360 @@
+"""Desired objects: pure, complete, and what the trainer's context reads."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from operator_objects import (
+    CONFIG,
+    NODE_TERMS,
+    PACK,
+    RDMA,
+    SPREAD,
+    UID,
+    attempt,
+    body,
+    given_with,
+    template,
+    trainer,
+)
+
+from pipemorph.api.spec import PipeMorphJob
+from pipemorph_operator.children import Attempt, Unbuildable, naming, objects
+from pipemorph_operator.children.objects import batch_job, config_map, job_file, secret, service
+from pipemorph_operator.cluster.job import read_job
+from pipemorph_operator.config import OperatorConfig
+from pipemorph_trainer.context import TrainerContext
+
+Object = dict[str, Any]
+
+
+@given(
+    name=st.from_regex(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", fullmatch=True),
+    number=st.integers(0, 99999),
+    ranks=st.integers(1, 100_000),
+)
+def test_names_fit_whatever_the_job_is_called(name: str, number: int, ranks: int) -> None:
+    made = naming.attempt_name(name, UID, number, ranks)
+    assert len(f"{made}-{ranks - 1}") <= 63
+    service = naming.service_name(name, UID)
+    assert len(service) <= 63
+    for each in (made, service):
+        assert each[0].isalpha()
+        assert each[-1].isalnum()
+
+
+def test_names_differ_by_attempt_job_and_uid() -> None:
+    made = {
+        naming.attempt_name(name, uid, number, 4)
+        for name in ("a", "b" * 63, "b" * 62)
+        for uid in ("u1", "u2")
+        for number in (0, 1)
+    }
+    # Two long names are cut alike: their UIDs keep them apart, not shown here.
+    assert len(made) >= 8
+
+
+def test_all_objects_are_owned_by_the_job_and_labelled() -> None:
+    made = attempt()
+    for obj in [*objects(made, CONFIG), secret(made, "k")]:
+        owner = obj["metadata"]["ownerReferences"][0]
+        assert (owner["kind"], owner["uid"], owner["controller"]) == ("PipeMorphJob", UID, True)
+        assert obj["metadata"]["labels"]["pipemorph.io/job-uid"] == UID
+        assert obj["metadata"]["namespace"] == "team"
+
+
+def test_one_indexed_job_one_failure_ends_it() -> None:
+    job = batch_job(attempt(parallelism={"stages": 2, "replicas": 3}), CONFIG)["spec"]
+    assert (job["completions"], job["parallelism"], job["completionMode"]) == (6, 6, "Indexed")
+    assert job["backoffLimit"] == 0
+    assert job["template"]["spec"]["restartPolicy"] == "Never"
+    assert "onPodConditions" in job["podFailurePolicy"]["rules"][0], "policy.restart reads index 0"
+
+
+def test_the_service_gives_names_before_pods_are_ready() -> None:
+    made = service(attempt(3))
+    assert made["spec"]["clusterIP"] == "None"
+    assert made["spec"]["publishNotReadyAddresses"] is True
+    assert made == service(attempt(4)), "the service changes with the attempt"
+
+
+def expanded(value: str, env: dict[str, str]) -> str:
+    """Kubernetes' rule: ``$$`` is a dollar, ``$(NAME)`` the variable if there is one."""
+
+    def one(found: re.Match[str]) -> str:
+        return "$" if found[0] == "$$" else env.get(found[1], found[0])
+
+    return re.sub(r"\$\$|\$\((\w+)\)", one, value)
+
+
+def test_the_environment_is_what_the_trainers_context_reads(tmp_path: Any) -> None:
+    made = attempt(
+        7, trainer={"module": "a.b", "iterations": 3, "args": {"x": "$(RANK) $$(RANK) $"}}
+    )
+    env = {v["name"]: v.get("value", "1") for v in trainer(made)["env"]}
+    mounts = {m["mountPath"]: m["name"] for m in trainer(made)["volumeMounts"]}
+    assert mounts["/etc/pipemorph/job"] == "pipemorph-job"
+    (tmp_path / "job.json").write_text(config_map(made, CONFIG)["data"]["job.json"])
+    (tmp_path / "engine").write_text(secret(made, "s3cret")["stringData"]["engine"])
+    # As the kubelet expands and mounts it.
+    env = {name: expanded(value, env) for name, value in env.items()}
+    env["PIPEMORPH_JOB_FILE"] = str(tmp_path / "job.json")
+    env["PIPEMORPH_SECRET_FILE"] = str(tmp_path / "engine")
+    context = TrainerContext.from_env(env)
+    assert (context.rank, context.world_size, context.attempt) == (1, 2, 7)
+    assert context.master_addr == made.master_address
+    assert context.namespace == "team"
+    assert context.secret == b"s3cret"
+    assert context.ingest_url == CONFIG.ingest_url
+    assert context.args == {"x": "$(RANK) $$(RANK) $"}
+    assert str(context.token_file) == "/etc/pipemorph/token/token"
+    assert context.job is not None
+    assert context.job.spec.schedule == made.job.spec.schedule
+    assert env["PIPEMORPH_CA_FILE"] == "/etc/pipemorph/job/ca.crt"
+    assert config_map(made, CONFIG)["data"]["ca.crt"] == "PEM"
+
+
+def test_metrics_have_a_named_port_unless_the_user_wants_none() -> None:
+    made = trainer(attempt())
+    assert {"name": "pm-metrics", "containerPort": 9464} in made["ports"]
+    assert {"name": "PIPEMORPH_METRICS_PORT", "value": "9464"} in made["env"]
+    none = trainer(attempt(trainer={"module": "a.b", "iterations": 3, "metricsPort": 0}))
+    assert "ports" not in none
+    assert not [v for v in none["env"] if v["name"] == "PIPEMORPH_METRICS_PORT"]
+    theirs = {
+        "name": "trainer",
+        "image": "i",
+        "ports": [{"name": "pm-metrics", "containerPort": 1}],
+    }
+    given = attempt(template={"spec": {"containers": [theirs]}})
+    assert trainer(given)["ports"] == theirs["ports"]
+    plain = {"name": "trainer", "image": "i"}
+    on_the_node = {"spec": {"hostNetwork": True, "containers": [plain]}}
+    assert "ports" not in trainer(attempt(template=on_the_node)), "one rank per node could start"
+    nonsense = {"spec": {"containers": [plain | {"ports": "all"}]}}
+    assert trainer(attempt(template=nonsense))["ports"] == "all", "the API server's to refuse"
+
+
+def test_the_rank_is_the_completion_index() -> None:
+    rank = next(v for v in trainer(attempt())["env"] if v["name"] == "RANK")
+    assert rank["valueFrom"]["fieldRef"]["fieldPath"] == (
+        "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    )
+
+
+def test_the_token_is_for_this_job_alone() -> None:
+    made = attempt()
+    volumes = {v["name"]: v for v in template(made)["spec"]["volumes"]}
+    token = volumes["pipemorph-token"]["projected"]["sources"][0]["serviceAccountToken"]
+    assert token["audience"] == f"pipemorph.io/jobs/team/gpt/{UID}"
+    assert template(made)["spec"]["automountServiceAccountToken"] is False
+
+
+def test_secrets_and_files_are_of_one_attempt_and_read_only() -> None:
+    first, second = secret(attempt(0), "a"), secret(attempt(1), "b")
+    assert first["metadata"]["name"] != second["metadata"]["name"]
+    assert first["immutable"] is True
+    assert config_map(attempt(), CONFIG)["immutable"] is True
+    assert all(m["readOnly"] for m in trainer(attempt())["volumeMounts"])
+
+
+def test_the_job_file_is_a_job_without_what_ranks_do_not_need() -> None:
+    given = {"spec": {"containers": [{"name": "trainer", "image": "i"}]}}
+    text = job_file(attempt(template=given, placement={"onePodPerNode": True}).job)
+    job = PipeMorphJob.model_validate_json(text)
+    assert (job.spec.template, job.spec.placement) == (None, None)
+    assert "adaptation" not in json.loads(text)["spec"], "defaults an older trainer may not know"
+
+
+def test_the_users_template_stays_and_ours_is_added() -> None:
+    given = {
+        "metadata": {"labels": {"team": "x"}, "annotations": {"a": "b"}},
+        "spec": {
+            "schedulerName": "mine",
+            "volumes": [{"name": "data", "emptyDir": {}}],
+            "initContainers": [{"name": "init", "image": "i"}],
+            "containers": [
+                {"name": "side", "image": "s"},
+                {
+                    "name": "trainer",
+                    "image": "i",
+                    "env": [{"name": "OMP_NUM_THREADS", "value": "9"}],
+                    "volumeMounts": [{"name": "data", "mountPath": "/data"}],
+                    "resources": {"limits": {"nvidia.com/gpu": "1"}},
+                },
+            ],
+        },
+    }
+    before = json.dumps(given)
+    made = template(attempt(template=given))
+    assert json.dumps(given) == before, "the user's template was changed in place"
+    assert made["metadata"]["labels"]["team"] == "x"
+    assert made["spec"]["schedulerName"] == "mine"
+    assert [c["name"] for c in made["spec"]["containers"]] == ["side", "trainer"]
+    container = made["spec"]["containers"][1]
+    assert [v["value"] for v in container["env"] if v["name"] == "OMP_NUM_THREADS"] == ["9"]
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": "1"}}
+    assert container["command"][-3:] == ["python", "-m", "a.b"]
+    assert "command" not in made["spec"]["containers"][0]
+
+
+def test_a_command_of_the_user_stays() -> None:
+    given = {"spec": {"containers": [{"name": "trainer", "image": "i", "command": ["x"]}]}}
+    assert trainer(attempt(template=given))["command"] == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("more", "shared"),
+    [
+        ({}, True),
+        ({"shareProcessNamespace": False}, False),
+        ({"initContainers": [{"name": "init", "image": "i"}]}, None),
+        ({"containers": [{"name": "trainer", "image": "i"}, {"name": "side", "image": "s"}]}, None),
+        ({"hostPID": True}, None),
+    ],
+)
+def test_a_rank_is_not_process_1_unless_others_could_see_it(
+    more: Object, shared: bool | None
+) -> None:
+    given = {"spec": {"containers": [{"name": "trainer", "image": "i"}]} | more}
+    made = template(attempt(template=given))
+    assert made["spec"].get("shareProcessNamespace") is shared
+
+
+@pytest.mark.parametrize(
+    ("gang", "group", "scheduler"),
+    [
+        ({"volcano": {"queue": "q"}}, "scheduling.volcano.sh/v1beta1", "volcano"),
+        ({"coscheduling": {}}, "scheduling.x-k8s.io/v1alpha1", "scheduler-plugins-scheduler"),
+    ],
+)
+def test_pod_groups(gang: Object, group: str, scheduler: str) -> None:
+    made = attempt(placement={"gang": gang})
+    found = next(o for o in objects(made, CONFIG) if o["kind"] == "PodGroup")
+    assert (found["apiVersion"], found["spec"]["minMember"]) == (group, 2)
+    assert template(made)["spec"]["schedulerName"] == scheduler
+    marks = template(made)["metadata"]
+    assert made.name in {**marks["labels"], **marks["annotations"]}.values()
+
+
+def test_kueue_takes_the_whole_job_with_its_topology() -> None:
+    placement = {"gang": {"kueue": {"queue": "q"}}, "topology": {"key": "rack", "required": True}}
+    job = batch_job(attempt(placement=placement), CONFIG)
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "q"
+    assert "suspend" not in job["spec"], "kueue's field"
+    marks = job["spec"]["template"]["metadata"]["annotations"]
+    assert marks["kueue.x-k8s.io/podset-required-topology"] == "rack"
+
+
+def test_labels_of_kueue_on_the_job_are_passed_through() -> None:
+    job = body()
+    job["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "mine", "other": "x"}
+    labels = batch_job(Attempt(read_job(job), UID, 0), CONFIG)["metadata"]["labels"]
+    assert labels["kueue.x-k8s.io/queue-name"] == "mine"
+    assert "other" not in labels
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"spec": {"containers": [{"name": "trainer"}]}}, "NoTrainerImage"),
+        (
+            {
+                "spec": {
+                    "restartPolicy": "Always",
+                    "containers": [{"name": "trainer", "image": "i"}],
+                }
+            },
+            "InvalidSpec",
+        ),
+    ],
+)
+def test_what_cannot_be_built_says_why(given: Object, reason: str) -> None:
+    with pytest.raises(Unbuildable) as caught:
+        objects(attempt(template=given), OperatorConfig(ingest_url="x"))
+    assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("where", "placement"),
+    [
+        ("trainer.resources", RDMA),
+        ("trainer.resources.limits", RDMA),
+        ("trainer.resources.requests", RDMA),
+        ("trainer.securityContext", RDMA),
+        ("trainer.securityContext.capabilities", RDMA),
+        ("trainer.securityContext.capabilities.add", RDMA),
+        ("trainer.volumeMounts", {"sharedMemory": "1Gi"}),
+        ("trainer.command", {}),
+        ("trainer.args", {}),
+        ("trainer.env", {}),
+        ("trainer.ports", {}),
+        ("metadata", {"networks": ["rail-0"]}),
+        ("metadata.labels", {}),
+        ("metadata.annotations", {"networks": ["rail-0"]}),
+        ("spec.volumes", {"sharedMemory": "1Gi"}),
+        ("spec.restartPolicy", {}),
+        ("spec.initContainers", {}),
+        ("spec.affinity", {"onePodPerNode": True}),
+        ("spec.affinity.podAntiAffinity", {"onePodPerNode": True}),
+        (f"spec.affinity.podAntiAffinity.{NODE_TERMS}", {"onePodPerNode": True}),
+        ("spec.affinity.podAffinity", PACK),
+        ("spec.affinity.podAffinity.preferredDuringSchedulingIgnoredDuringExecution", PACK),
+        ("spec.affinity.nodeAffinity", {"excludeNodes": ["n"]}),
+        (f"spec.affinity.nodeAffinity.{NODE_TERMS}", {"excludeNodes": ["n"]}),
+        (f"spec.affinity.nodeAffinity.{NODE_TERMS}.nodeSelectorTerms", {"excludeNodes": ["n"]}),
+        ("spec.topologySpreadConstraints", SPREAD),
+        ("spec.schedulerName", {"gang": {"volcano": {}}}),
+    ],
+)
+def test_null_in_a_template_is_absent(where: str, placement: Object) -> None:
+    made = template(attempt(template=given_with(where, None), placement=placement))
+    plain = {"spec": {"containers": [{"name": "trainer", "image": "i"}]}}
+    assert made == template(attempt(template=plain, placement=placement))
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "said"),
+    [
+        ("trainer.resources", [], "spec.containers[0].resources: is []; expected a mapping"),
+        ("trainer.resources.limits", "1", 'spec.containers[0].resources.limits: is "1"; expected'),
+        ("trainer.securityContext", 5, "spec.containers[0].securityContext: is 5; expected a map"),
+        (
+            "trainer.securityContext.capabilities.add",
+            "SYS_PTRACE",
+            'capabilities.add: is "SYS_PTRACE"; expected a list',
+        ),
+        ("trainer.volumeMounts", {"a": 1}, "spec.containers[0].volumeMounts: is {"),
+        ("metadata.labels", ["a"], 'metadata.labels: is ["a"]; expected a mapping'),
+        ("metadata.labels", {"a": 1}, "metadata.labels.a: is 1; expected text"),
+        ("metadata.annotations", {"a": True}, "metadata.annotations.a: is true; expected text"),
+        ("spec.volumes", 5, "spec.volumes: is 5; expected a list"),
+        ("spec.affinity", [], "spec.affinity: is []; expected a mapping"),
+        ("spec.affinity.podAffinity", "x", 'spec.affinity.podAffinity: is "x"; expected a map'),
+        (f"spec.affinity.podAntiAffinity.{NODE_TERMS}", {}, f"{NODE_TERMS}: is {{}}; expected a"),
+        (
+            f"spec.affinity.nodeAffinity.{NODE_TERMS}.nodeSelectorTerms",
+            [{}, None],
+            "nodeSelectorTerms[1]: is null; expected a mapping",
+        ),
+        (
+            f"spec.affinity.nodeAffinity.{NODE_TERMS}.nodeSelectorTerms",
+            [{"matchFields": 1}],
+            "nodeSelectorTerms[0].matchFields: is 1; expected a list",
+        ),
+        ("spec.topologySpreadConstraints", {}, "spec.topologySpreadConstraints: is {}; expected"),
+    ],
+)
+def test_a_wrong_type_in_a_template_is_named(where: str, value: Any, said: str) -> None:
+    everything = RDMA | SPREAD | {"onePodPerNode": True, "networks": ["a"], "excludeNodes": ["n"]}
+    given = given_with(where, value)
+    with pytest.raises(Unbuildable) as caught:
+        objects(attempt(template=given, placement=everything), CONFIG)
+    assert caught.value.reason == "InvalidSpec"
+    assert caught.value.message.startswith("spec.template.")
+    assert said in caught.value.message

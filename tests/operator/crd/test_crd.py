@@ -1,0 +1,117 @@
+"""The CRD: generated from the models, structural, described, bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipemorph.api.spec import JobSpec
+from pipemorph_operator.crd.descriptions import DESCRIPTIONS
+from pipemorph_operator.crd.generate import (
+    FILE_NAME,
+    custom_resource_definition,
+    render,
+    structural,
+)
+from pipemorph_operator.crd.rules import RULES
+
+ROOT = Path(__file__).resolve().parents[3]
+COPIES = (ROOT / "crds" / FILE_NAME, ROOT / "charts/pipemorph-operator/files" / FILE_NAME)
+
+Node = dict[str, Any]
+
+
+def schema() -> Node:
+    version = custom_resource_definition()["spec"]["versions"][0]
+    root: Node = version["schema"]["openAPIV3Schema"]
+    return root
+
+
+def walk(node: Node, path: str) -> Iterator[tuple[str, Node]]:
+    yield path, node
+    for name, inner in node.get("properties", {}).items():
+        yield from walk(inner, f"{path}.{name}" if path else name)
+    if "items" in node:
+        yield from walk(node["items"], f"{path}[]")
+    if isinstance(node.get("additionalProperties"), dict):
+        yield from walk(node["additionalProperties"], f"{path}.*")
+
+
+@pytest.mark.parametrize("copy", COPIES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_checked_in_copies_are_what_the_models_say(copy: Path) -> None:
+    assert copy.read_text() == render(), (
+        f"{copy.relative_to(ROOT)} is old: python -m pipemorph_operator.crd > it"
+    )
+
+
+def test_rendered_file_is_the_definition() -> None:
+    assert yaml.safe_load(render()) == custom_resource_definition()
+
+
+def test_every_node_is_structural_bounded_and_described() -> None:
+    nodes = dict(walk(schema(), ""))
+    assert len(nodes) > 150, "looked in the wrong place"
+    for path, node in nodes.items():
+        assert not {"$ref", "anyOf", "oneOf", "allOf", "const", "title"} & set(node), path
+        assert "type" in node or node.get("x-kubernetes-preserve-unknown-fields"), path
+        assert node.get("additionalProperties") is not False, path
+        if node.get("type") == "array":
+            assert "maxItems" in node, path
+        # The API server allows no word on metadata: it has its own.
+        if path != "metadata" and not path.endswith(("[]", ".*")):
+            assert node.get("description"), f"{path} has no description for kubectl explain"
+
+
+def test_rules_and_texts_stand_at_fields_that_exist() -> None:
+    nodes = dict(walk(schema(), ""))
+    assert set(RULES) <= set(nodes), set(RULES) - set(nodes)
+    assert set(DESCRIPTIONS) <= set(nodes), set(DESCRIPTIONS) - set(nodes)
+    for path, rules in RULES.items():
+        assert nodes[path]["x-kubernetes-validations"] == [rule.dump() for rule in rules]
+        for rule in rules:
+            below = f"{path}{rule.field_path}"
+            assert below in nodes, f"rule at {path}: {below} does not exist"
+
+
+def test_one_number_or_one_per_stage_keeps_its_bounds() -> None:
+    node = dict(walk(schema(), ""))["spec.schedule.inFlightLimit"]
+    assert node["x-kubernetes-preserve-unknown-fields"] is True
+    assert "type" not in node
+    assert (node["minimum"], node["maxItems"]) == (1, 512)
+
+
+def test_every_field_of_the_spec_is_there() -> None:
+    spec = schema()["properties"]["spec"]["properties"]
+    assert set(spec) == {f.alias or name for name, f in JobSpec.model_fields.items()}
+
+
+def test_conditions_are_a_map_by_type() -> None:
+    """Two processes own conditions of different types: they must not replace each other's."""
+    conditions = dict(walk(schema(), ""))["status.conditions"]
+    assert conditions["x-kubernetes-list-type"] == "map"
+    assert conditions["x-kubernetes-list-map-keys"] == ["type"]
+
+
+def test_a_list_without_bound_is_refused() -> None:
+    with pytest.raises(ValueError, match="a list without maxItems"):
+        structural({"type": "array", "items": {"type": "string"}}, {}, "spec.x")
+
+
+def test_a_union_that_no_structural_schema_can_say_is_refused() -> None:
+    node = {"anyOf": [{"type": "string"}, {"type": "object"}]}
+    with pytest.raises(ValueError, match="only integer-or-list"):
+        structural(node, {}, "spec.x")
+
+
+def test_printer_columns_and_short_names() -> None:
+    spec = custom_resource_definition()["spec"]
+    columns = [
+        c["name"] for c in spec["versions"][0]["additionalPrinterColumns"] if "priority" not in c
+    ]
+    assert columns == ["State", "Ready", "Iteration", "Slow-Links", "Epoch", "Age"]
+    assert spec["names"]["shortNames"] == ["pmj", "pmjs"]
+    assert spec["versions"][0]["subresources"] == {"status": {}}

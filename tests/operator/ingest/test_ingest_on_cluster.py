@@ -1,0 +1,347 @@
+"""The ingest's own parts: saved state, summaries, writes, pacing. No cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import copy
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from operator_objects import body
+
+from pipemorph.api.spec import JobSpec
+from pipemorph.api.status import JobStatus, SlowLink, TrainingStatus
+from pipemorph.control import JobController
+from pipemorph.wire import LinkHealthReport
+from pipemorph_operator.cluster.client import ApiRefused
+from pipemorph_operator.ingest import snapshot_codec, store, write_budget
+from pipemorph_operator.ingest.__main__ import decide
+from pipemorph_operator.ingest.fence import Overtaken
+from pipemorph_operator.ingest.store import ClusterStore
+from pipemorph_operator.ingest.summary import Source, judge, summarize
+
+# --- saved state ------------------------------------------------------------------------------
+
+
+def spec(stages: int = 4) -> JobSpec:
+    return JobSpec.model_validate(body(stages=stages)["spec"])
+
+
+def report(sequence: int, **changes: Any) -> LinkHealthReport:
+    values = {
+        "job": "gpt", "namespace": "team", "attempt": 0, "sequence": sequence, "sent_at": 1.0,
+        "state": "training", "iteration": 0, "observed_epoch": 0, "applied_epoch": 0,
+    }  # fmt: skip
+    return LinkHealthReport.model_validate(values | changes)
+
+
+def test_saved_state_comes_back_and_attempts_go_on() -> None:
+    controller = JobController(spec())
+    controller.report(report(5, observed_epoch=7), 1000.0)
+    state = snapshot_codec.pack(controller.snapshot())
+    epoch = controller.epoch
+    assert state.epoch == epoch > 7
+    back, problem = snapshot_codec.restore(spec(), state, 0, lambda _: None)
+    assert (back.epoch, back.attempt, problem) == (epoch, 0, "")
+    later, _ = snapshot_codec.restore(spec(), state, 3, lambda _: None)
+    assert (later.epoch, later.attempt) == (epoch, 3)
+
+
+@pytest.mark.parametrize("damage", ["", "!!", "AAAA", base64.b64encode(b"{}").decode()])
+def test_damaged_state_still_gives_its_epoch(damage: str) -> None:
+    state = snapshot_codec.pack(JobController(spec()).snapshot()).model_copy(
+        update={"snapshot": damage, "epoch": 9}
+    )
+    back, problem = snapshot_codec.restore(spec(), state, 0, lambda _: None)
+    assert back.epoch == 9
+    assert "only its epoch is kept" in problem
+
+
+def test_a_large_plan_fits_into_status() -> None:
+    many = JobSpec.model_validate(body(stages=128)["spec"] | {"schedule": {"microbatches": 512}})
+    controller = JobController(many)
+    snapshot = controller.snapshot()
+    plan = {"stages": ["".join(f"F{i}B{i}W{i}" for i in range(512))] * 128}
+    state = snapshot_codec.pack(snapshot | {"bases": plan})
+    assert len(state.snapshot) < snapshot_codec.MAX_PACKED / 4
+
+
+def test_what_does_not_fit_is_refused() -> None:
+
+    noise = random.Random(1).randbytes(snapshot_codec.MAX_PACKED).hex()
+    with pytest.raises(snapshot_codec.TooLarge, match="fit into status"):
+        snapshot_codec.pack({"attempt": 0, "epoch": 0, "noise": noise})
+
+
+# --- summaries --------------------------------------------------------------------------------
+
+
+def test_conditions_before_with_and_after_reports() -> None:
+    controller = JobController(spec())
+    found = judge(Source(controller, None, 1), [], 1000.0)
+    assert {c.type: (c.status, c.reason) for c in found} == {
+        "LinksHealthy": ("Unknown", "NoReportsYet"),
+        "ScheduleAdapted": ("False", "InitialPlan"),
+        "Offloaded": ("False", "AllLinksDirect"),
+        "RailsHealthy": ("Unknown", "NoReportsYet"),
+    }
+    controller.report(report(1), 1000.0)
+    found = judge(Source(controller, 1000.0, 1), found, 1001.0)
+    assert found[0].reason == "NoRecentSamples"
+    found = judge(Source(controller, 1000.0, 1), found, 1060.0)
+    assert (found[0].status, found[0].reason) == ("Unknown", "ReportsStale")
+
+
+def test_a_new_ingest_leaves_status_as_it_is_until_it_has_a_report() -> None:
+    controller = JobController(spec(), attempt=1)
+    last = TrainingStatus(attempt=1, state="training", iteration=70)
+    assert summarize(Source(controller, None, 3), 101.0, last=last) == last
+    assert summarize(Source(controller, 100.0, 3), 101.0, last=last).iteration == 0
+    older = last.model_copy(update={"attempt": 0})
+    assert summarize(Source(controller, None, 3), 101.0, last=older).iteration == 0
+
+
+def test_the_links_of_a_job_that_has_ended_are_neither_slow_nor_unknown() -> None:
+    last = TrainingStatus(
+        attempt=0,
+        iteration=70,
+        slow_link_count=1,
+        slow_links=[
+            SlowLink(
+                link=1, replica=0, direction="forward", delay_ms=9, wire_time_ms=9, confidence=1
+            )
+        ],
+        unknown_link_count=2,
+    )
+    ended = Source(JobController(spec()), None, 1, ended=True)
+    told = summarize(ended, 100.0, last=last)
+    assert (told.iteration, told.slow_link_count, told.unknown_link_count) == (70, 0, 0)
+    assert told.slow_links == []
+    assert [(c.status, c.reason) for c in judge(ended, [], 100.0) if c.type == "LinksHealthy"] == [
+        ("Unknown", "JobFinished")
+    ]
+
+
+class StatusWrites:
+    """An API server that takes every status, after as many as it was given refusals."""
+
+    def __init__(self, *refusals: Exception) -> None:
+        self.taken: list[dict[str, Any]] = []
+        self.refusals = list(refusals)
+
+    async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
+        if self.refusals:
+            raise self.refusals.pop(0)
+        self.taken.append(obj["status"])
+        return obj
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["seen", "while no ingest was there"])
+def test_a_job_that_ends_is_told_so_once(there: bool) -> None:
+    """Also if it ended while no ingest was there."""
+    api: Any = StatusWrites()
+    slow = {"type": "LinksHealthy", "status": "False", "reason": "SlowLinks", "message": "m"}
+    slow["lastTransitionTime"] = "2026-01-01T00:00:00Z"
+    job = body(stages=4)
+    job["status"] = {
+        "attempt": 0,
+        "conditions": [slow],
+        "training": {"attempt": 0, "iteration": 7, "slowLinkCount": 1},
+    }
+
+    async def run() -> None:
+        store = ClusterStore(api)
+        if there:
+            store.changed("LISTED", job)
+        job["status"]["conditions"].append(slow | {"type": "Complete", "status": "True"})
+        store.changed("MODIFIED" if there else "LISTED", job)
+        store.changed("MODIFIED", job)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        job["status"] |= api.taken[0]
+        job["status"]["conditions"].append(slow | {"type": "Complete", "status": "True"})
+        store.changed("MODIFIED", job)
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+    (told,) = api.taken
+    assert (told["training"]["iteration"], told["training"]["slowLinkCount"]) == (7, 0)
+    assert told["conditions"][0]["reason"] == "JobFinished"
+
+
+@pytest.mark.parametrize(
+    ("refusals", "written"),
+    [
+        ([ApiRefused(429, "TooManyRequests", "later"), ConnectionResetError(), TimeoutError()], 1),
+        ([ApiRefused(404, "NotFound", "no such job")], 0),
+    ],
+    ids=["for now", "for good"],
+)
+def test_the_last_word_on_a_job_is_tried_again(
+    refusals: list[Exception], written: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its links would be slow for ever: nobody looks at a job again that has ended."""
+    monkeypatch.setattr(store, "LAST_WORD_PAUSES", (0.0,) * 5)
+    api: Any = StatusWrites(*refusals)
+    job = body(stages=4)
+    job["status"] = {"attempt": 0}
+    ended = {"type": "Failed", "status": "True", "reason": "RankFailed", "message": "m"}
+    ended["lastTransitionTime"] = "2026-01-01T00:00:00Z"
+
+    async def run() -> None:
+        jobs = ClusterStore(api)
+        jobs.changed("LISTED", job)
+        job["status"]["conditions"] = [ended]
+        jobs.changed("MODIFIED", job)
+        await asyncio.gather(*jobs._last_words.values())
+
+    asyncio.run(run())
+    assert (len(api.taken), api.refusals) == (written, [])
+
+
+class Shared:
+    """An API server with one job that several write: each write makes another version."""
+
+    def __init__(self) -> None:
+        self.job = body(stages=4)
+        self.job["metadata"]["resourceVersion"] = "1"
+        self.job["status"] = {"attempt": 0}
+        self.breaks: list[Exception] = []
+        """What writers are told of writes that got through."""
+
+    def write(self, status: dict[str, Any]) -> None:
+        self.job["status"] |= status
+        self.job["metadata"]["resourceVersion"] += "0"
+
+    async def get(self, url: str) -> dict[str, Any]:
+        assert url.endswith("/namespaces/team/pipemorphjobs/gpt")
+        return copy.deepcopy(self.job)
+
+    async def create(self, obj: dict[str, Any], owner: str) -> dict[str, Any]:
+        return obj
+
+    async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
+        version = obj["metadata"].get("resourceVersion")
+        if version not in (None, self.job["metadata"]["resourceVersion"]):
+            raise ApiRefused(409, "Conflict", "the object has been modified")
+        self.write(obj["status"])
+        if self.breaks:
+            raise self.breaks.pop(0)
+        return copy.deepcopy(self.job)
+
+
+def ingest_of(api: Shared) -> tuple[ClusterStore, JobController]:
+    cluster: Any = api
+    store = ClusterStore(cluster)
+    store.changed("LISTED", copy.deepcopy(api.job))
+    controller = store.lookup("team", "gpt")
+    assert isinstance(controller, JobController)
+    return store, controller
+
+
+def epochs(api: Shared) -> tuple[int, int]:
+    """On record: of the newest plan, and of the one in the snapshot."""
+    control = JobStatus.model_validate(api.job["status"]).control
+    assert control is not None
+    return control.epoch, snapshot_codec.unpack(control)["epoch"]
+
+
+def test_of_two_ingests_the_one_that_is_behind_loses(caplog: pytest.LogCaptureFixture) -> None:
+    """Both hold the job at the same epoch; the next one must not stand for two plans."""
+    api = Shared()
+    (one, first), (other, second) = ingest_of(api), ingest_of(api)
+    first.report(report(1, observed_epoch=4), 1000.0)
+    second.report(report(1, observed_epoch=4), 1000.0)
+
+    async def run() -> None:
+        await one.persist("team", "gpt", first.snapshot())
+        before = api.job["status"]["control"]
+        with pytest.raises(Overtaken):
+            await other.persist("team", "gpt", second.snapshot() | {"flaps": 7})
+        assert api.job["status"]["control"] == before
+        await one.persist("team", "gpt", first.snapshot())
+
+    asyncio.run(run())
+    assert "another ingest has written a plan of this job; it goes on from there" in caplog.text
+    taken = other.lookup("team", "gpt")
+    assert isinstance(taken, JobController) and taken is not second
+    assert taken.epoch == first.epoch == epochs(api)[0] >= 4
+
+
+@pytest.mark.parametrize("got_through", [False, True])
+def test_other_writers_than_an_ingest_are_written_after(got_through: bool) -> None:
+    """The operator; and the ingest itself, of whose writes the answer may be lost."""
+    api = Shared()
+    store, controller = ingest_of(api)
+
+    async def run() -> None:
+        for epoch in (3, 5, 8):
+            controller.report(report(epoch, observed_epoch=epoch), 1000.0)
+            if got_through:
+                api.breaks = [TimeoutError()]
+                with pytest.raises(TimeoutError):
+                    await store.persist("team", "gpt", controller.snapshot())
+                controller.report(report(epoch + 1, observed_epoch=epoch + 1), 1000.0)
+            api.write({"state": "Running"})
+            await store.persist("team", "gpt", controller.snapshot())
+            assert epochs(api) == (controller.epoch,) * 2
+
+    asyncio.run(run())
+    assert store.lookup("team", "gpt") is controller
+
+
+def test_a_job_created_again_under_the_name_is_not_written_to() -> None:
+    api = Shared()
+    store, controller = ingest_of(api)
+
+    async def run() -> None:
+        api.job["metadata"] |= {"uid": "another", "resourceVersion": "9"}
+        with pytest.raises(ApiRefused, match="409"):
+            await store.persist("team", "gpt", controller.snapshot())
+
+    asyncio.run(run())
+    assert "control" not in api.job["status"]
+
+
+def test_a_summary_is_status_as_the_crd_has_it() -> None:
+    controller = JobController(spec())
+    controller.report(report(1, iteration=12), 1000.0)
+    summary = summarize(Source(controller, 1000.0, 1), 1000.0)
+    dumped = JobStatus(training=summary).model_dump(mode="json", by_alias=True, exclude_none=True)
+    training = dumped["training"]
+    assert training["iteration"] == 12
+    assert training["lastReportTime"] == "1970-01-01T00:16:40Z"
+    assert training["paths"] == ["direct"] * 3
+    assert len(training["warmup"]) == 4
+
+
+def test_turns_are_written_at_once_and_progress_now_and_then() -> None:
+    assert write_budget.is_due(turned=True, since_write=0.0, jobs=5000)
+    assert not write_budget.is_due(turned=False, since_write=1.0, jobs=1)
+    assert write_budget.is_due(turned=False, since_write=5.0, jobs=1)
+    assert not write_budget.is_due(turned=False, since_write=20.0, jobs=1000)
+    assert write_budget.look_interval(1) == write_budget.LOOK_SECONDS
+    writes_per_second = 1000 / write_budget.progress_interval(1000)
+    assert writes_per_second <= write_budget.WRITES_PER_SECOND
+
+
+def test_decisions_of_large_jobs_hold_up_large_jobs_only() -> None:
+    async def run() -> None:
+        asked: list[str] = []
+
+        async def small(replan: Any) -> Any:
+            asked.append("small")
+
+        async def large(replan: Any) -> Any:
+            asked.append("large")
+
+        for stages, microbatches in ((64, 64), (64, 65)):
+            many = body(stages=stages, schedule={"microbatches": microbatches})
+            replan: Any = SimpleNamespace(spec=JobSpec.model_validate(many["spec"]))
+            await decide(small, large, replan)
+        assert asked == ["small", "large"]
+
+    asyncio.run(run())

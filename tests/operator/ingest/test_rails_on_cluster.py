@@ -1,0 +1,313 @@
+"""RDMA ports and fallbacks, from reports to the condition RailsHealthy, status and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from operator_objects import body
+from prometheus_client import REGISTRY
+
+from pipemorph.api.spec import JobSpec
+from pipemorph.api.status import MAX_SICK_PORTS, JobStatus
+from pipemorph.control import JobController
+from pipemorph.wire import LinkHealthReport, RailSample, TransportSample
+from pipemorph_operator.ingest.rails import MESSAGE_LENGTH
+from pipemorph_operator.ingest.store import ClusterStore
+from pipemorph_operator.ingest.summary import Source, judge, summarize
+from pipemorph_operator.ingest.write_budget import Turn
+from pipemorph_operator.metrics import JOB_GAUGES
+
+DASHBOARD = Path(__file__).parents[3] / "charts" / "pipemorph-operator" / "files" / "dashboard.json"
+QUIET = {"link_downed": 0, "symbol_error": 0}
+
+
+def spec(stages: int = 4, replicas: int = 1, **fields: Any) -> JobSpec:
+    given = body(stages=stages, **fields)["spec"]
+    given["parallelism"]["replicas"] = replicas
+    return JobSpec.model_validate(given)
+
+
+def report(sequence: int = 1, **fields: Any) -> LinkHealthReport:
+    return LinkHealthReport(
+        job="gpt", namespace="team", attempt=0, sequence=sequence, sent_at=0.0, state="training",
+        iteration=3, observed_epoch=0, applied_epoch=0, **fields,
+    )  # fmt: skip
+
+
+def rail(stage: int = 0, **fields: Any) -> RailSample:
+    said: dict[str, Any] = {
+        "stage": stage, "device": "mlx5_0", "port": 1, "state": "ACTIVE", "counters": QUIET,
+    }  # fmt: skip
+    return RailSample(**said | fields)
+
+
+def end(link: int = 1, **fields: Any) -> TransportSample:
+    said: dict[str, Any] = {
+        "link": link, "direction": "forward", "agreed": "rdma", "transport": "rdma",
+        "fallbacks": 0, "failbacks": 0, "reconnects": 0,
+    }  # fmt: skip
+    return TransportSample(**said | fields)
+
+
+def verdict(of: JobSpec, *reports: dict[str, Any], now: float = 100.0) -> tuple[str, str, str]:
+    controller = JobController(of)
+    for i, fields in enumerate(reports):
+        controller.report(report(i + 1, **fields), 90.0 + i)
+    (found,) = [c for c in judge(Source(controller, 95.0, 1), [], now) if c.type == "RailsHealthy"]
+    return found.status, found.reason, found.message
+
+
+FELL = end(transport="tcp", fallbacks=1, trouble="mlx5_0 port 1: port error")
+PEER = end(direction="backward", transport="tcp", fallbacks=1)
+DOWN = rail(1, state="DOWN")
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "expected"),
+    [
+        (
+            {"ports": None}, {},
+            ("Unknown", "PortsNotReported", "not every rank has said what ports it sees"),
+        ),
+        (
+            {"ports": 2, "rails": [rail(0)]}, {"ports": 2},
+            ("Unknown", "PortsNotReported", "1 of 2 ports have not been heard of lately"),
+        ),
+        (
+            {"ports": 1, "rails": [rail(counters={"symbol_error": "unavailable"})]}, {"ports": 1},
+            (
+                "Unknown", "CountersUnavailable",
+                "state or counters of 1 of 1 ports are unavailable in the pods",
+            ),
+        ),
+        (
+            {"ports": 0}, {"ports": 0},
+            ("True", "NoRdmaDevices", "no rank sees an RDMA device, and none is asked for"),
+        ),
+        (
+            {"ports": 2, "rails": [rail(0), rail(1)]}, {"ports": 2},
+            ("True", "PortsActive", "2 ports, none in trouble"),
+        ),
+        (
+            {"ports": 2, "rails": [rail(0), rail(1)]}, {"ports": 2, "rails": [DOWN]},
+            ("False", "SickPorts", "stage 1 mlx5_0/1: is DOWN"),
+        ),
+        (
+            {"ports": 1, "rails": [rail(counters={"np_cnp_sent": 0})]},
+            {"ports": 1, "rails": [rail(counters={"np_cnp_sent": 20000})]},
+            (
+                "True", "NetworkCongested",
+                "congestion: stage 0 mlx5_0/1: np_cnp_sent grew by at least 10000 within 60 s",
+            ),
+        ),
+        (
+            {"ports": 1, "rails": [rail()], "transports": [end()]},
+            {"ports": 1, "transports": [FELL, PEER]},
+            (
+                "False", "LinksFellBack",
+                "link 1 fell back from rdma to tcp (mlx5_0 port 1: port error)",
+            ),
+        ),
+        (
+            {"ports": 2, "rails": [rail(0), rail(1)]},
+            {"ports": 2, "rails": [DOWN], "transports": [PEER]},
+            (
+                "False", "LinksFellBack",
+                "link 1 fell back from rdma to tcp; stage 1 mlx5_0/1: is DOWN",
+            ),
+        ),
+    ],
+    ids=[
+        "old ranks", "one unheard", "unreadable", "no device", "well", "down", "congested",
+        "fell back", "fell back and down",
+    ],
+)  # fmt: skip
+def test_the_condition(
+    first: dict[str, Any], then: dict[str, Any], expected: tuple[str, str, str]
+) -> None:
+    assert verdict(spec(), first, then) == expected
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"transport": {"engine": "rdma"}},
+        {"transport": {"engine": "rdma", "require": "rdma"}},
+        {"placement": {"rdma": {"resourceName": "rdma/hca"}}},
+    ],
+    ids=["engine", "require", "placement"],
+)
+def test_a_job_that_asks_for_rdma_and_has_none_is_not_well(asked: dict[str, Any]) -> None:
+    status, reason, message = verdict(spec(**asked), {"ports": 0})
+    assert (status, reason) == ("False", "NoRdmaDevices")
+    assert "device plugin" in message
+
+
+def test_replicas_are_named_where_there_are_several() -> None:
+    first = {"ports": 1, "rails": [rail(2, replica=1)]}
+    then = {"ports": 1, "rails": [rail(2, replica=1, state="DOWN")]}
+    assert verdict(spec(replicas=2), first, then)[2] == "stage 2 of replica 1 mlx5_0/1: is DOWN"
+
+
+def test_stale_reports_and_an_ended_job_are_unknown() -> None:
+    first = {"ports": 1, "rails": [rail(state="DOWN")]}
+    assert verdict(spec(), first)[:2] == ("False", "SickPorts")
+    assert verdict(spec(), first, now=200.0)[:2] == ("Unknown", "ReportsStale")
+    controller = JobController(spec())
+    controller.report(report(**first, transports=[FELL]), 90.0)
+    ended = Source(controller, 90.0, 1, ended=True)
+    (found,) = [c for c in judge(ended, [], 91.0) if c.type == "RailsHealthy"]
+    assert (found.status, found.reason) == ("Unknown", "JobFinished")
+    told = summarize(ended, 91.0)
+    assert (told.rails, told.fallen_links, told.fallen_link_count) == (None, [], 0)
+    assert told.link_fallbacks == 1
+
+
+def test_messages_and_lists_are_bounded() -> None:
+    many = [
+        rail(0, device=f"mlx5_{i}", state="DOWN", counters={"link_downed": 0}) for i in range(100)
+    ]
+    status, _, message = verdict(spec(), {"ports": 100, "rails": many})
+    assert status == "False"
+    assert message.endswith("; and 95 more")
+    ends = [end(i % 3, trouble="x" * 200, transport="tcp", replica=i) for i in range(100)]
+    _, _, message = verdict(spec(replicas=100), {"transports": ends})
+    assert len(message) == MESSAGE_LENGTH
+    controller = JobController(spec())
+    controller.report(report(ports=100, rails=many), 90.0)
+    told = summarize(Source(controller, 90.0, 1), 91.0)
+    assert told.rails is not None
+    assert (told.rails.sick_count, len(told.rails.sick_ports)) == (100, MAX_SICK_PORTS)
+
+
+def test_status_as_the_crd_has_it() -> None:
+    controller = JobController(spec())
+    controller.report(
+        report(ports=2, rails=[rail(0), DOWN], transports=[FELL]),
+        90.0,
+    )
+    summary = summarize(Source(controller, 90.0, 1), 91.0)
+    told = JobStatus(training=summary).model_dump(mode="json", by_alias=True, exclude_none=True)
+    assert told["training"]["rails"] == {
+        "ports": 2, "expectedPorts": 2, "sickCount": 1, "congestedCount": 0,
+        "unavailableCount": 0,
+        "sickPorts": [
+            {
+                "stage": 1, "replica": 0, "device": "mlx5_0", "port": 1, "state": "DOWN",
+                "message": "is DOWN",
+            }
+        ],
+    }  # fmt: skip
+    assert told["training"]["fallenLinks"] == [
+        {
+            "link": 1, "replica": 0, "direction": "forward", "agreed": "rdma",
+            "transport": "tcp", "fallbacks": 1, "message": "mlx5_0 port 1: port error",
+        }
+    ]  # fmt: skip
+    assert told["training"]["transports"] == ["", "", ""]
+    assert (told["training"]["linkFallbacks"], told["training"]["linkFailbacks"]) == (1, 0)
+
+
+def test_a_fallback_is_a_turn_that_is_written_at_once() -> None:
+    controller = JobController(spec())
+    controller.report(report(1, ports=1, rails=[rail()], transports=[end()]), 90.0)
+    source = Source(controller, 90.0, 1)
+    before = Turn.of(source, controller.view(90.0), 90.0)
+    controller.report(report(2, ports=1, rails=[rail()]), 90.0)
+    assert Turn.of(source, controller.view(90.0), 90.0) == before
+    controller.report(report(3, ports=1, transports=[FELL]), 90.0)
+    assert Turn.of(source, controller.view(90.0), 90.0) != before
+
+
+class Writes:
+    """An API server that takes every status and event."""
+
+    def __init__(self) -> None:
+        self.taken: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
+
+    async def create(self, obj: dict[str, Any], owner: str) -> None:
+        assert (obj["kind"], owner) == ("Event", "pipemorph-ingest")
+        self.events.append(obj)
+
+    async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
+        self.taken.append(obj["status"])
+        return obj
+
+
+def gauge(name: str) -> float | None:
+    return REGISTRY.get_sample_value(f"pipemorph_job_{name}", {"namespace": "team", "name": "gpt"})
+
+
+def test_what_the_ingest_writes_and_serves_also_after_an_edit() -> None:
+    api: Any = Writes()
+    job = body(stages=4)
+    job["status"] = {"attempt": 0}
+    key = ("team", "gpt")
+
+    async def run() -> None:
+        now = 1000.0
+        store = ClusterStore(api, clock=lambda: now, monotonic=lambda: now)
+        store.changed("LISTED", job)
+        for i, fields in enumerate(
+            (
+                {"ports": 2, "rails": [rail(0), rail(1)], "transports": [end()]},
+                {"ports": 2, "transports": [FELL]},
+            )
+        ):
+            found = store.lookup(*key)
+            assert found is not None
+            found.report(report(i + 1, **fields), now)
+        await store.look(key)
+        assert gauge("rails_healthy") == 0
+        assert gauge("rdma_ports") == 2
+        assert (gauge("fallen_links"), gauge("link_fallbacks")) == (1, 1)
+        # Ranks say all of it once a minute only: an edit must not forget it.
+        job["metadata"]["generation"] += 1
+        job["spec"]["adaptation"] = {"minGain": 0.3}
+        store.changed("MODIFIED", job)
+        now += 5
+        found = store.lookup(*key)
+        assert found is not None
+        found.report(report(3, ports=2, transports=[end(fallbacks=1, failbacks=1)]), now)
+        await store.look(key)
+        assert (gauge("rails_healthy"), gauge("fallen_links")) == (1, 0)
+        store.changed("DELETED", job)
+        await asyncio.sleep(0)  # the last event is on its way
+
+    asyncio.run(run())
+    said = [
+        next((c["status"], c["reason"]) for c in s["conditions"] if c["type"] == "RailsHealthy")
+        for s in api.taken
+    ]
+    assert said == [("False", "LinksFellBack"), ("True", "PortsActive")]
+    assert gauge("rails_healthy") is None
+    told = [(event["type"], event["reason"]) for event in api.events]
+    assert told == [("Warning", "LinksFellBack"), ("Normal", "PortsActive")]
+    metadata = job["metadata"]
+    assert [event["involvedObject"] for event in api.events] == 2 * [
+        {"apiVersion": "pipemorph.io/v1alpha1", "kind": "PipeMorphJob"}
+        | {k: metadata[k] for k in ("name", "namespace", "uid")}
+    ]
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
+    from pipemorph_trainer.telemetry.metrics import RankMetrics
+
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    asked = {
+        name
+        for panel in panels
+        for target in panel.get("targets", ())
+        for name in re.findall(r"pipemorph_(?:job|rank)_\w+", target["expr"])
+    }
+    served = {f"pipemorph_job_{name}" for name in JOB_GAUGES}
+    for metric in RankMetrics("gpt", 0, 0).registry.collect():
+        served |= {metric.name, f"{metric.name}_total"}
+    assert asked <= served
+    assert {"pipemorph_job_fallen_links", "pipemorph_rank_rdma_port_events_total"} <= asked

@@ -1,0 +1,334 @@
+"""Who may speak for a job on a cluster: tokens and pods, and a storm of forged ones."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from typing import Any
+
+import pytest
+from operator_objects import UID
+from prometheus_client import REGISTRY
+
+from pipemorph.ingest import Refused
+from pipemorph_operator.ingest import auth
+from pipemorph_operator.ingest.auth import (
+    KEPT_SECONDS,
+    MOST_OF_ONE_JOB,
+    MOST_OF_ONE_SOURCE,
+    MOST_REVIEWS,
+    POD_NAME,
+    POD_UID,
+    Expected,
+    PodTokenAuthenticator,
+)
+
+AUDIENCE = f"pipemorph.io/jobs/team/gpt/{UID}"
+
+
+def token(**claims: Any) -> str:
+    values = {"aud": [AUDIENCE], "exp": 2000} | claims
+    middle = base64.urlsafe_b64encode(json.dumps(values).encode()).decode().rstrip("=")
+    return f"head.{middle}.signature"
+
+
+class Api:
+    """An API server that knows one pod and its token."""
+
+    def __init__(self) -> None:
+        self.reviews = 0
+        self.status: dict[str, Any] = {
+            "authenticated": True,
+            "audiences": [AUDIENCE],
+            "user": {
+                "username": "system:serviceaccount:team:default",
+                "extra": {POD_NAME: ["p0"], POD_UID: ["uid-p0"]},
+            },
+        }
+        self.pod: dict[str, Any] | None = {
+            "metadata": {
+                "uid": "uid-p0",
+                "labels": {"pipemorph.io/job-uid": UID, "pipemorph.io/attempt": "1"},
+                "ownerReferences": [{"kind": "Job", "controller": True, "uid": "job-1"}],
+            }
+        }
+
+    async def post(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
+        self.reviews += 1
+        await asyncio.sleep(0)
+        return {"status": self.status}
+
+    async def get(self, url: str) -> dict[str, Any] | None:
+        assert url == "/api/v1/namespaces/team/pods/p0"
+        return self.pod
+
+
+class Door:
+    def __init__(self) -> None:
+        self.api = Api()
+        self.now = 1000.0
+        self.reason = ""
+        self.known = {("team", "gpt"): Expected(UID, AUDIENCE, 1, "job-1")}
+        self.authenticator = PodTokenAuthenticator(
+            self.api, lambda ns, name: self.known.get((ns, name)), clock=lambda: self.now
+        )
+
+    def knock(self, text: str, namespace: str = "team", job: str = "gpt") -> int:
+        async def ask() -> int:
+            try:
+                await self.authenticator.authenticate(text, namespace, job)
+            except Refused as refused:
+                self.reason = refused.reason
+                return refused.status
+            return 200
+
+        return asyncio.run(ask())
+
+
+def test_a_rank_is_let_in_and_asked_about_once_a_minute() -> None:
+    door = Door()
+    assert [door.knock(token()) for _ in range(5)] == [200] * 5
+    assert door.api.reviews == 1
+    door.now += KEPT_SECONDS + 1
+    assert door.knock(token()) == 200
+    assert door.api.reviews == 2
+
+
+def test_callers_with_one_token_share_one_review() -> None:
+    door = Door()
+
+    async def crowd() -> None:
+        await asyncio.gather(
+            *(door.authenticator.authenticate(token(), "team", "gpt") for _ in range(50))
+        )
+
+    asyncio.run(crowd())
+    assert door.api.reviews == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ("garbage", 401),
+        ("a.b.c", 401),
+        (token(aud=["other"]), 401),
+        (token(aud="other"), 401),
+        (token(exp=999), 401),
+        ("x" * 100_000, 401),
+    ],
+)
+def test_what_cannot_be_right_never_reaches_the_api_server(text: str, status: int) -> None:
+    door = Door()
+    assert door.knock(text) == status
+    assert door.api.reviews == 0
+
+
+def refused(reason: str) -> float:
+    return REGISTRY.get_sample_value("pipemorph_ingest_refused_total", {"reason": reason}) or 0.0
+
+
+@pytest.mark.parametrize(
+    ("claims", "reason"),
+    [
+        ('{"exp": -1%s}' % ("0" * 400), "expired"),
+        ('{"exp": -1%s}' % ("0" * 5000), "malformed"),
+        ('{"exp": 1%s}' % ("0" * 400), "audience"),
+        ('{"exp": -Infinity}', "expired"),
+        ('{"exp": NaN, "aud": {}}', "audience"),
+        ('{"exp": [1], "aud": [[], {}, null]}', "audience"),
+        ("[" * 5000, "malformed"),
+        ('{"exp": true', "malformed"),
+        ("[]", "malformed"),
+    ],
+    ids=lambda value: value[:24],
+)
+def test_claims_of_any_kind_are_refused_and_counted(claims: str, reason: str) -> None:
+    middle = base64.urlsafe_b64encode(claims.encode()).decode()
+    door, before = Door(), refused(reason)
+    assert door.knock(f"head.{middle}.signature") == 401
+    assert (refused(reason) - before, door.api.reviews) == (1, 0)
+
+
+def change(api: Api, what: str) -> None:
+    user = api.status["user"]
+    match what:
+        case "unknown":
+            api.status = {"authenticated": False}
+        case "audience":
+            api.status["audiences"] = ["https://kubernetes.default.svc"]
+        case "unbound":
+            user["extra"] = {}
+        case "namespace":
+            user["username"] = "system:serviceaccount:other:default"
+        case "human":
+            user["username"] = "alice"
+        case "gone":
+            api.pod = None
+        case _:
+            assert api.pod is not None
+            metadata = api.pod["metadata"]
+            owner = metadata["ownerReferences"][0]
+            metadata |= {
+                "replaced": {"uid": "another"},
+                "label": {"labels": metadata["labels"] | {"pipemorph.io/job-uid": "another"}},
+                "attempt": {"labels": metadata["labels"] | {"pipemorph.io/attempt": "0"}},
+                "owner": {"ownerReferences": []},
+                "another Job": {"ownerReferences": [owner | {"uid": "job-of-a-stranger"}]},
+                "no controller": {"ownerReferences": [owner | {"controller": False}]},
+                "no Job": {"ownerReferences": [owner | {"kind": "ReplicaSet"}]},
+            }[what]
+
+
+@pytest.mark.parametrize(
+    ("what", "status", "words"),
+    [
+        ("unknown", 401, "does not know the token"),
+        ("audience", 401, "does not know the token"),
+        ("unbound", 403, "bound to no pod"),
+        ("namespace", 403, "of another namespace"),
+        ("human", 403, "of another namespace"),
+        ("gone", 403, "pod p0 is gone"),
+        ("replaced", 403, "pod p0 is another one of that name"),
+        ("label", 403, "pod p0 is not a rank of this job"),
+        ("attempt", 403, "pod p0 is a rank of attempt 0; attempt 1 is in progress"),
+        ("owner", 403, "pod p0 was not made by the Job of attempt 1"),
+        ("another Job", 403, "pod p0 was not made by the Job of attempt 1"),
+        ("no controller", 403, "pod p0 was not made by the Job of attempt 1"),
+        ("no Job", 403, "pod p0 was not made by the Job of attempt 1"),
+    ],
+)
+def test_who_is_turned_away(what: str, status: int, words: str) -> None:
+    door = Door()
+    change(door.api, what)
+    assert door.knock(token()) == status
+    assert words in door.reason
+
+
+def test_a_rank_of_an_attempt_that_is_over_is_turned_away_at_once() -> None:
+    """Also one whose token was found good a moment ago."""
+    door = Door()
+    assert door.knock(token()) == 200
+    door.known["team", "gpt"] = Expected(UID, AUDIENCE, 2, None)
+    assert door.knock(token()) == 403
+    assert "a rank of attempt 1; attempt 2 is in progress" in door.reason
+    change(door.api, "attempt")
+    door.known["team", "gpt"] = Expected(UID, AUDIENCE, 0, None)
+    assert door.knock(token()) == 403
+    assert "attempt 0 has no Job on record" in door.reason
+
+
+class Slow(Api):
+    """Knows one token, and answers nobody before the test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = asyncio.Event()
+        self.now = self.most = 0
+        self.known = token()
+
+    async def post(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await self.go.wait()
+        self.now -= 1
+        self.reviews += 1
+        good = body["spec"]["token"] == self.known
+        return {"status": self.status if good else {"authenticated": False}}
+
+
+def forged(number: int) -> str:
+    return token(jti=number)
+
+
+def flood(door: Door, sources: list[str], job: str = "gpt") -> list[asyncio.Task[int]]:
+    """A forged token from each of these addresses."""
+
+    async def knock(number: int, source: str) -> int:
+        try:
+            await door.authenticator.authenticate(forged(number), "team", job, source)
+        except Refused as refused:
+            return refused.status
+        return 200
+
+    return [asyncio.create_task(knock(*each)) for each in enumerate(sources)]
+
+
+def test_forged_tokens_of_one_address_leave_questions_to_the_others() -> None:
+    door = Door()
+    slow = door.api = door.authenticator._api = Slow()
+
+    async def run() -> None:
+        storm = flood(door, ["10.0.0.66"] * 1000)
+        await asyncio.sleep(0)
+        rank = asyncio.create_task(
+            door.authenticator.authenticate(slow.known, "team", "other", "10.0.0.1")
+        )
+        await asyncio.sleep(0)
+        slow.go.set()
+        await asyncio.wait_for(rank, 15)
+        answers = await asyncio.gather(*storm)
+        assert (answers.count(401), answers.count(429)) == (MOST_OF_ONE_SOURCE, 936)
+        assert slow.reviews == MOST_OF_ONE_SOURCE + 1
+        assert slow.most == MOST_REVIEWS
+        assert not door.authenticator._under_way
+
+    door.known["team", "other"] = door.known["team", "gpt"]
+    door.known["team", "gpt"] = Expected("another-uid", AUDIENCE, 1, "job-1")
+    asyncio.run(run())
+
+
+def test_forged_tokens_of_many_addresses_keep_no_rank_out_that_was_in() -> None:
+    door = Door()
+
+    slow = door.api = door.authenticator._api = Slow()
+    slow.go.set()
+    assert door.knock(slow.known) == 200
+    door.now += KEPT_SECONDS + 1
+
+    async def run() -> None:
+        slow.go.clear()
+        storm = flood(door, [f"10.0.1.{i}" for i in range(200)])
+        await asyncio.sleep(0)
+        rank = asyncio.create_task(
+            door.authenticator.authenticate(slow.known, "team", "gpt", "10.0.0.1")
+        )
+        await asyncio.sleep(0)
+        slow.go.set()
+        await asyncio.wait_for(rank, 15)
+        answers = await asyncio.gather(*storm)
+        assert (answers.count(401), answers.count(429)) == (MOST_OF_ONE_JOB, 136)
+
+    asyncio.run(run())
+
+
+def test_what_is_bad_pushes_out_nothing_that_is_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auth, "MOST_KEPT", 5)
+    monkeypatch.setattr(auth, "MOST_KEPT_BAD", 5)
+    door = Door()
+    slow = door.api = door.authenticator._api = Slow()
+    slow.go.set()
+    assert door.knock(slow.known) == 200
+    assert {door.knock(forged(i)) for i in range(20)} == {401}
+    before = slow.reviews
+    assert door.knock(slow.known) == 200
+    assert {door.knock(forged(i)) for i in range(15, 20)} == {401}
+    assert slow.reviews == before, "the newest bad ones are remembered as well"
+    assert len(door.authenticator._bad) == 5
+
+
+def test_tokens_that_came_together_do_not_expire_together() -> None:
+    door = Door()
+    for i in range(50):
+        assert door.knock(forged(i)) == 200
+    ends = [until for until, _ in door.authenticator._good.values()]
+    assert max(ends) <= door.now + KEPT_SECONDS
+    assert max(ends) - min(ends) > KEPT_SECONDS / 10
+
+
+def test_a_token_of_one_job_is_none_of_another() -> None:
+    door = Door()
+    door.known["team", "other"] = Expected("other-uid", AUDIENCE, 1, "job-1")
+    assert door.knock(token()) == 200
+    assert door.knock(token(), job="other") == 403, "the answer for another job was taken"
+    assert door.knock(token(), job="none") == 403

@@ -1,0 +1,207 @@
+"""Each policy by itself."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from operator_objects import T0, failed, pod
+
+from pipemorph.api.placement import NodeExclusion
+from pipemorph.api.spec import Fault
+from pipemorph.api.status import MAX_NODES_KEPT, Condition, NodeRecord, SlowLink
+from pipemorph_operator import names
+from pipemorph_operator.cluster.facts import format_time
+from pipemorph_operator.policy import conditions, lifetime, node_exclusion, restart
+
+
+def test_managed_by() -> None:
+    assert [lifetime.is_ours(x) for x in (None, "", names.CONTROLLER, "other/x")] == [
+        True, True, True, False,
+    ]  # fmt: skip
+
+
+def test_a_transition_time_moves_with_the_status_only() -> None:
+    later = T0 + timedelta(seconds=9)
+    first = conditions.updated([], "A", "True", "R", "m", generation=1, now=T0)
+    same = conditions.updated(first, "A", "True", "Other", "n", generation=2, now=later)
+    assert same[0].last_transition_time == format_time(T0)
+    assert (same[0].reason, same[0].observed_generation) == ("Other", 2)
+    turned = conditions.updated(same, "A", "False", "R", "m", generation=2, now=later)
+    assert turned[0].last_transition_time == format_time(later)
+    assert conditions.is_true(first, "A")
+    assert not conditions.is_true(turned, "A")
+    assert len(conditions.updated(turned, "B", "True", "R", "", generation=1, now=T0)) == 2
+
+
+def test_seconds_left() -> None:
+    later = T0 + timedelta(seconds=12)
+    assert lifetime.until_deletion(None, T0, T0) is None
+    assert lifetime.until_deletion(10, None, T0) is None
+    assert lifetime.until_deletion(10, T0, T0) == 10
+    assert lifetime.until_deletion(10, T0, later) == -2
+    assert lifetime.until_deadline(None, 0, T0, T0) is None
+    assert lifetime.until_deadline(10, 99, None, T0) is None, "time passes in suspension"
+    assert lifetime.until_deadline(10, 0, T0, T0) == 10
+    assert lifetime.until_deadline(10, 3, T0, later) == -5
+
+
+def of(kind: str, status: str = "True", reason: str = "R") -> Condition:
+    values = {"type": kind, "status": status, "reason": reason, "message": ""}
+    return Condition.model_validate(values | {"lastTransitionTime": format_time(T0)})
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ([], "Pending"),
+        ([of("Running")], "Running"),
+        ([of("Running", "False", names.R_WAITING_FOR_PODS)], "Starting"),
+        ([of("Running", "False", names.R_QUEUED)], "Queued"),
+        ([of("Running", "False", names.R_RESTARTING)], "Restarting"),
+        ([of("Running", "False", names.R_DRAINING)], "Restarting"),
+        ([of("Running"), of("Suspended")], "Suspended"),
+        ([of("Suspended"), of("Failed")], "Failed"),
+        ([of("Failed"), of("Complete")], "Complete"),
+    ],
+)
+def test_state_in_one_word(found: list[Condition], expected: str) -> None:
+    assert conditions.job_state(found) == expected
+
+
+def test_the_first_rank_to_fail_is_named_in_its_own_words() -> None:
+    pods = [
+        pod(0, exit_code=1, finished_at=T0 + timedelta(seconds=2), message="peer lost"),
+        pod(5, exit_code=4, finished_at=T0, message="out of memory", node="n5"),
+        pod(1, exit_code=0),
+        pod(2),
+    ]
+    cause = restart.classify(failed(), pods, stages=4)
+    assert cause.reason == names.R_RANK_FAILED
+    assert cause.message == (
+        "rank 5 (stage 1, replica 1) on node n5 exited with code 4: out of memory"
+    )
+    assert cause.counted
+    assert cause.retry
+
+
+def test_unusable_input_is_not_tried_again_if_it_was_the_first_to_be_found() -> None:
+    later = T0 + timedelta(seconds=1)
+    first = [pod(0, exit_code=1, finished_at=T0), pod(1, exit_code=2, finished_at=T0)]
+    cause = restart.classify(failed(), first, stages=4)
+    assert (cause.reason, cause.retry) == (names.R_INVALID_INPUT, False)
+    assert cause.message.startswith("rank 1")
+    followed = [pod(0, exit_code=1, finished_at=T0), pod(1, exit_code=2, finished_at=later)]
+    cause = restart.classify(failed(), followed, stages=4)
+    assert (cause.reason, cause.retry, cause.counted) == (names.R_RANK_FAILED, True, True)
+    assert cause.message.startswith("rank 0")
+
+
+@pytest.mark.parametrize("code", [names.EXIT_INVALID_INPUT, names.EXIT_PREFLIGHT])
+def test_a_disruption_wins_over_what_another_rank_says_of_it(code: int) -> None:
+    preempted = pod(0, exit_code=137, disrupted=True, node="n0", finished_at=T0)
+    for at in (-1, 1):
+        other = pod(1, exit_code=code, finished_at=T0 + timedelta(seconds=at))
+        cause = restart.classify(failed(), [preempted, other], stages=2)
+        assert (cause.reason, cause.retry, cause.counted) == (names.R_DISRUPTED, True, False)
+    by_rule = failed("Pod a/b has condition DisruptionTarget matching FailJob rule at index 0")
+    gone = [pod(1, exit_code=code, finished_at=T0)]
+    assert restart.classify(by_rule, gone, stages=2).reason == names.R_DISRUPTED
+
+
+def test_a_disruption_is_known_by_the_pod_or_by_the_rule() -> None:
+    by_pod = restart.classify(failed(), [pod(0, disrupted=True, exit_code=137)], stages=2)
+    by_rule = restart.classify(
+        failed("Pod a/b has condition DisruptionTarget matching FailJob rule at index 0"), [], 2
+    )
+    assert {by_pod.reason, by_rule.reason} == {names.R_DISRUPTED}
+    assert not by_pod.counted
+    assert not by_rule.counted
+    other = restart.classify(failed("exit code 1 matching FailJob rule at index 1"), [], 2)
+    assert other.counted
+
+
+def test_delays_grow_and_end() -> None:
+    delays = [restart.delay_seconds(n) for n in range(20)]
+    assert delays[:5] == [0, 0, 1, 2, 4]
+    assert delays == sorted(delays)
+    assert delays[-1] == restart.LAST_DELAY_SECONDS
+
+
+def link(number: int, replica: int = 0) -> SlowLink:
+    return SlowLink(
+        link=number, replica=replica, direction="forward", delay_ms=1, wire_time_ms=1, confidence=1
+    )
+
+
+def test_ends_of_a_link() -> None:
+    assert node_exclusion.ends(link(1), stages=4) == (1, 2)
+    assert node_exclusion.ends(link(0, replica=2), stages=4) == (8, 9)
+
+
+def fault(number: int, replica: int = 0) -> Fault:
+    return Fault.model_validate({"link": number, "replica": replica, "delayMs": 50.0})
+
+
+def test_both_nodes_of_a_slow_link_are_suspects() -> None:
+    nodes = {0: "a", 1: "b", 2: "b", 3: "c"}
+    assert node_exclusion.suspects([link(0)], [], nodes, stages=4) == {"a", "b"}
+    assert node_exclusion.suspects([link(1)], [], nodes, stages=4) == set(), "both ends on one node"
+    assert node_exclusion.suspects([link(0), link(2)], [], nodes, stages=4) == {"a", "b", "c"}
+    assert node_exclusion.suspects([link(0)], [], {0: "a"}, stages=4) == set(), "maybe on one node"
+
+
+def test_a_link_that_the_jobs_own_faults_slow_accuses_nobody() -> None:
+    nodes = {0: "a", 1: "b", 2: "c", 3: "d"}
+    both = [link(0), link(0, replica=1)]
+    assert node_exclusion.suspects(both, [fault(0)], nodes, stages=2) == {"c", "d"}
+    assert node_exclusion.suspects(both, [fault(0), fault(0, 1)], nodes, stages=2) == set()
+
+
+MANY = {"k", "l", "m", "n"}
+"""Nodes that an attempt ran on besides the accused."""
+
+
+def test_a_node_accused_in_several_attempts_is_excluded() -> None:
+    rule = NodeExclusion(after_attempts=2, max_nodes=1)
+    records = node_exclusion.accuse([], {"a", "b"}, 0, rule, {"a", "b"})
+    records = node_exclusion.accuse(records, {"a"}, 0, rule, {"a", "b"})
+    assert not any(r.excluded for r in records), "one attempt counted twice"
+    records = node_exclusion.accuse(records, {"b", "c"}, 1, rule, {"b", "c"})
+    assert [r.name for r in records if r.excluded] == ["b"]
+    records = node_exclusion.accuse(records, {"a"}, 2, rule, {"a"})
+    assert [r.name for r in records if r.excluded] == ["b"], "more than maxNodes"
+    assert node_exclusion.avoided(records, rule) == (("b",), ("a",))
+
+
+def test_so_many_nodes_stay_as_the_last_attempt_had() -> None:
+    rule = NodeExclusion(after_attempts=1)
+
+    def excluded(accused: set[str], ran_on: set[str], *known: str) -> set[str]:
+        before = [NodeRecord(name=name) for name in known]
+        records = node_exclusion.accuse(before, accused, 0, rule, ran_on)
+        hard, soft = node_exclusion.avoided(records, rule)
+        assert {*hard, *soft} == accused, "one that is accused is not avoided at all"
+        return {*hard}
+
+    assert excluded({"a"}, {"a"}) == set(), "the only node"
+    assert excluded({"a", "b"}, {"a", "b"}) == set(), "both nodes"
+    assert excluded({"a", "b"}, {"a", "b", "c"}) == set(), "one pod per node would not fit"
+    assert excluded({"a", "b"}, {"a", "b", "c"}, "d") == {"a"}
+    assert excluded({"a", "b"}, {"a", "b", "c"}, "d", "e") == {"a", "b"}
+
+
+def test_exclusion_can_be_off_and_is_bounded() -> None:
+    off = NodeExclusion(enabled=False, after_attempts=1)
+    records = node_exclusion.accuse([NodeRecord(name="z", excluded=True)], {"a"}, 0, off, MANY)
+    assert [r.name for r in records if r.excluded] == ["z"]
+    assert node_exclusion.avoided(records, off) == ((), ()), "what was excluded stays so"
+    many = node_exclusion.accuse(
+        [NodeRecord(name="z", attempts=[0, 1], excluded=True)],
+        {f"n{i}" for i in range(200)},
+        0,
+        NodeExclusion(),
+        MANY,
+    )
+    assert len(many) == MAX_NODES_KEPT
+    assert many[0].name == "z"

@@ -1,0 +1,396 @@
+"""What is done about a job, state by state; no cluster, no clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from operator_objects import T0, World, body, failed, job_facts, pod
+
+from pipemorph_operator.cluster.facts import JobFacts, format_time
+from pipemorph_operator.cluster.job import dump, operator_part
+from pipemorph_operator.reconcile.decide import DRAIN_SECONDS
+
+
+def test_a_new_job_gets_the_objects_of_attempt_0() -> None:
+    world = World(body())
+    decision = world.turn()
+    assert [o["kind"] for o in decision.apply] == ["Service", "ConfigMap", "Job"]
+    assert world.status["attempt"] == 0
+    assert world.status["state"] == "Starting"
+    assert world.status["ready"] == "0/2"
+    assert world.events == ["AttemptStarted"]
+    assert world.counts == ["created"]
+    assert world.status["startTime"] == format_time(T0)
+
+
+def test_the_same_is_decided_when_nothing_changed() -> None:
+    world = World(body())
+    world.running()
+    before = world.body["status"]
+    decision = world.turn()
+    assert decision.status is not None
+    assert dump(decision.status) == before
+    assert (decision.events, decision.apply, decision.delete_jobs) == ([], [], [])
+
+
+def test_an_operator_that_died_before_it_wrote_status_adopts_what_it_made() -> None:
+    world = World(body())
+    world.turn(write_status=False)
+    decision = world.turn()
+    assert decision.create is None
+    assert world.status["jobUid"] == "job-0"
+    assert (world.counts, world.events) == (["created"], ["AttemptStarted"])
+
+
+def test_running_then_complete() -> None:
+    world = World(body())
+    world.turn()
+    world.running()
+    assert world.status["state"] == "Running"
+    assert world.condition("PodsReady") == ("True", "AllRanksReady")
+    world.jobs[0] = job_facts(active=0, succeeded=2, complete=True)
+    world.settle()
+    assert world.status["state"] == "Complete"
+    assert world.status["ready"] == "2/2"
+    assert world.counts == ["created", "successful"]
+
+
+def test_ranks_that_have_ended_and_are_not_counted_yet_are_not_missing() -> None:
+    world = World(body())
+    world.running()
+    world.jobs[0] = JobFacts.of(
+        {
+            "metadata": {"name": world.jobs[0].name, "uid": "job-0"},
+            "status": {
+                "active": 1,
+                "ready": 1,
+                "startTime": format_time(T0),
+                "uncountedTerminatedPods": {"succeeded": ["u"]},
+            },
+        }
+    )
+    world.settle()
+    assert (world.status["state"], world.status["ready"]) == ("Running", "2/2")
+
+
+def test_ranks_that_have_all_ended_are_not_told_to_be_running() -> None:
+    """Their Job says a moment later that it is complete."""
+    world = World(body())
+    world.turn()
+    world.jobs[0] = job_facts(active=0, succeeded=2)
+    world.settle()
+    assert world.status["ready"] == "2/2"
+    world.jobs[0] = job_facts(active=0, succeeded=2, complete=True)
+    world.settle()
+    assert world.events == ["AttemptStarted", "Complete"]
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_what_an_attempt_had_goes_when_the_job_ends(complete: bool) -> None:
+    """Its PodGroup, which goes with the ConfigMap, can hold the resources of a queue."""
+    world = World(body())
+    world.running()
+    world.jobs[0] = job_facts(active=0, complete=complete, failed=None if complete else failed())
+    decision = world.turn()
+    assert world.status["state"] == ("Complete" if complete else "Failed")
+    assert decision.delete_attempts == [job_facts().name]
+    assert decision.delete_jobs == [], "the pods' logs are gone"
+
+
+def test_what_an_attempt_had_goes_also_when_its_job_went_before() -> None:
+    world = World(body())
+    world.running()
+    world.jobs.clear()
+    decision = world.turn()
+    assert world.condition("Failed") == ("True", "JobDeleted")
+    assert decision.delete_attempts == [job_facts().name]
+
+
+@pytest.mark.parametrize("terminal", ["Complete", "Failed"])
+def test_a_terminal_state_wins_over_everything(terminal: str) -> None:
+    world = World(body(activeDeadlineSeconds=10, failurePolicy={"maxRestarts": 5}))
+    world.running()
+    ended = {"complete": True} if terminal == "Complete" else {"failed": failed()}
+    world.jobs[0] = job_facts(active=0, **ended)
+    world.pods = [pod(0, exit_code=2)]
+    world.settle()
+    assert world.status["state"] == terminal
+    world.later(100)
+    world.body["spec"]["suspend"] = True
+    world.jobs.clear()
+    decision = world.turn()
+    assert decision.status is None
+    assert decision.create is None
+    assert world.status["state"] == terminal
+
+
+def test_a_failed_rank_restarts_all_under_the_next_number() -> None:
+    world = World(body(failurePolicy={"maxRestarts": 1}))
+    world.running()
+    world.jobs[0] = job_facts(active=0, failed=failed())
+    world.pods = [pod(1, exit_code=3, message="boom", node="n7"), pod(0, exit_code=1)]
+    decision = world.turn()
+    assert decision.create is None, "another attempt before its number is on record"
+    assert world.status["attempt"] == 1
+    assert world.status["restarts"] == 1
+    assert world.status["attempts"][0]["reason"] == "RankFailed"
+    assert "rank 0 (stage 0, replica 0)" in world.status["attempts"][0]["message"]
+    world.settle()
+    assert world.status["jobUid"] == "job-1"
+    assert 0 in world.jobs, "the failed attempt's pods, with their logs, are gone"
+    assert world.counts == ["created", "restarted"]
+
+
+def test_the_next_attempt_waits_for_the_last_ones_ranks_but_not_for_ever() -> None:
+    world = World(body(failurePolicy={"maxRestarts": 1}))
+    world.running()
+    world.jobs[0] = job_facts(active=0, terminating=1, failing=failed())
+    world.pods = [pod(0, exit_code=1)]
+    world.turn()
+    world.jobs[0] = job_facts(active=0, terminating=1, failing=failed(), deleting=True)
+    world.turn()
+    assert world.status["state"] == "Restarting"
+    assert 1 not in world.jobs
+    world.later(DRAIN_SECONDS + 1)
+    world.settle()
+    assert 1 in world.jobs
+
+
+def test_a_crash_loop_waits_longer_each_time() -> None:
+    world = World(body(failurePolicy={"maxRestarts": 10}))
+    waits = []
+    for attempt in range(4):
+        world.running(attempt)
+        world.jobs[attempt] = job_facts(attempt, active=0, failed=failed())
+        world.turn()
+        waited = 0.0
+        while attempt + 1 not in world.jobs:
+            decision = world.settle()
+            if attempt + 1 in world.jobs:
+                break
+            assert decision.again_in is not None
+            waited += decision.again_in
+            world.later(decision.again_in)
+        waits.append(round(waited))
+    assert waits == [0, 1, 2, 4]
+
+
+def test_disruptions_are_not_counted() -> None:
+    world = World(body())
+    world.running()
+    world.jobs[0] = job_facts(active=0, failed=failed())
+    world.pods = [pod(0, exit_code=137, disrupted=True, node="n1"), pod(1, exit_code=1)]
+    world.settle()
+    assert world.status["disruptions"] == 1
+    assert world.status["restarts"] == 0
+    assert world.status["attempt"] == 1
+
+
+def test_with_no_restart_left_the_reason_is_the_ranks_own() -> None:
+    world = World(body())
+    world.running()
+    world.jobs[0] = job_facts(active=0, failed=failed())
+    world.pods = [pod(1, exit_code=9)]
+    world.settle()
+    assert world.condition("Failed") == ("True", "RankFailed")
+    assert "rank 1" in world.message("Failed")
+
+
+def test_a_job_deleted_by_hand_is_another_attempt_and_counted() -> None:
+    world = World(body(failurePolicy={"maxRestarts": 1}))
+    world.running()
+    world.jobs.clear()
+    world.settle()
+    assert world.status["attempts"][0]["reason"] == "JobDeleted"
+    assert world.status["attempt"] == 1
+    world.jobs.clear()
+    world.body["spec"]["suspend"] = True
+    assert world.turn().delete_attempts == [job_facts(1).name], "its Secret and ConfigMap stay"
+
+
+def test_what_an_attempt_had_goes_before_the_next_also_without_its_job() -> None:
+    world = World(body(failurePolicy={"maxRestarts": 1}))
+    world.running()
+    world.jobs.clear()
+    world.turn()
+    decision = world.turn()
+    assert decision.create is not None
+    assert decision.delete_attempts == [job_facts(0).name]
+
+
+def test_suspend_before_the_start_uses_no_attempt() -> None:
+    world = World(body(suspend=True))
+    decision = world.turn()
+    assert decision.create is None
+    assert world.status["state"] == "Suspended"
+    world.body["spec"]["suspend"] = False
+    world.settle()
+    assert world.status["attempt"] == 0
+
+
+def test_suspend_deletes_the_job_and_resume_takes_the_next_number() -> None:
+    world = World(body(activeDeadlineSeconds=100))
+    world.running()
+    world.body["spec"]["suspend"] = True
+    decision = world.turn()
+    assert decision.delete_jobs == [job_facts().name]
+    assert decision.delete_attempts == [job_facts().name], "the secret outlives its attempt"
+    assert world.condition("Suspended") == ("False", "RanksStopping")
+    world.settle()
+    assert world.status["state"] == "Suspended"
+    assert world.status["attempts"][0]["counted"] is False
+    world.later(1000)
+    world.turn()
+    assert world.status["state"] == "Suspended", "the deadline runs in suspension"
+    world.body["spec"]["suspend"] = False
+    world.settle()
+    assert world.status["attempt"] == 1
+    assert world.status["restarts"] == 0
+
+
+def test_dying_between_status_and_deletion_counts_nothing_twice() -> None:
+    world = World(body(failurePolicy={"maxRestarts": 3}))
+    world.running()
+    world.body["spec"]["suspend"] = True
+    decision = world.turn(write_status=False)
+    assert decision.status is not None
+    world.body["status"] = dump(decision.status)
+    world.settle()
+    assert world.jobs == {}
+    assert len(world.status["attempts"]) == 1
+
+
+def test_time_to_live() -> None:
+    world = World(body(ttlSecondsAfterFinished=30))
+    world.running()
+    world.jobs[0] = job_facts(active=0, complete=True)
+    assert world.settle().again_in == 30
+    world.later(31)
+    assert world.turn().delete_self
+
+
+def test_not_ours_or_on_its_way_out() -> None:
+    theirs = World(body(managedBy="somebody.else/x"))
+    assert theirs.turn().status is None
+    leaving = World(body())
+    leaving.body["metadata"]["deletionTimestamp"] = format_time(T0)
+    assert leaving.turn().create is None
+
+
+def test_a_spec_that_only_the_models_can_refuse_is_failed_once() -> None:
+    job = body()
+    job["spec"]["schedule"]["inFlightLimit"] = [0, 4]
+    world = World(job)
+    world.settle()
+    assert world.condition("Failed") == ("True", "InvalidSpec")
+    assert "spec.schedule.inFlightLimit" in world.message("Failed")
+    world.turn()
+    assert world.events == ["InvalidSpec"]
+
+
+SLOW = {
+    "link": 1, "replica": 0, "direction": "forward",
+    "delayMs": 50.0, "wireTimeMs": 51.0, "confidence": 1.0,
+}  # fmt: skip
+
+
+def after(
+    *attempts: tuple[str, ...],
+    slow_at_the_end: bool = True,
+    suspended: bool = False,
+    **more: object,
+) -> World:
+    """A job of three ranks after attempts on those nodes, link 1 slow in all of them; and the
+    next attempt, started."""
+    rule = {"nodeExclusion": {"afterAttempts": 2}}
+    world = World(body(stages=3, failurePolicy={"maxRestarts": 5}, placement=rule, **more))
+    for attempt, nodes in enumerate(attempts):
+        world.running(attempt, ranks=3)
+        world.pods = [pod(i, node=node) for i, node in enumerate(nodes)]
+        world.body["status"]["training"] = {"attempt": attempt, "slowLinks": [SLOW]}
+        world.settle()
+        if not slow_at_the_end:
+            world.body["status"]["training"]["slowLinks"] = []
+        if suspended:
+            world.body["spec"]["suspend"] = True
+            world.settle()
+            world.body["spec"]["suspend"] = False
+        else:
+            world.jobs[attempt] = job_facts(attempt, stages=3, active=0, failed=failed())
+            world.turn()
+        world.later(60)
+        world.settle()
+    return world
+
+
+def node_affinity(world: World) -> str:
+    """That of the attempt in status, made again."""
+    world.jobs.clear()
+    world.body["status"] = {k: v for k, v in world.status.items() if k != "jobUid"}
+    made = world.turn().apply[-1]["spec"]["template"]["spec"]
+    return str(made.get("affinity", {}).get("nodeAffinity", {}))
+
+
+def test_nodes_of_slow_links_are_recorded_and_avoided() -> None:
+    world = after(("a", "b", "c"), ("d", "e", "b"))
+    assert [n["name"] for n in world.status["nodes"] if n["excluded"]] == ["b"]
+    assert "NodeExcluded" in world.events
+    found = node_affinity(world)
+    assert "required" in found
+    assert "'NotIn', 'values': ['b']" in found
+    assert "preferred" not in found
+
+
+def test_where_there_are_no_other_nodes_the_slow_ones_are_still_used() -> None:
+    world = after(("a", "b", "c"), ("a", "b", "c"))
+    assert not any(n["excluded"] for n in world.status["nodes"])
+    assert "NodeExcluded" not in world.events
+    found = node_affinity(world)
+    assert "required" not in found
+    assert "preferred" in found
+    assert "['b']" in found
+    assert "['c']" in found
+
+
+def test_a_job_on_one_node_avoids_none() -> None:
+    world = after(("a", "a", "a"), ("a", "a", "a"))
+    assert "nodes" not in world.status or world.status["nodes"] == []
+    assert node_affinity(world) == "{}"
+
+
+@pytest.mark.parametrize(
+    "otherwise",
+    [
+        {"slow_at_the_end": False},
+        {"suspended": True},
+        {"faults": [{"link": 1, "delayMs": 50.0}]},
+    ],
+    ids=["well again", "suspended", "injected"],
+)
+def test_nodes_are_not_accused_of_what_is_no_sickness_of_theirs(otherwise: Any) -> None:
+    world = after(("a", "b", "c"), ("d", "e", "b"), **otherwise)
+    assert world.status["attempt"] == 2
+    assert not world.status.get("nodes")
+    assert node_affinity(world) == "{}"
+
+
+def test_with_the_rule_switched_off_nothing_is_avoided_any_more() -> None:
+    world = after(("a", "b", "c"), ("d", "e", "b"))
+    world.body["spec"]["placement"]["nodeExclusion"]["enabled"] = False
+    assert node_affinity(world) == "{}"
+
+
+def test_the_operators_part_of_status_leaves_out_the_ingests() -> None:
+    job = body()
+    mine = {"type": "Running", "status": "True", "reason": "A", "message": "",
+            "lastTransitionTime": format_time(T0)}  # fmt: skip
+    job["status"] = {
+        "training": {"iteration": 3},
+        "control": {"attempt": 0, "epoch": 1, "snapshot": ""},
+        "conditions": [mine, mine | {"type": "LinksHealthy"}],
+    }
+    part = dump(operator_part(job))
+    assert "training" not in part
+    assert "control" not in part
+    assert [c["type"] for c in part["conditions"]] == ["Running"]

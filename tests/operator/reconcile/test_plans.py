@@ -1,0 +1,282 @@
+"""Whether a large job has a plan is found out elsewhere, when it is to start: nobody else waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from operator_objects import CONFIG, body
+from pydantic import ValidationError
+
+from pipemorph.api.spec import JobSpec
+from pipemorph.control import first_plan
+from pipemorph.control.first_plan import FirstPlan, initial_schedule
+from pipemorph.errors import InputError
+from pipemorph.ingest import PlannerLost
+from pipemorph.planning.problem import MAX_CELLS
+from pipemorph_operator.crd.rules import RULES
+from pipemorph_operator.ingest import store as ingest_store
+from pipemorph_operator.ingest.store import ClusterStore
+from pipemorph_operator.reconcile import plans
+from pipemorph_operator.reconcile.plans import Plans
+from pipemorph_operator.reconcile.reconciler import Reconciler
+
+PATIENCE = 15.0
+KEY = ("team", "gpt")
+
+
+def large(**spec: Any) -> dict[str, Any]:
+    """A job whose plan is not made at once."""
+    return body(stages=64, schedule={"microbatches": 65}, **spec)
+
+
+class Api:
+    """An API server with one job."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self.job: dict[str, Any] | None = job
+        self.kinds: list[str] = []
+
+    async def get(self, url: str) -> dict[str, Any] | None:
+        return self.job if "pipemorphjobs" in url else None
+
+    async def create(self, obj: dict[str, Any], owner: str) -> dict[str, Any]:
+        self.kinds.append(obj["kind"])
+        return obj | {"metadata": obj["metadata"] | {"uid": "made"}}
+
+    async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
+        if subresource:
+            assert self.job is not None
+            self.job["status"] = obj["status"]
+            return obj
+        return await self.create(obj, owner)
+
+    async def delete(self, url: str, **_: Any) -> None:
+        """Whatever is there."""
+
+    async def list(self, url: str, **_: Any) -> list[Any]:
+        return []
+
+    @property
+    def running(self) -> tuple[str, str]:
+        assert self.job is not None
+        conditions = self.job["status"]["conditions"]
+        return next((c["reason"], c["message"]) for c in conditions if c["type"] == "Running")
+
+
+class Planner:
+    """One that answers when the test says so, each time what comes next."""
+
+    def __init__(self, *answers: Exception | None) -> None:
+        self.answers = list(answers)
+        self.asked: list[JobSpec] = []
+        self.go = asyncio.Event()
+
+    async def __call__(self, spec: JobSpec, *, wanted: bool = True) -> Any:
+        self.asked.append(spec)
+        await self.go.wait()
+        answer = self.answers.pop(0)
+        if answer is not None:
+            raise answer
+        return first_plan.answer(FirstPlan(spec, wanted))
+
+
+@pytest.fixture(autouse=True)
+def none_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plan of a large job is made in this process but by the test's planner."""
+
+    def refuse(spec: JobSpec) -> Any:
+        assert first_plan.is_quick(spec), "a large plan is made in the event loop"
+        return initial_schedule(spec)
+
+    monkeypatch.setattr(plans, "initial_schedule", refuse)
+
+
+def scenario(
+    api: Api,
+    planner: Planner,
+    test: Callable[[Reconciler, asyncio.Queue[Any]], Awaitable[None]],
+) -> None:
+    """Run ``test`` with a reconciler and the keys that were to be looked at again."""
+
+    async def run() -> None:
+        again: asyncio.Queue[Any] = asyncio.Queue()
+        known = Plans(planner, again.put_nowait)
+        cluster: Any = api
+        reconciler = Reconciler(cluster, lambda: CONFIG, lambda namespace, uid: [], known)
+        try:
+            await asyncio.wait_for(test(reconciler, again), PATIENCE)
+        finally:
+            await known.close()
+
+    asyncio.run(run())
+
+
+def test_a_suspended_job_needs_no_plan() -> None:
+    api, planner = Api(large(suspend=True)), Planner()
+
+    async def test(reconciler: Reconciler, again: asyncio.Queue[Any]) -> None:
+        await reconciler.reconcile(*KEY)
+        assert api.running[0] == "SuspendedBySpec"
+        assert planner.asked == []
+
+    scenario(api, planner, test)
+
+
+def test_a_large_job_starts_once_it_is_known_that_there_is_a_plan() -> None:
+    api, planner = Api(large()), Planner(None)
+
+    async def test(reconciler: Reconciler, again: asyncio.Queue[Any]) -> None:
+        for _ in range(3):
+            await reconciler.reconcile(*KEY)
+            await asyncio.sleep(0)
+            assert api.running[0] == "Planning"
+        assert (api.kinds, len(planner.asked)) == ([], 1)
+        planner.go.set()
+        assert await again.get() == KEY
+        await reconciler.reconcile(*KEY)
+        assert "Job" in api.kinds
+        assert len(planner.asked) == 1, "it was known already"
+
+    scenario(api, planner, test)
+
+
+def test_a_large_job_without_a_plan_fails_with_the_reason() -> None:
+    api, planner = Api(large()), Planner(InputError("no order fits the limits"))
+    planner.go.set()
+
+    async def test(reconciler: Reconciler, again: asyncio.Queue[Any]) -> None:
+        await reconciler.reconcile(*KEY)
+        await again.get()
+        await reconciler.reconcile(*KEY)
+        assert api.job is not None
+        (failed,) = (c for c in api.job["status"]["conditions"] if c["type"] == "Failed")
+        assert (failed["reason"], failed["message"]) == (
+            "InvalidSpec",
+            "spec.schedule: no order fits the limits",
+        )
+
+    scenario(api, planner, test)
+
+
+def test_a_lost_planner_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(plans, "ASK_AGAIN_SECONDS", 0.0)
+    api, planner = Api(large()), Planner(PlannerLost("the planner ended (-9)"), None)
+    planner.go.set()
+
+    async def test(reconciler: Reconciler, again: asyncio.Queue[Any]) -> None:
+        await reconciler.reconcile(*KEY)
+        await again.get()
+        await reconciler.reconcile(*KEY)
+        assert (len(planner.asked), "Job" in api.kinds) == (2, True)
+        assert "team/gpt: not known whether there is a plan, asked again" in caplog.text
+
+    scenario(api, planner, test)
+
+
+def test_nobody_plans_for_a_job_that_is_gone() -> None:
+    api, planner = Api(large()), Planner()
+
+    async def test(reconciler: Reconciler, again: asyncio.Queue[Any]) -> None:
+        await reconciler.reconcile(*KEY)
+        (task,) = asyncio.all_tasks() - {asyncio.current_task()} - outside
+        api.job = None
+        await reconciler.reconcile(*KEY)
+        await asyncio.wait([task], timeout=PATIENCE)
+        assert task.cancelled()
+
+    outside: set[Any] = set()
+
+    async def run(reconciler: Reconciler, again: asyncio.Queue[Any]) -> None:
+        outside.update(asyncio.all_tasks())
+        await test(reconciler, again)
+
+    scenario(api, planner, run)
+
+
+# --- the ingest -----------------------------------------------------------------------------------
+
+
+def attempted(**metadata: Any) -> dict[str, Any]:
+    job = large()
+    job["metadata"] |= metadata
+    return job | {"status": {"attempt": 0}}
+
+
+def held_once_planned(planner: Planner, test: Callable[[ClusterStore], Awaitable[None]]) -> None:
+    async def run() -> None:
+        cluster: Any = None
+        await asyncio.wait_for(test(ClusterStore(cluster, first_plan=planner)), PATIENCE)
+
+    asyncio.run(run())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0)
+
+
+def test_the_ingest_takes_reports_of_a_large_job_once_it_has_a_plan() -> None:
+    planner = Planner(PlannerLost("the planner ended (-9)"), None)
+
+    async def test(store: ClusterStore) -> None:
+        store.changed("LISTED", attempted())
+        store.changed("SYNCED", {})
+        store.changed("MODIFIED", attempted() | {"status": {"attempt": 3}})
+        await asyncio.sleep(0)
+        assert (store.keys, len(planner.asked)) == ([], 1)
+        planner.go.set()
+        await until(lambda: store.keys == [KEY])
+        controller = store.lookup(*KEY)
+        assert controller is not None
+        assert controller.attempt == 3, "it is held as it is when it has a plan"
+        assert len(planner.asked) == 2
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ingest_store, "PLAN_AGAIN_SECONDS", 0.0)
+        held_once_planned(planner, test)
+
+
+@pytest.mark.parametrize("gone", ["DELETED", "SYNCED", "replaced"])
+def test_the_ingest_forgets_a_large_job_that_goes_before_it_has_a_plan(gone: str) -> None:
+    planner = Planner(None, None)
+
+    async def test(store: ClusterStore) -> None:
+        store.changed("ADDED", attempted())
+        await asyncio.sleep(0)
+        if gone == "replaced":
+            store.changed("ADDED", attempted(uid="another"))
+        else:
+            store.changed(gone, attempted())
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        planner.go.set()
+        if gone == "replaced":
+            await until(lambda: store.keys == [KEY])
+            expected = store.expected(*KEY)
+            assert expected is not None and expected.uid == "another"
+        else:
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert store.keys == [], others
+
+    held_once_planned(planner, test)
+
+
+# --- what is too large ----------------------------------------------------------------------------
+
+
+def test_a_job_that_is_too_large_is_refused_by_the_api_server_and_by_the_models() -> None:
+    """The largest one that is taken can be planned."""
+    job = body(stages=512, schedule={"microbatches": MAX_CELLS // 512})
+    assert first_plan.initial_problem(JobSpec.model_validate(job["spec"]))
+    job["spec"]["schedule"]["microbatches"] += 1
+    with pytest.raises(ValidationError, match="at 512 stages at most 651 can be planned"):
+        JobSpec.model_validate(job["spec"])
+    assert any(
+        rule.rule == f"self.parallelism.stages * self.schedule.microbatches <= {MAX_CELLS}"
+        for rule in RULES["spec"]
+    )

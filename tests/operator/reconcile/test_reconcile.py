@@ -1,0 +1,293 @@
+"""How decisions are carried out, where the API server refuses; the decisions are elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import pytest
+from operator_objects import CONFIG, body
+from pydantic import ValidationError
+
+from pipemorph_operator.cluster.client import ApiRefused, _refusal
+from pipemorph_operator.cluster.events import Event, tell
+from pipemorph_operator.reconcile.reconciler import NAMESPACE_ENDS_SECONDS, Reconciler
+from pipemorph_operator.reconcile.waits import LOOK_AGAIN_SECONDS
+
+
+class Refusing:
+    """An API server with one new job, which takes nothing."""
+
+    def __init__(self, refusal: ApiRefused) -> None:
+        self.refusal = refusal
+        self.status: dict[str, Any] = {}
+        self.statuses: list[dict[str, Any]] = []
+
+    async def get(self, url: str) -> dict[str, Any] | None:
+        return body() | {"status": self.status} if "pipemorphjobs" in url else None
+
+    async def create(self, obj: dict[str, Any], owner: str) -> dict[str, Any]:
+        raise self.refusal
+
+    async def delete(self, url: str, **_: Any) -> None:
+        """Whatever is there."""
+
+    async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
+        self.statuses.append(obj["status"])
+
+
+class Events(Refusing):
+    """One that takes events and statuses."""
+
+    def __init__(self) -> None:
+        super().__init__(refusal(500, "not asked for here"))
+        self.events: list[dict[str, Any]] = []
+
+    async def create(self, obj: dict[str, Any], owner: str) -> dict[str, Any]:
+        self.events.append(obj)
+        return obj
+
+
+class Taking(Events):
+    """One that takes everything and gives each object a UID."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        super().__init__()
+        self.spec = spec
+        self.made: list[dict[str, Any]] = []
+        self.deleted: list[str] = []
+        self.job: dict[str, Any] | None = None
+
+    async def get(self, url: str) -> dict[str, Any] | None:
+        if "/jobs/" in url:
+            return self.job
+        found = await super().get(url)
+        return found | {"spec": found["spec"] | self.spec} if found else None
+
+    async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
+        if subresource:
+            return await super().apply(obj, owner, subresource=subresource)
+        return self.make(obj)
+
+    async def create(self, obj: dict[str, Any], owner: str) -> Any:
+        if obj["kind"] == "Event":
+            return await super().create(obj, owner)
+        return self.make(obj)
+
+    def make(self, obj: dict[str, Any]) -> dict[str, Any]:
+        self.made.append(obj)
+        return obj | {"metadata": obj["metadata"] | {"uid": f"uid-of-{obj['kind']}"}}
+
+    async def delete(self, url: str, **_: Any) -> None:
+        self.deleted.append(url)
+
+
+class RefusingJobs(Taking):
+    """One that takes all but Jobs."""
+
+    def __init__(self, spec: dict[str, Any], status: int) -> None:
+        super().__init__(spec)
+        self.answer = status
+
+    def make(self, obj: dict[str, Any]) -> dict[str, Any]:
+        if obj["kind"] == "Job":
+            raise refusal(self.answer, "spec.template: Invalid value")
+        return super().make(obj)
+
+
+def refusal(status: int, message: str, *causes: str) -> ApiRefused:
+    """As in the body of an answer."""
+    said = {"reason": "Forbidden", "message": message}
+    details = {"causes": [{"reason": cause, "field": "metadata.namespace"} for cause in causes]}
+    return _refusal(status, json.dumps(said | {"details": details}).encode())
+
+
+def reconcile(api: Any) -> float | None:
+    return asyncio.run(Reconciler(api, lambda: CONFIG, lambda *_: []).reconcile("team", "gpt"))
+
+
+def test_a_namespace_that_is_being_deleted_is_nobodys_fault(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ends = refusal(403, "namespace team is being terminated", "NamespaceTerminating")
+    api = Refusing(ends)
+    with caplog.at_level(logging.WARNING):
+        assert reconcile(api) == NAMESPACE_ENDS_SECONDS
+    assert (caplog.records, api.statuses) == ([], [])
+
+
+def test_a_quota_is_said_in_status_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    api = Refusing(refusal(403, "exceeded quota: jobs"))
+    assert reconcile(api) == LOOK_AGAIN_SECONDS
+    (status,) = api.statuses
+    assert status["state"] == "Pending"
+    found = {c["type"]: (c["status"], c["reason"], c["message"]) for c in status["conditions"]}
+    assert found["PodsReady"] == ("False", "ObjectRefused", "exceeded quota: jobs")
+    assert "attempt" not in status
+    # The next turn finds the same, and has nothing to write or to tell.
+    caplog.clear()
+    api.status = status
+    assert reconcile(api) == LOOK_AGAIN_SECONDS
+    assert (len(api.statuses), caplog.records) == (1, [])
+
+
+@pytest.mark.parametrize("answer", [429, 500, 503])
+def test_another_refusal_is_said_in_status_and_tried_again_soon(answer: int) -> None:
+    api = RefusingJobs({}, answer)
+    with pytest.raises(ApiRefused, match="Invalid value"):
+        reconcile(api)
+    (status,) = api.statuses
+    assert (status["state"], "Invalid value" in json.dumps(status["conditions"])) == (
+        "Pending",
+        True,
+    )
+    assert [event["reason"] for event in api.events] == ["ObjectRefused"]
+    assert not api.deleted, "the Job may have been made all the same, and its pods need the rest"
+
+
+@pytest.mark.parametrize("answer", [400, 404, 413, 422])
+def test_what_the_api_server_does_not_take_is_said_in_status(
+    answer: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    api = Refusing(refusal(answer, "spec.template: Invalid value"))
+    assert reconcile(api) == LOOK_AGAIN_SECONDS
+    (status,) = api.statuses
+    assert status["state"] == "Pending", "an edit could not help any more"
+    assert "spec.template: Invalid value" in json.dumps(status["conditions"])
+    assert "event ObjectRefused was refused" in caplog.text
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_a_fault_of_the_operator_is_said_in_status_and_tried_again(
+    running: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise AttributeError("no such thing")
+
+    monkeypatch.setattr("pipemorph_operator.reconcile.reconciler.decide", broken)
+    api = Events()
+    if running:
+        was = {"type": "Running", "status": "True", "reason": "AllRanksReady", "message": ""}
+        api.status = {"conditions": [was | {"lastTransitionTime": "2026-01-01T00:00:00Z"}]}
+    for _ in range(2):
+        with pytest.raises(AttributeError, match="no such thing"):
+            reconcile(api)
+        api.status = api.statuses[-1]
+    (status,) = api.statuses
+    assert status["state"] == ("Running" if running else "Pending")
+    (condition,) = status["conditions"]
+    assert condition["reason"] == "InternalError"
+    assert "AttributeError: no such thing" in condition["message"]
+    assert [event["reason"] for event in api.events] == ["InternalError"]
+
+
+def test_a_status_that_cannot_be_read_does_not_hide_why(caplog: pytest.LogCaptureFixture) -> None:
+    api = Events()
+    api.status = {"attempt": "three"}
+    with pytest.raises(ValidationError, match="attempt"):
+        reconcile(api)
+    assert "status cannot say what failed" in caplog.text
+
+
+@pytest.mark.parametrize("gang", [{"volcano": {}}, {"coscheduling": {}}], ids=min)
+def test_a_pod_group_goes_with_its_attempts_config_map(gang: dict[str, Any]) -> None:
+    """The garbage collector deletes what has no owner left: there must be no other."""
+    api = Taking({"placement": {"gang": gang}})
+    reconcile(api)
+    made = {obj["kind"]: obj["metadata"] for obj in api.made}
+    wanted = ["Secret", "Service", "ConfigMap", "PodGroup", "Job"]
+    assert list(made) == wanted, "pods before their group"
+    (owner,) = made["PodGroup"]["ownerReferences"]
+    assert owner == {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "name": made["ConfigMap"]["name"],
+        "uid": "uid-of-ConfigMap",
+    }
+    for kind in ("Service", "ConfigMap", "Job"):
+        assert made[kind]["ownerReferences"][0]["kind"] == "PipeMorphJob"
+    assert api.statuses[-1]["jobUid"] == "uid-of-Job"
+    # Suspended, the attempt is over.
+    api.status, api.spec = api.statuses[-1], api.spec | {"suspend": True}
+    api.job = {"metadata": made["Job"] | {"uid": "uid-of-Job"}}
+    reconcile(api)
+    assert f"/api/v1/namespaces/team/configmaps/{made['ConfigMap']['name']}" in api.deleted
+
+
+def test_what_was_made_before_a_refusal_goes() -> None:
+    api = RefusingJobs({"placement": {"gang": {"volcano": {}}}}, 422)
+    reconcile(api)
+    assert api.statuses[-1]["state"] == "Pending"
+    made = next(obj["metadata"]["name"] for obj in api.made if obj["kind"] == "ConfigMap")
+    assert f"/api/v1/namespaces/team/configmaps/{made}" in api.deleted
+
+
+def test_events_are_named_in_their_order() -> None:
+    """As they are shown if one second has several."""
+    api = Events()
+    job = body()["metadata"]
+    told = [Event("Normal", "Running", ""), Event("Normal", "Complete", "")]
+
+    async def both() -> None:
+        for event in told:
+            await tell(api, job, event, "operator")  # type: ignore[arg-type]
+
+    asyncio.run(both())
+    found = sorted(api.events, key=lambda event: str(event["metadata"]["name"]))
+    assert [event["reason"] for event in found] == ["Running", "Complete"]
+    assert all(event["metadata"]["name"].startswith("gpt.") for event in found)
+
+
+class Written(Taking):
+    """One where somebody else writes each job's status at the same time."""
+
+    async def apply(self, obj: dict[str, Any], owner: str, *, subresource: str = "") -> Any:
+        if subresource:
+            self.statuses.append(obj)
+            raise refusal(409, "the object has been modified")
+        return await super().apply(obj, owner, subresource=subresource)
+
+
+def test_what_was_decided_on_a_status_that_is_no_more_is_decided_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    api = Written({})
+    assert reconcile(api) == 0.0
+    (written,) = api.statuses
+    assert written["metadata"]["resourceVersion"] == "7", "it would be taken, whoever wrote since"
+    assert (api.events, api.deleted) == ([], []), "done on account of what is not on record"
+    assert "refused" not in caplog.text
+
+
+class Left(Taking):
+    """One with a ConfigMap that a turn before left there."""
+
+    def make(self, obj: dict[str, Any]) -> Any:
+        path = f"/api/v1/namespaces/team/configmaps/{obj['metadata']['name']}"
+        if obj["kind"] == "ConfigMap" and path not in self.deleted:
+            return None
+        return super().make(obj)
+
+
+def test_a_config_map_that_a_turn_before_left_is_replaced() -> None:
+    """It cannot be changed, and the job may have been edited since."""
+    api = Left({})
+    reconcile(api)
+    assert api.statuses[-1]["state"] == "Starting"
+    assert [obj["kind"] for obj in api.made] == ["Secret", "Service", "ConfigMap", "Job"]
+
+
+class Meanwhile(Taking):
+    """One where somebody else has just made the Job."""
+
+    def make(self, obj: dict[str, Any]) -> Any:
+        return None if obj["kind"] == "Job" else super().make(obj)
+
+
+def test_a_job_that_somebody_else_has_just_made_is_looked_at_again() -> None:
+    api = Meanwhile({})
+    with pytest.raises(ApiRefused, match="was made by somebody else meanwhile"):
+        reconcile(api)
+    assert (api.statuses, api.deleted) == ([], []), "its pods need what goes with it"

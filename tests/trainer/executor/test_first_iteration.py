@@ -1,0 +1,145 @@
+"""The first iteration of a job: modules that are slow at first, and how all stages find their
+split at once."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from launch import Ranks, run_ranks
+from torch import Tensor, nn
+from trainer_jobs import Job, Record, assert_same, reference, train
+
+from pipemorph.local.results.traces import read_splits
+from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph_trainer.executor.split import StageRunner
+
+pytestmark = pytest.mark.multiprocess
+
+STAGES, SLOW, DEADLINE = 4, 2.0, 5.0
+"""The last stage waits for the first F of three others: longer than the deadline."""
+PAUSE = 0.1
+
+
+class SlowAtFirst(nn.Module):
+    """As a module that is compiled when it is first called. Each later call takes a moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.calls: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(PAUSE if self.calls else SLOW)
+        self.calls.append(time.monotonic())
+        return self.linear(x)
+
+
+class Told(NamedTuple):
+    """What a rank did: when its self-test ran, and its splits after the two iterations."""
+
+    began: float
+    ended: float
+    splits: list[str]
+
+
+def slow_at_first(context: TrainerContext) -> Told:
+    spans: list[float] = []
+    self_test = StageRunner.self_test
+
+    def timed(runner: StageRunner) -> Any:
+        spans.append(time.monotonic())
+        report = self_test(runner)
+        spans.append(time.monotonic())
+        return report
+
+    StageRunner.self_test = timed  # type: ignore[method-assign, assignment]
+    splits = []
+    with Pipeline(
+        SlowAtFirst(), context=context, loss_fn=nn.functional.mse_loss, microbatches=2,
+        deadline_seconds=DEADLINE,
+    ) as pipe:  # fmt: skip
+        for _ in range(2):
+            pipe.step(torch.ones(4, 8), target=torch.zeros(4, 8))
+            splits.append(pipe.split)
+    return Told(*spans, splits)
+
+
+def test_slow_first_calls_do_not_run_into_the_deadline_and_tests_run_at_once(
+    tmp_path: Path,
+) -> None:
+    results = Ranks(STAGES, slow_at_first, context={"trace_dir": tmp_path}).wait()
+    assert [r.exitcode for r in results] == [0] * STAGES, "\n".join(r.error for r in results)
+    told: list[Told] = [r.value for r in results]
+    assert all(each.splits == ["module", "module"] for each in told)
+    # Each takes a second or more, and none waits for another.
+    assert all(each.ended - each.began > 8 * PAUSE for each in told)
+    assert max(each.began for each in told) < min(each.ended for each in told)
+    for rank, result in enumerate(results):
+        (line,) = [x for x in result.output.splitlines() if "split backward" in x]
+        assert line.startswith(f"rank {rank} (stage {rank}): split backward: module, defers 100%")
+    found = read_splits(tmp_path)
+    assert [each["rank"] for each in found] == list(range(STAGES))
+    assert all(each["tested"] and each["deferred_share"] == 1.0 for each in found)
+
+
+def hangs_at_first(context: TrainerContext) -> None:
+    class Hangs(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if context.rank == 1:
+                time.sleep(60.0)
+            return super().forward(x)
+
+    module = Hangs(8, 8)
+    with Pipeline(
+        module, context=context, loss_fn=nn.functional.mse_loss, microbatches=2,
+        deadline_seconds=0.5,
+    ) as pipe:  # fmt: skip
+        pipe.step(torch.ones(4, 8), target=torch.zeros(4, 8))
+
+
+def test_a_first_iteration_that_hangs_ends_too() -> None:
+    ranks = Ranks(2, hangs_at_first)
+    ranks.wait_for_end([0])
+    ranks.processes[1].kill()
+    result = ranks.wait()[0]
+    # One deadline per stage.
+    assert "B of microbatch 0 of iteration 0" in result.error
+    assert "the deadline is 1 s" in result.error
+
+
+def test_the_planner_hears_nothing_of_the_first_iteration() -> None:
+    job = Job(2, 4, iterations=3)
+    records: list[Record] = run_ranks(2, train, job)
+    assert_same(records, reference(job))
+    for record in records:
+        assert len(record.profiles) == job.iterations - 1
+        for profile in record.profiles:
+            assert profile.split == record.split == "module"
+            assert profile.backward_weight > 0
+            assert profile.fused_backward is None, "no whole backward has run"
+
+
+def asked(context: TrainerContext, split: str) -> tuple[list[str], int]:
+    module = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    calls: list[int] = []
+    module.register_forward_hook(lambda *_: calls.append(1))
+    splits = []
+    with Pipeline(
+        module, context=context, loss_fn=nn.functional.mse_loss, microbatches=2,
+        policy="zero-bubble", split=split,
+    ) as pipe:  # fmt: skip
+        for _ in range(2):
+            splits.append(pipe.split)
+            pipe.step(torch.ones(4, 8), target=torch.zeros(4, 8))
+    return splits, len(calls)
+
+
+@pytest.mark.parametrize("split", ["module", "graph", "off"])
+def test_a_split_that_is_asked_for_is_not_tested(split: str) -> None:
+    ((splits, calls),) = run_ranks(1, asked, split)
+    assert splits == ["fused" if split == "off" else split] * 2
+    assert calls == 2 * 2, "once per microbatch"

@@ -1,0 +1,149 @@
+"""Whole jobs whose plans move activations to host memory: same bits, counted, within limits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path as FilePath
+from typing import Any
+
+import pytest
+import torch
+from gate import same_bits
+from launch import Ranks, run_ranks
+from torch import Tensor
+from trainer_jobs import Job, Record, assert_same, make_plan, reference, train
+
+from pipemorph.planning import Plan
+from pipemorph.planning.offload import copying
+from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
+from pipemorph_trainer.examples.gpt import Arguments, GPTStage, loss_fn
+
+pytestmark = pytest.mark.multiprocess
+
+PLENTY = 1 << 30
+
+
+def expected_copies(plan: Plan, stage: int) -> int:
+    """Microbatches that go to host memory in a fixed order."""
+    ops = plan.schedule.stages[stage]
+    return sum(copying(ops, plan.device_limits[stage])) // 2
+
+
+@pytest.mark.parametrize("dispatch", ["static", "online"])
+@pytest.mark.parametrize("policy", ["zero-bubble", "1f1b", "gpipe"])
+def test_results_are_those_without(policy: str, dispatch: str) -> None:
+    job = Job(3, 6, policy=policy, extra={"host_memory": PLENTY})
+    warmup = (6, 5, 3) if policy == "zero-bubble" else None
+    offloads = make_plan(job, 0, policy, dispatch=dispatch, warmup=warmup, device_limit=2)
+    assert expected_copies(offloads, 0) > 0
+    records: list[Record] = run_ranks(3, train, job.with_(initial=offloads))
+    assert_same(records, reference(Job(3, 6)))
+    for stage, record in enumerate(records):
+        copies = expected_copies(offloads, stage)
+        for index, told in enumerate(record.offloaded):
+            if dispatch == "static":
+                assert (told.microbatches if told else 0) == copies, (stage, index)
+            if told is not None:
+                assert 0 < told.bytes // told.microbatches <= told.host_bytes
+                assert told.seconds > 0
+        assert any(record.offloaded) or not copies
+        for profile in record.profiles:
+            assert profile.activation_bytes and profile.offload_copy
+    # Every tensor of a microbatch went, in every iteration alike, and nobody else held one now
+    # and then, as the link that brought it might. Beside what is saved goes an input of 4 bytes
+    # that the stage does not use; the target, 48 bytes, is the caller's.
+    for stage, record in enumerate(records[1:]) if dispatch == "static" else ():
+        for profile, told in zip(record.profiles, record.offloaded, strict=True):
+            assert profile.activation_bytes is not None
+            one = profile.activation_bytes + 4 - 48 * stage
+            assert told is None or told.bytes == told.microbatches * one
+
+
+def gpt(context: TrainerContext, plan: Plan, limit: int | None) -> list[Any]:
+    """Two iterations of the example's model: losses and all gradients."""
+    arguments = Arguments(width=32, heads=2, sequence=16, microbatch_size=2)
+    torch.manual_seed(7 + context.rank)
+    module = GPTStage(arguments, context.rank, context.world_size, context.world_size)
+    found: list[Any] = []
+    with Pipeline(
+        module, context=context, loss_fn=loss_fn, plan=plan, path="direct", host_memory=limit
+    ) as pipe:
+        for iteration in range(2):
+            tokens = torch.randint(
+                0, 256, (12, 17), generator=torch.Generator().manual_seed(iteration)
+            )
+            found.append(pipe.step(tokens[:, :-1], target=tokens[:, 1:].contiguous()))
+            found.append([p.grad.clone() for p in module.parameters() if p.grad is not None])
+            module.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("dispatch", ["static", "online"])
+def test_the_gpt_example(dispatch: str) -> None:
+    job = Job(2, 6)
+    warmup = (6, 4)
+    plain = make_plan(job, 0, "zero-bubble", dispatch=dispatch, warmup=warmup)
+    offloads = make_plan(job, 0, "zero-bubble", dispatch=dispatch, warmup=warmup, device_limit=2)
+    want = run_ranks(2, gpt, plain, None)
+    got = run_ranks(2, gpt, offloads, PLENTY)
+    for mine, theirs in zip(got, want, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            if isinstance(a, Tensor):
+                same_bits(a, b)
+                continue
+            assert len(a) == len(b) > 10
+            for x, y in zip(a, b, strict=True):
+                same_bits(x, y)
+
+
+@pytest.mark.parametrize(
+    ("extra", "why"),
+    [
+        ({}, "give adaptation.allowOffload and hostMemory"),
+        ({"host_memory": PLENTY, "split": "module"}, "split='module' leaves out the self-test"),
+    ],
+)
+def test_a_plan_is_refused_where_it_cannot_be_tried(extra: dict[str, Any], why: str) -> None:
+    job = Job(2, 4, extra=extra)
+    offloads = make_plan(job, 3, "gpipe", device_limit=2)
+    for result in Ranks(2, train, job.with_(initial=offloads)).wait():
+        assert result.exitcode == 1
+        assert "plan 3 moves activations of stage" in result.error
+        assert why in result.error
+
+
+def test_too_little_host_memory_is_said_in_the_first_iteration() -> None:
+    job = Job(2, 4, extra={"host_memory": 100})
+    offloads = make_plan(job, 0, "gpipe", device_limit=2)
+    errors = [r.error for r in Ranks(2, train, job.with_(initial=offloads)).wait()]
+    assert any("PipelineError: host memory for activations" in error for error in errors)
+
+
+def emulated(context: TrainerContext, plan: Plan, copy: float) -> list[float]:
+    stage = EmulatedStage(0.004, 0.004, 0.004, 64, offload_copy=copy, activation_bytes=1000)
+    with Pipeline(stage, context=context, plan=plan, host_memory=PLENTY) as pipe:
+        return [float(pipe.step()) for _ in range(3)]
+
+
+def test_emulated_copies_take_their_time_and_are_traced(tmp_path: FilePath) -> None:
+    job = Job(2, 6)
+    offloads = make_plan(job, 0, "gpipe", device_limit=2)
+    plain = make_plan(job, 0, "gpipe")
+    told = {"trace_dir": tmp_path}
+    with_copies = run_ranks(2, emulated, offloads, 0.01, context=told)
+    assert with_copies == run_ranks(2, emulated, plain, 0.01)
+    for rank in range(2):
+        text = (tmp_path / f"ops-rank{rank}.jsonl").read_text()
+        for line in map(json.loads, text.splitlines()):
+            assert line["emulated"]
+            copies = line["copies"]
+            there = [copy for copy in copies if copy[0] == "out"]
+            assert len(copies) == 2 * len(there) == 2 * expected_copies(offloads, rank) > 4
+            assert all(nbytes == 1000 for *_, nbytes in copies)
+            # At most two ran over by the scheduler of a busy machine; none was shorter.
+            assert all(end - start >= 0.0075 for _, _, start, end, _ in copies)
+            spans = {(kind, m): (start, end) for kind, m, start, end in line["ops"]}
+            for direction, m, start, end, _ in copies:
+                op = spans["F" if direction == "out" else "BW", m]
+                assert op[0] <= start and end <= op[1]
+                assert op[1] - op[0] >= 0.011

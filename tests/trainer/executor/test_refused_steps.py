@@ -1,0 +1,163 @@
+"""A batch that does not fit ends the step and not the job: on every rank, whoever was given it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from gate import same_bits
+from launch import run_ranks
+from torch import Tensor
+from trainer_jobs import Stage, loss_fn, make_batch, make_stage
+
+from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph_trainer.errors import BatchError
+
+pytestmark = pytest.mark.multiprocess
+
+N = 4
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of a step."""
+
+
+def _uneven(tokens: Tensor, target: Tensor) -> Call:
+    return (tokens[:-1],), {"target": target[:-1]}
+
+
+def _uneven_target(tokens: Tensor, target: Tensor) -> Call:
+    return (tokens,), {"target": target[:-1]}
+
+
+def _no_target(tokens: Tensor, target: Tensor) -> Call:
+    return (tokens,), {}
+
+
+def _uneven_keyword(tokens: Tensor, target: Tensor) -> Call:
+    return (tokens,), {"target": target, "unused": torch.ones(N + 1)}
+
+
+def _unknown_keyword(tokens: Tensor, target: Tensor) -> Call:
+    return (tokens,), {"target": target, "bogus": torch.ones(N)}
+
+
+def _other_dtypes(tokens: Tensor, target: Tensor) -> Call:
+    return (tokens.float(),), {"target": target.float()}
+
+
+class Bad(NamedTuple):
+    """A step in which some ranks are given what does not fit, and what all are told."""
+
+    ranks: Sequence[int]
+    make: Callable[[Tensor, Tensor], Call]
+    told: str
+
+
+Step = Bad | None
+"""None: all ranks are given what fits."""
+
+
+class Kept(NamedTuple):
+    losses: list[Tensor]
+    grads: list[dict[str, Tensor]]
+    told: list[str]
+
+
+def train(context: TrainerContext, stages: int, steps: Sequence[Step], options: Any) -> Kept:
+    """Several calls of ``step`` that add up gradients; what became of each."""
+    index = context.rank % stages
+    module: Stage = make_stage(index, stages, torch.float32)
+    kept = Kept([], [], [])
+    with Pipeline(
+        module, context=context, loss_fn=loss_fn, microbatches=N, stages=stages,
+        deadline_seconds=30.0, **options,
+    ) as pipe:  # fmt: skip
+        for step in steps:
+            tokens, target = make_batch(10 * (context.rank // stages) + len(kept.losses), 2 * N)
+            args, kwargs = (tokens,), {"target": target}
+            if step is not None and context.rank in step.ranks:
+                args, kwargs = step.make(tokens, target)
+            try:
+                kept.losses.append(pipe.step(*args, **kwargs))
+            except BatchError as error:
+                kept.told.append(str(error))
+            assert pipe.iteration == len(kept.losses)
+            kept.grads.append(
+                {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+            )
+    return kept
+
+
+def entry(context: TrainerContext, stages: int, steps: Sequence[Step], options: Any) -> list[str]:
+    """What the steps were refused for. What is left of the others is to the bit what it is where
+    they are the only ones, and a refused one changes no gradient."""
+    found = train(context, stages, steps, options)
+    wanted = train(context, stages, [step for step in steps if step is None], options)
+    for iteration, (mine, theirs) in enumerate(zip(found.losses, wanted.losses, strict=True)):
+        same_bits(mine, theirs, f"loss of iteration {iteration}")
+    before: dict[str, Tensor] = {}
+    ran = iter(wanted.grads)
+    for number, (step, grads) in enumerate(zip(steps, found.grads, strict=True)):
+        before = next(ran) if step is None else before
+        assert grads.keys() == before.keys(), number
+        for name, value in grads.items():
+            same_bits(value, before[name], f"gradient of {name} after call {number}")
+    return found.told
+
+
+def check(world: int, stages: int, steps: Sequence[Step], **options: Any) -> None:
+    wanted = [step.told for step in steps if step is not None]
+    for rank, told in enumerate(run_ranks(world, entry, stages, steps, options)):
+        assert len(told) == len(wanted), (rank, told)
+        for text, words in zip(told, wanted, strict=True):
+            assert words in text, (rank, text)
+            assert "\n" not in text
+            assert text.startswith("step() of iteration "), text
+
+
+ONE_REPLICA = (
+    Bad((0, 1, 2), _uneven, "rank 0 (stage 0): input 0 has shape [7, 3]; expected a first"),
+    None,
+    None,
+    Bad((0,), _uneven, "iteration 2 is refused on all ranks: rank 0 (stage 0): input 0 has"),
+    Bad((2,), _uneven_target, "rank 2 (stage 2): target 0 has shape [7, 3]"),
+    Bad((2,), _no_target, "rank 2 (stage 2): step() got no target"),
+    None,
+    Bad((1,), _uneven_keyword, "rank 1 (stage 1): input 'unused' has shape [5]"),
+    Bad((0,), _other_dtypes, "rank 0 (stage 0): the stage raised RuntimeError"),
+    None,
+    None,
+    Bad((2,), _other_dtypes, "rank 2 (stage 2): the stage raised RuntimeError"),
+    Bad((1,), _unknown_keyword, "rank 1 (stage 1): the stage raised TypeError"),
+    None,
+)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": "1f1b", "path": "direct"},
+        pytest.param(
+            {"policy": "pipemorph", "path": "delegated", "dispatch": "online"},
+            marks=pytest.mark.needs_engine,
+        ),
+    ],
+    ids=["direct", "delegated"],
+)
+def test_the_next_step_goes_on_on_every_rank(options: dict[str, Any]) -> None:
+    check(3, 3, ONE_REPLICA, **options)
+
+
+def test_a_replica_refuses_for_all() -> None:
+    steps = (
+        Bad((2,), _uneven, "rank 2 (stage 0, replica 1): input 0 has shape [7, 3]"),
+        None,
+        Bad((3,), _uneven_target, "rank 3 (stage 1, replica 1): target 0 has shape [7, 3]"),
+        Bad((3,), _other_dtypes, "rank 3 (stage 1, replica 1): the stage raised RuntimeError"),
+        None,
+        Bad((0, 2), _uneven, "rank 0 (stage 0, replica 0): input 0 has shape [7, 3]"),
+        None,
+    )
+    # All forwards first: the loss is on its way before the first backward.
+    check(4, 2, steps, policy="gpipe", path="direct")

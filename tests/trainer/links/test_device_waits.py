@@ -1,0 +1,404 @@
+"""Calls that wait for all that a device was given find nothing there that waits for their caller.
+
+Page-locking memory, growing a pool of it or making a communicator may be such calls. A simulated
+device that is strict makes them wait; one that could never return ends with the names of the
+receives it waits for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from launch import run_ranks
+from simulated_device import Driver, SimulatedDevice, SimulatedEvent
+from staging_rig import rigged
+from torch import Tensor
+from trainer_jobs import Job, assert_same, make_plan, reference, train
+
+from pipemorph.planning import Path, Plan
+from pipemorph_trainer import TrainerContext, iteration, pipeline
+from pipemorph_trainer.agent.messages import NoControl
+from pipemorph_trainer.errors import PipelineError, WaitTimeoutError
+from pipemorph_trainer.executor import dispatch
+from pipemorph_trainer.executor.offload.pool import HostPool
+from pipemorph_trainer.iteration import Iterations
+from pipemorph_trainer.links import rendezvous
+from pipemorph_trainer.links.channels import direct, edges
+from pipemorph_trainer.links.channels.arrival import OpClock, PeerClock
+from pipemorph_trainer.links.channels.direct import DirectIncoming, DirectOutgoing
+from pipemorph_trainer.links.channels.fault_injection import Shaper
+from pipemorph_trainer.links.channels.message import (
+    ALL_PRESENT,
+    Batch,
+    Direction,
+    Note,
+    Receives,
+    TensorMeta,
+)
+from pipemorph_trainer.links.recorder import LinkRecorder
+from pipemorph_trainer.topology.coordinate import Seat
+
+META = TensorMeta((16,), torch.float32)
+PATIENCE = 0.3
+LONG = 30.0
+NEVER = r"waited 0.3 s for all that the device was given; not complete: "
+
+
+@contextmanager
+def driven(device: SimulatedDevice) -> Iterator[SimulatedDevice]:
+    driver = Driver(device, 3)
+    yield device
+    device.fail("the test is over")
+    driver.close()
+
+
+def until(what: Callable[[], object], why: str) -> None:
+    deadline = time.monotonic() + LONG
+    while not what():
+        assert time.monotonic() < deadline, f"not within {LONG:.0f} s: {why}"
+        time.sleep(0.001)
+
+
+# --- receives of the direct path ------------------------------------------------------------------
+
+
+class Receive:
+    """What a process group returns of a receive on a device."""
+
+    def __init__(self, device: SimulatedDevice, event: SimulatedEvent, stream: Any) -> None:
+        self._device, self.event, self._stream = device, event, stream
+
+    def wait(self) -> None:
+        self._device.wait(self._stream(), self.event)
+
+    def is_completed(self) -> bool:
+        return self.event.query()
+
+    def exception(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("after", [(1, 2), ()], ids=["when it can come", "at the start"])
+def test_a_stage_can_page_lock_memory_before_it_has_sent(
+    after: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradients come only once it has. Receives that are posted at the start show that the
+    device would never have got to the end."""
+    monkeypatch.setattr(direct.dist, "get_group_rank", lambda group, rank: 0)
+    posted: list[SimulatedEvent] = []
+
+    def recv(tensors: list[Tensor], peer: int, tag: int) -> Receive:
+        event = device.post_receive(f"B of microbatch {len(posted)}")
+        posted.append(event)
+        return Receive(device, event, lambda: incoming._side)
+
+    notes = {(1, 0, m): Note(1, 0, m, ALL_PRESENT, 0.0, 0.0, 0.0) for m in range(2)}
+    with driven(SimulatedDevice(strict=True, patience=PATIENCE)) as device:
+        group: Any = SimpleNamespace(recv=recv)
+        line: Any = SimpleNamespace(notes=notes, pump=lambda: None)
+        bell: Any = SimpleNamespace(ring=lambda: None)
+        incoming = DirectIncoming(
+            group=group, peer=1, direction=Direction.BACKWARD, line=line, bell=bell,
+            op_clock=OpClock(), peer_clock=PeerClock(),
+            recorder=LinkRecorder(0, 0, Direction.BACKWARD), device=torch.device("cpu"),
+            accelerator=device, posted=1,
+        )  # fmt: skip
+        incoming.begin(Batch(1, 0, 2, (META,), receives=Receives(after)))
+        memory = torch.empty(64, dtype=torch.uint8)
+        if not after:
+            with pytest.raises(RuntimeError, match=f"cudaHostRegister {NEVER}B of microbatch 0"):
+                device.register(memory.data_ptr(), 64)
+        else:
+            assert device.register(memory.data_ptr(), 64) is None
+            for m in range(2):
+                incoming.sent(m + 1)
+                until(lambda m=m: len(posted) == m + 1, f"receive {m} is posted")
+                device.deliver(posted[m])
+                until(lambda m=m: incoming.ready_at(m) is not None, f"message {m} is here")
+                assert incoming.take(m) is not None
+        for event in posted:
+            device.deliver(event)
+        incoming.close()
+
+
+# --- memory that is page-locked -------------------------------------------------------------------
+
+
+@pytest.mark.needs_engine
+def test_a_plan_that_comes_between_ops_is_prepared_when_nothing_is_posted() -> None:
+    device = SimulatedDevice(strict=True, patience=PATIENCE)
+    with driven(device), rigged(devices=(SimulatedDevice(), device)) as rig:
+        receive = device.post_receive("F of microbatch 3")
+        plan: Any = SimpleNamespace(version=1)
+        iterations = object.__new__(Iterations)
+        told: Any = SimpleNamespace(between_ops=lambda: None, iteration=1)
+        vars(iterations).update(
+            _neighbours=SimpleNamespace(ends=[]), _reporter=told, _polled_at=0.0, _wanted=None,
+            _training_began=0.0, _loss=told, rounds=SimpleNamespace(finish_if_done=lambda _: None),
+            _control=SimpleNamespace(newest_plan=lambda: plan),
+            install=lambda _: rig.incoming.reserve(4, rig.batch(META)),
+        )  # fmt: skip
+        iterations._between_ops()
+        assert not device.waited_for_all
+        with pytest.raises(RuntimeError, match=f"cudaHostRegister {NEVER}F of microbatch 3"):
+            iterations._prepare()
+        iterations._between_ops()
+        device.deliver(receive)
+        iterations._prepare()
+        assert device.registered
+
+
+@pytest.mark.needs_engine
+def test_sends_find_page_locked_memory() -> None:
+    device = SimulatedDevice(strict=True, patience=PATIENCE)
+    with driven(device), rigged(devices=(device, SimulatedDevice())) as rig:
+        rig.outgoing.expect(4)
+        rig.begin(rig.batch(META))
+        grown = len(device.waited_for_all)
+        assert grown
+        device.post_receive("B of microbatch 0")
+        for m in range(4):
+            rig.outgoing.send(m, [torch.ones(16)])
+        assert len(device.waited_for_all) == grown
+        larger = torch.ones(1 << 12)
+        rig.outgoing._batch = rig.batch(TensorMeta.of(larger))
+        with pytest.raises(RuntimeError, match=f"cudaHostAlloc {NEVER}B of microbatch 0"):
+            rig.outgoing.send(4, [larger])
+
+
+def test_activations_find_page_locked_memory() -> None:
+    with driven(SimulatedDevice(strict=True, patience=PATIENCE)) as device:
+        pool = HostPool(4 * 1024, device)
+        pool.grow(3)
+        assert pool.nbytes == 0, "no size is known yet"
+        pool.give(pool.take(1024))
+        pool.grow(3)
+        assert pool.nbytes == 3 * 1024
+        pool.grow(9)
+        assert pool.nbytes == 4 * 1024, "beyond its limit"
+        receive = device.post_receive("F of microbatch 1")
+        blocks = [pool.take(1000) for _ in range(4)]
+        for block in blocks:
+            pool.give(block)
+        grown = HostPool(None, device)
+        with pytest.raises(RuntimeError, match=f"cudaHostRegister {NEVER}F of microbatch 1"):
+            grown.take(1024)
+        device.deliver(receive)
+        pool.close()
+
+
+def test_memory_for_sends_is_page_locked_before_receives_are_posted() -> None:
+    order: list[str] = []
+
+    def end(name: str) -> Any:
+        def lane(way: str) -> Any:
+            return SimpleNamespace(begin=lambda batch: order.append(f"{way} {name}"))
+
+        return SimpleNamespace(incoming=lane("receive from"), outgoing=lane("send to"))
+
+    above, below = end("above"), end("below")
+    nothing: Any = lambda *_, **__: None  # noqa: E731
+    executor = dispatch.Executor(
+        seat=Seat(1, 1, 3, 0, 1),
+        runner=SimpleNamespace(begin_iteration=nothing),  # type: ignore[arg-type]
+        neighbours=SimpleNamespace(upstream=above, downstream=below, ends=[]),  # type: ignore[arg-type]
+        bell=nothing, op_clock=OpClock(), waiting=nothing, deadline=1.0, boundary=nothing,
+        on_last_forward=nothing, reserve=nothing,
+    )  # fmt: skip
+    executor.input_metas = executor.output_metas = (META,)
+    plan = make_plan(Job(3, 4), 0, "1f1b")
+    executor.begin(plan.schedule, 1, 1, dispatch.Inputs(), handshake=False)
+    assert order[:2] == ["send to above", "send to below"], order
+    assert sorted(order[2:]) == ["receive from above", "receive from below"], order
+
+
+# --- sends of the direct path ---------------------------------------------------------------------
+
+
+class Send:
+    """What a process group returns of a send on a device."""
+
+    def __init__(self) -> None:
+        self.complete = False
+        self.failure: str | None = None
+
+    def wait(self, *_: Any) -> None:
+        raise AssertionError("the compute stream was made to wait for a send")
+
+    def is_completed(self) -> bool:
+        return self.complete
+
+    def exception(self) -> str | None:
+        return self.failure
+
+
+@contextmanager
+def sending(
+    monkeypatch: pytest.MonkeyPatch, most: int, deadline: float = LONG
+) -> Iterator[tuple[DirectOutgoing, list[Send], list[tuple[int, int]]]]:
+    monkeypatch.setattr(direct.dist, "get_group_rank", lambda group, rank: 0)
+    sends: list[Send] = []
+    blocked: list[tuple[int, int]] = []
+
+    def send(tensors: list[Tensor], peer: int, tag: int) -> Send:
+        sends.append(Send())
+        return sends[-1]
+
+    group: Any = SimpleNamespace(send=send)
+    line: Any = SimpleNamespace(send_note=lambda *_: None)
+    outgoing = DirectOutgoing(
+        group=group, peer=1, direction=Direction.FORWARD, line=line,
+        shaper=Shaper([], Direction.FORWARD),
+        on_block=lambda iteration, microbatch: blocked.append((iteration, microbatch)),
+        on_unblock=lambda: None, deadline=deadline, device=torch.device("cpu"),
+        max_outstanding=most, asks=True,
+    )  # fmt: skip
+    outgoing.begin(Batch(1, 7, 32, (META,)))
+    yield outgoing, sends, blocked
+
+
+def test_sends_do_not_hold_the_compute_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    with sending(monkeypatch, most=3) as (outgoing, sends, blocked):
+        for m in range(3):
+            outgoing.send(m, [torch.ones(16)])
+        sends[0].complete = True
+        outgoing.send(3, [torch.ones(16)])
+        assert not blocked, "the oldest was through"
+        assert [sent.microbatch for sent in outgoing._outstanding] == [1, 2, 3]
+        threading.Timer(0.05, lambda: setattr(sends[1], "complete", True)).start()
+        outgoing.send(4, [torch.ones(16)])
+        assert blocked == [(7, 1)], "the host waits where as many are kept as may be"
+        for send in sends:
+            send.complete = True
+        outgoing.close()
+        assert not outgoing._outstanding
+
+
+def test_a_send_that_fails_or_stays_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with sending(monkeypatch, most=1, deadline=0.05) as (outgoing, sends, _):
+        outgoing.send(0, [torch.ones(16)])
+        with pytest.raises(WaitTimeoutError, match=r"the deadline is 0.05 s"):
+            outgoing.send(1, [torch.ones(16)])
+        sends[0].failure = "NCCL communicator was aborted"
+        with pytest.raises(PipelineError, match=r"connection to rank 1 failed: NCCL communicator"):
+            outgoing.send(1, [torch.ones(16)])
+
+
+# --- communicators --------------------------------------------------------------------------------
+
+
+def test_communicators_are_there_before_the_first_message() -> None:
+    """Each is used once by both of its ends, in an order in which nobody waits out of turn."""
+    wires = {direction: queue.Queue[Tensor]() for direction in Direction}
+    used: list[tuple[str, Direction]] = []
+
+    def group(direction: Direction, rank: int) -> Any:
+        def send(tensors: list[Tensor], peer: int, tag: int) -> Any:
+            assert peer == 1 - rank
+            used.append(("send", direction))
+            wires[direction].put(tensors[0])
+            return SimpleNamespace(wait=lambda: None)
+
+        def recv(tensors: list[Tensor], peer: int, tag: int) -> Any:
+            assert peer == 1 - rank
+            used.append(("receive", direction))
+            return SimpleNamespace(wait=lambda: wires[direction].get(timeout=LONG))
+
+        return SimpleNamespace(send=send, recv=recv)
+
+    def connect(rank: int) -> None:
+        mine = {direction: group(direction, rank) for direction in Direction}
+        edges.connect_edge(mine, torch.device("cpu"), is_lower=rank == 0)
+
+    threads = [threading.Thread(target=connect, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG)
+        assert not thread.is_alive(), "an end still waits for the other"
+    assert sorted(used) == [(what, way) for what in ("receive", "send") for way in Direction]
+
+
+@pytest.mark.parametrize(
+    ("value", "within", "warns"), [(None, "2", False), ("2", "2", False), ("3", "3", True)]
+)
+def test_a_broken_communicator_does_not_end_the_process(
+    value: str | None,
+    within: str,
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Unless the user says so; the groups of others are not touched."""
+    monkeypatch.delenv(edges.ASYNC_ERRORS, raising=False)
+    monkeypatch.delenv("NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    if value is not None:
+        monkeypatch.setenv(edges.ASYNC_ERRORS, value)
+    with caplog.at_level(logging.WARNING), edges.survivable(Seat(0, 0, 2, 0, 1)):
+        assert os.environ[edges.ASYNC_ERRORS] == within
+    assert os.environ.get(edges.ASYNC_ERRORS) == value
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == warns
+    assert all("TORCH_NCCL_ASYNC_ERROR_HANDLING=3 ends the process" in text for text in told)
+
+
+# --- a whole run ----------------------------------------------------------------------------------
+
+
+def directed(context: TrainerContext, job: Job, moved: Plan) -> Any:
+    """Train on a strict device that is given the receives of direct links, too. A directive moves
+    the first link while ops run."""
+    device = SimulatedDevice(prompt=True, strict=True, patience=10.0)
+    driver = Driver(device, context.rank)
+    # Asked for at every op: five iterations may take less time than is left between two looks.
+    iteration.PLAN_POLL_SECONDS = 0.0
+    for module in (rendezvous, pipeline):
+        vars(module)["accelerator_of"] = lambda _: device
+    post, wait = DirectIncoming._post, DirectIncoming._wait
+    given: dict[int, SimulatedEvent] = {}
+
+    def posted(self: Any, batch: Batch) -> Any:
+        found = post(self, batch)
+        what = f"{self.direction.letter} of microbatch {self._next} of iteration {batch.iteration}"
+        given[id(found[1])] = device.post_receive(what)
+        return found
+
+    def waited(self: Any, contents: Any) -> Any:
+        event = given.pop(id(contents[0][1]))
+        found = wait(self, contents)
+        device.deliver(event)
+        return found
+
+    def newest_plan(self: Any) -> Plan | None:
+        nonlocal came
+        first, came = not came and bool(given), came or bool(given)
+        return moved if first else None
+
+    came = False
+    vars(direct)["DirectIncoming"]._post = posted
+    DirectIncoming._wait = waited  # type: ignore[method-assign]
+    NoControl.newest_plan = newest_plan  # type: ignore[method-assign]
+    record = train(context, job)
+    driver.close()
+    return record, device.waited_for_all
+
+
+@pytest.mark.needs_engine
+@pytest.mark.multiprocess
+def test_a_directive_that_moves_a_link_in_mid_run() -> None:
+    job = Job(3, 6, policy="1f1b", path="auto", iterations=5)
+    moved = make_plan(job, 2, "1f1b", paths=(Path.DELEGATED, Path.DIRECT))
+    found = run_ranks(3, directed, job, moved, timeout=100)
+    assert_same([record for record, _ in found], reference(job))
+    assert [record.versions[-1] for record, _ in found] == [2, 2, 2]
+    assert all("cudaHostRegister" in waited for _, waited in found)

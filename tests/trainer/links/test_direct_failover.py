@@ -1,0 +1,135 @@
+"""A direct path that breaks costs nothing but the connection: no message, no bit, no restart."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import Ranks
+from trainer_jobs import Job, Record, assert_same, reference, train
+
+from pipemorph.api.spec import Fault
+from pipemorph_trainer import TrainerContext
+from pipemorph_trainer import iteration as iterations
+from pipemorph_trainer.executor import dispatch
+from pipemorph_trainer.links.channels import direct, failover
+
+# Several runs in a test, each with a deadline of its own.
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
+
+GIVEN_UP = re.compile(r"rank (\d) \(stage \d\), link (\d): the direct path is given up: (.*);")
+ITERATIONS = 4
+
+
+def run(job: Job, entry: Any, *args: Any) -> tuple[list[Record], list[str]]:
+    results = Ranks(job.stages, entry, job, *args).wait(90)
+    for result in results:
+        assert result.exitcode == 0, f"rank {result.rank}: {result.error or result.output}"
+    return [result.value for result in results], [result.output for result in results]
+
+
+def given_up(outputs: list[str]) -> set[tuple[int, int]]:
+    """``(rank, link)`` of every end that gave its path up, each at most once."""
+    found = [m for output in outputs for m in GIVEN_UP.findall(output)]
+    ends = [(int(rank), int(link)) for rank, link, _ in found]
+    assert len(ends) == len(set(ends)), f"an end gave up twice: {found}"
+    return set(ends)
+
+
+def hurried(context: TrainerContext, job: Job) -> Record:
+    """Train as on a machine whose iterations are shorter than what is between two looks at the
+    control line."""
+    iterations.PLAN_POLL_SECONDS = 60.0
+    return train(context, job)
+
+
+@pytest.mark.parametrize("dispatch", ["static", "online"])
+def test_a_trace_that_cuts_every_direct_path_changes_no_bit(dispatch: str) -> None:
+    faults = [Fault(link=link, from_iteration=1 + link, sever="direct") for link in (0, 1)]
+    job = Job(3, 8, dispatch=dispatch, faults=faults, iterations=ITERATIONS)
+    records, outputs = run(job, hurried)
+    assert given_up(outputs) == {(0, 0), (1, 0), (1, 1), (2, 1)}
+    assert_same(records, reference(job))
+
+
+def cut_at(
+    context: TrainerContext, job: Job, rank: int, iteration: int, op: int
+) -> tuple[Record, int]:
+    """Train; ``rank`` cuts all its direct paths before its ``op``-th op of ``iteration``.
+
+    Also returns how many messages were sent a second time.
+    """
+    again = 0
+    run_op, send_again = dispatch.Executor.run_op, failover.FailoverOutgoing.send_again
+
+    def run_and_cut(self: Any, kind: Any, microbatch: int) -> None:
+        here = (context.rank, self._iteration, len(self._outcome.ops))
+        if here == (rank, iteration, op):
+            for end in self._ends:
+                end.failover.incoming._direct.abandon()
+        run_op(self, kind, microbatch)
+
+    def count(self: Any, position: Any) -> None:
+        nonlocal again
+        again += sum(at >= position for at in self._kept)
+        send_again(self, position)
+
+    dispatch.Executor.run_op = run_and_cut  # type: ignore[method-assign]
+    failover.FailoverOutgoing.send_again = count  # type: ignore[method-assign]
+    return train(context, job), again
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_wherever_in_an_iteration_it_breaks(rank: int) -> None:
+    """Also in the first one, whose shapes are being exchanged. Forwards, backwards and the
+    messages of both on the way are lost somewhere among these."""
+    resent = 0
+    job = Job(3, 8, policy="1f1b", iterations=2)
+    wanted = reference(job)
+    ends = {0: {(0, 0), (1, 0)}, 2: {(1, 1), (2, 1)}}
+    ends[1] = ends[0] | ends[2]
+    for iteration, op in ((0, 0), (0, 3), (1, 0), (1, 5), (1, 11)):
+        values, outputs = run(job, cut_at, rank, iteration, op)
+        assert given_up(outputs) == ends[rank], (iteration, op)
+        assert_same([record for record, _ in values], wanted)  # type: ignore[misc]
+        resent += sum(again for _, again in values)  # type: ignore[misc]
+    assert resent, "nothing was on its way in any of these: they show nothing"
+
+
+def deaf_at_the_end(context: TrainerContext, job: Job, through: str) -> Record:
+    """Train; the last gradients of the last iteration do not get to rank 0, which finds out
+    when rank 1 is through with its ops, or shows for some seconds that it is not."""
+    post, run_ops = direct.DirectIncoming._post, dispatch.Executor.run
+    posted = 0
+
+    def refuse(self: Any, batch: Any) -> Any:
+        nonlocal posted
+        posted += batch.iteration == job.iterations - 1
+        if context.rank == 0 and posted == job.microbatches - 1:
+            deadline = time.monotonic() + 3
+            while not Path(through).exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            raise RuntimeError("no more")
+        return post(self, batch)
+
+    def run_and_tell(self: Any, plan: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
+        outcome = run_ops(self, plan, iteration, *args, **kwargs)
+        if context.rank == 1 and iteration == job.iterations - 1:
+            Path(through).touch()
+        return outcome
+
+    direct.DirectIncoming._post = refuse  # type: ignore[method-assign]
+    dispatch.Executor.run = run_and_tell  # type: ignore[method-assign]
+    return train(context, job)
+
+
+def test_a_rank_that_is_through_still_gives_what_its_neighbour_lost(tmp_path: Path) -> None:
+    """Were it in a collective, it would wait for the neighbour that waits for it."""
+    # All forwards come first, so that rank 1 needs nothing of rank 0 in the end.
+    job = Job(2, 8, policy="gpipe", iterations=2, deadline=15.0)
+    records, outputs = run(job, deaf_at_the_end, str(tmp_path / "through"))
+    assert given_up(outputs) == {(0, 0), (1, 0)}
+    assert_same(records, reference(job))

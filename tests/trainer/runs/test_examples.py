@@ -1,0 +1,64 @@
+"""The examples run as they are but for their length; a slow link changes no loss."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from gate import same_bits
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+SMALL = {"width": 32, "heads": 2, "sequence": 32, "microbatch_size": 2}
+
+
+def run(folder: Path, name: str, change: Any) -> dict[str, Any]:
+    """The report of an example after ``change`` made it shorter."""
+    manifest = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
+    change(manifest["spec"])
+    (folder / f"{name}.yaml").write_text(json.dumps(manifest))
+    done = subprocess.run(
+        [sys.executable, "-m", "pipemorph.cli", "run", f"{name}.yaml", "--out", name],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    report: dict[str, Any] = json.loads((folder / name / "report.json").read_text())
+    assert report["completed"] is True
+    assert len(report["iterations"]) == manifest["spec"]["trainer"]["iterations"]
+    assert (folder / name / "timeline.png").stat().st_size > 0
+    return report
+
+
+def short_gpt(spec: dict[str, Any]) -> None:
+    spec["trainer"] |= {"iterations": 10, "args": SMALL}
+    for fault in spec.get("faults", []):
+        fault |= {"fromIteration": 3, "toIteration": 8}
+
+
+@pytest.mark.timeout(400)
+def test_a_slow_link_changes_no_loss_of_the_gpt(tmp_path: Path) -> None:
+    losses = [
+        [iteration["loss"] for iteration in run(tmp_path, name, short_gpt)["iterations"]]
+        for name in ("gpt", "gpt-slow-link")
+    ]
+    same_bits(losses[0], losses[1], "losses of the two runs")
+    assert all(isinstance(loss, float) for loss in losses[0])
+    assert losses[0][-1] < losses[0][0], "it learns nothing"
+
+
+@pytest.mark.timeout(300)
+def test_the_emulated_profile_runs(tmp_path: Path) -> None:
+    def short(spec: dict[str, Any]) -> None:
+        spec["trainer"]["iterations"] = 4
+        spec["faults"] = [{"link": 6, "fromIteration": 2, "toIteration": 3, "delayMs": 60.0}]
+
+    report = run(tmp_path, "emulated-14b", short)
+    assert report["emulated"] is True
+    # 24 microbatches of 26 ms, and never less.
+    assert all(iteration["seconds"] > 24 * 0.026 for iteration in report["iterations"])

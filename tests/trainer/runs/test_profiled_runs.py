@@ -1,0 +1,46 @@
+"""torch.profiler around iterations of a pipeline, as its users do."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from launch import run_ranks
+from trainer_jobs import Job, loss_fn, make_batch, make_stage
+
+from pipemorph_trainer import Pipeline, TrainerContext
+
+pytestmark = pytest.mark.multiprocess
+
+
+def profiled(context: TrainerContext, job: Job) -> list[tuple[int, int]]:
+    """Steps with a profiler each; how many ranges ``PP:…`` and ends of the iteration's agreement
+    each of them saw."""
+    module = make_stage(context.rank, job.stages, job.dtype)
+    counts = []
+    with Pipeline(
+        module, context=context, loss_fn=loss_fn, microbatches=job.microbatches,
+        stages=job.stages, path=job.path,  # type: ignore[arg-type]
+    ) as pipe:  # fmt: skip
+        for iteration in range(job.iterations):
+            tokens, target = make_batch(iteration, job.batch * job.microbatches)
+            with torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU]
+            ) as profile:
+                pipe.step(tokens, target=target)
+            names = [event.name for event in profile.events()]
+            ranges = sum(name.startswith("PP:") for name in names)
+            counts.append((ranges, names.count("gloo:all_gather")))
+    del profile
+    gc.collect()
+    return counts
+
+
+@pytest.mark.parametrize("path", ["direct", "delegated"])
+def test_a_profiler_may_stop_after_any_iteration(path: str) -> None:
+    """What is still under way then is written to when it is through, in memory that was given
+    back: sends of the direct path let the process crash, the agreement let records get lost."""
+    job = Job(2, 8, path=path, iterations=4)
+    for counts in run_ranks(2, profiled, job):
+        assert counts == [(3 * job.microbatches, 1)] * job.iterations

@@ -1,0 +1,263 @@
+"""Whole runs on a simulated device: results equal a sequential run to the bit.
+
+Stages compute on the CPU; their messages cross host memory as those of a device do, with copies
+that are done later and in random order. Ranks, engine, executor and commit are the real ones.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from launch import Ranks, run_ranks
+from simulated_device import Driver, SimulatedDevice
+from trainer_jobs import Job, Record, assert_same, make_plan, reference, train
+
+from pipemorph.errors import InputError
+from pipemorph.planning import OpKind, Path
+from pipemorph_trainer import TrainerContext, pipeline, start
+from pipemorph_trainer.devices import own_device
+from pipemorph_trainer.executor.device_times import LAUNCHED_AHEAD, DeviceTimes, LossCopy
+from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
+from pipemorph_trainer.links import rendezvous
+from pipemorph_trainer.start import Start
+
+
+def simulate(context: TrainerContext, job: Job, seed: int) -> tuple[Record, int, list[str]]:
+    """Train on a simulated device; also the bytes copied and the threads that were there."""
+    device = SimulatedDevice(prompt=True)
+    driver = Driver(device, seed + context.rank)
+    for module in (rendezvous, pipeline):
+        vars(module)["accelerator_of"] = lambda _: device
+    record = train(context, job)
+    threads = [thread.name for thread in threading.enumerate()]
+    driver.close()
+    assert not device.registered, "memory stayed page-locked"
+    return record, sum(nbytes for _, nbytes in device.copied), threads
+
+
+@pytest.mark.needs_engine
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("policy", "engine", "dispatch"),
+    [
+        ("1f1b", "tcp", "static"),
+        ("pipemorph", "tcp", "online"),
+        ("pipemorph", "shm", "static"),
+        ("gpipe", "shm", "online"),
+    ],
+)
+def test_delegated_runs(policy: str, engine: str, dispatch: str) -> None:
+    job = Job(3, 6, policy=policy, dispatch=dispatch, path="delegated", engine=engine)
+    found = run_ranks(3, simulate, job, 7, timeout=100)
+    assert_same([record for record, _, _ in found], reference(Job(3, 6)))
+    for _, nbytes, threads in found:
+        assert nbytes > 0, "nothing crossed the device"
+        assert not [name for name in threads if name.startswith("pipemorph-to-")], threads
+
+
+@pytest.mark.needs_engine
+@pytest.mark.multiprocess
+def test_switching_between_paths() -> None:
+    job = Job(3, 6, policy="1f1b", path="auto", iterations=6)
+    moved = make_plan(job, 2, "zero-bubble", paths=(Path.DELEGATED, Path.DIRECT))
+    job = job.with_(switches=((0, moved, (0, 1, 2)),))
+    found = run_ranks(3, simulate, job, 11, timeout=100)
+    records = [record for record, _, _ in found]
+    assert_same(records, reference(Job(3, 6, iterations=6)))
+    assert records[0].versions == [0, 0, 2, 2, 2, 2]
+
+
+def _fail_in_mid_run(context: TrainerContext, job: Job) -> None:
+    device = SimulatedDevice(prompt=True)
+    Driver(device, context.rank)
+    for module in (rendezvous, pipeline):
+        vars(module)["accelerator_of"] = lambda _: device
+    if context.rank == 1:
+        copy = device.copy
+
+        def breaks(*args: Any) -> None:
+            if len(device.copied) > 20:
+                device.fail("CUDA error: uncorrectable ECC error encountered")
+            copy(*args)
+
+        vars(device)["copy"] = breaks
+    train(context, job)
+
+
+@pytest.mark.needs_engine
+@pytest.mark.multiprocess
+def test_a_device_that_fails_ends_the_run_in_words() -> None:
+    job = Job(3, 6, path="delegated", engine="tcp", iterations=20)
+    ranks = Ranks(3, _fail_in_mid_run, job).wait(100)
+    assert all(rank.exitcode == 1 for rank in ranks), [rank.exitcode for rank in ranks]
+    assert "CUDA error: uncorrectable ECC error" in ranks[1].error
+    for neighbour in (ranks[0], ranks[2]):
+        assert "rank 1 (stage 1)" in neighbour.error
+
+
+def _plain(context: TrainerContext) -> tuple[list[str], list[str]]:
+    """Threads of a delegated run on the CPU, and what its links are made of."""
+    kinds: list[str] = []
+    meet = rendezvous.meet
+
+    def met(*args: Any, **options: Any) -> Any:
+        neighbours = meet(*args, **options)
+        assert neighbours.staging is None
+        for end in neighbours.ends:
+            kinds.append(type(end._incoming[Path.DELEGATED]).__name__)
+            kinds.append(type(end._outgoing[Path.DELEGATED]).__name__)
+        return neighbours
+
+    pipeline.meet = met  # type: ignore[assignment]
+    names: list[str] = []
+    step = pipeline.Pipeline.step
+
+    def stepping(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = step(self, *args, **kwargs)
+        names.extend(thread.name for thread in threading.enumerate())
+        return loss
+
+    vars(pipeline)["Pipeline"].step = stepping
+    train(context, Job(2, 4, path="delegated"))
+    return names, kinds
+
+
+@pytest.mark.needs_engine
+@pytest.mark.multiprocess
+def test_the_cpu_needs_none_of_it() -> None:
+    for names, kinds in run_ranks(2, _plain, timeout=100):
+        assert not [name for name in names if name.startswith("pipemorph-to-")]
+        assert "MainThread" in names
+        assert kinds == ["DelegatedIncoming", "DelegatedOutgoing"]
+
+
+# --- times and losses of a device ----------------------------------------------------------------
+
+
+ROUNDING = 1e-5
+"""Of differences between wall-clock times, seconds."""
+
+
+class Kernel:
+    """Work on a device; when it ran, by the clock of simulated events."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.began = self.ended = 0.0
+
+    def __call__(self) -> None:
+        self.began = time.perf_counter()
+        threading.Event().wait(self._seconds)
+        self.ended = time.perf_counter()
+
+    @property
+    def took(self) -> float:
+        return self.ended - self.began
+
+
+def test_ops_are_timed_where_they_run() -> None:
+    """The host launches both ops at once; the device runs them later, one after the other."""
+    device = SimulatedDevice()
+    times = DeviceTimes(device)
+    first, second = kernels = Kernel(0.03), Kernel(0.06)
+    ops = []
+    for index, kernel in enumerate(kernels):
+        times.start()
+        device.launch(kernel)
+        times.end()
+        ops.append(TimedOp(OpKind.F, index, 0.0, 0.0))
+    threading.Event().wait(0.05)
+    began = time.perf_counter()
+    driver = Driver(device, 0)
+    settled = times.settle(ops)
+    ended = time.perf_counter()
+    driver.close()
+    assert [(op.kind, op.microbatch) for op in settled] == [(OpKind.F, 0), (OpKind.F, 1)]
+    took = [op.end - op.start for op in settled]
+    assert first.took - ROUNDING <= took[0] <= second.began - began + ROUNDING
+    assert second.took - ROUNDING <= took[1] <= ended - first.ended + ROUNDING
+    assert settled[0].end <= settled[1].start
+    # The next iteration starts anew.
+    assert not times._marks
+
+
+def test_a_copy_back_is_timed_where_it_runs_and_one_beside_compute_takes_nothing() -> None:
+    device = SimulatedDevice()
+    times = DeviceTimes(device)
+    times.start()
+    with times.copy():
+        device.record(device.new_stream())
+    kernel = Kernel(0.05)
+    with times.copy():
+        device.launch(kernel)
+    times.end()
+    copies = [TimedCopy(OpKind.F, 0, 0.0, 9.0, 1), TimedCopy(OpKind.B, 0, 0.0, 9.0, 1)]
+    began = time.perf_counter()
+    driver = Driver(device, 0)
+    (op,) = times.settle([TimedOp(OpKind.B, 0, 0.0, 0.0)])
+    out, back = times.settle_copies(copies)
+    driver.close()
+    assert out.end - out.start <= kernel.began - began + ROUNDING
+    assert kernel.took - ROUNDING <= back.end - back.start <= op.end - op.start + ROUNDING
+    assert not times._copies
+
+
+def test_an_op_is_chosen_when_the_device_needs_it() -> None:
+    device = SimulatedDevice()
+    times = DeviceTimes(device)
+    for _ in range(LAUNCHED_AHEAD + 1):
+        times.pace()
+        times.start()
+        times.end()
+    waited = threading.Thread(target=times.pace)
+    waited.start()
+    waited.join(0.1)
+    assert waited.is_alive(), "the next op was chosen before the device had begun the last"
+    device.run()
+    waited.join(10)
+    assert not waited.is_alive()
+
+
+def test_losses_cross_behind_their_ops_and_exactly() -> None:
+    device = SimulatedDevice()
+    values = torch.tensor([0.1, 1e-7, 3.25, 2.0 / 3.0])
+    losses = [device.tensor(value.reshape(())) for value in values]
+    device.run()
+    copy = LossCopy(device, losses)
+    assert not copy.done()
+    device.run()
+    assert copy.done()
+    assert copy.take() == [float(value) for value in values]
+
+
+def test_a_process_group_without_cpu_tensors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``init_process_group("nccl")`` makes it: what ranks agree on is on the CPU."""
+    monkeypatch.setattr(start.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(start.dist, "get_backend_config", lambda: "cuda:nccl")
+    context = TrainerContext(
+        rank=0, world_size=2, local_rank=0, master_addr="127.0.0.1", master_port=1
+    )
+    with pytest.raises(InputError, match=r"made with cuda:nccl; .*'cpu:gloo,cuda:nccl'"):
+        start.join(context, torch.device("cuda", 0), Start(stages=2, microbatches=1))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "local_rank", "expected"),
+    [(0, "2", 1, "cpu"), (1, "2", 0, "cpu"), (2, "2", 1, "cuda:1"), (8, None, 3, "cuda:3")],
+)
+def test_a_rank_takes_a_gpu_that_it_need_not_share(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, ranks: str | None, local_rank: int, expected: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if ranks is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert own_device(local_rank) == torch.device(expected)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "two")
+    with pytest.raises(InputError, match="LOCAL_WORLD_SIZE is 'two'"):
+        own_device(local_rank)

@@ -1,0 +1,235 @@
+"""What a rank reports: wire times, op times, iterations, traces and what was injected."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
+from statistics import median, median_low
+from typing import Any
+
+import pytest
+from launch import run_ranks
+
+from pipemorph.api.spec import Fault
+from pipemorph.planning import Path, Plan
+from pipemorph.wire import LinkSample
+from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
+from pipemorph_trainer.agent.messages import RankTelemetry
+
+pytestmark = pytest.mark.multiprocess
+
+HEAD_OF_LINE_MS = 300.0
+PATHS = ["direct", pytest.param("delegated", marks=pytest.mark.needs_engine)]
+OPS = ("forward", "backward_input", "backward_weight")
+TIMES = (0.004, 0.005, 0.002)
+MICROBATCHES, ITERATIONS = 8, 4
+
+
+@dataclass
+class Recorder:
+    """A control line that keeps what is published."""
+
+    messages: list[RankTelemetry] = field(default_factory=list)
+    plan: Plan | None = None
+
+    def publish(self, telemetry: RankTelemetry) -> None:
+        self.messages.append(telemetry)
+
+    def newest_plan(self) -> Plan | None:
+        plan, self.plan = self.plan, None
+        return plan
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def entry(
+    context: TrainerContext, path: str, faults: list[Fault], policy: str = "zero-bubble"
+) -> tuple[list[RankTelemetry], list[float]]:
+    control = Recorder()
+    losses = []
+    with Pipeline(
+        EmulatedStage(*TIMES, message_bytes=4096),
+        context=context,
+        microbatches=MICROBATCHES,
+        policy=policy,
+        path=path,  # type: ignore[arg-type]
+        faults=faults,
+        control=control,
+        deadline_seconds=30,
+    ) as pipe:
+        for _ in range(ITERATIONS):
+            losses.append(float(pipe.step()))
+            pipe.clip_grad_norm_(1.0)
+    return control.messages, losses
+
+
+def samples(messages: list[RankTelemetry], direction: str) -> list[LinkSample]:
+    return [s for m in messages for s in m.links if s.direction == direction]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_an_injected_delay_is_what_is_measured(path: str) -> None:
+    delay = Fault(link=0, delay_ms=30.0, from_iteration=1, to_iteration=3)
+    told = run_ranks(2, entry, path, [delay])
+    for rank, direction in ((1, "forward"), (0, "backward")):
+        found = samples(told[rank][0], direction)
+        held = [s for s in found if s.iteration in (1, 2)]
+        free = [s for s in found if s.iteration in (0, 3)]
+        assert sum(s.wire.count for s in held) == 2 * MICROBATCHES
+        # Held on its queue for 30 ms, to the microsecond; queueing is told apart. A receiver that
+        # a busy machine has stopped sees a message late, and none early.
+        assert {sample.path for sample in held} == {path}
+        least = [sample.wire.min for sample in held]
+        for value in (min(least), median(least)):
+            assert value == pytest.approx(0.030, abs=1e-4), held
+        assert median(sample.wire.p50 for sample in held) < 0.045, held
+        assert sum(s.wire.exact for s in held) > MICROBATCHES
+        assert sum(s.wire.count for s in free) == 2 * MICROBATCHES
+        assert min(s.wire.min for s in free) < 0.010
+    if path == "direct":
+        queued = [s.queue_p50 for s in samples(told[1][0], "forward") if s.iteration in (1, 2)]
+        assert max(queued) > 0.020, "a slow direct link must queue"
+
+
+def test_a_slow_link_is_reported_before_the_iteration_ends() -> None:
+    told = run_ranks(2, entry, "direct", [Fault(link=0, delay_ms=40.0)])
+    first = [m for m in told[1][0] if m.iteration == 0 and m.links and m.profile is None]
+    assert first, "nothing was reported in mid-iteration"
+    measured = [sample.wire.p50 for message in first for sample in message.links]
+    assert pytest.approx(0.040, abs=1e-3) in measured
+
+
+def test_profiles_and_iterations() -> None:
+    told = run_ranks(2, entry, "direct", [])
+    for rank, (messages, _) in enumerate(told):
+        profiles = [m.profile for m in messages if m.profile is not None]
+        assert len(profiles) == ITERATIONS
+        for profile in profiles:
+            assert profile.stage == rank
+            assert profile.split == "emulated"
+            assert profile.peak_memory > 1 << 20
+        for kind, wanted in zip(OPS, TIMES, strict=True):
+            measured = [getattr(profile, kind) for profile in profiles]
+            # An op is shorter by what the one before it ran over, 2 ms at most. A busy machine may
+            # make those of an iteration longer.
+            assert wanted - 0.002 <= min(measured)
+            assert median_low(measured) < wanted + 0.02, measured
+        assert messages[0].state == "starting"
+        assert messages[-1].state == "finished"
+    finished = [m.finished_iteration for m in told[0][0] if m.finished_iteration is not None]
+    assert [f.index for f in finished] == list(range(ITERATIONS))
+    assert [f.loss for f in finished] == pytest.approx(told[0][1])
+    busy = MICROBATCHES * sum(TIMES)
+    for sample in finished:
+        assert sample.seconds >= busy
+        assert 0.0 < sample.bubble_fraction <= 1.0
+    assert median_low(sample.bubble_fraction for sample in finished) < 0.8
+    assert not any(m.finished_iteration for m in told[1][0])
+
+
+def test_losses_come_from_the_messages() -> None:
+    """The emulated loss is the same whatever the schedule, and never twice the same."""
+    runs = [run_ranks(2, entry, "direct", [], policy)[0][1] for policy in ("gpipe", "pipemorph")]
+    assert runs[0] == runs[1]
+    assert len(set(runs[0])) == ITERATIONS
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_traces_and_the_record_of_faults(path: str, tmp_path: FilePath) -> None:
+    faults = [Fault(link=0, delay_ms=10.0, from_iteration=1, to_iteration=2)]
+    if path == "delegated":
+        faults.append(Fault(link=0, from_iteration=2, sever="data"))
+    run_ranks(2, entry, path, faults, context={"trace_dir": tmp_path})
+    for rank in range(2):
+        lines = [
+            json.loads(line)
+            for line in (tmp_path / f"ops-rank{rank}.jsonl").read_text().splitlines()
+        ]
+        assert [line["iteration"] for line in lines] == list(range(ITERATIONS))
+        for line in lines:
+            assert (line["rank"], line["stage"], line["replica"]) == (rank, rank, 0)
+            assert line["emulated"] is True
+            assert line["epoch"] == 0
+            kinds = [op[0] for op in line["ops"]]
+            assert {k: kinds.count(k) for k in "FBW"} == dict.fromkeys("FBW", MICROBATCHES)
+            times = [t for op in line["ops"] for t in op[2:]]
+            assert times == sorted(times)
+            assert times[0] >= 0
+        record = json.loads((tmp_path / f"faults-rank{rank}.json").read_text())
+        delay = record["faults"][0]
+        assert delay["messages_held"] == MICROBATCHES
+        assert delay["hold_seconds"] == pytest.approx(0.010 * MICROBATCHES, rel=1e-3)
+        assert (delay["first_iteration"], delay["last_iteration"]) == (1, 1)
+        cuts = [entry for entry in record["faults"] if "sever" in entry]
+        assert [cut["applied"] for cut in cuts] == (
+            [True] if path == "delegated" and not rank else []
+        )
+
+
+class Switching(Recorder):
+    """Delivers a plan in the middle of iteration 1."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self._later: Plan | None = plan
+
+    def publish(self, telemetry: RankTelemetry) -> None:
+        super().publish(telemetry)
+        if telemetry.iteration == 1 and self._later is not None:
+            self.plan, self._later = self._later, None
+
+
+def switching(context: TrainerContext) -> list[int]:
+    from trainer_jobs import Job, make_plan
+
+    control = Switching(make_plan(Job(2, MICROBATCHES), 5, "gpipe", paths=(Path.DIRECT,)))
+    versions = []
+    with Pipeline(
+        EmulatedStage(*TIMES, message_bytes=4096),
+        context=context,
+        microbatches=MICROBATCHES,
+        control=control,
+    ) as pipe:
+        for _ in range(6):
+            pipe.step()
+            versions.append(pipe.plan.version)
+    return versions
+
+
+def test_a_directive_in_mid_iteration_is_in_force_two_iterations_later() -> None:
+    versions: list[Any] = run_ranks(2, switching)
+    assert versions[0] == versions[1]
+    assert versions[0] in ([0, 0, 0, 5, 5, 5], [0, 0, 0, 0, 5, 5])
+
+
+def fourth_forward(context: TrainerContext, path: str) -> float:
+    """Seconds from the end of stage 0's F0 to the start of its F3, in an iteration for which the
+    neighbour has granted what a delegated path needs."""
+    with Pipeline(
+        EmulatedStage(*TIMES, message_bytes=4096),
+        context=context,
+        microbatches=6,
+        policy="gpipe",
+        path=path,  # type: ignore[arg-type]
+        faults=[Fault(link=0, delay_ms=HEAD_OF_LINE_MS)],
+    ) as pipe:
+        for _ in range(1 if path == "direct" else 2):
+            pipe.step()
+    assert context.trace_dir is not None
+    trace = (context.trace_dir / f"ops-rank{context.rank}.jsonl").read_text()
+    forwards = [op for op in json.loads(trace.splitlines()[-1])["ops"] if op[0] == "F"]
+    return float(forwards[3][2] - forwards[0][3])
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_slow_direct_link_blocks_compute_and_a_delegated_one_does_not(
+    path: str, tmp_path: FilePath
+) -> None:
+    """Head of line: the third send waits for the first before F3 can start."""
+    gap = run_ranks(2, fourth_forward, path, context={"trace_dir": tmp_path})[0]
+    if path == "direct":
+        assert gap >= 0.95e-3 * HEAD_OF_LINE_MS
+    else:
+        assert gap < 0.8e-3 * HEAD_OF_LINE_MS
