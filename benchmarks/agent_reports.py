@@ -36,7 +36,7 @@ MESSAGES = 5
 """Of one window."""
 
 _NAME, _NAMESPACE = "the-name-of-the-job", "the-namespace-of-the-job"
-_SEQUENCE, _INDEX, _ITERATION, _EPOCH = 900_000_001, 900_000_002, 900_000_003, 900_000_004
+_SEQUENCE, _INDEX, _ITERATION, _VERSION = 900_000_001, 900_000_002, 900_000_003, 900_000_004
 """What stands in a body for what differs from report to report."""
 
 
@@ -50,13 +50,13 @@ class Reports:
         }
 
     def body(self, namespace: str, job: str, sequence: int, observed: int, *, slow: bool) -> str:
-        """The report number ``sequence`` of a job. ``observed``: epoch in effect; ``slow``:
+        """The report number ``sequence`` of a job. ``observed``: plan version in effect; ``slow``:
         whether link 0 is, in both directions."""
         iteration = int(sequence * PERIOD / ITERATION)
         ends = iteration > int((sequence - 1) * PERIOD / ITERATION)
         numbers = {
             _NAMESPACE: namespace, _NAME: job, _SEQUENCE: sequence,
-            _INDEX: max(0, iteration - 1), _ITERATION: iteration, _EPOCH: observed,
+            _INDEX: max(0, iteration - 1), _ITERATION: iteration, _VERSION: observed,
         }  # fmt: skip
         text = self._texts[slow, ends]
         for stands_for, value in numbers.items():
@@ -71,7 +71,7 @@ def _text(stages: int, slow: bool, ends: bool) -> str:
     for finished in (True, ends):
         for rank in range(stages):
             merger.add(_telemetry(draw, rank, stages, slow, finished))
-        report = merger.select(_SEQUENCE, draw.uniform(1.7e9, 1.8e9), _EPOCH)
+        report = merger.select(_SEQUENCE, draw.uniform(1.7e9, 1.8e9), _VERSION)
         merger.delivered(report)
     return report.report.model_dump_json()
 
@@ -95,8 +95,8 @@ def _telemetry(
         replica=0,
         state="training",
         iteration=_ITERATION,
-        applied_epoch=_EPOCH,
-        prepared_epoch=_EPOCH,
+        applied_plan_version=_VERSION,
+        prepared_plan_version=_VERSION,
         links=links,
         profile=StageProfile(
             stage=rank, split="module", peak_memory=draw.randrange(2**34, 2**36), **ops
@@ -107,7 +107,7 @@ def _telemetry(
             index=_INDEX,
             seconds=draw.gauss(ITERATION, 0.01),
             loss=draw.uniform(2, 3),
-            epoch=_EPOCH,
+            plan_version=_VERSION,
             bubble_fraction=draw.uniform(0.1, 0.2),
         )
         if finished and rank == 0

@@ -155,8 +155,8 @@ class Reporter:
     def take(self, status: int, body: bytes) -> None:
         if status != 200:
             raise RuntimeError(f"{self._job.name} was answered {status}: {body!r}")
-        if b'"epoch"' in body:
-            self.observed = max(self.observed, json.loads(body)["directive"]["epoch"])
+        if b'"plan_version"' in body:
+            self.observed = max(self.observed, json.loads(body)["directive"]["plan_version"])
 
 
 class _Gate:

@@ -10,7 +10,7 @@ Protocol, version 1:
   ``sequence`` is not above the last one accepted of that attempt is refused with 409; the answer
   has that one as ``last``, for the agent to go on above it.
 * ``GET /v1/jobs/{namespace}/{name}/directive?attempt=A&after=E&wait=S`` answers as soon as a
-  directive with an epoch above ``E`` exists, or with an empty envelope after ``S`` seconds.
+  directive with a plan version above ``E`` exists, or with an empty envelope after ``S`` seconds.
 
 Both need ``Authorization: Bearer``: a projected service-account token on a cluster, the
 run's token on one machine.
@@ -33,8 +33,8 @@ MAX_SEQUENCE = 2**53 - 1
 Seconds = Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)]
 WallClock = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=2**53 - 1)]
-# What an agent may claim to have seen: far below Count, so that the next epoch still fits.
-Epoch = Annotated[int, Field(ge=0, le=2**31 - 1)]
+# What an agent may claim to have seen: far below Count, so that the next plan version still fits.
+PlanVersion = Annotated[int, Field(ge=0, le=2**31 - 1)]
 ObjectName = Annotated[str, Field(min_length=1, max_length=253)]
 
 
@@ -151,7 +151,7 @@ class IterationSample(WireModel):
     index: Count
     seconds: Seconds
     loss: float | None
-    epoch: Count
+    plan_version: Count
     bubble_fraction: Annotated[float, Field(ge=0, le=1)]
 
 
@@ -168,9 +168,9 @@ class LinkHealthReport(WireModel):
     state: Literal["starting", "training", "finished", "failed"]
     iteration: Count
     """Iteration in progress at stage 0."""
-    observed_epoch: Epoch
+    observed_plan_version: PlanVersion
     """Highest directive the agent has received."""
-    applied_epoch: Epoch
+    applied_plan_version: PlanVersion
     """Plan version of the iteration in progress."""
     iterations: list[IterationSample] = Field(default_factory=list, max_length=256)
     links: list[LinkSample] = Field(default_factory=list, max_length=512)
@@ -226,9 +226,9 @@ class PlanMessage(WireModel):
 
 
 class Directive(WireModel):
-    """A plan the controller wants. ``epoch`` equals ``plan.version`` and only grows."""
+    """A plan the controller wants. ``plan_version`` equals ``plan.version`` and only grows."""
 
-    epoch: Annotated[int, Field(ge=1)]
+    plan_version: Annotated[int, Field(ge=1)]
     issued_at: WallClock
     """Controller's wall clock, seconds since the epoch."""
     reason: str

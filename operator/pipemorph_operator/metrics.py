@@ -60,8 +60,12 @@ JOB_GAUGES = {
     "worst_link_delay_seconds": Gauge(
         "pipemorph_job_worst_link_delay_seconds", "Largest one-way delay above normal.", _BY_JOB
     ),
-    "wanted_epoch": Gauge("pipemorph_job_wanted_epoch", "Epoch of the newest directive.", _BY_JOB),
-    "applied_epoch": Gauge("pipemorph_job_applied_epoch", "Epoch of the plan that runs.", _BY_JOB),
+    "wanted_plan_version": Gauge(
+        "pipemorph_job_wanted_plan_version", "Version of the plan that is wanted.", _BY_JOB
+    ),
+    "applied_plan_version": Gauge(
+        "pipemorph_job_applied_plan_version", "Version of the plan that runs.", _BY_JOB
+    ),
     "adaptations": Gauge("pipemorph_job_adaptations", "Changes of plan so far.", _BY_JOB),
     "peak_memory_bytes": Gauge(
         "pipemorph_job_peak_memory_bytes", "Highest peak of any stage.", _BY_JOB

@@ -49,9 +49,9 @@ OPERATOR_CONDITIONS = (SUSPENDED, PODS_READY, RUNNING, PREFLIGHT_PASSED, COMPLET
 
 LINKS_HEALTHY = "LinksHealthy"
 SCHEDULE_ADAPTED = "ScheduleAdapted"
-OFFLOADED = "Offloaded"
+LINKS_DELEGATED = "LinksDelegated"
 RAILS_HEALTHY = "RailsHealthy"
-INGEST_CONDITIONS = (LINKS_HEALTHY, SCHEDULE_ADAPTED, OFFLOADED, RAILS_HEALTHY)
+INGEST_CONDITIONS = (LINKS_HEALTHY, SCHEDULE_ADAPTED, LINKS_DELEGATED, RAILS_HEALTHY)
 
 # --- reasons ------------------------------------------------------------------------------
 
@@ -86,9 +86,9 @@ R_DISRUPTED = "Disrupted"
 R_EVICTED = "Evicted"
 R_JOB_LOST = "JobDeleted"
 R_NODE_EXCLUDED = "NodeExcluded"
-R_TTL = "TimeToLiveOver"
+R_TTL = "TTLExpired"
 
-R_LINKS_OK = "LinksAsNormal"
+R_LINKS_OK = "AllLinksHealthy"
 R_LINKS_SLOW = "SlowLinks"
 R_NO_REPORTS = "NoReportsYet"
 R_STALE = "ReportsStale"
@@ -101,7 +101,7 @@ R_NO_RDMA = "NoRdmaDevices"
 R_PORTS_UNREPORTED = "PortsNotReported"
 R_PORTS_UNSEEN = "CountersUnavailable"
 R_ADAPTED = "PlanInEffect"
-R_ADAPTING = "PlanOnItsWay"
+R_ADAPTING = "PlanPending"
 R_INITIAL_PLAN = "InitialPlan"
 R_RETURNED = "ReturnedToInitialPlan"
 R_DELEGATED = "LinksDelegated"

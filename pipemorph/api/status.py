@@ -5,7 +5,7 @@ Two processes write it, each its own fields (server-side apply, one field owner 
 * the operator: everything at the top level, and the conditions ``Suspended``, ``PodsReady``,
   ``Running``, ``PreflightPassed``, ``Complete`` and ``Failed``;
 * the ingest: ``training``, ``control``, and the conditions ``LinksHealthy``,
-  ``ScheduleAdapted``, ``Offloaded`` and ``RailsHealthy``.
+  ``ScheduleAdapted``, ``LinksDelegated`` and ``RailsHealthy``.
 
 Times are RFC 3339 text at the top level and seconds elsewhere, sizes are bytes.
 """
@@ -149,7 +149,7 @@ class RailsStatus(StatusModel):
 class AdaptationSummary(StatusModel):
     """One change of plan and what it was worth; seconds, and bytes per stage."""
 
-    epoch: int = Field(ge=1, description="Epoch of the directive.")
+    plan_version: int = Field(ge=1, description="Version of the plan.")
     kind: str = Field(max_length=16, description="adapt, or return to the plan of the start.")
     reason: Text = Field(description="Why, with what was predicted.")
     detected_at: Timestamp = Field(description="When the controller decided.")
@@ -226,11 +226,13 @@ class TrainingStatus(StatusModel):
         description="Microbatches per iteration whose activations go to host memory, per stage, "
         "as wanted.",
     )
-    wanted_epoch: int = Field(
-        default=0, ge=0, description="Epoch of the newest directive of this attempt."
+    wanted_plan_version: int = Field(
+        default=0, ge=0, description="Version of the plan that is wanted, of this attempt."
     )
-    observed_epoch: int = Field(default=0, ge=0, description="Epoch the ranks have received.")
-    applied_epoch: int = Field(default=0, ge=0, description="Epoch of the plan that runs.")
+    observed_plan_version: int = Field(
+        default=0, ge=0, description="Newest version the ranks have."
+    )
+    applied_plan_version: int = Field(default=0, ge=0, description="Version of the plan that runs.")
     slow_link_count: int = Field(default=0, ge=0, description="Links that are slow now.")
     slow_links: list[SlowLink] = Field(
         default_factory=list,
@@ -272,7 +274,7 @@ class ControlState(StatusModel):
     """What the controller needs to go on after a restart. Written before a directive is served."""
 
     attempt: int = Field(ge=0, description="Attempt the directive is of.")
-    epoch: int = Field(ge=0, description="Highest epoch ever given out; only grows.")
+    plan_version: int = Field(ge=0, description="Highest plan version ever given out; only grows.")
     snapshot: str = Field(
         max_length=1 << 20, description="State of the controller: JSON, zlib, base64."
     )
@@ -341,7 +343,7 @@ class JobStatus(StatusModel):
             "x-kubernetes-list-map-keys": ["type"],
         },
         description="Suspended, PodsReady, Running, PreflightPassed, LinksHealthy,"
-        " ScheduleAdapted, Offloaded, RailsHealthy, Complete, Failed.",
+        " ScheduleAdapted, LinksDelegated, RailsHealthy, Complete, Failed.",
     )
     training: TrainingStatus | None = Field(
         default=None, description="What the ranks report, summed up."

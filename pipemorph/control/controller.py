@@ -65,7 +65,7 @@ class JobController:
         self._deferred = deferred
         self.attempt = attempt
         self._on_report = on_report
-        self._epoch = 0
+        self._plan_version = 0
         self._ledger = Ledger()
         self._events = Events()
         self._first = PlanBody.of(initial_plan(spec))
@@ -89,23 +89,23 @@ class JobController:
     # --- what is wanted -------------------------------------------------------------------
 
     @property
-    def epoch(self) -> int:
-        """Epoch of the newest directive of any attempt; 0 before the first."""
-        return self._epoch
+    def plan_version(self) -> int:
+        """Version of the newest directive of any attempt; 0 before the first."""
+        return self._plan_version
 
     def directive(self, after: int = 0) -> Directive | None:
-        """The directive of this attempt, if its epoch is above ``after``."""
+        """The directive of this attempt, if its plan version is above ``after``."""
         wanted = self._directive
-        return wanted if wanted is not None and wanted.epoch > after else None
+        return wanted if wanted is not None and wanted.plan_version > after else None
 
     @property
-    def _wanted_epoch(self) -> int:
-        return self._directive.epoch if self._directive else 0
+    def _wanted_plan_version(self) -> int:
+        return self._directive.plan_version if self._directive else 0
 
     @property
     def wanted(self) -> Plan:
         """The plan the ranks should run: the newest directive's, else that of the spec."""
-        return self._body.plan(self.spec, self._wanted_epoch)
+        return self._body.plan(self.spec, self._wanted_plan_version)
 
     @property
     def records(self) -> list[AdaptationRecord]:
@@ -123,7 +123,7 @@ class JobController:
 
     def view(self, now: float) -> JobView:
         """The job as last reported."""
-        return JobView.of(self._reported, self._ledger, self._body, self._wanted_epoch, now)
+        return JobView.of(self._reported, self._ledger, self._body, self._wanted_plan_version, now)
 
     def rails(self, now: float) -> RailsView:
         """State of the ranks' RDMA ports."""
@@ -149,7 +149,7 @@ class JobController:
     # --- events ---------------------------------------------------------------------------
 
     def begin_attempt(self, attempt: int) -> None:
-        """Another attempt starts, from the plan of the spec. Epochs go on growing.
+        """Another attempt starts, from the plan of the spec. Plan versions go on growing.
 
         Raises ValueError unless ``attempt`` is above the present one.
         """
@@ -168,9 +168,9 @@ class JobController:
         reported = self._reported
         check(report, self.spec.parallelism, attempt=self.attempt, after=reported.sequence)
         reported.take(report, now)
-        if report.observed_epoch > self._epoch:
-            # This controller lost its state. Its next epoch must still be news to the ranks.
-            self._epoch = report.observed_epoch
+        if report.observed_plan_version > self._plan_version:
+            # This controller lost its state. Its next version must still be news to the ranks.
+            self._plan_version = report.observed_plan_version
             self._foreign_plan = True
         self._ledger.add(report.iterations, reported.stages.peak_memory)
         self._consider(now)
@@ -230,12 +230,12 @@ class JobController:
         self._decide(cause, situation, links, now)
 
     def _progress(self) -> Progress:
-        newest, wanted = self._ledger.newest(), self._wanted_epoch
+        newest, wanted = self._ledger.newest(), self._wanted_plan_version
         return Progress(
             last=self._ledger.last_iteration,
             finished=self._ledger.finished,
             measured=self._reported.stages.measured,
-            applied=not wanted or (newest is not None and newest.epoch >= wanted),
+            applied=not wanted or (newest is not None and newest.plan_version >= wanted),
         )
 
     def _knows_memory(self, now: float) -> bool:
@@ -312,12 +312,12 @@ class JobController:
             self._home = self._body._replace(paths=self._first.paths)
 
     def _issue(self, pending: Pending, chosen: Option, proposal: Proposal, now: float) -> None:
-        """Make the chosen option the wanted plan, under a new epoch."""
-        self._epoch += 1
+        """Make the chosen option the wanted plan, under a new plan version."""
+        self._plan_version += 1
         record = pending.record(
             chosen,
             proposal,
-            epoch=self._epoch,
+            plan_version=self._plan_version,
             now=now,
             iteration=self._reported.iteration,
             peak_memory=self._reported.stages.peak_memory(),
@@ -325,10 +325,10 @@ class JobController:
         self._body = PlanBody(chosen.schedule, chosen.paths, chosen.limits)
         self._foreign_plan = False
         self._directive = Directive(
-            epoch=self._epoch,
+            plan_version=self._plan_version,
             issued_at=now,
             reason=record.reason,
-            plan=PlanMessage.of(self._body.plan(self.spec, self._epoch)),
+            plan=PlanMessage.of(self._body.plan(self.spec, self._plan_version)),
         )
         finished = self._ledger.last_iteration
         if pending.replan.cause in ("slow", "worse", "restart"):
@@ -336,7 +336,7 @@ class JobController:
         returning = record.kind == "return" or pending.moves_back(chosen)
         self._pacing.issued(finished, returning=returning)
         self._ledger.records.append(record)
-        self._log(now, record.kind, record.reason, self._epoch)
+        self._log(now, record.kind, record.reason, self._plan_version)
 
     def _keep(self, now: float, reason: str) -> None:
         self._log(now, "keep", reason)
@@ -352,11 +352,13 @@ class JobController:
         now: float,
         kind: Literal["adapt", "return", "keep"],
         reason: str,
-        epoch: int | None = None,
+        plan_version: int | None = None,
     ) -> None:
         iteration = self._reported.iteration
         self._ledger.decisions.append(
-            Decision(at=now, iteration=iteration, kind=kind, reason=reason, epoch=epoch)
+            Decision(
+                at=now, iteration=iteration, kind=kind, reason=reason, plan_version=plan_version
+            )
         )
 
     # --- outliving the host ---------------------------------------------------------------
@@ -369,7 +371,7 @@ class JobController:
             home = PlanMessage.of(self._home.plan(self.spec, version=0))
         return Snapshot(
             attempt=self.attempt,
-            epoch=self._epoch,
+            plan_version=self._plan_version,
             sequence=reported.sequence,
             directive=self._directive,
             wire_times=list(judged.wire_times),
@@ -398,11 +400,11 @@ class JobController:
         self = cls(spec, attempt=saved.attempt, on_report=on_report, deferred=deferred)
         reported, judgement = self._reported, self._judgement
         stages = spec.parallelism.stages
-        self._epoch, reported.sequence = saved.epoch, saved.sequence
+        self._plan_version, reported.sequence = saved.plan_version, saved.sequence
         self._ledger.records.extend(saved.records)
         self._pacing.flaps = saved.flaps
         if saved.directive is not None:
-            self._epoch = max(saved.epoch, saved.directive.epoch)
+            self._plan_version = max(saved.plan_version, saved.directive.plan_version)
             self._directive = saved.directive
         self._body = saved.wanted_body(self._first)
         self._home = saved.home_body(self._first)

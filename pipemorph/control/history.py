@@ -40,7 +40,7 @@ class AdaptationRecord(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    epoch: int
+    plan_version: int
     kind: Literal["adapt", "return"]
     detected_at: float
     """Controller's wall clock, seconds since the epoch."""
@@ -80,7 +80,7 @@ class Decision(BaseModel):
     iteration: int
     kind: Literal["adapt", "return", "keep"]
     reason: str
-    epoch: int | None = None
+    plan_version: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Finished:
     index: int
     seconds: float
     loss: float | None
-    epoch: int
+    plan_version: int
     bubble_fraction: float
 
 
@@ -135,7 +135,11 @@ class Ledger:
         changed = False
         for sample in samples:
             self._iterations[sample.index] = Finished(
-                sample.index, sample.seconds, sample.loss, sample.epoch, sample.bubble_fraction
+                sample.index,
+                sample.seconds,
+                sample.loss,
+                sample.plan_version,
+                sample.bubble_fraction,
             )
             self._last = max(self._last, sample.index)
             changed = True
@@ -156,7 +160,9 @@ class Ledger:
     def _complete(
         self, record: AdaptationRecord, peak_memory: Callable[[], list[int | None]]
     ) -> None:
-        ours = sorted(i for i, s in self._iterations.items() if s.epoch == record.epoch)
+        ours = sorted(
+            i for i, s in self._iterations.items() if s.plan_version == record.plan_version
+        )
         if not ours:
             return
         first = ours[0]
@@ -169,7 +175,7 @@ class Ledger:
             return  # Its figures are complete.
         after = [self._iterations[i] for i in ours]
         if settled := _median(s.seconds for s in after[1:]):
-            self._changes[record.epoch] = max(0.0, after[0].seconds - settled)
+            self._changes[record.plan_version] = max(0.0, after[0].seconds - settled)
             if len(self._changes) > OPEN_RECORDS:
                 del self._changes[min(self._changes)]
         record.iteration_seconds_after = _median(s.seconds for s in after)
@@ -179,8 +185,8 @@ class Ledger:
     def _before(self, detectable_at: int, applied_at: int) -> list[Finished]:
         earlier = [i for i in sorted(self._iterations) if i < applied_at]
         if earlier:  # Of the plan that was replaced, not of one before it.
-            epoch = self._iterations[earlier[-1]].epoch
-            earlier = [i for i in earlier if self._iterations[i].epoch == epoch]
+            plan_version = self._iterations[earlier[-1]].plan_version
+            earlier = [i for i in earlier if self._iterations[i].plan_version == plan_version]
         disturbed = [i for i in earlier if i >= detectable_at]
         return [self._iterations[i] for i in (disturbed or earlier)[-BEFORE:]]
 

@@ -17,14 +17,14 @@ from pipemorph.wire import Directive, PlanMessage
 
 
 class Snapshot(BaseModel):
-    """What outlives the host: enough that an epoch is never given to another plan, that what
+    """What outlives the host: enough that a plan version is never given to another plan, that what
     was changed is changed back, and that the records stay."""
 
     model_config = ConfigDict(extra="forbid")
 
     format: Literal[1] = 1
     attempt: int = Field(ge=0)
-    epoch: int = Field(ge=0)
+    plan_version: int = Field(ge=0)
     sequence: int = Field(ge=0)
     directive: Directive | None = None
     wire_times: list[float] = Field(default_factory=list)

@@ -27,9 +27,9 @@ class JobView:
     links: tuple[LinkHealth, ...]
     warmup: tuple[int, ...]
     paths: tuple[Path, ...]
-    wanted_epoch: int
-    observed_epoch: int
-    applied_epoch: int
+    wanted_plan_version: int
+    observed_plan_version: int
+    applied_plan_version: int
     peak_memory: list[int | None]
     offloaded: tuple[int, ...] = ()
     """Microbatches per iteration that the wanted plan moves to host memory, per stage."""
@@ -38,7 +38,7 @@ class JobView:
 
     @staticmethod
     def of(
-        reported: Reported, ledger: Ledger, wanted: PlanBody, wanted_epoch: int, now: float
+        reported: Reported, ledger: Ledger, wanted: PlanBody, wanted_plan_version: int, now: float
     ) -> JobView:
         """``now``: wall clock, seconds."""
         newest = ledger.newest()
@@ -53,9 +53,9 @@ class JobView:
             warmup=wanted.schedule.warmup(),
             paths=wanted.paths,
             offloaded=tuple(offloaded(wanted.schedule, wanted.limits.device)),
-            wanted_epoch=wanted_epoch,
-            observed_epoch=reported.observed_epoch,
-            applied_epoch=reported.applied_epoch,
+            wanted_plan_version=wanted_plan_version,
+            observed_plan_version=reported.observed_plan_version,
+            applied_plan_version=reported.applied_plan_version,
             peak_memory=reported.stages.peak_memory(),
             rails=reported.rails.view(now),
             transports=reported.transports.view(),

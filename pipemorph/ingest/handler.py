@@ -2,7 +2,7 @@
 
 A report is checked (size, shape, job, attempt, sequence), given to the job's controller, and
 answered with the newest directive above what the agent has. A directive is persisted through
-the :class:`~pipemorph.ingest.interfaces.JobStore` *before* anybody sees it, so that an epoch, once
+the :class:`~pipemorph.ingest.interfaces.JobStore` *before* anybody sees it, so that a version, once
 served, is never given to another plan.
 
 ====== ===============================================================
@@ -113,8 +113,10 @@ class _Seat:
         self.tokens -= 1
         return True
 
-    def above(self, epoch: int) -> Directive | None:
-        return self.served if self.served is not None and self.served.epoch > epoch else None
+    def above(self, version: int) -> Directive | None:
+        return (
+            self.served if self.served is not None and self.served.plan_version > version else None
+        )
 
     def release(self) -> None:
         for waiter in self.waiters:
@@ -181,7 +183,7 @@ class IngestHandler:
             return Reply.error(422, str(error), field=error.field)
         self._plan(namespace, name, job, seat)
         await self._publish(namespace, name, job, seat)
-        return Reply.envelope(seat.above(parsed.observed_epoch))
+        return Reply.envelope(seat.above(parsed.observed_plan_version))
 
     async def poll(
         self, namespace: str, name: str, *, attempt: str, after: str, wait: str
@@ -208,12 +210,14 @@ class IngestHandler:
                 field="wait",
             )
         seat = self._seat(job)
-        wanted_attempt, after_epoch = numbers["attempt"], numbers["after"]
+        wanted_attempt, after_version = numbers["attempt"], numbers["after"]
         if len(seat.waiters) >= self._limits.polls:
             return Reply.error(429, f"{len(seat.waiters)} polls are waiting for this job already")
         deadline = self._monotonic() + seconds
         while (
-            wanted_attempt == job.attempt and seat.above(after_epoch) is None and not self._closing
+            wanted_attempt == job.attempt
+            and seat.above(after_version) is None
+            and not self._closing
         ):
             left = deadline - self._monotonic()
             if left <= 0:
@@ -225,7 +229,7 @@ class IngestHandler:
                 f"attempt {wanted_attempt} is not {job.attempt}, the one in progress",
                 field="attempt",
             )
-        return Reply.envelope(seat.above(after_epoch))
+        return Reply.envelope(seat.above(after_version))
 
     async def tick(self, namespace: str, name: str) -> None:
         """Let time pass for a job that may have gone quiet, and publish what follows.
@@ -293,8 +297,8 @@ class IngestHandler:
                     raise
                 except Exception as error:  # noqa: BLE001 - whatever the host's storage raises
                     log.error(
-                        "%s/%s: epoch %d is held back, it could not be persisted: %s",
-                        namespace, name, job.epoch, error,
+                        "%s/%s: plan v%d is held back, it could not be persisted: %s",
+                        namespace, name, job.plan_version, error,
                     )  # fmt: skip
                     return
                 seat.served = directive if job.attempt == attempt else None
@@ -315,7 +319,7 @@ def _is_news(job: ControlledJob, seat: _Seat) -> bool:
         # A new attempt starts from the plan of the spec: nothing to serve, nothing to persist.
         seat.served = None
         return False
-    return seat.served is None or seat.served.epoch != directive.epoch
+    return seat.served is None or seat.served.plan_version != directive.plan_version
 
 
 def parse_report(body: bytes) -> LinkHealthReport | Reply:

@@ -45,7 +45,7 @@ class ControlledJob(Protocol):
     def attempt(self) -> int: ...
 
     @property
-    def epoch(self) -> int: ...
+    def plan_version(self) -> int: ...
 
     def report(self, report: LinkHealthReport, now: float) -> None: ...
 
@@ -62,7 +62,7 @@ class ControlledJob(Protocol):
 
 
 class JobStore(Protocol):
-    """Where the jobs of a host are found, and how their epoch outlives it."""
+    """Where the jobs of a host are found, and how their plan version outlives it."""
 
     def lookup(self, namespace: str, job: str) -> ControlledJob | None:
         """The job's controller, or None if there is no such job here."""

@@ -55,7 +55,7 @@ def iteration_line(
     emulated: bool,
     rails: str = "",
 ) -> str:
-    """``iteration 12 of 40  loss 2.3451  1.23 s/it  bubble 18%  link 2 slow +30 ms  epoch 3``
+    """``iteration 12 of 40  loss 2.3451  1.23 s/it  bubble 18%  link 2 slow +30 ms  plan v3``
 
     ``rails``: what is wrong with them, if anything.
     """
@@ -67,7 +67,7 @@ def iteration_line(
         f"bubble {sample.bubble_fraction:.0%}",
         links_phrase(links),
         rails,
-        f"epoch {sample.epoch}",
+        f"plan v{sample.plan_version}",
     ]
     return "  ".join(([] if not emulated else ["EMULATED"]) + [part for part in parts if part])
 
@@ -174,14 +174,14 @@ class Progress:
     def _tell_decision(self, decision: Decision) -> None:
         if (decision.at, decision.reason) not in self._decided:
             self._decided.add((decision.at, decision.reason))
-            what = f"epoch {decision.epoch}" if decision.epoch else "no change"
+            what = f"plan v{decision.plan_version}" if decision.plan_version else "no change"
             self.note(f"{what}: {decision.reason}")
 
     def _tell_in_force(self, record: AdaptationRecord) -> None:
         first = record.applied_at_iteration
-        if first is not None and record.epoch not in self._in_force:
-            self._in_force.add(record.epoch)
-            self.note(f"epoch {record.epoch}: in force since iteration {first}")
+        if first is not None and record.plan_version not in self._in_force:
+            self._in_force.add(record.plan_version)
+            self.note(f"plan v{record.plan_version}: in force since iteration {first}")
 
     def _redraw(self, line: str) -> None:
         width = _columns(self._stream)

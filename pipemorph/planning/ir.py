@@ -150,7 +150,7 @@ class Schedule:
 class Plan:
     """A schedule, its in-flight caps and the path of each link, with a version.
 
-    ``version`` is the epoch of the directive it came in; 0 is the plan every rank
+    ``version`` is that of the directive it came in; 0 is the plan every rank
     derives from the job spec alone. ``in_flight_limits[i]`` is ``K_i`` or None for no
     limit. ``paths[i]`` is the path of link *i*. ``device_limits[i]`` is how many microbatches
     may have their activations on the device of stage *i* at a time, the others being in host

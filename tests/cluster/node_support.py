@@ -202,7 +202,7 @@ class Witness:
         return str(job["metadata"]["resourceVersion"])
 
     def numbers(self, *path: str) -> list[int]:
-        """A number of status over time, where it was there: `numbers("control", "epoch")`."""
+        """A number of status over time, where it was there: `numbers("control", "planVersion")`."""
         found = []
         for status in self.seen:
             value: Any = status

@@ -413,7 +413,7 @@ class Ranks:
             iterations=[
                 IterationSample(
                     index=self.iteration - 1, seconds=result.makespan, loss=1.0,
-                    epoch=self.plan.version, bubble_fraction=result.bubble_fraction,
+                    plan_version=self.plan.version, bubble_fraction=result.bubble_fraction,
                 )
             ],
         )  # fmt: skip
@@ -444,8 +444,8 @@ class Ranks:
             "sent_at": 1.0,
             "state": "training",
             "iteration": self.iteration,
-            "observed_epoch": self.observed,
-            "applied_epoch": self.plan.version,
+            "observed_plan_version": self.observed,
+            "applied_plan_version": self.plan.version,
         }
         return LinkHealthReport.model_validate(values | fields)
 
@@ -460,7 +460,7 @@ class Ranks:
         assert status == 200, answer
         directive = DirectiveEnvelope.model_validate(answer).directive
         if directive is not None:
-            self.observed, self.next = directive.epoch, directive
+            self.observed, self.next = directive.plan_version, directive
 
     def _pace(self) -> None:
         """At most 20 reports a second, as rank 0's agent."""

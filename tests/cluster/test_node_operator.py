@@ -103,9 +103,9 @@ def test_a_slow_link_is_worked_round_and_forgotten(release: NodeCluster, jobs: J
         done = jobs.wait("slow", _all_told, 240.0)
     assert follows(witness.conditions("LinksHealthy"), "False", "True")
     assert follows(witness.conditions("ScheduleAdapted"), "True", "False")
-    assert follows(witness.conditions("Offloaded"), "True", "False")
-    witness.never_back("control", "epoch")
-    witness.never_back("training", "appliedEpoch")
+    assert follows(witness.conditions("LinksDelegated"), "True", "False")
+    witness.never_back("control", "planVersion")
+    witness.never_back("training", "appliedPlanVersion")
 
     change = found["status"]["training"]["lastAdaptation"]
     taken = change["appliedAtIteration"] - change["detectedAtIteration"]
@@ -127,7 +127,7 @@ def test_a_slow_link_is_worked_round_and_forgotten(release: NodeCluster, jobs: J
     assert after < 1.25 * well, f"{after} s when all was well again, {well} s before"
     # Not ScheduleAdapted: a busy machine makes op times uneven, and a plan for those may be in
     # effect before the link is slow.
-    story = [("LinksHealthy", "False"), ("Offloaded", "True")]
+    story = [("LinksHealthy", "False"), ("LinksDelegated", "True")]
     times = [witness.since(kind, status) for kind, status in story]
     assert times == sorted(times), f"{story} since {times}"
     assert condition(done, "PreflightPassed")["status"] == "True"
@@ -151,7 +151,7 @@ def test_ranks_train_on_while_the_operator_is_replaced(release: NodeCluster, job
         node.run("tc", "qdisc", "add", "dev", veth, "root", *limit)
         adapted = witness.wait("a plan for the limited link", _adapted_to(2), 90.0)
         assert follows(witness.conditions("LinksHealthy"), "False")
-        assert adapted["status"]["control"]["epoch"] >= 1
+        assert adapted["status"]["control"]["planVersion"] >= 1
 
         seen = jobs.get("real")["status"]["training"]["iteration"]
         release.client.request("DELETE", release.client.path("pods", SYSTEM))
@@ -167,7 +167,7 @@ def test_ranks_train_on_while_the_operator_is_replaced(release: NodeCluster, job
         node.run("tc", "qdisc", "delete", "dev", veth, "root")
         # 64 KiB take 52 ms at 10 Mbit/s.
         jobs.wait("real", _forgotten(adapted, link=2, delay_ms=52.0), 180.0)
-    witness.never_back("control", "epoch")
+    witness.never_back("control", "planVersion")
     witness.never_back("training", "iteration")
     assert {status["attempt"] for status in witness.seen if "attempt" in status} == {0}
     now = jobs.pods("real")
@@ -318,11 +318,11 @@ def _forgotten(adapted: Object, *, link: int, delay_ms: float) -> Callable[[Obje
     longer than they were planned with and any link may be late by what a stall takes, and then
     another plan is the best.
     """
-    before = _training(adapted)["appliedEpoch"]
+    before = _training(adapted)["appliedPlanVersion"]
 
     def forgotten(job: Object) -> bool:
         training = _training(job)
-        return training["appliedEpoch"] > before and not any(
+        return training["appliedPlanVersion"] > before and not any(
             slow["link"] == link and slow["delayMs"] >= delay_ms / 2
             for slow in training.get("slowLinks", [])
         )

@@ -77,7 +77,7 @@ def test_killed_in_the_middle_of_every_transition(jobs: Jobs, seed: int) -> None
 
 
 def test_the_ingest_killed_in_the_middle_of_an_adaptation(jobs: Jobs) -> None:
-    """Before, while and after a directive is persisted: the ranks see epochs grow, and the plan
+    """Before, while and after a directive is persisted: the ranks see versions grow, and the plan
     they were given last is the one in status."""
     # So many iterations that a change of plan always pays, however long this takes.
     endless = {"module": "pipemorph_trainer.examples.emulated", "iterations": 1_000_000}
@@ -97,7 +97,7 @@ def test_the_ingest_killed_in_the_middle_of_an_adaptation(jobs: Jobs) -> None:
         ranks.run(chance.randint(1, 3))
         jobs.installation.ingest.restart()
         wait_for(
-            f"a directive for a delay of {delay} s after epochs {seen}",
+            f"a directive for a delay of {delay} s after plan versions {seen}",
             adapted,
             DEADLINE,
             interval=0.0,
@@ -106,7 +106,7 @@ def test_the_ingest_killed_in_the_middle_of_an_adaptation(jobs: Jobs) -> None:
         jobs.installation.ingest.restart()
         ranks.run(2)
         seen.append(ranks.observed)
-        assert jobs.get("reborn")["status"]["control"]["epoch"] >= ranks.observed
+        assert jobs.get("reborn")["status"]["control"]["planVersion"] >= ranks.observed
     assert seen == sorted(seen)
 
 

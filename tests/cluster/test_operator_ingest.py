@@ -38,7 +38,7 @@ def test_a_slow_link_is_told_adapted_to_and_told_well_again(jobs: Jobs) -> None:
     assert training["slowLinkCount"] == 1
     assert training["slowLinks"][0]["link"] == 1
     assert abs(training["slowLinks"][0]["delayMs"] - 60) < 10
-    assert training["appliedEpoch"] == training["wantedEpoch"] >= 1
+    assert training["appliedPlanVersion"] == training["wantedPlanVersion"] >= 1
     ranks.run(8)
     told = jobs.wait(
         "story", lambda job: job["status"]["training"]["lastAdaptation"].get("bubbleAfter")
@@ -51,10 +51,10 @@ def test_a_slow_link_is_told_adapted_to_and_told_well_again(jobs: Jobs) -> None:
     ranks.delays[1] = 0.0
     ranks.until("LinksHealthy=True")
     back = ranks.until("ScheduleAdapted=False")
-    assert condition(back, "ScheduleAdapted")[1] in ("ReturnedToInitialPlan", "PlanOnItsWay")
+    assert condition(back, "ScheduleAdapted")[1] in ("ReturnedToInitialPlan", "PlanPending")
     shown = jobs.cluster.kubectl("get", "pmj", "story", "-n", jobs.namespace).splitlines()[1]
     assert shown.split()[1:3] == ["Running", "4/4"]
-    for reason in ("SlowLinks", "PlanInEffect", "LinksAsNormal"):
+    for reason in ("SlowLinks", "PlanInEffect", "AllLinksHealthy"):
         jobs.expect_event("story", reason)
 
 
@@ -64,35 +64,35 @@ def test_a_link_whose_delay_the_engine_avoids_is_offloaded_and_comes_back(jobs: 
     ranks.avoidable = True
     ranks.run(4)
     ranks.delays[1] = 4 * SLOW
-    moved = ranks.until("Offloaded=True")
-    assert condition(moved, "Offloaded")[1] == "LinksDelegated"
+    moved = ranks.until("LinksDelegated=True")
+    assert condition(moved, "LinksDelegated")[1] == "LinksDelegated"
     assert moved["status"]["training"]["paths"] == ["direct", "delegated", "direct"]
     ranks.delays[1] = 0.0
     # A fault that is avoided looks like one that is over: the link may be tried and moved again,
     # and a plan that moves it be on its way as well.
-    back = ranks.until("Offloaded=False", "AllLinksDirect")
+    back = ranks.until("LinksDelegated=False", "AllLinksDirect")
     assert back["status"]["training"]["paths"] == ["direct"] * 3
     for reason in ("LinksDelegated", "AllLinksDirect"):
         jobs.expect_event("moved", reason)
 
 
-def test_an_epoch_outlives_the_ingest_and_only_grows(jobs: Jobs) -> None:
-    jobs.apply(manifest("epoch", failurePolicy={"maxRestarts": 1}))
-    pods = jobs.run("epoch", 4)
-    ranks = jobs.ranks("epoch", pods[0])
+def test_a_plan_version_outlives_the_ingest_and_only_grows(jobs: Jobs) -> None:
+    jobs.apply(manifest("kept", failurePolicy={"maxRestarts": 1}))
+    pods = jobs.run("kept", 4)
+    ranks = jobs.ranks("kept", pods[0])
     ranks.run(4)
     ranks.delays[1] = SLOW
     ranks.until("ScheduleAdapted=True")
-    before = jobs.get("epoch")["status"]["control"]["epoch"]
+    before = jobs.get("kept")["status"]["control"]["planVersion"]
     assert before == ranks.observed
     jobs.installation.ingest.restart()
     # A new agent asks from the start, and is given the directive again.
-    path = f"/v1/jobs/{jobs.namespace}/epoch/directive?attempt=0&after=0"
+    path = f"/v1/jobs/{jobs.namespace}/kept/directive?attempt=0&after=0"
     status, answer = jobs.installation.request("GET", path, token=ranks.token)
     directive = DirectiveEnvelope.model_validate(answer).directive
     assert status == 200
     assert directive is not None
-    assert directive.epoch == before
+    assert directive.plan_version == before
     # Soft state is rebuilt from reports: the link is known to be slow, then to be well.
     ranks.run(3)
     ranks.delays[1] = 0.0
@@ -102,8 +102,8 @@ def test_an_epoch_outlives_the_ingest_and_only_grows(jobs: Jobs) -> None:
     # Over attempts as well.
     newest = ranks.observed
     jobs.cluster.client.delete("pods", pods[1]["metadata"]["name"], jobs.namespace)
-    again = jobs.ranks("epoch", jobs.run("epoch", 4, attempt=1)[0], attempt=1)
-    jobs.wait("epoch", lambda job: job["status"]["training"]["attempt"] == 1)
+    again = jobs.ranks("kept", jobs.run("kept", 4, attempt=1)[0], attempt=1)
+    jobs.wait("kept", lambda job: job["status"]["training"]["attempt"] == 1)
     again.run(4)
     late = ranks.report(sequence=10_000).model_dump_json().encode()
     # Its pod is gone: once the token is reviewed again, the API server does not know it either.
@@ -122,17 +122,17 @@ def test_a_writer_that_is_behind_loses(jobs: Jobs) -> None:
         body = {"status": status}
         return client.patch("pipemorphjobs", "behind", body, jobs.namespace, subresource="status")
 
-    write({"attempt": 5, "control": {"attempt": 5, "epoch": 7, "snapshot": ""}})
+    write({"attempt": 5, "control": {"attempt": 5, "planVersion": 7, "snapshot": ""}})
     for status, words in (
         ({"attempt": 4}, "attempt only grows"),
         ({"attempt": None}, "attempt only grows"),
-        ({"control": {"epoch": 6}}, "epoch only grows"),
+        ({"control": {"planVersion": 6}}, "plan version only grows"),
         ({"control": {"attempt": 4}}, "attempt only grows"),
         ({"control": None}, "control stays"),
     ):
         with pytest.raises(ApiError, match=words):
             write(status)
-    read = write({"attempt": 6, "control": {"attempt": 6, "epoch": 8}})
+    read = write({"attempt": 6, "control": {"attempt": 6, "planVersion": 8}})
     write({"ready": "1/1"})
 
     # The ingest names the version that it has read.
@@ -169,7 +169,7 @@ def test_what_was_served_is_in_status(jobs: Jobs) -> None:
     finally:
         cluster.control_plane.start_apiserver()
     ranks.until("ScheduleAdapted=True")
-    assert jobs.get("away")["status"]["control"]["epoch"] == ranks.observed > 0
+    assert jobs.get("away")["status"]["control"]["planVersion"] == ranks.observed > 0
 
 
 def test_only_a_pod_of_the_job_may_speak_for_it(jobs: Jobs) -> None:
@@ -249,7 +249,7 @@ def test_what_is_no_good_report_changes_nothing(jobs: Jobs) -> None:
     after = jobs.wait(
         "strict", lambda job: job["status"]["training"]["iteration"] == ranks.iteration
     )["status"]
-    assert after["training"]["wantedEpoch"] == before["training"]["wantedEpoch"]
+    assert after["training"]["wantedPlanVersion"] == before["training"]["wantedPlanVersion"]
     assert after.get("attempts") == before.get("attempts")
 
 

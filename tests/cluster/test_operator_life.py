@@ -71,7 +71,7 @@ def test_a_job_runs_completes_and_leaves_nothing(jobs: Jobs) -> None:
     assert condition(done, "Complete") == ("True", "AllRanksFinished")
     assert done["status"]["ready"] == "4/4"
     shown = jobs.cluster.kubectl("get", "pmj", "one", "-n", jobs.namespace)
-    assert shown.split()[:6] == ["NAME", "STATE", "READY", "ITERATION", "SLOW-LINKS", "EPOCH"]
+    assert shown.split()[:6] == ["NAME", "STATE", "READY", "ITERATION", "SLOW-LINKS", "PLAN"]
     assert "Complete" in shown
     for reason in ("AttemptStarted", "Running", "Complete"):
         jobs.expect_event("one", f"Normal {reason}:")

@@ -72,7 +72,7 @@ class Rank:
     def adapted(self) -> dict[str, float] | None:
         """Its metrics, if it runs another plan than the first."""
         told = self.metrics()
-        return told if told.get("pipemorph_rank_applied_epoch", 0) >= 1 else None
+        return told if told.get("pipemorph_rank_applied_plan_version", 0) >= 1 else None
 
     @staticmethod
     def _files(jobs: Jobs, name: str, pod: Object, volume: Object) -> dict[str, bytes]:
@@ -113,7 +113,7 @@ def test_the_real_trainer_adapts_to_a_slow_link_and_the_job_completes(
             rank.process.start()
         history.wait("a slow link", lambda job: condition(job, "LinksHealthy")[0] == "False")
         adapted = history.wait("a plan for link 1", _adapted_to_link_1)
-        assert adapted["status"]["training"]["appliedEpoch"] >= 1
+        assert adapted["status"]["training"]["appliedPlanVersion"] >= 1
         for rank in ranks:
             # Each tells of the plan with its own next telemetry.
             told = wait_for(f"{rank.process.name} to run the plan", rank.adapted, DEADLINE)

@@ -45,7 +45,7 @@ class SlowService:
     async def ask(self, request: bytes) -> tuple[int, bytes]:
         if request.startswith(b"GET"):
             await self._directive.wait()
-            return 200, b'{"protocol":1,"directive":{"epoch":1}}'
+            return 200, b'{"protocol":1,"directive":{"plan_version":1}}'
         if b'"p50":0.08' in request:
             self._slow += 1
             if self._slow == self._last:
@@ -124,7 +124,7 @@ def test_a_job_is_said_to_report_what_its_agent_would(
         body = reports.body("team", "llama", sequence, 7, slow=sequence % 2 == 0)
         report = operator_scale.parsed(body)
         assert (report.namespace, report.job, report.sequence) == ("team", "llama", sequence)
-        assert (report.observed_epoch, report.applied_epoch) == (7, 7)
+        assert (report.observed_plan_version, report.applied_plan_version) == (7, 7)
         windows = {(w.link, w.direction): w.wire.p50 for w in report.links}
         assert len(windows) == len(report.links) == 2 * (stages - 1)
         slow = {link for (link, _), seconds in windows.items() if seconds > 0.04}

@@ -67,7 +67,8 @@ class Judge:
         self.controller.report(
             LinkHealthReport(
                 job="x", namespace="default", attempt=0, sequence=self._sequence, sent_at=0.0,
-                state="training", iteration=0, observed_epoch=0, applied_epoch=0, ports=PORTS,
+                state="training", iteration=0, observed_plan_version=0,
+                applied_plan_version=0, ports=PORTS,
                 **fields,
             ),
             time.time(),

@@ -57,7 +57,7 @@ class Plant:
         self.iteration = self.sequence = self.observed = 0
         self.now = 1000.0
         self.seconds: list[float] = []
-        self.epochs: list[int] = []
+        self.versions: list[int] = []
         self.overhead = 0.0
         """What the delegated path adds to the normal wire time."""
         self.avoided = False
@@ -96,7 +96,7 @@ class Plant:
             ]
             self.send(links=links)
         self.seconds.append(result.makespan)
-        self.epochs.append(self.plan.version)
+        self.versions.append(self.plan.version)
         self.iteration += 1
         self.send(
             stages=[self.profile(i, op) for i, op in enumerate(self.ops)],
@@ -105,7 +105,7 @@ class Plant:
                     index=self.iteration - 1,
                     seconds=result.makespan,
                     loss=1.0,
-                    epoch=self.plan.version,
+                    plan_version=self.plan.version,
                     bubble_fraction=result.bubble_fraction,
                 )
             ],
@@ -152,8 +152,8 @@ class Plant:
                 sent_at=self.now,
                 state="training",
                 iteration=self.iteration,
-                observed_epoch=self.observed,
-                applied_epoch=self.plan.version,
+                observed_plan_version=self.observed,
+                applied_plan_version=self.plan.version,
                 **fields,
             ),
             self.now,
@@ -162,7 +162,7 @@ class Plant:
         if directive is not None:
             plan = directive.plan.plan()
             validate(plan.schedule, plan.in_flight_limits, plan.device_limits)
-            self.observed = directive.epoch
+            self.observed = directive.plan_version
             self.prepared = (self.iteration + 2, plan)
 
     def health(self) -> list[Health]:

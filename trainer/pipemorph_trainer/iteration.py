@@ -193,7 +193,7 @@ class Iterations:
         self._reporter.state = "training"
         self._reporter.begin_iteration(iteration, plan.version)
         self._executor.mail.iteration = iteration
-        self.rounds.begin(iteration, epoch=plan.version, at=began)
+        self.rounds.begin(iteration, plan_version=plan.version, at=began)
         return plan
 
     def _end(

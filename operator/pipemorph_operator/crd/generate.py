@@ -184,7 +184,7 @@ def _columns() -> list[dict[str, Any]]:
         column(
             "Slow-Links", "integer", ".status.training.slowLinkCount", "Links that are slow now."
         ),
-        column("Epoch", "integer", ".status.training.appliedEpoch", "Plan that runs, from 0."),
+        column("Plan", "integer", ".status.training.appliedPlanVersion", "Plan that runs."),
         column("Age", "date", ".metadata.creationTimestamp", "Since creation."),
         column(
             "Attempt", "integer", ".status.attempt", "Attempt in progress, from 0.", priority=1

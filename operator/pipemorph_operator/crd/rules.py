@@ -160,7 +160,7 @@ RULES: dict[str, list[Rule]] = {
             field_path=f".{name}",
             reason="FieldValueForbidden",
         )
-        for name in ("attempt", "epoch")
+        for name in ("attempt", "planVersion")
     ],
     "spec.faults[]": [
         Rule(

@@ -33,14 +33,14 @@ WORTH: Mapping[tuple[str, str], Worth] = {
     (names.LINKS_HEALTHY, names.R_LINKS_OK): "relief",
     (names.SCHEDULE_ADAPTED, names.R_ADAPTED): "news",
     (names.SCHEDULE_ADAPTED, names.R_RETURNED): "news",
-    (names.OFFLOADED, names.R_DELEGATED): "news",
-    (names.OFFLOADED, names.R_DIRECT): "relief",
+    (names.LINKS_DELEGATED, names.R_DELEGATED): "news",
+    (names.LINKS_DELEGATED, names.R_DIRECT): "relief",
     (names.RAILS_HEALTHY, names.R_RAILS_SICK): "trouble",
     (names.RAILS_HEALTHY, names.R_RAILS_CONGESTED): "trouble",
     (names.RAILS_HEALTHY, names.R_FELL_BACK): "trouble",
     (names.RAILS_HEALTHY, names.R_RAILS_OK): "relief",
 }
-_EACH_MESSAGE = frozenset({names.SCHEDULE_ADAPTED, names.OFFLOADED})
+_EACH_MESSAGE = frozenset({names.SCHEDULE_ADAPTED, names.LINKS_DELEGATED})
 """Another plan, or other links, under the same reason are news as well. Which links are slow and
 by how much changes too often for that."""
 

@@ -1,9 +1,9 @@
 """Writes of the ingest's part of a job's status, of which those by an ingest that is behind lose.
 
 Two ingests there are for a moment when a node is lost, or a write of one that was killed is still
-on its way. Both number plans from the same epoch, and an epoch must never stand for two plans. So
-a write names the version of the job that it follows from. The operator writes as well, which
-changes the version too: whether it was another ingest is seen from the plan on record.
+on its way. Both number plans from the same version, and a version must never stand for two
+plans. So a write names the resourceVersion of the job that it follows from. The operator writes as
+well, which changes it too: whether it was another ingest is seen from the plan on record.
 """
 
 from __future__ import annotations

@@ -36,7 +36,9 @@ def pack(snapshot: Mapping[str, Any]) -> ControlState:
         raise TooLarge(
             f"the plan takes {len(packed)} bytes packed; at most {MAX_PACKED} fit into status"
         )
-    return ControlState(attempt=snapshot["attempt"], epoch=snapshot["epoch"], snapshot=packed)
+    return ControlState(
+        attempt=snapshot["attempt"], plan_version=snapshot["plan_version"], snapshot=packed
+    )
 
 
 def unpack(state: ControlState) -> dict[str, Any]:
@@ -59,16 +61,16 @@ def restore(
     on_report: Callable[[LinkHealthReport], None],
 ) -> tuple[JobController, str]:
     """A controller for an attempt that goes on where ``state`` was saved, and what was wrong
-    with it, if anything. Its epoch is never below the saved one, damaged or not. It defers its
-    decisions: the ingest has them made in another process."""
+    with it, if anything. Its plan version is never below the saved one, damaged or not. It defers
+    its decisions: the ingest has them made in another process."""
     if state is None:
         return JobController(spec, attempt=attempt, on_report=on_report, deferred=True), ""
     problem = ""
     try:
         controller = JobController.restore(spec, unpack(state), on_report=on_report, deferred=True)
     except (ValueError, InputError) as error:
-        problem = f"the saved control state is unusable, only its epoch is kept: {error}"
-        bare = {"attempt": state.attempt, "epoch": state.epoch, "sequence": 0}
+        problem = f"the saved control state is unusable, only its plan version is kept: {error}"
+        bare = {"attempt": state.attempt, "plan_version": state.plan_version, "sequence": 0}
         controller = JobController.restore(spec, bare, on_report=on_report, deferred=True)
     if attempt > controller.attempt:
         controller.begin_attempt(attempt)

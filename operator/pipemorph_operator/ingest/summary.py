@@ -70,9 +70,9 @@ def _summarize(
         warmup=list(view.warmup),
         paths=[path.value for path in view.paths],
         offloaded_microbatches=list(view.offloaded),
-        wanted_epoch=view.wanted_epoch,
-        observed_epoch=view.observed_epoch,
-        applied_epoch=view.applied_epoch,
+        wanted_plan_version=view.wanted_plan_version,
+        observed_plan_version=view.observed_plan_version,
+        applied_plan_version=view.applied_plan_version,
         slow_link_count=len(slow),
         slow_links=[
             SlowLink(
@@ -101,7 +101,7 @@ def _summarize(
 def judge(
     source: Source, old: Sequence[Condition], now: float, view: JobView | None = None
 ) -> list[Condition]:
-    """``LinksHealthy``, ``ScheduleAdapted``, ``Offloaded`` and ``RailsHealthy``."""
+    """``LinksHealthy``, ``ScheduleAdapted``, ``LinksDelegated`` and ``RailsHealthy``."""
     view = view or source.controller.view(now)
     conditions = [c for c in old if c.type in names.INGEST_CONDITIONS]
     when = datetime.fromtimestamp(now, UTC)
@@ -117,7 +117,7 @@ def verdicts(source: Source, view: JobView, now: float) -> dict[str, Verdict]:
     return {
         names.LINKS_HEALTHY: _links_healthy(source, view, now),
         names.SCHEDULE_ADAPTED: _schedule_adapted(source, view),
-        names.OFFLOADED: _offloaded(source, view),
+        names.LINKS_DELEGATED: _offloaded(source, view),
         names.RAILS_HEALTHY: _unheard(source, now) or rails_healthy(source.controller.spec, view),
     }
 
@@ -161,18 +161,18 @@ def _links_healthy(source: Source, view: JobView, now: float) -> Verdict:
 
 def _schedule_adapted(source: Source, view: JobView) -> Verdict:
     records = source.controller.records
-    if view.wanted_epoch == 0 or not records:
+    if view.wanted_plan_version == 0 or not records:
         return "False", names.R_INITIAL_PLAN, "the ranks run the plan of the spec"
     newest = records[-1]
-    if view.applied_epoch < view.wanted_epoch:
+    if view.applied_plan_version < view.wanted_plan_version:
         return (
             "False",
             names.R_ADAPTING,
-            f"epoch {view.wanted_epoch} is wanted, {view.applied_epoch} is in effect",
+            f"plan v{view.wanted_plan_version} is wanted, {view.applied_plan_version} is in effect",
         )
     if newest.kind == "return":
-        return "False", names.R_RETURNED, f"epoch {newest.epoch}: {newest.reason}"
-    return "True", names.R_ADAPTED, f"epoch {newest.epoch}: {newest.reason}"
+        return "False", names.R_RETURNED, f"plan v{newest.plan_version}: {newest.reason}"
+    return "True", names.R_ADAPTED, f"plan v{newest.plan_version}: {newest.reason}"
 
 
 def _offloaded(source: Source, view: JobView) -> Verdict:
@@ -180,7 +180,7 @@ def _offloaded(source: Source, view: JobView) -> Verdict:
     if source.controller.spec.transport.path != "auto":
         fixed = source.controller.spec.transport.path
         return "False", names.R_FIXED_PATH, f"transport.path is {fixed} for all links"
-    if moved and view.applied_epoch < view.wanted_epoch:
+    if moved and view.applied_plan_version < view.wanted_plan_version:
         return "False", names.R_ADAPTING, f"links {_list(moved)} are about to be delegated"
     if moved:
         return "True", names.R_DELEGATED, f"links {_list(moved)} go through the engine"
@@ -203,7 +203,7 @@ def _list(links: Sequence[int]) -> str:
 
 def _adaptation(record: AdaptationRecord) -> AdaptationSummary:
     return AdaptationSummary(
-        epoch=record.epoch,
+        plan_version=record.plan_version,
         kind=record.kind,
         reason=record.reason,
         detected_at=format_time(datetime.fromtimestamp(record.detected_at, UTC)),

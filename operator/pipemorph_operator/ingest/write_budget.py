@@ -30,7 +30,7 @@ class Turn:
 
     state: str
     attempt: int
-    epochs: tuple[int, int]
+    versions: tuple[int, int]
     slow: frozenset[tuple[int, int]]
     conditions: tuple[tuple[str, str, str], ...]
     measured: bool
@@ -41,7 +41,7 @@ class Turn:
         return Turn(
             state=view.state,
             attempt=source.controller.attempt,
-            epochs=(view.wanted_epoch, view.applied_epoch),
+            versions=(view.wanted_plan_version, view.applied_plan_version),
             slow=frozenset(
                 (link.link, link.replica) for link in view.links if link.health is Health.SLOW
             ),

@@ -41,7 +41,7 @@ class Pending:
         chosen: Option,
         proposal: Proposal,
         *,
-        epoch: int,
+        plan_version: int,
         now: float,
         iteration: int,
         peak_memory: list[int | None],
@@ -50,7 +50,7 @@ class Pending:
         ``peak_memory``: bytes per stage under the plan in effect."""
         asked, present = self.replan, proposal.present
         return AdaptationRecord(
-            epoch=epoch,
+            plan_version=plan_version,
             kind="return" if self.returns(chosen) else "adapt",
             detected_at=now,
             detected_at_iteration=iteration,

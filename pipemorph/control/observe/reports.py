@@ -81,7 +81,7 @@ class Reported:
         self.state = "starting"
         self.message: str | None = None
         self.iteration = 0
-        self.observed_epoch = self.applied_epoch = 0
+        self.observed_plan_version = self.applied_plan_version = 0
         self.stages = StageBook(spec, footprints)
         self.links = LinkBook(
             links,
@@ -99,8 +99,8 @@ class Reported:
         self.sequence = report.sequence
         self.state, self.message = report.state, report.message
         self.iteration = report.iteration
-        self.observed_epoch = report.observed_epoch
-        self.applied_epoch = report.applied_epoch
+        self.observed_plan_version = report.observed_plan_version
+        self.applied_plan_version = report.applied_plan_version
         for profile in report.stages:
             self.stages.observe(profile)
         if report.links:

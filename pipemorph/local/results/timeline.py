@@ -122,7 +122,7 @@ def _op_event(op: TimedOp, stage: StageTrace, zero: float) -> dict[str, Any]:
         "cat": op.kind.value,
         "ts": _micros(op.start - zero),
         "dur": _micros(op.end - op.start),
-        "args": {"iteration": stage.iteration, "epoch": stage.epoch},
+        "args": {"iteration": stage.iteration, "plan_version": stage.plan_version},
     }
 
 
@@ -138,7 +138,7 @@ def _mark(record: AdaptationRecord, stages: list[StageTrace], zero: float) -> di
         "s": "g",
         "pid": 0,
         "tid": 0,
-        "name": f"epoch {record.epoch} in force",
+        "name": f"plan v{record.plan_version} in force",
         "ts": _micros(first - zero),
         "args": {"reason": record.reason},
     }
@@ -172,7 +172,7 @@ def choose_panels(
         panels = [
             Panel(record.detectable_at - 1, "undisturbed", {}),
             Panel(applied - 1, "disturbed, old plan", delays),
-            Panel(applied + 1, f"disturbed, plan of epoch {record.epoch}", delays),
+            Panel(applied + 1, f"disturbed, plan v{record.plan_version}", delays),
         ]
         drawn = [panel for panel in panels if panel.iteration in here]
         if len(drawn) > 1:

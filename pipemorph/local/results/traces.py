@@ -1,7 +1,7 @@
 """Reads what the ranks wrote: ``ops-rank{R}.jsonl``, ``faults-rank{R}.json`` and
 ``split-rank{R}.json``.
 
-An ops file has a line per iteration: ``{"rank", "stage", "replica", "iteration", "epoch",
+An ops file has a line per iteration: ``{"rank", "stage", "replica", "iteration", "plan_version",
 "origin", "ops": [[kind, microbatch, start, end], …], "waits": [the same, …]}``, start and
 end in seconds after ``origin``, which is wall-clock seconds. A long run writes much: lines
 are indexed first, and only those that are wanted are read.
@@ -32,7 +32,7 @@ class StageTrace:
     stage: int
     replica: int
     iteration: int
-    epoch: int
+    plan_version: int
     ops: tuple[TimedOp, ...]
     waits: tuple[TimedOp, ...] = ()
     """Idle times before ops, for the message the op needed."""
@@ -126,7 +126,7 @@ def _trace(line: dict[str, Any]) -> StageTrace:
         stage=line["stage"],
         replica=line["replica"],
         iteration=line["iteration"],
-        epoch=line["epoch"],
+        plan_version=line["plan_version"],
         ops=timed(line["ops"]),
         waits=timed(line.get("waits", [])),
     )

@@ -41,7 +41,7 @@ def test_a_plan_survives_the_wire(
     paths = [Path.DELEGATED if i % 2 else Path.DIRECT for i in range(stages - 1)]
     before = plan(problem, policy).to_plan(7, paths, dispatch)
     envelope = DirectiveEnvelope(
-        directive=Directive(epoch=7, issued_at=1.5, reason="r", plan=PlanMessage.of(before))
+        directive=Directive(plan_version=7, issued_at=1.5, reason="r", plan=PlanMessage.of(before))
     )
     after = DirectiveEnvelope.model_validate_json(envelope.model_dump_json())
     assert after == envelope
@@ -79,8 +79,8 @@ def report(**changes: object) -> LinkHealthReport:
         "sent_at": 1.0,
         "state": "training",
         "iteration": 0,
-        "observed_epoch": 0,
-        "applied_epoch": 0,
+        "observed_plan_version": 0,
+        "applied_plan_version": 0,
     }
     return LinkHealthReport.model_validate(fields | changes)
 
@@ -91,7 +91,7 @@ def report(**changes: object) -> LinkHealthReport:
         {"surprise": 1},
         {"iteration": 10**400},
         {"iteration": -1},
-        {"observed_epoch": 2**31},
+        {"observed_plan_version": 2**31},
         {"sent_at": float("nan")},
         {"sent_at": float("inf")},
         {"job": ""},
@@ -112,7 +112,9 @@ def test_times_are_finite_and_bounded(seconds: float) -> None:
 
 
 def test_a_loss_that_is_not_a_number_does_not_cost_the_report() -> None:
-    sample = IterationSample(index=0, seconds=1, loss=float("nan"), epoch=0, bubble_fraction=0)
+    sample = IterationSample(
+        index=0, seconds=1, loss=float("nan"), plan_version=0, bubble_fraction=0
+    )
     sent = report(iterations=[sample]).model_dump_json()
     assert json.loads(sent)["iterations"][0]["loss"] is None
     assert LinkHealthReport.model_validate_json(sent).iterations[0].loss is None

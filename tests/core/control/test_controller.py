@@ -46,7 +46,7 @@ def test_an_undisturbed_job_is_left_alone() -> None:
     plant = Plant(spec())
     plant.run(60)
     assert plant.controller.records == []
-    assert plant.controller.epoch == 0
+    assert plant.controller.plan_version == 0
     assert plant.health() == [Health.HEALTHY] * 3
 
 
@@ -333,18 +333,18 @@ def test_silence_turns_links_unknown_and_changes_nothing() -> None:
     plant.run(4)
     plant.delays[2] = 0.060
     plant.run(6)
-    epoch = plant.controller.epoch
+    plan_version = plant.controller.plan_version
     plant.now += 6
     assert plant.health() == [Health.UNKNOWN] * 3
     plant.controller.tick(plant.now)
     plant.controller.tick(plant.now)
     plant.send()
-    assert plant.controller.epoch == epoch
+    assert plant.controller.plan_version == plan_version
     silent = [d for d in plant.controller.decisions if "no samples for 5 s" in d.reason]
     assert len(silent) == 1
     plant.run(3)
     assert plant.health() == [Health.HEALTHY, Health.HEALTHY, Health.SLOW]
-    assert plant.controller.epoch == epoch
+    assert plant.controller.plan_version == plan_version
 
 
 def test_reports_that_do_not_belong_change_nothing() -> None:
@@ -373,20 +373,20 @@ def test_reports_that_do_not_belong_change_nothing() -> None:
                 sent_at=0,
                 state="training",
                 iteration=0,
-                observed_epoch=0,
-                applied_epoch=0,
+                observed_plan_version=0,
+                applied_plan_version=0,
             ),
             plant.now,
         )
     assert before["sequence"] == sequence
 
 
-def test_a_new_attempt_starts_from_the_spec_and_epochs_go_on() -> None:
+def test_a_new_attempt_starts_from_the_spec_and_plan_versions_go_on() -> None:
     plant = Plant(spec())
     plant.run(4)
     plant.delays[2] = 0.060
     plant.run(6)
-    assert plant.controller.epoch == 1
+    assert plant.controller.plan_version == 1
     plant.controller.begin_attempt(1)
     assert plant.controller.directive() is None
     assert plant.controller.wanted == initial_plan(plant.spec)
@@ -394,7 +394,7 @@ def test_a_new_attempt_starts_from_the_spec_and_epochs_go_on() -> None:
     again.run(4)
     again.delays[2] = 0.060
     again.run(6)
-    assert [r.epoch for r in plant.controller.records] == [1, 2]
+    assert [r.plan_version for r in plant.controller.records] == [1, 2]
     with pytest.raises(ValueError, match="is not after"):
         plant.controller.begin_attempt(1)
 
@@ -406,17 +406,17 @@ def test_a_restored_controller_goes_on_where_it_was() -> None:
     plant.run(6)
     saved = json.loads(json.dumps(plant.controller.snapshot()))
     restored = JobController.restore(plant.spec, saved)
-    assert restored.epoch == 1
+    assert restored.plan_version == 1
     assert restored.directive() == plant.controller.directive()
     assert restored.wanted == plant.controller.wanted
     plant.controller = restored
     plant.run(6)
-    assert restored.epoch == 1, "the same link, still slow, is no news"
+    assert restored.plan_version == 1, "the same link, still slow, is no news"
     assert plant.health()[2] is Health.SLOW
     plant.delays[2] = 0.0
     plant.run(12)
     assert [r.kind for r in restored.records] == ["adapt", "return"]
-    assert restored.epoch == 2
+    assert restored.plan_version == 2
 
 
 @pytest.mark.parametrize("delay", [0.060, 0.012])
@@ -456,9 +456,9 @@ def test_a_link_that_nobody_watched_for_a_while_is_not_taken_for_well(
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda s: s.pop("epoch"),
+        lambda s: s.pop("plan_version"),
         lambda s: s.update(format=2),
-        lambda s: s.update(epoch=-1),
+        lambda s: s.update(plan_version=-1),
         lambda s: s["directive"]["plan"].update(paths=["direct"]),
     ],
 )
@@ -503,13 +503,13 @@ def test_a_decision_that_was_under_way_when_the_host_died_is_made_again(dies: st
 
 
 def test_a_controller_that_lost_its_state_takes_the_lead_again() -> None:
-    """Ranks run epoch 7 of a controller that is gone: the next directive must be above it."""
+    """Ranks run plan v7 of a controller that is gone: the next directive must be above it."""
     plant = Plant(spec())
     plant.observed = 7
     plant.plan = PlanMessage.of(plant.plan).model_copy(update={"version": 7}).plan()
     plant.run(4)
     record = plant.only()
-    assert record.epoch == 8
+    assert record.plan_version == 8
     assert record.predicted_seconds_before is None
     assert plant.plan.version == 8
     assert plant.plan.schedule == initial_plan(plant.spec).schedule

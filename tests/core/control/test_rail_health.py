@@ -230,7 +230,8 @@ def spec(stages: int = 3) -> JobSpec:
 def report(sequence: int, **fields: Any) -> LinkHealthReport:
     return LinkHealthReport(
         job="gpt", namespace="default", attempt=0, sequence=sequence, sent_at=0.0,
-        state="training", iteration=sequence, observed_epoch=0, applied_epoch=0, **fields,
+        state="training", iteration=sequence, observed_plan_version=0,
+        applied_plan_version=0, **fields,
     )  # fmt: skip
 
 

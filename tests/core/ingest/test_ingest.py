@@ -64,8 +64,8 @@ def body(sequence: int = 1, **changes: Any) -> dict[str, Any]:
         "sent_at": 1.0,
         "state": "training",
         "iteration": 0,
-        "observed_epoch": 0,
-        "applied_epoch": 0,
+        "observed_plan_version": 0,
+        "applied_plan_version": 0,
     } | changes
 
 
@@ -86,7 +86,7 @@ class Scripted:
 
     def __init__(self) -> None:
         self.attempt = 0
-        self.epoch = 0
+        self.plan_version = 0
         self.sequences: list[int] = []
         self.on_report: Callable[[LinkHealthReport], None] = lambda report: None
         self._directive: Directive | None = None
@@ -99,13 +99,15 @@ class Scripted:
     def tick(self, now: float) -> None:
         pass
 
-    def want(self, epoch: int) -> None:
-        self.epoch = epoch
-        self._directive = Directive(epoch=epoch, issued_at=1.0, reason="test", plan=self._plan)
+    def want(self, plan_version: int) -> None:
+        self.plan_version = plan_version
+        self._directive = Directive(
+            plan_version=plan_version, issued_at=1.0, reason="test", plan=self._plan
+        )
 
     def directive(self, after: int = 0) -> Directive | None:
         wanted = self._directive
-        return wanted if wanted is not None and wanted.epoch > after else None
+        return wanted if wanted is not None and wanted.plan_version > after else None
 
     replan = None
 
@@ -113,7 +115,7 @@ class Scripted:
         raise AssertionError("nothing was asked")
 
     def snapshot(self) -> dict[str, Any]:
-        return {"epoch": self.epoch}
+        return {"plan_version": self.plan_version}
 
 
 class Client:
@@ -186,7 +188,7 @@ def test_a_report_is_answered_with_an_envelope() -> None:
         (body(extra=1), 422, "extra", "Extra inputs"),
         (body(sequence=0), 422, "sequence", "greater than or equal to 1"),
         (body(sequence=2**60), 422, "sequence", "less than"),
-        (body(observed_epoch=2**31), 422, "observed_epoch", "less than"),
+        (body(observed_plan_version=2**31), 422, "observed_plan_version", "less than"),
         (body(sent_at="NaN"), 422, "sent_at", ""),
         (body(protocol=2), 422, "protocol", ""),
         (body(state="sleeping"), 422, "state", ""),
@@ -274,13 +276,13 @@ def test_a_new_directive_releases_every_poll_at_once() -> None:
         assert not any(poll.done() for poll in polls)
         job.on_report = lambda report: job.want(1)
         status, answer = await client.post(body())
-        assert (status, answer["directive"]["epoch"]) == (200, 1)
+        assert (status, answer["directive"]["plan_version"]) == (200, 1)
         for status, answer in await asyncio.wait_for(asyncio.gather(*polls), PATIENCE):
-            assert (status, answer["directive"]["epoch"]) == (200, 1)
+            assert (status, answer["directive"]["plan_version"]) == (200, 1)
         assert await later == (200, {"protocol": 1, "directive": None})
         # One that is there already is answered without waiting; what the agent has is not sent.
-        assert (await client.poll(f"attempt=0&wait={LONG}"))[1]["directive"]["epoch"] == 1
-        assert (await client.post(body(2, observed_epoch=1)))[1]["directive"] is None
+        assert (await client.poll(f"attempt=0&wait={LONG}"))[1]["directive"]["plan_version"] == 1
+        assert (await client.post(body(2, observed_plan_version=1)))[1]["directive"] is None
 
     serve(test, job)
 
@@ -340,9 +342,9 @@ def test_a_directive_is_persisted_before_anybody_sees_it() -> None:
 
     class Slow(MemoryStore):
         async def persist(self, namespace: str, job: str, snapshot: Mapping[str, Any]) -> None:
-            events.append(f"persisting {snapshot['epoch']}")
+            events.append(f"persisting {snapshot['plan_version']}")
             await allow.wait()
-            events.append(f"persisted {snapshot['epoch']}")
+            events.append(f"persisted {snapshot['plan_version']}")
 
     async def test(client: Client, server: IngestServer) -> None:
         job.on_report = lambda report: job.want(1)
@@ -360,9 +362,9 @@ def test_a_directive_is_persisted_before_anybody_sees_it() -> None:
         allow.set()
         answers = await asyncio.gather(first, second, poll)
         assert events == ["persisting 1", "persisted 1", "persisting 2", "persisted 2"]
-        assert answers[0][1]["directive"]["epoch"] == 2
-        assert answers[1][1]["directive"]["epoch"] == 2
-        assert answers[2][1]["directive"]["epoch"] in (1, 2)
+        assert answers[0][1]["directive"]["plan_version"] == 2
+        assert answers[1][1]["directive"]["plan_version"] == 2
+        assert answers[2][1]["directive"]["plan_version"] in (1, 2)
 
     serve(test, job, store=Slow())
 
@@ -385,7 +387,7 @@ def test_a_directive_that_cannot_be_persisted_is_held_back_and_tried_again(
         assert "no space left" in caplog.text
         failing[0] = False
         await server.handler.tick("default", "gpt")
-        assert (await client.poll("attempt=0"))[1]["directive"]["epoch"] == 1
+        assert (await client.poll("attempt=0"))[1]["directive"]["plan_version"] == 1
 
     serve(test, job, store=MemoryStore(persist))
 
@@ -395,7 +397,7 @@ def test_a_restored_job_serves_its_directive_at_once() -> None:
     job.want(7)
 
     async def test(client: Client, server: IngestServer) -> None:
-        assert (await client.poll("attempt=0&after=6"))[1]["directive"]["epoch"] == 7
+        assert (await client.poll("attempt=0&after=6"))[1]["directive"]["plan_version"] == 7
 
     serve(test, job)
 
@@ -530,7 +532,7 @@ PROFILE = {
     "split": "module",
     "peak_memory": 1,
 }
-ITERATION = {"index": 0, "seconds": 1.0, "loss": None, "epoch": 0, "bubble_fraction": 0.1}
+ITERATION = {"index": 0, "seconds": 1.0, "loss": None, "plan_version": 0, "bubble_fraction": 0.1}
 LARGE = st.sampled_from([0, 1, 2**53 - 1, 1e7, 0.0, 1e-300, 5e-324])
 
 

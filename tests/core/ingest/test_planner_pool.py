@@ -48,7 +48,8 @@ def report(sequence: int, wire: float, *, first: float = 0.002, **changes: Any) 
     ]  # fmt: skip
     values = {
         "job": "gpt", "namespace": "default", "attempt": 0, "sequence": sequence, "sent_at": 1.0,
-        "state": "training", "iteration": sequence, "observed_epoch": 0, "applied_epoch": 0,
+        "state": "training", "iteration": sequence, "observed_plan_version": 0,
+        "applied_plan_version": 0,
         "links": links,
     }  # fmt: skip
     return LinkHealthReport.model_validate(values | changes)
@@ -59,7 +60,7 @@ def slow_down(job: JobController) -> int:
     for sequence in range(1, 40):
         wire = 0.002 if sequence < 12 else 0.08
         job.report(report(sequence, wire, attempt=job.attempt), 1000.0)
-        if job.replan is not None or job.epoch:
+        if job.replan is not None or job.plan_version:
             return sequence
     raise AssertionError("no decision was due in 40 reports")
 
@@ -88,7 +89,7 @@ def test_reports_are_taken_while_a_decision_is_made_and_no_second_one_is_asked_f
     assert links == [Health.SLOW, Health.HEALTHY, Health.HEALTHY]
     assert asked is not None
     job.settle(asked, propose(asked), 1000.0)
-    assert job.epoch == 1
+    assert job.plan_version == 1
     # What came meanwhile is the next one's cause.
     job.report(report(last + 30, 0.002, first=0.09), 1000.0)
     assert job.replan not in (None, asked)
@@ -107,7 +108,7 @@ def test_a_decision_for_ranks_that_are_gone_is_dropped() -> None:
     slow_down(job)
     waits_for = job.replan
     job.settle(asked, propose(asked), 1000.0)
-    assert job.epoch == 0
+    assert job.plan_version == 0
     assert job.replan is waits_for is not None
 
 
@@ -122,7 +123,7 @@ def test_a_fault_of_the_planner_keeps_the_plan_and_says_so(
     assert job.replan is not None
     monkeypatch.setattr("pipemorph.ingest.planner_worker.propose", broken)
     job.settle(job.replan, answer(job.replan), 1000.0)
-    assert job.epoch == 0
+    assert job.plan_version == 0
     assert job.decisions[-1].kind == "keep"
     assert "ZeroDivisionError: by a delay" in job.decisions[-1].reason
 
@@ -176,7 +177,7 @@ def test_a_report_does_not_wait_for_the_planner_and_the_poll_brings_what_it_deci
         planner.go.set()
         envelope = DirectiveEnvelope.model_validate_json((await poll).body)
         assert envelope.directive is not None
-        assert envelope.directive.epoch == 1
+        assert envelope.directive.plan_version == 1
         assert (await post(handler, last + 10, 0.08)).directive == envelope.directive
 
     with_handler(planner, test)
@@ -193,7 +194,7 @@ def test_a_decision_whose_planner_was_lost_is_asked_for_again() -> None:
             await asyncio.sleep(0)
         planner.lost = False
         planner.go.set()
-        while job.epoch == 0:
+        while job.plan_version == 0:
             await handler.tick("default", "gpt")
             await asyncio.sleep(0)
         assert len(planner.asked) >= 2

@@ -54,13 +54,15 @@ def emulated(**spec: Any) -> PipeMorphJob:
     return job(emulation=emulation, **spec)
 
 
-def sample(index: int, *, epoch: int = 0) -> IterationSample:
-    return IterationSample(index=index, seconds=1.5, loss=2.25, epoch=epoch, bubble_fraction=0.125)
+def sample(index: int, *, plan_version: int = 0) -> IterationSample:
+    return IterationSample(
+        index=index, seconds=1.5, loss=2.25, plan_version=plan_version, bubble_fraction=0.125
+    )
 
 
 def record(**fields: Any) -> AdaptationRecord:
     values: dict[str, Any] = {
-        "epoch": 1,
+        "plan_version": 1,
         "kind": "adapt",
         "detected_at": 100.0,
         "detected_at_iteration": 5,
@@ -95,9 +97,9 @@ def show(stream: io.StringIO, view: View, samples: list[IterationSample], **kind
 
 def test_a_plain_line_has_it_all() -> None:
     links = (LinkHealth(0, Health.SLOW, delay=0.0301),)
-    shown = show(io.StringIO(), View(links=links), [sample(11, epoch=3)])
+    shown = show(io.StringIO(), View(links=links), [sample(11, plan_version=3)])
     assert shown == (
-        "iteration 11 of 40  loss 2.2500  1.500 s/it  bubble 12%  slow link 0 +30 ms  epoch 3\n"
+        "iteration 11 of 40  loss 2.2500  1.500 s/it  bubble 12%  slow link 0 +30 ms  plan v3\n"
     )
 
 
@@ -115,7 +117,7 @@ def test_plain_lines_of_a_fast_job_are_thinned_but_the_last_is_there() -> None:
 
 
 def test_a_terminal_has_one_live_line_and_events_above_it() -> None:
-    decision = Decision(at=1.0, iteration=5, kind="adapt", reason="link 0 is slow", epoch=1)
+    decision = Decision(at=1.0, iteration=5, kind="adapt", reason="link 0 is slow", plan_version=1)
     view = View(decisions=(decision,), adaptations=(record(),))
     stream = Terminal()
     journal = Journal(_unseen=[sample(4)])
@@ -126,10 +128,10 @@ def test_a_terminal_has_one_live_line_and_events_above_it() -> None:
     progress.update()
     progress.close()
     shown = stream.getvalue()
-    assert shown.count("epoch 1: link 0 is slow\n") == 1
-    assert shown.count("epoch 1: in force since iteration 6\n") == 1
+    assert shown.count("plan v1: link 0 is slow\n") == 1
+    assert shown.count("plan v1: in force since iteration 6\n") == 1
     assert shown.count("\n") == 3
-    assert "\r\x1b[2Kepoch 1: link" in shown, "the live line is erased before an event"
+    assert "\r\x1b[2Kplan v1: link" in shown, "the live line is erased before an event"
 
 
 RAILS = RailsView(
@@ -154,7 +156,7 @@ def test_a_fallback_is_told_once_and_stays_on_the_line() -> None:
     progress.close()
     happened, line = stream.getvalue().splitlines()
     assert happened == HAPPENED.text
-    assert "  link 2 fell back to tcp, 1 sick RDMA port  epoch 0" in line
+    assert "  link 2 fell back to tcp, 1 sick RDMA port  plan v0" in line
 
 
 @pytest.mark.parametrize(
@@ -247,7 +249,7 @@ def write_trace(folder: Path, iterations: int, *, ranks: int = STAGES) -> None:
                     "stage": rank % STAGES,
                     "replica": rank // STAGES,
                     "iteration": index,
-                    "epoch": 0,
+                    "plan_version": 0,
                     "origin": 1000.0 + index,
                     "ops": ops,
                     "waits": [],
@@ -258,7 +260,7 @@ def write_trace(folder: Path, iterations: int, *, ranks: int = STAGES) -> None:
 def test_only_iterations_of_all_ranks_count(tmp_path: Path) -> None:
     write_trace(tmp_path, 4)
     with (tmp_path / "ops-rank1.jsonl").open("a") as file:
-        file.write('{"rank": 1, "stage": 1, "replica": 0, "iteration": 4, "epoch": 0, "ori')
+        file.write('{"rank": 1, "stage": 1, "replica": 0, "iteration": 4, "plan_version": 0, "ori')
     index = TraceIndex.of(tmp_path)
     assert index.iterations() == [0, 1, 2, 3]
     stages = index.read([2])[2]
@@ -322,7 +324,7 @@ def test_timeline_and_report_of_a_run(tmp_path: Path) -> None:
     assert min(event["ts"] for event in ops) == 0
     assert {(event["pid"], event["tid"]) for event in ops} == {(0, 0), (0, 1)}
     (mark,) = [event for event in trace["traceEvents"] if event["ph"] == "i"]
-    assert mark["name"] == "epoch 1 in force" and mark["ts"] == pytest.approx(6e6)
+    assert mark["name"] == "plan v1 in force" and mark["ts"] == pytest.approx(6e6)
     assert "EMULATED" in trace["otherData"]["title"]
     assert folder.picture.read_bytes().startswith(b"\x89PNG")
     report = json.loads(folder.report.read_text())
@@ -372,7 +374,7 @@ def test_panels_show_the_change_before_during_and_after() -> None:
     assert [(p.iteration, p.label) for p in panels] == [
         (3, "undisturbed"),
         (5, "disturbed, old plan"),
-        (7, "disturbed, plan of epoch 1"),
+        (7, "disturbed, plan v1"),
     ]
     assert panels[1].delays == {0: 0.03}
 

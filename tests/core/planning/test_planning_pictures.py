@@ -81,10 +81,10 @@ def test_chrome_trace_is_what_the_viewer_reads() -> None:
 
 def test_a_measured_timeline_starts_anywhere_and_has_marks() -> None:
     ops = [TimedOp(OpKind.F, 0, 1000.0, 1000.5), TimedOp(OpKind.BW, 0, 1001.0, 1002.0)]
-    measured = Timeline([ops], marks=[(1001.0, "epoch 2")])
+    measured = Timeline([ops], marks=[(1001.0, "plan v2")])
     assert (measured.begin, measured.end) == (1000.0, 1002.0)
     mark = next(e for e in chrome_trace(measured)["traceEvents"] if e["ph"] == "i")
-    assert (mark["name"], mark["ts"]) == ("epoch 2", 1e6)
+    assert (mark["name"], mark["ts"]) == ("plan v2", 1e6)
 
 
 @pytest.mark.parametrize("policy", [Policy.ZERO_BUBBLE, Policy.ONE_F_ONE_B])

@@ -38,45 +38,49 @@ def test_a_link_that_turns_is_told_once_and_its_recovery_too() -> None:
     news = News([])
     assert told(news, LinksHealthy="NoReportsYet") == []
     # It was never otherwise.
-    assert told(news, LinksHealthy="LinksAsNormal: 3 links", Offloaded="AllLinksDirect") == []
+    assert (
+        told(news, LinksHealthy="AllLinksHealthy: 3 links", LinksDelegated="AllLinksDirect") == []
+    )
     slow = ("Warning", "SlowLinks", "link 2 (+30 ms forward) slow")
     assert told(news, LinksHealthy="SlowLinks: link 2 (+30 ms forward) slow") == [slow]
     assert told(news, LinksHealthy="SlowLinks: link 2 (+31 ms forward) slow") == []
     # What is not known for a moment is neither trouble nor its end.
     assert told(news, LinksHealthy="NoRecentSamples: 1 of 3") == []
     assert told(news, LinksHealthy="SlowLinks: link 2 (+30 ms forward) slow") == []
-    well = ("Normal", "LinksAsNormal", "3 links as normal")
-    assert told(news, LinksHealthy="LinksAsNormal: 3 links as normal") == [well]
-    assert told(news, LinksHealthy="LinksAsNormal: 3 links as normal") == []
+    well = ("Normal", "AllLinksHealthy", "3 links as normal")
+    assert told(news, LinksHealthy="AllLinksHealthy: 3 links as normal") == [well]
+    assert told(news, LinksHealthy="AllLinksHealthy: 3 links as normal") == []
 
 
 def test_every_plan_and_every_set_of_delegated_links_is_told() -> None:
     news = News([])
-    assert told(news, ScheduleAdapted="InitialPlan", Offloaded="AllLinksDirect: all") == []
-    assert told(news, ScheduleAdapted="PlanOnItsWay: epoch 1", Offloaded="PlanOnItsWay") == []
+    assert told(news, ScheduleAdapted="InitialPlan", LinksDelegated="AllLinksDirect: all") == []
+    assert told(news, ScheduleAdapted="PlanPending: plan v1", LinksDelegated="PlanPending") == []
     assert told(
-        news, ScheduleAdapted="PlanInEffect: epoch 1: slow", Offloaded="LinksDelegated: links 2"
+        news,
+        ScheduleAdapted="PlanInEffect: plan v1: slow",
+        LinksDelegated="LinksDelegated: links 2",
     ) == [
-        ("Normal", "PlanInEffect", "epoch 1: slow"),
+        ("Normal", "PlanInEffect", "plan v1: slow"),
         ("Normal", "LinksDelegated", "links 2"),
     ]
     # Not every state is seen: the next plan may be in effect when status is written again.
-    assert told(news, ScheduleAdapted="PlanInEffect: epoch 2: slower") == [
-        ("Normal", "PlanInEffect", "epoch 2: slower")
+    assert told(news, ScheduleAdapted="PlanInEffect: plan v2: slower") == [
+        ("Normal", "PlanInEffect", "plan v2: slower")
     ]
     assert told(
-        news, ScheduleAdapted="ReturnedToInitialPlan: epoch 3", Offloaded="AllLinksDirect: all"
+        news, ScheduleAdapted="ReturnedToInitialPlan: plan v3", LinksDelegated="AllLinksDirect: all"
     ) == [
-        ("Normal", "ReturnedToInitialPlan", "epoch 3"),
+        ("Normal", "ReturnedToInitialPlan", "plan v3"),
         ("Normal", "AllLinksDirect", "all"),
     ]
 
 
 def test_an_ingest_that_starts_over_does_not_repeat_what_status_says() -> None:
-    before = conditions(LinksHealthy="SlowLinks: link 2", ScheduleAdapted="PlanInEffect: epoch 1")
+    before = conditions(LinksHealthy="SlowLinks: link 2", ScheduleAdapted="PlanInEffect: plan v1")
     news = News(before)
     assert news.of(before) == []
-    assert told(news, LinksHealthy="LinksAsNormal: ok") == [("Normal", "LinksAsNormal", "ok")]
+    assert told(news, LinksHealthy="AllLinksHealthy: ok") == [("Normal", "AllLinksHealthy", "ok")]
 
 
 class Api:

@@ -33,31 +33,31 @@ def spec(stages: int = 4) -> JobSpec:
 def report(sequence: int, **changes: Any) -> LinkHealthReport:
     values = {
         "job": "gpt", "namespace": "team", "attempt": 0, "sequence": sequence, "sent_at": 1.0,
-        "state": "training", "iteration": 0, "observed_epoch": 0, "applied_epoch": 0,
+        "state": "training", "iteration": 0, "observed_plan_version": 0, "applied_plan_version": 0,
     }  # fmt: skip
     return LinkHealthReport.model_validate(values | changes)
 
 
 def test_saved_state_comes_back_and_attempts_go_on() -> None:
     controller = JobController(spec())
-    controller.report(report(5, observed_epoch=7), 1000.0)
+    controller.report(report(5, observed_plan_version=7), 1000.0)
     state = snapshot_codec.pack(controller.snapshot())
-    epoch = controller.epoch
-    assert state.epoch == epoch > 7
+    plan_version = controller.plan_version
+    assert state.plan_version == plan_version > 7
     back, problem = snapshot_codec.restore(spec(), state, 0, lambda _: None)
-    assert (back.epoch, back.attempt, problem) == (epoch, 0, "")
+    assert (back.plan_version, back.attempt, problem) == (plan_version, 0, "")
     later, _ = snapshot_codec.restore(spec(), state, 3, lambda _: None)
-    assert (later.epoch, later.attempt) == (epoch, 3)
+    assert (later.plan_version, later.attempt) == (plan_version, 3)
 
 
 @pytest.mark.parametrize("damage", ["", "!!", "AAAA", base64.b64encode(b"{}").decode()])
-def test_damaged_state_still_gives_its_epoch(damage: str) -> None:
+def test_damaged_state_still_gives_its_plan_version(damage: str) -> None:
     state = snapshot_codec.pack(JobController(spec()).snapshot()).model_copy(
-        update={"snapshot": damage, "epoch": 9}
+        update={"snapshot": damage, "plan_version": 9}
     )
     back, problem = snapshot_codec.restore(spec(), state, 0, lambda _: None)
-    assert back.epoch == 9
-    assert "only its epoch is kept" in problem
+    assert back.plan_version == 9
+    assert "only its plan version is kept" in problem
 
 
 def test_a_large_plan_fits_into_status() -> None:
@@ -73,7 +73,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
     noise = random.Random(1).randbytes(snapshot_codec.MAX_PACKED).hex()
     with pytest.raises(snapshot_codec.TooLarge, match="fit into status"):
-        snapshot_codec.pack({"attempt": 0, "epoch": 0, "noise": noise})
+        snapshot_codec.pack({"attempt": 0, "plan_version": 0, "noise": noise})
 
 
 # --- summaries --------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def test_conditions_before_with_and_after_reports() -> None:
     assert {c.type: (c.status, c.reason) for c in found} == {
         "LinksHealthy": ("Unknown", "NoReportsYet"),
         "ScheduleAdapted": ("False", "InitialPlan"),
-        "Offloaded": ("False", "AllLinksDirect"),
+        "LinksDelegated": ("False", "AllLinksDirect"),
         "RailsHealthy": ("Unknown", "NoReportsYet"),
     }
     controller.report(report(1), 1000.0)
@@ -242,19 +242,19 @@ def ingest_of(api: Shared) -> tuple[ClusterStore, JobController]:
     return store, controller
 
 
-def epochs(api: Shared) -> tuple[int, int]:
+def versions(api: Shared) -> tuple[int, int]:
     """On record: of the newest plan, and of the one in the snapshot."""
     control = JobStatus.model_validate(api.job["status"]).control
     assert control is not None
-    return control.epoch, snapshot_codec.unpack(control)["epoch"]
+    return control.plan_version, snapshot_codec.unpack(control)["plan_version"]
 
 
 def test_of_two_ingests_the_one_that_is_behind_loses(caplog: pytest.LogCaptureFixture) -> None:
-    """Both hold the job at the same epoch; the next one must not stand for two plans."""
+    """Both hold the job at the same plan version; the next one must not stand for two plans."""
     api = Shared()
     (one, first), (other, second) = ingest_of(api), ingest_of(api)
-    first.report(report(1, observed_epoch=4), 1000.0)
-    second.report(report(1, observed_epoch=4), 1000.0)
+    first.report(report(1, observed_plan_version=4), 1000.0)
+    second.report(report(1, observed_plan_version=4), 1000.0)
 
     async def run() -> None:
         await one.persist("team", "gpt", first.snapshot())
@@ -268,7 +268,7 @@ def test_of_two_ingests_the_one_that_is_behind_loses(caplog: pytest.LogCaptureFi
     assert "another ingest has written a plan of this job; it goes on from there" in caplog.text
     taken = other.lookup("team", "gpt")
     assert isinstance(taken, JobController) and taken is not second
-    assert taken.epoch == first.epoch == epochs(api)[0] >= 4
+    assert taken.plan_version == first.plan_version == versions(api)[0] >= 4
 
 
 @pytest.mark.parametrize("got_through", [False, True])
@@ -278,16 +278,18 @@ def test_other_writers_than_an_ingest_are_written_after(got_through: bool) -> No
     store, controller = ingest_of(api)
 
     async def run() -> None:
-        for epoch in (3, 5, 8):
-            controller.report(report(epoch, observed_epoch=epoch), 1000.0)
+        for plan_version in (3, 5, 8):
+            controller.report(report(plan_version, observed_plan_version=plan_version), 1000.0)
             if got_through:
                 api.breaks = [TimeoutError()]
                 with pytest.raises(TimeoutError):
                     await store.persist("team", "gpt", controller.snapshot())
-                controller.report(report(epoch + 1, observed_epoch=epoch + 1), 1000.0)
+                controller.report(
+                    report(plan_version + 1, observed_plan_version=plan_version + 1), 1000.0
+                )
             api.write({"state": "Running"})
             await store.persist("team", "gpt", controller.snapshot())
-            assert epochs(api) == (controller.epoch,) * 2
+            assert versions(api) == (controller.plan_version,) * 2
 
     asyncio.run(run())
     assert store.lookup("team", "gpt") is controller

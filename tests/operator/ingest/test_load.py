@@ -27,7 +27,7 @@ BODY: dict[str, Any] = {
             {"type": "LinksHealthy", "status": "True"},
         ],
         "training": {"attempt": 0, "state": "training", "iteration": 5, "slowLinks": []},
-        "control": {"attempt": 0, "epoch": 0, "snapshot": "x"},
+        "control": {"attempt": 0, "planVersion": 0, "snapshot": "x"},
     },
 }
 

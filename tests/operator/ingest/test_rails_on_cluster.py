@@ -35,7 +35,7 @@ def spec(stages: int = 4, replicas: int = 1, **fields: Any) -> JobSpec:
 def report(sequence: int = 1, **fields: Any) -> LinkHealthReport:
     return LinkHealthReport(
         job="gpt", namespace="team", attempt=0, sequence=sequence, sent_at=0.0, state="training",
-        iteration=3, observed_epoch=0, applied_epoch=0, **fields,
+        iteration=3, observed_plan_version=0, applied_plan_version=0, **fields,
     )  # fmt: skip
 
 

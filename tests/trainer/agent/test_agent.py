@@ -88,11 +88,11 @@ class Ingest:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(DEADLINE)
 
-    def issue(self, epoch: int) -> None:
-        self.loop.call_soon_threadsafe(self._issue, epoch)
+    def issue(self, plan_version: int) -> None:
+        self.loop.call_soon_threadsafe(self._issue, plan_version)
 
-    def _issue(self, epoch: int) -> None:
-        self._serve(directive(epoch))
+    def _issue(self, plan_version: int) -> None:
+        self._serve(directive(plan_version))
 
     def _serve(self, newest: Directive) -> None:
         self.directive = newest
@@ -130,7 +130,7 @@ class Ingest:
         self.sizes.append(len(body))
         self.reports.append(report)
         self.on_report(report)
-        return self._answer(report.observed_epoch)
+        return self._answer(report.observed_plan_version)
 
     async def _poll(self, request: web.Request) -> web.Response:
         if not self._authorized(request):
@@ -138,13 +138,13 @@ class Ingest:
         after = int(request.query["after"])
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(float(request.query["wait"])):
-                while self.directive is None or self.directive.epoch <= after:
+                while self.directive is None or self.directive.plan_version <= after:
                     self._changed.clear()
                     await self._changed.wait()
         return self._answer(after)
 
     def _answer(self, after: int) -> web.Response:
-        newest = self.directive if self.directive and self.directive.epoch > after else None
+        newest = self.directive if self.directive and self.directive.plan_version > after else None
         return web.json_response(text=DirectiveEnvelope(directive=newest).model_dump_json())
 
     # what came in
@@ -177,9 +177,11 @@ def plan(version: int, stages: int = 2, microbatches: int = 2) -> Plan:
     )
 
 
-def directive(epoch: int) -> Directive:
-    message = PlanMessage.of(plan(epoch))
-    return Directive(epoch=epoch, issued_at=time.time(), reason="link 0 is slow", plan=message)
+def directive(plan_version: int) -> Directive:
+    message = PlanMessage.of(plan(plan_version))
+    return Directive(
+        plan_version=plan_version, issued_at=time.time(), reason="link 0 is slow", plan=message
+    )
 
 
 def sample(link: int = 0, p50: float = 0.001, iteration: int = 0, replica: int = 0) -> LinkSample:
@@ -204,14 +206,14 @@ def telemetry(rank: int = 0, **fields: Any) -> RankTelemetry:
         "replica": 0,
         "state": "training",
         "iteration": 0,
-        "applied_epoch": 0,
-        "prepared_epoch": 0,
+        "applied_plan_version": 0,
+        "prepared_plan_version": 0,
     }
     return RankTelemetry(**values | fields)
 
 
 def finished(index: int) -> IterationSample:
-    return IterationSample(index=index, seconds=0.5, loss=1.0, epoch=0, bubble_fraction=0.2)
+    return IterationSample(index=index, seconds=0.5, loss=1.0, plan_version=0, bubble_fraction=0.2)
 
 
 @pytest.fixture
@@ -277,7 +279,7 @@ def test_telemetry_of_all_ranks_in_one_stream_of_reports(
 ) -> None:
     zero, one = line(0), line(1)
     one.publish(telemetry(1, links=[sample(link=0, p50=0.03, iteration=3)]))
-    zero.publish(telemetry(0, iteration=4, applied_epoch=2, finished_iteration=finished(3)))
+    zero.publish(telemetry(0, iteration=4, applied_plan_version=2, finished_iteration=finished(3)))
 
     until(lambda: ingest.iterations() and ingest.links(), "both reports")
     assert ingest.iterations() == [3]
@@ -286,7 +288,7 @@ def test_telemetry_of_all_ranks_in_one_stream_of_reports(
         -1
     ]
     assert (newest.job, newest.namespace, newest.attempt) == ("job", "default", 0)
-    assert newest.applied_epoch == 2
+    assert newest.applied_plan_version == 2
     assert newest.state == "training"
     sequences = [report.sequence for report in ingest.reports]
     assert sequences == list(range(1, len(sequences) + 1))
@@ -299,7 +301,10 @@ def test_a_directive_reaches_every_rank(ingest: Ingest, line: Callable[[int], Ag
     for rank in ranks:
         assert until(rank.newest_plan, "the plan at this rank") == plan(3)
         assert rank.newest_plan() is None
-    until(lambda: ingest.reports and ingest.reports[-1].observed_epoch == 3, "observed epoch")
+    until(
+        lambda: ingest.reports and ingest.reports[-1].observed_plan_version == 3,
+        "observed plan_version",
+    )
 
 
 def test_a_rank_that_comes_late_gets_the_plan_in_force(
@@ -316,14 +321,14 @@ def test_from_a_delayed_message_to_the_plan_takes_less_than_200_ms(
 ) -> None:
     zero, one = line(0), line(1)
 
-    def seconds(epoch: int) -> float:
+    def seconds(plan_version: int) -> float:
         def decide(report: LinkHealthReport) -> None:
-            if any(link.iteration == epoch for link in report.links):
-                ingest._issue(epoch)
+            if any(link.iteration == plan_version for link in report.links):
+                ingest._issue(plan_version)
 
         ingest.on_report = decide
         started = time.perf_counter()
-        one.publish(telemetry(1, links=[sample(p50=0.06, iteration=epoch)]))
+        one.publish(telemetry(1, links=[sample(p50=0.06, iteration=plan_version)]))
         until(zero.newest_plan, "the plan at rank 0")
         taken = time.perf_counter() - started
         until(one.newest_plan, "the plan at rank 1")
@@ -332,7 +337,7 @@ def test_from_a_delayed_message_to_the_plan_takes_less_than_200_ms(
     # The best of three measurements: a machine may be busy during one of them.
     medians: list[float] = []
     for first in (1, 11, 21):
-        medians.append(median(seconds(epoch) for epoch in range(first, first + 10)))
+        medians.append(median(seconds(plan_version) for plan_version in range(first, first + 10)))
         if medians[-1] < 0.2:
             break
     record_property("telemetry_to_plan_ms", round(1e3 * min(medians), 1))
@@ -615,16 +620,16 @@ def test_a_rank_that_does_not_read_holds_up_nobody(
 ) -> None:
     """Its plans wait in the agent; a plan of many stages is larger than a socket's buffer."""
     zero, deaf = line(0), line(1)
-    for epoch in range(1, 6):
+    for plan_version in range(1, 6):
         large = Directive(
-            epoch=epoch,
+            plan_version=plan_version,
             issued_at=time.time(),
             reason="large",
-            plan=PlanMessage.of(plan(epoch, stages=32, microbatches=256)),
+            plan=PlanMessage.of(plan(plan_version, stages=32, microbatches=256)),
         )
         ingest.loop.call_soon_threadsafe(ingest._serve, large)
         found = until(zero.newest_plan, "the plan at rank 0")
-        assert found.version == epoch
+        assert found.version == plan_version
     assert until(deaf.newest_plan, "a plan at the deaf rank, once it reads").version >= 1
     until(lambda: deaf.newest_plan() is not None or deaf._seen_version == 5, "the newest plan")
 

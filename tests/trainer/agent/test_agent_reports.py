@@ -81,7 +81,7 @@ class Job:
         ends = [(stage - 1, "backward"), (stage, "forward")]
         return RankTelemetry(
             rank=replica * self.stages + stage, stage=stage, replica=replica, state="training",
-            iteration=self.ticks, applied_epoch=0, prepared_epoch=0,
+            iteration=self.ticks, applied_plan_version=0, prepared_plan_version=0,
             links=[
                 self._window(link, replica, direction)
                 for link, direction in links
@@ -94,8 +94,8 @@ class Job:
                 activation_bytes=123456789, offload_copy=time_of, fused_backward=2 * time_of,
             ),
             finished_iteration=IterationSample(
-                index=self.ticks, seconds=0.5123456789012345, loss=1.0123456789012345, epoch=0,
-                bubble_fraction=0.2123456789012345,
+                index=self.ticks, seconds=0.5123456789012345, loss=1.0123456789012345,
+                plan_version=0, bubble_fraction=0.2123456789012345,
             ) if first else None,
             transports=[
                 TransportSample(

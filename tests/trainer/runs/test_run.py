@@ -110,7 +110,7 @@ def test_the_job_completes(adapted: Done) -> None:
     assert report["completed"] is True and report["emulated"] is True
     assert [i["index"] for i in report["iterations"]] == list(range(ITERATIONS))
     for iteration in report["iterations"]:
-        assert set(iteration) == {"index", "seconds", "loss", "epoch", "bubble_fraction"}
+        assert set(iteration) == {"index", "seconds", "loss", "plan_version", "bubble_fraction"}
         assert iteration["loss"] is not None
     assert "EMULATED" in adapted.output
 
@@ -143,7 +143,7 @@ def test_the_plan_changes_at_most_two_iterations_after_the_change_shows(
 
 def test_every_field_of_an_adaptation_is_there(adapted: Done) -> None:
     fields = {
-        "epoch", "detected_at", "applied_at_iteration", "reason", "links", "warmup_before",
+        "plan_version", "detected_at", "applied_at_iteration", "reason", "links", "warmup_before",
         "warmup_after", "paths", "iteration_seconds_before", "iteration_seconds_after",
         "bubble_before", "bubble_after", "peak_memory_before", "peak_memory_after",
     }  # fmt: skip
@@ -151,14 +151,14 @@ def test_every_field_of_an_adaptation_is_there(adapted: Done) -> None:
         assert fields <= set(adaptation)
 
 
-def test_epochs_of_iterations_follow_the_adaptations(adapted: Done) -> None:
+def test_plan_versions_of_iterations_follow_the_adaptations(adapted: Done) -> None:
     report = adapted.report
-    epochs = [i["epoch"] for i in report["iterations"]]
-    assert epochs == sorted(epochs)
+    versions = [i["plan_version"] for i in report["iterations"]]
+    assert versions == sorted(versions)
     for adaptation in report["adaptations"]:
         first = adaptation["applied_at_iteration"]
         if first is not None:
-            assert epochs.index(adaptation["epoch"]) == first
+            assert versions.index(adaptation["plan_version"]) == first
 
 
 def test_the_plan_of_the_start_comes_back(adapted: Done) -> None:
@@ -176,12 +176,12 @@ def test_the_plan_of_the_start_comes_back(adapted: Done) -> None:
 def test_directives_reach_the_ranks_at_once(adapted: Done) -> None:
     """From the controller's decision to the ranks' sockets, as the agent measured it."""
     log = (adapted.out / "logs" / "rank-0.log").read_text()
-    told = re.findall(r"epoch (\d+) to 4 ranks (\d+) ms after it was issued", log)
-    taken = {int(epoch): int(ms) for epoch, ms in told}
+    told = re.findall(r"plan v(\d+) to 4 ranks (\d+) ms after it was issued", log)
+    taken = {int(plan_version): int(ms) for plan_version, ms in told}
     print(f"directive → ranks: {taken} ms")
     # One that another followed at once, or the end, need not have reached anybody.
     adaptations = adapted.report["adaptations"]
-    applied = {a["epoch"] for a in adaptations if a["applied_at_iteration"] is not None}
+    applied = {a["plan_version"] for a in adaptations if a["applied_at_iteration"] is not None}
     assert applied and applied <= set(taken), adapted
     # A machine that stalls holds up one of them.
     assert min(taken.values()) < 200
@@ -193,7 +193,7 @@ def test_the_timeline_opens_in_a_trace_viewer(adapted: Done) -> None:
     assert len(ops) == ITERATIONS * STAGES * MICROBATCHES * 3
     assert all(event["ts"] >= 0 and event["dur"] > 0 for event in ops)
     marks = [event["name"] for event in trace["traceEvents"] if event["ph"] == "i"]
-    assert f"epoch {answer_to_the_fault(adapted)['epoch']} in force" in marks
+    assert f"plan v{answer_to_the_fault(adapted)['plan_version']} in force" in marks
     assert trace["otherData"]["emulated"] is True
     assert (adapted.out / "timeline.png").read_bytes().startswith(b"\x89PNG")
 

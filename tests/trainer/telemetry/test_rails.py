@@ -41,7 +41,7 @@ def sysfs(tmp_path: Path) -> Path:
 def telemetry(rails: list[RailSample], stage: int = 0, **fields: Any) -> RankTelemetry:
     return RankTelemetry(
         rank=stage, stage=stage, replica=0, state="training", iteration=0,
-        applied_epoch=0, prepared_epoch=0, rails=rails, **fields,
+        applied_plan_version=0, prepared_plan_version=0, rails=rails, **fields,
     )  # fmt: skip
 
 

@@ -35,10 +35,10 @@ class Clock:
         return self.now
 
 
-def telemetry(iteration: int, epoch: int = 2, **fields: Any) -> RankTelemetry:
+def telemetry(iteration: int, plan_version: int = 2, **fields: Any) -> RankTelemetry:
     return RankTelemetry(
-        rank=1, stage=1, replica=0, state="training", iteration=iteration, applied_epoch=epoch,
-        prepared_epoch=3, **fields,
+        rank=1, stage=1, replica=0, state="training", iteration=iteration,
+        applied_plan_version=plan_version, prepared_plan_version=3, **fields,
     )  # fmt: skip
 
 
@@ -81,8 +81,8 @@ def test_telemetry_becomes_metrics() -> None:
     assert read(metrics, "iteration") == 6
     assert read(metrics, "iteration_seconds") == 1.0
     assert read(metrics, "bubble_fraction") == pytest.approx(0.2)
-    assert read(metrics, "applied_epoch") == 2
-    assert read(metrics, "prepared_epoch") == 3
+    assert read(metrics, "applied_plan_version") == 2
+    assert read(metrics, "prepared_plan_version") == 3
     assert read(metrics, "in_flight_peak") == 1
     assert read(metrics, "peak_memory_bytes") == 77
     direct = {"link": "1", "direction": "forward", "path": "direct"}
@@ -125,11 +125,11 @@ def test_the_agent_still_hears_everything_and_plans_are_seen_when_they_take_effe
 
     inner, metrics = Inner(), RankMetrics("gpt", 1, 0)
     control = MeteredControl(inner, metrics, plan_of(0, 1))
-    control.publish(telemetry(1, epoch=0))
+    control.publish(telemetry(1, plan_version=0))
     assert control.newest_plan() == plan_of(2, 3)
-    control.publish(telemetry(2, epoch=0))
+    control.publish(telemetry(2, plan_version=0))
     assert read(metrics, "in_flight_peak") == 1, "a plan that is only prepared"
-    control.publish(telemetry(3, epoch=2))
+    control.publish(telemetry(3, plan_version=2))
     assert read(metrics, "in_flight_peak") == 3
     assert [t.iteration for t in heard] == [1, 2, 3]
     control.close()

@@ -151,7 +151,7 @@ def test_traces_and_the_record_of_faults(path: str, tmp_path: FilePath) -> None:
         for line in lines:
             assert (line["rank"], line["stage"], line["replica"]) == (rank, rank, 0)
             assert line["emulated"] is True
-            assert line["epoch"] == 0
+            assert line["plan_version"] == 0
             kinds = [op[0] for op in line["ops"]]
             assert {k: kinds.count(k) for k in "FBW"} == dict.fromkeys("FBW", MICROBATCHES)
             times = [t for op in line["ops"] for t in op[2:]]

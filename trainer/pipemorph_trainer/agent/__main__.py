@@ -56,8 +56,8 @@ async def serve(config: AgentConfig) -> None:
     def on_directive(directive: Directive) -> None:
         ranks.broadcast(directive.plan)
         log.info(
-            "epoch %d to %d ranks %.0f ms after it was issued: %s",
-            directive.epoch, len(ranks.connected),
+            "plan v%d to %d ranks %.0f ms after it was issued: %s",
+            directive.plan_version, len(ranks.connected),
             max(0.0, 1e3 * (time.time() - directive.issued_at)), directive.reason,
         )  # fmt: skip
 

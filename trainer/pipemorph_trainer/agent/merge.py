@@ -74,7 +74,7 @@ class TelemetryMerger:
         self._world_size = world_size
         self._states: dict[int, str] = {}
         self._iteration = 0
-        self._applied_epoch = 0
+        self._applied_plan_version = 0
         self._links = LinkWindows()
         self._iterations: deque[IterationSample] = deque(maxlen=ITERATIONS_KEPT)
         self._profiles: dict[StageKey, StageProfile] = {}
@@ -94,7 +94,7 @@ class TelemetryMerger:
             self.dirty = True
         if telemetry.rank == 0:
             self._iteration = telemetry.iteration
-            self._applied_epoch = telemetry.applied_epoch
+            self._applied_plan_version = telemetry.applied_plan_version
         for sample in telemetry.links:
             self._links.add(sample)
             self.dirty = True
@@ -130,7 +130,7 @@ class TelemetryMerger:
             return None
         return sum(count or 0 for count in counts)
 
-    def select(self, sequence: int, sent_at: float, observed_epoch: int) -> Selection:
+    def select(self, sequence: int, sent_at: float, observed_plan_version: int) -> Selection:
         """The next report. Nothing is forgotten until it is :meth:`delivered`."""
         self.dirty = False
         empty = LinkHealthReport(
@@ -141,8 +141,8 @@ class TelemetryMerger:
             sent_at=sent_at,
             state=self._state(),  # type: ignore[arg-type]
             iteration=self._iteration,
-            observed_epoch=observed_epoch,
-            applied_epoch=self._applied_epoch,
+            observed_plan_version=observed_plan_version,
+            applied_plan_version=self._applied_plan_version,
             message=self._message,
             ports=self._seen_ports(),
         )

@@ -43,8 +43,8 @@ class RankTelemetry(WireModel):
     replica: int
     state: Literal["starting", "training", "finished", "failed"]
     iteration: int
-    applied_epoch: int
-    prepared_epoch: int
+    applied_plan_version: int
+    prepared_plan_version: int
     links: list[LinkSample] = Field(default_factory=list)
     profile: StageProfile | None = None
     finished_iteration: IterationSample | None = None

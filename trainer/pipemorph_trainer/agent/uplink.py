@@ -2,7 +2,7 @@
 
 Two loops. One posts a report when something matters, at most 20 a second, and at least
 one a second so that silence means trouble. The other holds a long poll open, so that a
-directive arrives when it is made. Either may carry it; the higher epoch wins. When the
+directive arrives when it is made. Either may carry it; the higher plan version wins. When the
 ingest is gone both retry with backoff for ever and the trainers keep what they have.
 """
 
@@ -63,7 +63,7 @@ class Uplink:
         self._merger = merger
         self._on_directive = on_directive
         self._sequence = reports_before
-        self._epoch = 0
+        self._plan_version = 0
         self._news = asyncio.Event()
         self._post_lock = asyncio.Lock()
         self.failures = 0
@@ -138,7 +138,7 @@ class Uplink:
         while True:
             query = {
                 "attempt": str(self._attempt),
-                "after": str(self._epoch),
+                "after": str(self._plan_version),
                 "wait": str(POLL_SECONDS),
             }
             timeout = aiohttp.ClientTimeout(total=POLL_SECONDS + REQUEST_SECONDS)
@@ -152,7 +152,7 @@ class Uplink:
         async with self._post_lock:
             self._news.clear()
             self._sequence += 1
-            selection = self._merger.select(self._sequence, time.time(), self._epoch)
+            selection = self._merger.select(self._sequence, time.time(), self._plan_version)
             body = selection.report.model_dump_json().encode()
             timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
             headers = self._headers() | {"Content-Type": "application/json"}
@@ -169,8 +169,8 @@ class Uplink:
 
     def _take(self, envelope: DirectiveEnvelope) -> None:
         directive = envelope.directive
-        if directive is not None and directive.epoch > self._epoch:
-            self._epoch = directive.epoch
+        if directive is not None and directive.plan_version > self._plan_version:
+            self._plan_version = directive.plan_version
             self._on_directive(directive)
 
     def _headers(self) -> dict[str, str]:

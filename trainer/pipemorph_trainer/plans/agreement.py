@@ -80,7 +80,7 @@ class Round:
 class _Open:
     """An iteration that has begun and is not reported yet. Monotonic clock, seconds."""
 
-    epoch: int
+    plan_version: int
     began: float
     ended: float = 0.0
     loss: float = 0.0
@@ -110,9 +110,9 @@ class Rounds:
         self.agreed = first_version
         """The plan that all ranks have agreed on so far."""
 
-    def begin(self, iteration: int, *, epoch: int, at: float) -> None:
-        """``epoch``: the plan the iteration runs. ``at``: when its step() was called, monotonic."""
-        self._open[iteration] = _Open(epoch, at)
+    def begin(self, iteration: int, *, plan_version: int, at: float) -> None:
+        """``plan_version``: of the plan it runs. ``at``: when its step() was called, monotonic."""
+        self._open[iteration] = _Open(plan_version, at)
 
     def drop(self, iteration: int) -> None:
         """Forget an iteration that was refused before it had an effect."""
@@ -157,7 +157,7 @@ class Rounds:
                 index=iteration,
                 seconds=max(0.0, found.ended - found.began),
                 loss=found.loss,
-                epoch=found.epoch,
+                plan_version=found.plan_version,
                 bubble_fraction=bubble_fraction(rows),
             )
         )

@@ -68,8 +68,12 @@ class RankMetrics:
         self._bubble = gauge(
             "bubble_fraction", "Part of the newest iteration in which this rank ran no op."
         )
-        self._applied = gauge("applied_epoch", "Epoch of the plan of the iteration in progress.")
-        self._prepared = gauge("prepared_epoch", "Epoch of the newest plan this rank could run.")
+        self._applied = gauge(
+            "applied_plan_version", "Version of the plan of the iteration in progress."
+        )
+        self._prepared = gauge(
+            "prepared_plan_version", "Version of the newest plan this rank could run."
+        )
         self._in_flight = gauge(
             "in_flight_peak", "Most microbatches in flight here under the plan in effect."
         )
@@ -132,8 +136,8 @@ class RankMetrics:
         """Take in one message of this rank to its agent."""
         now = self._clock()
         self._iteration.labels(**self._who).set(telemetry.iteration)
-        self._applied.labels(**self._who).set(telemetry.applied_epoch)
-        self._prepared.labels(**self._who).set(telemetry.prepared_epoch)
+        self._applied.labels(**self._who).set(telemetry.applied_plan_version)
+        self._prepared.labels(**self._who).set(telemetry.prepared_plan_version)
         if self._began is None or telemetry.iteration != self._began[0]:
             if self._began is not None and telemetry.iteration > self._began[0]:
                 self._seconds = (now - self._began[1]) / (telemetry.iteration - self._began[0])
@@ -226,7 +230,7 @@ class MeteredControl:
         self._metrics.plan(first)
 
     def publish(self, telemetry: RankTelemetry) -> None:
-        plan = self._plans.get(telemetry.applied_epoch)
+        plan = self._plans.get(telemetry.applied_plan_version)
         if plan is not None and len(self._plans) > 1:
             self._metrics.plan(plan)
             # Older ones do not come back; newer ones are on their way.

@@ -1,8 +1,8 @@
 """What a rank leaves in ``PIPEMORPH_TRACE_DIR`` for the host to merge.
 
 ``ops-rank{R}.jsonl``: one line per iteration, ``{"rank", "stage", "replica", "iteration",
-"epoch", "origin", "ops", "waits", "emulated"}``. ``origin`` is the wall clock at the start of
-the iteration; ``ops`` and ``waits`` are ``[kind, microbatch, start, end]`` in seconds from it.
+"plan_version", "origin", "ops", "waits", "emulated"}``. ``origin`` is the wall clock at the start
+of the iteration; ``ops`` and ``waits`` are ``[kind, microbatch, start, end]`` in seconds from it.
 Where activations went to host memory, ``copies`` are ``["out" or "back", microbatch, start, end,
 bytes]``: the end of an F, the beginning of a B or BW.
 
@@ -56,7 +56,7 @@ class TraceWriter:
         self._file = path.open("a", encoding="utf-8")
         self._size = os.fstat(self._file.fileno()).st_size
 
-    def iteration(self, index: int, epoch: int, origin: float, outcome: Outcome) -> None:
+    def iteration(self, index: int, plan_version: int, origin: float, outcome: Outcome) -> None:
         if self._file is None:
             return
 
@@ -71,7 +71,7 @@ class TraceWriter:
             "stage": self._seat.stage,
             "replica": self._seat.replica,
             "iteration": index,
-            "epoch": epoch,
+            "plan_version": plan_version,
             "origin": origin,
             "ops": rows(outcome.ops),
             "waits": rows(outcome.waits),
