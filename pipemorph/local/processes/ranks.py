@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-CHILD = Path(__file__).with_name("child.py")
-WARDEN = Path(__file__).with_name("warden.py")
+SPAWN = Path(__file__).with_name("spawn.py")
+REAPER = Path(__file__).with_name("reaper.py")
 WARDEN_SECONDS = 5.0
 REAP_SECONDS = 10.0
 
@@ -93,7 +93,7 @@ class Warden:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(WARDEN)],
+            [sys.executable, "-I", "-S", str(REAPER)],
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
@@ -146,7 +146,7 @@ class RankSet:
         with log.open("ab") as output:
             start = output.tell()
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(CHILD), str(os.getpid()), *command],
+                [sys.executable, "-I", "-S", str(SPAWN), str(os.getpid()), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
