@@ -23,7 +23,7 @@ from pipemorph.local.processes.environment import (
 )
 from pipemorph.local.processes.interrupts import Interrupts
 from pipemorph.local.processes.private import PrivateFolder
-from pipemorph.local.processes.ranks import RankSet, Seat, Warden
+from pipemorph.local.processes.ranks import RankSet, Reaper, Seat
 from pipemorph.local.processes.supervise import End, Ending, Events, RankExited, supervise
 from pipemorph.local.progress import Progress, headline
 from pipemorph.local.results.history import Journal
@@ -63,10 +63,10 @@ def run_job(manifest: str, out: Path, *, force: bool = False, stream: TextIO = s
         progress = Progress(stream, job, journal, on_closed=interrupts.output_closed)
         refresh = stack.enter_context(collected_logs(progress))
         service = stack.enter_context(ControlService(job, journal))
-        warden = Warden()
-        stack.callback(warden.close)
+        reaper = Reaper()
+        stack.callback(reaper.close)
         host = _Host(
-            job, folder, journal, progress, service, warden, events, interrupts, refresh, grace
+            job, folder, journal, progress, service, reaper, events, interrupts, refresh, grace
         )
         host.announce()
         ending = host.attempt(run)
@@ -94,7 +94,7 @@ class _Host:
     journal: Journal
     progress: Progress
     service: ControlService
-    warden: Warden
+    reaper: Reaper
     events: Events
     interrupts: Interrupts
     refresh: Callable[[], None]
@@ -122,9 +122,9 @@ class _Host:
                 f"the ranks' secret cannot be written to {tempfile.gettempdir()}: {error.strerror}"
             )
             return record.end(Ending(End.FAILED, reason), time.time())
-        self.warden.tell("keep", str(private.root))
+        self.reaper.tell("delete", str(private.root))
         try:
-            with _reserved_port() as port, RankSet(self.warden, self._rank_exited) as ranks:
+            with _reserved_port() as port, RankSet(self.reaper, self._rank_exited) as ranks:
                 try:
                     self._start_ranks(ranks, number, private, port)
                 except OSError as error:
@@ -141,7 +141,7 @@ class _Host:
                 )
         finally:
             private.remove()
-            self.warden.tell("drop", str(private.root))
+            self.reaper.tell("keep", str(private.root))
         if ending.end is End.COMPLETED:
             ending = self._all_done() or ending
         return record.end(ending, time.time())

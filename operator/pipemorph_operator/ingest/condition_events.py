@@ -70,7 +70,7 @@ class News:
         return events
 
 
-class Herald:
+class EventSender:
     """Sends events while others go on: directives do not wait for what people read."""
 
     def __init__(self, cluster: Cluster) -> None:

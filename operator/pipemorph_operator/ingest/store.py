@@ -30,7 +30,7 @@ from pipemorph_operator.cluster.client import ApiRefused, Cluster
 from pipemorph_operator.cluster.job import read_job
 from pipemorph_operator.ingest import snapshot_codec, write_budget
 from pipemorph_operator.ingest.auth import Expected
-from pipemorph_operator.ingest.condition_events import Herald, News
+from pipemorph_operator.ingest.condition_events import EventSender, News
 from pipemorph_operator.ingest.fence import Fence, Overtaken
 from pipemorph_operator.ingest.summary import Source, judge, summarize
 from pipemorph_operator.metrics import (
@@ -132,7 +132,7 @@ class ClusterStore:
         self._budget = write_budget.Budget(monotonic())
         self._writes = asyncio.Semaphore(MOST_WRITES)
         self._writing = 0
-        self._herald = Herald(cluster)
+        self._sender = EventSender(cluster)
         self._listed: set[Key] = set()
         self._last_words: dict[Key, asyncio.Task[None]] = {}
         self._unlisted: set[str | None] = set(namespaces) or {None}
@@ -426,7 +426,7 @@ class ClusterStore:
             raise
         STATUS_WRITES.labels(result="ok").inc()
         held.written, held.conditions = training, conditions
-        self._herald.send(about, held.news.of(conditions))
+        self._sender.send(about, held.news.of(conditions))
         held.turn = turn
         held.written_at = self._monotonic()
 

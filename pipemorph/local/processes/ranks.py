@@ -22,7 +22,7 @@ from typing import Any
 
 SPAWN = Path(__file__).with_name("spawn.py")
 REAPER = Path(__file__).with_name("reaper.py")
-WARDEN_SECONDS = 5.0
+REAPER_SECONDS = 5.0
 REAP_SECONDS = 10.0
 
 
@@ -88,7 +88,7 @@ class RankProcess:
                 os.kill(self.process.pid, number)
 
 
-class Warden:
+class Reaper:
     """The host's side of :mod:`pipemorph.local.processes.reaper`."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class Warden:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
-            self._process.wait(WARDEN_SECONDS)
+            self._process.wait(REAPER_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -123,8 +123,8 @@ class RankSet:
     a stranger that was given the same number.
     """
 
-    def __init__(self, warden: Warden, on_exit: Callable[[int, int], None]) -> None:
-        self._warden = warden
+    def __init__(self, reaper: Reaper, on_exit: Callable[[int, int], None]) -> None:
+        self._reaper = reaper
         self._on_exit = on_exit
         self._watchers: list[threading.Thread] = []
         self.ranks: list[RankProcess] = []
@@ -153,7 +153,7 @@ class RankSet:
                 env=dict(env),
                 start_new_session=True,
             )
-        self._warden.tell("watch", process.pid)
+        self._reaper.tell("watch", process.pid)
         self.ranks.append(RankProcess(seat, process, log, start))
         watcher = threading.Thread(
             target=self._watch, args=(seat.rank, process.pid), name=f"rank {seat.rank}", daemon=True
@@ -192,7 +192,7 @@ class RankSet:
         _until_gone(self.ranks, REAP_SECONDS)
         for rank in self.ranks:
             rank.status = rank.process.wait(REAP_SECONDS)
-            self._warden.tell("forget", rank.process.pid)
+            self._reaper.tell("forget", rank.process.pid)
         for watcher in self._watchers:
             watcher.join(REAP_SECONDS)
 

@@ -1,11 +1,11 @@
 """Cleans up after a host that was killed: a small process that outlives it by a moment.
 
-``python -I -S warden.py``, started by the host with a pipe as its standard input. Each
+``python -I -S reaper.py``, started by the host with a pipe as its standard input. Each
 line names something to look after, as JSON; when the pipe closes, whatever is left on the
 list is killed or removed. A host that ends well takes everything off the list first.
 
 ``["watch", PGID]``, ``["forget", PGID]``: a process group.
-``["keep", PATH]``, ``["drop", PATH]``: a folder with secrets.
+``["delete", PATH]``, ``["keep", PATH]``: a folder with secrets.
 """
 
 import json
@@ -27,9 +27,9 @@ def main() -> None:
             groups.add(what)
         elif verb == "forget":
             groups.discard(what)
-        elif verb == "keep":
+        elif verb == "delete":
             folders.add(what)
-        elif verb == "drop":
+        elif verb == "keep":
             folders.discard(what)
     for group in groups:
         with suppress(ProcessLookupError, PermissionError):

@@ -1,6 +1,6 @@
 """Runs a command that the kernel kills when the host dies, however it dies.
 
-``python -I -S child.py HOST_PID COMMAND ARG…``, as a script and without site packages, so
+``python -I -S spawn.py HOST_PID COMMAND ARG…``, as a script and without site packages, so
 that it costs a few milliseconds. A function run between fork and exec would do the same,
 but is not safe in a host with threads.
 """

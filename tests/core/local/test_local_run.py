@@ -19,7 +19,7 @@ import pytest
 from local_support import DEADLINE, MARK, LocalRun, until
 
 from pipemorph.local import run_job
-from pipemorph.local.processes.ranks import RankSet, Seat, Warden, _live_members
+from pipemorph.local.processes.ranks import RankSet, Reaper, Seat, _live_members
 
 Runs = Callable[..., LocalRun]
 
@@ -219,16 +219,16 @@ def test_what_a_rank_started_is_gone_when_its_ranks_are_killed(tmp_path: Path) -
     large = "x = bytearray(b'x') * (300 << 20); print('there', flush=True); import time; "
     large += "time.sleep(300)"
     start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {large!r}])"
-    warden, log = Warden(), tmp_path / "log"
+    reaper, log = Reaper(), tmp_path / "log"
     try:
-        with RankSet(warden, lambda rank, status: None) as ranks:
+        with RankSet(reaper, lambda rank, status: None) as ranks:
             seat = Seat.of(0, 1, 1)
             ranks.start(seat, [sys.executable, "-c", start], os.environ, log)
             until(lambda: "there" in log.read_text(), "the rank's own process")
             ranks.kill()
             assert not _live_members({ranks.ranks[0].process.pid})
     finally:
-        warden.close()
+        reaper.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -298,8 +298,8 @@ def test_ranks_go_with_the_host_even_without_its_warden(runs: Runs) -> None:
     run = runs(others="stubborn")
     host = run.start()
     ranks = {run.seen_by(rank)["pid"] for rank in range(4)}
-    (warden,) = set(run.processes()) - ranks - {host.pid}
-    os.kill(warden, signal.SIGKILL)
+    (reaper,) = set(run.processes()) - ranks - {host.pid}
+    os.kill(reaper, signal.SIGKILL)
     host.kill()
     host.communicate(timeout=DEADLINE)
     until(lambda: not run.processes(), lambda: f"ranks gone, left: {run.processes()}")

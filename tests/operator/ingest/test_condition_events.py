@@ -11,7 +11,7 @@ import pytest
 from pipemorph.api.status import Condition
 from pipemorph_operator.cluster.client import ApiRefused
 from pipemorph_operator.cluster.events import MAX_MESSAGE, Event
-from pipemorph_operator.ingest.condition_events import MOST_UNDER_WAY, Herald, News
+from pipemorph_operator.ingest.condition_events import MOST_UNDER_WAY, EventSender, News
 
 JOB = {"name": "gpt", "namespace": "team", "uid": "u1"}
 
@@ -105,14 +105,14 @@ def test_nobody_waits_for_events_and_what_becomes_of_none_is_logged(
 
     async def run() -> list[str]:
         api: Any = Api(*refusals)
-        herald = Herald(api)
-        herald.send(JOB, [Event("Normal", "R", "x" * 5000)] * (MOST_UNDER_WAY + 3))
+        sender = EventSender(api)
+        sender.send(JOB, [Event("Normal", "R", "x" * 5000)] * (MOST_UNDER_WAY + 3))
         api.go.set()
         deadline = asyncio.get_running_loop().time() + 10
-        while herald._under_way:
+        while sender._under_way:
             assert asyncio.get_running_loop().time() < deadline, len(api.messages)
             await asyncio.sleep(0)
-        herald.send(JOB, [Event("Warning", "Later", "again")])
+        sender.send(JOB, [Event("Warning", "Later", "again")])
         while api.messages[-1] != "again":
             assert asyncio.get_running_loop().time() < deadline, api.messages[-1]
             await asyncio.sleep(0)
