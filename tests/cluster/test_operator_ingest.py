@@ -126,7 +126,7 @@ def test_a_writer_that_is_behind_loses(jobs: Jobs) -> None:
     for status, words in (
         ({"attempt": 4}, "attempt only grows"),
         ({"attempt": None}, "attempt only grows"),
-        ({"control": {"planVersion": 6}}, "plan version only grows"),
+        ({"control": {"planVersion": 6}}, "planVersion only grows"),
         ({"control": {"attempt": 4}}, "attempt only grows"),
         ({"control": None}, "control stays"),
     ):
