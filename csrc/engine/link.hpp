@@ -186,6 +186,7 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     [[noreturn]] void throw_over() const;
     void changed();  // wake every waiter, ring the bell
     std::optional<Arrived> take(Lock& lock, const Key& key);
+    void make_room(int direction, const Inbox::Room& room);  // no lock
     void wait_slice(Lock& lock, int64_t deadline_ns, int64_t slice_ns);
     std::string nothing_arrived(const Key& key, double timeout) const;
 

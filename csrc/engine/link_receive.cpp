@@ -10,23 +10,24 @@
 namespace pipemorph {
 
 void Link::reserve(int direction, uint32_t slots, uint64_t slot_bytes) {
-    uint32_t missing = 0;
-    bool shared = false;
-    bool rdma = false;
+    std::vector<Inbox::Room> missing;
     {
         const Lock lock(mu_);
         if (ended()) throw_over();
-        missing = in_.missing_slots(direction, slots, slot_bytes);
-        shared = terms_.transport == Transport::shm;
-        rdma = terms_.transport == Transport::rdma;
+        missing = in_.missing(direction, slots, slot_bytes);
     }
-    if (missing == 0) return;
+    for (const Inbox::Room& room : missing) make_room(direction, room);
+}
+
+void Link::make_room(int direction, const Inbox::Room& room) {
+    const Transport carries = transport();
+    const bool shared = carries == Transport::shm;
+    const bool rdma = carries == Transport::rdma;
     // Page-aligned slots: two never share a page, so neither do their copies.
-    const uint64_t stride = (slot_bytes + 4095) / 4096 * 4096;
+    const uint64_t bytes = (room.bytes + 4095) / 4096 * 4096 * room.slots;
     const numa::OnNode here(runtime_->memory_node);
     // Prefaulting takes a while, so it is done without the lock.
-    auto memory =
-        shared ? Memory::shareable(stride * missing) : Memory::anonymous(stride * missing);
+    auto memory = shared ? Memory::shareable(bytes) : Memory::anonymous(bytes);
     // So does registering: once per rail, for as long as the link lives.
     std::vector<std::shared_ptr<Registration>> registered(rdma ? runtime_->rails.size() : 0);
     std::vector<std::string> trouble(registered.size());
@@ -44,7 +45,7 @@ void Link::reserve(int direction, uint32_t slots, uint64_t slot_bytes) {
         std::all_of(registered.begin(), registered.end(), [](const auto& r) { return !r; });
     if (rdma && all_barred && paths_.size() == rails_)
         throw EngineError(describe() + ": rdma is required, and " + trouble.front());
-    const uint32_t segment = in_.add_segment(direction, missing, slot_bytes, std::move(memory));
+    const uint32_t segment = in_.add_segment(direction, room, std::move(memory));
     for (uint32_t rail = 0; rail < registered.size(); ++rail) {
         if (!registered[rail]) {
             stream_.send(RegionFrame{rail, segment, 0, 0, 0});

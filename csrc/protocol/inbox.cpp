@@ -1,27 +1,45 @@
 #include "protocol/inbox.hpp"
 
+#include <algorithm>
 #include <utility>
 
 namespace pipemorph {
 
-uint32_t Inbox::missing_slots(int direction, uint32_t wanted, uint64_t bytes) const {
-    uint32_t have = 0;
-    for (const Slot& s : slots_)
-        if (s.direction == direction && s.bytes >= bytes) ++have;
-    return wanted > have ? wanted - have : 0;
+std::vector<Inbox::Room> Inbox::missing(int direction, uint32_t wanted, uint64_t bytes) const {
+    struct Place {
+        uint64_t largest = 0;
+        uint64_t together = 0;
+    };
+    std::vector<Place> places(wanted);
+    for (const Slot& s : slots_) {
+        if (s.direction != direction || s.place >= wanted) continue;
+        Place& p = places[s.place];
+        p.largest = std::max(p.largest, s.bytes);
+        p.together += s.bytes;
+    }
+    std::vector<Room> out;
+    for (uint32_t i = 0; i < wanted; ++i) {
+        if (places[i].largest >= bytes) continue;
+        const uint64_t size = std::max(bytes, places[i].together);
+        const bool beside =
+            !out.empty() && out.back().place + out.back().slots == i && out.back().bytes == size;
+        if (!beside) out.push_back({i, 0, size});
+        ++out.back().slots;
+    }
+    return out;
 }
 
-uint32_t Inbox::add_segment(int direction, uint32_t slots, uint64_t bytes,
-                            std::shared_ptr<Memory> memory) {
+uint32_t Inbox::add_segment(int direction, const Room& room, std::shared_ptr<Memory> memory) {
     const auto number = static_cast<uint32_t>(segments_.size());
-    const uint64_t stride = slots > 0 ? memory->size() / slots : 0;
+    const uint64_t stride = room.slots > 0 ? memory->size() / room.slots : 0;
     segments_.push_back(std::move(memory));
-    for (uint32_t i = 0; i < slots; ++i) {
+    for (uint32_t i = 0; i < room.slots; ++i) {
         Slot s;
         s.direction = static_cast<uint8_t>(direction);
+        s.place = room.place + i;
         s.segment = number;
         s.offset = i * stride;
-        s.bytes = bytes;
+        s.bytes = room.bytes;
         slots_.push_back(std::move(s));
     }
     return number;

@@ -51,12 +51,20 @@ struct ChunkSink {
 
 class Inbox {
   public:
-    // How many slots of at least `bytes` are still missing from `wanted` in one direction.
-    uint32_t missing_slots(int direction, uint32_t wanted, uint64_t bytes) const;
+    // Slots of one size. A reservation of n slots has the places below n; whatever was ever added
+    // for a place is there for good.
+    struct Room {
+        uint32_t place = 0;
+        uint32_t slots = 0;
+        uint64_t bytes = 0;  // of each
+    };
+    // What has to be added for `wanted` slots of at least `bytes` in one direction. A new slot of
+    // a place is at least as large as the others there together, so that sizes which change for
+    // ever do not add up: a place has less than four times the most that was asked of it.
+    std::vector<Room> missing(int direction, uint32_t wanted, uint64_t bytes) const;
     // Adds slots inside `memory`. They are granted when `grant_segment` says so: at once for
     // TCP, once the peer has mapped the segment for shared memory.
-    uint32_t add_segment(int direction, uint32_t slots, uint64_t bytes,
-                         std::shared_ptr<Memory> memory);
+    uint32_t add_segment(int direction, const Room& room, std::shared_ptr<Memory> memory);
     std::vector<SlotGrant> grant_segment(uint32_t segment);
     std::shared_ptr<Memory> segment(uint32_t number) const;
     const std::vector<std::shared_ptr<Memory>>& segments() const { return segments_; }
@@ -101,6 +109,7 @@ class Inbox {
     struct Slot {
         State state = State::reserved;
         uint8_t direction = 0;
+        uint32_t place = 0;
         uint32_t segment = 0;
         uint64_t offset = 0;
         uint64_t bytes = 0;

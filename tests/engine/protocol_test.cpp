@@ -28,7 +28,7 @@ struct Pair {
 
     void reserve(int direction, uint32_t slots, uint64_t bytes) {
         const uint32_t segment =
-            in.add_segment(direction, slots, bytes, Memory::anonymous(slots * bytes));
+            in.add_segment(direction, {0, slots, bytes}, Memory::anonymous(slots * bytes));
         for (const auto& grant : in.grant_segment(segment)) out.granted(grant);
     }
     uint64_t post(const MessageInfo& m) { return out.post(m, source.data(), nullptr, 1)->info.id; }
@@ -248,8 +248,10 @@ TEST(a_report_about_an_unknown_message_means_nothing_came) {
 TEST(larger_slots_are_added_and_small_messages_keep_the_small_ones) {
     Pair p;
     p.reserve(0, 2, kChunk);
-    CHECK(p.in.missing_slots(0, 2, kChunk) == 0 && p.in.missing_slots(0, 3, kChunk) == 1);
-    CHECK(p.in.missing_slots(0, 2, 2 * kChunk) == 2 && p.in.missing_slots(1, 2, kChunk) == 2);
+    CHECK(p.in.missing(0, 2, kChunk).empty());
+    CHECK(p.in.missing(0, 3, kChunk).front().place == 2);
+    CHECK(p.in.missing(0, 2, 2 * kChunk).front().slots == 2);
+    CHECK(p.in.missing(1, 2, kChunk).front().slots == 2);
     p.reserve(0, 1, 4 * kChunk);
     p.post(message(0, kChunk));
     p.post(message(1, 4 * kChunk));

@@ -3,13 +3,36 @@
 
 namespace sim {
 
+// Link::reserve, while messages are on their way to smaller slots.
+void World::reserve(int side, uint32_t slots, uint64_t bytes) {
+    End& e = end(side);
+    const int direction = side == kLow ? 1 : 0;
+    e.largest = bytes = std::min(bytes, uint64_t{kSlotBytes});
+    if (e.asked.size() < slots) e.asked.resize(slots);
+    for (uint32_t i = 0; i < slots; ++i) e.asked[i] = std::max(e.asked[i], bytes);
+    for (const Inbox::Room& room : e.in.missing(direction, slots, bytes)) {
+        tally_.grown += !e.slots.empty();
+        const size_t number = e.in.segments().size() * 2 + static_cast<size_t>(side);
+        const uint32_t segment = e.in.add_segment(direction, room, slot_memory(number));
+        e.slots.resize(e.slots.size() + room.slots);
+        e.slot_bytes += room.slots * room.bytes;
+        for (const SlotGrant& g : e.in.grant_segment(segment)) grant(side, g);
+    }
+    uint64_t asked = 0;
+    for (const uint64_t most : e.asked) asked += most;
+    require(e.slot_bytes < 4 * asked, "slots have four times the memory that was asked for");
+}
+
 void World::post(int side) {
     End& e = end(side);
     if (e.to_send == 0) return;
     --e.to_send;
     Sent m;
     m.key = {0, 0, static_cast<int64_t>(e.to_send), side == kLow ? 0 : 1, 0};
-    const uint32_t bytes = random_(8) == 0 ? 0 : 1 + random_(uint32_t{kSlotBytes});
+    // What it knows to have room for; before it knows anything, the smallest that there can be.
+    const uint64_t known = e.out.largest_slot(side == kLow ? 0 : 1);
+    const uint64_t most = sizes_change_ ? std::max<uint64_t>(known, kChunkBytes) : kSlotBytes;
+    const uint32_t bytes = random_(8) == 0 ? 0 : 1 + random_(static_cast<uint32_t>(most));
     Random fill(options_.seed * 64 + e.to_send * 2 + uint64_t(side));
     m.content.resize(bytes);
     for (uint8_t& b : m.content) b = static_cast<uint8_t>(fill(256));

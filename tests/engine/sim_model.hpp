@@ -119,6 +119,10 @@ struct End {
         bool open = false;  // granted, and its message is not whole yet
     };
     std::vector<Use> slots;  // what the fabric may write into
+    // What was reserved: last, the most in each place, and what there is in all.
+    uint64_t largest = 0;
+    std::vector<uint64_t> asked;
+    uint64_t slot_bytes = 0;
     std::map<uint64_t, Sent> sent;
     uint64_t to_send = 0;
     struct Held {
@@ -146,6 +150,7 @@ class World {
     }
 
     // --- The application ---
+    void reserve(int side, uint32_t slots, uint64_t bytes);
     void post(int side);
     void send_empty(int side);
     Sent& pick(int side);
@@ -215,6 +220,7 @@ class World {
     uint64_t next_control_ = 0;
     int faults_left_ = 0;
     uint64_t undelivered_ = 0;
+    bool sizes_change_ = false;  // of the receivers' slots, now and then
     std::optional<Fault> planned_left_;
 };
 

@@ -21,15 +21,9 @@ World::World(const Options& options, Tally& tally)
     // The order of things as in a real link: control first, then grants and paths.
     next_control_ = 1;
     ends_[0].control = ends_[1].control = next_control_++;
-    for (int side = 0; side < 2; ++side) {
-        const uint32_t slots = 1 + random_(2);
-        const int direction = side == kLow ? 1 : 0;
-        End& e = ends_[size_t(side)];
-        const uint32_t segment =
-            e.in.add_segment(direction, slots, kSlotBytes, slot_memory(size_t(side)));
-        e.slots.resize(slots);
-        for (const SlotGrant& g : e.in.grant_segment(segment)) grant(side, g);
-    }
+    sizes_change_ = options.seed % 4 == 3;
+    for (int side = 0; side < 2; ++side)
+        reserve(side, 1 + random_(2), sizes_change_ ? kChunkBytes : kSlotBytes);
     faults_left_ = options.random_faults;
 }
 
@@ -83,6 +77,8 @@ void World::act() {
         }
         case 13:
         case 14:
+            if (sizes_change_ && random_(4) == 0)
+                return reserve(side, 1 + random_(2), end(side).largest + random_(3));
             return receive(side);
         default:
             if (end(kLow).control == 0)
@@ -251,6 +247,7 @@ Tally& Tally::operator+=(const Tally& o) {
     steps += o.steps;
     messages += o.messages;
     posted_destinations += o.posted_destinations;
+    grown += o.grown;
     paths_lost += o.paths_lost;
     half_dials += o.half_dials;
     controls_lost += o.controls_lost;

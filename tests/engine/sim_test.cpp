@@ -61,16 +61,18 @@ Outcome play_random(uint64_t schedules, const Rules& rules = {}) {
 
 void print(const Tally& t) {
     std::printf(
-        "        %llu schedules, %llu steps, %llu messages (%llu into destinations); lost: %llu "
+        "        %llu schedules, %llu steps, %llu messages (%llu into destinations), %llu "
+        "times larger slots; lost: %llu "
         "paths, %llu control connections (%llu resumed), %llu half dials; chunks: %llu resent, "
         "%llu duplicate, %llu stale, %llu dropped, %llu damaged; writes after their sender gave "
         "up: %llu landed in time, %llu stopped by the fence\n",
         (unsigned long long)t.schedules, (unsigned long long)t.steps,
         (unsigned long long)t.messages, (unsigned long long)t.posted_destinations,
-        (unsigned long long)t.paths_lost, (unsigned long long)t.controls_lost,
-        (unsigned long long)t.resumes, (unsigned long long)t.half_dials,
-        (unsigned long long)t.chunks_resent, (unsigned long long)t.duplicates,
-        (unsigned long long)t.stale, (unsigned long long)t.dropped, (unsigned long long)t.damaged,
+        (unsigned long long)t.grown, (unsigned long long)t.paths_lost,
+        (unsigned long long)t.controls_lost, (unsigned long long)t.resumes,
+        (unsigned long long)t.half_dials, (unsigned long long)t.chunks_resent,
+        (unsigned long long)t.duplicates, (unsigned long long)t.stale,
+        (unsigned long long)t.dropped, (unsigned long long)t.damaged,
         (unsigned long long)t.late_writes, (unsigned long long)t.fenced_writes);
 }
 
@@ -95,9 +97,9 @@ TEST(sim_random_faults_deliver_every_message_once) {
     // All of it happened, and often.
     const Tally& t = outcome.tally;
     CHECK(t.schedules == schedules);
-    for (const uint64_t count :
-         {t.paths_lost, t.half_dials, t.controls_lost, t.resumes, t.chunks_resent, t.duplicates,
-          t.stale, t.dropped, t.damaged, t.late_writes, t.fenced_writes, t.posted_destinations})
+    for (const uint64_t count : {t.paths_lost, t.half_dials, t.controls_lost, t.resumes,
+                                 t.chunks_resent, t.duplicates, t.stale, t.dropped, t.damaged,
+                                 t.late_writes, t.fenced_writes, t.posted_destinations, t.grown})
         CHECK(count > schedules / 100);
     for (const uint64_t count : t.faults) CHECK(count > schedules / 100);
 }

@@ -43,7 +43,7 @@ MUTANTS = {
             ("if (byte & mask) return false;", ""),
             ("return bits_[i / 8] >> (i % 8) & 1;", "(void)i; return false;"),
         ),
-        "another content|became whole twice|no progress",
+        "another content|became whole twice|now at grant|no progress",
     ),
     "inbox: chunks of an earlier use of the slot are taken": Mutant(
         INBOX,
@@ -59,6 +59,12 @@ MUTANTS = {
         INBOX,
         (("if (s.serial != serial || s.state != State::held) return std::nullopt;", ""),),
         "released twice",
+    ),
+    "inbox: sizes that grow for ever add up": Mutant(
+        INBOX,
+        INBOX,
+        (("std::max(bytes, places[i].together)", "bytes"),),
+        "four times the memory",
     ),
     "outbox: what the receiver lacks is not sent again": Mutant(
         "protocol/outbox.cpp",

@@ -31,3 +31,45 @@ def test_tens_of_thousands_of_slots_can_be_reserved_at_once(transport):
         p.accepted.reserve(0, 32_000, 64)
         pairs.eventually(lambda: not p.dialled.alive or p.dialled.send_slots(0) == 32_000)
         assert p.dialled.alive, p.dialled.error
+
+
+PAGE = 4096
+PAGES = {
+    # In iteration i; and how many times the memory of the largest reservation they may take.
+    "growing": (lambda i: i + 1, 4),
+    "to and fro": (lambda i: 40 + i % 2, 2),
+    "varying": (lambda i: 1 + i * 7919 % 200, 4),
+}
+
+
+def sent(link, key, data):
+    try:
+        link.send(key, data)
+    except EngineError as error:  # a moment later the sender knows of larger slots
+        assert "reserve larger slots" in str(error)
+        return False
+    return True
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("shapes", PAGES)
+def test_slots_for_shapes_that_change_for_ever_stay_in_proportion(transport, shapes):
+    pages, times = PAGES[shapes]
+    slots, iterations = 2, 200
+    with pairs.in_process(transport=transport) as p:
+        for i in range(iterations):
+            data = pairs.payload(i, PAGE * pages(i))
+            p.accepted.reserve(0, slots, len(data))
+            keys = [(0, i, microbatch, 0, 0) for microbatch in range(slots)]
+            for key in keys:
+                pairs.eventually(lambda key=key, data=data: sent(p.dialled, key, data))
+            for key in keys:
+                message = p.accepted.receive(key, pairs.TIMEOUT)
+                assert message.view() == data
+                message.release()
+        stats = p.accepted.stats()
+        assert (stats.state, stats.slots_in_use) == ("up", 0)
+        there = sum(nbytes for _, nbytes in p.accepted.slot_memory())
+        largest = slots * PAGE * max(map(pages, range(iterations)))
+        rounded = 2 << 20  # what is that much or more is rounded up to a multiple of it
+        assert largest <= there < times * largest + rounded, there / largest
