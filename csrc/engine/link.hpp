@@ -208,6 +208,8 @@ class Link final : public PathHost, public std::enable_shared_from_this<Link> {
     Hello hello(Purpose purpose) const;
 
     // Paths.
+    template <typename F>
+    void or_die(F&& run);  // no lock
     void kick_paths();
     void dial_paths();  // no lock
     void fence_requested(const FenceFrame& fence);

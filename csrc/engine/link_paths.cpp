@@ -156,28 +156,43 @@ std::optional<ChunkTask> Link::next_chunk(uint32_t path, uint32_t epoch) {
     return task;
 }
 
+// A chunk that is half entered, or a message that is here and not acknowledged, is more than the
+// end of a path: no fence would find it.
+template <typename F>
+void Link::or_die(F&& run) {
+    try {
+        run();
+    } catch (const std::exception& e) {  // out of memory, most likely
+        die(describe() + " is dead: a chunk could not be taken: " + e.what());
+    }
+}
+
 ChunkSink Link::begin_chunk(const ChunkHeader& header) {
-    const Lock lock(mu_);
     ChunkSink sink;
     sink.verdict = ChunkSink::Verdict::stale;
-    const Path& p = paths_[header.path];
-    if (!over() && p.live && p.machine.epoch() == header.epoch) sink = in_.begin_chunk(header);
-    if (sink.verdict == ChunkSink::Verdict::duplicate) ++duplicate_chunks_;
-    if (sink.verdict == ChunkSink::Verdict::stale) ++stale_chunks_;
+    or_die([&] {
+        const Lock lock(mu_);
+        const Path& p = paths_[header.path];
+        if (!over() && p.live && p.machine.epoch() == header.epoch) sink = in_.begin_chunk(header);
+        if (sink.verdict == ChunkSink::Verdict::duplicate) ++duplicate_chunks_;
+        if (sink.verdict == ChunkSink::Verdict::stale) ++stale_chunks_;
+    });
     return sink;
 }
 
 void Link::finish_chunk(const ChunkSink& sink, bool intact) {
-    const Lock lock(mu_);
-    if (over()) return;
-    const auto finished = in_.finish_chunk(sink, intact, wall_ns());
-    if (!finished.message_complete) return;
-    ++messages_received_;
-    bytes_received_ += finished.bytes;
-    stream_.send(AckFrame{finished.message});
-    if (finished.grant) stream_.send(GrantFrame{{*finished.grant}});
-    flush();
-    changed();
+    or_die([&] {
+        const Lock lock(mu_);
+        if (over()) return;
+        const auto finished = in_.finish_chunk(sink, intact, wall_ns());
+        if (!finished.message_complete) return;
+        ++messages_received_;
+        bytes_received_ += finished.bytes;
+        stream_.send(AckFrame{finished.message});
+        if (finished.grant) stream_.send(GrantFrame{{*finished.grant}});
+        flush();
+        changed();
+    });
 }
 
 void Link::stale_chunk() {

@@ -36,7 +36,7 @@ void Link::make_offer(uint32_t rail, uint32_t index, uint32_t epoch) {
     try {
         made = std::make_shared<RdmaPath>(runtime_->rails[rail], shared_from_this(), index, epoch,
                                           rdma_settings());
-    } catch (const EngineError& e) {
+    } catch (const std::exception& e) {
         trouble = e.what();
     }
     const Lock lock(mu_);
@@ -81,7 +81,7 @@ void Link::answer_offer(const OfferFrame& offer) {
                                           offer.path, offer.epoch, rdma_settings());
         made->connect(offer.qp, false);
         answer.qp = made->local();
-    } catch (const EngineError& e) {
+    } catch (const std::exception& e) {
         answer.error = e.what();
     }
     const Lock lock(mu_);
@@ -123,7 +123,7 @@ void Link::connect_offered(const std::shared_ptr<RdmaPath>& made, const AnswerFr
     std::string trouble;
     try {
         made->connect(answer.qp, true);
-    } catch (const EngineError& e) {
+    } catch (const std::exception& e) {
         trouble = e.what();
     }
     const Lock lock(mu_);

@@ -100,7 +100,10 @@ void Runtime::ring() {
 void Runtime::on_failure(const Reactor::Failed& failed) {
     control.on_failure(failed);
     for (auto& reactor : data_) reactor->on_failure(failed);
-    for (const auto& rail : rails) rail->reactor().on_failure(failed);
+    for (const auto& rail : rails) {
+        rail->reactor().on_failure(failed);
+        rail->setup().on_failure(failed);
+    }
 }
 
 void Runtime::stop() {

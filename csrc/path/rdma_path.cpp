@@ -72,12 +72,21 @@ RdmaPath::RdmaPath(std::shared_ptr<Rail> rail, std::shared_ptr<PathHost> host, u
       verbs_(device_->verbs),
       block_bytes_(kBlocks),
       lane_message_(kLanes) {
+    for (uint32_t i = 0; i < kBlocks; ++i) free_blocks_.push_back(i);
+    try {
+        open();
+    } catch (...) {
+        destroy();
+        throw;
+    }
+}
+
+void RdmaPath::open() {
     const numa::OnNode here(rail_->numa_node());  // the queues' own memory, too
     const PortAddress port = rail_->address();
     const size_t stride = settings_.chunk_bytes + kHeaderRoom;
     staging_ = rail_->borrow_staging(stride * kBlocks + size_t{kReceives} * kHeaderRoom);
     const auto fail = [&](const std::string& why) {
-        destroy();
         throw EngineError(rail_->describe() + ": " + why);
     };
     channel_ = verbs_.create_comp_channel(device_->context);
@@ -100,7 +109,6 @@ RdmaPath::RdmaPath(std::shared_ptr<Rail> rail, std::shared_ptr<PathHost> host, u
     if (error != 0) fail(system_error("queue pair to INIT", error));
     for (uint32_t i = 0; i < kReceives; ++i)
         if (!post_receive(i)) fail("no room for receives");
-    for (uint32_t i = 0; i < kBlocks; ++i) free_blocks_.push_back(i);
     local_ = {qp_->number, random24(), port.gid, port.lid, port.mtu};
     gid_index_ = port.gid_index;
     infiniband_ = port.infiniband;
@@ -153,11 +161,23 @@ void RdmaPath::connect(const QpAddress& peer, bool speaks_first) {
                           " not ready to send: " + std::strerror(error));
 }
 
-void RdmaPath::on_start() {
+// What goes wrong in between (no memory, no more descriptors to be watched) is the path's end only:
+// the fence finds out what has not got through. While it ends nothing may go wrong.
+void RdmaPath::guarded(void (RdmaPath::*what)()) {
     if (qp_ == nullptr || breaking_) return;
+    try {
+        (this->*what)();
+    } catch (const std::exception& e) {
+        if (breaking_) throw;
+        break_off(rail_->describe() + ": " + e.what());
+    }
+}
+
+void RdmaPath::begin() {
     const auto self = std::static_pointer_cast<RdmaPath>(shared_from_this());
     rail_->watch(std::shared_ptr<RailUser>(self, this));
-    reactor_.add(channel_->fd, EPOLLIN, [self](uint32_t) { self->on_completions(); });
+    reactor_.add(channel_->fd, EPOLLIN,
+                 [self](uint32_t) { self->guarded(&RdmaPath::on_completions); });
     watched_ = true;
     progress_ns_ = last_word_ns_ = looked_ns_ = steady_ns();
     if (speaks_first_) post_probe();
@@ -198,7 +218,7 @@ void RdmaPath::drain_later() {
     if (std::exchange(drains_later_, true)) return;
     reactor_.post([self = std::static_pointer_cast<RdmaPath>(shared_from_this())] {
         self->drains_later_ = false;
-        self->on_completions();
+        self->guarded(&RdmaPath::on_completions);
     });
 }
 
@@ -434,7 +454,7 @@ void RdmaPath::probe_completed() {
 void RdmaPath::look() {
     if (qp_ == nullptr || breaking_) return;
     reactor_.after(kLook, [weak = weak_from_this()] {
-        if (const auto self = weak.lock()) static_cast<RdmaPath&>(*self).look();
+        if (const auto self = weak.lock()) static_cast<RdmaPath&>(*self).guarded(&RdmaPath::look);
     });
     // Nobody may have told this thread of what has completed: it was away, as in a process that
     // was stopped. And while nobody looked, as on a machine that was paused, silence says nothing.
@@ -498,7 +518,10 @@ bool RdmaPath::retire() {
         abi::QpAttr attr{};
         attr.state = abi::kQpError;
         (void)verbs_.modify_qp(qp_, &attr, abi::kSetState);
-        while (!drain()) {
+        try {
+            while (!drain()) {
+            }
+        } catch (const std::exception&) {  // what it has not got to is sent again
         }
     }
     const int error = destroy();

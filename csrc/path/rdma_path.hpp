@@ -48,11 +48,14 @@ class RdmaPath final : public DataPath, public RailUser {
     const GidBytes& local_gid() const override { return local_.gid; }
 
   private:
-    void on_start() override;
-    void on_kick() override { pump(); }
+    void on_start() override { guarded(&RdmaPath::begin); }
+    void on_kick() override { guarded(&RdmaPath::pump); }
     void on_sever() override { break_off("severed on request"); }
     void on_close() override;
 
+    void open();
+    void guarded(void (RdmaPath::*what)());
+    void begin();
     void on_completions();
     bool drain();
     void drain_later();

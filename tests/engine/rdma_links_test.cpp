@@ -376,3 +376,21 @@ TEST(rdma_link_dies_of_a_queue_pair_that_cannot_be_destroyed) {
           std::string::npos);
     until("destroyed in the end", [&] { return fabric.queue_pairs("fake1") == 0; });
 }
+
+TEST(rdma_link_dials_again_when_a_queue_pair_meets_an_error_of_this_process) {
+    Two two;
+    // At each end one that is made, and one that is connected.
+    std::atomic<int> left[] = {1, 1, 1, 1};
+    two.fabric.intercept([&](const fake::Call& call) {
+        const bool connects = call.name == "modify_qp" && call.state == abi::kQpReadyToReceive;
+        if (call.name != "create_qp" && !connects) return 0;
+        if (left[2 * connects + (call.device == "fake1")]-- > 0) throw std::bad_alloc();
+        return 0;
+    });
+    two.linked();
+    for (const auto& each : left) CHECK(each < 0);
+    two.accepted->reserve(0, 2, 3 * kChunk);
+    send(*two.dialled, key(0), 3 * kChunk);
+    receive_right(*two.accepted, key(0), 3 * kChunk);
+    CHECK(two.dialled->stats().transport == "rdma");
+}

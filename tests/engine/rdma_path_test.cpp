@@ -42,10 +42,12 @@ struct Host final : PathHost {
     bool suspect = false;
     std::string lost;
     std::string protocol;
+    std::atomic<bool> throws{false};
 
     std::optional<ChunkTask> next_chunk(uint32_t path, uint32_t epoch) override {
         const std::lock_guard lock(mu);
         if (sent == to_send) return std::nullopt;
+        if (throws) throw std::bad_alloc();
         ChunkTask task;
         task.message = message;
         task.header.path = path;
@@ -59,6 +61,7 @@ struct Host final : PathHost {
     }
     ChunkSink begin_chunk(const ChunkHeader& h) override {
         if (on_chunk) on_chunk();
+        if (throws) throw std::bad_alloc();
         ChunkSink sink;
         sink.verdict = ChunkSink::Verdict::take;
         sink.index = h.index;
@@ -282,4 +285,24 @@ TEST(rdma_path_leaves_its_thread_to_others_now_and_then) {
     b.until("all chunks", [&] { return b.chunks_received == kAtOnce; });
     p.b->on_thread([] {});
     CHECK(begun_before_the_other <= 32);
+}
+
+// Whatever it was doing, and also if what it has still to count fails, too.
+TEST(rdma_path_that_meets_an_error_of_this_process_is_lost_and_says_which) {
+    for (const bool sends : {true, false}) {
+        Pair p;
+        End& failing = sends ? *p.a : *p.b;
+        End& other = sends ? *p.b : *p.a;
+        {
+            const Busy held_up(*p.b);
+            failing.host->throws = true;
+            p.a->send(100);
+            if (!sends) p.a->host->until("sent", [&] { return p.a->host->sent == 100; });
+        }
+        failing.host->until("lost", [&] { return !failing.host->lost.empty(); });
+        CHECK(failing.host->lost == failing.rail->describe() + ": std::bad_alloc");
+        CHECK(p.fabric.queue_pairs(failing.rail->device_name()) == 0);
+        failing.on_thread([] {});  // which goes on
+        CHECK(other.host->lost.empty() && other.host->protocol.empty());
+    }
 }
