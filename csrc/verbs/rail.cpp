@@ -122,6 +122,9 @@ VerbsDevice::VerbsDevice(const Verbs& v, abi::Device* device) : verbs(v), name(d
         throw EngineError(name + " has no protection domain left: " + why);
     }
     set_nonblocking(context->async_fd);
+    // A forked child closes what the engine has opened (os/fd.hpp), but nothing of this: it
+    // inherits the driver's mappings of the device, too, and each of them keeps the device's file
+    // open. Only libibverbs knows where they are.
 }
 
 VerbsDevice::~VerbsDevice() {
