@@ -394,3 +394,34 @@ TEST(rdma_link_dials_again_when_a_queue_pair_meets_an_error_of_this_process) {
     receive_right(*two.accepted, key(0), 3 * kChunk);
     CHECK(two.dialled->stats().transport == "rdma");
 }
+
+// While paths break and are fenced, and with each message in a slot of its size.
+TEST(rdma_link_registers_in_steps_what_grows_for_ever) {
+    Two two;
+    two.linked();
+    const int before = two.fabric.open_objects();
+    constexpr size_t kPage = 4096;
+    constexpr size_t kMost = 200;
+    for (size_t pages = 1; pages <= kMost; ++pages) {
+        two.accepted->reserve(0, 2, pages * kPage);
+        const auto microbatch = static_cast<int64_t>(pages);
+        until("larger slots", [&] {
+            try {
+                send(*two.dialled, key(microbatch), pages * kPage);
+                return true;
+            } catch (const EngineError&) {
+                return false;
+            }
+        });
+        if (pages % 20 == 0) two.dialled->sever_data_path(0);
+        receive_right(*two.accepted, key(microbatch), pages * kPage);
+    }
+    two.rails_up();
+    size_t mapped = 0;
+    for (const auto& memory : two.accepted->slot_memory()) mapped += memory->size();
+    CHECK(mapped < 4 * 2 * kMost * kPage + (size_t{2} << 20));  // rounded up to 2 MiB at the end
+    // A region each, and what queue pairs that are just being replaced are made of.
+    CHECK(two.accepted->slot_memory().size() < 16);
+    CHECK(two.fabric.open_objects() < before + 16 + 16);
+    CHECK(two.accepted->stats().reconnects > 0);
+}

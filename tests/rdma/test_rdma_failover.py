@@ -338,3 +338,30 @@ def test_an_end_stopped_for_less_than_the_deadline_goes_on(fabric: Fabric, end: 
         transfer.finish()
         assert link.b.stats()["messages_received"] == 8
         assert [link.times_lost(path) for path in (0, 1)] == lost, paths_text(link.a.stats())
+
+
+@pytest.mark.soak
+def test_a_receiver_that_is_held_up_runs_out_of_receives_and_loses_no_rail(fabric: Fabric):
+    """Its card acknowledges without its process, so its sender goes on until no receive is left;
+    then the sender's card asks again until there are new ones."""
+    senders = [fabric.rail(fabric.a, n) for n in (0, 1)]
+    with linked(fabric, chunk_bytes=4096, peer_deadline=60.0) as link:
+        link.reserve(4, 2 * MIB)  # 2048 chunks, where each rail has 256 receives
+        link.rails_up(2)
+        lost = [link.times_lost(path) for path in (0, 1)]
+        not_ready = [rail.counter("rcvd_rnr_err") for rail in senders]
+        link.b.task.signal(signal.SIGSTOP)
+        until_stopped(link.b.guest, link.b.pid)
+        transfer = link.transfer(8, 2 * MIB)
+        # Far more than the seven times that a card counts to before it gives up, if it counts.
+        for rail, before in zip(senders, not_ready, strict=True):
+            until(
+                f"{rail.device} waits for receives",
+                lambda rail=rail, before=before: rail.counter("rcvd_rnr_err") > before + 100,
+                PATIENCE,
+                lambda: paths_text(link.a.stats()),
+            )
+        link.b.task.signal(signal.SIGCONT)
+        transfer.finish()
+        assert link.b.stats()["messages_received"] == 8
+        assert [link.times_lost(path) for path in (0, 1)] == lost, paths_text(link.a.stats())
