@@ -113,7 +113,8 @@ class Link:
         """Make sure ``slots`` receive slots of ``slot_bytes`` are granted for one direction.
 
         Never shrinks, but however often sizes change, slots have less than four times the memory
-        that would do for every reservation so far. Separate pools per direction: one shared pool deadlocks.
+        that would do for every reservation so far. Separate pools per direction: one shared pool
+        deadlocks.
         """
     def send(self, key: tuple[int, int, int, int, int], payload: Buffer, note: bytes = b"") -> int:
         """Hand a message over and return a ticket at once.
