@@ -35,7 +35,7 @@ def test_a_job_whose_children_end_in_every_iteration_trains_on(engine: str, tmp_
     out = tmp_path / "out"
     done = subprocess.run(
         [sys.executable, "-m", "pipemorph.cli", "run", tmp_path / "job.yaml", "--out", out],
-        cwd=Path(__file__).parent,  # where the ranks find their module
+        cwd=Path(__file__).parents[2] / "support",  # where the ranks find their module
         capture_output=True,
         text=True,
         timeout=240,
