@@ -14,6 +14,7 @@ not, so that a comparison with them means something.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from pipemorph.api.spec import JobSpec
@@ -25,14 +26,13 @@ from pipemorph.control.decide.replan import Cause, Proposal, Replan, propose
 from pipemorph.control.decide.triggers import Judgement, Progress
 from pipemorph.control.first_plan import initial_plan
 from pipemorph.control.history import AdaptationRecord, Decision, Ledger
-from pipemorph.control.memory_limits import Room
+from pipemorph.control.memory_limits import Room, excess
 from pipemorph.control.observe.events import Event, Events
 from pipemorph.control.observe.link_health import Health, LinkHealth
 from pipemorph.control.observe.rail_health import RailsView
 from pipemorph.control.observe.reports import Reported, check
 from pipemorph.control.observe.stage_profile import Footprint
 from pipemorph.control.observe.transports import TransportsView
-from pipemorph.control.plan_body import PlanBody
 from pipemorph.control.snapshot import Snapshot
 from pipemorph.control.view import JobView
 from pipemorph.planning import Plan
@@ -68,16 +68,15 @@ class JobController:
         self._plan_version = 0
         self._ledger = Ledger()
         self._events = Events()
-        self._first = PlanBody.of(initial_plan(spec))
+        self._first = initial_plan(spec)
         self._start(footprints=())
 
     def _start(self, footprints: Sequence[Footprint]) -> None:
         """State of one attempt: ranks start from the plan of the spec."""
         self._reported = Reported(self.spec, footprints=footprints, events=self._events)
         self._directive: Directive | None = None
-        self._body = self._first
-        """The wanted plan."""
-        self._home = self._first
+        self._wanted = self._first
+        self._baseline = self._first
         """The plan for links that are well: the spec's, unless measurements ask for another."""
         self._judgement = Judgement.first(self.spec)
         self._checked_rooms: tuple[Room, ...] = ()
@@ -99,13 +98,9 @@ class JobController:
         return wanted if wanted is not None and wanted.plan_version > after else None
 
     @property
-    def _wanted_plan_version(self) -> int:
-        return self._directive.plan_version if self._directive else 0
-
-    @property
     def wanted(self) -> Plan:
         """The plan the ranks should run: the newest directive's, else that of the spec."""
-        return self._body.plan(self.spec, self._wanted_plan_version)
+        return self._wanted
 
     @property
     def records(self) -> list[AdaptationRecord]:
@@ -123,7 +118,7 @@ class JobController:
 
     def view(self, now: float) -> JobView:
         """The job as last reported."""
-        return JobView.of(self._reported, self._ledger, self._body, self._wanted_plan_version, now)
+        return JobView.of(self._reported, self._ledger, self._wanted, now)
 
     def rails(self, now: float) -> RailsView:
         """State of the ranks' RDMA ports."""
@@ -205,7 +200,7 @@ class JobController:
             slow = [link for link in links if link.health is Health.SLOW]
             if slow:
                 self._note(now, "policy", f"{reasons.describe(slow)}; {refusal}")
-            too_much = self._body.excess(rooms, self.spec.schedule.dispatch_kind)
+            too_much = excess(self._wanted, rooms)
             if too_much is not None:
                 self._note(now, "memory", f"{too_much}; {refusal}")
             self._checked_rooms = rooms
@@ -230,7 +225,7 @@ class JobController:
         self._decide(cause, situation, links, now)
 
     def _progress(self) -> Progress:
-        newest, wanted = self._ledger.newest(), self._wanted_plan_version
+        newest, wanted = self._ledger.newest(), self._wanted.version
         return Progress(
             last=self._ledger.last_iteration,
             finished=self._ledger.finished,
@@ -251,7 +246,7 @@ class JobController:
 
     def _cause(self, now: Situation) -> Cause | None:
         """Why the situation deserves another judgement than the last one, if it does."""
-        wanted = None if self._foreign_plan else self._body
+        wanted = None if self._foreign_plan else self._wanted
         return self._judgement.cause(now, wanted, self._progress(), hold=self._pacing.hold)
 
     def _decide(
@@ -267,12 +262,8 @@ class JobController:
                 spec=self._rules,
                 cause=cause,
                 situation=situation,
-                schedule=self._body.schedule,
-                paths=self._body.paths,
-                limits=self._body.limits,
-                home=self._home.schedule,
-                first_paths=self._first.paths,
-                home_limits=self._home.limits,
+                current=self._wanted,
+                baseline=self._baseline,
                 # After a lost state the ranks run a plan not known here: nothing to compare.
                 lost=self._foreign_plan,
                 remaining=self._left(),
@@ -309,7 +300,7 @@ class JobController:
             return
         self._issue(pending, proposal.chosen, proposal, now)
         if asked.cause in ("profile", "memory") and not any(asked.situation.slow):
-            self._home = self._body._replace(paths=self._first.paths)
+            self._baseline = replace(self._wanted, version=0, paths=self._first.paths)
 
     def _issue(self, pending: Pending, chosen: Option, proposal: Proposal, now: float) -> None:
         """Make the chosen option the wanted plan, under a new plan version."""
@@ -322,18 +313,19 @@ class JobController:
             iteration=self._reported.iteration,
             peak_memory=self._reported.stages.peak_memory(),
         )
-        self._body = PlanBody(chosen.schedule, chosen.paths, chosen.limits)
+        self._wanted = replace(chosen.plan, version=self._plan_version)
         self._foreign_plan = False
         self._directive = Directive(
             plan_version=self._plan_version,
             issued_at=now,
             reason=record.reason,
-            plan=PlanMessage.of(self._body.plan(self.spec, self._plan_version)),
+            plan=PlanMessage.of(self._wanted),
         )
         finished = self._ledger.last_iteration
         if pending.replan.cause in ("slow", "worse", "restart"):
             self._pacing.hurried(finished)
-        returning = record.kind == "return" or pending.moves_back(chosen)
+        moves_back = len(chosen.plan.delegated) < len(pending.replan.current.delegated)
+        returning = record.kind == "return" or moves_back
         self._pacing.issued(finished, returning=returning)
         self._ledger.records.append(record)
         self._log(now, record.kind, record.reason, self._plan_version)
@@ -366,9 +358,9 @@ class JobController:
     def snapshot(self) -> dict[str, Any]:
         """What :meth:`restore` needs, as plain JSON-ready data."""
         judged = self._pending.before if self._pending else self._judgement.situation
-        reported, home = self._reported, None
-        if self._home != self._first:
-            home = PlanMessage.of(self._home.plan(self.spec, version=0))
+        reported, baseline = self._reported, None
+        if self._baseline != self._first:
+            baseline = PlanMessage.of(self._baseline)
         return Snapshot(
             attempt=self.attempt,
             plan_version=self._plan_version,
@@ -381,7 +373,7 @@ class JobController:
             bases=reported.links.bases(),
             slow_series=reported.links.delays(),
             records=self.records,
-            home=home,
+            baseline=baseline,
             footprints=[(f.activation_bytes, f.offload_copy) for f in reported.stages.footprints],
         ).model_dump(mode="json")
 
@@ -406,8 +398,7 @@ class JobController:
         if saved.directive is not None:
             self._plan_version = max(saved.plan_version, saved.directive.plan_version)
             self._directive = saved.directive
-        self._body = saved.wanted_body(self._first)
-        self._home = saved.home_body(self._first)
+        self._wanted, self._baseline = saved.plans(self._first)
         if len(saved.footprints) == stages:
             reported.stages.restore_footprints(saved.footprints)
         judged = saved.judged(judgement.situation.stages)

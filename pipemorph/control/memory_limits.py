@@ -11,33 +11,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pipemorph.api.spec import JobSpec
-from pipemorph.planning import Dispatch, Plan, Problem, Schedule, StageTimes
+from pipemorph.planning import Dispatch, Plan
 from pipemorph.planning.offload import host_limit, host_peak
-
-
-class Limits(NamedTuple):
-    """What a plan may hold, per stage: ``K_i``, and ``D_i`` where it offloads (else None)."""
-
-    in_flight: tuple[int | None, ...]
-    device: tuple[int | None, ...]
-
-    @staticmethod
-    def of(source: Plan | Problem) -> Limits:
-        if isinstance(source, Plan):
-            return Limits(source.in_flight_limits, source.device_limits)
-        return Limits(source.in_flight_limits(), source.device_limits())
-
-    def on(self, stages: Sequence[StageTimes]) -> tuple[StageTimes, ...]:
-        """The same stages under these limits."""
-        return tuple(
-            stage.model_copy(update={"in_flight_limit": in_flight, "device_limit": device})
-            for stage, in_flight, device in zip(stages, self.in_flight, self.device, strict=True)
-        )
-
-    @property
-    def offloading(self) -> tuple[int, ...]:
-        """Stages that may move activations to host memory."""
-        return tuple(i for i, limit in enumerate(self.device) if limit is not None)
 
 
 class Room(NamedTuple):
@@ -87,15 +62,14 @@ def room(spec: JobSpec, stage: int, activation_bytes: int | None, copy: float | 
     return Room(device, by_memory, host)
 
 
-def excess(
-    schedule: Schedule, limits: Limits, rooms: Sequence[Room], dispatch: Dispatch
-) -> str | None:
+def excess(plan: Plan, rooms: Sequence[Room]) -> str | None:
     """Where a plan can hold more than there is room for, for a sentence; None if nowhere."""
+    schedule = plan.schedule
     n = schedule.microbatches
     peaks = schedule.in_flight_peak()
     for i, (space, ops, peak) in enumerate(zip(rooms, schedule.stages, peaks, strict=True)):
-        cap, device = limits.in_flight[i], limits.device[i]
-        if dispatch is Dispatch.ONLINE:
+        cap, device = plan.in_flight_limits[i], plan.device_limits[i]
+        if plan.dispatch is Dispatch.ONLINE:
             held, away = n if cap is None else min(cap, n), host_limit(cap, device, n)
         else:
             held, away = peak, host_peak(ops, device)

@@ -9,10 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipemorph.control.decide.forecast import Situation
 from pipemorph.control.history import AdaptationRecord
-from pipemorph.control.memory_limits import Limits
-from pipemorph.control.plan_body import PlanBody
 from pipemorph.errors import InputError
-from pipemorph.planning import StageTimes
+from pipemorph.planning import Plan, StageTimes
 from pipemorph.wire import Directive, PlanMessage
 
 
@@ -35,7 +33,7 @@ class Snapshot(BaseModel):
     slow_series: list[tuple[int, int, str, float]] = Field(default_factory=list)
     """Link, replica, direction and delay of what was slow when this was taken."""
     records: list[AdaptationRecord] = Field(default_factory=list)
-    home: PlanMessage | None = None
+    baseline: PlanMessage | None = None
     """The plan for links that are well, where measurements asked for another than the spec's."""
     footprints: list[tuple[int | None, float | None]] = Field(default_factory=list)
     """Per stage: bytes that one microbatch holds, seconds that a copy of them takes."""
@@ -50,26 +48,16 @@ class Snapshot(BaseModel):
             where = ".".join(map(str, first["loc"]))
             raise InputError(f"the saved state is unusable: {where}: {first['msg']}") from None
 
-    def wanted_body(self, first: PlanBody) -> PlanBody:
-        """The plan of the newest directive, else ``first``, the spec's. Raises
-        :class:`InputError` if it is not for as many stages."""
-        if self.directive is None:
-            return first
-        plan = self.directive.plan.plan()
+    def plans(self, first: Plan) -> tuple[Plan, Plan]:
+        """The plan of the newest directive and that for links that are well; in place of one that
+        is not saved, ``first``, the spec's. Raises :class:`InputError` if one is not for as many
+        stages."""
+        directive = self.directive.plan if self.directive else None
+        found = [saved.plan() if saved else first for saved in (directive, self.baseline)]
         stages = first.schedule.stage_count
-        if plan.schedule.stage_count != stages or len(plan.paths) != stages - 1:
+        if any((p.schedule.stage_count, len(p.paths)) != (stages, stages - 1) for p in found):
             raise InputError("the saved state is of a job with another number of stages")
-        return PlanBody.of(plan)
-
-    def home_body(self, first: PlanBody) -> PlanBody:
-        """The plan for links that are well, else ``first``, the spec's. Raises
-        :class:`InputError` if it is not for as many stages."""
-        if self.home is None:
-            return first
-        plan = self.home.plan()
-        if plan.schedule.stage_count != first.schedule.stage_count:
-            raise InputError("the saved state is of a job with another number of stages")
-        return PlanBody(plan.schedule, first.paths, Limits.of(plan))
+        return found[0], found[1]
 
     def judged(self, stages: tuple[StageTimes, ...]) -> Situation | None:
         """What was judged last, with op times that are not on record; None if nothing was."""

@@ -9,8 +9,7 @@ from pipemorph.control.observe.link_health import LinkHealth
 from pipemorph.control.observe.rail_health import RailsView
 from pipemorph.control.observe.reports import Reported
 from pipemorph.control.observe.transports import TransportsView
-from pipemorph.control.plan_body import PlanBody
-from pipemorph.planning import Path
+from pipemorph.planning import Path, Plan
 from pipemorph.planning.offload import offloaded
 
 
@@ -37,9 +36,7 @@ class JobView:
     transports: TransportsView = field(default_factory=TransportsView)
 
     @staticmethod
-    def of(
-        reported: Reported, ledger: Ledger, wanted: PlanBody, wanted_plan_version: int, now: float
-    ) -> JobView:
+    def of(reported: Reported, ledger: Ledger, wanted: Plan, now: float) -> JobView:
         """``now``: wall clock, seconds."""
         newest = ledger.newest()
         return JobView(
@@ -50,10 +47,10 @@ class JobView:
             bubble_fraction=newest.bubble_fraction if newest else None,
             loss=newest.loss if newest else None,
             links=reported.links.states(now),
-            warmup=wanted.schedule.warmup(),
+            warmup=wanted.warmup,
             paths=wanted.paths,
-            offloaded=tuple(offloaded(wanted.schedule, wanted.limits.device)),
-            wanted_plan_version=wanted_plan_version,
+            offloaded=tuple(offloaded(wanted.schedule, wanted.device_limits)),
+            wanted_plan_version=wanted.version,
             observed_plan_version=reported.observed_plan_version,
             applied_plan_version=reported.applied_plan_version,
             peak_memory=reported.stages.peak_memory(),

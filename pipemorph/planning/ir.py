@@ -150,8 +150,8 @@ class Schedule:
 class Plan:
     """A schedule, its in-flight caps and the path of each link, with a version.
 
-    ``version`` is that of the directive it came in; 0 is the plan every rank
-    derives from the job spec alone. ``in_flight_limits[i]`` is ``K_i`` or None for no
+    ``version`` is that of the directive it came in; 0 is the plan every rank derives from the job
+    spec alone, and any that is not issued yet. ``in_flight_limits[i]`` is ``K_i`` or None for no
     limit. ``paths[i]`` is the path of link *i*. ``device_limits[i]`` is how many microbatches
     may have their activations on the device of stage *i* at a time, the others being in host
     memory (:mod:`pipemorph.planning.offload`); None, as everywhere by default: no offload.
@@ -173,6 +173,33 @@ class Plan:
             object.__setattr__(self, "device_limits", (None,) * self.schedule.stage_count)
 
     @property
+    def offloading(self) -> tuple[int, ...]:
+        """Stages that may move activations to host memory."""
+        return tuple(i for i, limit in enumerate(self.device_limits) if limit is not None)
+
+    @property
     def offloads(self) -> bool:
         """Whether any stage may move activations to host memory."""
-        return any(limit is not None for limit in self.device_limits)
+        return bool(self.offloading)
+
+    @property
+    def delegated(self) -> tuple[int, ...]:
+        """Links whose bytes the engine carries."""
+        return tuple(i for i, path in enumerate(self.paths) if path is Path.DELEGATED)
+
+    @property
+    def fused(self) -> tuple[int, ...]:
+        """Stages with fused backwards."""
+        return tuple(
+            i
+            for i, ops in enumerate(self.schedule.stages)
+            if any(op.kind is OpKind.BW for op in ops)
+        )
+
+    def runs_as(self, other: Plan) -> bool:
+        """Whether ranks do the same under both: versions differ, and caps that nothing reaches."""
+        return (self.schedule, self.paths, self.device_limits) == (
+            other.schedule,
+            other.paths,
+            other.device_limits,
+        )

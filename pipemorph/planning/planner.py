@@ -8,12 +8,12 @@ from functools import cached_property
 from time import perf_counter
 
 from pipemorph.errors import InputError
-from pipemorph.planning.ir import Dispatch, Path, Plan, Policy, Schedule
+from pipemorph.planning.ir import Path, Policy, Schedule
 from pipemorph.planning.policies.classic import gpipe, one_f_one_b, zero_bubble
 from pipemorph.planning.problem import Link, Problem, StageTimes
 from pipemorph.planning.search.backend import lower_bound, search
 from pipemorph.planning.search.order import to_schedule
-from pipemorph.planning.search.variants import best_variant, has_variants
+from pipemorph.planning.search.variants import Variant, best_variant, has_variants
 from pipemorph.planning.simulation.costs import Costs
 from pipemorph.planning.simulation.lower_bound import SAME
 from pipemorph.planning.simulation.simulator import Simulation, predict, run_static, timed
@@ -24,19 +24,15 @@ DIRECT_QUEUES, DIRECT_OUTSTANDING = 1, 2
 DELEGATED_QUEUES = 8
 
 
-@dataclass(frozen=True)
-class PlannedSchedule:
+@dataclass(frozen=True, kw_only=True)
+class PlannedSchedule(Variant):
     """A schedule with what it was planned for and what it is predicted to take.
 
     ``problem`` is the one asked for, but with the device limits and in-flight caps the plan uses.
-    ``makespan`` is that of the static order, and no schedule is shorter than ``lower_bound``.
-    ``planning_seconds`` is wall time; every other time is in the problem's unit.
+    No schedule is shorter than ``lower_bound``. ``planning_seconds`` is wall time; every other
+    time is in the problem's unit.
     """
 
-    policy: Policy
-    problem: Problem
-    schedule: Schedule
-    makespan: float
     lower_bound: float
     planning_seconds: float
 
@@ -50,20 +46,6 @@ class PlannedSchedule:
     def gap(self) -> float:
         """How much longer than ``lower_bound``, as a fraction of it; 0 is proven shortest."""
         return self.makespan / self.lower_bound - 1 if self.lower_bound > 0 else 0.0
-
-    def to_plan(
-        self, version: int, paths: Sequence[Path], dispatch: Dispatch = Dispatch.STATIC
-    ) -> Plan:
-        """The plan the ranks run, with ``paths[i]`` for link *i*."""
-        return Plan(
-            version=version,
-            policy=self.policy,
-            schedule=self.schedule,
-            paths=tuple(paths),
-            in_flight_limits=self.problem.in_flight_limits(),
-            dispatch=dispatch,
-            device_limits=self.problem.device_limits(),
-        )
 
 
 def plan(
@@ -84,7 +66,8 @@ def plan(
     policy = problem.policy if policy is None else policy
     if policy is Policy.PIPEMORPH and has_variants(problem):
         bound = lower_bound(problem)
-        problem, schedule, makespan = best_variant(problem)
+        best = best_variant(problem)
+        problem, schedule, makespan = best.problem, best.schedule, best.makespan
     elif policy is Policy.PIPEMORPH:
         found = search(problem)
         schedule = to_schedule(found.order, problem.microbatches)

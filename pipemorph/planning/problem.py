@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from pipemorph.document import check_plain, named, only_document, read_text
 from pipemorph.errors import InputError
-from pipemorph.planning.ir import Dispatch, Policy
+from pipemorph.planning.ir import Dispatch, Plan, Policy
 
 # Large enough for any pipeline there is; small enough that a slip of the keyboard in
 # `microbatches` is an error message and not a machine that swaps.
@@ -180,6 +180,15 @@ class Problem(_Model):
     def device_limits(self) -> tuple[int | None, ...]:
         """``D_i`` per stage, None where everything stays on the device."""
         return tuple(stage.device_limit for stage in self.stages)
+
+    def under(self, plan: Plan) -> Problem:
+        """The same problem with the limits of a plan in place of its own."""
+        limits = zip(self.stages, plan.in_flight_limits, plan.device_limits, strict=True)
+        stages = tuple(
+            stage.model_copy(update={"in_flight_limit": cap, "device_limit": device})
+            for stage, cap, device in limits
+        )
+        return self.model_copy(update={"stages": stages})
 
     def with_device_limits(self, limits: Sequence[int | None]) -> Problem:
         """The same problem where stage *i* offloads beyond ``limits[i]`` microbatches, or not at

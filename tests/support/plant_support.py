@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import AdaptationRecord, Health, JobController, initial_plan
-from pipemorph.control.memory_limits import Limits
 from pipemorph.planning import OpKind, Path, Plan, StageTimes, problem_for, simulate, validate
 from pipemorph.planning.offload import device_peak
 from pipemorph.wire import (
@@ -80,11 +79,11 @@ class Plant:
         ]
         problem = problem_for(
             self.spec.schedule.microbatches,
-            Limits.of(self.plan).on(self.ops),
+            self.ops,
             felt,
             self.plan.paths,
             queues=8,
-        )
+        ).under(self.plan)
         result = simulate(self.plan.schedule, problem)
         windows = max(2, int(result.makespan / 0.05))
         for _ in range(windows):

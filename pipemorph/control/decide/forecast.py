@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pipemorph.api.spec import JobSpec
-from pipemorph.control.memory_limits import Limits, Room, excess
+from pipemorph.control.memory_limits import Room, excess
 from pipemorph.errors import InputError
 from pipemorph.planning import (
     Dispatch,
-    OpKind,
     Path,
+    Plan,
     Policy,
     Problem,
-    Schedule,
     StageTimes,
     plan,
     predict,
@@ -27,8 +27,7 @@ from pipemorph.planning import (
     validate,
     validate_online,
 )
-from pipemorph.planning.offload import offloaded
-from pipemorph.planning.search.variants import Variant, has_variants, variants
+from pipemorph.planning.search.variants import has_variants, variants
 
 SAME = 0.01
 """Predictions closer than this are taken for equal: the model is no better than that."""
@@ -51,31 +50,11 @@ class Situation:
     rooms: tuple[Room, ...] = ()
 
 
-@dataclass(frozen=True)
-class Option:
-    """A schedule over paths, what it may hold, and its predicted iteration time in seconds."""
+class Option(NamedTuple):
+    """A plan, and its predicted iteration time in seconds."""
 
-    schedule: Schedule
-    paths: tuple[Path, ...]
-    limits: Limits
+    plan: Plan
     seconds: float
-
-    @property
-    def delegated(self) -> int:
-        return sum(path is Path.DELEGATED for path in self.paths)
-
-    @property
-    def fused(self) -> tuple[int, ...]:
-        """Stages with fused backwards."""
-        return tuple(
-            i
-            for i, ops in enumerate(self.schedule.stages)
-            if any(op.kind is OpKind.BW for op in ops)
-        )
-
-    def offloaded(self) -> list[int]:
-        """Microbatches per iteration that go to host memory, per stage."""
-        return offloaded(self.schedule, self.limits.device)
 
 
 class Forecast:
@@ -84,7 +63,6 @@ class Forecast:
     def __init__(self, spec: JobSpec, situation: Situation) -> None:
         self._spec = spec
         self._situation = situation
-        self._dispatch = spec.schedule.dispatch_kind
         warmup = spec.schedule.warmup
         self._warmup = tuple(warmup) if warmup is not None else None
 
@@ -100,39 +78,31 @@ class Forecast:
         )
         return problem if self._warmup is None else problem.with_warmup(self._warmup)
 
-    def of(self, schedule: Schedule, paths: tuple[Path, ...], limits: Limits) -> Option:
-        """Predicted time of a (valid) schedule under its own limits."""
-        problem = self.problem(paths)
-        problem = problem.model_copy(update={"stages": limits.on(problem.stages)})
-        if self._dispatch is Dispatch.STATIC:
-            seconds = predict(schedule, problem)
-        else:
-            seconds = simulate(schedule, problem, self._dispatch).makespan
-        return Option(schedule, paths, limits, seconds)
+    def of(self, plan: Plan) -> Option:
+        """Predicted time of a (valid) plan under its own limits."""
+        problem = self.problem(plan.paths).under(plan)
+        if plan.dispatch is Dispatch.STATIC:
+            return Option(plan, predict(plan.schedule, problem))
+        return Option(plan, simulate(plan.schedule, problem, plan.dispatch).makespan)
 
     def fresh(self, paths: tuple[Path, ...]) -> list[Option]:
-        """Schedules made for this situation: split and on the device, and where they are shorter
+        """Plans made for this situation: split and on the device, and where they are shorter
         with fused backwards and with offload. Raises :class:`InputError` if there is none."""
-        problem = self.problem(paths)
-        if has_variants(problem):
-            return [self._of_variant(found, paths) for found in variants(problem)]
-        found = plan(problem, Policy.PIPEMORPH)
-        return [self.of(found.schedule, paths, Limits.of(found.problem))]
+        problem, dispatch = self.problem(paths), self._spec.schedule.dispatch_kind
+        if not has_variants(problem):
+            return [self.of(plan(problem, Policy.PIPEMORPH).to_plan(0, paths, dispatch))]
+        made = [(found.to_plan(0, paths, dispatch), found.makespan) for found in variants(problem)]
+        if dispatch is Dispatch.STATIC:
+            return [Option(*each) for each in made]
+        return [self.of(each) for each, _ in made]
 
-    def _of_variant(self, found: Variant, paths: tuple[Path, ...]) -> Option:
-        limits = Limits.of(found.problem)
-        if self._dispatch is Dispatch.STATIC:
-            return Option(found.schedule, paths, limits, found.makespan)
-        return self.of(found.schedule, paths, limits)
-
-    def excess(self, schedule: Schedule, limits: Limits) -> str | None:
-        """Where the schedule holds more than there is room for; None if nowhere."""
-        if not self._situation.rooms:
-            return None
-        return excess(schedule, limits, self._situation.rooms, self._dispatch)
+    def excess(self, plan: Plan) -> str | None:
+        """Where the plan holds more than there is room for; None if nowhere."""
+        rooms = self._situation.rooms
+        return excess(plan, rooms) if rooms else None
 
     def path_choices(
-        self, present: tuple[Path, ...], initial: tuple[Path, ...]
+        self, current: tuple[Path, ...], initial: tuple[Path, ...]
     ) -> list[tuple[Path, ...]]:
         """Ways for the bytes to travel that the spec allows, each once.
 
@@ -144,21 +114,22 @@ class Forecast:
         situation = self._situation
         back = tuple(
             now if unknown else first
-            for now, first, unknown in zip(present, initial, situation.unknown, strict=True)
+            for now, first, unknown in zip(current, initial, situation.unknown, strict=True)
         )
         moved = tuple(
             Path.DELEGATED if slow else path
             for path, slow in zip(back, situation.slow, strict=True)
         )
-        return list(dict.fromkeys([present, back, moved]))
+        return list(dict.fromkeys([current, back, moved]))
 
 
-def runnable(schedule: Schedule, limits: Limits, dispatch: Dispatch) -> str | None:
-    """None if ranks may run the schedule, else the one-line reason they must not."""
+def runnable(plan: Plan) -> str | None:
+    """None if ranks may run the plan, else the one-line reason they must not."""
+    caps, device = plan.in_flight_limits, plan.device_limits
     try:
-        validate(schedule, limits.in_flight, limits.device)
-        if dispatch is Dispatch.ONLINE:
-            validate_online(schedule.warmup(), limits.in_flight, device_limits=limits.device)
+        validate(plan.schedule, caps, device)
+        if plan.dispatch is Dispatch.ONLINE:
+            validate_online(plan.warmup, caps, device_limits=device)
     except InputError as error:
         return str(error)
     return None
@@ -170,4 +141,4 @@ def best(options: Iterable[Option]) -> Option:
     ranked = list(options)
     quickest = min(option.seconds for option in ranked)
     equal = [option for option in ranked if option.seconds <= quickest * (1 + SAME)]
-    return min(equal, key=lambda option: (option.delegated, len(option.limits.offloading)))
+    return min(equal, key=lambda option: (len(option.plan.delegated), len(option.plan.offloading)))

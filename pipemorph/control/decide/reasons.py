@@ -66,11 +66,11 @@ def no_room(situation: Situation, memory: int | None) -> str:
 
 def change(because: str, proposal: Proposal, chosen: Option) -> str:
     """What a change is made for, and what it is predicted to be worth."""
-    present = proposal.present
-    old = f"{shown_time(present.seconds)} with the present plan" if present else "unknown before"
+    current = proposal.current
+    old = f"{shown_time(current.seconds)} with the present plan" if current else "unknown before"
     return (
         f"{because}; predicted per iteration {old}, {shown_time(chosen.seconds)} with"
-        f" warm-up {'-'.join(map(str, chosen.schedule.warmup()))} and"
-        f" {shown_paths(chosen.paths)}"
+        f" warm-up {'-'.join(map(str, chosen.plan.warmup))} and"
+        f" {shown_paths(chosen.plan.paths)}"
         f"{'; ' + proposal.reason if proposal.reason else ''}"
     )

@@ -7,14 +7,13 @@ many jobs has it made in another process: both ends are plain values that can be
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide.forecast import Forecast, Option, Situation, best, runnable
-from pipemorph.control.memory_limits import Limits
 from pipemorph.errors import InputError
-from pipemorph.planning import Path, Schedule
+from pipemorph.planning import Path, Plan
 
 Cause = Literal["slow", "worse", "eased", "recovered", "steady", "profile", "memory", "restart"]
 """Why the situation deserves another judgement than the last one."""
@@ -27,9 +26,8 @@ UNSEEN_CHANGE = 0.25
 class Replan:
     """All that goes into one decision.
 
-    ``schedule``, ``paths`` and ``limits`` are in effect now; ``home``, ``first_paths`` and
-    ``home_limits`` are those for links that are well. ``lost``: the ranks run a plan that is not
-    known here.
+    ``current`` is the plan in effect, ``baseline`` the one for links that are well. ``lost``: the
+    ranks run a plan that is not known here.
     ``remaining`` iterations are left that a new plan would run, and changing has cost
     ``change_seconds`` so far (None: it was not done yet).
     """
@@ -37,12 +35,8 @@ class Replan:
     spec: JobSpec
     cause: Cause
     situation: Situation
-    schedule: Schedule
-    paths: tuple[Path, ...]
-    limits: Limits
-    home: Schedule
-    first_paths: tuple[Path, ...]
-    home_limits: Limits
+    current: Plan
+    baseline: Plan
     lost: bool
     remaining: int
     change_seconds: float | None
@@ -52,7 +46,7 @@ class Replan:
 class Proposal:
     """What came of it: the option to change to, or None and why the plan is kept.
 
-    ``present`` is the plan in effect as it is predicted now; None if it is not known. With a
+    ``current`` is the plan in effect as it is predicted now; None if it is not known. With a
     choice, ``reason`` is what it is worth, where that was weighed.
 
     No option that holds more than there is room for is ever chosen; and where the plan in effect
@@ -60,113 +54,101 @@ class Proposal:
     """
 
     chosen: Option | None
-    present: Option | None
+    current: Option | None
     reason: str = ""
 
 
 def propose(asked: Replan) -> Proposal:
-    """Predict the present plan and the alternatives on the same measurements, and choose.
+    """Predict the current plan and the alternatives on the same measurements, and choose.
 
     Never raises on account of the situation: where there is no plan, the reason says so.
     """
     forecast = Forecast(asked.spec, asked.situation)
     try:
-        present = None
-        if not asked.lost:
-            present = forecast.of(asked.schedule, asked.paths, asked.limits)
+        current = None if asked.lost else forecast.of(asked.current)
         options = _options(asked, forecast)
-        chosen, why = _choose(asked, forecast, options, present)
+        chosen, why = _choose(asked, forecast, options, current)
     except InputError as error:
         return Proposal(None, None, f"no plan was found: {error}")
     why = "; ".join(part for part in (why, *_weighed(asked.situation, options)) if part)
     if chosen is None:
-        return Proposal(None, present, why)
-    dispatch = asked.spec.schedule.dispatch_kind
-    broken = runnable(chosen.schedule, chosen.limits, dispatch)
-    broken = broken or forecast.excess(chosen.schedule, chosen.limits)
+        return Proposal(None, current, why)
+    broken = runnable(chosen.plan) or forecast.excess(chosen.plan)
     if broken is not None:
-        return Proposal(None, present, f"the plan for it must not run: {broken}")
-    return Proposal(chosen, present, why)
+        return Proposal(None, current, f"the plan for it must not run: {broken}")
+    return Proposal(chosen, current, why)
 
 
 def _options(asked: Replan, forecast: Forecast) -> list[Option]:
     """All that could run. Raises :class:`InputError` where nothing can."""
     options = []
-    for paths in forecast.path_choices(asked.paths, asked.first_paths):
-        if forecast.excess(asked.home, asked.home_limits) is None:
-            options.append(forecast.of(asked.home, paths, asked.home_limits))
+    for paths in forecast.path_choices(asked.current.paths, asked.baseline.paths):
+        if forecast.excess(asked.baseline) is None:
+            options.append(forecast.of(replace(asked.baseline, paths=paths)))
         options += forecast.fresh(paths)
     return options
 
 
 def _choose(
-    asked: Replan, forecast: Forecast, options: Sequence[Option], present: Option | None
+    asked: Replan, forecast: Forecast, options: Sequence[Option], current: Option | None
 ) -> tuple[Option | None, str]:
     """The option to change to and what it is worth, or None and why not."""
     situation = asked.situation
-    if present is not None:
-        too_much = forecast.excess(present.schedule, present.limits)
+    if current is not None:
+        too_much = forecast.excess(current.plan)
         if too_much is not None:
             return best(options), f"the present plan must not stay: {too_much}"
     if not any(situation.slow) and not any(situation.unknown):
-        return _choose_home(asked, forecast, options, present)
+        return _choose_baseline(asked, forecast, options, current)
     quickest = best(options)
-    if present is None:
+    if current is None:
         return quickest, ""
-    gain = 1 - quickest.seconds / present.seconds if present.seconds > 0 else 0.0
+    gain = 1 - quickest.seconds / current.seconds if current.seconds > 0 else 0.0
     if gain >= asked.spec.adaptation.min_gain and gain > 0:
-        return _if_it_pays(asked, present, quickest)
+        return _if_it_pays(asked, current, quickest)
     # Not quicker; but a link that is well again need not stay off its direct path.
     may_ease = asked.cause in ("steady", "recovered")
     lighter = [
         option
         for option in options
         if may_ease
-        and option.delegated < present.delegated
-        and option.seconds <= present.seconds
+        and len(option.plan.delegated) < len(current.plan.delegated)
+        and option.seconds <= current.seconds
         and (asked.cause == "steady" or _keeps_slow(option, situation))
     ]
     if lighter:
         return best(lighter), ""
-    return None, _not_worth(asked, present, gain)
+    return None, _not_worth(asked, current, gain)
 
 
-def _choose_home(
-    asked: Replan, forecast: Forecast, options: Sequence[Option], present: Option | None
+def _choose_baseline(
+    asked: Replan, forecast: Forecast, options: Sequence[Option], current: Option | None
 ) -> tuple[Option | None, str]:
     """All links are well: the plan of the start, unless measured times ask for another."""
     least = 1 - asked.spec.adaptation.min_gain
-    target, home = best(options), None
-    if forecast.excess(asked.home, asked.home_limits) is None:
-        home = forecast.of(asked.home, asked.first_paths, asked.home_limits)
-        target = best([home, *options])
-        target = target if target.seconds < home.seconds * least else home
-    if present is None:
+    target, baseline = best(options), None
+    if forecast.excess(asked.baseline) is None:
+        baseline = forecast.of(asked.baseline)
+        target = best([baseline, *options])
+        target = target if target.seconds < baseline.seconds * least else baseline
+    if current is None:
         return target, ""
-    if _same(target, present):
+    if target.plan.runs_as(current.plan):
         return None, "kept the plan: it is the one for links that are well"
-    if target is home:
+    if target is baseline:
         return target, ""
-    if target.seconds < present.seconds * least:
-        return _if_it_pays(asked, present, target)
-    return None, _not_worth(asked, present, 1 - target.seconds / present.seconds)
-
-
-def _same(one: Option, other: Option) -> bool:
-    return (one.schedule, one.paths, one.limits.device) == (
-        other.schedule,
-        other.paths,
-        other.limits.device,
-    )
+    if target.seconds < current.seconds * least:
+        return _if_it_pays(asked, current, target)
+    return None, _not_worth(asked, current, 1 - target.seconds / current.seconds)
 
 
 def _weighed(situation: Situation, options: Sequence[Option]) -> Iterator[str]:
     """What offload, fused backwards and the memory of the device do here, for the reason."""
-    away = [option for option in options if option.limits.offloading]
-    here = [option for option in options if not option.limits.offloading]
+    away = [option for option in options if option.plan.offloading]
+    here = [option for option in options if not option.plan.offloading]
     if away:
         quickest = min(away, key=lambda option: option.seconds)
-        stages = quickest.limits.offloading
+        stages = quickest.plan.offloading
         # There and back.
         copies = 2 * max(situation.stages[i].offload_copy or 0.0 for i in stages)
         others = min((option.seconds for option in here), default=None)
@@ -177,12 +159,12 @@ def _weighed(situation: Situation, options: Sequence[Option]) -> Iterator[str]:
             f"offload on {shown_stages(stages)} costs {shown_time(copies)} per copied microbatch"
             f" and {worth}"
         )
-    fused = [option for option in here if option.fused]
-    split = [option.seconds for option in here if not option.fused]
+    fused = [option for option in here if option.plan.fused]
+    split = [option.seconds for option in here if not option.plan.fused]
     if fused and split:
         quickest = min(fused, key=lambda option: option.seconds)
         yield (
-            f"a fused backward on {shown_stages(quickest.fused)}"
+            f"a fused backward on {shown_stages(quickest.plan.fused)}"
             f" {_saves(min(split) - quickest.seconds)}"
         )
     bound = [i for i, room in enumerate(situation.rooms) if room.by_memory]
@@ -190,8 +172,8 @@ def _weighed(situation: Situation, options: Sequence[Option]) -> Iterator[str]:
         i
         for i in bound
         if any(
-            option.limits.device[i] is not None
-            or option.schedule.in_flight_peak()[i] == situation.rooms[i].device
+            option.plan.device_limits[i] is not None
+            or option.plan.schedule.in_flight_peak()[i] == situation.rooms[i].device
             for option in options
         )
     ]
@@ -219,12 +201,12 @@ def shown_stages(stages: Sequence[int]) -> str:
     return f"stage{'s' * (len(stages) > 1)} {', '.join(parts)}"
 
 
-def _if_it_pays(asked: Replan, present: Option, other: Option) -> tuple[Option | None, str]:
+def _if_it_pays(asked: Replan, current: Option, other: Option) -> tuple[Option | None, str]:
     """``other``, if what it saves until the job is done is more than what changing costs."""
     cost = asked.change_seconds
     known = cost is not None
-    cost = present.seconds * UNSEEN_CHANGE if cost is None else cost
-    saved = (present.seconds - other.seconds) * asked.remaining
+    cost = current.seconds * UNSEEN_CHANGE if cost is None else cost
+    saved = (current.seconds - other.seconds) * asked.remaining
     sum_ = (
         f"{shown_time(max(0.0, saved))} over the {max(0, asked.remaining)} iterations left,"
         f" the change {'has cost' if known else 'is taken to cost'} {shown_time(cost)}"
@@ -234,9 +216,9 @@ def _if_it_pays(asked: Replan, present: Option, other: Option) -> tuple[Option |
     return None, f"kept the plan: the best other one saves {sum_}"
 
 
-def _not_worth(asked: Replan, present: Option, gain: float) -> str:
+def _not_worth(asked: Replan, current: Option, gain: float) -> str:
     return (
-        f"kept the plan, predicted {shown_time(present.seconds)} per iteration: the best other"
+        f"kept the plan, predicted {shown_time(current.seconds)} per iteration: the best other"
         f" one saves {max(0.0, gain):.1%}, less than minGain"
         f" {asked.spec.adaptation.min_gain:.1%}"
     )
@@ -246,7 +228,7 @@ def _keeps_slow(option: Option, situation: Situation) -> bool:
     """Whether every slow link is delegated."""
     return all(
         path is Path.DELEGATED
-        for path, slow in zip(option.paths, situation.slow, strict=True)
+        for path, slow in zip(option.plan.paths, situation.slow, strict=True)
         if slow
     )
 

@@ -11,11 +11,10 @@ from pipemorph.control.decide.forecast import Situation
 from pipemorph.control.decide.rate_limit import Pacing
 from pipemorph.control.decide.replan import Cause
 from pipemorph.control.first_plan import initial_paths, initial_problem
-from pipemorph.control.memory_limits import Room
+from pipemorph.control.memory_limits import Room, excess
 from pipemorph.control.observe.link_health import Health, LinkHealth
 from pipemorph.control.observe.stage_profile import expected_times
-from pipemorph.control.plan_body import PlanBody
-from pipemorph.planning import StageTimes
+from pipemorph.planning import Plan, StageTimes
 
 WARM_UP = 3
 """Iterations before measured op times are held against those planned with."""
@@ -105,7 +104,7 @@ class Judgement:
         )
 
     def cause(
-        self, now: Situation, wanted: PlanBody | None, progress: Progress, *, hold: int
+        self, now: Situation, wanted: Plan | None, progress: Progress, *, hold: int
     ) -> Cause | None:
         """Why the situation deserves another judgement than the last one, if it does.
 
@@ -115,8 +114,7 @@ class Judgement:
         if wanted is None:
             return "restart"
         before = self.situation
-        dispatch = self.spec.schedule.dispatch_kind
-        if now.rooms != before.rooms and wanted.excess(now.rooms, dispatch) is not None:
+        if now.rooms != before.rooms and excess(wanted, now.rooms) is not None:
             return "memory"
         links = range(len(now.slow))
         if any(now.slow[i] and not before.slow[i] for i in links):
@@ -136,7 +134,7 @@ class Judgement:
             return "profile"
         return None
 
-    def _is_steady(self, now: Situation, wanted: PlanBody, progress: Progress, hold: int) -> bool:
+    def _is_steady(self, now: Situation, wanted: Plan, progress: Progress, hold: int) -> bool:
         since = self._after
         if since is None or self._of_steady or wanted.paths == initial_paths(self.spec):
             return False

@@ -15,10 +15,11 @@ gives the same schedule on every machine.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from pipemorph.planning.ir import Op, OpKind, Schedule
+from pipemorph.planning.ir import Dispatch, Op, OpKind, Path, Plan, Policy, Schedule
 from pipemorph.planning.offload import Residency
 from pipemorph.planning.problem import Problem, StageTimes
 from pipemorph.planning.search.backend import search
@@ -34,12 +35,29 @@ STEPS, STEP_OPS = 16, 40_000
 as make this many ops, but two."""
 
 
-class Variant(NamedTuple):
-    """A schedule, its makespan, and the problem with the limits that it keeps."""
+@dataclass(frozen=True)
+class Variant:
+    """A schedule, the makespan of its static order, and the problem with the limits that it
+    keeps."""
 
     problem: Problem
     schedule: Schedule
     makespan: float
+    policy: Policy = Policy.PIPEMORPH
+
+    def to_plan(
+        self, version: int, paths: Sequence[Path], dispatch: Dispatch = Dispatch.STATIC
+    ) -> Plan:
+        """The plan the ranks run, with ``paths[i]`` for link *i*."""
+        return Plan(
+            version=version,
+            policy=self.policy,
+            schedule=self.schedule,
+            paths=tuple(paths),
+            in_flight_limits=self.problem.in_flight_limits(),
+            dispatch=dispatch,
+            device_limits=self.problem.device_limits(),
+        )
 
     @property
     def offloads(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,13 +17,14 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController, initial_plan
 from pipemorph.control.decide.forecast import Forecast, Option, Situation
 from pipemorph.control.decide.replan import Replan, propose, shown_stages
-from pipemorph.control.memory_limits import Limits, Room, excess
+from pipemorph.control.memory_limits import Room, excess
 from pipemorph.control.observe.stage_profile import StageBook
 from pipemorph.planning import (
     Dispatch,
     OpKind,
     Path,
     Plan,
+    Policy,
     Schedule,
     StageTimes,
     validate,
@@ -277,10 +279,10 @@ def test_backwards_are_fused_where_that_is_measured_to_be_shorter_and_why() -> N
 
 def test_a_planner_that_holds_too_much_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     def fresh(self: Forecast, paths: tuple[Path, ...]) -> list[Option]:
-        return [Option(schedule, paths, Limits((None,) * STAGES, (None,) * STAGES), 0.001)]
+        return [Option(replace(first, paths=paths), 0.001)]
 
     job = plant(tight(host=None))
-    schedule = job.plan.schedule
+    first = job.plan
     monkeypatch.setattr(Forecast, "fresh", fresh)
     job.run(4)
     assert not job.plans
@@ -334,22 +336,21 @@ def test_one_quick_or_slow_iteration_does_not_fuse_a_backward() -> None:
 
 def test_what_a_plan_holds_is_found_stage_by_stage() -> None:
     schedule = Schedule.decode(3, ["F0 F1 F2 B0 W0 B1 W1 B2 W2"])
-    static, online = Dispatch.STATIC, Dispatch.ONLINE
-    none, two = Limits((None,), (None,)), Limits((3,), (2,))
-    assert excess(schedule, none, [Room()], static) is None
-    assert excess(schedule, none, [Room(3)], static) is None
-    assert excess(schedule, none, [Room(2)], static) == (
-        "stage 0 holds 3 microbatches, inFlightLimit has room for 2"
-    )
-    assert excess(schedule, two, [Room(2, True, 2)], static) is None
-    assert excess(schedule, two, [Room(2, True, 1)], static) == (
+    none = Plan(0, Policy.PIPEMORPH, schedule, (), (None,))
+    two = replace(none, in_flight_limits=(3,), device_limits=(2,))
+    online = replace(none, in_flight_limits=(2,), dispatch=Dispatch.ONLINE)
+    assert excess(none, [Room()]) is None
+    assert excess(none, [Room(3)]) is None
+    assert excess(none, [Room(2)]) == ("stage 0 holds 3 microbatches, inFlightLimit has room for 2")
+    assert excess(two, [Room(2, True, 2)]) is None
+    assert excess(two, [Room(2, True, 1)]) == (
         "stage 0 has 2 microbatches in host memory, hostMemory has room for 1"
     )
-    assert excess(schedule, two, [Room(1, True, 2)], static) == (
+    assert excess(two, [Room(1, True, 2)]) == (
         "stage 0 holds 2 microbatches, activationMemory has room for 1"
     )
-    assert excess(schedule, Limits((2,), (None,)), [Room(2)], online) is None
-    assert excess(schedule, two, [Room(2, True, 1)], online) is not None
+    assert excess(online, [Room(2)]) is None
+    assert excess(replace(two, dispatch=Dispatch.ONLINE), [Room(2, True, 1)]) is not None
 
 
 def test_no_plan_is_made_before_it_is_known_what_a_microbatch_holds() -> None:
@@ -421,32 +422,27 @@ def test_no_proposal_is_ever_over_what_there_is_room_for(
         tuple(stages), delays, delays, slow, (False,) * len(slow), rooms=tuple(rooms)
     )
     first = initial_plan(job)
-    now = Limits.of(first)
     asked = Replan(
         spec=job,
         cause=rng.choice(["slow", "steady", "recovered", "profile", "memory"]),
         situation=situation,
-        schedule=first.schedule,
-        paths=first.paths,
-        limits=now,
-        home=first.schedule,
-        first_paths=first.paths,
-        home_limits=now,
+        current=first,
+        baseline=first,
         lost=rng.random() < 0.2,
         remaining=100,
         change_seconds=None,
     )
     proposal = propose(asked)
-    fits = excess(first.schedule, now, rooms, dispatch) is None
+    fits = excess(first, rooms) is None
     if proposal.chosen is None:
         assert fits, proposal.reason
         return
-    schedule, limits = proposal.chosen.schedule, proposal.chosen.limits
-    validate(schedule, limits.in_flight, limits.device)
+    plan = proposal.chosen.plan
+    validate(plan.schedule, plan.in_flight_limits, plan.device_limits)
     if dispatch is Dispatch.ONLINE:
-        validate_online(schedule.warmup(), limits.in_flight, device_limits=limits.device)
-    assert excess(schedule, limits, rooms, dispatch) is None
-    for ops, room, device in zip(schedule.stages, rooms, limits.device, strict=True):
+        validate_online(plan.warmup, plan.in_flight_limits, device_limits=plan.device_limits)
+    assert excess(plan, rooms) is None
+    for ops, room, device in zip(plan.schedule.stages, rooms, plan.device_limits, strict=True):
         assert room.device is None or device_peak(ops, device) <= room.device
         assert host_peak(ops, device) <= room.host
 
