@@ -1,9 +1,10 @@
 """The control loop: what a job reports, what it should do. Pure; hosts bring clock and sockets.
 
-``detector`` judges one direction of a link, ``health`` a job's links, ``profile`` its stages,
-``reports`` takes in, ``judgement`` finds a cause to act, ``forecast`` predicts, ``replan``
-proposes, ``controller`` decides, ``reasons`` says why, ``records`` keeps what it was worth,
-``snapshot`` what outlives the host.
+Three steps. ``observe`` takes reports in: ``detector`` judges one direction of a link,
+``link_health`` a job's links, ``stage_profile`` its stages. ``decide`` makes of them a decision:
+``triggers`` finds a cause, ``forecast`` predicts, ``replan`` proposes with its ``findings``,
+``reasons`` writes the sentences. ``controller`` runs the loop and issues plans, ``history`` keeps
+what each was worth, ``snapshot`` what outlives the host.
 """
 
 from pipemorph.control.controller import JobController

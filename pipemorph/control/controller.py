@@ -202,7 +202,7 @@ class JobController:
                 self._note(now, "policy", f"{reasons.describe(slow)}; {refusal}")
             too_much = excess(self._wanted, rooms)
             if too_much is not None:
-                self._note(now, "memory", f"{too_much}; {refusal}")
+                self._note(now, "memory", f"{reasons.too_much(too_much)}; {refusal}")
             self._checked_rooms = rooms
             return
         stages = reported.stages.times()
@@ -270,7 +270,6 @@ class JobController:
                 change_seconds=self._ledger.change_seconds,
             ),
             links=tuple(links),
-            why=reasons.why(cause, links),
             detectable_at=detectable_at,
             before=before,
         )
@@ -296,7 +295,7 @@ class JobController:
             return
         self._pending = None
         if proposal.chosen is None:
-            self._keep(now, f"{pending.why}; {proposal.reason}")
+            self._keep(now, pending.reason(proposal))
             return
         self._issue(pending, proposal.chosen, proposal, now)
         if asked.cause in ("profile", "memory") and not any(asked.situation.slow):
@@ -328,10 +327,11 @@ class JobController:
         returning = record.kind == "return" or moves_back
         self._pacing.issued(finished, returning=returning)
         self._ledger.records.append(record)
-        self._log(now, record.kind, record.reason, self._plan_version)
+        line = reasons.short(self._plan_version, pending.replan.cause, pending.links, proposal)
+        self._log(now, record.kind, record.reason, line, self._plan_version)
 
     def _keep(self, now: float, reason: str) -> None:
-        self._log(now, "keep", reason)
+        self._log(now, "keep", reason, f"no change: {reason}")
 
     def _note(self, now: float, topic: str, reason: str) -> None:
         """A reason that would repeat with every report: once per attempt."""
@@ -344,12 +344,17 @@ class JobController:
         now: float,
         kind: Literal["adapt", "return", "keep"],
         reason: str,
+        line: str,
         plan_version: int | None = None,
     ) -> None:
-        iteration = self._reported.iteration
         self._ledger.decisions.append(
             Decision(
-                at=now, iteration=iteration, kind=kind, reason=reason, plan_version=plan_version
+                at=now,
+                iteration=self._reported.iteration,
+                kind=kind,
+                reason=reason,
+                line=line,
+                plan_version=plan_version,
             )
         )
 

@@ -80,6 +80,8 @@ class Decision(BaseModel):
     iteration: int
     kind: Literal["adapt", "return", "keep"]
     reason: str
+    line: str
+    """What a terminal shows: of a change, the reason in short."""
     plan_version: int | None = None
 
 

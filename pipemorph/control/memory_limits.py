@@ -8,7 +8,7 @@ is known what one microbatch holds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.planning import Dispatch, Plan
@@ -29,6 +29,15 @@ class Room(NamedTuple):
         if self.device is None or not self.host or self.device >= microbatches:
             return self.device, None
         return min(microbatches, self.device - 1 + self.host), self.device
+
+
+class Excess(NamedTuple):
+    """A plan can hold more on a stage than a field of the spec has room for, in microbatches."""
+
+    stage: int
+    held: int
+    room: int
+    field: Literal["inFlightLimit", "activationMemory", "hostMemory"]
 
 
 def stated_limits(spec: JobSpec) -> tuple[int | None, ...]:
@@ -62,8 +71,8 @@ def room(spec: JobSpec, stage: int, activation_bytes: int | None, copy: float | 
     return Room(device, by_memory, host)
 
 
-def excess(plan: Plan, rooms: Sequence[Room]) -> str | None:
-    """Where a plan can hold more than there is room for, for a sentence; None if nowhere."""
+def excess(plan: Plan, rooms: Sequence[Room]) -> Excess | None:
+    """Where a plan can hold more than there is room for; None if nowhere."""
     schedule = plan.schedule
     n = schedule.microbatches
     peaks = schedule.in_flight_peak()
@@ -75,11 +84,9 @@ def excess(plan: Plan, rooms: Sequence[Room]) -> str | None:
             held, away = peak, host_peak(ops, device)
         held = held if device is None else min(held, device)
         if space.device is not None and held > space.device:
-            why = "activationMemory" if space.by_memory else "inFlightLimit"
-            return f"stage {i} holds {held} microbatches, {why} has room for {space.device}"
-        if away > space.host:
-            return (
-                f"stage {i} has {away} microbatches in host memory, hostMemory has room for"
-                f" {space.host}"
+            return Excess(
+                i, held, space.device, "activationMemory" if space.by_memory else "inFlightLimit"
             )
+        if away > space.host:
+            return Excess(i, away, space.host, "hostMemory")
     return None

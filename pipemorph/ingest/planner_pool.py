@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable
 from typing import cast
 
 from pipemorph.api.spec import JobSpec
+from pipemorph.control.decide.findings import NoPlan
 from pipemorph.control.decide.replan import Proposal, Replan
 from pipemorph.control.first_plan import FirstPlan
 from pipemorph.errors import InputError
@@ -62,7 +63,7 @@ class ProcessPlanner:
         try:
             return cast(Proposal, await self._answer(asked))
         except TimeoutError:
-            return Proposal(None, None, f"no plan was found within {self._limit:g} s")
+            return Proposal(None, None, (NoPlan(f"it took longer than {self._limit:g} s"),))
 
     async def first_plan(self, spec: JobSpec, *, wanted: bool = True) -> Schedule | None:
         """The schedule that a job begins with; None if it is not ``wanted`` but only whether there

@@ -15,6 +15,7 @@ import sys
 from typing import BinaryIO
 
 from pipemorph.control import first_plan
+from pipemorph.control.decide.findings import NoPlan
 from pipemorph.control.decide.replan import Proposal, Replan, propose
 from pipemorph.control.first_plan import FirstPlan
 from pipemorph.errors import InputError
@@ -42,8 +43,10 @@ def answer(asked: Question) -> Answer:
         return propose(asked) if isinstance(asked, Replan) else first_plan.answer(asked)
     except Exception as error:
         log.exception("a plan could not be made")
-        why = f"no plan was found: {type(error).__name__}: {error}"
-        return Proposal(None, None, why) if isinstance(asked, Replan) else InputError(why)
+        why = f"{type(error).__name__}: {error}"
+        if isinstance(asked, Replan):
+            return Proposal(None, None, (NoPlan(why),))
+        return InputError(f"no plan was found: {why}")
 
 
 def serve(questions: BinaryIO, answers: BinaryIO) -> None:

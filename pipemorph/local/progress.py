@@ -174,8 +174,7 @@ class Progress:
     def _tell_decision(self, decision: Decision) -> None:
         if (decision.at, decision.reason) not in self._decided:
             self._decided.add((decision.at, decision.reason))
-            what = f"plan v{decision.plan_version}" if decision.plan_version else "no change"
-            self.note(f"{what}: {decision.reason}")
+            self.note(decision.line)
 
     def _tell_in_force(self, record: AdaptationRecord) -> None:
         first = record.applied_at_iteration

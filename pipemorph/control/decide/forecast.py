@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipemorph.api.spec import JobSpec
-from pipemorph.control.memory_limits import Room, excess
+from pipemorph.control.memory_limits import Excess, Room, excess
 from pipemorph.errors import InputError
 from pipemorph.planning import (
     Dispatch,
@@ -96,7 +96,7 @@ class Forecast:
             return [Option(*each) for each in made]
         return [self.of(each) for each, _ in made]
 
-    def excess(self, plan: Plan) -> str | None:
+    def excess(self, plan: Plan) -> Excess | None:
         """Where the plan holds more than there is room for; None if nowhere."""
         rooms = self._situation.rooms
         return excess(plan, rooms) if rooms else None

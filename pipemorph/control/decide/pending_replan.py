@@ -18,10 +18,13 @@ class Pending:
 
     replan: Replan
     links: tuple[LinkHealth, ...]
-    why: str
     detectable_at: int
     before: Situation
     """What was judged last: it is judged again by a host that takes over before the end."""
+
+    def reason(self, proposal: Proposal) -> str:
+        """Why the proposal came out as it did, in full."""
+        return reasons.reason(self.replan.cause, self.links, proposal)
 
     def record(
         self,
@@ -43,7 +46,7 @@ class Pending:
             detected_at=now,
             detected_at_iteration=iteration,
             detectable_at=self.detectable_at,
-            reason=reasons.change(self.why, proposal, chosen),
+            reason=self.reason(proposal),
             links=[link.record() for link in self.links if link.health is not Health.HEALTHY],
             warmup_before=list(asked.current.warmup),
             warmup_after=list(plan.warmup),

@@ -1,14 +1,40 @@
-"""What a controller says of its decisions: one line each, with the numbers they rest on."""
+"""What a controller says of its decisions: every sentence, with the numbers it rests on.
+
+Each is one line, for status and report.json; :func:`short` is the one that a terminal shows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from pipemorph.api.spec import JobSpec
+from pipemorph.control.decide.findings import (
+    AtBaseline,
+    Finding,
+    FusedWeighed,
+    MemoryBinds,
+    MustNotRun,
+    MustNotStay,
+    NoPlan,
+    OffloadWeighed,
+    Saves,
+    TooLittle,
+)
 from pipemorph.control.decide.forecast import Option, Situation
-from pipemorph.control.decide.replan import Cause, Proposal, shown_paths, shown_stages, shown_time
+from pipemorph.control.decide.replan import Cause, Proposal
+from pipemorph.control.memory_limits import Excess
 from pipemorph.control.observe.link_health import Health, LinkHealth
-from pipemorph.planning import Policy
+from pipemorph.planning import Plan, Policy
+
+COLUMNS = 110
+"""Most columns of :func:`short`."""
+NAMED = 3
+"""Most delegated links that it names."""
+FULL_WARMUP = 8
+"""Most stages whose warm-up it spells out."""
+
+
+# --- before a decision --------------------------------------------------------------------
 
 
 def why_not(spec: JobSpec) -> str | None:
@@ -18,33 +44,6 @@ def why_not(spec: JobSpec) -> str | None:
     if spec.schedule.policy_kind is not Policy.PIPEMORPH:
         return f"policy {spec.schedule.policy} keeps its schedule and paths"
     return None
-
-
-def describe(slow: Sequence[LinkHealth]) -> str:
-    """Slow links and how slow they are."""
-    return ", ".join(
-        f"link {link.link} is slow by {shown_time(link.delay)} one way"
-        f" ({link.direction}, {link.confidence:.0%} sure)"
-        for link in slow
-    )
-
-
-def why(cause: Cause, links: Sequence[LinkHealth]) -> str:
-    """What a decision was made for."""
-    slow = [link for link in links if link.health is Health.SLOW]
-    match cause:
-        case "profile":
-            return "op times or wire times are not those planned with"
-        case "steady":
-            return f"{describe(slow)}, for a while now"
-        case "restart":
-            return "the plan in effect is not one this controller knows of"
-        case "memory":
-            return "the plan in effect holds more than there is room for"
-        case "recovered":
-            return "a link recovered" + (f", {describe(slow)}" if slow else ", none is slow")
-        case _:
-            return describe(slow)
 
 
 def not_measured(stages: Sequence[int]) -> str:
@@ -64,13 +63,191 @@ def no_room(situation: Situation, memory: int | None) -> str:
     )
 
 
-def change(because: str, proposal: Proposal, chosen: Option) -> str:
-    """What a change is made for, and what it is predicted to be worth."""
-    current = proposal.current
-    old = f"{shown_time(current.seconds)} with the present plan" if current else "unknown before"
-    return (
-        f"{because}; predicted per iteration {old}, {shown_time(chosen.seconds)} with"
-        f" warm-up {'-'.join(map(str, chosen.plan.warmup))} and"
-        f" {shown_paths(chosen.plan.paths)}"
-        f"{'; ' + proposal.reason if proposal.reason else ''}"
+def describe(slow: Sequence[LinkHealth]) -> str:
+    """Slow links and how slow they are."""
+    return ", ".join(
+        f"link {link.link} is slow by {shown_time(link.delay)} one way"
+        f" ({link.direction}, {link.confidence:.0%} sure)"
+        for link in slow
     )
+
+
+# --- of a decision ------------------------------------------------------------------------
+
+
+def reason(cause: Cause, links: Sequence[LinkHealth], proposal: Proposal) -> str:
+    """What a decision was made for and what it found, in full."""
+    parts = [_why(cause, links)]
+    if proposal.chosen is not None:
+        parts.append(_predicted(proposal.current, proposal.chosen))
+    return "; ".join([*parts, *map(_found, proposal.findings)])
+
+
+def _why(cause: Cause, links: Sequence[LinkHealth]) -> str:
+    slow = [link for link in links if link.health is Health.SLOW]
+    match cause:
+        case "profile":
+            return "op times or wire times are not those planned with"
+        case "steady":
+            return f"{describe(slow)}, for a while now"
+        case "restart":
+            return "the plan in effect is not one this controller knows of"
+        case "memory":
+            return "the plan in effect holds more than there is room for"
+        case "recovered":
+            return "a link recovered" + (f", {describe(slow)}" if slow else ", none is slow")
+        case _:
+            return describe(slow)
+
+
+def _predicted(current: Option | None, chosen: Option) -> str:
+    old = f"{shown_time(current.seconds)} with the present plan" if current else "unknown before"
+    moved = list(map(str, chosen.plan.delegated))
+    links = f"link{'s' * (len(moved) > 1)} {', '.join(moved)} delegated"
+    return (
+        f"predicted per iteration {old}, {shown_time(chosen.seconds)} with"
+        f" warm-up {'-'.join(map(str, chosen.plan.warmup))} and"
+        f" {links if moved else 'all links direct'}"
+    )
+
+
+def _found(finding: Finding) -> str:
+    match finding:
+        case NoPlan(why):
+            return f"no plan was found: {why}"
+        case MustNotRun(why):
+            return (
+                f"the plan for it must not run: {too_much(why) if isinstance(why, Excess) else why}"
+            )
+        case MustNotStay(excess):
+            return f"the present plan must not stay: {too_much(excess)}"
+        case AtBaseline():
+            return "kept the plan: it is the one for links that are well"
+        case TooLittle(seconds, gain, least):
+            return (
+                f"kept the plan, predicted {shown_time(seconds)} per iteration: the best other one"
+                f" saves {max(0.0, gain):.1%}, less than minGain {least:.1%}"
+            )
+        case Saves(seconds, iterations, cost, cost_seen):
+            return (
+                f"{'it' if finding.pays else 'kept the plan: the best other one'} saves"
+                f" {shown_time(max(0.0, seconds))} over the {max(0, iterations)} iterations left,"
+                f" the change {'has cost' if cost_seen else 'is taken to cost'} {shown_time(cost)}"
+            )
+        case OffloadWeighed(stages, copies, saves):
+            return (
+                f"offload on {shown_stages(stages)} costs {shown_time(copies)} per copied"
+                " microbatch and"
+                f" {'is what it takes to have a plan' if saves is None else _saves(saves)}"
+            )
+        case FusedWeighed(stages, saves):
+            return f"a fused backward on {shown_stages(stages)} {_saves(saves)}"
+        case MemoryBinds(stages, least, most):
+            counts = str(least) if least == most else f"{least} to {most}"
+            return f"activationMemory has room for {counts} microbatches on {shown_stages(stages)}"
+
+
+def too_much(excess: Excess) -> str:
+    """Where a plan holds more than there is room for."""
+    stage, held, room, field = excess
+    if field == "hostMemory":
+        return (
+            f"stage {stage} has {held} microbatches in host memory, hostMemory has room for {room}"
+        )
+    return f"stage {stage} holds {held} microbatches, {field} has room for {room}"
+
+
+def _saves(seconds: float) -> str:
+    return f"saves {shown_time(seconds)}" if seconds > 0 else "saves nothing"
+
+
+# --- of a change, on a terminal -----------------------------------------------------------
+
+
+def short(version: int, cause: Cause, links: Sequence[LinkHealth], proposal: Proposal) -> str:
+    """A change in one line of at most :data:`COLUMNS`: why, predicted time per iteration, plan,
+    and what is saved over the iterations left when the change is paid for.
+
+    ``plan v1: link 0 +6.5 ms | predicted 1.198 -> 1.069 s/it (-11%) | warm-up 16-9-4-1, direct``
+    """
+    current, chosen = proposal.current, proposal.chosen
+    assert chosen is not None, "no change"
+    time, change = f"{chosen.seconds:.3f} s/it", ""
+    if current is not None:
+        time = f"{current.seconds:.3f} -> {time}"
+        change = f" ({chosen.seconds / current.seconds - 1:+.0%})" if current.seconds > 0 else ""
+    times = [f"predicted {time}{change}", f"{time}{change}", time]
+    # Each part in the longest form that fits; the later ones matter more.
+    forms = [_short_why(cause, links), times, _short_plan(chosen.plan)]
+    shorten = [0, 1, 1, 2]
+    saves = next((found for found in proposal.findings if isinstance(found, Saves)), None)
+    if saves is not None:
+        gain = f"gain {saves.net:.1f} s"
+        forms.append(
+            [f"net {gain} / {saves.iterations} it", f"{gain} / {saves.iterations} it", gain]
+        )
+        shorten = [0, 3, 1, 3, 1, 2]
+    line = _line(version, forms)
+    for part in shorten:
+        if len(line) > COLUMNS:
+            forms[part] = forms[part][1:] or forms[part]
+            line = _line(version, forms)
+    return line if len(line) <= COLUMNS else f"{line[: COLUMNS - 1]}…"
+
+
+def _line(version: int, forms: Sequence[Sequence[str]]) -> str:
+    return f"plan v{version}: {' | '.join(form[0] for form in forms)}"
+
+
+def _short_why(cause: Cause, links: Sequence[LinkHealth]) -> list[str]:
+    slow = sorted((x for x in links if x.health is Health.SLOW), key=lambda x: -x.delay)
+    match cause:
+        case "profile":
+            return ["other op or wire times"]
+        case "restart":
+            return ["unknown plan in effect"]
+        case "memory":
+            return ["too little memory"]
+    if not slow:
+        return ["links recovered"]
+    worst, more = slow[0], f" and {len(slow) - 1} more" if len(slow) > 1 else ""
+    late = f"{1e3 * worst.delay:+.1f} ms"
+    return [
+        f"link {worst.link} {worst.direction} {late} ({worst.confidence:.0%}){more}",
+        f"link {worst.link} {late}{more}",
+    ]
+
+
+def _short_plan(plan: Plan) -> list[str]:
+    counts, moved = list(map(str, plan.warmup)), plan.delegated
+    if len(counts) > FULL_WARMUP:
+        counts = [*counts[:2], "…", counts[-1]]
+    warmup = f"warm-up {'-'.join(counts)}"
+    if not moved:
+        return [f"{warmup}, direct"]
+    plural = "s" * (len(moved) > 1)
+    named = f"{warmup}, link{plural} {', '.join(map(str, moved))} delegated"
+    few = f"{warmup}, {len(moved)} link{plural} delegated"
+    return [named, few] if len(moved) <= NAMED else [few]
+
+
+# --- words --------------------------------------------------------------------------------
+
+
+def shown_stages(stages: Sequence[int]) -> str:
+    """For a sentence: ``stages 0-5, 8``. ``stages`` in rising order."""
+    runs: list[list[int]] = []
+    for stage in stages:
+        if runs and stage == runs[-1][-1] + 1:
+            runs[-1].append(stage)
+        else:
+            runs.append([stage])
+    parts: list[str] = []
+    for run in runs:
+        parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
+    return f"stage{'s' * (len(stages) > 1)} {', '.join(parts)}"
+
+
+def shown_time(seconds: float) -> str:
+    """For a sentence."""
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

@@ -16,7 +16,7 @@ from plant_support import OP, Plant, spec
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController, initial_plan
 from pipemorph.control.decide.forecast import Forecast, Option, Situation
-from pipemorph.control.decide.replan import Replan, propose, shown_stages
+from pipemorph.control.decide.replan import Replan, propose
 from pipemorph.control.memory_limits import Room, excess
 from pipemorph.control.observe.stage_profile import StageBook
 from pipemorph.planning import (
@@ -341,14 +341,10 @@ def test_what_a_plan_holds_is_found_stage_by_stage() -> None:
     online = replace(none, in_flight_limits=(2,), dispatch=Dispatch.ONLINE)
     assert excess(none, [Room()]) is None
     assert excess(none, [Room(3)]) is None
-    assert excess(none, [Room(2)]) == ("stage 0 holds 3 microbatches, inFlightLimit has room for 2")
+    assert excess(none, [Room(2)]) == (0, 3, 2, "inFlightLimit")
     assert excess(two, [Room(2, True, 2)]) is None
-    assert excess(two, [Room(2, True, 1)]) == (
-        "stage 0 has 2 microbatches in host memory, hostMemory has room for 1"
-    )
-    assert excess(two, [Room(1, True, 2)]) == (
-        "stage 0 holds 2 microbatches, activationMemory has room for 1"
-    )
+    assert excess(two, [Room(2, True, 1)]) == (0, 2, 1, "hostMemory")
+    assert excess(two, [Room(1, True, 2)]) == (0, 2, 1, "activationMemory")
     assert excess(online, [Room(2)]) is None
     assert excess(replace(two, dispatch=Dispatch.ONLINE), [Room(2, True, 1)]) is not None
 
@@ -435,7 +431,7 @@ def test_no_proposal_is_ever_over_what_there_is_room_for(
     proposal = propose(asked)
     fits = excess(first, rooms) is None
     if proposal.chosen is None:
-        assert fits, proposal.reason
+        assert fits, proposal.findings
         return
     plan = proposal.chosen.plan
     validate(plan.schedule, plan.in_flight_limits, plan.device_limits)
@@ -445,11 +441,3 @@ def test_no_proposal_is_ever_over_what_there_is_room_for(
     for ops, room, device in zip(plan.schedule.stages, rooms, plan.device_limits, strict=True):
         assert room.device is None or device_peak(ops, device) <= room.device
         assert host_peak(ops, device) <= room.host
-
-
-@pytest.mark.parametrize(
-    ("stages", "expected"),
-    [([2], "stage 2"), ([0, 1], "stages 0, 1"), ([0, 1, 2, 5, 7, 8, 9], "stages 0-2, 5, 7-9")],
-)
-def test_stages_in_a_sentence(stages: list[int], expected: str) -> None:
-    assert shown_stages(stages) == expected

@@ -12,6 +12,7 @@ import pytest
 
 from pipemorph.api.spec import JobSpec, ScheduleSpec
 from pipemorph.control import Health, JobController
+from pipemorph.control.decide.findings import NoPlan
 from pipemorph.control.decide.replan import Proposal, Replan, propose
 from pipemorph.control.first_plan import FirstPlan, initial_problem, initial_schedule, share
 from pipemorph.errors import InputError
@@ -286,7 +287,7 @@ def test_a_plan_that_takes_too_long_is_none() -> None:
     async def run() -> None:
         planner = ProcessPlanner(1, limit_seconds=0.001)
         proposal = await planner(asked_of_one())
-        assert proposal == Proposal(None, None, "no plan was found within 0.001 s")
+        assert proposal == Proposal(None, None, (NoPlan("it took longer than 0.001 s"),))
         assert not planner.running, "it would still be at it"
         await planner.close()
 

@@ -117,7 +117,14 @@ def test_plain_lines_of_a_fast_job_are_thinned_but_the_last_is_there() -> None:
 
 
 def test_a_terminal_has_one_live_line_and_events_above_it() -> None:
-    decision = Decision(at=1.0, iteration=5, kind="adapt", reason="link 0 is slow", plan_version=1)
+    decision = Decision(
+        at=1.0,
+        iteration=5,
+        kind="adapt",
+        reason="link 0 is slow; and more",
+        line="plan v1: link 0 is slow",
+        plan_version=1,
+    )
     view = View(decisions=(decision,), adaptations=(record(),))
     stream = Terminal()
     journal = Journal(_unseen=[sample(4)])

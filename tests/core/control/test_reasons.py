@@ -1,0 +1,191 @@
+"""What a decision says: in full for the record, and in one line for a terminal."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from gate import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plant_support import Plant, spec
+
+from pipemorph.control.decide import reasons
+from pipemorph.control.decide.findings import (
+    AtBaseline,
+    Finding,
+    FusedWeighed,
+    MemoryBinds,
+    MustNotRun,
+    MustNotStay,
+    NoPlan,
+    OffloadWeighed,
+    Saves,
+    TooLittle,
+)
+from pipemorph.control.decide.forecast import Option
+from pipemorph.control.decide.replan import Proposal
+from pipemorph.control.memory_limits import Excess
+from pipemorph.control.observe.link_health import Health, LinkHealth
+from pipemorph.planning import Path, Plan, Policy, Schedule
+
+CAUSES = ("slow", "worse", "eased", "recovered", "steady", "profile", "memory", "restart")
+
+
+def plan(warmup: tuple[int, ...], delegated: tuple[int, ...] = ()) -> Plan:
+    paths = tuple(Path.DELEGATED if i in delegated else Path.DIRECT for i in range(len(warmup) - 1))
+    none = (None,) * len(warmup)
+    return Plan(0, Policy.PIPEMORPH, Schedule(1, ((),) * len(warmup)), paths, none, warmup=warmup)
+
+
+def slow(link: int = 0, delay: float = 0.0065, confidence: float = 0.96) -> LinkHealth:
+    return LinkHealth(link, Health.SLOW, delay=delay, confidence=confidence)
+
+
+def proposal(
+    chosen: Plan | None, *found: Finding, before: float | None = 1.198, after: float = 1.069
+) -> Proposal:
+    current = None if before is None else Option(plan((4, 3, 2, 1)), before)
+    return Proposal(None if chosen is None else Option(chosen, after), current, found)
+
+
+GAIN = Saves(seconds=4.644, iterations=36, cost=0.2995, cost_seen=False)
+DEMO = proposal(plan((16, 9, 4, 1)), GAIN)
+
+
+def test_a_change_in_full_and_in_short() -> None:
+    assert reasons.reason("slow", [slow()], DEMO) == (
+        "link 0 is slow by 6.5 ms one way (forward, 96% sure); predicted per iteration 1.198 s with"
+        " the present plan, 1.069 s with warm-up 16-9-4-1 and all links direct; it saves 4.644 s"
+        " over the 36 iterations left, the change is taken to cost 299.5 ms"
+    )
+    line = reasons.short(1, "slow", [slow()], DEMO)
+    assert line == (
+        "plan v1: link 0 +6.5 ms | predicted 1.198 -> 1.069 s/it (-11%) | warm-up 16-9-4-1, direct"
+        " | gain 4.3 s / 36 it"
+    )
+    assert len(line) == reasons.COLUMNS
+
+
+@pytest.mark.parametrize(
+    ("cause", "links", "made", "expected"),
+    [
+        (
+            "recovered",
+            [],
+            proposal(plan((7, 5, 3, 1))),
+            "plan v2: links recovered | predicted 1.198 -> 1.069 s/it (-11%) | warm-up 7-5-3-1,"
+            " direct",
+        ),
+        (
+            "restart",
+            [slow()],
+            proposal(plan((2, 1), (0,)), before=None),
+            "plan v2: unknown plan in effect | predicted 1.069 s/it | warm-up 2-1, link 0"
+            " delegated",
+        ),
+        (
+            "worse",
+            [slow(2, 0.060), slow(5, 0.010), slow(6, 0.020)],
+            proposal(plan(tuple(range(16, 0, -1)), (2, 5, 6)), GAIN),
+            "plan v2: link 2 +60.0 ms and 2 more | 1.198 -> 1.069 s/it | warm-up 16-15-…-1,"
+            " 3 links delegated | gain 4.3 s",
+        ),
+        (
+            "memory",
+            [],
+            proposal(plan((2, 1)), before=1.0, after=1.25),
+            "plan v2: too little memory | predicted 1.000 -> 1.250 s/it (+25%) | warm-up 2-1,"
+            " direct",
+        ),
+    ],
+)
+def test_short_lines(cause: Any, links: list[LinkHealth], made: Proposal, expected: str) -> None:
+    assert reasons.short(2, cause, links, made) == expected
+
+
+@given(st.randoms(use_true_random=False), st.sampled_from(CAUSES))
+@settings(max_examples=examples(200), deadline=None)
+def test_no_change_is_longer_than_a_line(rng: random.Random, cause: Any) -> None:
+    stages = rng.choice([2, 4, 8, 9, 64, 256])
+    some = [i for i in range(stages - 1) if rng.random() < 0.5]
+    made = proposal(
+        plan(tuple(rng.randint(1, 512) for _ in range(stages)), tuple(some)),
+        Saves(10 ** rng.uniform(-3, 7), rng.randint(1, 10**6), 10 ** rng.uniform(-3, 3), True),
+        before=rng.choice([None, 10 ** rng.uniform(-4, 4)]),
+        after=10 ** rng.uniform(-4, 4),
+    )
+    links = [slow(i, 10 ** rng.uniform(-4, 2), rng.random()) for i in some]
+    version = rng.randint(1, 10**5)
+    line = reasons.short(version, cause, links, made)
+    assert len(line) <= reasons.COLUMNS
+    assert line.startswith(f"plan v{version}: ")
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (NoPlan("by a delay"), "no plan was found: by a delay"),
+        (MustNotRun("no F"), "the plan for it must not run: no F"),
+        (
+            MustNotRun(Excess(1, 3, 2, "hostMemory")),
+            "the plan for it must not run: stage 1 has 3 microbatches in host memory, hostMemory"
+            " has room for 2",
+        ),
+        (
+            MustNotStay(Excess(0, 3, 2, "activationMemory")),
+            "the present plan must not stay: stage 0 holds 3 microbatches, activationMemory has"
+            " room for 2",
+        ),
+        (AtBaseline(), "kept the plan: it is the one for links that are well"),
+        (
+            TooLittle(0.5, -0.01, 0.05),
+            "kept the plan, predicted 500.0 ms per iteration: the best other one saves 0.0%, less"
+            " than minGain 5.0%",
+        ),
+        (
+            Saves(0.1, -2, 0.2, True),
+            "kept the plan: the best other one saves 100.0 ms over the 0 iterations left, the"
+            " change has cost 200.0 ms",
+        ),
+        (
+            OffloadWeighed((0, 1), 0.002, None),
+            "offload on stages 0, 1 costs 2.0 ms per copied microbatch and is what it takes to have"
+            " a plan",
+        ),
+        (
+            OffloadWeighed((0,), 0.002, 0.0),
+            "offload on stage 0 costs 2.0 ms per copied microbatch and saves nothing",
+        ),
+        (FusedWeighed((2,), 0.01), "a fused backward on stage 2 saves 10.0 ms"),
+        (
+            MemoryBinds((0, 1, 2), 4, 7),
+            "activationMemory has room for 4 to 7 microbatches on stages 0-2",
+        ),
+    ],
+)
+def test_every_finding_has_a_sentence(found: Finding, expected: str) -> None:
+    said = reasons.reason("profile", [], proposal(None, found))
+    assert said == f"op times or wire times are not those planned with; {expected}"
+
+
+@pytest.mark.parametrize(
+    ("stages", "expected"),
+    [([2], "stage 2"), ([0, 1], "stages 0, 1"), ([0, 1, 2, 5, 7, 8, 9], "stages 0-2, 5, 7-9")],
+)
+def test_stages_in_a_sentence(stages: list[int], expected: str) -> None:
+    assert reasons.shown_stages(stages) == expected
+
+
+def test_a_decision_carries_both() -> None:
+    plant = Plant(spec())
+    plant.run(6)
+    plant.delays[0] = 0.060
+    plant.run(4)
+    record, decision = plant.only(), plant.controller.decisions[-1]
+    assert decision.reason == record.reason
+    assert decision.line.startswith("plan v1: link 0 ")
+    assert "link 0 delegated" in decision.line
+    assert len(decision.line) <= reasons.COLUMNS
