@@ -51,6 +51,7 @@ from operator_support import CHART, RELEASE, SYSTEM, Installation, Jobs, manifes
 from testbed import Cluster, tools, wait_for  # noqa: E402
 
 from pipemorph.control import JobController  # noqa: E402
+from pipemorph.control.decide.replan import propose  # noqa: E402
 from pipemorph.manifest import parse_job  # noqa: E402
 
 DEADLINE = 1800.0
@@ -345,6 +346,8 @@ def reports_to_act_on(stages: int, slow_from: int, limit: int = 10) -> int:
     for at in range(slow_from + limit):
         body = reports.body("default", "j", MORE_THAN_SENT + at, 0, slow=at >= slow_from)
         controller.report(parsed(body), now=at * PERIOD)
+        if (asked := controller.replan) is not None:
+            controller.settle(asked, propose(asked), now=at * PERIOD)
         if controller.directive() is not None:
             if at < slow_from:
                 raise RuntimeError(f"a directive after {at + 1} reports of a link that is well")

@@ -15,16 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide import reasons
 from pipemorph.control.decide.forecast import Option, Situation
-from pipemorph.control.decide.pending_replan import Pending
 from pipemorph.control.decide.rate_limit import Pacing
-from pipemorph.control.decide.replan import Cause, Proposal, Replan, propose
+from pipemorph.control.decide.replan import Cause, Proposal, Replan
 from pipemorph.control.decide.triggers import Judgement, Progress
-from pipemorph.control.first_plan import initial_plan
+from pipemorph.control.first_plan import initial_plan, planning_rules
 from pipemorph.control.history import AdaptationRecord, Decision, Ledger
 from pipemorph.control.memory_limits import Room, excess
 from pipemorph.control.observe.events import Event, Events
@@ -36,19 +35,30 @@ from pipemorph.control.observe.transports import TransportsView
 from pipemorph.control.snapshot import Snapshot
 from pipemorph.control.view import JobView
 from pipemorph.planning import Plan
+from pipemorph.planning.offload import offloaded
 from pipemorph.wire import Directive, LinkHealthReport, PlanMessage
 
 COMMIT_AHEAD = 2
 """Iterations from the running one to the first that a directive issued now is in effect for."""
 
 
+class Pending(NamedTuple):
+    """A decision that waits for its proposal, and what its record will say."""
+
+    replan: Replan
+    links: tuple[LinkHealth, ...]
+    detectable_at: int
+    before: Situation
+    """What was judged last: it is judged again by a host that takes over before the end."""
+
+
 class JobController:
     """One job's loop. ``spec`` must have passed :func:`pipemorph.manifest.load_job`.
 
-    ``on_report`` hears of every accepted report, after it was taken in. With ``deferred``,
-    decisions wait in :attr:`replan` for the host to have them made elsewhere, instead of being
-    made inside of :meth:`report`. Raises :class:`~pipemorph.errors.InputError` if the spec
-    allows no plan at all.
+    ``on_report`` hears of every accepted report, after it was taken in. A decision takes longer
+    than a report may: it waits in :attr:`replan` for the host to have it made, here or elsewhere,
+    and to :meth:`settle` it. Raises :class:`~pipemorph.errors.InputError` if the spec allows no
+    plan at all.
     """
 
     def __init__(
@@ -57,12 +67,9 @@ class JobController:
         *,
         attempt: int = 0,
         on_report: Callable[[LinkHealthReport], None] | None = None,
-        deferred: bool = False,
     ) -> None:
         self.spec = spec
-        # What a decision needs of it; a pod template need not travel between processes.
-        self._rules = spec.model_copy(update={"template": None, "placement": None})
-        self._deferred = deferred
+        self._rules = planning_rules(spec)
         self.attempt = attempt
         self._on_report = on_report
         self._plan_version = 0
@@ -155,7 +162,8 @@ class JobController:
         self._start(self._reported.stages.footprints)
 
     def report(self, report: LinkHealthReport, now: float) -> None:
-        """Take in a report and decide. ``now``: wall clock, seconds since the epoch.
+        """Take in a report, and ask for a decision if there is a cause. ``now``: wall clock,
+        seconds since the epoch.
 
         Raises a :class:`~pipemorph.control.observe.reports.ReportRefused` and changes nothing if
         the report is of another attempt, was seen before or does not fit the job.
@@ -185,7 +193,7 @@ class JobController:
     # --- deciding -------------------------------------------------------------------------
 
     def _consider(self, now: float) -> None:
-        """Decide if there is a cause, and if it is time."""
+        """Ask for a decision if there is a cause, and if it is time."""
         reported, judgement = self._reported, self._judgement
         if reported.state != "training" or self._pending is not None:
             return
@@ -222,7 +230,7 @@ class JobController:
         self._checked_rooms = rooms
         if cause is None or not judgement.is_time(cause, links, self._progress(), self._pacing):
             return
-        self._decide(cause, situation, links, now)
+        self._ask(cause, situation, links)
 
     def _progress(self) -> Progress:
         newest, wanted = self._ledger.newest(), self._wanted.version
@@ -249,10 +257,8 @@ class JobController:
         wanted = None if self._foreign_plan else self._wanted
         return self._judgement.cause(now, wanted, self._progress(), hold=self._pacing.hold)
 
-    def _decide(
-        self, cause: Cause, situation: Situation, links: Sequence[LinkHealth], now: float
-    ) -> None:
-        """Judge the situation: at once, or leave it to the host to have it judged."""
+    def _ask(self, cause: Cause, situation: Situation, links: Sequence[LinkHealth]) -> None:
+        """Leave the situation to the host to have it judged."""
         judgement = self._judgement
         before = judgement.situation
         detectable_at = judgement.detectable_at(situation, links, self._reported.iteration)
@@ -273,8 +279,6 @@ class JobController:
             detectable_at=detectable_at,
             before=before,
         )
-        if not self._deferred:
-            self.settle(self._pending.replan, propose(self._pending.replan), now)
 
     def _left(self) -> int:
         """Iterations that a directive issued now would still be in effect for."""
@@ -283,8 +287,8 @@ class JobController:
 
     @property
     def replan(self) -> Replan | None:
-        """The decision that waits for :meth:`settle`, in a controller that defers them. Until
-        then reports are taken in, and no other decision is asked for."""
+        """The decision that waits for :meth:`settle`. Until then reports are taken in, and no other
+        decision is asked for."""
         return self._pending.replan if self._pending is not None else None
 
     def settle(self, asked: Replan, proposal: Proposal, now: float) -> None:
@@ -295,23 +299,16 @@ class JobController:
             return
         self._pending = None
         if proposal.chosen is None:
-            self._keep(now, pending.reason(proposal))
+            self._keep(now, reasons.reason(asked.cause, pending.links, proposal))
             return
-        self._issue(pending, proposal.chosen, proposal, now)
+        self._issue(pending, proposal, proposal.chosen, now)
         if asked.cause in ("profile", "memory") and not any(asked.situation.slow):
             self._baseline = replace(self._wanted, version=0, paths=self._first.paths)
 
-    def _issue(self, pending: Pending, chosen: Option, proposal: Proposal, now: float) -> None:
+    def _issue(self, pending: Pending, proposal: Proposal, chosen: Option, now: float) -> None:
         """Make the chosen option the wanted plan, under a new plan version."""
         self._plan_version += 1
-        record = pending.record(
-            chosen,
-            proposal,
-            plan_version=self._plan_version,
-            now=now,
-            iteration=self._reported.iteration,
-            peak_memory=self._reported.stages.peak_memory(),
-        )
+        record = self._record(pending, proposal, chosen, now)
         self._wanted = replace(chosen.plan, version=self._plan_version)
         self._foreign_plan = False
         self._directive = Directive(
@@ -320,15 +317,40 @@ class JobController:
             reason=record.reason,
             plan=PlanMessage.of(self._wanted),
         )
-        finished = self._ledger.last_iteration
-        if pending.replan.cause in ("slow", "worse", "restart"):
+        asked, finished = pending.replan, self._ledger.last_iteration
+        if asked.cause in ("slow", "worse", "restart"):
             self._pacing.hurried(finished)
-        moves_back = len(chosen.plan.delegated) < len(pending.replan.current.delegated)
-        returning = record.kind == "return" or moves_back
-        self._pacing.issued(finished, returning=returning)
+        moves_back = len(chosen.plan.delegated) < len(asked.current.delegated)
+        self._pacing.issued(finished, returning=record.kind == "return" or moves_back)
         self._ledger.records.append(record)
-        line = reasons.short(self._plan_version, pending.replan.cause, pending.links, proposal)
+        line = reasons.short(self._plan_version, asked.cause, pending.links, proposal)
         self._log(now, record.kind, record.reason, line, self._plan_version)
+
+    def _record(
+        self, pending: Pending, proposal: Proposal, chosen: Option, now: float
+    ) -> AdaptationRecord:
+        """What is known of a new plan when it is issued."""
+        asked, plan = pending.replan, chosen.plan
+        returns = asked.cause not in ("slow", "worse", "memory") and plan.runs_as(asked.baseline)
+        return AdaptationRecord(
+            plan_version=self._plan_version,
+            kind="return" if returns else "adapt",
+            detected_at=now,
+            detected_at_iteration=self._reported.iteration,
+            detectable_at=pending.detectable_at,
+            reason=reasons.reason(asked.cause, pending.links, proposal),
+            links=[link.record() for link in pending.links if link.health is not Health.HEALTHY],
+            warmup_before=list(asked.current.warmup),
+            warmup_after=list(plan.warmup),
+            paths=list(plan.paths),
+            predicted_seconds_before=proposal.current.seconds if proposal.current else None,
+            predicted_seconds_after=chosen.seconds,
+            peak_memory_before=self._reported.stages.peak_memory(),
+            device_limits_before=list(asked.current.device_limits),
+            device_limits_after=list(plan.device_limits),
+            offloaded=offloaded(plan.schedule, plan.device_limits),
+            fused_stages=list(plan.fused),
+        )
 
     def _keep(self, now: float, reason: str) -> None:
         self._log(now, "keep", reason, f"no change: {reason}")
@@ -389,12 +411,11 @@ class JobController:
         snapshot: Mapping[str, Any],
         *,
         on_report: Callable[[LinkHealthReport], None] | None = None,
-        deferred: bool = False,
     ) -> JobController:
         """A controller that goes on where a snapshot was taken. Link health refills from the
         next reports. Raises :class:`InputError` if the snapshot cannot be used."""
         saved = Snapshot.read(snapshot)
-        self = cls(spec, attempt=saved.attempt, on_report=on_report, deferred=deferred)
+        self = cls(spec, attempt=saved.attempt, on_report=on_report)
         reported, judgement = self._reported, self._judgement
         stages = spec.parallelism.stages
         self._plan_version, reported.sequence = saved.plan_version, saved.sequence

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from weakref import WeakValueDictionary
 
@@ -26,13 +25,10 @@ QUICK_CELLS = 4096
 done elsewhere. The largest there may be takes 100 times as long."""
 
 
-@dataclass(frozen=True)
-class FirstPlan:
-    """Question for the schedule of version 0, to be answered in another process. ``wanted``: it
-    is to come back, and not only whether there is one."""
-
-    spec: JobSpec
-    wanted: bool
+def planning_rules(spec: JobSpec) -> JobSpec:
+    """The spec without what no plan depends on: a pod template need not travel between
+    processes."""
+    return spec.model_copy(update={"template": None, "placement": None})
 
 
 def initial_paths(spec: JobSpec) -> tuple[Path, ...]:
@@ -109,13 +105,14 @@ def initial_schedule(spec: JobSpec) -> Schedule:
     return found if found is not None else share(problem, _schedule(problem))
 
 
-def answer(asked: FirstPlan) -> Schedule | InputError | None:
-    """The schedule, None if only asked whether there is one, or why there is none."""
-    try:
-        schedule = _schedule_for_others(initial_problem(asked.spec))
-    except InputError as error:
-        return error
-    return schedule if asked.wanted else None
+def schedule_for_others(spec: JobSpec) -> Schedule:
+    """:func:`initial_schedule` for another process: nobody holds it in this one."""
+    return _schedule_for_others(initial_problem(spec))
+
+
+def check_schedule(spec: JobSpec) -> None:
+    """Raises :class:`~pipemorph.errors.InputError` if the spec allows no schedule."""
+    schedule_for_others(spec)
 
 
 def initial_plan(spec: JobSpec) -> Plan:

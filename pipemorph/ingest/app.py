@@ -23,7 +23,7 @@ from aiohttp.web_protocol import RequestPayloadError
 from pipemorph.ingest.connections import ConnectionLimits, Doors, OnUnserved, heard
 from pipemorph.ingest.handler import IngestHandler, Limits, Reply
 from pipemorph.ingest.interfaces import Authenticator, JobStore, Refused
-from pipemorph.ingest.planner_pool import Planner
+from pipemorph.ingest.planner_pool import Planner, plan_here
 from pipemorph.wire import MAX_REPORT_BYTES
 
 log = logging.getLogger("pipemorph.ingest")
@@ -194,7 +194,7 @@ class IngestServer:
         tls: ssl.SSLContext | None = None,
         limits: Limits | None = None,
         timeouts: Timeouts | None = None,
-        planner: Planner | None = None,
+        planner: Planner = plan_here,
         on_answer: OnAnswer | None = None,
         connections: ConnectionLimits | None = None,
         on_unserved: OnUnserved | None = None,

@@ -37,7 +37,7 @@ from pydantic import ValidationError
 
 from pipemorph.control.observe.reports import ReplayedReport, ReportMismatch, WrongAttempt
 from pipemorph.ingest.interfaces import ControlledJob, JobStore
-from pipemorph.ingest.planner_pool import Planner, PlannerLost
+from pipemorph.ingest.planner_pool import Planner, PlannerLost, plan_here
 from pipemorph.wire import (
     MAX_REPORT_BYTES,
     MAX_WAIT_SECONDS,
@@ -127,8 +127,8 @@ class _Seat:
 class IngestHandler:
     """Decides every answer of the ingest. One event loop; no locks but its own.
 
-    ``planner`` makes the decisions that controllers defer; a report is answered without waiting
-    for it, and what comes of it goes to the polls and the next report. ``clock`` is the wall
+    ``planner`` makes the controllers' decisions; a report is answered without waiting for it, and
+    what comes of it goes to the polls and the next report. ``clock`` is the wall
     clock given to controllers; ``monotonic`` times rate limits.
     """
 
@@ -137,7 +137,7 @@ class IngestHandler:
         store: JobStore,
         *,
         limits: Limits | None = None,
-        planner: Planner | None = None,
+        planner: Planner = plan_here,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -261,7 +261,7 @@ class IngestHandler:
 
     def _plan(self, namespace: str, name: str, job: ControlledJob, seat: _Seat) -> None:
         """Have a decision made that the job waits for, one at a time."""
-        if job.replan is None or self._planner is None or seat.planning or self._closing:
+        if job.replan is None or seat.planning or self._closing:
             return
         seat.planning = True
         task = asyncio.create_task(self._settle(namespace, name, job, seat))
@@ -271,7 +271,6 @@ class IngestHandler:
     async def _settle(self, namespace: str, name: str, job: ControlledJob, seat: _Seat) -> None:
         asked = job.replan
         assert asked is not None
-        assert self._planner is not None
         try:
             proposal = await self._planner(asked)
         except (PlannerLost, OSError) as error:

@@ -14,14 +14,13 @@ import pickle
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from typing import cast
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide.findings import NoPlan
-from pipemorph.control.decide.replan import Proposal, Replan
-from pipemorph.control.first_plan import FirstPlan
+from pipemorph.control.decide.replan import Proposal, Replan, propose
+from pipemorph.control.first_plan import check_schedule, planning_rules, schedule_for_others
 from pipemorph.errors import InputError
-from pipemorph.ingest.planner_worker import HEADER_BYTES, Answer, Question, frame
+from pipemorph.ingest.planner_worker import HEADER_BYTES, Asked, Found, answer, frame
 from pipemorph.planning import Schedule
 
 log = logging.getLogger("pipemorph.ingest")
@@ -37,6 +36,15 @@ LIMIT_SECONDS = 60.0
 
 class PlannerLost(Exception):
     """There is no answer: the process that was at it ended, or took too long."""
+
+
+async def plan_here(asked: Replan) -> Proposal:
+    """A :data:`Planner` for a host of one job, which has nobody to hold up."""
+    return _proposal(answer(propose, asked))
+
+
+def _proposal(found: Proposal | Exception) -> Proposal:
+    return found if isinstance(found, Proposal) else Proposal(None, None, (NoPlan(str(found)),))
 
 
 class ProcessPlanner:
@@ -61,32 +69,32 @@ class ProcessPlanner:
 
     async def __call__(self, asked: Replan) -> Proposal:
         try:
-            return cast(Proposal, await self._answer(asked))
+            return _proposal(await self._answer(propose, asked))
         except TimeoutError:
-            return Proposal(None, None, (NoPlan(f"it took longer than {self._limit:g} s"),))
+            return _proposal(TimeoutError(f"it took longer than {self._limit:g} s"))
 
     async def first_plan(self, spec: JobSpec, *, wanted: bool = True) -> Schedule | None:
         """The schedule that a job begins with; None if it is not ``wanted`` but only whether there
         is one. Raises :class:`~pipemorph.errors.InputError` if the spec allows none, and
         :class:`PlannerLost` if it should be asked again."""
-        # A pod template need not travel between processes.
-        bare = spec.model_copy(update={"template": None, "placement": None})
+        rules = planning_rules(spec)
+        make: Callable[[JobSpec], Schedule | None] = schedule_for_others
         try:
-            found = await self._answer(FirstPlan(bare, wanted))
+            found = await self._answer(make if wanted else check_schedule, rules)
         except TimeoutError:
             raise PlannerLost(f"no plan was found within {self._limit:g} s") from None
         if isinstance(found, InputError):
             raise found
-        return cast(Schedule | None, found)
+        return found
 
-    async def _answer(self, asked: Question) -> Answer:
+    async def _answer(self, function: Callable[[Asked], Found], asked: Asked) -> Found | InputError:
         """Raises TimeoutError, :class:`PlannerLost`."""
         async with self._turns:
             process = self._idle.pop() if self._idle else await self._start()
             self._busy.add(process)
             try:
                 async with asyncio.timeout(self._limit):
-                    answer = await _ask(process, asked)
+                    found = await _ask(process, function, asked)
             except TimeoutError:
                 await self._end(process)
                 raise
@@ -99,7 +107,7 @@ class ProcessPlanner:
                 raise
             self._busy.discard(process)
             self._idle.append(process)
-            return answer
+            return found
 
     async def warm_up(self) -> None:
         """Start the processes before they are needed: that takes a second, and the first decision
@@ -132,10 +140,13 @@ class ProcessPlanner:
         await process.wait()
 
 
-async def _ask(process: asyncio.subprocess.Process, asked: Question) -> Answer:
+async def _ask(
+    process: asyncio.subprocess.Process, function: Callable[[Asked], Found], asked: Asked
+) -> Found | InputError:
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write(frame(asked))
+    process.stdin.write(frame((function, asked)))
     await process.stdin.drain()
     length = int.from_bytes(await process.stdout.readexactly(HEADER_BYTES), "big")
-    return cast(Answer, pickle.loads(await process.stdout.readexactly(length)))
+    found: Found | InputError = pickle.loads(await process.stdout.readexactly(length))
+    return found

@@ -1,9 +1,8 @@
 """``python -m pipemorph.ingest.planner_worker``: plans for a host that has no time to.
 
-Reads pickled :class:`~pipemorph.control.decide.replan.Replan` or
-:class:`~pipemorph.control.first_plan.FirstPlan` from standard input, writes the pickled answer to
-standard output, each after its length in 8 bytes, and ends when its input does. Both ends are one
-program of one version, joined by a pipe.
+Reads pickled pairs of a function and its argument from standard input, writes what each returns to
+standard output, every message after its length in 8 bytes, and ends when its input does. Both ends
+are one program of one version, joined by a pipe.
 """
 
 from __future__ import annotations
@@ -12,48 +11,42 @@ import logging
 import pickle
 import signal
 import sys
-from typing import BinaryIO
+from collections.abc import Callable
+from typing import BinaryIO, TypeVar
 
-from pipemorph.control import first_plan
-from pipemorph.control.decide.findings import NoPlan
-from pipemorph.control.decide.replan import Proposal, Replan, propose
-from pipemorph.control.first_plan import FirstPlan
 from pipemorph.errors import InputError
 from pipemorph.log_level import log_level
-from pipemorph.planning import Schedule
+
+Asked = TypeVar("Asked")
+Found = TypeVar("Found")
 
 HEADER_BYTES = 8
 
 log = logging.getLogger("pipemorph.planner")
 
 
-Question = Replan | FirstPlan
-Answer = Proposal | Schedule | InputError | None
-
-
-def frame(value: Question | Answer) -> bytes:
+def frame(value: object) -> bytes:
     """As it goes through the pipe."""
     data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     return len(data).to_bytes(HEADER_BYTES, "big") + data
 
 
-def answer(asked: Question) -> Answer:
-    """The proposal or the schedule; a fault of the planner is one more reason to have none."""
+def answer(function: Callable[[Asked], Found], asked: Asked) -> Found | InputError:
+    """What the function returns; a fault of it is one more reason to have no plan."""
     try:
-        return propose(asked) if isinstance(asked, Replan) else first_plan.answer(asked)
+        return function(asked)
+    except InputError as error:
+        return error
     except Exception as error:
         log.exception("a plan could not be made")
-        why = f"{type(error).__name__}: {error}"
-        if isinstance(asked, Replan):
-            return Proposal(None, None, (NoPlan(why),))
-        return InputError(f"no plan was found: {why}")
+        return InputError(f"the planner failed: {type(error).__name__}: {error}")
 
 
 def serve(questions: BinaryIO, answers: BinaryIO) -> None:
     """Answer until there is nothing more to read."""
     while len(header := questions.read(HEADER_BYTES)) == HEADER_BYTES:
-        asked: Question = pickle.loads(questions.read(int.from_bytes(header, "big")))
-        answers.write(frame(answer(asked)))
+        function, asked = pickle.loads(questions.read(int.from_bytes(header, "big")))
+        answers.write(frame(answer(function, asked)))
         answers.flush()
 
 

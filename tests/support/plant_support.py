@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import AdaptationRecord, Health, JobController, initial_plan
+from pipemorph.control.decide.replan import propose
 from pipemorph.planning import OpKind, Path, Plan, StageTimes, problem_for, simulate, validate
 from pipemorph.planning.offload import device_peak
 from pipemorph.wire import (
@@ -39,6 +40,13 @@ def spec(stages: int = 4, microbatches: int = 12, **fields: Any) -> JobSpec:
     )
 
 
+def settle(controller: JobController, now: float) -> None:
+    """Make the decision that waits, if one does."""
+    asked = controller.replan
+    if asked is not None:
+        controller.settle(asked, propose(asked), now)
+
+
 class Plant:
     """A trainer in simulation. ``delays`` and ``ops`` are the truth, seconds."""
 
@@ -62,6 +70,8 @@ class Plant:
         self.avoided = False
         """Whether the delegated path knows nothing of the delays."""
         self.split: Literal["module", "emulated"] = "emulated"
+        self.decides = True
+        """Whether decisions are made as soon as they are asked for."""
         self.activation_bytes: int | None = None
         """What a microbatch is measured to hold; ``ops`` say what a copy of it takes."""
 
@@ -157,6 +167,8 @@ class Plant:
             ),
             self.now,
         )
+        if self.decides:
+            settle(self.controller, self.now)
         directive = self.controller.directive(self.observed)
         if directive is not None:
             plan = directive.plan.plan()

@@ -61,17 +61,16 @@ def restore(
     on_report: Callable[[LinkHealthReport], None],
 ) -> tuple[JobController, str]:
     """A controller for an attempt that goes on where ``state`` was saved, and what was wrong
-    with it, if anything. Its plan version is never below the saved one, damaged or not. It defers
-    its decisions: the ingest has them made in another process."""
+    with it, if anything. Its plan version is never below the saved one, damaged or not."""
     if state is None:
-        return JobController(spec, attempt=attempt, on_report=on_report, deferred=True), ""
+        return JobController(spec, attempt=attempt, on_report=on_report), ""
     problem = ""
     try:
-        controller = JobController.restore(spec, unpack(state), on_report=on_report, deferred=True)
+        controller = JobController.restore(spec, unpack(state), on_report=on_report)
     except (ValueError, InputError) as error:
         problem = f"the saved control state is unusable, only its plan version is kept: {error}"
         bare = {"attempt": state.attempt, "plan_version": state.plan_version, "sequence": 0}
-        controller = JobController.restore(spec, bare, on_report=on_report, deferred=True)
+        controller = JobController.restore(spec, bare, on_report=on_report)
     if attempt > controller.attempt:
         controller.begin_attempt(attempt)
     return controller, problem

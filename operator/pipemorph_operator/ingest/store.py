@@ -307,9 +307,7 @@ class ClusterStore:
         if spec is None or spec.adaptation == held.controller.spec.adaptation:
             return
         before = held.controller
-        held.controller = JobController.restore(
-            spec, before.snapshot(), on_report=held.ear.hear, deferred=True
-        )
+        held.controller = JobController.restore(spec, before.snapshot(), on_report=held.ear.hear)
         held.controller.adopt_rails(before)
         log.info(
             "%s/%s: adaptation was edited; links are measured again", held.namespace, held.name

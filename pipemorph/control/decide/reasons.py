@@ -8,18 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipemorph.api.spec import JobSpec
-from pipemorph.control.decide.findings import (
-    AtBaseline,
-    Finding,
-    FusedWeighed,
-    MemoryBinds,
-    MustNotRun,
-    MustNotStay,
-    NoPlan,
-    OffloadWeighed,
-    Saves,
-    TooLittle,
-)
+from pipemorph.control.decide import findings
 from pipemorph.control.decide.forecast import Option, Situation
 from pipemorph.control.decide.replan import Cause, Proposal
 from pipemorph.control.memory_limits import Excess
@@ -80,7 +69,7 @@ def reason(cause: Cause, links: Sequence[LinkHealth], proposal: Proposal) -> str
     parts = [_why(cause, links)]
     if proposal.chosen is not None:
         parts.append(_predicted(proposal.current, proposal.chosen))
-    return "; ".join([*parts, *map(_found, proposal.findings)])
+    return "; ".join([*parts, *map(_sentence, proposal.found)])
 
 
 def _why(cause: Cause, links: Sequence[LinkHealth]) -> str:
@@ -111,38 +100,38 @@ def _predicted(current: Option | None, chosen: Option) -> str:
     )
 
 
-def _found(finding: Finding) -> str:
+def _sentence(finding: findings.Finding) -> str:
     match finding:
-        case NoPlan(why):
+        case findings.NoPlan(why):
             return f"no plan was found: {why}"
-        case MustNotRun(why):
+        case findings.MustNotRun(why):
             return (
                 f"the plan for it must not run: {too_much(why) if isinstance(why, Excess) else why}"
             )
-        case MustNotStay(excess):
+        case findings.MustNotStay(excess):
             return f"the present plan must not stay: {too_much(excess)}"
-        case AtBaseline():
+        case findings.AtBaseline():
             return "kept the plan: it is the one for links that are well"
-        case TooLittle(seconds, gain, least):
+        case findings.TooLittle(seconds, gain, least):
             return (
                 f"kept the plan, predicted {shown_time(seconds)} per iteration: the best other one"
                 f" saves {max(0.0, gain):.1%}, less than minGain {least:.1%}"
             )
-        case Saves(seconds, iterations, cost, cost_seen):
+        case findings.Saves(seconds, iterations, cost, cost_seen):
             return (
                 f"{'it' if finding.pays else 'kept the plan: the best other one'} saves"
                 f" {shown_time(max(0.0, seconds))} over the {max(0, iterations)} iterations left,"
                 f" the change {'has cost' if cost_seen else 'is taken to cost'} {shown_time(cost)}"
             )
-        case OffloadWeighed(stages, copies, saves):
+        case findings.OffloadWeighed(stages, copies, saves):
             return (
                 f"offload on {shown_stages(stages)} costs {shown_time(copies)} per copied"
                 " microbatch and"
                 f" {'is what it takes to have a plan' if saves is None else _saves(saves)}"
             )
-        case FusedWeighed(stages, saves):
+        case findings.FusedWeighed(stages, saves):
             return f"a fused backward on {shown_stages(stages)} {_saves(saves)}"
-        case MemoryBinds(stages, least, most):
+        case findings.MemoryBinds(stages, least, most):
             counts = str(least) if least == most else f"{least} to {most}"
             return f"activationMemory has room for {counts} microbatches on {shown_stages(stages)}"
 
@@ -180,7 +169,7 @@ def short(version: int, cause: Cause, links: Sequence[LinkHealth], proposal: Pro
     # Each part in the longest form that fits; the later ones matter more.
     forms = [_short_why(cause, links), times, _short_plan(chosen.plan)]
     shorten = [0, 1, 1, 2]
-    saves = next((found for found in proposal.findings if isinstance(found, Saves)), None)
+    saves = next((each for each in proposal.found if isinstance(each, findings.Saves)), None)
     if saves is not None:
         gain = f"gain {saves.net:.1f} s"
         forms.append(

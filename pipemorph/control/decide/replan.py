@@ -11,18 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pipemorph.api.spec import JobSpec
-from pipemorph.control.decide.findings import (
-    AtBaseline,
-    Finding,
-    FusedWeighed,
-    MemoryBinds,
-    MustNotRun,
-    MustNotStay,
-    NoPlan,
-    OffloadWeighed,
-    Saves,
-    TooLittle,
-)
+from pipemorph.control.decide import findings
 from pipemorph.control.decide.forecast import Forecast, Option, Situation, best, runnable
 from pipemorph.errors import InputError
 from pipemorph.planning import Path, Plan
@@ -58,8 +47,8 @@ class Replan:
 class Proposal:
     """What came of it: the option to change to, or None and why the plan is kept.
 
-    ``current`` is the plan in effect as it is predicted now; None if it is not known. ``findings``
-    are what the choice rests on, the one that settled it first.
+    ``current`` is the plan in effect as it is predicted now; None if it is not known. ``found``
+    is what the choice rests on, the finding that settled it first.
 
     No option that holds more than there is room for is ever chosen; and where the plan in effect
     does, the best that does not is, whatever it costs.
@@ -67,7 +56,7 @@ class Proposal:
 
     chosen: Option | None
     current: Option | None
-    findings: tuple[Finding, ...]
+    found: tuple[findings.Finding, ...]
 
 
 def propose(asked: Replan) -> Proposal:
@@ -81,14 +70,14 @@ def propose(asked: Replan) -> Proposal:
         options = _options(asked, forecast)
         chosen, why = _choose(asked, forecast, options, current)
     except InputError as error:
-        return Proposal(None, None, (NoPlan(str(error)),))
-    findings = (*([why] if why else []), *_weighed(asked.situation, options))
+        return Proposal(None, None, (findings.NoPlan(str(error)),))
+    found = (*([why] if why else []), *_weighed(asked.situation, options))
     if chosen is None:
-        return Proposal(None, current, findings)
+        return Proposal(None, current, found)
     broken = runnable(chosen.plan) or forecast.excess(chosen.plan)
     if broken is not None:
-        return Proposal(None, current, (MustNotRun(broken),))
-    return Proposal(chosen, current, findings)
+        return Proposal(None, current, (findings.MustNotRun(broken),))
+    return Proposal(chosen, current, found)
 
 
 def _options(asked: Replan, forecast: Forecast) -> list[Option]:
@@ -103,13 +92,13 @@ def _options(asked: Replan, forecast: Forecast) -> list[Option]:
 
 def _choose(
     asked: Replan, forecast: Forecast, options: Sequence[Option], current: Option | None
-) -> tuple[Option | None, Finding | None]:
+) -> tuple[Option | None, findings.Finding | None]:
     """The option to change to and what it is worth, or None and why not."""
     situation = asked.situation
     if current is not None:
         too_much = forecast.excess(current.plan)
         if too_much is not None:
-            return best(options), MustNotStay(too_much)
+            return best(options), findings.MustNotStay(too_much)
     if not any(situation.slow) and not any(situation.unknown):
         return _choose_baseline(asked, forecast, options, current)
     quickest = best(options)
@@ -130,12 +119,12 @@ def _choose(
     ]
     if lighter:
         return best(lighter), None
-    return None, TooLittle(current.seconds, gain, asked.spec.adaptation.min_gain)
+    return None, findings.TooLittle(current.seconds, gain, asked.spec.adaptation.min_gain)
 
 
 def _choose_baseline(
     asked: Replan, forecast: Forecast, options: Sequence[Option], current: Option | None
-) -> tuple[Option | None, Finding | None]:
+) -> tuple[Option | None, findings.Finding | None]:
     """All links are well: the plan of the start, unless measured times ask for another."""
     least = 1 - asked.spec.adaptation.min_gain
     target, baseline = best(options), None
@@ -146,21 +135,21 @@ def _choose_baseline(
     if current is None:
         return target, None
     if target.plan.runs_as(current.plan):
-        return None, AtBaseline()
+        return None, findings.AtBaseline()
     if target is baseline:
         return target, None
     if target.seconds < current.seconds * least:
         return _if_it_pays(asked, current, target)
     gain = 1 - target.seconds / current.seconds
-    return None, TooLittle(current.seconds, gain, asked.spec.adaptation.min_gain)
+    return None, findings.TooLittle(current.seconds, gain, asked.spec.adaptation.min_gain)
 
 
 def _if_it_pays(
     asked: Replan, current: Option, other: Option
-) -> tuple[Option | None, Finding | None]:
+) -> tuple[Option | None, findings.Finding | None]:
     """``other``, if what it saves until the job is done is more than what changing costs."""
     seen = asked.change_seconds
-    found = Saves(
+    found = findings.Saves(
         seconds=(current.seconds - other.seconds) * asked.remaining,
         iterations=asked.remaining,
         cost=current.seconds * UNSEEN_CHANGE if seen is None else seen,
@@ -169,7 +158,7 @@ def _if_it_pays(
     return other if found.pays else None, found
 
 
-def _weighed(situation: Situation, options: Sequence[Option]) -> Iterator[Finding]:
+def _weighed(situation: Situation, options: Sequence[Option]) -> Iterator[findings.Finding]:
     """What offload, fused backwards and the memory of the device do here."""
     away = [option for option in options if option.plan.offloading]
     here = [option for option in options if not option.plan.offloading]
@@ -179,12 +168,14 @@ def _weighed(situation: Situation, options: Sequence[Option]) -> Iterator[Findin
         # There and back.
         copies = 2 * max(situation.stages[i].offload_copy or 0.0 for i in stages)
         others = min((option.seconds for option in here), default=None)
-        yield OffloadWeighed(stages, copies, None if others is None else others - quickest.seconds)
+        yield findings.OffloadWeighed(
+            stages, copies, None if others is None else others - quickest.seconds
+        )
     fused = [option for option in here if option.plan.fused]
     split = [option.seconds for option in here if not option.plan.fused]
     if fused and split:
         quickest = min(fused, key=lambda option: option.seconds)
-        yield FusedWeighed(quickest.plan.fused, min(split) - quickest.seconds)
+        yield findings.FusedWeighed(quickest.plan.fused, min(split) - quickest.seconds)
     binds = tuple(
         i
         for i, room in enumerate(situation.rooms)
@@ -197,7 +188,7 @@ def _weighed(situation: Situation, options: Sequence[Option]) -> Iterator[Findin
     )
     if binds:
         counts = [situation.rooms[i].device or 0 for i in binds]
-        yield MemoryBinds(binds, min(counts), max(counts))
+        yield findings.MemoryBinds(binds, min(counts), max(counts))
 
 
 def _keeps_slow(option: Option, situation: Situation) -> bool:

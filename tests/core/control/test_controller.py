@@ -7,12 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from plant_support import BASE, OP, Plant, spec
+from plant_support import BASE, OP, Plant, settle, spec
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import Health, JobController, initial_plan
 from pipemorph.control.decide.rate_limit import HOLD
-from pipemorph.control.decide.replan import propose
 from pipemorph.control.observe.reports import ReplayedReport, ReportMismatch, WrongAttempt
 from pipemorph.errors import InputError
 from pipemorph.planning import Path, StageTimes
@@ -475,7 +474,8 @@ def test_saved_state_that_is_damaged_is_refused(damage: Callable[[Any], object])
 
 @pytest.mark.parametrize("dies", ["slow", "recovered"])
 def test_a_decision_that_was_under_way_when_the_host_died_is_made_again(dies: str) -> None:
-    plant = Plant(spec(), controller=JobController(spec(), deferred=True))
+    plant = Plant(spec())
+    plant.decides = False
 
     def train_until(cause: str, *, most: int = 30) -> Any:
         """Settle decisions until one of this cause waits."""
@@ -484,20 +484,17 @@ def test_a_decision_that_was_under_way_when_the_host_died_is_made_again(dies: st
             asked = plant.controller.replan
             if asked is not None and asked.cause == cause:
                 return asked
-            if asked is not None:
-                plant.controller.settle(asked, propose(asked), plant.now)
+            settle(plant.controller, plant.now)
         raise AssertionError(f"no decision because of {cause}")
 
     plant.run(4)
     for cause, delay in (("slow", 0.06), ("recovered", 0.0)):
         plant.delays[1] = delay
-        asked = train_until(cause)
+        train_until(cause)
         if cause == dies:
-            plant.controller = JobController.restore(
-                spec(), plant.controller.snapshot(), deferred=True
-            )
-            asked = train_until(cause)
-        plant.controller.settle(asked, propose(asked), plant.now)
+            plant.controller = JobController.restore(spec(), plant.controller.snapshot())
+            train_until(cause)
+        settle(plant.controller, plant.now)
         plant.run(3)
     assert [record.kind for record in plant.controller.records][-1] == "return"
 

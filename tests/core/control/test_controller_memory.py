@@ -431,7 +431,7 @@ def test_no_proposal_is_ever_over_what_there_is_room_for(
     proposal = propose(asked)
     fits = excess(first, rooms) is None
     if proposal.chosen is None:
-        assert fits, proposal.findings
+        assert fits, proposal.found
         return
     plan = proposal.chosen.plan
     validate(plan.schedule, plan.in_flight_limits, plan.device_limits)

@@ -14,25 +14,29 @@ from pipemorph.api.spec import JobSpec, ScheduleSpec
 from pipemorph.control import Health, JobController
 from pipemorph.control.decide.findings import NoPlan
 from pipemorph.control.decide.replan import Proposal, Replan, propose
-from pipemorph.control.first_plan import FirstPlan, initial_problem, initial_schedule, share
+from pipemorph.control.first_plan import (
+    initial_problem,
+    initial_schedule,
+    schedule_for_others,
+    share,
+)
 from pipemorph.errors import InputError
 from pipemorph.ingest import IngestHandler, MemoryStore, PlannerLost, ProcessPlanner
-from pipemorph.ingest.planner_worker import answer
-from pipemorph.planning import Schedule
+from pipemorph.ingest.planner_pool import plan_here
 from pipemorph.wire import DirectiveEnvelope, LinkHealthReport
 
 OP = {"forward": 10.0, "backwardInput": 10.0, "backwardWeight": 10.0}
 STAGES = 4
 
 
-def controller(*, deferred: bool = True) -> JobController:
+def controller() -> JobController:
     spec = {
         "parallelism": {"stages": STAGES},
         "schedule": {"microbatches": 12, "stageTimes": [OP] * STAGES},
         "trainer": {"module": "x", "iterations": 100},
         "template": {"spec": {"containers": [{"name": "trainer", "image": "i"}]}},
     }
-    return JobController(JobSpec.model_validate(spec), deferred=deferred)
+    return JobController(JobSpec.model_validate(spec))
 
 
 def report(sequence: int, wire: float, *, first: float = 0.002, **changes: Any) -> LinkHealthReport:
@@ -66,17 +70,16 @@ def slow_down(job: JobController) -> int:
     raise AssertionError("no decision was due in 40 reports")
 
 
-def test_a_deferred_decision_is_the_one_that_would_have_been_made_at_once() -> None:
-    at_once, deferred = controller(deferred=False), controller()
-    slow_down(at_once)
-    slow_down(deferred)
-    asked = deferred.replan
+def test_a_decision_waits_for_its_host() -> None:
+    job = controller()
+    slow_down(job)
+    asked = job.replan
     assert asked is not None
-    assert deferred.directive() is None
-    deferred.settle(asked, propose(asked), 1000.0)
-    assert deferred.directive() == at_once.directive()
-    assert deferred.records == at_once.records
-    assert deferred.replan is None
+    assert job.directive() is None
+    job.settle(asked, propose(asked), 1000.0)
+    assert job.directive() is not None
+    assert len(job.records) == 1
+    assert job.replan is None
 
 
 def test_reports_are_taken_while_a_decision_is_made_and_no_second_one_is_asked_for() -> None:
@@ -122,8 +125,8 @@ def test_a_fault_of_the_planner_keeps_the_plan_and_says_so(
     job = controller()
     slow_down(job)
     assert job.replan is not None
-    monkeypatch.setattr("pipemorph.ingest.planner_worker.propose", broken)
-    job.settle(job.replan, answer(job.replan), 1000.0)
+    monkeypatch.setattr("pipemorph.ingest.planner_pool.propose", broken)
+    job.settle(job.replan, asyncio.run(plan_here(job.replan)), 1000.0)
     assert job.plan_version == 0
     assert job.decisions[-1].kind == "keep"
     assert "ZeroDivisionError: by a delay" in job.decisions[-1].reason
@@ -223,6 +226,23 @@ def test_a_process_proposes_the_same_as_this_one() -> None:
     asyncio.run(run())
 
 
+def test_a_fault_in_a_process_is_told_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        planner = ProcessPlanner(1)
+        asked = asked_of_one()
+        monkeypatch.setattr("pipemorph.ingest.planner_pool.propose", int)
+        monkeypatch.setattr("pipemorph.ingest.planner_pool.schedule_for_others", int)
+        (finding,) = (await planner(asked)).found
+        assert isinstance(finding, NoPlan)
+        assert finding.why.startswith("the planner failed: TypeError: int() argument")
+        with pytest.raises(InputError, match="the planner failed: TypeError"):
+            await planner.first_plan(asked.spec)
+        assert len(planner.running) == 1, "it goes on"
+        await planner.close()
+
+    asyncio.run(run())
+
+
 def test_a_process_makes_the_same_first_plan_as_this_one() -> None:
     async def run() -> None:
         planner = ProcessPlanner(1)
@@ -254,11 +274,9 @@ def test_a_first_plan_that_takes_too_long_is_asked_for_again() -> None:
 
 def test_jobs_of_one_kind_share_a_plan_made_elsewhere() -> None:
     spec = controller().spec.model_copy(update={"schedule": ScheduleSpec(microbatches=13)})
-    problem, made = initial_problem(spec), answer(FirstPlan(spec, wanted=True))
-    assert isinstance(made, Schedule)
+    problem, made = initial_problem(spec), schedule_for_others(spec)
     kept = share(problem, made)
-    again = answer(FirstPlan(spec, wanted=True))
-    assert isinstance(again, Schedule)
+    again = schedule_for_others(spec)
     assert share(problem, pickle.loads(pickle.dumps(again))) is kept
     assert initial_schedule(spec) is kept
 
