@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from operator_objects import body
+from plant_support import settle
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import JobStatus, SlowLink, TrainingStatus
@@ -41,6 +42,7 @@ def report(sequence: int, **changes: Any) -> LinkHealthReport:
 def test_saved_state_comes_back_and_attempts_go_on() -> None:
     controller = JobController(spec())
     controller.report(report(5, observed_plan_version=7), 1000.0)
+    settle(controller, 1000.0)
     state = snapshot_codec.pack(controller.snapshot())
     plan_version = controller.plan_version
     assert state.plan_version == plan_version > 7
