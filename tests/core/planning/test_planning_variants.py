@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from gate import examples
@@ -17,6 +18,7 @@ from pipemorph.planning import (
     Link,
     OpKind,
     Path,
+    Plan,
     Policy,
     Problem,
     Schedule,
@@ -238,3 +240,16 @@ def test_a_fixed_warmup_above_the_device_limit_needs_offload() -> None:
     planned = plan(fixed)
     assert planned.schedule.warmup() == (8, 6, 3, 1)
     assert planned.problem.device_limits() == (4, 4, None, None)
+
+
+def test_plans_run_as_each_other_whatever_their_versions_and_caps() -> None:
+    schedule = Schedule.decode(2, ["F0 F1 B0 W0 B1 W1", "F0 BW0 F1 BW1"])
+    first = Plan(0, Policy.PIPEMORPH, schedule, (Path.DIRECT,), (None, None))
+    assert first.runs_as(replace(first, version=3, in_flight_limits=(2, 1)))
+    assert not first.runs_as(replace(first, paths=(Path.DELEGATED,)))
+    assert not first.runs_as(replace(first, device_limits=(1, None)))
+    other = Schedule.decode(2, ["F0 B0 W0 F1 B1 W1", "F0 BW0 F1 BW1"])
+    assert not first.runs_as(replace(first, schedule=other))
+    assert (first.fused, first.offloading, first.delegated) == ((1,), (), ())
+    moved = replace(first, paths=(Path.DELEGATED,), device_limits=(1, None))
+    assert (moved.offloading, moved.delegated) == ((0,), (0,))
