@@ -1,7 +1,8 @@
 # make demo   the main job on this machine: a few minutes, no cluster, no GPU
 # make test   lint, types, C++ (plain, ASan+UBSan, TSan) and the whole Python suite
 # make soak   what takes hours to be worth something: many schedules, long fuzzing, new examples
-# make bench  every figure the README quotes
+# make bench  every figure of docs/benchmarks.md
+# make docs   the documentation site; a broken link fails
 # Needs: Python >= 3.11 with venv, a C++20 compiler; everything else goes into .venv. `make test`
 # also needs Go, openssl and root on Debian: see docs/testbeds.md.
 
@@ -37,7 +38,7 @@ export CCACHE_BASEDIR ?= $(CURDIR)
 export CCACHE_NOHASHDIR ?= 1
 endif
 
-.PHONY: demo test soak bench lint format setup check-host clean
+.PHONY: demo test soak bench docs lint format setup check-host clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py --out demo-out
@@ -52,6 +53,22 @@ soak: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/all.py
+
+# In an environment of its own, without torch: what it installs is the extra `docs`.
+DOCS_ENV := build/docs/venv
+DOCS_REQUIRES := import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+  print('\n'.join(p['optional-dependencies']['docs']))
+docs: $(DOCS_ENV)/.installed
+	$(DOCS_ENV)/bin/sphinx-build --color -c docs -b html -W --keep-going -q \
+	  -d build/docs/doctrees . build/docs/html
+	@echo "the site is in build/docs/html"
+
+$(DOCS_ENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(DOCS_ENV)
+	$(PYTHON) -c "$(DOCS_REQUIRES)" > build/docs/requirements.txt
+	$(DOCS_ENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  -r build/docs/requirements.txt
+	touch $@
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
