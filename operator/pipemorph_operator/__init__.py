@@ -1,5 +1,5 @@
-"""The PipeMorph operator: turns PipeMorphJobs into pods and tells their story in status.
+"""The PipeMorph operator: turns PipeMorphJobs into pods and reports their progress in status.
 
-Decisions are pure functions (``policy``, ``children``, ``decide``); effects are at the edge
-(``api``, ``reconcile``, ``handlers``). The ingest (``ingest``) is a process of its own.
+Decisions are pure functions (``policy``, ``children``, ``reconcile.decide``); effects are at the
+edge (``cluster``, ``reconcile.reconciler``). The ingest (``ingest``) is a separate process.
 """

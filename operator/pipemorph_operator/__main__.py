@@ -39,13 +39,13 @@ log = logging.getLogger("pipemorph.operator")
 
 WORKERS = 16
 GAP_SECONDS = 0.25
-"""Between two turns of one job: a thousand pods that start make a few turns, not a thousand."""
+"""Minimum time between two reconciles of a job, so that 1000 starting pods cause only a few."""
 RESYNC_LOOKS = 5
-"""All jobs get a turn with every fifth look at what there is: should something have been missed."""
+"""Every fifth resync reconciles all jobs, in case a watch missed a change."""
 
 
 async def work(queue: WorkQueue[Key], reconciler: Reconciler) -> None:
-    """Give jobs their turns, for ever."""
+    """Reconcile jobs from the queue, forever."""
     while True:
         key = await queue.get()
         started = time.monotonic()
@@ -55,9 +55,9 @@ async def work(queue: WorkQueue[Key], reconciler: Reconciler) -> None:
             again = await reconciler.reconcile(*key)
         except (ApiRefused, aiohttp.ClientError, TimeoutError, OSError) as error:
             failed = True
-            log.warning("%s/%s: will be tried again: %s", *key, error or type(error).__name__)
+            log.warning("%s/%s: will retry: %s", *key, error or type(error).__name__)
         except Exception:
-            # One job's surprise must not stop the others.
+            # An unexpected error in one job must not stop the others.
             failed = True
             log.exception("%s/%s: reconcile failed", *key)
         RECONCILES.labels(result="error" if failed else "ok").observe(time.monotonic() - started)
@@ -69,14 +69,14 @@ async def work(queue: WorkQueue[Key], reconciler: Reconciler) -> None:
 async def resync(
     queue: WorkQueue[Key], cluster: Cluster, namespaces: list[str], dog: WatchDog, looked: Sign
 ) -> None:
-    """Ask for the turns of jobs of which the watches owe a change, and now and then for all."""
+    """Queue jobs whose changes the watches have missed, and periodically all jobs."""
     for look in count(1):
         await asyncio.sleep(LOOK_SECONDS)
         looked.give()
         try:
             listed = [found async for found in _everything(cluster, namespaces)]
         except (ApiRefused, aiohttp.ClientError, TimeoutError, OSError) as error:
-            log.warning("the jobs could not be listed again: %s", error or type(error).__name__)
+            log.warning("resync could not list the jobs: %s", error or type(error).__name__)
             continue
         keys = dog.look(listed)
         if look % RESYNC_LOOKS == 0:
@@ -88,7 +88,7 @@ async def resync(
 async def _everything(
     cluster: Cluster, namespaces: list[str]
 ) -> AsyncIterator[tuple[str, Mapping[str, Any]]]:
-    """Kind and metadata of every PipeMorphJob and of all their Jobs."""
+    """Kind and metadata of every PipeMorphJob and every Job of one."""
     everywhere: list[str | None] = [None]
     for namespace in [*namespaces] or everywhere:
         for kind, labels in ((KIND, ""), ("Job", LABEL_JOB)):
@@ -105,10 +105,10 @@ async def first_of(*events: asyncio.Event) -> None:
 
 
 def _end(stop: asyncio.Event, task: asyncio.Task[None]) -> None:
-    """End the process rather than go on without what a task did."""
+    """Stop the process when a task fails: it cannot work without that task."""
     error = None if task.cancelled() else task.exception()
     if error is not None:
-        log.error("the Jobs are not followed any more; ending", exc_info=error)
+        log.error("the watch of Jobs failed; exiting", exc_info=error)
         stop.set()
 
 
@@ -116,7 +116,7 @@ async def run(options: argparse.Namespace) -> None:
     """Run until SIGTERM or SIGINT."""
 
     def config() -> OperatorConfig:
-        # The authority's file is renewed in place; new attempts get what it holds then.
+        # The CA file is renewed in place; each new attempt reads its current content.
         return OperatorConfig(
             ingest_url=options.ingest_url,
             ca_pem=Path(options.ingest_ca).read_text() if options.ingest_ca else "",
@@ -124,7 +124,7 @@ async def run(options: argparse.Namespace) -> None:
             trainer_pull_policy=options.trainer_pull_policy,
         )
 
-    config()  # A file that is missing ends the process at once, with its name.
+    config()  # Fail at start, with the file's name, if the CA file is missing.
     queue: WorkQueue[Key] = WorkQueue(gap=GAP_SECONDS)
     watched = Watched()
     owned = OwnedJobs(queue, options.namespace, watched.dog)
@@ -149,14 +149,14 @@ async def run(options: argparse.Namespace) -> None:
         try:
             await until_listed(cluster, stop)
             await first_of(owned.synced, stop)
-            if owned.synced.is_set():  # Before, a Job that is not known might only not be listed.
+            if owned.synced.is_set():  # Until then, an unknown Job may exist but not be listed yet.
                 tasks += [
                     asyncio.create_task(work(queue, reconciler)) for _ in range(options.workers)
                 ]
-            # kopf leaves alone tasks that were there before it.
+            # kopf does not cancel tasks that were started before it.
             await kopf.operator(
                 registry=registry(queue, watched),
-                # kopf would ask for the user's name, which a container's user need not have.
+                # By default kopf looks up the user name, which a container's user may not have.
                 identity=identity,
                 standalone=True,
                 clusterwide=not options.namespace,
@@ -178,15 +178,15 @@ async def run(options: argparse.Namespace) -> None:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="pipemorph-operator", description=__doc__)
     made.add_argument(
-        "--namespace", action="append", default=[], help="serve only this one; may be repeated"
+        "--namespace", action="append", default=[], help="serve only this namespace; repeatable"
     )
-    made.add_argument("--ingest-url", required=True, help="where ranks reach the ingest")
-    made.add_argument("--ingest-ca", help="PEM file ranks trust the ingest's certificate by")
-    made.add_argument("--trainer-image", default="", help="image of jobs that name none")
+    made.add_argument("--ingest-url", required=True, help="URL of the ingest, as ranks reach it")
+    made.add_argument("--ingest-ca", help="PEM file with the CA of the ingest's certificate")
+    made.add_argument("--trainer-image", default="", help="default image of trainer containers")
     made.add_argument("--trainer-pull-policy", default="", help="pull policy of that image")
-    made.add_argument("--host", help="address of metrics and probes; all of them if not given")
+    made.add_argument("--host", help="address of metrics and probes (default: all)")
     made.add_argument("--metrics-port", type=int, default=8080)
-    made.add_argument("--workers", type=int, default=WORKERS, help="jobs reconciled at a time")
+    made.add_argument("--workers", type=int, default=WORKERS, help="jobs reconciled concurrently")
     return made
 
 

@@ -1,4 +1,4 @@
-"""What an installation gives the operator: the same for all jobs."""
+"""The operator's configuration: the same for all jobs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class OperatorConfig:
-    """``ca_pem``: what the ranks trust the ingest's certificate by; empty for public ones.
-    ``trainer_image``: image of jobs without a pod template; empty if such jobs are refused."""
+    """``ca_pem``: CA of the ingest's certificate; empty for a public CA.
+    ``trainer_image``: image of jobs without a pod template; empty to reject such jobs."""
 
     ingest_url: str
     ca_pem: str = ""

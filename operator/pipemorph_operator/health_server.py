@@ -1,8 +1,8 @@
-"""``/metrics``, ``/healthz`` and ``/readyz`` on a plain port of either process.
+"""Serves ``/metrics``, ``/healthz`` and ``/readyz`` over plain HTTP, in both processes.
 
-``/healthz`` tells whether the work moves, not only whether the process answers: what must happen
-again and again gives a sign, and the event loop must not be held up. The limits are far above what
-a loaded machine or an API server that is away makes of it: a restart would help with neither.
+``/healthz`` checks that work makes progress, not only that the process answers: periodic tasks
+send heartbeats, and the event loop must not be blocked. The limits are far above the delays of a
+loaded machine or an unreachable API server, which a restart would not cure.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from pipemorph.ingest import ConnectionLimits, Doors
 log = logging.getLogger("pipemorph.serve")
 
 Check = Callable[[], str]
-"""What is wrong now, in one line; empty if nothing is."""
+"""Returns the current problem in one line; empty if healthy."""
 
 LIMITS = ConnectionLimits(in_all=64, per_source=64, silent=64)
 ANSWER_SECONDS = 10.0
-"""Anybody may connect: from its start to the end of its answer a connection has so long, and where
-there are too many the oldest makes room for the next."""
+"""Time limit of a connection, from accept to the end of its response. Clients are not
+authenticated; above the connection limit the oldest connection is closed."""
 BEAT_SECONDS = 1.0
 STUCK_SECONDS = 30.0
-"""An event loop that was held up for longer is a fault."""
-TOLD_SECONDS = 60.0
-"""So long afterwards: as long as a liveness probe takes to make up its mind."""
+"""An event loop that was blocked for longer is a fault."""
+FAULT_SECONDS = 60.0
+"""How long such a fault is reported: as long as a liveness probe needs to fail."""
 
 
 class Sign:
-    """Something that must happen at least every ``within`` seconds, such as ``what``."""
+    """Checks that ``what`` happens at least every ``within`` seconds."""
 
     def __init__(
         self, what: str, within: float, clock: Callable[[], float] = time.monotonic
@@ -43,26 +43,26 @@ class Sign:
         self.give()
 
     def give(self) -> None:
-        """It has happened."""
+        """Record that it has happened."""
         self._last = self._clock()
 
     def __call__(self) -> str:
         silent = self._clock() - self._last
         if silent <= self._within:
             return ""
-        return f"{self._what}: no sign for {silent:.0f} s, expected every {self._within:g} s"
+        return f"{self._what}: none for {silent:.0f} s, expected every {self._within:g} s"
 
 
 class Pulse:
-    """Whether the event loop has turns. While it has none nothing is answered at all; this tells
-    of one that is held up again and again."""
+    """Checks that the event loop is not blocked repeatedly. While it is blocked the process
+    answers nothing at all; this reports it afterwards."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._stuck, self._at = 0.0, float("-inf")
 
     async def run(self) -> None:
-        """Take the pulse, for ever."""
+        """Measure the event loop's lateness, forever."""
         while True:
             began = self._clock()
             await asyncio.sleep(BEAT_SECONDS)
@@ -71,25 +71,25 @@ class Pulse:
                 self._stuck, self._at = late, self._clock()
 
     def __call__(self) -> str:
-        if self._clock() - self._at > TOLD_SECONDS:
+        if self._clock() - self._at > FAULT_SECONDS:
             return ""
-        return f"the event loop was held up for {self._stuck:.0f} s"
+        return f"the event loop was blocked for {self._stuck:.0f} s"
 
 
 class Serving:
-    """What :func:`start` started."""
+    """A running server, as returned by :func:`start`."""
 
     def __init__(self, runner: web.AppRunner, doors: Doors) -> None:
         self._runner, self._doors = runner, doors
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """Port the server listens on."""
         port: int = self._doors.sockets[0].getsockname()[1]
         return port
 
     async def cleanup(self) -> None:
-        """Serve no more."""
+        """Stop the server."""
         await self._doors.close()
         await self._runner.cleanup()
 
@@ -109,10 +109,10 @@ async def start(
     is_ready: Callable[[], bool],
     checks: Sequence[Check] = (),
 ) -> Serving:
-    """Serve until it is cleaned up, at every address of the pod if ``host`` is None.
+    """Start the server, on every address of the pod if ``host`` is None.
 
-    Raises OSError if the port is taken.
-    ``/healthz`` answers 503 with what ``checks`` find; ``/readyz`` as ``is_ready`` says.
+    ``/healthz`` returns 503 with the problems that ``checks`` find; ``/readyz`` returns 503 until
+    ``is_ready``. Raises OSError if the port is taken.
     """
 
     async def metrics(_: web.Request) -> web.Response:
@@ -122,7 +122,7 @@ async def start(
         wrong = [found for check in checks if (found := check())]
         if not wrong:
             return web.Response(text="ok\n")
-        log.error("not well: %s", "; ".join(wrong))
+        log.error("unhealthy: %s", "; ".join(wrong))
         return web.Response(status=503, text="\n".join(wrong) + "\n")
 
     async def ready(_: web.Request) -> web.Response:

@@ -1,4 +1,4 @@
-"""Metrics of both processes. Never one series per pair of ranks; a job's go when it goes."""
+"""Metrics of both processes. No series per pair of ranks; a deleted job's series are removed."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ JOBS = {
 RECONCILES = Histogram(
     "pipemorph_operator_reconcile_seconds", "Time of one reconcile.", ["result"], buckets=_FAST
 )
-QUEUED = Gauge("pipemorph_operator_queue_depth", "Jobs that wait for a reconcile.")
+QUEUED = Gauge("pipemorph_operator_queue_depth", "Jobs waiting for a reconcile.")
 
 # --- ingest -------------------------------------------------------------------------------
 
 REPORTS = Counter(
-    "pipemorph_ingest_requests_total", "Reports and polls, by answer.", ["kind", "code"]
+    "pipemorph_ingest_requests_total", "Reports and polls, by status code.", ["kind", "code"]
 )
-REFUSED = Counter("pipemorph_ingest_refused_total", "Callers turned away, by reason.", ["reason"])
+REFUSED = Counter("pipemorph_ingest_refused_total", "Rejected callers, by reason.", ["reason"])
 REPORT_SECONDS = Histogram(
     "pipemorph_ingest_request_seconds", "Time to answer a report.", buckets=_FAST
 )
@@ -39,11 +39,11 @@ PERSIST_SECONDS = Histogram(
     "pipemorph_ingest_persist_seconds", "Time to persist a directive.", buckets=_FAST
 )
 PLAN_SECONDS = Histogram(
-    "pipemorph_ingest_plan_seconds", "Time to make a decision, its wait included.", buckets=_FAST
+    "pipemorph_ingest_plan_seconds", "Time to make a decision, with queueing.", buckets=_FAST
 )
 STATUS_WRITES = Counter("pipemorph_ingest_status_writes_total", "Writes to status.", ["result"])
 JOBS_HELD = Gauge("pipemorph_ingest_jobs", "Jobs that may report.")
-TOKEN_REVIEWS = Counter("pipemorph_ingest_token_reviews_total", "TokenReviews asked for.")
+TOKEN_REVIEWS = Counter("pipemorph_ingest_token_reviews_total", "TokenReviews requested.")
 
 # --- per job ------------------------------------------------------------------------------
 
@@ -55,58 +55,58 @@ JOB_GAUGES = {
     "bubble_fraction": Gauge(
         "pipemorph_job_bubble_fraction", "Idle time over stages × iteration time.", _BY_JOB
     ),
-    "slow_links": Gauge("pipemorph_job_slow_links", "Links that are slow now.", _BY_JOB),
+    "slow_links": Gauge("pipemorph_job_slow_links", "Links that are currently slow.", _BY_JOB),
     "unknown_links": Gauge("pipemorph_job_unknown_links", "Links without recent samples.", _BY_JOB),
     "worst_link_delay_seconds": Gauge(
         "pipemorph_job_worst_link_delay_seconds", "Largest one-way delay above normal.", _BY_JOB
     ),
     "wanted_plan_version": Gauge(
-        "pipemorph_job_wanted_plan_version", "Version of the plan that is wanted.", _BY_JOB
+        "pipemorph_job_wanted_plan_version", "Version of the newest plan.", _BY_JOB
     ),
     "applied_plan_version": Gauge(
-        "pipemorph_job_applied_plan_version", "Version of the plan that runs.", _BY_JOB
+        "pipemorph_job_applied_plan_version", "Version of the plan in effect.", _BY_JOB
     ),
-    "adaptations": Gauge("pipemorph_job_adaptations", "Changes of plan so far.", _BY_JOB),
+    "adaptations": Gauge("pipemorph_job_adaptations", "Plan changes so far.", _BY_JOB),
     "peak_memory_bytes": Gauge(
-        "pipemorph_job_peak_memory_bytes", "Highest peak of any stage.", _BY_JOB
+        "pipemorph_job_peak_memory_bytes", "Highest peak memory of any stage.", _BY_JOB
     ),
     "rails_healthy": Gauge(
         "pipemorph_job_rails_healthy",
         "Condition RailsHealthy: 1 True, 0 False, no series while Unknown.",
         _BY_JOB,
     ),
-    "rdma_ports": Gauge("pipemorph_job_rdma_ports", "RDMA ports heard of.", _BY_JOB),
+    "rdma_ports": Gauge("pipemorph_job_rdma_ports", "RDMA ports reported.", _BY_JOB),
     "sick_rdma_ports": Gauge(
         "pipemorph_job_sick_rdma_ports", "RDMA ports that are down or count errors.", _BY_JOB
     ),
     "congested_rdma_ports": Gauge(
         "pipemorph_job_congested_rdma_ports",
-        "RDMA ports that see much congestion notification.",
+        "RDMA ports with a high rate of congestion notifications.",
         _BY_JOB,
     ),
     "fallen_links": Gauge(
         "pipemorph_job_fallen_links",
-        "Links that fell back from their rails and are not back.",
+        "Links that fell back from their rails and have not recovered.",
         _BY_JOB,
     ),
     "link_fallbacks": Gauge(
         "pipemorph_job_link_fallbacks",
-        "Times that an end of a link lost its last rail, in this attempt.",
+        "Times an end of a link lost its last rail, in this attempt.",
         _BY_JOB,
     ),
     "link_failbacks": Gauge(
         "pipemorph_job_link_failbacks",
-        "Times that a rail took over again, in this attempt.",
+        "Times a link recovered a rail after that, in this attempt.",
         _BY_JOB,
     ),
     "last_report_timestamp_seconds": Gauge(
-        "pipemorph_job_last_report_timestamp_seconds", "When the newest report came.", _BY_JOB
+        "pipemorph_job_last_report_timestamp_seconds", "Time of the newest report.", _BY_JOB
     ),
 }
 
 
 def set_job(namespace: str, name: str, values: Iterable[tuple[str, float | None]]) -> None:
-    """Set a job's gauges; one that is not known now has no series."""
+    """Set a job's gauges; a None value removes the series."""
     for key, value in values:
         if value is None:
             _drop(JOB_GAUGES[key], namespace, name)
@@ -115,7 +115,7 @@ def set_job(namespace: str, name: str, values: Iterable[tuple[str, float | None]
 
 
 def forget_job(namespace: str, name: str) -> None:
-    """The job is gone: so are its series."""
+    """Remove all series of a deleted job."""
     for gauge in JOB_GAUGES.values():
         _drop(gauge, namespace, name)
 
@@ -124,4 +124,4 @@ def _drop(gauge: Gauge, namespace: str, name: str) -> None:
     try:
         gauge.remove(namespace, name)
     except KeyError:
-        return  # It had none.
+        return  # There was no series.

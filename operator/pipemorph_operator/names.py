@@ -1,6 +1,6 @@
-"""Every label, annotation, reason, message and field owner, once.
+"""Every label, annotation, condition type, reason and field owner, defined once.
 
-Reasons are for programs and never change; messages are for people.
+Programs may depend on reasons, so they never change; messages are for people and may.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ PLURAL = "pipemorphjobs"
 VERSION = "v1alpha1"
 
 CONTROLLER = f"{API_GROUP}/operator"
-"""``spec.managedBy`` of jobs that are this operator's."""
+"""Value of ``spec.managedBy`` for jobs that this operator reconciles."""
 
 OPERATOR_OWNER = "pipemorph-operator"
 INGEST_OWNER = "pipemorph-ingest"
@@ -111,6 +111,6 @@ R_FIXED_PATH = "PathFixedBySpec"
 # --- exit codes of a rank -----------------------------------------------------------------
 
 EXIT_INVALID_INPUT = 2
-"""The input cannot be used; it will be the same next time, so nothing is tried again."""
+"""The input is invalid; a restart would fail the same way, so the job is not restarted."""
 EXIT_PREFLIGHT = 78
 """The preflight found the pod unfit (sysexits.h EX_CONFIG)."""

@@ -1,4 +1,4 @@
-"""``helm test``: the ingest is reachable over trusted TLS and turns a stranger away."""
+"""``helm test``: checks that the ingest is reachable over trusted TLS and requires a token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import urllib.request
 ATTEMPT_SECONDS = 10.0
 WAIT_SECONDS = 60.0
 """Right after an installation the ingest is still starting, and its Service takes a moment to
-reach every node."""
+become reachable from every node."""
 PAUSE_SECONDS = 1.0
 
 
@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--ingest-url", required=True)
     parser.add_argument("--ingest-ca", required=True)
     parser.add_argument(
-        "--wait", type=float, default=WAIT_SECONDS, help="seconds until no answer is a failure"
+        "--wait", type=float, default=WAIT_SECONDS, help="seconds to wait for an answer"
     )
     options = parser.parse_args()
     trust = ssl.create_default_context(cafile=options.ingest_ca)
@@ -32,18 +32,18 @@ def main() -> None:
             found = _answer(url, trust)
             break
         except OSError as error:
-            # Time does not mend a certificate.
+            # A retry does not fix a certificate.
             untrusted = isinstance(getattr(error, "reason", None), ssl.SSLCertVerificationError)
             if untrusted or time.monotonic() >= end:
                 sys.exit(f"{options.ingest_url} cannot be reached: {error}")
         time.sleep(PAUSE_SECONDS)
     if found != 401:
-        sys.exit(f"{options.ingest_url} answered {found} to a caller without token, expected 401")
-    sys.stdout.write(f"{options.ingest_url} answers and asks for a token\n")
+        sys.exit(f"{options.ingest_url} returned {found} to a request without token; expected 401")
+    sys.stdout.write(f"{options.ingest_url} answers and requires a token\n")
 
 
 def _answer(url: str, trust: ssl.SSLContext) -> int:
-    """The status of the answer; OSError if there is none."""
+    """HTTP status of the response. Raises OSError if there is no response."""
     try:
         with urllib.request.urlopen(url, timeout=ATTEMPT_SECONDS, context=trust) as answer:
             return int(answer.status)

@@ -1,7 +1,7 @@
-"""Whether kopf's watches still bring what changes.
+"""Checks that the watches still deliver changes.
 
-A watch that is dead looks like a cluster in which nothing happens. So the versions that the API
-server lists are compared, some time later, with those that the watches have brought since.
+A dead watch looks like a cluster in which nothing changes. So the resource versions that the API
+server lists are compared, LOOK_SECONDS later, with those that the watches have delivered by then.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ Thing = tuple[str, str, str]
 """Kind, namespace and name of a PipeMorphJob or of one of its Jobs."""
 
 LOOK_SECONDS = 120.0
-"""Between two looks: a watch has so long to bring a change. It takes kopf half a minute at most to
-connect again, and a moment to hand over what it missed."""
+"""Time between two checks, and so the time a watch has to deliver a change. kopf reconnects within
+half a minute, then delivers what it missed."""
 
 
 class WatchDog:
-    """Knows the newest version of each object that a watch has brought."""
+    """Tracks the newest version of each object that a watch has delivered."""
 
     def __init__(self) -> None:
         self._brought: dict[Thing, int] = {}
@@ -29,21 +29,21 @@ class WatchDog:
         self._trouble = ""
 
     def trouble(self) -> str:
-        """What is wrong, for ``/healthz``; empty if nothing is."""
+        """The problem, for ``/healthz``; empty if there is none."""
         return self._trouble
 
     def brought(self, kind: str, metadata: Mapping[str, Any], *, deleted: bool = False) -> None:
-        """A watch brought an object."""
+        """Record that a watch delivered an object."""
         thing = (kind, metadata["namespace"], metadata["name"])
         if deleted:
             self._brought.pop(thing, None)
         else:
-            # Kubernetes promises numbers that grow.
+            # Kubernetes guarantees increasing integers.
             self._brought[thing] = int(metadata["resourceVersion"])
 
     def look(self, listed: Iterable[tuple[str, Mapping[str, Any]]]) -> set[Key]:
-        """Compare with ``listed``, kind and metadata of all objects there are. Returns the jobs of
-        which a watch owes a change since the last look."""
+        """Compare with ``listed``: kind and metadata of all existing objects. Returns the jobs
+        with a change that was listed at the last check and not delivered since."""
         before, self._listed = self._listed, {}
         behind: dict[Thing, Key] = {}
         for kind, metadata in listed:
@@ -57,7 +57,7 @@ class WatchDog:
         if behind:
             kind, namespace, name = min(behind)
             self._trouble = (
-                f"the watches have not brought changes of {len(behind)} objects for"
+                f"the watches have not delivered changes of {len(behind)} objects for"
                 f" {LOOK_SECONDS:g} s, such as {kind} {namespace}/{name}"
             )
         return set(behind.values())

@@ -124,11 +124,11 @@ def test_a_writer_that_is_behind_loses(jobs: Jobs) -> None:
 
     write({"attempt": 5, "control": {"attempt": 5, "planVersion": 7, "snapshot": ""}})
     for status, words in (
-        ({"attempt": 4}, "attempt only grows"),
-        ({"attempt": None}, "attempt only grows"),
-        ({"control": {"planVersion": 6}}, "planVersion only grows"),
-        ({"control": {"attempt": 4}}, "attempt only grows"),
-        ({"control": None}, "control stays"),
+        ({"attempt": 4}, "attempt must not decrease"),
+        ({"attempt": None}, "attempt must not decrease"),
+        ({"control": {"planVersion": 6}}, "planVersion must not decrease"),
+        ({"control": {"attempt": 4}}, "attempt must not decrease"),
+        ({"control": None}, "control must not be removed"),
     ):
         with pytest.raises(ApiError, match=words):
             write(status)

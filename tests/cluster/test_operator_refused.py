@@ -144,7 +144,7 @@ def test_pods_that_pod_security_refuses_are_explained(jobs: Jobs) -> None:
     jobs.apply(manifest("locked", stages=2, placement=RDMA))
     jobs.apply(manifest("plain", stages=1))
     words = refused_pods(jobs, "locked")
-    assert "0 of 2 ranks are ready; 2 pods cannot be made: " in words
+    assert "0 of 2 ranks are ready; 2 pods cannot be created: " in words
     assert 'violates PodSecurity "baseline:latest"' in words
     assert "IPC_LOCK" in words
     assert "ipcLock: false" in words, "it is not said what to do"
@@ -186,7 +186,7 @@ def test_pods_beyond_a_quota_are_explained_and_are_made_when_it_is_raised(jobs: 
     trainer["resources"] = {"limits": {"example.com/gpu": "2"}}
     jobs.apply(job)
     words = refused_pods(jobs, "dear")
-    assert "0 of 2 ranks are ready; 2 pods cannot be made: " in words
+    assert "0 of 2 ranks are ready; 2 pods cannot be created: " in words
     assert "exceeded quota: gpus" in words
     jobs.cluster.client.patch(
         "resourcequotas", "gpus", {"spec": {"hard": hard | {"requests.example.com/gpu": "4"}}},

@@ -12,9 +12,9 @@ import pytest
 from pipemorph_operator import __main__ as operator
 from pipemorph_operator import health_server
 from pipemorph_operator.cluster.client import METADATA_ONLY, WATCHED_AT_A_TIME, ApiRefused, Cluster
-from pipemorph_operator.health_server import BEAT_SECONDS, STUCK_SECONDS, TOLD_SECONDS, Pulse, Sign
+from pipemorph_operator.health_server import BEAT_SECONDS, FAULT_SECONDS, STUCK_SECONDS, Pulse, Sign
 from pipemorph_operator.ingest.__main__ import follow, tick
-from pipemorph_operator.reconcile.workqueue import TURN_SECONDS, WorkQueue
+from pipemorph_operator.reconcile.workqueue import RECONCILE_SECONDS, WorkQueue
 from pipemorph_operator.watchdog import WatchDog
 
 PATIENCE = 15.0
@@ -58,7 +58,7 @@ def test_healthz_says_what_is_wrong(caplog: pytest.LogCaptureFixture) -> None:
             (503, "a\nb\n"),
             (200, "ok\n"),
         ]
-        assert "not well: a; b" in caplog.text
+        assert "unhealthy: a; b" in caplog.text
 
     run(test)
 
@@ -69,14 +69,14 @@ def test_a_sign_that_does_not_come_is_missed() -> None:
     clock.now += 300.0
     assert sign() == ""
     clock.now += 1.0
-    assert sign() == "the watch of jobs: no sign for 301 s, expected every 300 s"
+    assert sign() == "the watch of jobs: none for 301 s, expected every 300 s"
     sign.give()
     assert sign() == ""
 
 
 @pytest.mark.parametrize(
     ("late", "words"),
-    [(STUCK_SECONDS / 2, ""), (STUCK_SECONDS + 4, "the event loop was held up for 34 s")],
+    [(STUCK_SECONDS / 2, ""), (STUCK_SECONDS + 4, "the event loop was blocked for 34 s")],
 )
 def test_an_event_loop_that_is_held_up_is_told_for_a_while(
     late: float, words: str, monkeypatch: pytest.MonkeyPatch
@@ -96,7 +96,7 @@ def test_an_event_loop_that_is_held_up_is_told_for_a_while(
         asyncio.run(pulse.run())
     assert beats == [BEAT_SECONDS] * 3
     assert pulse() == words
-    clock.now += TOLD_SECONDS + 1
+    clock.now += FAULT_SECONDS + 1
     assert pulse() == ""
 
 
@@ -109,10 +109,10 @@ def test_a_turn_that_does_not_end_is_missed(monkeypatch: pytest.MonkeyPatch) -> 
         for name in ("a", "b"):
             queue.add(("team", name))
             await queue.get()
-            clock.now += TURN_SECONDS / 2
+            clock.now += RECONCILE_SECONDS / 2
         assert queue.overdue() == ""
         clock.now += 5.0
-        assert queue.overdue() == "the turn of ('team', 'a') has taken 905 s"
+        assert queue.overdue() == "the reconcile of ('team', 'a') has run for 905 s"
         queue.done(("team", "a"))
         assert queue.overdue() == ""
 
@@ -136,7 +136,7 @@ def test_a_change_that_a_watch_does_not_bring_until_the_next_look_is_missed() ->
     dog.brought("Job", thing("gpt-x-0", 6))
     assert dog.look([job, child]) == {("team", "gpt")}
     assert dog.trouble() == (
-        "the watches have not brought changes of 1 objects for 120 s, such as Job team/gpt-x-0"
+        "the watches have not delivered changes of 1 objects for 120 s, such as Job team/gpt-x-0"
     )
     dog.brought("Job", thing("gpt-x-0", 9))
     assert (dog.look([job]), dog.trouble()) == (set(), "")
@@ -223,7 +223,7 @@ def test_an_api_server_that_is_away_is_no_fault_of_the_operator(
 
     run(test)
     assert (sign(), dog.trouble()) == ("", "")
-    assert "the jobs could not be listed again: 503" in caplog.text
+    assert "resync could not list the jobs: 503" in caplog.text
 
 
 def test_a_watch_lists_large_objects_a_few_at_a_time() -> None:

@@ -96,7 +96,7 @@ def test_an_ingest_that_starts_late_is_waited_for(
 ) -> None:
     monkeypatch.setattr(selftest.time, "sleep", lambda _: ingest.start())
     run(monkeypatch, ingest.url, authority[0])
-    assert capsys.readouterr().out == f"{ingest.url} answers and asks for a token\n"
+    assert capsys.readouterr().out == f"{ingest.url} answers and requires a token\n"
 
 
 def test_nobody_is_not_waited_for_longer_than_asked(
@@ -122,5 +122,5 @@ def test_an_ingest_that_takes_strangers_fails(
 ) -> None:
     ingest.answer = 200
     ingest.start()
-    with pytest.raises(SystemExit, match="answered 200 to a caller without token, expected 401"):
+    with pytest.raises(SystemExit, match="returned 200 to a request without token; expected 401"):
         run(monkeypatch, ingest.url, authority[0])

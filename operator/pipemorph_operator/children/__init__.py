@@ -1,4 +1,4 @@
-"""Desired objects of an attempt. Pure: a job, an attempt number and the installation in."""
+"""Builds the Kubernetes objects of an attempt. Pure: job, attempt number, configuration in."""
 
 from pipemorph_operator.children.attempt import Attempt, Unbuildable
 from pipemorph_operator.children.objects import objects

@@ -1,4 +1,4 @@
-"""One attempt of one job: what its objects are made from, and what they are called."""
+"""One attempt of one job: the inputs of its objects, and their names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Object = dict[str, Any]
 
 
 class Unbuildable(Exception):
-    """No objects can be made of this job; more of the same will not help."""
+    """The job's objects cannot be built; a retry without an edit fails again."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -24,14 +24,14 @@ class Unbuildable(Exception):
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt of one job, with all that goes into its objects."""
+    """One attempt of one job, with all inputs of its objects."""
 
     job: PipeMorphJob
     uid: str
     number: int
     excluded_nodes: tuple[str, ...] = ()
     unwanted_nodes: tuple[str, ...] = ()
-    """Used where no others have room."""
+    """Nodes to use only if no other node has room."""
 
     @property
     def ranks(self) -> int:
@@ -51,7 +51,7 @@ class Attempt:
 
     @property
     def master_address(self) -> str:
-        """Stable name of rank 0's pod; with the attempt in it, so never an old pod's."""
+        """Stable DNS name of rank 0's pod; contains the attempt, so it never names an old pod."""
         return f"{self.name}-0.{self.service}.{self.namespace}.svc"
 
     @property
@@ -88,5 +88,5 @@ class Attempt:
 
 
 def audience(namespace: str, name: str, uid: str) -> str:
-    """Audience of the job's tokens: good for this job's ingest and nothing else."""
+    """Audience of the job's tokens: they are valid for this job's ingest only."""
     return f"{names.API_GROUP}/jobs/{namespace}/{name}/{uid}"

@@ -1,4 +1,4 @@
-"""All ranks at once or none: Kueue, Volcano or the coscheduling plugin, as the user says."""
+"""Gang scheduling (all ranks or none) with Kueue, Volcano or the coscheduling plugin."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipemorph_operator.children.attempt import Attempt
 
 
 def job_labels(job: PipeMorphJob) -> dict[str, str]:
-    """Labels of the Job: Kueue's own, from the PipeMorphJob or from ``placement.gang``."""
+    """Kueue labels of the Job, from the PipeMorphJob's labels or from ``placement.gang``."""
     labels = {k: v for k, v in job.metadata.labels.items() if k.startswith(names.KUEUE_PREFIX)}
     placement = job.spec.placement
     kueue = placement.gang.kueue if placement and placement.gang else None
@@ -22,13 +22,13 @@ def job_labels(job: PipeMorphJob) -> dict[str, str]:
 
 
 def queued_by_kueue(job: PipeMorphJob) -> bool:
-    """Whether Kueue starts and stops the Job, so that ``suspend`` is not the operator's to set."""
+    """Whether Kueue starts and stops the Job, so that the operator must not set ``suspend``."""
     return names.KUEUE_QUEUE in job_labels(job)
 
 
 def mark_pods(attempt: Attempt, template: dict[str, Any]) -> None:
-    """Make the pods of a template known to the gang's scheduler. A scheduler that the user's
-    template names stays."""
+    """Add the labels, annotations and scheduler name that the gang's scheduler needs. Keeps the
+    scheduler that the user's template names."""
     placement = attempt.job.spec.placement
     gang = placement.gang if placement else None
     if placement is None or gang is None:
@@ -47,7 +47,7 @@ def mark_pods(attempt: Attempt, template: dict[str, Any]) -> None:
 
 
 def pod_group(attempt: Attempt) -> dict[str, Any] | None:
-    """The PodGroup of the attempt, where the gang's scheduler wants one."""
+    """The PodGroup of the attempt; None if the gang's scheduler needs none."""
     placement = attempt.job.spec.placement
     gang = placement.gang if placement else None
     if gang is None:
@@ -74,9 +74,9 @@ def pod_group(attempt: Attempt) -> dict[str, Any] | None:
 
 
 def owned_by(config_map: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
-    """The PodGroup, owned by its attempt's ConfigMap as the API server has it, and by nobody
-    else: the garbage collector takes it when the ConfigMap is deleted, so that a queue gets back
-    what the group holds. The operator itself may delete no PodGroup."""
+    """The PodGroup with the attempt's ConfigMap as its only owner. ``config_map`` is as the API
+    server returned it, with its UID. Deleting the ConfigMap garbage-collects the PodGroup, which
+    returns its quota to the queue; the operator has no permission to delete PodGroups."""
     owner = {k: config_map[k] for k in ("apiVersion", "kind")}
     owner |= {k: config_map["metadata"][k] for k in ("name", "uid")}
     return group | {"metadata": group["metadata"] | {"ownerReferences": [owner]}}

@@ -1,7 +1,7 @@
 """Names of an attempt's objects.
 
-A few letters of the job's UID are part of every name: a job that is deleted and created again
-under its name never meets its predecessor's objects, and nobody's ``gpt`` Service is hit.
+Every name contains a few letters of the job's UID: a job that is deleted and created again under
+the same name never collides with the old job's objects, nor with an unrelated ``gpt`` Service.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ UID_LETTERS = 5
 
 
 def uid_letters(uid: str) -> str:
-    """Letters that stand for a UID."""
+    """A short alphanumeric hash of a UID."""
     digest = hashlib.sha256(uid.encode()).digest()
     return base64.b32encode(digest).decode().lower()[:UID_LETTERS]
 
 
 def job_base(name: str, uid: str, room: int) -> str:
-    """What all names of a job start with, with ``room`` characters left of 63.
+    """Common prefix of a job's names, which leaves ``room`` of the 63 characters free.
 
     Starts with a letter, as a Service's name must.
     """
@@ -30,12 +30,12 @@ def job_base(name: str, uid: str, room: int) -> str:
 
 
 def service_name(name: str, uid: str) -> str:
-    """The job's headless Service, the same for all attempts."""
+    """Name of the job's headless Service, the same for all attempts."""
     return job_base(name, uid, room=0)
 
 
 def attempt_name(name: str, uid: str, attempt: int, ranks: int) -> str:
-    """Job, Secret, ConfigMap and PodGroup of an attempt. ``NAME-INDEX``, a rank's host name,
-    fits as well."""
+    """Name of the Job, Secret, ConfigMap and PodGroup of an attempt. Short enough that a rank's
+    host name, ``NAME-INDEX``, is valid too."""
     suffix = f"-{attempt}"
     return job_base(name, uid, room=len(suffix) + 1 + len(str(ranks - 1))) + suffix

@@ -1,4 +1,4 @@
-"""All objects of one attempt: Service, ConfigMap, Job, and a PodGroup where asked for.
+"""All objects of one attempt: Service, ConfigMap, Job, and a PodGroup if gang-scheduled.
 
 The engine's Secret is random, so the reconciler creates it once and never applies it again.
 """
@@ -15,7 +15,7 @@ from pipemorph_operator.config import OperatorConfig
 
 
 def objects(attempt: Attempt, config: OperatorConfig) -> list[Object]:
-    """What to apply, in order: what pods need comes before the Job that makes them.
+    """Objects to apply, in order: those that pods need precede the Job that creates the pods.
 
     Raises :class:`Unbuildable`.
     """
@@ -26,7 +26,7 @@ def objects(attempt: Attempt, config: OperatorConfig) -> list[Object]:
 
 
 def service(attempt: Attempt) -> Object:
-    """Headless: it gives every rank's pod its stable name, also before the pod is ready."""
+    """Headless Service: gives every rank's pod a stable DNS name, even before it is ready."""
     labels = {k: v for k, v in attempt.labels().items() if k != names.LABEL_ATTEMPT}
     return {
         "apiVersion": "v1",
@@ -41,7 +41,7 @@ def service(attempt: Attempt) -> Object:
 
 
 def job_file(job: PipeMorphJob) -> str:
-    """The job as ranks read it: what they need, nothing an older trainer may not know."""
+    """The job's YAML for the ranks: only fields they need, so that older trainers can read it."""
     whole = job.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     for field in ("template", "placement", "suspend", "managedBy", "failurePolicy"):
         whole["spec"].pop(field, None)
@@ -51,7 +51,7 @@ def job_file(job: PipeMorphJob) -> str:
 
 
 def config_map(attempt: Attempt, config: OperatorConfig) -> Object:
-    """The job's file and the ingest's CA, as they were when the attempt began."""
+    """ConfigMap with the job's file and the ingest's CA, as of the start of the attempt."""
     data = {pod.JOB_FILE: job_file(attempt.job)}
     if config.ca_pem:
         data[pod.CA_FILE] = config.ca_pem
@@ -65,7 +65,7 @@ def config_map(attempt: Attempt, config: OperatorConfig) -> Object:
 
 
 def secret(attempt: Attempt, key: str) -> Object:
-    """The engine's secret of one attempt: a pod of another attempt cannot join this one."""
+    """The engine's Secret, one per attempt: a pod of another attempt cannot join this one."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -86,7 +86,7 @@ def batch_job(attempt: Attempt, config: OperatorConfig) -> Object:
         "backoffLimit": 0,
         "podReplacementPolicy": "Failed",
         "podFailurePolicy": {
-            # The order is read by policy.restart: the cluster's doing first.
+            # policy.restart depends on the order: disruptions by the cluster come first.
             "rules": [
                 {
                     "action": "FailJob",

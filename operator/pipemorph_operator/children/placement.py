@@ -1,4 +1,4 @@
-"""``spec.placement`` onto a pod template: devices, networks, memory, nodes."""
+"""Applies ``spec.placement`` to a pod template: devices, networks, memory, nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Object = dict[str, Any]
 
 
 def place(attempt: Attempt, template: Object, trainer: Object) -> None:
-    """Add what the placement asks for to a template; ``trainer`` is its trainer container."""
+    """Apply the job's placement to a pod template; ``trainer`` is its trainer container."""
     placement = attempt.job.spec.placement or Placement()
     spec = template["spec"]
     if placement.rdma is not None:
@@ -33,8 +33,8 @@ def place(attempt: Attempt, template: Object, trainer: Object) -> None:
         term = {"topologyKey": names.HOSTNAME_KEY, "labelSelector": {"matchLabels": job}}
         _require(spec, "podAntiAffinity", term)
     if placement.topology is not None:
-        # Not the ranks of earlier attempts: one that cannot end, as on a rack without power, would
-        # draw those of this attempt there.
+        # Select this attempt's ranks only: a rank of an earlier attempt that cannot terminate, as
+        # on a rack without power, would attract this attempt's ranks to it.
         own = {"matchLabels": job | {names.LABEL_ATTEMPT: str(attempt.number)}}
         _topology(spec, placement.topology, own)
     avoid = sorted({*placement.exclude_nodes, *attempt.excluded_nodes})
@@ -46,8 +46,8 @@ def place(attempt: Attempt, template: Object, trainer: Object) -> None:
 
 
 def _devices(spec: Object, trainer: Object, rdma: Rdma) -> None:
-    """Requests = limits, as extended resources must have it. Kubernetes gives IPC_LOCK to user 0
-    only: to another it would do nothing, and a policy of the namespace may refuse it."""
+    """Request RDMA devices and IPC_LOCK. Extended resources need requests = limits. Kubernetes
+    grants IPC_LOCK to user 0 only; for others it has no effect, and a policy may reject it."""
     resources = trainer.setdefault("resources", {})
     for kind in ("requests", "limits"):
         resources.setdefault(kind, {})[rdma.resource_name] = str(rdma.count)
@@ -60,8 +60,8 @@ def _devices(spec: Object, trainer: Object, rdma: Rdma) -> None:
 
 
 def _networks(annotations: dict[str, str], networks: list[str]) -> None:
-    """After those the template asks for itself, in its form: names, or a JSON list of objects.
-    Raises :class:`FieldError`."""
+    """Append networks to those of the template's annotation, in its format: names, or a JSON list
+    of objects. Raises :class:`FieldError`."""
     given = annotations.get(names.MULTUS_NETWORKS, "").strip()
     if not given.startswith("["):
         annotations[names.MULTUS_NETWORKS] = ", ".join(filter(None, [given, *networks]))
@@ -70,13 +70,13 @@ def _networks(annotations: dict[str, str], networks: list[str]) -> None:
         listed = json.loads(given)
     except ValueError as error:
         where = f'metadata.annotations["{names.MULTUS_NETWORKS}"]'
-        message = f"is no JSON ({error}); expected a list of networks, or names with commas between"
+        message = f"is invalid JSON ({error}); expected a JSON list or comma-separated names"
         raise FieldError(where, message) from None
     annotations[names.MULTUS_NETWORKS] = json.dumps(listed + [_network(n) for n in networks])
 
 
 def _network(short: str) -> Object:
-    """``[namespace/]name[@interface]`` as Multus has it in JSON."""
+    """The Multus JSON form of ``[namespace/]name[@interface]``."""
     whole, _, interface = short.partition("@")
     namespace, _, name = whole.rpartition("/")
     found = {"name": name, "namespace": namespace, "interface": interface}
@@ -84,7 +84,7 @@ def _network(short: str) -> Object:
 
 
 def _shared_memory(spec: Object, trainer: Object, size: str) -> None:
-    """A /dev/shm that the template mounts itself stays; the preflight looks at its size."""
+    """Mount /dev/shm, unless the template mounts it; the preflight then checks its size."""
     mounts = trainer.setdefault("volumeMounts", [])
     if any(mount.get("mountPath", "").rstrip("/") == SHM_PATH for mount in mounts):
         return
@@ -103,7 +103,7 @@ def _topology(spec: Object, topology: Topology, own: Object) -> None:
             "labelSelector": own,
         }
         given = spec.setdefault("topologySpreadConstraints", [])
-        # One for each of these pairs; the template's own stays.
+        # Kubernetes allows one constraint per such pair; keep the template's.
         pair = ("topologyKey", "whenUnsatisfiable")
         if not any(all(of.get(k) == constraint[k] for k in pair) for of in given):
             given.append(constraint)
@@ -124,7 +124,7 @@ def _require(spec: Object, kind: str, term: Object) -> None:
 
 
 def _avoid(spec: Object, nodes: Iterable[str]) -> None:
-    """Node selector terms are alternatives, so every one of them must keep the nodes out."""
+    """Exclude nodes. Node selector terms are alternatives, so every term must exclude them."""
     required = (
         spec.setdefault("affinity", {})
         .setdefault("nodeAffinity", {})
@@ -144,5 +144,5 @@ def _avoid_if_possible(spec: Object, nodes: Iterable[str]) -> None:
 
 
 def _not(nodes: Iterable[str]) -> list[Object]:
-    """Requirements, which all hold together: one of this kind may name one node only."""
+    """One requirement per node, all of which must hold: ``matchFields`` allows one value each."""
     return [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]

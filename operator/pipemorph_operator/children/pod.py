@@ -1,7 +1,7 @@
-"""The pod template of an attempt: the user's, with a rank's seat added.
+"""The pod template of an attempt: the user's, completed for running a rank.
 
-The seat is the environment of ``pipemorph_trainer.context``, the files it points to, and the
-command, unless the user's template has its own.
+Adds the environment that ``pipemorph_trainer.context`` reads, the files it points to, and the
+command, unless the user's template has one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ METRICS_PORT = "pm-metrics"
 """Name of the port of a rank's metrics."""
 TOKEN_SECONDS = 3600
 READABLE = 0o444
-"""By any user of the container: it may run as one that owns nothing here."""
+"""Readable by any user: the container's user may not own the files."""
 
 Object = dict[str, Any]
 
@@ -44,8 +44,8 @@ def template(attempt: Attempt, config: OperatorConfig) -> Object:
     spec.setdefault("enableServiceLinks", False)
     spec.setdefault("automountServiceAccountToken", False)
     if _alone(spec):
-        # Process 1 is then the sandbox's. The kernel spares process 1 a SIGTERM that it does not
-        # handle, so that a rank deleted while it imports would stay for the whole grace period.
+        # Makes the pause container process 1. The kernel drops a SIGTERM that process 1 does not
+        # handle: a rank deleted while it imports would run for the whole grace period.
         spec.setdefault("shareProcessNamespace", True)
     spec["volumes"] = [*(spec.get("volumes") or []), *_volumes(attempt)]
     trainer = next(c for c in spec["containers"] if c["name"] == CONTAINER)
@@ -70,8 +70,8 @@ def _unbuildable(error: FieldError) -> Exception:
 
 
 def _restrict(trainer: Object) -> None:
-    """Let the container without a template pass the strictest Pod Security Standard, unless the
-    placement asks for a capability, which the trainer image would then have to use as user 0."""
+    """Make the default container pass the restricted Pod Security Standard, unless the placement
+    needs a capability, which only user 0 can use."""
     context = trainer.setdefault("securityContext", {})
     if "capabilities" not in context:
         context["runAsNonRoot"] = True
@@ -81,7 +81,7 @@ def _restrict(trainer: Object) -> None:
 
 
 def _alone(spec: Object) -> bool:
-    """Whether no other container could see the trainer's processes in a shared namespace."""
+    """Whether sharing the process namespace exposes the trainer to no other container."""
     others = [*spec["containers"][1:], *(spec.get("initContainers") or [])]
     return not others and not spec.get("hostPID")
 
@@ -106,8 +106,8 @@ def _start(attempt: Attempt, config: OperatorConfig) -> Object:
     if restart != "Never":
         raise Unbuildable(
             names.R_INVALID_SPEC,
-            f"spec.template.spec.restartPolicy is {restart}; only Never is possible, since all "
-            "ranks restart together",
+            f"spec.template.spec.restartPolicy is {restart}; expected Never, since all ranks "
+            "restart together",
         )
     containers = [c for c in out["spec"]["containers"] if c["name"] == CONTAINER]
     if config.trainer_image:
@@ -121,7 +121,7 @@ def _start(attempt: Attempt, config: OperatorConfig) -> Object:
 
 
 def _command(attempt: Attempt) -> list[str]:
-    """The preflight, which becomes the training program if the pod is fit."""
+    """The preflight's command; it executes the training program if its checks pass."""
     asked = attempt.job.spec.placement or Placement()
     command = ["python", "-m", "pipemorph_trainer.preflight"]
     if asked.rdma is not None:
@@ -134,7 +134,7 @@ def _command(attempt: Attempt) -> list[str]:
 
 
 def _environment(attempt: Attempt, config: OperatorConfig, given: list[Object]) -> list[Object]:
-    """The user's variables and the rank's. Theirs may use ours, so ours come first."""
+    """The rank's variables, then the user's, which may refer to them."""
     spec = attempt.job.spec
     rank = {"fieldRef": {"fieldPath": f"metadata.annotations['{names.COMPLETION_INDEX}']"}}
     values: dict[str, str | Object] = {
@@ -168,9 +168,9 @@ def _environment(attempt: Attempt, config: OperatorConfig, given: list[Object]) 
 
 
 def _open_metrics(attempt: Attempt, spec: Object, trainer: Object) -> None:
-    """Name the port of the rank's metrics, by which a PodMonitor finds it.
+    """Declare the rank's metrics port, by whose name a PodMonitor finds it.
 
-    Not on the host's network: there a named port is the node's, and one pod per node has it.
+    Not with hostNetwork: a declared port is then reserved on the node, for one pod only.
     """
     port = attempt.job.spec.trainer.metrics_port
     ports = trainer.get("ports") or []
@@ -187,7 +187,7 @@ def is_reserved(name: str) -> bool:
 
 def _variable(name: str, value: str | Object) -> Object:
     if isinstance(value, str):
-        # Kubernetes expands $(NAME) and makes one dollar of two: what is meant stands doubled.
+        # Kubernetes expands $(NAME) and turns $$ into $: escape every dollar.
         return {"name": name, "value": value.replace("$", "$$")}
     return {"name": name, "valueFrom": value}
 

@@ -1,8 +1,8 @@
-"""The user's pod template, such that building on it needs no doubt.
+"""Validates and normalises the user's pod template.
 
-The API server leaves nulls in it, since it knows no fields of it that could be null. Null is
-absent, as Kubernetes has it: an empty ``resources:`` is an everyday slip. What is built on must be
-of its type; all else is the API server's to judge.
+The CRD does not describe the template's fields, so the API server keeps nulls in it. They count as
+absent, as in Kubernetes: an empty ``resources:`` is a common slip. Fields that the operator extends
+must have the right type; the API server checks all others when the Job is created.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pipemorph.api.spec import TRAINER_CONTAINER, FieldError, check_template
 from pipemorph.document import shown
 
 Shape = type[str] | dict[str, Any] | list[Any]
-"""Text; a mapping with the shapes of some of its fields (``*``: of all); a list, with the shape
-of its items if that matters."""
+"""Expected type: text; a mapping, with the shapes of some of its fields (``*``: of all); or a
+list, with the shape of its items if they are checked."""
 
 _POD_TERMS: Shape = {
     "requiredDuringSchedulingIgnoredDuringExecution": [],
@@ -45,8 +45,7 @@ _TRAINER: Shape = {
 
 
 def without_nulls(value: Any) -> Any:
-    """A copy in which no mapping has a null. A list keeps its own: leaving one out would move
-    the others."""
+    """A copy without null values in mappings. Lists keep their nulls, and so their indices."""
     if isinstance(value, dict):
         return {k: without_nulls(v) for k, v in value.items() if v is not None}
     if isinstance(value, list):
@@ -55,8 +54,8 @@ def without_nulls(value: Any) -> Any:
 
 
 def pod_template(given: dict[str, Any]) -> dict[str, Any]:
-    """A copy of the template to build on. Raises :class:`FieldError`, with the field's path in
-    the template, what was found and what was expected."""
+    """A validated copy of the template. Raises :class:`FieldError` with the field's path in the
+    template, the value found and the expected type."""
     out: dict[str, Any] = without_nulls(given)
     check_template(out)
     _check(out, _TEMPLATE, "")

@@ -1,1 +1,1 @@
-"""The Kubernetes API: its client, and what is read of its objects."""
+"""Access to the Kubernetes API: the client, and parsers of its objects."""

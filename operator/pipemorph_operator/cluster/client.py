@@ -1,8 +1,8 @@
-"""The Kubernetes API as this product uses it: plain objects, server-side apply, watches.
+"""Kubernetes API client: plain dictionaries, server-side apply, watches.
 
-A thin layer over ``kubernetes.aio``: its configuration, credentials and connection pool, none of
-its thousands of models. Every request has a time limit; every refusal is one exception that
-carries the API server's own words.
+A thin layer over ``kubernetes.aio``: uses its configuration, credentials and connection pool, none
+of its models. Every request has a time limit; every error response raises :class:`ApiRefused`
+with the API server's message.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Object = dict[str, Any]
 
 REQUEST_SECONDS = 30.0
 WATCH_SECONDS = 300
-"""The API server ends a watch after this; it is opened again where it ended."""
+"""The API server ends a watch after this; the client then resumes it at its last version."""
 SILENCE_SECONDS = 90.0
-"""Bookmarks come every minute: a watch without any line for this long is dead."""
+"""Bookmarks arrive every minute: a watch that is silent for this long is dead."""
 WATCHED_AT_A_TIME = 50
-"""Objects of one part of a list whose objects are wanted: some may weigh half a MiB."""
+"""Objects per page of a watch's initial list: some are half a MiB large."""
 METADATA_ONLY = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 CONNECTIONS = 64
 FIRST_RETRY_SECONDS = 0.2
@@ -49,8 +49,8 @@ _PLURALS = {
 
 
 class ApiRefused(Exception):
-    """The API server answered with an error. ``status`` is HTTP's, ``message`` its own, and
-    ``causes`` are the reasons of its causes."""
+    """The API server returned an error: HTTP ``status``, its ``reason`` and ``message``, and the
+    reasons of its ``causes``."""
 
     def __init__(self, status: int, reason: str, message: str, causes: Sequence[str] = ()) -> None:
         super().__init__(f"{status} {reason}: {message}")
@@ -61,7 +61,7 @@ class ApiRefused(Exception):
 
     @property
     def namespace_ends(self) -> bool:
-        """Whether nothing more is taken because the namespace is being deleted."""
+        """Whether the request was rejected because the namespace is being deleted."""
         return "NamespaceTerminating" in self.causes
 
 
@@ -82,7 +82,7 @@ def path_of(obj: Mapping[str, Any]) -> str:
 
 
 class Cluster:
-    """One API server. ``async with`` it. Uses KUBECONFIG, else the pod's service account."""
+    """A client of one API server, to be used with ``async with``."""
 
     def __init__(self, configuration: Configuration) -> None:
         self._configuration = configuration
@@ -90,7 +90,8 @@ class Cluster:
 
     @staticmethod
     async def configured() -> Cluster:
-        """From the environment. Raises what the loaders raise: nothing works without it."""
+        """A client for KUBECONFIG, else the pod's service account, else ``~/.kube/config``.
+        Raises the errors of the loaders of ``kubernetes.aio``."""
         configuration = Configuration()
         kubeconfig = os.environ.get("KUBECONFIG")
         if kubeconfig:
@@ -121,7 +122,7 @@ class Cluster:
     # --- one request ----------------------------------------------------------------------
 
     async def get(self, url: str) -> Object | None:
-        """The object, or None if there is none."""
+        """The object, or None if it does not exist."""
         try:
             return await self._json("GET", url)
         except ApiRefused as refused:
@@ -132,7 +133,7 @@ class Cluster:
     async def list(
         self, url: str, *, labels: str | None = None, fields: str | None = None
     ) -> list[Object]:
-        """All objects of a list, in chunks; those with the labels and fields of two selectors."""
+        """All objects of a list that match the label and field selectors; reads page by page."""
         items: list[Object] = []
         token = ""
         while True:
@@ -150,7 +151,7 @@ class Cluster:
                 return items
 
     async def metadata(self, url: str, *, labels: str = "") -> AsyncIterator[Object]:
-        """Metadata of all objects of a list, without the objects: a job may weigh half a MiB."""
+        """Metadata of all objects of a list, without the rest: a job may be half a MiB large."""
         query = {"labelSelector": labels} if labels else {}
         async for page in self._pages(url, query, limit=500, accept=METADATA_ONLY):
             for item in page.get("items") or []:
@@ -159,7 +160,7 @@ class Cluster:
     async def _pages(
         self, url: str, query: Mapping[str, str], *, limit: int, accept: str = "application/json"
     ) -> AsyncIterator[Object]:
-        """A list in parts, each of them a list of at most ``limit`` objects."""
+        """The pages of a list, of at most ``limit`` objects each."""
         token = ""
         while True:
             part = {**query, "limit": str(limit), **({"continue": token} if token else {})}
@@ -170,14 +171,14 @@ class Cluster:
                 return
 
     async def apply(self, obj: Object, owner: str, *, subresource: str = "") -> Object:
-        """Server-side apply. Fields of ours that others changed become ours again."""
+        """Server-side apply. Takes back fields of ``owner`` that others changed."""
         url = path_of(obj) + (f"/{subresource}" if subresource else "")
         query = {"fieldManager": owner, "force": "true"}
         return await self._json("PATCH", url, query, obj, "application/apply-patch+yaml")
 
     async def create(self, obj: Object, owner: str) -> Object | None:
-        """The object as created, or None if one of that name exists. An unknown field is refused
-        with its path, where an apply gets a fault of the server's (500)."""
+        """Create an object; None if one of that name exists. The API server rejects an unknown
+        field with its path, whereas an apply with one fails with an internal error (500)."""
         url = path(obj["kind"], obj["metadata"]["namespace"], api_version=obj["apiVersion"])
         query = {"fieldManager": owner, "fieldValidation": "Strict"}
         try:
@@ -193,7 +194,7 @@ class Cluster:
     async def delete(
         self, url: str, *, uid: str | None = None, propagation: str = "Background"
     ) -> None:
-        """Delete an object; that there is none, or another one by now, is as good."""
+        """Delete an object. Succeeds also if it does not exist or has another UID."""
         body: Object = {"propagationPolicy": propagation}
         if uid is not None:
             body["preconditions"] = {"uid": uid}
@@ -263,12 +264,12 @@ class Cluster:
         *,
         labels: str | None = None,
     ) -> AsyncIterator[tuple[str, Object]]:
-        """All objects, then every change, for ever: ``(type, object)``. Those with the labels of
-        a selector, if one is given.
+        """All objects that match the label selector, then every change, forever: ``(type,
+        object)``.
 
-        ``("SYNCED", {})`` follows a complete list; what was known before and is not in it is
-        gone. A watch that ends, dies or falls behind goes on, or starts with another list.
-        ``on_sign`` hears of everything that comes, changes or not, ``on_error`` of what is wrong.
+        ``("SYNCED", {})`` follows a complete list; objects known before and not in it are gone.
+        A watch that ends or dies is resumed; one that is too far behind starts with a new list.
+        ``on_sign`` is called for every message, bookmarks included; ``on_error`` for every error.
         """
         retry = FIRST_RETRY_SECONDS
         version = ""
@@ -279,7 +280,7 @@ class Cluster:
                     async for page in self._pages(url, selected, limit=WATCHED_AT_A_TIME):
                         for item in page.get("items") or []:
                             yield "LISTED", item
-                    # That of all parts: they are of one moment.
+                    # The same in all pages: together they are one consistent snapshot.
                     version = page["metadata"]["resourceVersion"]
                     on_sign()
                     yield "SYNCED", {}
@@ -297,7 +298,7 @@ class Cluster:
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
                 on_error(error)
             else:
-                continue  # The server ended it, as it does every few minutes.
+                continue  # The server ended the watch, as it does every few minutes.
             await asyncio.sleep(retry * random.uniform(0.75, 1.25))
             retry = min(2 * retry, LAST_RETRY_SECONDS)
 

@@ -1,4 +1,4 @@
-"""Kubernetes events about a job: what people read under ``kubectl describe``."""
+"""Writes Kubernetes events about a job, which ``kubectl describe`` shows."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Event:
 
 
 async def tell(cluster: Cluster, job: Mapping[str, Any], event: Event, component: str) -> None:
-    """Write ``event``; ``job`` is the job's metadata. One that is refused is logged, since what
-    happened is in status as well. Raises what a request raises without an answer."""
+    """Write ``event``; ``job`` is the job's metadata. A rejected event is only logged, since status
+    has the same information. Raises connection errors."""
     now = format_time(datetime.now(UTC))
-    # Events of one second are shown by name, and their order is the story.
+    # kubectl sorts events of the same second by name, so the name contains the time.
     name = f"{job['name']}.{time.time_ns():x}"
     try:
         await cluster.create(
@@ -57,4 +57,4 @@ async def tell(cluster: Cluster, job: Mapping[str, Any], event: Event, component
         )
     except ApiRefused as refused:
         if not refused.namespace_ends:
-            log.warning("event %s was refused: %s", event.reason, refused)
+            log.warning("event %s was rejected: %s", event.reason, refused)

@@ -1,4 +1,4 @@
-"""What is read of Kubernetes' own objects: the few facts decisions need, as plain values."""
+"""The facts that decisions need from Kubernetes Jobs, Pods and Events, as plain values."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from pipemorph.api.spec import TRAINER_CONTAINER
 from pipemorph_operator.names import COMPLETION_INDEX, LABEL_ATTEMPT, LABEL_JOB, LABEL_JOB_UID
 
 MESSAGE_LENGTH = 1024
-"""Of a rank's last words, in status."""
+"""Longest termination message of a rank in status."""
 
 
 def parse_time(text: str | None) -> datetime | None:
-    """RFC 3339 as Kubernetes writes it; None for None."""
+    """Parse RFC 3339 as Kubernetes writes it; None for None."""
     return datetime.fromisoformat(text) if text else None
 
 
 def format_time(when: datetime) -> str:
-    """RFC 3339, whole seconds, UTC: what metav1.Time is."""
+    """Format as metav1.Time: RFC 3339, whole seconds, UTC."""
     return when.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A condition of a batch Job that says how it ended."""
+    """A condition of a batch Job with status True."""
 
     reason: str
     message: str
@@ -46,7 +46,7 @@ class JobFacts:
     complete: bool = False
     failed: Ended | None = None
     failing: Ended | None = None
-    """``FailureTarget``: it has failed, and its pods are being stopped."""
+    """``FailureTarget``: the Job has failed, and its pods are being stopped."""
     suspended: bool = False
     active: int = 0
     ready: int = 0
@@ -54,18 +54,18 @@ class JobFacts:
     succeeded: int = 0
     failed_pods: int = 0
     wanted: int = 0
-    """Pods it is to have."""
+    """Pods it should have (``parallelism``)."""
     started_at: datetime | None = None
-    """When it last began to make pods: at first, or when it was last resumed."""
+    """When it was last started or resumed."""
 
     @property
     def drained(self) -> bool:
-        """Whether no pod of it can still run."""
+        """Whether none of its pods can still run."""
         return self.active == 0 and self.terminating == 0 and not self.deleting
 
     @property
     def missing(self) -> int:
-        """Pods that it still has to make."""
+        """Number of pods it has not created yet."""
         there = self.active + self.terminating + self.succeeded + self.failed_pods
         return max(0, self.wanted - there)
 
@@ -80,7 +80,7 @@ class JobFacts:
             for c in status.get("conditions") or ()
             if c.get("status") == "True"
         }
-        # Pods that have ended are counted a little later, and are not ready in between.
+        # Pods that have just succeeded are no longer ready, and counted in ``succeeded`` later.
         uncounted = status.get("uncountedTerminatedPods") or {}
         return JobFacts(
             name=metadata["name"],
@@ -116,13 +116,13 @@ class PodFacts:
     message: str = ""
     disrupted: bool = False
     gone_by: datetime | None = None
-    """When its grace period is over, if it is being deleted."""
+    """End of its grace period, if it is being deleted."""
     stuck: str = ""
-    """Why it does not run, where Kubernetes says so."""
+    """Why it does not run, if Kubernetes reports a reason."""
 
     @property
     def unschedulable(self) -> bool:
-        """Whether no node takes it."""
+        """Whether the scheduler finds no node for it."""
         return self.stuck.startswith("Unschedulable")
 
     @staticmethod
@@ -154,8 +154,8 @@ class PodFacts:
 
 
 def why_no_pod(events: Iterable[Mapping[str, Any]]) -> str:
-    """What the API server last answered the Job controller that wanted to make a pod, from the
-    events of the Job; empty if they do not say so."""
+    """The last error of the Job controller in creating a pod, from the events of the Job; empty if
+    there is no such event."""
     newest = max(
         (e for e in events if e.get("reason") == "FailedCreate"),
         key=lambda e: e.get("lastTimestamp") or e.get("eventTime") or "",

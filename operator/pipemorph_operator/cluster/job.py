@@ -1,4 +1,4 @@
-"""A PipeMorphJob as the API has it: what is read of one, and how its status is written."""
+"""Reads a PipeMorphJob from its API object, and formats its status for the API."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pipemorph_operator.children.naming import attempt_name
 
 
 def read_job(body: Mapping[str, Any]) -> PipeMorphJob:
-    """The job in an API object, its pod template as it stands: an attempt's pods are made from it
-    by :func:`~pipemorph_operator.children.pod_template.pod_template`, which checks it. Raises
-    :class:`InputError`, one line that names the field. Whether its spec allows a plan is found out
-    later (:mod:`pipemorph_operator.reconcile.plans`)."""
+    """Parse the job of an API object. Does not check the pod template
+    (:func:`~pipemorph_operator.children.pod_template.pod_template` does when it builds pods), nor
+    whether the spec allows a plan (:mod:`pipemorph_operator.reconcile.plans`). Raises
+    :class:`InputError` with one line that names the field."""
     metadata = body["metadata"]
     spec = dict(body.get("spec") or {})
-    # What is wrong with a template can be edited: an attempt that has its pods does not end by it.
+    # The template can be edited: an invalid one must not end an attempt that already has its pods.
     template = spec.pop("template", None)
     document = {
         "apiVersion": body.get("apiVersion", names.API_VERSION),
@@ -43,7 +43,7 @@ def read_job(body: Mapping[str, Any]) -> PipeMorphJob:
 
 
 def operator_part(body: Mapping[str, Any]) -> JobStatus:
-    """The operator's own part of a job's status; the ingest's is its own to write."""
+    """The part of a job's status that the operator writes, without the ingest's part."""
     status = JobStatus.model_validate(body.get("status") or {})
     own = [c for c in status.conditions if c.type in names.OPERATOR_CONDITIONS]
     return status.model_copy(
@@ -52,12 +52,12 @@ def operator_part(body: Mapping[str, Any]) -> JobStatus:
 
 
 def dump(status: JobStatus) -> dict[str, Any]:
-    """A status for the API."""
+    """A status as JSON for the API."""
     return status.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
 def current_name(body: Mapping[str, Any]) -> str | None:
-    """Name of the Job to look for: of the attempt in status, or of the first."""
+    """Name of the current Job: that of the attempt in status, or of attempt 0."""
     spec = body.get("spec") or {}
     cut = spec.get("parallelism") or {}
     ranks = int(cut.get("stages") or 1) * int(cut.get("replicas") or 1)

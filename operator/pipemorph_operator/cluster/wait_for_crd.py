@@ -1,8 +1,8 @@
-"""Whether the API server lists our kind yet.
+"""Waits until the API server lists PipeMorphJobs.
 
-kopf asks once, when it starts: a kind that is not listed then is never served, though the process
-goes on and says that it is ready. A CRD that is installed along with this process, as the chart
-does, is listed a moment after it is there, and on a busy API server later than this process starts.
+kopf checks once, at start: a kind that is not listed then is never watched, although the process
+runs and reports ready. The chart installs the CRD together with this process, and the API server
+lists a new CRD with a delay, on a busy one later than this process starts.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ async def until_listed(cluster: Cluster, stop: asyncio.Event) -> None:
         if not missing:
             return
         if missing != told:
-            log.warning("no job is served yet: %s", missing)
+            log.warning("waiting for the CRD: %s", missing)
             told = missing
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), LOOK_SECONDS)
 
 
 async def _missing(cluster: Cluster) -> str:
-    """What is in the way; empty if nothing is."""
+    """Why the kind is not served yet; empty if it is."""
     try:
-        # As kopf looks: the group's versions first, then the kinds of ours.
+        # The same two requests as kopf's: versions of the group, then kinds of our version.
         groups = (await cluster.get("/apis") or {}).get("groups") or ()
         kinds = (await cluster.get(f"/apis/{API_VERSION}") or {}).get("resources") or ()
     except (ApiRefused, aiohttp.ClientError, TimeoutError, OSError) as error:
-        return f"the API server cannot be asked for its kinds: {error or type(error).__name__}"
+        return f"cannot list the API server's resources: {error or type(error).__name__}"
     versions = {version["groupVersion"] for group in groups for version in group["versions"]}
     if API_VERSION in versions and PLURAL in {kind["name"] for kind in kinds}:
         return ""
-    return f"the API server lists no {PLURAL}.{API_GROUP}; is its CRD installed?"
+    return f"the API server does not list {PLURAL}.{API_GROUP}; is its CRD installed?"

@@ -1,1 +1,1 @@
-"""The CRD, made from the models of ``pipemorph.api``."""
+"""Generates the CRD from the models of ``pipemorph.api``."""

@@ -1,4 +1,4 @@
-"""``python -m pipemorph_operator.crd``: the CRD on standard output."""
+"""``python -m pipemorph_operator.crd``: prints the CRD."""
 
 import sys
 

@@ -1,6 +1,6 @@
 """Descriptions for ``kubectl explain`` of fields whose models have none.
 
-A test holds that every field of the CRD is described, here or in its model.
+A test checks that every field of the CRD is described, here or in its model.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ STAGE_TIME = {
 }
 
 DESCRIPTIONS: dict[str, str] = {
-    "spec": "What to run. Immutable but for suspend, adaptation, failurePolicy, placement, "
+    "spec": "What to run. Immutable except suspend, adaptation, failurePolicy, placement, "
     "template, activeDeadlineSeconds and ttlSecondsAfterFinished; a new placement or template "
-    "holds from the next attempt.",
-    "spec.parallelism": "How the job is cut. Immutable.",
+    "applies from the next attempt.",
+    "spec.parallelism": "Number of stages and replicas. Immutable.",
     "spec.schedule": "What is scheduled, and by which policy. Immutable.",
     "spec.schedule.policy": "pipemorph adapts to slow links; 1f1b, gpipe and zero-bubble keep "
-    "their schedule. No job can run exact.",
+    "their schedule. exact cannot run in a job.",
     "spec.schedule.dispatch": "static: each stage keeps the plan's order; online: it runs its "
     "next ready op within warm-up and in-flight limit.",
     "spec.schedule.warmup[]": "Warm-up of one stage; never more than that of the stage before.",
     "spec.trainer": "What runs in every rank. Immutable.",
     "spec.trainer.seed": "Seed for the module to use; nothing else is seeded.",
-    "spec.adaptation": "When a new plan is worth its change.",
+    "spec.adaptation": "When to change to a new plan.",
     "spec.adaptation.enabled": "Whether the schedule and paths may change at all.",
-    "spec.transport": "How bytes travel between stages. Immutable.",
+    "spec.transport": "How stages exchange data. Immutable.",
     "spec.transport.rdma": "How the transfer engine uses RDMA devices.",
-    "spec.emulation": "Stages that hold the interpreter for a set time instead of computing. "
-    "Immutable.",
+    "spec.emulation": "Emulated stages, which hold the interpreter for a set time instead of "
+    "computing. Immutable.",
     "spec.checkpoint": "Where and how often state is saved. Immutable.",
     "spec.checkpoint.directory": "Folder every rank can write, as on a shared volume.",
-    "spec.faults": "Faults injected in the transport, to see the job adapt. Immutable.",
+    "spec.faults": "Faults to inject into the transport, to test adaptation. Immutable.",
     "spec.faults[]": "One fault: one effect or several, bounded by iterations or by seconds.",
     "spec.faults[].link": "Link between stage link and stage link + 1.",
     "spec.faults[].replica": "Data-parallel replica.",
@@ -41,13 +41,13 @@ DESCRIPTIONS: dict[str, str] = {
     "spec.faults[].fromSeconds": "Start, seconds since training began.",
     "spec.faults[].toSeconds": "End, seconds since training began.",
     "spec.template": "Pod template of every rank; its container trainer runs the stage. Without "
-    "a command it runs python -m MODULE. RANK and its like are set by the operator.",
+    "a command it runs python -m MODULE. The operator sets RANK and similar variables.",
     "spec.failurePolicy": "What happens when an attempt fails.",
     "spec.failurePolicy.maxRestarts": "Coordinated restarts of all ranks before the job is "
     "Failed. Evictions and lost nodes do not count.",
     "spec.suspend": "true stops the ranks and keeps the job; false starts a new attempt.",
-    "spec.managedBy": "Who reconciles the job: empty or pipemorph.io/operator is this operator, "
-    "which leaves all others alone. Immutable.",
+    "spec.managedBy": "Controller of the job: empty or pipemorph.io/operator is this operator, "
+    "which ignores jobs with other values. Immutable.",
     "spec.activeDeadlineSeconds": "Seconds all attempts may take together; then the job is "
     "Failed. Time in suspension does not count.",
     "spec.ttlSecondsAfterFinished": "Seconds until a finished job is deleted, with all it owns.",
@@ -57,7 +57,7 @@ DESCRIPTIONS: dict[str, str] = {
     "spec.template.spec.containers[]": "A container, as Kubernetes has it.",
     "spec.template.spec.containers[].name": "Name of the container.",
     "spec.template.spec.containers[].env": "Environment; RANK, WORLD_SIZE, MASTER_ADDR, "
-    "PIPEMORPH_* and their like are reserved.",
+    "PIPEMORPH_* and similar names are reserved.",
     "spec.template.spec.containers[].env[]": "A variable, as Kubernetes has it.",
     "spec.template.spec.containers[].env[].name": "Name of the variable.",
     **{f"spec.schedule.stageTimes[].{k}": v for k, v in STAGE_TIME.items()},

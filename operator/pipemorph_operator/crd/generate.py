@@ -1,8 +1,8 @@
-"""The CRD, generated from the models: ``python -m pipemorph_operator.crd > crds/…yaml``.
+"""Generates the CRD from the models: ``python -m pipemorph_operator.crd > crds/…yaml``.
 
-JSON Schema as pydantic writes it becomes a structural schema: no ``$ref``, no ``anyOf``, a type
-on every node, no ``additionalProperties: false`` (the API server prunes, and refuses unknown
-fields under strict validation, which is what kubectl asks for).
+Converts pydantic's JSON Schema to a structural schema: no ``$ref``, no ``anyOf``, a type on every
+node, no ``additionalProperties: false`` (the API server prunes unknown fields, and rejects them
+under strict validation, which kubectl requests).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _KEPT = (
 )  # fmt: skip
 
 _MAP_ENTRIES = 64
-"""Most labels or annotations; a bound lets the API server bound the cost of rules."""
+"""Most labels or annotations; the API server needs bounds to estimate the cost of CEL rules."""
 
 
 def structural(schema: Schema, root: Schema, path: str) -> Schema:
-    """The structural form of a JSON Schema node. Raises ValueError for what has none."""
+    """The structural form of a JSON Schema node. Raises ValueError if it has none."""
     schema = _resolve(schema, root)
     if "anyOf" in schema:
         choices = [c for c in schema["anyOf"] if c.get("type") != "null"]
@@ -61,7 +61,7 @@ def structural(schema: Schema, root: Schema, path: str) -> Schema:
     elif kind == "array":
         out["items"] = structural(schema["items"], root, f"{path}[]")
         if "maxItems" not in out:
-            raise ValueError(f"{path}: a list without maxItems")
+            raise ValueError(f"{path}: the list has no maxItems")
     elif kind == "integer":
         out["format"] = "int64"
     elif kind not in ("string", "number", "boolean"):
@@ -78,7 +78,7 @@ def _object(out: Schema, schema: Schema, root: Schema, path: str) -> None:
         out["properties"] = {
             name: structural(inner, root, f"{path}.{name}") for name, inner in properties.items()
         }
-        # Defaults of the parts are filled in by the API server only into an object that is there.
+        # The API server applies defaults of nested fields only if the object itself exists.
         if "default" in out:
             out["default"] = {}
     elif isinstance(extra, dict) and extra:
@@ -89,8 +89,8 @@ def _object(out: Schema, schema: Schema, root: Schema, path: str) -> None:
 
 
 def _number_or_list(choices: list[Schema], outer: Schema, path: str) -> Schema:
-    """One number for all stages, or a list of one per stage. No structural type says that:
-    the node has none, and the bounds hold for whichever kind is given."""
+    """A number for all stages, or a list with one per stage. No structural type expresses that: the
+    node has no type, and the bounds of both kinds apply."""
     if sorted(c.get("type", "") for c in choices) != ["array", "integer"]:
         raise ValueError(f"{path}: only integer-or-list has a structural form, not {choices}")
     number = next(c for c in choices if c["type"] == "integer")
@@ -104,7 +104,7 @@ def _number_or_list(choices: list[Schema], outer: Schema, path: str) -> Schema:
 
 
 def _resolve(schema: Schema, root: Schema) -> Schema:
-    """Follow ``$ref``; what stands beside it wins (its description is of the field)."""
+    """Follow ``$ref``; keys beside it, such as the field's description, take precedence."""
     while "$ref" in schema:
         target = root["$defs"][schema["$ref"].removeprefix("#/$defs/")]
         schema = {**target, **{k: v for k, v in schema.items() if k != "$ref"}}
@@ -112,7 +112,7 @@ def _resolve(schema: Schema, root: Schema) -> Schema:
 
 
 def _template_schema() -> Schema:
-    """The pod template: Kubernetes' own business, but for what the rules must see."""
+    """The pod template: unstructured, except for fields that the CEL rules read."""
     env = {
         "type": "array",
         "description": DESCRIPTIONS["spec.template.spec.containers[].env"],
@@ -179,12 +179,12 @@ def _columns() -> list[dict[str, Any]]:
 
     return [
         column("State", "string", ".status.state", "The conditions in one word."),
-        column("Ready", "string", ".status.ready", "Ready ranks of those wanted."),
+        column("Ready", "string", ".status.ready", "Ready ranks of all ranks."),
         column("Iteration", "integer", ".status.training.iteration", "Iteration in progress."),
         column(
-            "Slow-Links", "integer", ".status.training.slowLinkCount", "Links that are slow now."
+            "Slow-Links", "integer", ".status.training.slowLinkCount", "Currently slow links."
         ),
-        column("Plan", "integer", ".status.training.appliedPlanVersion", "Plan that runs."),
+        column("Plan", "integer", ".status.training.appliedPlanVersion", "Plan in effect."),
         column("Age", "date", ".metadata.creationTimestamp", "Since creation."),
         column(
             "Attempt", "integer", ".status.attempt", "Attempt in progress, from 0.", priority=1
@@ -208,11 +208,11 @@ def custom_resource_definition() -> dict[str, Any]:
     spec["properties"]["template"] = _template_schema()
     status = structural(status_root, status_root, "status")
     for node in _nodes(status):
-        node.pop("default", None)  # Nobody creates a status by hand; writers say all they know.
+        node.pop("default", None)  # Status writers set every field themselves.
     schema = {
         "type": "object",
-        "description": "PipeMorphJob is a pipeline-parallel training job that stays fast when "
-        "the network between its stages is not.",
+        "description": "PipeMorphJob is a pipeline-parallel training job that adapts its schedule "
+        "to slow links between its stages.",
         "required": ["spec"],
         "properties": {
             "apiVersion": {"type": "string", "description": f"{API_GROUP}/{VERSION}"},
@@ -253,7 +253,7 @@ def custom_resource_definition() -> dict[str, Any]:
 
 
 def _nodes(schema: Schema) -> Iterator[Schema]:
-    """A schema node and all below it."""
+    """A schema node and all its descendants."""
     yield schema
     for inner in schema.get("properties", {}).values():
         yield from _nodes(inner)
@@ -263,14 +263,14 @@ def _nodes(schema: Schema) -> Iterator[Schema]:
 
 
 class _Plain(yaml.SafeDumper):
-    """No anchors: readers of a CRD do not expect them."""
+    """A YAML dumper without anchors, which readers of a CRD do not expect."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
 
 
 def render() -> str:
-    """The CRD as the file under ``crds/`` holds it."""
+    """The content of the CRD's file under ``crds/``."""
     head = "# Generated by: python -m pipemorph_operator.crd. Do not edit.\n"
     return head + yaml.dump(
         custom_resource_definition(), Dumper=_Plain, sort_keys=False, width=100, allow_unicode=True

@@ -1,7 +1,7 @@
-"""CEL rules of the CRD: what the API server itself refuses, with a message and a field.
+"""CEL rules of the CRD: checks by the API server, each with a message and a field.
 
-They repeat the checks of the models (:mod:`pipemorph.api.spec`) where CEL can say them, and add
-immutability, which only the API server can hold. Keys are paths as in :mod:`crd_text`.
+They repeat the checks of the models (:mod:`pipemorph.api.spec`) that CEL can express, and add
+immutability, which only the API server can enforce. Keys are paths as in :mod:`descriptions`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pipemorph.planning.problem import MAX_CELLS
 
 @dataclass(frozen=True)
 class Rule:
-    """``field_path`` is below the node the rule stands at, as ``.layers``."""
+    """A CEL rule. ``field_path``: relative to the rule's node, such as ``.layers``."""
 
     rule: str
     message: str = ""
@@ -32,7 +32,7 @@ class Rule:
 
 
 def _frozen(name: str) -> Rule:
-    """An optional field of spec that may be neither changed, added nor removed."""
+    """A rule for an optional field of spec that must not be changed, added or removed."""
     return Rule(
         rule=f"has(self.{name}) == has(oldSelf.{name})"
         f" && (!has(self.{name}) || self.{name} == oldSelf.{name})",
@@ -68,7 +68,7 @@ RULES: dict[str, list[Rule]] = {
         ),
         Rule(
             rule=f"self.parallelism.stages * self.schedule.microbatches <= {MAX_CELLS}",
-            message=f"stages × microbatches must be at most {MAX_CELLS}: more cannot be planned",
+            message=f"stages × microbatches must be at most {MAX_CELLS}, the planner's limit",
             field_path=".schedule.microbatches",
         ),
         Rule(
@@ -142,13 +142,13 @@ RULES: dict[str, list[Rule]] = {
     "status": [
         Rule(
             rule="!has(oldSelf.attempt) || (has(self.attempt) && self.attempt >= oldSelf.attempt)",
-            message="attempt only grows: this was written by one that is behind",
+            message="attempt must not decrease: the writer's copy is outdated",
             field_path=".attempt",
             reason="FieldValueForbidden",
         ),
         Rule(
             rule="!has(oldSelf.control) || has(self.control)",
-            message="control stays: this was written by one that is behind",
+            message="control must not be removed: the writer's copy is outdated",
             field_path=".control",
             reason="FieldValueForbidden",
         ),
@@ -156,7 +156,7 @@ RULES: dict[str, list[Rule]] = {
     "status.control": [
         Rule(
             rule=f"self.{name} >= oldSelf.{name}",
-            message=f"{name} only grows: this was written by one that is behind",
+            message=f"{name} must not decrease: the writer's copy is outdated",
             field_path=f".{name}",
             reason="FieldValueForbidden",
         )

@@ -1,5 +1,5 @@
-"""The ingest on a cluster: a process of its own, beside the reconciling one.
+"""The ingest on a cluster: a process separate from the reconciler.
 
-``auth`` says who may speak for a job, ``store`` holds the jobs and persists directives,
-``summary`` turns a controller into status, ``pace`` says when status is written.
+``auth`` authenticates the ranks of a job, ``store`` tracks the jobs and persists directives,
+``summary`` turns a controller into status, ``write_budget`` limits the rate of status writes.
 """

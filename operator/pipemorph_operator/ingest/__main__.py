@@ -1,4 +1,4 @@
-"""``python -m pipemorph_operator.ingest``: the ingest's process."""
+"""``python -m pipemorph_operator.ingest``: the ingest process."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from pipemorph_operator.metrics import PLAN_SECONDS, REFUSED, REPORT_SECONDS, RE
 log = logging.getLogger("pipemorph.ingest")
 
 TLS_READ_BYTES = 4 * 1024
-"""A report of a few stages. asyncio sets aside 256 KiB per connection to read into, and every job
-has two connections."""
+"""Read buffer per TLS connection: the size of a report of a few stages. asyncio's default is
+256 KiB, and every job has two connections."""
 FIRST_PLAN_SECONDS = 600.0
-"""Longest for the first plan of a job; the largest takes some 10 s where the processor is free."""
+"""Time limit of a job's first plan. The largest takes about 10 s on an idle CPU."""
 WATCH_SECONDS = 300.0
-"""Longest silence of a watch: bookmarks come every minute, and after 90 s it is opened again."""
+"""Longest silence of a watch: bookmarks arrive every minute, and after 90 s it is reopened."""
 ROUND_SECONDS = 300.0
-"""Longest round of looks at all jobs; one of ten thousand jobs takes 25 s."""
+"""Longest round over all jobs; a round over 10,000 jobs takes 25 s."""
 CERTIFICATE_SECONDS = 60.0
-"""Between two looks at the certificate's files, which are renewed in place."""
+"""Interval of checks of the certificate's files, which are renewed in place."""
 
 
 def certificate(options: argparse.Namespace) -> ssl.SSLContext | None:
-    """TLS as the files say. Raises OSError or ssl.SSLError if they cannot be used."""
+    """TLS context from the given files; None for plain HTTP. Raises OSError or ssl.SSLError."""
     if options.plain_http:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -53,7 +53,7 @@ def certificate(options: argparse.Namespace) -> ssl.SSLContext | None:
 
 
 async def renew(context: ssl.SSLContext, cert: str, key: str) -> None:
-    """Take up a renewed certificate, for connections from then on."""
+    """Reload the certificate when its files change, for new connections."""
 
     def stamp() -> tuple[int, int]:
         return Path(cert).stat().st_mtime_ns, Path(key).stat().st_mtime_ns
@@ -68,26 +68,26 @@ async def renew(context: ssl.SSLContext, cert: str, key: str) -> None:
                 used = found
                 log.info("the certificate was renewed")
         except (OSError, ssl.SSLError) as error:
-            log.error("the certificate could not be renewed, the old one stays: %s", error)
+            log.error("the renewed certificate is unusable; keeping the old one: %s", error)
 
 
 async def follow(cluster: Cluster, store: ClusterStore, namespace: str | None, alive: Sign) -> None:
-    """Keep the store's jobs those of the API server."""
+    """Watch PipeMorphJobs and pass every change to the store."""
 
     def lost(error: Exception) -> None:
-        alive.give()  # An API server that is away is no fault of this process.
-        log.warning("the watch of jobs broke off: %s", str(error) or type(error).__name__)
+        alive.give()  # An unreachable API server must not fail this process's liveness probe.
+        log.warning("the watch of jobs failed: %s", str(error) or type(error).__name__)
 
     async for kind, body in cluster.watch(path("PipeMorphJob", namespace), lost, alive.give):
         try:
             store.changed(kind, body, namespace)
         except Exception:
-            # One job's surprise must not stop the others.
-            log.exception("a job could not be taken in")
+            # An unexpected error in one job must not stop the others.
+            log.exception("a change of a job could not be processed")
 
 
 async def tick(server: IngestServer, store: ClusterStore, ticked: Sign) -> None:
-    """Let time pass for every job, and write what is due."""
+    """Visit all jobs in rounds: run their timers, and write status that is due."""
     busy: dict[tuple[str, str], asyncio.Task[None]] = {}
     clock = asyncio.get_running_loop().time
     while True:
@@ -97,10 +97,10 @@ async def tick(server: IngestServer, store: ClusterStore, ticked: Sign) -> None:
         start = clock()
         for i, key in enumerate(keys):
             if key not in busy:
-                # Each in a task: a slow API server holds one job's write, not the others' time.
+                # One task per job, so that a slow write of one job does not delay the others.
                 busy[key] = task = asyncio.create_task(_look(server, store, key))
                 task.add_done_callback(partial(_not_busy, busy, key))
-            # Evenly over the round: reports between two looks wait for one of them at most.
+            # Spread the jobs over the round, so that a report waits for one job at most.
             await asyncio.sleep(start + round_seconds * (i + 1) / len(keys) - clock())
         await asyncio.sleep(start + round_seconds - clock())
 
@@ -116,25 +116,25 @@ async def _look(server: IngestServer, store: ClusterStore, key: tuple[str, str])
         await server.handler.tick(*key)
         await store.look(key)
     except Exception:
-        log.exception("%s/%s could not be looked at", *key)
+        log.exception("%s/%s: periodic update failed", *key)
 
 
 @cache
 def _answers(kind: str, status: int) -> Counter:
-    """Looking a series up costs more than counting; there are few."""
+    """The counter of a kind and status. Cached: the lookup costs more than the increment."""
     return REPORTS.labels(kind=kind, code=str(status))
 
 
 def heard(kind: str, status: int, seconds: float) -> None:
-    """Count an answer."""
+    """Count a response in the metrics."""
     _answers(kind, status).inc()
     if kind == "report":
         REPORT_SECONDS.observe(seconds)
 
 
 async def decide(small: Planner, large: Planner, asked: Replan) -> Proposal:
-    """A decision, with the time it took on record. Large jobs, which may take a minute each, wait
-    for each other only."""
+    """Make a decision in a planner process, and record its duration. Large jobs, which may take a
+    minute, have their own planner and do not delay small ones."""
     with PLAN_SECONDS.time():
         return await (small if is_quick(asked.spec) else large)(asked)
 
@@ -146,7 +146,7 @@ async def run(options: argparse.Namespace) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     context = certificate(options)
     async with await Cluster.configured() as cluster:
-        # By itself: what no job runs by yet must not hold up what jobs wait for.
+        # A separate planner: first plans must not delay decisions for running jobs.
         first = ProcessPlanner(1, limit_seconds=FIRST_PLAN_SECONDS)
         store = ClusterStore(cluster, namespaces=options.namespace, first_plan=first.first_plan)
         small, large = ProcessPlanner(), ProcessPlanner()
@@ -190,7 +190,7 @@ async def run(options: argparse.Namespace) -> None:
                 log.info("serving at %s", server.url)
                 tasks.append(asyncio.create_task(tick(server, store, ticked)))
                 stopping = asyncio.create_task(stop.wait())
-                # A task that ends before the process is asked to is a fault: end with it.
+                # A background task that ends before ``stop`` has failed: exit with its error.
                 await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
                 for task in tasks:
                     if task.done():
@@ -208,34 +208,34 @@ async def run(options: argparse.Namespace) -> None:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="pipemorph-ingest", description=__doc__)
     made.add_argument(
-        "--namespace", action="append", default=[], help="serve only this one; may be repeated"
+        "--namespace", action="append", default=[], help="serve only this namespace; repeatable"
     )
-    made.add_argument("--host", help="address to serve at; all of them if not given")
+    made.add_argument("--host", help="address to listen on (default: all)")
     made.add_argument("--port", type=int, default=8443)
     made.add_argument("--tls-cert", help="PEM file with the certificate chain")
     made.add_argument("--tls-key", help="PEM file with its key")
     made.add_argument(
-        "--plain-http", action="store_true", help="no TLS: for tests, or behind a mesh that has it"
+        "--plain-http", action="store_true", help="no TLS: for tests, or behind a mesh with TLS"
     )
     made.add_argument("--metrics-port", type=int, default=8081)
     made.add_argument(
         "--max-connections",
         type=_positive,
         default=ConnectionLimits.in_all,
-        help="at a time; a job's agent holds two (default: %(default)s)",
+        help="limit of open connections; a job's agent uses two (default: %(default)s)",
     )
     made.add_argument(
         "--max-connections-per-source",
         type=_positive,
         default=ConnectionLimits.per_source,
-        help="of one address, which may be a NAT's for all agents (default: %(default)s)",
+        help="limit per client address; a NAT may hide all agents (default: %(default)s)",
     )
     return made
 
 
 def _positive(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 

@@ -1,10 +1,9 @@
-"""Who may speak for a job: a pod of that job, by a token made for that job.
+"""Authenticates callers: a pod of the job, by a service-account token for the job.
 
-A rank's token is projected into its pod, names the job as its audience, and is bound to the pod.
-The API server says whether it is genuine (TokenReview), and which pod it is bound to; that pod
-must be a rank of the job's present attempt. Answers are kept for a while. Forged tokens cost
-nothing to make: what is found bad is kept apart from what is found good, and one address or one
-job has a few questions under way at a time, so that those of others are answered.
+A rank's token is projected into its pod, has the job as audience and is bound to the pod. A
+TokenReview by the API server verifies it and names the pod, which must be a rank of the job's
+current attempt. Results are cached, good and bad ones separately. Forged tokens are free to make,
+so each client address and each job may have only a few reviews in progress, lest they block others.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from pipemorph_operator.ingest import token_claims
 from pipemorph_operator.metrics import REFUSED, TOKEN_REVIEWS
 
 KEPT_SECONDS = 60.0
-"""A token that was good stays good up to so long: so long a deleted pod's may still be taken. A
-little less for most: those that came together after a restart need not come together again."""
+"""Longest caching of a valid token, and so the longest time that a deleted pod's token is still
+accepted. The time is randomised down by up to a quarter, to spread reviews after a restart."""
 KEPT_BAD_SECONDS = 10.0
 KEPT_MISPLACED_SECONDS = 2.0
-"""A pod that is not known to be the job's yet may be so in a moment."""
+"""Caching of a pod that does not match the job: it may match as soon as status is updated."""
 MOST_KEPT = 20_000
 MOST_KEPT_BAD = 2_000
 MOST_REVIEWS = 32
-"""TokenReviews at a time."""
+"""Limit of concurrent TokenReviews."""
 MOST_OF_ONE_SOURCE = 64
 MOST_OF_ONE_JOB = 64
-"""New tokens under review or waiting for it. A job has one rank that reports."""
+"""Limit of a job's new tokens in review or waiting for one. One rank per job reports."""
 
 REVIEW_PATH = "/apis/authentication.k8s.io/v1/tokenreviews"
 POD_NAME = "authentication.kubernetes.io/pod-name"
@@ -49,7 +48,7 @@ T = TypeVar("T")
 
 
 class Api(Protocol):
-    """What is asked of the API server."""
+    """The API requests that authentication needs."""
 
     async def post(self, url: str, body: dict[str, Any]) -> dict[str, Any]: ...
 
@@ -58,14 +57,14 @@ class Api(Protocol):
 
 @dataclass(frozen=True)
 class Expected:
-    """What a token must fit to speak for a job."""
+    """What a token must match to be accepted for a job."""
 
     uid: str
-    """Of the PipeMorphJob."""
+    """UID of the PipeMorphJob."""
     audience: str
     attempt: int
     job_uid: str | None
-    """Of the attempt's batch Job; None before it is on record."""
+    """UID of the attempt's batch Job; None until it is in status."""
 
 
 class _Refusal(Exception):
@@ -75,7 +74,7 @@ class _Refusal(Exception):
 
 
 class PodTokenAuthenticator:
-    """An :class:`~pipemorph.ingest.Authenticator` over TokenReview."""
+    """An :class:`~pipemorph.ingest.Authenticator` that uses TokenReviews."""
 
     def __init__(
         self,
@@ -100,7 +99,7 @@ class PodTokenAuthenticator:
         expected = self._expected(namespace, job)
         if expected is None:
             self._count("job")
-            raise Refused(403, f"no job {namespace}/{job} takes reports here now")
+            raise Refused(403, f"job {namespace}/{job} is unknown or not accepting reports")
         said = f"{expected.uid}\0{expected.job_uid}\0{expected.attempt}\0{token}"
         key = hashlib.sha256(said.encode("utf-8", "replace")).digest()
         kept = self._good.get(key) or self._bad.get(key)
@@ -120,21 +119,21 @@ class PodTokenAuthenticator:
     async def _answer(
         self, key: bytes, token: str, namespace: str, expected: Expected, source: str
     ) -> Identity | _Refusal:
-        """Callers with one token share one question."""
+        """Review the token; concurrent callers with the same token share one review."""
         task = self._asking.get(key)
         if task is None:
-            # A token that was good is no forged one: it never waits behind a storm of those.
+            # A token that was valid before is not forged: limits for unknown tokens do not apply.
             parties = [] if key in self._good else [("source", source), ("job", expected.uid)]
             most = {"source": MOST_OF_ONE_SOURCE, "job": MOST_OF_ONE_JOB}
             for kind, who in parties:
                 if self._under_way[kind, who] >= most[kind]:
-                    message = f"{most[kind]} unknown tokens of this {kind} are being checked"
+                    message = f"{most[kind]} new tokens of this {kind} are already being checked"
                     return _Refusal(429, "crowded", f"{message}; try again", 0.0)
             task = asyncio.create_task(self._ask(key, token, namespace, expected))
             self._asking[key] = task
             self._under_way.update(parties)
             task.add_done_callback(lambda _: self._asked(key, parties))
-        # One caller that hangs up must not fail the others that wait for the same answer.
+        # A caller that disconnects must not cancel the review for the others.
         return await asyncio.shield(task)
 
     def _asked(self, key: bytes, parties: list[tuple[str, str]]) -> None:
@@ -155,7 +154,7 @@ class PodTokenAuthenticator:
             _keep(self._bad, key, (self._clock() + refusal.keep, refusal), MOST_KEPT_BAD)
             return refusal
         except (ApiRefused, aiohttp.ClientError, TimeoutError, OSError) as error:
-            # Not known is not yes: the agent tries again, its ranks train on.
+            # Reject if it cannot be checked: the agent retries while its ranks keep training.
             why = str(error) or type(error).__name__
             return _Refusal(401, "unreachable", f"the token could not be checked: {why}", 0.0)
         until = self._clock() + KEPT_SECONDS * random.uniform(0.75, 1.0)
@@ -173,14 +172,12 @@ class PodTokenAuthenticator:
         if not status.get("authenticated") or expected.audience not in (
             status.get("audiences") or ()
         ):
-            raise _Refusal(
-                401, "review", "the API server does not know the token", KEPT_BAD_SECONDS
-            )
+            raise _Refusal(401, "review", "the API server rejected the token", KEPT_BAD_SECONDS)
         user = status.get("user") or {}
         extra = user.get("extra") or {}
         pod, uid = _first(extra, POD_NAME), _first(extra, POD_UID)
         if pod is None or uid is None:
-            raise _Refusal(403, "unbound", "the token is bound to no pod", KEPT_BAD_SECONDS)
+            raise _Refusal(403, "unbound", "the token is not bound to a pod", KEPT_BAD_SECONDS)
         subject = str(user.get("username", ""))
         if subject.split(":")[:3] != ["system", "serviceaccount", namespace]:
             raise _Refusal(403, "pod", "the token is of another namespace", KEPT_BAD_SECONDS)
@@ -196,29 +193,29 @@ class PodTokenAuthenticator:
 
 
 def misplaced(pod: Mapping[str, Any], pod_uid: str, expected: Expected) -> str:
-    """Why a pod is not the one with that UID, or no rank of the present attempt; empty if it is.
+    """Why a pod is not a rank of the current attempt, or has another UID; empty if it matches.
 
-    Its labels say of which job and attempt it is, and its controller must be that attempt's own
-    Job: anybody who may create pods or Jobs in the namespace can set labels.
+    Checks its labels for job and attempt, and that its controller is that attempt's Job: anybody
+    who may create pods or Jobs in the namespace can set labels.
     """
     metadata = pod["metadata"]
     labels = metadata.get("labels") or {}
     if metadata.get("uid") != pod_uid:
-        return "is another one of that name by now"
+        return "has been replaced by another pod of that name"
     if labels.get(names.LABEL_JOB_UID) != expected.uid:
         return "is not a rank of this job"
     attempt = labels.get(names.LABEL_ATTEMPT)
     if attempt != str(expected.attempt):
         return f"is a rank of attempt {attempt}; attempt {expected.attempt} is in progress"
     if expected.job_uid is None:
-        return f"cannot be told from others yet: attempt {expected.attempt} has no Job on record"
+        return f"cannot be verified yet: attempt {expected.attempt} has no Job in status"
     for owner in metadata.get("ownerReferences") or ():
         if owner.get("controller") and owner.get("kind") == "Job":
             made_by = owner.get("uid")
             break
     else:
         made_by = None
-    return "" if made_by == expected.job_uid else f"was not made by the Job of attempt {attempt}"
+    return "" if made_by == expected.job_uid else f"was not created by the Job of attempt {attempt}"
 
 
 def _keep(kept: OrderedDict[bytes, T], key: bytes, answer: T, most: int) -> None:

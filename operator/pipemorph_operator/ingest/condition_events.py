@@ -1,8 +1,7 @@
-"""Events of links and plans: what of a job's conditions people are told when it turns.
+"""Emits Kubernetes events for changes of a job's link and plan conditions.
 
-Conditions say how things are; an event says that they changed, and when. Told is what calls for
-attention, what was done about it, and that it is over. What is not known, and a plan on its way,
-are in the conditions alone.
+A condition holds the current state; an event records when it changed. Events are emitted for
+problems, adaptations and recoveries. Unknown states and pending plans appear in conditions only.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from pipemorph_operator.cluster.events import Event, tell
 log = logging.getLogger("pipemorph.ingest")
 
 MOST_UNDER_WAY = 64
-"""Events on their way to an API server that may be slow, while many jobs have something to tell."""
+"""Limit of concurrent event writes, for when many jobs emit events to a slow API server."""
 
 Worth = Literal["trouble", "news", "relief"]
-"""Relief is told where there was something else to tell before."""
+"""``relief`` is emitted only after another event of the same condition."""
 
 WORTH: Mapping[tuple[str, str], Worth] = {
     (names.LINKS_HEALTHY, names.R_LINKS_SLOW): "trouble",
@@ -41,20 +40,20 @@ WORTH: Mapping[tuple[str, str], Worth] = {
     (names.RAILS_HEALTHY, names.R_RAILS_OK): "relief",
 }
 _EACH_MESSAGE = frozenset({names.SCHEDULE_ADAPTED, names.LINKS_DELEGATED})
-"""Another plan, or other links, under the same reason are news as well. Which links are slow and
-by how much changes too often for that."""
+"""Conditions with an event for every new message, not only every new reason: the message names the
+plan or the links. Messages about slow links change too often for that."""
 
 
 class News:
-    """What was told of one job. ``conditions`` are those in status: an ingest that starts over
-    does not tell of them again."""
+    """Remembers for which conditions of a job events were emitted. ``conditions``: those in status
+    at start, so that a restarted ingest does not emit their events again."""
 
     def __init__(self, conditions: Iterable[Condition]) -> None:
         self._told: dict[str, tuple[str, str]] = {}
         self.of(conditions)
 
     def of(self, conditions: Iterable[Condition]) -> list[Event]:
-        """What is to be told of these conditions now. Pure but for remembering it."""
+        """Events to emit for these conditions; remembers them as emitted."""
         events = []
         for each in conditions:
             worth = WORTH.get((each.type, each.reason))
@@ -71,19 +70,19 @@ class News:
 
 
 class EventSender:
-    """Sends events while others go on: directives do not wait for what people read."""
+    """Writes events in background tasks, so that directives do not wait for them."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._under_way: set[asyncio.Task[None]] = set()
 
     def send(self, job: Mapping[str, Any], events: Sequence[Event]) -> None:
-        """``job``: name, namespace and uid. Too many at a time are only logged."""
+        """Log and write events. ``job``: name, namespace and uid. Above the limit only logs."""
         for event in events:
             where = f"{job['namespace']}/{job['name']}"
             log.info("%s: %s: %s", where, event.reason, event.message)
             if len(self._under_way) >= MOST_UNDER_WAY:
-                log.warning("%s: too many events: %s is not one", where, event.reason)
+                log.warning("%s: too many events in progress: dropped %s", where, event.reason)
                 continue
             task = asyncio.create_task(self._tell(where, job, event))
             self._under_way.add(task)

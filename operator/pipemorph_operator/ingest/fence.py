@@ -1,9 +1,9 @@
-"""Writes of the ingest's part of a job's status, of which those by an ingest that is behind lose.
+"""Fences the ingest's status writes: a write by an outdated ingest fails.
 
-Two ingests there are for a moment when a node is lost, or a write of one that was killed is still
-on its way. Both number plans from the same version, and a version must never stand for two
-plans. So a write names the resourceVersion of the job that it follows from. The operator writes as
-well, which changes it too: whether it was another ingest is seen from the plan on record.
+Two ingests can run briefly when a node is lost, or a write of a killed one can arrive late. Both
+would number plans from the same version, and one version must never name two plans. So every write
+carries the resourceVersion it is based on. The operator's writes change that too: after a conflict
+the plan in status shows whether another ingest wrote.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipemorph_operator import names
 from pipemorph_operator.cluster.client import ApiRefused, Cluster, path
 
 MOST_TRIES = 5
-"""In a row, each after another writer was quicker."""
+"""Tries of a write that conflicts with other writers."""
 CONFLICT = 409
 
 
@@ -30,20 +30,20 @@ class Overtaken(Exception):
 
 
 class Fence:
-    """What is known of a job's object: the version it has, and the plans that may be on record.
+    """Tracks a job's resourceVersion, and the plans that this ingest may have written to status.
 
-    ``version`` and ``control`` are as read.
+    ``version`` and ``control``: as read from the job.
     """
 
     def __init__(self, version: str | None, control: ControlState | None) -> None:
         self._version = version
         self._own = {_mark(control)}
-        """That on record, and those written since of which it is not known that they got there."""
+        """Hashes of the plan in status, and of later writes whose outcome is unknown."""
 
     async def apply(self, cluster: Cluster, about: Mapping[str, str], status: JobStatus) -> None:
         """Write the ingest's part of the status. ``about``: name, namespace and uid of the job.
 
-        Raises :class:`Overtaken`; :class:`ApiRefused` with 409 if it is another job by now.
+        Raises :class:`Overtaken`; :class:`ApiRefused` with 409 if the job was replaced.
         """
         mark = _mark(status.control)
         self._own.add(mark)
@@ -54,7 +54,7 @@ class Fence:
                     {
                         "apiVersion": names.API_VERSION,
                         "kind": names.KIND,
-                        # With the UID: another job of the same name is not this one.
+                        # The UID protects a new job of the same name.
                         "metadata": {**about, **version},
                         "status": status.model_dump(
                             mode="json",
@@ -87,7 +87,7 @@ class Fence:
 
 
 def _mark(control: ControlState | None) -> str | None:
-    """Stands for a plan, which may be large."""
+    """A hash of a plan, which may be large."""
     if control is None:
         return None
     return hashlib.sha256(control.model_dump_json().encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Rails and transports of a job as status, and the condition ``RailsHealthy``. Pure."""
+"""Status of a job's rails and transports, and the condition ``RailsHealthy``. Pure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pipemorph.control.observe.transports import FallenLink as Fallen
 from pipemorph_operator import names
 
 NAMED = 5
-"""Ports and links that a message names; status has more of them."""
+"""Most ports or links named in a message; status lists more."""
 MESSAGE_LENGTH = 1024
 
 
 def rails_status(view: RailsView) -> RailsStatus:
-    """The ports in numbers, and those that are not well."""
+    """Counts of ports, and the ports with problems."""
     return RailsStatus(
         ports=view.ports,
         expected_ports=view.expected,
@@ -37,7 +37,7 @@ def rails_status(view: RailsView) -> RailsStatus:
 
 
 def fallen_link(link: Fallen) -> FallenLink:
-    """A link that runs over less than it was made for."""
+    """Status of a link that runs on fewer rails or a slower transport than it was built for."""
     return FallenLink(
         link=link.link,
         replica=link.replica,
@@ -50,19 +50,19 @@ def fallen_link(link: Fallen) -> FallenLink:
 
 
 def wants_rdma(spec: JobSpec) -> bool:
-    """Whether the spec asks for RDMA, and does not only take it where there is some."""
+    """Whether the spec requests RDMA, as opposed to using it where available."""
     placed = spec.placement is not None and spec.placement.rdma is not None
     return placed or spec.transport.engine == "rdma" or spec.transport.require == "rdma"
 
 
 def rails_healthy(spec: JobSpec, view: JobView) -> tuple[ConditionStatus, str, str]:
-    """Status, reason and message, of a job whose reports are fresh. What cannot be seen is
-    Unknown, and never True."""
+    """Status, reason and message, for a job with recent reports. Unknown, never True, if ports
+    cannot be observed."""
     rails, fallen = view.rails, view.transports.fallen
     several = spec.parallelism.replicas > 1
     sick = _list([port.text(replicas=several) for port in rails.sick], rails.sick_count)
     if fallen:
-        # Both ends of a link say so; one is enough here, rather one that says why.
+        # Both ends of a link report it: name the link once, preferably with the cause.
         ends = sorted(fallen, key=lambda end: bool(end.trouble))
         links = {(f.link, f.replica): f.text(replicas=several) for f in ends}
         told = _list([links[key] for key in sorted(links)], view.transports.fallen_count)
@@ -74,11 +74,11 @@ def rails_healthy(spec: JobSpec, view: JobView) -> tuple[ConditionStatus, str, s
             return (
                 "False",
                 names.R_NO_RDMA,
-                "the spec asks for RDMA, but no rank sees a device: check placement.rdma and the"
+                "the spec requests RDMA, but no rank sees a device: check placement.rdma and the"
                 " device plugin",
             )
         case RailHealth.NONE:
-            return "True", names.R_NO_RDMA, "no rank sees an RDMA device, and none is asked for"
+            return "True", names.R_NO_RDMA, "no rank sees an RDMA device, and none is requested"
         case RailHealth.UNKNOWN:
             return ("Unknown", *_unknown(rails))
         case RailHealth.CONGESTED:
@@ -86,21 +86,21 @@ def rails_healthy(spec: JobSpec, view: JobView) -> tuple[ConditionStatus, str, s
             text = _list(crowded, rails.congested_count)
             return "True", names.R_RAILS_CONGESTED, _bounded(f"congestion: {text}")
         case RailHealth.HEALTHY:
-            return "True", names.R_RAILS_OK, f"{rails.ports} ports, none in trouble"
+            return "True", names.R_RAILS_OK, f"{rails.ports} ports, all healthy"
 
 
 def _unknown(rails: RailsView) -> tuple[str, str]:
     if rails.expected is None:
-        return names.R_PORTS_UNREPORTED, "not every rank has said what ports it sees"
+        return names.R_PORTS_UNREPORTED, "not every rank has reported its ports"
     missing = rails.expected - rails.ports + rails.silent
     if missing > 0:
         return (
             names.R_PORTS_UNREPORTED,
-            f"{missing} of {rails.expected} ports have not been heard of lately",
+            f"no recent reports of {missing} of {rails.expected} ports",
         )
     return (
         names.R_PORTS_UNSEEN,
-        f"state or counters of {rails.unreadable} of {rails.ports} ports are unavailable in the"
+        f"state or counters of {rails.unreadable} of {rails.ports} ports cannot be read in the"
         " pods",
     )
 

@@ -1,7 +1,7 @@
-"""A controller's snapshot as status holds it: JSON, zlib, base64.
+"""Encodes a controller's snapshot for status: JSON, zlib, base64.
 
-A plan is a few letters repeated a few thousand times: packed, even one of hundreds of stages
-stays far below what an API object may weigh, and a status stays readable.
+Plans are repetitive text: compressed, even one of hundreds of stages is far below the size limit of
+an API object, and status stays readable.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipemorph.errors import InputError
 from pipemorph.wire import LinkHealthReport
 
 MAX_PACKED = 512 * 1024
-"""Leaves room for the rest of an object in etcd's 1.5 MiB."""
+"""Leaves room for the rest of the object within etcd's limit of 1.5 MiB."""
 MAX_UNPACKED = 64 << 20
 
 
@@ -29,12 +29,12 @@ class TooLarge(Exception):
 
 
 def pack(snapshot: Mapping[str, Any]) -> ControlState:
-    """Raises :class:`TooLarge`."""
+    """Encode a snapshot. Raises :class:`TooLarge`."""
     raw = json.dumps(snapshot, separators=(",", ":")).encode()
     packed = base64.b64encode(zlib.compress(raw, 6)).decode()
     if len(packed) > MAX_PACKED:
         raise TooLarge(
-            f"the plan takes {len(packed)} bytes packed; at most {MAX_PACKED} fit into status"
+            f"the plan takes {len(packed)} compressed bytes; status holds at most {MAX_PACKED}"
         )
     return ControlState(
         attempt=snapshot["attempt"], plan_version=snapshot["plan_version"], snapshot=packed
@@ -42,7 +42,7 @@ def pack(snapshot: Mapping[str, Any]) -> ControlState:
 
 
 def unpack(state: ControlState) -> dict[str, Any]:
-    """Raises ValueError if it is damaged."""
+    """Decode a snapshot. Raises ValueError if it is damaged."""
     try:
         packed = base64.b64decode(state.snapshot, validate=True)
         raw = zlib.decompressobj().decompress(packed, MAX_UNPACKED)
@@ -50,7 +50,7 @@ def unpack(state: ControlState) -> dict[str, Any]:
     except (binascii.Error, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(str(error)) from None
     if not isinstance(found, dict):
-        raise ValueError("it is no object")
+        raise ValueError("not a JSON object")
     return found
 
 
@@ -60,15 +60,15 @@ def restore(
     attempt: int,
     on_report: Callable[[LinkHealthReport], None],
 ) -> tuple[JobController, str]:
-    """A controller for an attempt that goes on where ``state`` was saved, and what was wrong
-    with it, if anything. Its plan version is never below the saved one, damaged or not."""
+    """A controller for an attempt, restored from ``state``, and the problem with it, if any. Its
+    plan version is never below the saved one, even if the state is damaged."""
     if state is None:
         return JobController(spec, attempt=attempt, on_report=on_report), ""
     problem = ""
     try:
         controller = JobController.restore(spec, unpack(state), on_report=on_report)
     except (ValueError, InputError) as error:
-        problem = f"the saved control state is unusable, only its plan version is kept: {error}"
+        problem = f"the saved control state is unusable; kept only its plan version: {error}"
         bare = {"attempt": state.attempt, "plan_version": state.plan_version, "sequence": 0}
         controller = JobController.restore(spec, bare, on_report=on_report)
     if attempt > controller.attempt:

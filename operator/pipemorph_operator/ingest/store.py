@@ -1,8 +1,8 @@
-"""The jobs that may report, and the ingest's part of their status.
+"""Tracks the jobs that may report, and writes the ingest's part of their status.
 
-Filled by a watch of PipeMorphJobs: a job is held while it has an attempt and has not ended. The
-ingest owns ``training``, ``control`` and four conditions (field owner ``pipemorph-ingest``),
-so the operator's writes and these never undo each other; every write carries all it owns.
+Filled by a watch of PipeMorphJobs: a job is tracked while it has an attempt and has not finished.
+The ingest owns ``training``, ``control`` and four conditions (field owner ``pipemorph-ingest``), so
+its writes and the operator's never overwrite each other. Every write contains all owned fields.
 """
 
 from __future__ import annotations
@@ -46,31 +46,31 @@ from pipemorph_operator.policy.lifetime import is_ours
 log = logging.getLogger("pipemorph.ingest")
 
 MOST_WRITES = 16
-"""Writes of status at a time. More would only wait in the API server, each with its time limit
-running; here they wait without one, and directives come first."""
+"""Limit of concurrent status writes. More would only wait in the API server while their time limits
+run. Periodic writes use at most half, so that directives need not wait for them."""
 
 LAST_WORD_PAUSES = (1.0, 5.0, 20.0, 60.0, 0.0)
-"""Seconds after each try to write the last status of a job."""
+"""Seconds to wait after each failed write of a job's final status."""
 GONE = frozenset({404, 409})
-"""Answers for a job that is not there any more, or is another one of that name."""
+"""HTTP status if the job no longer exists, or was replaced by one of the same name."""
 
 PLAN_AGAIN_SECONDS = 5.0
-"""After the planner of the first plans was lost."""
+"""Delay before a retry after the planner process of first plans died."""
 
 Key = tuple[str, str]
 
 FirstPlanner = Callable[[JobSpec], Awaitable[Schedule | None]]
-"""As :meth:`pipemorph.ingest.ProcessPlanner.first_plan`."""
+"""The interface of :meth:`pipemorph.ingest.ProcessPlanner.first_plan`."""
 
 
 @dataclass
 class Ear:
-    """Hears of a job's accepted reports."""
+    """Records when a job's reports arrive."""
 
     clock: Callable[[], float]
     reported_at: float | None = None
     news: bool = True
-    """Something has come since status was last looked at."""
+    """Whether status may have changed since the last look."""
 
     def hear(self, _: LinkHealthReport) -> None:
         self.reported_at = self.clock()
@@ -79,7 +79,7 @@ class Ear:
 
 @dataclass
 class Held:
-    """One job that may report."""
+    """A tracked job, which may report."""
 
     namespace: str
     name: str
@@ -92,7 +92,7 @@ class Held:
     news: News
     fence: Fence
     job_uid: str | None
-    """Of the attempt's batch Job."""
+    """UID of the attempt's batch Job."""
     written: TrainingStatus | None = None
     turn: write_budget.Turn | None = None
     written_at: float = float("-inf")
@@ -110,7 +110,7 @@ class Held:
 
 
 class ClusterStore:
-    """A :class:`~pipemorph.ingest.JobStore` over the API."""
+    """A :class:`~pipemorph.ingest.JobStore` that keeps jobs in the Kubernetes API."""
 
     def __init__(
         self,
@@ -121,11 +121,11 @@ class ClusterStore:
         monotonic: Callable[[], float] = time.monotonic,
         first_plan: FirstPlanner | None = None,
     ) -> None:
-        """``first_plan`` makes the first plans of large jobs; None: all are made here, at once."""
+        """``first_plan`` computes the first plans of large jobs; None: compute all in-process."""
         self._cluster = cluster
         self._first_plan = first_plan
         self._planning: dict[Key, tuple[Mapping[str, Any], asyncio.Task[None]]] = {}
-        """Jobs that are held once they have their plan, as last seen."""
+        """Jobs to track once they have their first plan: the latest object, and the task."""
         self._clock = clock
         self._monotonic = monotonic
         self._held: dict[Key, Held] = {}
@@ -137,7 +137,7 @@ class ClusterStore:
         self._last_words: dict[Key, asyncio.Task[None]] = {}
         self._unlisted: set[str | None] = set(namespaces) or {None}
 
-    # --- what the ingest asks -------------------------------------------------------------
+    # --- the JobStore interface -----------------------------------------------------------
 
     def lookup(self, namespace: str, job: str) -> ControlledJob | None:
         held = self._held.get((namespace, job))
@@ -151,10 +151,10 @@ class ClusterStore:
         return Expected(held.uid, audience(namespace, job, held.uid), attempt, held.job_uid)
 
     async def persist(self, namespace: str, job: str, snapshot: Mapping[str, Any]) -> None:
-        """Write the directive and the summary. Raises if either did not reach the API server."""
+        """Write the directive and the summary to status. Raises if the write failed."""
         held = self._held.get((namespace, job))
         if held is None:
-            raise LookupError(f"the job {namespace}/{job} is gone")
+            raise LookupError(f"job {namespace}/{job} is no longer tracked")
         started = self._monotonic()
         self._budget.charge(started)
         async with held.writing:
@@ -167,7 +167,7 @@ class ClusterStore:
     def keys(self) -> list[Key]:
         return list(self._held)
 
-    # --- what the watch says --------------------------------------------------------------
+    # --- changes from the watch -----------------------------------------------------------
 
     @property
     def synced(self) -> bool:
@@ -175,7 +175,7 @@ class ClusterStore:
         return not self._unlisted
 
     def changed(self, kind: str, body: Mapping[str, Any], watched: str | None = None) -> None:
-        """Take in one event of the watch of a namespace, or of all (None)."""
+        """Process one event of the watch of a namespace, or of all (None)."""
         if kind == "SYNCED":
             listed = {key for key in self._listed if watched in (None, key[0])}
             for key in [*self.keys, *self._planning]:
@@ -208,7 +208,7 @@ class ClusterStore:
         if ended or attempt is None or not ours or "deletionTimestamp" in metadata:
             last_word = ended and ours and "deletionTimestamp" not in metadata
             if held is None and last_word and self._is_unfinished(key, raw) and attempt is not None:
-                self._hold(key, body, attempt)  # It ended while no ingest was there.
+                self._hold(key, body, attempt)  # The job finished while no ingest was running.
                 if key in self._planning:
                     return
             self._drop(key, last_word=last_word)
@@ -226,7 +226,7 @@ class ClusterStore:
             held.ear.news = True
 
     def _is_unfinished(self, key: Key, status: Mapping[str, Any]) -> bool:
-        """Whether the status of a job that has ended still speaks of its links as if it ran."""
+        """Whether the status of a finished job lacks its final write by the ingest."""
         return key not in self._last_words and any(
             c.get("type") == names.LINKS_HEALTHY and c.get("reason") != names.R_FINISHED
             for c in status.get("conditions") or ()
@@ -244,7 +244,7 @@ class ClusterStore:
         try:
             controller, problem = snapshot_codec.restore(spec, status.control, attempt, ear.hear)
         except InputError as error:
-            log.error("%s/%s takes no reports: %s", *key, error)
+            log.error("%s/%s cannot accept reports: %s", *key, error)
             return
         if problem:
             log.error("%s/%s: %s", *key, problem)
@@ -268,7 +268,7 @@ class ClusterStore:
         JOBS_HELD.set(len(self._held))
 
     def _plan_first(self, key: Key, body: Mapping[str, Any], spec: JobSpec) -> None:
-        """Have the job's first plan made elsewhere, and hold the job then, as it is then."""
+        """Start computing the job's first plan; then track the job, with its latest object."""
         before = self._planning.get(key)
         if before is not None and before[0]["metadata"]["uid"] == body["metadata"]["uid"]:
             self._planning[key] = body, before[1]
@@ -288,37 +288,35 @@ class ClusterStore:
                 schedule = await self._first_plan(spec)
                 break
             except InputError as error:
-                log.error("%s/%s takes no reports: %s", *key, error)
+                log.error("%s/%s cannot accept reports: %s", *key, error)
                 del self._planning[key]
                 return
             except (PlannerLost, OSError) as error:
-                log.error("%s/%s has no first plan yet, asked again: %s", *key, error)
+                log.error("%s/%s: computing the first plan failed; retrying: %s", *key, error)
                 await asyncio.sleep(PLAN_AGAIN_SECONDS)
         assert schedule is not None
-        # The controller finds it; without a name here it would be gone before that.
+        # The cache of shared plans is weak: keep the plan alive until the controller has it.
         kept = share(initial_problem(spec), schedule)
         body, _ = self._planning.pop(key)
         self._take(key, body)
         del kept
 
     def _respec(self, held: Held, body: Mapping[str, Any]) -> None:
-        """The spec was edited. Of what may be, only ``adaptation`` is the controller's."""
+        """Apply an edit of the spec: of the mutable fields the controller uses ``adaptation``."""
         spec = self._spec((held.namespace, held.name), body)
         if spec is None or spec.adaptation == held.controller.spec.adaptation:
             return
         before = held.controller
         held.controller = JobController.restore(spec, before.snapshot(), on_report=held.ear.hear)
         held.controller.adopt_rails(before)
-        log.info(
-            "%s/%s: adaptation was edited; links are measured again", held.namespace, held.name
-        )
+        log.info("%s/%s: spec.adaptation changed; measuring links anew", held.namespace, held.name)
 
     @staticmethod
     def _spec(key: Key, body: Mapping[str, Any]) -> JobSpec | None:
         try:
             return read_job(body).spec
         except InputError as error:
-            log.warning("%s/%s takes no reports: %s", *key, error)
+            log.warning("%s/%s cannot accept reports: %s", *key, error)
             return None
 
     def _drop(self, key: Key, *, last_word: bool = False) -> None:
@@ -332,31 +330,31 @@ class ClusterStore:
             task.add_done_callback(lambda _: self._last_words.pop(key, None))
 
     async def _say_last(self, held: Held) -> None:
-        """The job has ended: its last figures go to status. Its links are not slow any more."""
+        """Write the final status of a finished job: its last figures, and links not slow."""
         for pause in LAST_WORD_PAUSES:
             try:
                 async with held.writing:
                     await self._write(held)
                 return
             except Overtaken:
-                return  # The other one has the last word.
+                return  # Another ingest writes the final status.
             except (ApiRefused, aiohttp.ClientError, TimeoutError, OSError) as error:
                 why = str(error) or type(error).__name__
-                log.warning("%s/%s: last status was not written: %s", *held.key, why)
+                log.warning("%s/%s: writing the final status failed: %s", *held.key, why)
                 if isinstance(error, ApiRefused) and error.status in GONE:
                     return
-            # Nothing else would ever write it: nobody looks at a job that has ended.
+            # Retry here: finished jobs are no longer visited.
             await asyncio.sleep(pause)
 
     # --- status ---------------------------------------------------------------------------
 
     async def look(self, key: Key) -> None:
-        """Write the job's status if it is time. Failures are logged and tried again."""
+        """Write the job's status if it is due. Failures are logged and retried."""
         held = self._held.get(key)
         now = self._monotonic()
         if held is None or held.writing.locked():
             return
-        # A silent job is looked at now and then, as its links become unknown.
+        # Visit a silent job too, less often: its links become unknown with time.
         if not held.ear.news and now - held.looked_at < write_budget.PROGRESS_SECONDS:
             return
         held.looked_at = now
@@ -372,7 +370,7 @@ class ClusterStore:
             held.ear.news = False
             return
         if self._writing >= MOST_WRITES // 2 or not self._budget.allows(now, turned=turned):
-            return  # It is looked at again.
+            return  # Retried in the next round.
         held.ear.news = False
         async with held.writing:
             try:
@@ -389,7 +387,7 @@ class ClusterStore:
             ) as error:
                 held.ear.news = True
                 held.written_at = self._monotonic()
-                log.warning("%s/%s: status was not written: %s", *key, error)
+                log.warning("%s/%s: writing status failed: %s", *key, error)
 
     @staticmethod
     def _summary(held: Held, view: JobView, now: float) -> tuple[TrainingStatus, list[Condition]]:
@@ -398,7 +396,7 @@ class ClusterStore:
         return training, judge(source, held.conditions, now, view)
 
     async def _write(self, held: Held) -> None:
-        """Write all the ingest owns of a job's status, as it is when its turn comes."""
+        """Write the ingest's part of a job's status, as of when the write starts."""
         self._writing += 1
         try:
             async with self._writes:
@@ -418,7 +416,7 @@ class ClusterStore:
         except BaseException as error:
             STATUS_WRITES.labels(result="error").inc()
             if isinstance(error, Overtaken) and self._held.get(held.key) is held:
-                log.error("%s/%s: %s; it goes on from there", *held.key, error)
+                log.error("%s/%s: %s; continuing from it", *held.key, error)
                 self._drop(held.key)
                 self._take(held.key, error.body)
             raise

@@ -1,4 +1,4 @@
-"""A job's controller as status: the ingest's part, and its conditions. Pure."""
+"""Turns a job's controller into the ingest's part of status, and its conditions. Pure."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from pipemorph_operator.policy.conditions import updated
 
 @dataclass(frozen=True)
 class Source:
-    """What a summary is made from. ``reported_at``: wall clock of the newest report; ``ended``:
-    the job is complete or has failed, and its links carry nothing any more."""
+    """The input of a summary. ``reported_at``: wall clock of the newest report; ``ended``: the job
+    is Complete or Failed, so its links are idle."""
 
     controller: JobController
     reported_at: float | None
@@ -36,10 +36,10 @@ class Source:
 def summarize(
     source: Source, now: float, view: JobView | None = None, last: TrainingStatus | None = None
 ) -> TrainingStatus:
-    """The job in numbers; at most ``MAX_SLOW_LINKS`` slow links, slowest first.
+    """The job's figures, with at most ``MAX_SLOW_LINKS`` slow links, slowest first.
 
-    ``last`` is what status says: it stays until this process has had a report of the attempt, so
-    that a new ingest does not take the job back to iteration 0.
+    ``last``: the figures in status. They stay until this process gets a report of the attempt, so
+    that a restarted ingest does not reset the job to iteration 0.
     """
     summary = _summarize(source, now, view, last)
     if source.ended:
@@ -101,7 +101,7 @@ def _summarize(
 def judge(
     source: Source, old: Sequence[Condition], now: float, view: JobView | None = None
 ) -> list[Condition]:
-    """``LinksHealthy``, ``ScheduleAdapted``, ``LinksDelegated`` and ``RailsHealthy``."""
+    """Conditions ``LinksHealthy``, ``ScheduleAdapted``, ``LinksDelegated``, ``RailsHealthy``."""
     view = view or source.controller.view(now)
     conditions = [c for c in old if c.type in names.INGEST_CONDITIONS]
     when = datetime.fromtimestamp(now, UTC)
@@ -113,7 +113,7 @@ def judge(
 
 
 def verdicts(source: Source, view: JobView, now: float) -> dict[str, Verdict]:
-    """The conditions as values: cheap enough to look at with every report."""
+    """Status, reason and message of each condition: cheap enough for every report."""
     return {
         names.LINKS_HEALTHY: _links_healthy(source, view, now),
         names.SCHEDULE_ADAPTED: _schedule_adapted(source, view),
@@ -127,15 +127,15 @@ Verdict = tuple[ConditionStatus, str, str]
 
 
 def _unheard(source: Source, now: float) -> Verdict | None:
-    """Why nothing is known of the links and rails of a job, if nothing is."""
+    """The Unknown verdict if the job has no recent reports; else None."""
     if source.ended:
-        return "Unknown", names.R_FINISHED, "the job has ended: its links carry nothing any more"
+        return "Unknown", names.R_FINISHED, "the job has finished; its links are no longer tracked"
     stale_after = source.controller.spec.adaptation.stale_after_seconds
     if source.reported_at is None:
         return "Unknown", names.R_NO_REPORTS, "no rank of this attempt has reported yet"
     silent = now - source.reported_at
     if silent > stale_after:
-        # Not how long ago: that would be another status every second.
+        # Without the age of the report, which would change status every second.
         return "Unknown", names.R_STALE, f"no report for more than {stale_after:g} s"
     return None
 
@@ -156,7 +156,7 @@ def _links_healthy(source: Source, view: JobView, now: float) -> Verdict:
             names.R_LINKS_UNKNOWN,
             f"{len(unknown)} of {len(links)} links have no recent samples",
         )
-    return "True", names.R_LINKS_OK, f"{len(links)} links as normal"
+    return "True", names.R_LINKS_OK, f"{len(links)} links, all healthy"
 
 
 def _schedule_adapted(source: Source, view: JobView) -> Verdict:
@@ -168,7 +168,8 @@ def _schedule_adapted(source: Source, view: JobView) -> Verdict:
         return (
             "False",
             names.R_ADAPTING,
-            f"plan v{view.wanted_plan_version} is wanted, {view.applied_plan_version} is in effect",
+            f"changing to plan v{view.wanted_plan_version}; v{view.applied_plan_version} is in"
+            " effect",
         )
     if newest.kind == "return":
         return "False", names.R_RETURNED, f"plan v{newest.plan_version}: {newest.reason}"
@@ -181,9 +182,9 @@ def _offloaded(source: Source, view: JobView) -> Verdict:
         fixed = source.controller.spec.transport.path
         return "False", names.R_FIXED_PATH, f"transport.path is {fixed} for all links"
     if moved and view.applied_plan_version < view.wanted_plan_version:
-        return "False", names.R_ADAPTING, f"links {_list(moved)} are about to be delegated"
+        return "False", names.R_ADAPTING, f"links {_list(moved)} will be delegated to the engine"
     if moved:
-        return "True", names.R_DELEGATED, f"links {_list(moved)} go through the engine"
+        return "True", names.R_DELEGATED, f"links {_list(moved)} are delegated to the engine"
     return "False", names.R_DIRECT, "all links are direct"
 
 
@@ -192,7 +193,7 @@ def _slow(view: JobView) -> list[LinkHealth]:
 
 
 def _name(link: LinkHealth) -> str:
-    # To the millisecond: the message must not change with every sample.
+    # Rounded to milliseconds, so that the message does not change with every sample.
     return f"link {link.link} (+{link.delay * 1e3:.0f} ms {link.direction})"
 
 

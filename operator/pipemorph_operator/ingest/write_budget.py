@@ -1,7 +1,7 @@
-"""When a job's status is written: at once when something turned, else every few seconds.
+"""Rate limits of status writes: at once for state changes, every few seconds for progress.
 
-A thousand jobs that each write every few seconds would be the API server's largest client, so
-progress waits longer the more jobs there are; turns do not wait.
+A thousand jobs that write every few seconds would be the API server's largest client, so with more
+jobs progress is written less often. State changes do not wait.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from pipemorph_operator.ingest.summary import Source, verdicts
 
 PROGRESS_SECONDS = 5.0
 PROGRESS_PER_SECOND = 20.0
-"""Writes of progress, all jobs together."""
+"""Limit of progress writes, all jobs together."""
 WRITES_PER_SECOND = 40.0
-"""Of progress and turns, all jobs together: an API server takes some milliseconds for each, and
-directives, which do not wait, must not wait behind them there."""
+"""Limit of progress and state changes, all jobs together: the API server takes some milliseconds
+for each, and must not make directives, which are not limited, wait behind them."""
 BURST = 80.0
-"""Turns that may be written at once, when many links go slow in one second."""
+"""State changes that may be written at once, as when many links become slow in one second."""
 LOOK_SECONDS = 1.0
 LOOKS_PER_SECOND = 400.0
-"""All jobs together: leaves most of a processor to reports."""
+"""Limit for all jobs together: leaves most of a CPU for reports."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What of a status is worth a write by itself."""
+    """The part of a status whose change is written without delay."""
 
     state: str
     attempt: int
@@ -54,24 +54,24 @@ class Turn:
 
 
 def look_interval(jobs: int) -> float:
-    """Seconds between two looks at one job: a look costs a fraction of a millisecond."""
+    """Seconds between two visits of a job; a visit costs a fraction of a millisecond."""
     return max(LOOK_SECONDS, jobs / LOOKS_PER_SECOND)
 
 
 def progress_interval(jobs: int) -> float:
-    """Seconds between two writes of mere progress of one job, with so many jobs."""
+    """Seconds between two progress writes of one job, with so many jobs."""
     return max(PROGRESS_SECONDS, jobs / PROGRESS_PER_SECOND)
 
 
 class Budget:
-    """Writes of all jobs together. Directives always may, at the expense of the rest; progress
-    leaves half of what there is to turns. ``now`` is monotonic, seconds."""
+    """Token bucket for the writes of all jobs. Directives are always allowed, and charged; progress
+    leaves half of the bucket to state changes. ``now``: monotonic seconds."""
 
     def __init__(self, now: float) -> None:
         self._left, self._at = BURST, now
 
     def allows(self, now: float, *, turned: bool) -> bool:
-        """Whether a status may be written now; if so, it is charged."""
+        """Whether a status may be written now; if so, charges it."""
         self._refill(now)
         if self._left < (1.0 if turned else BURST / 2):
             return False
@@ -79,7 +79,7 @@ class Budget:
         return True
 
     def charge(self, now: float) -> None:
-        """A directive is written, whatever is left."""
+        """Charge a directive, which is written regardless of the budget."""
         self._refill(now)
         self._left = max(-BURST, self._left - 1.0)
 
@@ -89,5 +89,5 @@ class Budget:
 
 
 def is_due(turned: bool, since_write: float, jobs: int) -> bool:
-    """Whether to write now, if anything is new."""
+    """Whether changed figures should be written now."""
     return turned or since_write >= progress_interval(jobs)

@@ -1,1 +1,1 @@
-"""One policy, one file, one test. Pure: facts and the clock in, a decision out."""
+"""The operator's policies, one per module. Pure functions of facts and the current time."""

@@ -1,4 +1,4 @@
-"""metav1.Condition, keyed by type: the transition time moves only when the status does."""
+"""Updates metav1.Conditions, keyed by type. A new status sets a new transition time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def updated(
     generation: int | None,
     now: datetime,
 ) -> list[Condition]:
-    """``conditions`` with the one of type ``kind`` set, in the same order."""
+    """A copy of ``conditions`` with the condition of type ``kind`` set, in the same order."""
     old = next((c for c in conditions if c.type == kind), None)
     same = old is not None and old.status == status
     new = Condition(
@@ -39,13 +39,13 @@ def updated(
 
 
 def is_true(conditions: Sequence[Condition], kind: str) -> bool:
-    """Whether the condition of that type is there and True."""
+    """Whether the condition of that type exists and is True."""
     return any(c.type == kind and c.status == "True" for c in conditions)
 
 
 def job_state(conditions: Sequence[Condition]) -> JobState:
-    """``status.state``: the conditions in one word. A terminal state wins, then what the user asked
-    for, then what the ranks do."""
+    """``status.state``: one word for the conditions. Precedence: a terminal state, then suspension
+    by the user, then the state of the ranks."""
     if is_true(conditions, names.COMPLETE):
         return "Complete"
     if is_true(conditions, names.FAILED):

@@ -1,4 +1,4 @@
-"""How long a job may run, how long it stays once it has finished, and whose it is."""
+"""A job's deadline, its deletion after it finished, and whether this operator manages it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pipemorph_operator.names import CONTROLLER
 def until_deadline(
     limit: int | None, ran: int, started: datetime | None, now: datetime
 ) -> float | None:
-    """Seconds until ``spec.activeDeadlineSeconds`` is over, at most 0 if it is; None while no time
-    passes: without a deadline, in suspension, in a queue. The deadline counts all attempts.
+    """Seconds until ``spec.activeDeadlineSeconds`` expires, at most 0 if it has; None without a
+    deadline and while its clock is stopped (suspended or queued). Covers all attempts together.
     ``ran``: seconds the job had run before it ``started``."""
     if limit is None or started is None:
         return None
@@ -19,13 +19,13 @@ def until_deadline(
 
 
 def until_deletion(ttl: int | None, finished: datetime | None, now: datetime) -> float | None:
-    """Seconds until ``spec.ttlSecondsAfterFinished`` deletes the job with all it owns, at most 0 if
-    that is due; None if the job stays."""
+    """Seconds until ``spec.ttlSecondsAfterFinished`` expires and the job is deleted, at most 0 if
+    it has; None if the job is kept."""
     if ttl is None or finished is None:
         return None
     return (finished + timedelta(seconds=ttl) - now).total_seconds()
 
 
 def is_ours(managed_by: str | None) -> bool:
-    """Whether this operator reconciles a job with that ``spec.managedBy``."""
+    """Whether ``spec.managedBy`` assigns the job to this operator."""
     return managed_by in (None, "", CONTROLLER)

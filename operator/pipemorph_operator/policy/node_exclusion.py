@@ -1,8 +1,8 @@
-"""Nodes whose links stay sick over several attempts are avoided by the next one.
+"""Excludes nodes whose links were slow in several attempts from the next attempt.
 
-A slow link has a node at either end, so one attempt accuses two nodes. Ranks land elsewhere
-in the next attempt; the node that is accused again is the one. Where they land on the same
-nodes again, or there are no others, the accused are avoided as far as there is room elsewhere.
+A slow link has two ends, so one attempt makes two nodes suspect. The next attempt may place ranks
+elsewhere; a node that is suspect again is likely the cause. If ranks land on the same nodes again,
+or there are no other nodes, suspect nodes are only avoided while other nodes have room.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def ends(link: SlowLink, stages: int) -> tuple[int, int]:
 def suspects(
     slow: Iterable[SlowLink], faults: Iterable[Fault], node_of_rank: Mapping[int, str], stages: int
 ) -> set[str]:
-    """Nodes that slow links speak against: both of a link between two nodes that are known.
+    """Nodes at both ends of the slow links, where both are known.
 
-    A link within a node says nothing of any network, and one that the job's own faults are
-    injected into is slow because it was asked to be.
+    Ignores links within a node, which use no network, and links into which the job itself injects
+    faults.
     """
     injected = {(fault.link, fault.replica) for fault in faults}
     out: set[str] = set()
@@ -44,11 +44,10 @@ def accuse(
     rule: NodeExclusion,
     ran_on: Collection[str],
 ) -> list[NodeRecord]:
-    """The records with an attempt's accusations taken in, and who is excluded from now on.
+    """The records after adding an attempt's suspect nodes and excluding repeated suspects.
 
-    An exclusion is never taken back. None is added when ``max_nodes`` are excluded, nor if the
-    job would know fewer other nodes than ``ran_on``, those of the attempt: its ranks might fit
-    nowhere, and wait for ever.
+    Exclusions are permanent. No node is excluded beyond ``max_nodes``, nor if that would leave
+    fewer known nodes than ``ran_on``, the nodes of the attempt: its ranks might wait forever.
     """
     by_name = {record.name: record for record in records}
     for name in sorted(set(accused)):
@@ -69,7 +68,7 @@ def accuse(
         if newly:
             excluded.add(record.name)
         out.append(record.model_copy(update={"excluded": True}) if newly else record)
-    # Bounded: those excluded stay, then those accused most.
+    # Bounded: keep excluded nodes first, then those suspected most often.
     out.sort(key=lambda r: (not r.excluded, -len(r.attempts), r.name))
     return out[:MAX_NODES_KEPT]
 
@@ -77,8 +76,8 @@ def accuse(
 def avoided(
     records: Sequence[NodeRecord], rule: NodeExclusion
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Nodes that the next attempt must not use, and those it is not to use if it fits elsewhere:
-    accused as often, and not excluded for the reasons that :func:`accuse` has."""
+    """Nodes that the next attempt must not use, and nodes it should avoid: suspect as often, but
+    not excluded because of the limits in :func:`accuse`."""
     if not rule.enabled:
         return (), ()
     return (

@@ -1,8 +1,8 @@
-"""What an attempt's end means: why it ended, whether it counts, whether another one starts.
+"""Classifies the end of an attempt: its cause, whether it counts, and whether to restart.
 
-All ranks restart together or not at all: a pipeline with one rank missing does nothing. What
-the user's program did counts against ``failurePolicy.maxRestarts``; what the cluster did to it
-(eviction, preemption, a lost node) does not. Input that cannot be used is not tried again.
+All ranks restart together, since a pipeline cannot run with a rank missing. Failures of the user's
+program count against ``failurePolicy.maxRestarts``; disruptions by the cluster (eviction,
+preemption, a lost node) do not. A job with invalid input is not restarted.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from pipemorph_operator.cluster.facts import Ended, PodFacts, parse_time
 FIRST_DELAY_SECONDS = 1.0
 LAST_DELAY_SECONDS = 300.0
 STEADY_SECONDS = 600.0
-"""An attempt that ran this long was not part of a crash loop: the delay starts again."""
+"""An attempt that ran this long resets the restart delay: it is not part of a crash loop."""
 
 NOT_A_CRASH = (names.R_SUSPENDED, names.R_EVICTED)
-"""Somebody stopped these attempts, and says when another one may run."""
+"""Reasons without a restart delay: a user or a queue stopped the attempt and decides when the
+next one may run."""
 
 LOST_SECONDS = 5.0
-"""A pod that is still there so long after its end was due has a node that does not answer."""
+"""A pod that exists this long after its grace period is on a node that does not respond."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,10 @@ class Cause:
 
 
 def classify(ended: Ended, pods: Sequence[PodFacts], stages: int) -> Cause:
-    """Why a failed attempt failed, from its Job's condition and the pods that are still there."""
+    """Why an attempt failed, from its Job's condition and the pods that still exist."""
     disrupted = next((p for p in pods if p.disrupted), None)
-    # The disruption rule is the first of the Job's podFailurePolicy. What the other ranks say then
-    # may come of it; input that is bad by itself is so in the next attempt, too.
+    # The disruption rule is the first in the Job's podFailurePolicy. A disruption takes precedence
+    # over the errors of other ranks, which may result from it; invalid input fails again anyway.
     if disrupted is not None or "FailJob rule at index 0" in ended.message:
         where = f"{rank(disrupted.index, stages)} on node {disrupted.node}" if disrupted else ""
         return Cause(names.R_DISRUPTED, where or ended.message, counted=False)
@@ -52,7 +53,7 @@ def classify(ended: Ended, pods: Sequence[PodFacts], stages: int) -> Cause:
     unfit = next((p for p in failed if p.exit_code == names.EXIT_PREFLIGHT), None)
     if unfit is not None:
         return Cause(names.R_PREFLIGHT_FAILED, describe(unfit, stages))
-    # Of the ranks that failed first: what is bad for all is not found by one that lost its peer.
+    # Prefer the ranks that failed first: later ones may have failed because they lost a peer.
     first = [p for p in failed if p.finished_at == failed[0].finished_at]
     unusable = next((p for p in first if p.exit_code == names.EXIT_INVALID_INPUT), None)
     if unusable is not None:
@@ -63,22 +64,22 @@ def classify(ended: Ended, pods: Sequence[PodFacts], stages: int) -> Cause:
 
 
 def lost(pods: Sequence[PodFacts], now: datetime, stages: int) -> Cause | None:
-    """Why an attempt is over whose Job cannot know: a rank's node is gone, and with it whoever
-    would report the rank's end. Kubernetes waits for such a node for ever.
+    """The cause, if a rank's node no longer responds; else None. Kubernetes then waits forever for
+    the node to report the end of the pod, so the Job never fails by itself.
 
-    A pod that never had a node is ended by the control plane itself, in its own time.
+    Ignores pods without a node, which the control plane deletes itself.
     """
     for pod in pods:
         if pod.node is None or pod.gone_by is None:
             continue
         if now >= pod.gone_by + timedelta(seconds=LOST_SECONDS):
             where = f"{rank(pod.index, stages)} on node {pod.node}"
-            return Cause(names.R_DISRUPTED, f"{where}: the node does not answer", counted=False)
+            return Cause(names.R_DISRUPTED, f"{where}: the node does not respond", counted=False)
     return None
 
 
 def short_attempts(records: Sequence[AttemptRecord]) -> int:
-    """How many of the last attempts ended soon after they began."""
+    """Number of consecutive last attempts that ran less than STEADY_SECONDS."""
     count = 0
     for record in reversed(records):
         began, ended = parse_time(record.started_at), parse_time(record.ended_at)
@@ -91,7 +92,7 @@ def short_attempts(records: Sequence[AttemptRecord]) -> int:
 
 
 def delay_seconds(consecutive: int) -> float:
-    """Wait before an attempt that follows ``consecutive`` ones that ended early."""
+    """Delay before an attempt after ``consecutive`` short ones."""
     if consecutive <= 1:
         return 0.0
     return min(LAST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2.0 ** min(consecutive - 2, 16))
@@ -103,7 +104,7 @@ def rank(index: int, stages: int) -> str:
 
 
 def describe(pod: PodFacts, stages: int) -> str:
-    """A failed rank in its own words."""
+    """A failed rank, with its node, exit code and termination message."""
     where = f" on node {pod.node}" if pod.node else ""
     said = f": {pod.message}" if pod.message else ""
     return f"{rank(pod.index, stages)}{where} exited with code {pod.exit_code}{said}"

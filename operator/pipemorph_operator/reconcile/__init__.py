@@ -1,1 +1,1 @@
-"""From a change of a job to its objects and its status: start reading in ``decide``."""
+"""Turns a change of a job into its objects and status. Start reading in ``decide``."""

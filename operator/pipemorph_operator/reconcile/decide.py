@@ -1,8 +1,8 @@
-"""What to do about a job now: one pure function from what is observed to what to change.
+"""Decides what to change for a job: a pure function from observed state to a decision.
 
-Level-triggered: nothing is remembered but what status holds, so the same observation gives the
-same decision, also in an operator that has just started. A step that must be on record before
-the next one may happen (another attempt's number) ends the decision; the next one goes on.
+Level-triggered: the only memory is the job's status, so the same observation gives the same
+decision, also after a restart of the operator. A step that must be recorded in status before the
+next one (a new attempt number) ends the decision; the next reconcile continues from there.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from pipemorph_operator.reconcile.decision import Decision, Draft, Observed
 from pipemorph_operator.reconcile.node_suspects import accuse
 
 DRAIN_SECONDS = 60.0
-"""Longest wait for an old attempt's ranks, which may sit on a node that is gone. Those that come
-back late hold another secret, another name and another attempt number: they harm nobody."""
+"""Longest wait for an old attempt's ranks, which may be on a lost node. Ranks that reappear later
+are harmless: their secret, names and attempt number differ."""
 
 
 def decide(seen: Observed, config: OperatorConfig) -> Decision:
-    """Decide. Never raises on account of the job."""
+    """Decide what to change now. An invalid job gives a decision, not an exception."""
     metadata, spec = seen.body["metadata"], seen.body.get("spec") or {}
     if not lifetime.is_ours(spec.get("managedBy")) or "deletionTimestamp" in metadata:
         return Decision()
@@ -47,8 +47,8 @@ def decide(seen: Observed, config: OperatorConfig) -> Decision:
 
 
 def hold(seen: Observed, reason: str, message: str) -> Decision:
-    """The decision where an attempt's objects cannot be made: say why, and try again. An edit of
-    the template or the placement, a larger quota or another policy may be all that it takes."""
+    """The decision if an attempt's objects cannot be created: report why and retry. An edit of the
+    template or placement, a larger quota or a changed policy may resolve it."""
     draft = Draft(seen)
     known = any(c.reason == reason and c.message == message for c in draft.status.conditions)
     draft.mark(names.SUSPENDED, "False", names.R_NOT_SUSPENDED, "spec.suspend is false")
@@ -60,11 +60,10 @@ def hold(seen: Observed, reason: str, message: str) -> Decision:
 
 
 def stumble(seen: Observed, error: Exception) -> Decision:
-    """The decision after none could be made, by a fault of the operator's own: say so. Ranks that
-    run are left to run."""
+    """The decision after an internal error: report it. Running ranks keep running."""
     draft = Draft(seen)
     message = one_line(
-        f"a fault of the operator, tried again: {type(error).__name__}: {error}", MESSAGE_LENGTH
+        f"internal error of the operator; retrying: {type(error).__name__}: {error}", MESSAGE_LENGTH
     )
     if not any(c.message == message for c in draft.status.conditions):
         draft.say("Warning", names.R_INTERNAL, message)
@@ -73,11 +72,11 @@ def stumble(seen: Observed, error: Exception) -> Decision:
     return draft.done()
 
 
-# --- the way through, top to bottom -------------------------------------------------------
+# --- steps, in order ----------------------------------------------------------------------
 
 
 def _finished(draft: Draft) -> Decision:
-    """A terminal state wins: nothing starts again; what still runs is stopped."""
+    """A terminal state is final: nothing starts again, and running ranks are stopped."""
     spec = draft.seen.body.get("spec") or {}
     succeeded = conditions.is_true(draft.status.conditions, names.COMPLETE)
     for job in draft.jobs():
@@ -88,7 +87,7 @@ def _finished(draft: Draft) -> Decision:
     )
     if left is not None and left <= 0:
         draft.out.delete_self = True
-        draft.say("Normal", names.R_TTL, "ttlSecondsAfterFinished is over; deleting the job")
+        draft.say("Normal", names.R_TTL, "ttlSecondsAfterFinished has expired; deleting the job")
     else:
         draft.out.again_in = left
     return draft.out
@@ -98,7 +97,7 @@ def _unfinished(draft: Draft, job: PipeMorphJob, config: OperatorConfig) -> Deci
     limit, started = job.spec.active_deadline_seconds, parse_time(draft.status.start_time)
     left = lifetime.until_deadline(limit, draft.status.ran_seconds, started, draft.now)
     if left is not None and left <= 0:
-        return _fail(draft, names.R_DEADLINE, f"activeDeadlineSeconds, {limit}, have passed")
+        return _fail(draft, names.R_DEADLINE, f"activeDeadlineSeconds ({limit}) exceeded")
     draft.soon(left)
     if job.spec.suspend:
         return _suspend(draft, job)
@@ -107,7 +106,7 @@ def _unfinished(draft: Draft, job: PipeMorphJob, config: OperatorConfig) -> Deci
     if current is None and draft.status.job_uid is not None:
         name = draft.status.job_name
         return _ended(
-            draft, job, restart.Cause(names.R_JOB_LOST, f"Job {name} was deleted by somebody else")
+            draft, job, restart.Cause(names.R_JOB_LOST, f"Job {name} was deleted by another client")
         )
     if current is None:
         return _unplanned(draft, job) or _start(draft, job, config)
@@ -115,19 +114,19 @@ def _unfinished(draft: Draft, job: PipeMorphJob, config: OperatorConfig) -> Deci
 
 
 def _unplanned(draft: Draft, job: PipeMorphJob) -> Decision | None:
-    """What to do with a job of which it is not known that there is a plan; None if it is."""
+    """Wait for the job's first plan, or fail the job if its spec allows none; None if planned."""
     found = draft.seen.plan or plans.at_once(job.spec)
     if found is None:
         draft.out.needs_plan = job.spec
         return draft.out
     if not found.known:
-        draft.not_running(names.R_PLANNING, "the plan of the start is being made")
+        draft.not_running(names.R_PLANNING, "the first plan is being computed")
         return draft.done()
     return _fail(draft, names.R_INVALID_SPEC, found.problem) if found.problem else None
 
 
 def _fail(draft: Draft, reason: str, message: str) -> Decision:
-    """The job is Failed, for good. Ranks that still run are stopped."""
+    """Mark the job Failed, permanently, and stop running ranks."""
     draft.mark(names.FAILED, "True", reason, message)
     draft.not_running(names.R_FINISHED, "the job has failed")
     draft.status.completion_time = format_time(draft.now)
@@ -143,8 +142,8 @@ def _fail(draft: Draft, reason: str, message: str) -> Decision:
 
 
 def _suspend(draft: Draft, job: PipeMorphJob) -> Decision:
-    """No Job is the only Job that certainly runs nothing. Resuming starts a new attempt, so
-    that reports and secrets of the ranks before are not those of the ranks after."""
+    """Suspend by deleting the Job, which ensures that no rank runs. Resuming starts a new attempt,
+    so that earlier ranks cannot report or connect to its ranks."""
     running = [j for j in draft.jobs() if not j.drained]
     current = draft.seen.current
     if current is not None or draft.status.job_uid is not None:
@@ -154,32 +153,32 @@ def _suspend(draft: Draft, job: PipeMorphJob) -> Decision:
     draft.stop_clock()
     draft.status.pods = PodCounts(wanted=job.spec.parallelism.world_size)
     if running:
-        draft.not_running(names.R_SUSPENDING, f"{running[0].active} ranks are being stopped")
-        draft.mark(names.SUSPENDED, "False", names.R_SUSPENDING, "ranks are being stopped")
+        draft.not_running(names.R_SUSPENDING, f"stopping {running[0].active} ranks")
+        draft.mark(names.SUSPENDED, "False", names.R_SUSPENDING, "stopping the ranks")
         draft.soon(DRAIN_SECONDS)
     else:
         if not conditions.is_true(draft.status.conditions, names.SUSPENDED):
-            draft.say("Normal", names.SUSPENDED, "no rank runs; spec.suspend is true")
+            draft.say("Normal", names.SUSPENDED, "spec.suspend is true; all ranks have stopped")
         draft.not_running(names.R_SUSPENDED, "the job is suspended")
         draft.mark(names.SUSPENDED, "True", names.R_SUSPENDED, "spec.suspend is true")
     return draft.done()
 
 
-# --- an attempt's life --------------------------------------------------------------------
+# --- lifecycle of an attempt --------------------------------------------------------------
 
 
 def _start(draft: Draft, job: PipeMorphJob, config: OperatorConfig) -> Decision:
-    """Make the objects of the attempt in status, or of the first."""
+    """Create the objects of the attempt in status, or of attempt 0."""
     first = draft.status.attempt is None
     number = draft.status.attempt or 0
     old = [j for j in draft.seen.others if j.attempt < number]
-    # One failed attempt stays, for its pods' logs; older ones go.
+    # Keep the last failed attempt, for its pods' logs; delete older ones.
     newest = max((j.attempt for j in old), default=-1)
     draft.out.delete_jobs += [
         j.name for j in old if not j.deleting and (j.attempt < newest or not j.drained)
     ]
     last = Attempt(job, draft.metadata["uid"], max(0, number - 1)).name
-    # That of the last attempt may be gone, and its other objects still there.
+    # The last attempt's Job may be gone while its other objects still exist.
     draft.out.delete_attempts += sorted({*(j.name for j in old), *([last] if number else [])})
     wait = _wait_before(draft, old)
     if wait > 0:
@@ -208,7 +207,7 @@ def _start(draft: Draft, job: PipeMorphJob, config: OperatorConfig) -> Decision:
 
 
 def _wait_before(draft: Draft, old: Sequence[JobFacts]) -> float:
-    """Seconds to wait before the attempt in status may start; 0 for now."""
+    """Seconds to wait before the attempt in status may start; 0 to start now."""
     ended = draft.status.attempts[-1] if draft.status.attempts else None
     if ended is None:
         return 0.0
@@ -218,7 +217,7 @@ def _wait_before(draft: Draft, old: Sequence[JobFacts]) -> float:
         job = draining[0]
         draft.not_running(
             names.R_DRAINING,
-            f"attempt {ended.attempt + 1} starts when {job.name} has no rank left:"
+            f"attempt {ended.attempt + 1} waits for the ranks of {job.name} to stop:"
             f" {job.active} active, {job.terminating} stopping",
         )
         return min(5.0, DRAIN_SECONDS - since)
@@ -227,20 +226,21 @@ def _wait_before(draft: Draft, old: Sequence[JobFacts]) -> float:
         delay = 0.0
     if since < delay:
         draft.not_running(
-            names.R_RESTARTING, f"attempt {ended.attempt + 1} starts {delay:g} s after the last"
+            names.R_RESTARTING,
+            f"attempt {ended.attempt + 1} starts {delay:g} s after the end of the last attempt",
         )
         return max(0.1, delay - since)
     return 0.0
 
 
 def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
-    """The attempt's Job exists: what has become of it."""
+    """Follow the current attempt's Job: update status, or end the attempt."""
     stages = job.spec.parallelism.stages
     ranks = job.spec.parallelism.world_size
     status = draft.status
     adopted = status.job_uid is None
     if adopted and status.attempt is None:
-        # It was created, and the operator died before it could say so.
+        # The operator was killed after it created the Job, before it wrote status.
         status.attempt = current.attempt
         status.start_time = format_time(draft.now)
         draft.out.counts.append("created")
@@ -271,8 +271,7 @@ def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
         return _ended(draft, job, restart.classify(ended, draft.seen.pods, stages))
     was_started = parse_time(status.job_start_time)
     if was_started is not None and (current.suspended or current.started_at != was_started):
-        # Its ranks may have reported: those to come, or that came back meanwhile, need another
-        # attempt's number.
+        # Its ranks may have reported: the ranks of the resumed Job need a new attempt number.
         return _ended(
             draft,
             job,
@@ -282,11 +281,11 @@ def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
         draft.queued(current)
         return draft.done()
     status.job_start_time = format_time(current.started_at) if current.started_at else None
-    # The wait in a queue is no part of the deadline, nor of the time an attempt took.
+    # Time in a queue counts neither for the deadline nor as run time of the attempt.
     status.start_time = status.start_time or format_time(draft.now)
     status.attempt_start_time = status.attempt_start_time or format_time(draft.now)
     if current.succeeded >= ranks:
-        return draft.done()  # All have ended, which their Job is about to say.
+        return draft.done()  # All ranks have succeeded; the Job is about to be Complete.
     if ready >= ranks:
         _running(draft, ranks)
     else:
@@ -310,7 +309,7 @@ def _complete(draft: Draft, ranks: int) -> Decision:
 
 
 def _ended(draft: Draft, job: PipeMorphJob, cause: restart.Cause) -> Decision:
-    """The attempt in status has ended otherwise than well."""
+    """End the attempt in status, which did not succeed: restart or fail the job."""
     if cause.reason not in restart.NOT_A_CRASH:
         accuse(draft, job)
     if draft.out.needs_pods:
@@ -328,7 +327,7 @@ def _ended(draft: Draft, job: PipeMorphJob, cause: restart.Cause) -> Decision:
         if most == 0:
             return _fail(draft, cause.reason, cause.message)
         return _fail(
-            draft, names.R_MAX_RESTARTS, f"all {most} restarts of maxRestarts are used; {said}"
+            draft, names.R_MAX_RESTARTS, f"all restarts are used (maxRestarts: {most}); {said}"
         )
     if cause.counted:
         draft.status.restarts = used + 1

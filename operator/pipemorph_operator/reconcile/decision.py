@@ -1,4 +1,4 @@
-"""A decision: all it is made from, what comes out, and the draft of it in between."""
+"""The input and output of ``decide``, and the draft that builds the output."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from pipemorph_operator.reconcile.plans import Plannable
 
 @dataclass(frozen=True)
 class Observed:
-    """All a decision is made from. ``current``: Job of the attempt in status, if it exists;
-    ``others``: Jobs of other attempts; ``pods``: of the current attempt, None if not looked;
-    ``no_pod``: looked at with them, why the current Job could not make all of them."""
+    """The input of a decision. ``current``: Job of the attempt in status, if it exists;
+    ``others``: Jobs of other attempts; ``pods``: of the current attempt, None if not read;
+    ``no_pod``: read with them, why the current Job could not create all of its pods."""
 
     body: Mapping[str, Any]
     now: datetime
     plan: Plannable | None = field(default=None, kw_only=True)
-    """Whether the spec allows a plan; None if that was not asked."""
+    """Whether the spec allows a plan; None if not requested."""
     current: JobFacts | None = None
     others: Sequence[JobFacts] = ()
     pods: Sequence[PodFacts] | None = None
@@ -36,27 +36,27 @@ class Observed:
 
 @dataclass
 class Decision:
-    """What to change. ``status`` None: leave it. ``needs_pods``: decide again with the pods;
-    ``needs_plan``: with whether this spec allows a plan."""
+    """What to change. ``status`` None: no change. ``needs_pods``: decide again with the pods;
+    ``needs_plan``: decide again with ``Observed.plan`` for this spec."""
 
     status: JobStatus | None = None
     create: Attempt | None = None
     apply: list[dict[str, Any]] = field(default_factory=list)
     delete_jobs: list[str] = field(default_factory=list)
     delete_attempts: list[str] = field(default_factory=list)
-    """Names of Secrets and ConfigMaps of attempts that are over. A PodGroup goes with the
-    ConfigMap that owns it."""
+    """Names of Secrets and ConfigMaps of ended attempts. Deleting a ConfigMap also deletes the
+    PodGroup that it owns."""
     delete_self: bool = False
     needs_pods: bool = False
     needs_plan: JobSpec | None = None
     events: list[Event] = field(default_factory=list)
     again_in: float | None = None
     counts: list[str] = field(default_factory=list)
-    """Of ``created``, ``successful``, ``failed``, ``restarted``: for the metrics."""
+    """Metrics to increment: ``created``, ``successful``, ``failed``, ``restarted``."""
 
 
 class Draft:
-    """One decision in the making: the status as it will be, and what goes with it."""
+    """Builds one decision: the new status, and the changes that go with it."""
 
     def __init__(self, seen: Observed) -> None:
         self.seen = seen
@@ -79,37 +79,37 @@ class Draft:
         )
 
     def say(self, kind: Kind, reason: str, message: str) -> None:
-        """Let people hear of it, in an event."""
+        """Emit a Kubernetes event."""
         self.out.events.append(Event(kind, reason, message))
 
     def created(self, number: int, name: str) -> None:
-        """Let people hear of an attempt's Job."""
+        """Emit the event of a created Job."""
         self.say("Normal", names.R_CREATED, f"attempt {number}: Job {name} was created")
 
     def soon(self, seconds: float | None) -> None:
-        """Look at the job again in so many seconds at the latest; None: that sets no limit."""
+        """Reconcile the job again within so many seconds; None: no limit."""
         if seconds is not None:
             now = self.out.again_in
             self.out.again_in = seconds if now is None else min(now, seconds)
 
     def waiting(self, message: str) -> None:
-        """The attempt's Job was made, and not all ranks are ready."""
+        """Mark that the Job exists and not all ranks are ready."""
         self.not_running(names.R_WAITING_FOR_PODS, message)
 
     def not_running(self, reason: str, message: str) -> None:
-        """The job does not run now, for that reason."""
+        """Set PodsReady and Running to False."""
         self.mark(names.PODS_READY, "False", reason, message)
         self.mark(names.RUNNING, "False", reason, message)
 
     def stop_clock(self) -> None:
-        """No time passes of the deadline's until the job starts again."""
+        """Stop the clock of activeDeadlineSeconds until the job starts again."""
         began = parse_time(self.status.start_time)
         if began is not None:
             self.status.ran_seconds += max(0, round((self.now - began).total_seconds()))
         self.status.start_time = None
 
     def queued(self, current: JobFacts) -> None:
-        """The attempt's Job is suspended, by somebody else."""
+        """Mark that a queue, such as Kueue, holds the attempt's Job suspended."""
         self.stop_clock()
         self.status.attempt_start_time = None
         message = f"Job {current.name} is suspended by its queue"
@@ -117,18 +117,18 @@ class Draft:
         self.mark(names.RUNNING, "False", names.R_QUEUED, message)
 
     def jobs(self) -> list[JobFacts]:
-        """Jobs of all attempts, the current one's first."""
+        """Jobs of all attempts, the current one first."""
         current = self.seen.current
         return [*([current] if current is not None else []), *self.seen.others]
 
     def end_attempts(self) -> None:
-        """Have what all attempts so far were given deleted, also where a Job is gone already."""
+        """Delete the Secrets and ConfigMaps of all attempts, also where the Job is gone."""
         current = (self.seen.body.get("status") or {}).get("jobName")
         found = {*(job.name for job in self.jobs()), *([current] if current else [])}
         self.out.delete_attempts += sorted(found)
 
     def record(self, reason: str, message: str, *, counted: bool) -> None:
-        """Close the attempt in status and put the next one's number there."""
+        """Record the end of the attempt in status, and advance to the next attempt number."""
         number = self.status.attempt or 0
         record = AttemptRecord(
             attempt=number,
@@ -144,7 +144,7 @@ class Draft:
         self.status.job_start_time = self.status.attempt_start_time = None
 
     def done(self, *, soon: bool = False) -> Decision:
-        """The decision. ``soon``: what follows from the new status can be done at once."""
+        """Finish the decision. ``soon``: reconcile again at once, for the next step."""
         status = self.status
         status.observed_generation = self.generation
         status.state = conditions.job_state(status.conditions)

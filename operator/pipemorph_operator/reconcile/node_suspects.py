@@ -1,4 +1,4 @@
-"""When an attempt has ended: which nodes its slow links speak against."""
+"""Records suspect nodes when an attempt ends: those at the ends of slow links."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pipemorph_operator.reconcile.decision import Draft
 
 
 def accuse(draft: Draft, job: PipeMorphJob) -> None:
-    """Keep the nodes of links that were slow when the attempt in status ended on record.
+    """Record the nodes of links that were slow when the attempt in status ended.
 
-    A link that was slow for a while and is not any more is none that stays sick. May ask for
-    the pods, which say where the ranks were; without their Job they are gone, too.
+    Links that recovered before do not count. May request the pods, which name the ranks' nodes;
+    they are gone if their Job is.
     """
     training = JobStatus.model_validate(draft.seen.body.get("status") or {}).training
     if training is None or not training.slow_links or training.attempt != draft.status.attempt:

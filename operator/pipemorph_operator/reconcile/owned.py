@@ -1,7 +1,7 @@
-"""The Jobs of every PipeMorphJob, by a watch of our own.
+"""A cache of the Jobs of every PipeMorphJob, with its own watch.
 
-kopf keeps an index of what it watches, but takes out only what it sees deleted: what goes while its
-watch is broken stays in it for ever, and a Job that is not there any more seems to have ranks.
+kopf's index drops an object only on a DELETED event: an object deleted while the watch is broken
+stays in it forever, and a Job that no longer exists would seem to have ranks.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Key = tuple[str, str]
 
 
 class OwnedJobs:
-    """What is known of Jobs. Every change of one asks for its PipeMorphJob's turn. ``namespaces``:
-    those that are watched; empty for all. ``dog`` hears of what the watches bring."""
+    """The known Jobs. Every change of a Job queues its PipeMorphJob. ``namespaces``: those to
+    watch; empty for all. ``dog`` records what the watches deliver."""
 
     def __init__(
         self, queue: WorkQueue[Key], namespaces: Sequence[str] = (), dog: WatchDog | None = None
@@ -41,24 +41,24 @@ class OwnedJobs:
         self.synced = asyncio.Event()
 
     def jobs(self, namespace: str, uid: str) -> Sequence[JobFacts]:
-        """Those that belong to the PipeMorphJob with that UID."""
+        """The Jobs of the PipeMorphJob with that UID."""
         return list(self._known.get((namespace, uid), {}).values())
 
     async def follow(self, cluster: Cluster, namespace: str | None) -> None:
-        """Keep up with the Jobs of a namespace, or of all (None), for ever."""
+        """Watch the Jobs of a namespace, or of all (None), forever."""
 
         def lost(error: Exception) -> None:
-            log.warning("the watch of Jobs broke off: %s", str(error) or type(error).__name__)
+            log.warning("the watch of Jobs failed: %s", str(error) or type(error).__name__)
 
         async for kind, body in cluster.watch(path("Job", namespace), lost, labels=LABEL_JOB):
             try:
                 self.changed(kind, body, namespace)
             except Exception:
-                # One Job's surprise must not stop the others.
-                log.exception("a Job could not be taken in")
+                # An unexpected error in one Job must not stop the others.
+                log.exception("a change of a Job could not be processed")
 
     def changed(self, kind: str, body: Mapping[str, Any], watched: str | None = None) -> None:
-        """Take in one event of the watch of a namespace, or of all (None)."""
+        """Process one event of the watch of a namespace, or of all (None)."""
         if kind == "SYNCED":
             for key in [k for k in self._owner if watched in (None, k[0])]:
                 if key not in self._listed:

@@ -1,7 +1,7 @@
-"""Whether the spec of a job allows a plan, found out without holding up other jobs.
+"""Checks whether a job's spec allows a plan, without blocking other jobs.
 
-Small plans are made at once. A large one takes seconds of a processor, so it is made in another
-process, one at a time, while the job waits; and only for a job that is about to start.
+Small plans are computed at once. A large one takes seconds of CPU time: it is computed in another
+process, one at a time, while the job waits, and only for a job that is about to start.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ Key = tuple[str, str]
 
 MOST_KEPT = 10_000
 ASK_AGAIN_SECONDS = 30.0
-"""After the planner was lost."""
+"""Delay before a retry after the planner process died."""
 LIMIT_SECONDS = 600.0
-"""The largest job takes some 10 s where the processor is free."""
+"""Time limit of one plan. The largest takes about 10 s on an idle CPU."""
 
 
 @dataclass(frozen=True)
 class Plannable:
-    """What is known of a job's plan: nothing yet, why there can be none, or that there is one."""
+    """Whether a job can be planned: not ``known`` yet, no (``problem`` says why), or yes."""
 
     known: bool
     problem: str = ""
 
 
 class FirstPlanner(Protocol):
-    """As :meth:`pipemorph.ingest.ProcessPlanner.first_plan`."""
+    """The interface of :meth:`pipemorph.ingest.ProcessPlanner.first_plan`."""
 
     def __call__(self, spec: JobSpec, *, wanted: bool) -> Awaitable[Any]: ...
 
 
 def at_once(spec: JobSpec) -> Plannable | None:
-    """What can be told in no time; None for a spec that takes longer."""
+    """The answer for a small spec; None for a spec that takes longer to plan."""
     if not is_quick(spec):
         return None
     try:
@@ -55,8 +55,8 @@ def at_once(spec: JobSpec) -> Plannable | None:
 
 
 class Plans:
-    """Remembers by a job's UID: what a plan is made from cannot be edited. ``again`` is called
-    with a job's key once there is something to tell."""
+    """Caches answers by the job's UID, since the inputs of a plan are immutable. Calls ``again``
+    with the job's key once its answer is known."""
 
     def __init__(self, planner: FirstPlanner, again: Callable[[Key], None]) -> None:
         self._planner = planner
@@ -65,7 +65,7 @@ class Plans:
         self._asking: dict[Key, tuple[str, asyncio.Task[None]]] = {}
 
     def look(self, key: Key, uid: str, spec: JobSpec) -> Plannable:
-        """What is known by now. Starts to find out, the first time."""
+        """The answer, as far as known. The first call starts the computation."""
         kept = self._kept.get(uid)
         if kept is not None:
             return kept
@@ -76,13 +76,13 @@ class Plans:
         return Plannable(known=False)
 
     def forget(self, key: Key) -> None:
-        """The job is gone: nobody waits for its plan."""
+        """Cancel the computation for a deleted job."""
         asked = self._asking.pop(key, None)
         if asked is not None:
             asked[1].cancel()
 
     async def close(self) -> None:
-        """Find out no more."""
+        """Cancel all computations."""
         tasks = [task for _, task in self._asking.values()]
         for key in [*self._asking]:
             self.forget(key)
@@ -97,7 +97,7 @@ class Plans:
             except InputError as error:
                 found = Plannable(known=True, problem=f"spec.schedule: {error}")
             except (PlannerLost, OSError) as error:
-                log.error("%s/%s: not known whether there is a plan, asked again: %s", *key, error)
+                log.error("%s/%s: the plan could not be computed; retrying: %s", *key, error)
                 await asyncio.sleep(ASK_AGAIN_SECONDS)
         del self._asking[key]
         self._kept[uid] = found

@@ -1,8 +1,8 @@
-"""One job's turn: get, decide, create or apply, status once, then what the status allows.
+"""Reconciles one job: read, decide, create objects, write status, delete, emit events.
 
-The order makes every crash harmless. Objects first: an attempt's objects are found again by
-name. Then status: a new attempt's number is on record before the old attempt's Job goes. Then
-deletions: what a crash leaves is seen as left over. Events last: they are for people.
+The order makes a crash at any step harmless. Objects first: after a crash they are found again by
+name. Then status: it has the new attempt's number before the old attempt's Job is deleted. Then
+deletions: leftovers of a crash are found in the next reconcile. Events last: only people read them.
 """
 
 from __future__ import annotations
@@ -33,25 +33,24 @@ from pipemorph_operator.reconcile.plans import Plans
 log = logging.getLogger("pipemorph.operator")
 
 OwnedJobs = Callable[[str, str], Sequence[JobFacts]]
-"""Jobs of a namespace and a PipeMorphJob's UID, as last seen."""
+"""Returns the known Jobs, by namespace and the PipeMorphJob's UID."""
 
 FORBIDDEN = 403
 TOO_MANY, SERVER_FAULT = 429, 500
-"""Answers that may be others a moment later; those from 500 on do not even say that nothing was
-made."""
+"""Errors that a retry may resolve. After a status of 500 or above the object may exist anyway."""
 CONFLICT = 409
-"""Somebody else wrote at the same time: nothing is wrong with what was asked for."""
+"""Another client wrote at the same time; the request itself is valid."""
 SECRET_BYTES = 32
 NAMESPACE_ENDS_SECONDS = 60.0
-"""Until a job of a namespace that is being deleted is looked at again, should it still be there."""
+"""Delay before the next reconcile of a job whose namespace is being deleted."""
 
 
 class Overtaken(Exception):
-    """Somebody else has written the job since it was read: what was decided may be wrong by now."""
+    """The job was changed after it was read, so the decision may be outdated."""
 
 
 class Reconciler:
-    """Carries decisions out."""
+    """Reconciles jobs: reads their state, decides and applies the decision."""
 
     def __init__(
         self,
@@ -66,10 +65,10 @@ class Reconciler:
         self._plans = plans
 
     async def reconcile(self, namespace: str, name: str) -> float | None:
-        """One turn. Returns in how many seconds another is due at the latest, if one is.
+        """Reconcile one job. Returns the seconds until the next reconcile at the latest, if any.
 
-        Raises :class:`ApiRefused` and connection errors: come again later. So for anything that
-        no decision can be made of, once status says so.
+        Raises :class:`ApiRefused` and connection errors; the caller retries later. Any other
+        exception is an internal error, which is reported in status first.
         """
         body = await self._cluster.get(path("PipeMorphJob", namespace, name))
         if body is None:
@@ -82,7 +81,7 @@ class Reconciler:
             decision = decide(seen, config)
             if decision.needs_plan is not None:
                 if self._plans is None:
-                    raise RuntimeError("a large plan is needed, and nobody was given to make it")
+                    raise RuntimeError("a large plan is needed, but there is no planner for it")
                 uid = body["metadata"]["uid"]
                 plan = self._plans.look((namespace, name), uid, decision.needs_plan)
                 seen = replace(seen, plan=plan)
@@ -102,8 +101,8 @@ class Reconciler:
         except ApiRefused as refused:
             if not refused.namespace_ends:
                 raise
-            # The job is about to be deleted with all the others; that is no fault of anybody's.
-            log.info("%s/%s: nothing is made: the namespace is being deleted", namespace, name)
+            # Not an error: the job is about to be deleted with its namespace.
+            log.info("%s/%s: skipped: the namespace is being deleted", namespace, name)
             return NAMESPACE_ENDS_SECONDS
 
     # --- read -----------------------------------------------------------------------------
@@ -118,7 +117,7 @@ class Reconciler:
         return Observed(body, datetime.now(UTC), current, others)
 
     async def _look_at_pods(self, seen: Observed) -> Observed:
-        """With the pods of the current attempt, and why some are not there."""
+        """Add the pods of the current attempt, and why some are missing."""
         current, metadata = seen.current, seen.body["metadata"]
         attempt = current.attempt if current else 0
         selector = f"{names.LABEL_JOB_UID}={metadata['uid']},{names.LABEL_ATTEMPT}={attempt}"
@@ -132,7 +131,7 @@ class Reconciler:
             except ApiRefused as refused:
                 if refused.status != FORBIDDEN:
                     raise
-                # Whoever runs the operator under roles of their own may have left this one out.
+                # Custom roles of an installation may not include reading events.
                 no_pod = f"see the events of Job {current.name}; {refused.message}"
         return replace(seen, pods=[PodFacts.of(pod) for pod in pods], no_pod=no_pod)
 
@@ -163,12 +162,12 @@ class Reconciler:
         try:
             await self._carry_out(seen, stumble(seen, error))
         except Exception:
-            # The first error is what the caller must hear of.
-            log.exception("status cannot say what failed")
+            # Not raised: the caller gets the first error.
+            log.exception("the internal error could not be written to status")
 
     async def _create(self, seen: Observed, decision: Decision) -> Decision:
-        """Make an attempt's objects; status says what the API server refuses, before another try.
-        Raises :class:`ApiRefused` for an answer that may be another one a moment later."""
+        """Create an attempt's objects. If the API server rejects one, returns the decision that
+        reports it in status. Raises :class:`ApiRefused` for errors that a retry may resolve."""
         attempt, status = decision.create, decision.status
         assert attempt is not None and status is not None
         try:
@@ -187,17 +186,17 @@ class Reconciler:
             if refused.status == TOO_MANY or refused.status >= SERVER_FAULT:
                 await self._carry_out(seen, held)
                 raise
-            # Those before the one that was refused are there, and of no use without it.
+            # The objects before the rejected one exist, and are useless without it.
             held.delete_attempts.append(attempt.name)
             return held
         return decision
 
     async def _make(self, obj: dict[str, Any]) -> dict[str, Any]:
-        """One object of an attempt whose Job does not exist yet.
+        """Create one object of an attempt whose Job does not exist yet.
 
-        The Job, with the user's template in it, is created: an apply answers a wrong field with a
-        fault of the server's. A ConfigMap that is there was left by a turn that was cut off, maybe
-        before an edit; it cannot be changed, and no pod has it.
+        The Job, which contains the user's template, is created and not applied: an apply answers an
+        unknown field with an internal error. An existing ConfigMap is a leftover of an interrupted
+        reconcile, maybe before an edit; it is immutable and no pod uses it, so it is replaced.
         """
         if obj["kind"] not in ("Job", "ConfigMap"):
             return await self._cluster.apply(obj, names.OPERATOR_OWNER)
@@ -207,17 +206,16 @@ class Reconciler:
             made = await self._cluster.create(obj, names.OPERATOR_OWNER)
         if made is None:
             name = obj["metadata"]["name"]
-            message = f"{obj['kind']} {name} was made by somebody else meanwhile"
+            message = f"{obj['kind']} {name} was created by another client meanwhile"
             raise ApiRefused(CONFLICT, "AlreadyExists", message)
         return made
 
     async def _write_status(self, body: Mapping[str, Any], status: JobStatus) -> None:
-        """Raises :class:`Overtaken`."""
+        """Write the operator's part of the status. Raises :class:`Overtaken`."""
         if dump(operator_part(body)) == dump(status):
             return
-        # With the UID: a job that was created again under the name is another job. With the version
-        # that was read: another operator, or a write that was long on its way, cannot set an
-        # attempt's number back.
+        # The UID protects a job that was created again under the name. The resourceVersion prevents
+        # another operator, or a delayed write, from setting the attempt number back.
         about = ("name", "namespace", "uid", "resourceVersion")
         written = {
             "apiVersion": names.API_VERSION,

@@ -1,4 +1,4 @@
-"""While not all ranks of an attempt are ready: which is not and why, once they had time."""
+"""Reports why ranks of an attempt are not ready, after they had time to start."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pipemorph_operator.policy import restart
 from pipemorph_operator.reconcile.decision import Draft
 
 STUCK_SECONDS = 15.0
-"""Ranks that are not ready after this are looked at for a reason."""
+"""Time until the pods are read to find out why ranks are not ready."""
 MISSING_SECONDS = 4.0
-"""A Job that has no pod at all after this is looked at for a reason."""
+"""The same for a Job without any pods."""
 LOOK_AGAIN_SECONDS = 30.0
 
 
 def look(draft: Draft, job: PipeMorphJob, current: JobFacts, ready: int) -> restart.Cause | None:
-    """Say what the ranks of Job ``current`` wait for. May ask for the pods.
+    """Report in status what the ranks of Job ``current`` wait for. May request the pods.
 
-    Returns why the attempt is over if one of them will never be ready.
+    Returns the cause of the attempt's end if a rank can never be ready, else None.
     """
     seen, ranks = draft.seen, job.spec.parallelism.world_size
     message = f"{ready} of {ranks} ranks are ready"
@@ -38,7 +38,8 @@ def look(draft: Draft, job: PipeMorphJob, current: JobFacts, ready: int) -> rest
     leaving = any(p.gone_by is not None for p in seen.pods)
     draft.soon(restart.LOST_SECONDS if leaving else LOOK_AGAIN_SECONDS)
     if seen.no_pod:
-        _refused(draft, current, f"{message}; {current.missing} pods cannot be made: {seen.no_pod}")
+        problem = f"{current.missing} pods cannot be created: {seen.no_pod}"
+        _refused(draft, current, f"{message}; {problem}")
         return None
     stuck = [p for p in seen.pods if p.stuck]
     if stuck:
@@ -52,22 +53,22 @@ def look(draft: Draft, job: PipeMorphJob, current: JobFacts, ready: int) -> rest
 
 
 def _advice(job: PipeMorphJob) -> str:
-    """What to do about ranks that find no node, where the job's own wish may be why."""
+    """Advice for unschedulable ranks, if the job's own placement may be the cause; else empty."""
     placement = job.spec.placement or Placement()
     topology = placement.topology
     if topology is None or topology.mode != "pack" or not topology.required or placement.gang:
         return ""
     return (
-        f"; placement.topology.required holds all ranks where the first one landed, by the label"
-        f" {topology.key}: if there is no room, give a placement.gang, which looks for a place with"
-        " room for all, or required: false; the edit holds once the job was suspended and resumed"
+        f"; placement.topology.required keeps all ranks in the first rank's domain of the label"
+        f" {topology.key}: if it has no room, set placement.gang, whose scheduler finds a domain"
+        " with room for all, or required: false; then suspend and resume the job"
     )
 
 
 def _refused(draft: Draft, current: JobFacts, message: str) -> None:
-    """A quota, a LimitRange, a policy or a webhook takes the Job but not its pods."""
+    """Report that the API server rejects the Job's pods (quota, LimitRange, policy or webhook)."""
     if "IPC_LOCK" in message:
-        message += "; placement.rdma.ipcLock: false does without the capability"
+        message += "; placement.rdma.ipcLock: false avoids this capability"
     known = any(c.reason == names.R_PODS_REFUSED for c in draft.status.conditions)
     draft.not_running(names.R_PODS_REFUSED, message)
     if not known:

@@ -1,7 +1,6 @@
-"""kopf: the watch of jobs, and its credentials. Every change of a job asks for that job's turn;
-what the change was does not matter.
+"""kopf's watch of PipeMorphJobs, and its credentials. Every relevant change queues the job.
 
-Only an event handler: kopf adds no finalizer and no annotation to anybody's objects.
+Only an event handler is registered, so that kopf adds no finalizers or annotations to objects.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pipemorph_operator.reconcile.workqueue import WorkQueue
 from pipemorph_operator.watchdog import WatchDog
 
 INACTIVITY_SECONDS = 90.0
-"""Bookmarks come every minute: a watch that is silent for longer is dead."""
+"""Bookmarks arrive every minute: a watch that is silent for longer is dead."""
 
 Key = tuple[str, str]
 
@@ -26,14 +25,14 @@ _OTHERS = frozenset({"training", "control", "conditions"})
 
 
 class Watched:
-    """What of a job has been asked a turn for."""
+    """Remembers the state of jobs for which a reconcile was queued."""
 
     def __init__(self) -> None:
         self._seen: dict[Key, int] = {}
         self.dog = WatchDog()
 
     def is_news(self, key: Key, kind: str | None, body: Mapping[str, Any]) -> bool:
-        """Whether an event of a job can change what is decided. ``kind`` None: it was listed."""
+        """Whether a watch event can change the decision. ``kind`` None: the job was listed."""
         if kind == "DELETED":
             self._seen.pop(key, None)
             return True
@@ -44,8 +43,8 @@ class Watched:
 
 
 def what_matters(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a job a decision may depend on: not the ingest's figures, which it writes every
-    few seconds."""
+    """The fields of a job that a decision may depend on, without the ingest's figures, which
+    change every few seconds."""
     metadata, status = body["metadata"], body.get("status") or {}
     training = status.get("training") or {}
     return {
@@ -74,7 +73,7 @@ def registry(queue: WorkQueue[Key], watched: Watched) -> kopf.OperatorRegistry:
 
     @kopf.on.login(registry=made)
     async def login(**kwargs: Any) -> kopf.ConnectionInfo | None:
-        # As api.Cluster: KUBECONFIG, else the pod's service account.
+        # The same credentials as cluster.client.
         if "KUBECONFIG" not in os.environ and "KUBERNETES_SERVICE_HOST" in os.environ:
             return kopf.login_with_service_account(**kwargs)
         return kopf.login_with_kubeconfig(**kwargs)

@@ -1,6 +1,6 @@
-"""Which jobs to reconcile next: each once, however often it was asked for; never twice at a time.
+"""A queue of jobs to reconcile: deduplicated, and never one job twice at a time.
 
-Failures come back after a growing delay, without holding up anybody else.
+A failed job is retried after a growing delay, without blocking the others.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from pipemorph_operator.metrics import QUEUED
 
 FIRST_RETRY_SECONDS = 0.2
 LAST_RETRY_SECONDS = 60.0
-TURN_SECONDS = 900.0
-"""A turn is some ten requests of half a minute each at most."""
+RECONCILE_SECONDS = 900.0
+"""Time limit of one reconcile: about ten requests of at most half a minute each."""
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 class WorkQueue(Generic[Key]):
-    """Keys to work on, for one event loop. ``gap``: least seconds between two turns of a key."""
+    """A work queue for one event loop. ``gap``: minimum seconds between two runs of a key."""
 
     def __init__(self, *, gap: float = 0.0) -> None:
         self._gap = gap
         self._ready: asyncio.Queue[Key] = asyncio.Queue()
         self._waiting: set[Key] = set()
         self._working: dict[Key, float] = {}
-        """Since when."""
+        """Start time of each running key."""
         self._again: set[Key] = set()
         self._timers: dict[Key, asyncio.TimerHandle] = {}
         self._failures: dict[Key, int] = {}
         self._ended: dict[Key, float] = {}
 
     def add(self, key: Key) -> None:
-        """Work on ``key`` as soon as possible."""
+        """Queue ``key`` now."""
         if key in self._working:
             self._again.add(key)
             return
@@ -51,7 +51,7 @@ class WorkQueue(Generic[Key]):
         QUEUED.set(self._ready.qsize())
 
     def add_after(self, key: Key, seconds: float) -> None:
-        """Work on ``key`` in ``seconds``, or earlier if something else asks for it."""
+        """Queue ``key`` in ``seconds``, unless it is queued earlier."""
         when = self._now() + max(0.0, seconds)
         timer = self._timers.get(key)
         if timer is not None and timer.when() <= when:
@@ -60,7 +60,7 @@ class WorkQueue(Generic[Key]):
         self._timers[key] = asyncio.get_running_loop().call_at(when, self._due, key)
 
     async def get(self) -> Key:
-        """The next key. Call :meth:`done` when finished with it."""
+        """Wait for the next key. Call :meth:`done` when finished with it."""
         key = await self._ready.get()
         QUEUED.set(self._ready.qsize())
         self._waiting.discard(key)
@@ -68,7 +68,7 @@ class WorkQueue(Generic[Key]):
         return key
 
     def done(self, key: Key, *, failed: bool = False) -> None:
-        """The turn is over; after a failure the key comes back by itself."""
+        """Finish the run of a key; after a failure it is queued again with a delay."""
         self._working.pop(key, None)
         if self._gap > 0:
             self._ended[key] = self._now()
@@ -85,11 +85,11 @@ class WorkQueue(Generic[Key]):
             self.add(key)
 
     def overdue(self) -> str:
-        """What is wrong: a turn that does not end. Empty if nothing is."""
+        """The problem, for ``/healthz``: a reconcile that does not end. Empty if none."""
         began, key = min(((at, key) for key, at in self._working.items()), default=(None, None))
-        if began is None or self._now() - began <= TURN_SECONDS:
+        if began is None or self._now() - began <= RECONCILE_SECONDS:
             return ""
-        return f"the turn of {key} has taken {self._now() - began:.0f} s"
+        return f"the reconcile of {key} has run for {self._now() - began:.0f} s"
 
     def _due(self, key: Key) -> None:
         self._timers.pop(key, None)

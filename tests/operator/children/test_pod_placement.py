@@ -157,7 +157,7 @@ def test_networks_that_are_no_json_are_named() -> None:
     with pytest.raises(Unbuildable) as caught:
         template(attempt(template=given, placement={"networks": ["rail-0"]}))
     assert caught.value.reason == "InvalidSpec"
-    where = 'spec.template.metadata.annotations["k8s.v1.cni.cncf.io/networks"]: is no JSON'
+    where = 'spec.template.metadata.annotations["k8s.v1.cni.cncf.io/networks"]: is invalid JSON'
     assert caught.value.message.startswith(where)
 
 

@@ -148,7 +148,7 @@ def test_a_kind_that_is_listed_late_is_served(api: tuple[Api, str], tmp_path: Pa
             "it watches jobs",
             lambda: any(path.startswith(JOBS) and "watch=true" in path for path in played.asked),
         )
-        assert "lists no pipemorphjobs.pipemorph.io; is its CRD installed?" in log.read_text()
+        assert "does not list pipemorphjobs.pipemorph.io; is its CRD installed?" in log.read_text()
 
 
 def test_it_ends_when_asked_to_while_it_waits(api: tuple[Api, str], tmp_path: Path) -> None:

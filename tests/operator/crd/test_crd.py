@@ -97,7 +97,7 @@ def test_conditions_are_a_map_by_type() -> None:
 
 
 def test_a_list_without_bound_is_refused() -> None:
-    with pytest.raises(ValueError, match="a list without maxItems"):
+    with pytest.raises(ValueError, match="the list has no maxItems"):
         structural({"type": "array", "items": {"type": "string"}}, {}, "spec.x")
 
 

@@ -47,9 +47,9 @@ def test_a_link_that_turns_is_told_once_and_its_recovery_too() -> None:
     # What is not known for a moment is neither trouble nor its end.
     assert told(news, LinksHealthy="NoRecentSamples: 1 of 3") == []
     assert told(news, LinksHealthy="SlowLinks: link 2 (+30 ms forward) slow") == []
-    well = ("Normal", "AllLinksHealthy", "3 links as normal")
-    assert told(news, LinksHealthy="AllLinksHealthy: 3 links as normal") == [well]
-    assert told(news, LinksHealthy="AllLinksHealthy: 3 links as normal") == []
+    well = ("Normal", "AllLinksHealthy", "3 links, all healthy")
+    assert told(news, LinksHealthy="AllLinksHealthy: 3 links, all healthy") == [well]
+    assert told(news, LinksHealthy="AllLinksHealthy: 3 links, all healthy") == []
 
 
 def test_every_plan_and_every_set_of_delegated_links_is_told() -> None:
@@ -123,6 +123,6 @@ def test_nobody_waits_for_events_and_what_becomes_of_none_is_logged(
         messages = asyncio.run(run())
     assert messages == ["x" * MAX_MESSAGE] * (MOST_UNDER_WAY - 2) + ["again"]
     said = "\n".join(caplog.messages)
-    assert said.count("too many events: R is not one") == 3
-    assert said.count("event R was refused") == 1
+    assert said.count("too many events in progress: dropped R") == 3
+    assert said.count("event R was rejected") == 1
     assert said.count("event R was not written: TimeoutError") == 1

@@ -72,26 +72,26 @@ DOWN = rail(1, state="DOWN")
     [
         (
             {"ports": None}, {},
-            ("Unknown", "PortsNotReported", "not every rank has said what ports it sees"),
+            ("Unknown", "PortsNotReported", "not every rank has reported its ports"),
         ),
         (
             {"ports": 2, "rails": [rail(0)]}, {"ports": 2},
-            ("Unknown", "PortsNotReported", "1 of 2 ports have not been heard of lately"),
+            ("Unknown", "PortsNotReported", "no recent reports of 1 of 2 ports"),
         ),
         (
             {"ports": 1, "rails": [rail(counters={"symbol_error": "unavailable"})]}, {"ports": 1},
             (
                 "Unknown", "CountersUnavailable",
-                "state or counters of 1 of 1 ports are unavailable in the pods",
+                "state or counters of 1 of 1 ports cannot be read in the pods",
             ),
         ),
         (
             {"ports": 0}, {"ports": 0},
-            ("True", "NoRdmaDevices", "no rank sees an RDMA device, and none is asked for"),
+            ("True", "NoRdmaDevices", "no rank sees an RDMA device, and none is requested"),
         ),
         (
             {"ports": 2, "rails": [rail(0), rail(1)]}, {"ports": 2},
-            ("True", "PortsActive", "2 ports, none in trouble"),
+            ("True", "PortsActive", "2 ports, all healthy"),
         ),
         (
             {"ports": 2, "rails": [rail(0), rail(1)]}, {"ports": 2, "rails": [DOWN]},

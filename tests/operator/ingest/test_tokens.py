@@ -183,19 +183,19 @@ def change(api: Api, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "status", "words"),
     [
-        ("unknown", 401, "does not know the token"),
-        ("audience", 401, "does not know the token"),
-        ("unbound", 403, "bound to no pod"),
+        ("unknown", 401, "rejected the token"),
+        ("audience", 401, "rejected the token"),
+        ("unbound", 403, "not bound to a pod"),
         ("namespace", 403, "of another namespace"),
         ("human", 403, "of another namespace"),
         ("gone", 403, "pod p0 is gone"),
-        ("replaced", 403, "pod p0 is another one of that name"),
+        ("replaced", 403, "pod p0 has been replaced"),
         ("label", 403, "pod p0 is not a rank of this job"),
         ("attempt", 403, "pod p0 is a rank of attempt 0; attempt 1 is in progress"),
-        ("owner", 403, "pod p0 was not made by the Job of attempt 1"),
-        ("another Job", 403, "pod p0 was not made by the Job of attempt 1"),
-        ("no controller", 403, "pod p0 was not made by the Job of attempt 1"),
-        ("no Job", 403, "pod p0 was not made by the Job of attempt 1"),
+        ("owner", 403, "pod p0 was not created by the Job of attempt 1"),
+        ("another Job", 403, "pod p0 was not created by the Job of attempt 1"),
+        ("no controller", 403, "pod p0 was not created by the Job of attempt 1"),
+        ("no Job", 403, "pod p0 was not created by the Job of attempt 1"),
     ],
 )
 def test_who_is_turned_away(what: str, status: int, words: str) -> None:
@@ -215,7 +215,7 @@ def test_a_rank_of_an_attempt_that_is_over_is_turned_away_at_once() -> None:
     change(door.api, "attempt")
     door.known["team", "gpt"] = Expected(UID, AUDIENCE, 0, None)
     assert door.knock(token()) == 403
-    assert "attempt 0 has no Job on record" in door.reason
+    assert "attempt 0 has no Job in status" in door.reason
 
 
 class Slow(Api):

@@ -173,7 +173,7 @@ def test_a_lost_planner_is_asked_again(
         await again.get()
         await reconciler.reconcile(*KEY)
         assert (len(planner.asked), "Job" in api.kinds) == (2, True)
-        assert "team/gpt: not known whether there is a plan, asked again" in caplog.text
+        assert "team/gpt: the plan could not be computed; retrying" in caplog.text
 
     scenario(api, planner, test)
 

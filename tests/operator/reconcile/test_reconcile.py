@@ -156,7 +156,7 @@ def test_what_the_api_server_does_not_take_is_said_in_status(
     (status,) = api.statuses
     assert status["state"] == "Pending", "an edit could not help any more"
     assert "spec.template: Invalid value" in json.dumps(status["conditions"])
-    assert "event ObjectRefused was refused" in caplog.text
+    assert "event ObjectRefused was rejected" in caplog.text
 
 
 @pytest.mark.parametrize("running", [False, True])
@@ -188,7 +188,7 @@ def test_a_status_that_cannot_be_read_does_not_hide_why(caplog: pytest.LogCaptur
     api.status = {"attempt": "three"}
     with pytest.raises(ValidationError, match="attempt"):
         reconcile(api)
-    assert "status cannot say what failed" in caplog.text
+    assert "the internal error could not be written to status" in caplog.text
 
 
 @pytest.mark.parametrize("gang", [{"volcano": {}}, {"coscheduling": {}}], ids=min)
@@ -288,6 +288,6 @@ class Meanwhile(Taking):
 
 def test_a_job_that_somebody_else_has_just_made_is_looked_at_again() -> None:
     api = Meanwhile({})
-    with pytest.raises(ApiRefused, match="was made by somebody else meanwhile"):
+    with pytest.raises(ApiRefused, match="was created by another client meanwhile"):
         reconcile(api)
     assert (api.statuses, api.deleted) == ([], []), "its pods need what goes with it"

@@ -93,7 +93,7 @@ def test_a_rank_whose_node_does_not_report_its_end_ends_the_attempt() -> None:
     assert (world.status["attempt"], world.status["disruptions"]) == (1, 1)
     record = world.status["attempts"][0]
     assert (record["reason"], record["counted"]) == ("Disrupted", False)
-    assert record["message"] == "rank 1 (stage 1, replica 0) on node n1: the node does not answer"
+    assert record["message"] == "rank 1 (stage 1, replica 0) on node n1: the node does not respond"
 
 
 def test_a_rank_without_a_node_is_left_to_the_control_plane() -> None:
@@ -138,7 +138,7 @@ def test_a_job_without_any_pod_is_looked_at_early_and_told_once() -> None:
     world.turn()
     assert world.condition("PodsReady") == ("False", "PodsRefused")
     assert world.status["state"] == "Starting"
-    assert "0 of 2 ranks are ready; 2 pods cannot be made: pods" in world.message("PodsReady")
+    assert "0 of 2 ranks are ready; 2 pods cannot be created: pods" in world.message("PodsReady")
     assert "placement.rdma.ipcLock: false" in world.message("PodsReady")
     world.no_pod = world.no_pod.replace("abc", "def")
     world.turn()
@@ -158,7 +158,7 @@ def test_a_job_that_lacks_some_pods_is_given_the_time_that_many_take() -> None:
     assert world.looked == 0
     world.later(STUCK_SECONDS)
     world.turn()
-    assert "1 pods cannot be made: exceeded quota" in world.message("PodsReady")
+    assert "1 pods cannot be created: exceeded quota" in world.message("PodsReady")
 
 
 def test_the_newest_answer_about_a_pod_is_the_one_that_counts() -> None:
