@@ -13,8 +13,8 @@ from pipemorph import __version__
 from pipemorph.commands.emit import silence_stdout
 from pipemorph.errors import InputError, one_line
 
-# Each module has ``add_parser(subparsers)`` and ``run(args) -> int``. One that is named on
-# the command line is imported alone, so that `plan` does not pay for what `run` needs.
+# Each module has ``add_parser(subparsers)`` and ``run(args) -> int``. Only the module of the given
+# subcommand is imported, so that `plan` does not load the imports of `run`.
 COMMANDS = {
     "advise": "pipemorph.commands.advise",
     "bench": "pipemorph.commands.bench",
@@ -26,24 +26,24 @@ COMMANDS = {
 
 
 MOST = 1000
-"""Characters of an error message."""
+"""Longest error message, characters."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, like every other error of the command."""
+    """Reports errors in one line, like all other errors of the command."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {one_line(message, MOST)} (see {self.prog} --help)\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand. Returns the exit status: 2 for input that cannot be used."""
+    """Run one subcommand. Returns the exit status: 2 for invalid input."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if sys.stdout is None:
-        print("pipemorph: standard output is closed; send it to /dev/null", file=sys.stderr)
+        print("pipemorph: standard output is closed; redirect it to /dev/null", file=sys.stderr)
         return 2
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Names of files and words of ranks may hold what the locale's encoding cannot say.
+        # File names and messages of ranks may contain characters outside the locale's encoding.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return _run(arguments)
@@ -55,7 +55,7 @@ def _run(arguments: list[str]) -> int:
     named = [name for name in COMMANDS if arguments[:1] == [name]]
     parser = _Parser(
         prog="pipemorph",
-        description="Pipeline-parallel training that stays fast when the network does not.",
+        description="Pipeline-parallel training that adapts its schedule to slow links.",
     )
     parser.add_argument("--version", action="version", version=f"pipemorph {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -71,7 +71,7 @@ def _run(arguments: list[str]) -> int:
         print(f"pipemorph {args.command}: {one_line(str(error), MOST)}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # The reader (`| head`) has gone.
+        # The reader, such as `head`, closed the pipe.
         silence_stdout()
         return 1
 

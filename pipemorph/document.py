@@ -1,7 +1,7 @@
-"""YAML and JSON that people write, as plain data: or one line that says what is wrong.
+"""Parses hand-written YAML and JSON into plain data, with errors of one line.
 
-Manifests and problem files are read alike: a key that is there twice is an error, 1e3 is a
-number, and a file that expands without end is refused before it fills the memory.
+For manifests and problem files: a duplicate key is an error, 1e3 is a number, and a file whose
+aliases expand too far is rejected before it fills the memory.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MAX_DEPTH = 64
 def read_text(path: str | Path, most: int) -> str:
     """Contents of a file in UTF-8, or of standard input for ``-``.
 
-    Raises :class:`InputError`, one line that starts with the name, also for more than ``most``
-    bytes: some files, such as /dev/zero, have no end.
+    Raises :class:`InputError`, one line that starts with the name; also for a file of more than
+    ``most`` bytes, since some, such as /dev/zero, are endless.
     """
     name = named(path)
     try:
@@ -35,7 +35,7 @@ def read_text(path: str | Path, most: int) -> str:
         reason = error.strerror if isinstance(error, OSError) else None
         raise InputError(f"{name}: cannot be read: {reason or error}") from None
     if len(raw) > most:
-        raise InputError(f"{name}: is over {most >> 20} MiB")
+        raise InputError(f"{name}: is larger than {most >> 20} MiB")
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -43,7 +43,7 @@ def read_text(path: str | Path, most: int) -> str:
 
 
 def named(path: str | Path) -> str:
-    """How messages call a file."""
+    """The name of a file for messages."""
     text = one_line(str(path))
     return "standard input" if text == "-" else text or "a file with an empty name"
 
@@ -53,12 +53,12 @@ def _read(path: str | Path, most: int) -> bytes:
         with Path(path).open("rb") as file:
             return file.read(most)
     if sys.stdin is None:
-        raise OSError(errno.EBADF, "it is closed")
+        raise OSError(errno.EBADF, "is closed")
     return sys.stdin.buffer.read(most)
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which a repeated key is an error, as the second would win silently."""
+    """A safe YAML loader that rejects duplicate keys, of which PyYAML silently uses the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -66,24 +66,24 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                 if key.value in seen:
                     raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {key.value!r} is there twice", key.start_mark
+                        None, None, f"duplicate key {key.value!r}", key.start_mark
                     )
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; like YAML's mappings here, without a repeated key."""
+    """A JSON object. Rejects duplicate keys, as the YAML loader does."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise InputError(f"is not YAML or JSON: the key {one_line(repr(key))} is there twice")
+            raise InputError(f"is not YAML or JSON: duplicate key {one_line(repr(key))}")
         found[key] = value
     return found
 
 
 def _number(text: str) -> float | int:
-    """A number with an exponent or a fraction. 1e3 is the integer 1000, as for Kubernetes."""
+    """A number with an exponent or a fraction. 1e3 is the integer 1000, as in Kubernetes."""
     value = float(text)
     whole = value.is_integer() and abs(value) < 1 << 63 and "e" in text.lower()
     return int(value) if whole else value
@@ -94,7 +94,7 @@ def _exponent(loader: _Loader, node: yaml.Node) -> float | int:
     return _number(str(loader.construct_scalar(node)))
 
 
-# YAML 1.1 takes 1e3 for text, since it has no dot and no sign after the e.
+# YAML 1.1 reads 1e3 as text, since it has no dot and no sign after the e.
 _Loader.add_implicit_resolver(
     "tag:pipemorph.io,2026:exponent",
     re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
@@ -104,12 +104,12 @@ _Loader.add_constructor("tag:pipemorph.io,2026:exponent", _exponent)
 
 
 def only_document(text: str) -> object:
-    """The only document in the text. Raises :class:`InputError` of one line without a subject."""
+    """Parse text with one document. Raises :class:`InputError`, one line without a subject."""
     if text.lstrip().startswith("{"):
         try:
             return json.loads(text, object_pairs_hook=_unique, parse_float=_number)
         except (ValueError, RecursionError):
-            pass  # YAML may be written with braces too; its message will do.
+            pass  # YAML may start with a brace too; report the YAML parser's error.
     try:
         documents = [d for d in yaml.load_all(text, Loader=_Loader) if d is not None]
     except yaml.YAMLError as error:
@@ -118,11 +118,11 @@ def only_document(text: str) -> object:
         reason = getattr(error, "problem", None) or str(error)
         raise InputError(f"is not YAML or JSON: {one_line(reason)}{where}") from None
     except (ValueError, TypeError, RecursionError, OverflowError, LookupError) as error:
-        # Impossible dates, numbers with thousands of digits, brackets nested too deep,
-        # bad escapes: PyYAML lets these through.
+        # PyYAML raises these for impossible dates, numbers with thousands of digits, too deep
+        # nesting and bad escapes.
         raise InputError(f"is not YAML or JSON: {one_line(str(error))}") from None
     except AttributeError:
-        raise InputError("is not YAML or JSON: a tag stands where it cannot") from None
+        raise InputError("is not YAML or JSON: misplaced tag") from None
     if not documents:
         raise InputError("is empty")
     if len(documents) > 1:
@@ -131,9 +131,8 @@ def only_document(text: str) -> object:
 
 
 def check_plain(document: object, values: int) -> None:
-    """Raise :class:`InputError` unless the document is what JSON can say, and of sane size: no more
-    than ``values`` once aliases are followed, as a short file can expand to more than memory
-    holds."""
+    """Raise :class:`InputError` unless the document is plain JSON data with at most ``values``
+    values after alias expansion: a short file can expand to more than the memory."""
     budget = values
     todo: list[tuple[str, object, int]] = [("", document, 0)]
     while todo:
@@ -162,7 +161,7 @@ def check_plain(document: object, values: int) -> None:
                     raise InputError(f"{one_line(where)}: is {value}; expected a finite number")
             case _:
                 raise InputError(
-                    f"{one_line(where)}: is {shown(value)}, which JSON cannot hold; quote it"
+                    f"{one_line(where)}: is {shown(value)}, which JSON cannot represent; quote it"
                 )
 
 
@@ -174,7 +173,7 @@ def _check_text(where: str, text: str) -> None:
 
 
 def shown(value: object) -> str:
-    """A value as the document would say it, short."""
+    """A value in the document's notation, shortened."""
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):

@@ -1,19 +1,19 @@
-"""Errors a user can act on."""
+"""Base classes of the errors that are meant for users."""
 
 
 class PipeMorphError(Exception):
-    """Base of every error this product raises on purpose."""
+    """Base class of all errors that PipeMorph raises deliberately."""
 
 
 class InputError(PipeMorphError):
-    """Input that cannot be used. The message is one line: found, expected, what to do.
+    """Invalid input. The message is one line: value found, value expected, what to do.
 
-    Commands print it and exit 2; it never becomes a traceback.
+    Commands print it without a traceback and exit with status 2.
     """
 
 
 def one_line(text: str, limit: int = 200) -> str:
-    """``text`` for a message: one line, printable, and at most ``limit`` characters."""
+    """``text`` as one printable line of at most ``limit`` characters, for messages."""
     flat = "".join(c if c.isprintable() else " " for c in text)
     flat = " ".join(flat.split())
     return flat if len(flat) <= limit else flat[: limit - 1] + "…"

@@ -1,4 +1,4 @@
-"""How much our processes log: the environment variable ``PIPEMORPH_LOG``."""
+"""The log level of all processes, from the environment variable ``PIPEMORPH_LOG``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VARIABLE = "PIPEMORPH_LOG"
 
 
 def log_level() -> str:
-    """A level of :mod:`logging`, INFO by default. Raises :class:`InputError` for any other word."""
+    """A level of :mod:`logging`, by default INFO. Raises :class:`InputError` for other values."""
     given = os.environ.get(VARIABLE) or "INFO"
     if given.upper() not in LEVELS:
         raise InputError(f"{VARIABLE} is {one_line(given)!r}; expected one of {', '.join(LEVELS)}")

@@ -1,8 +1,8 @@
-"""Reading a PipeMorphJob manifest: a good job, or one line that says what is wrong where.
+"""Reads and validates a PipeMorphJob manifest.
 
-Every way a file can be bad ends in :class:`~pipemorph.errors.InputError`, which commands
-print before they exit 2; nothing has been started by then. The line names the field by its
-path in the manifest: ``spec.parallelism.stages: is "four"; expected an integer``.
+Every invalid file raises :class:`~pipemorph.errors.InputError` before anything is started;
+commands print its message and exit with status 2. The message is one line that names the field by
+its path in the manifest: ``spec.parallelism.stages: is "four"; expected an integer``.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from pipemorph.document import check_plain, named, only_document, read_text, sho
 from pipemorph.errors import InputError, one_line
 
 MAX_BYTES = 1 << 20
-"""Kubernetes takes no larger object either."""
+"""Largest manifest; Kubernetes accepts no larger object either."""
 MAX_VALUES = 100_000
-"""Values once aliases are followed."""
+"""Most values after alias expansion."""
 
 
 def load_job(path: str | Path) -> PipeMorphJob:
-    """The job in a YAML or JSON file; ``-`` reads standard input.
+    """Load the job from a YAML or JSON file; ``-`` reads standard input.
 
     Raises :class:`InputError`, one line that starts with the file's name.
     """
@@ -41,7 +41,7 @@ def load_job(path: str | Path) -> PipeMorphJob:
 
 
 def parse_job(text: str) -> PipeMorphJob:
-    """The job in manifest text. Raises :class:`InputError`, one line, without a file name."""
+    """Parse the job from manifest text. Raises :class:`InputError`, one line, without file name."""
     document = only_document(text)
     if not isinstance(document, dict):
         raise InputError(f"is {shown(document)}; expected the fields of a PipeMorphJob")
@@ -55,10 +55,10 @@ def parse_job(text: str) -> PipeMorphJob:
 
 
 def check_module(job: PipeMorphJob) -> None:
-    """Raise :class:`InputError` if Python here cannot find ``spec.trainer.module``.
+    """Raise :class:`InputError` if Python cannot find ``spec.trainer.module`` on this host.
 
-    Looks where an import would look, without running any of the user's code: a package on
-    the way is searched, not imported.
+    Searches like an import, without running the user's code: parent packages are searched, not
+    imported.
     """
     module = job.spec.trainer.module
     where: Sequence[str] | None = None
@@ -96,14 +96,14 @@ def _has_main(package: str, where: Sequence[str]) -> bool:
 
 
 def _find(name: str, where: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
-    """Like :func:`importlib.util.find_spec`, but it never imports a parent package."""
+    """Like :func:`importlib.util.find_spec`, but never imports a parent package."""
     if where is None:
         return importlib.util.find_spec(name)
     for finder in sys.meta_path:
         try:
             spec = finder.find_spec(name, where)
         except KeyError:
-            # A folder without __init__.py: Python asks its parent, which was not imported.
+            # A namespace package: its path would come from its parent, which is not imported.
             return _namespace(name, where)
         if spec is not None:
             return spec
@@ -117,16 +117,16 @@ def _namespace(name: str, where: Sequence[str]) -> importlib.machinery.ModuleSpe
     return spec
 
 
-# --- what is wrong, in one line --------------------------------------------------------------
+# --- error messages of one line --------------------------------------------------------------
 
 
 def describe(error: ValidationError) -> str:
-    """The most telling thing wrong with a job, as one line in the manifest's own terms."""
+    """The most specific validation error of a job, as one line in the manifest's notation."""
     errors = error.errors(include_url=False)
-    # A misspelt field often shows as one unknown and one missing field: name the unknown one.
+    # A misspelt field often causes two errors, an unknown and a missing field: report the unknown.
     errors.sort(key=lambda e: e["type"] != "extra_forbidden")
     first = errors[0]
-    # Of the forms of a union, the one that got furthest is the one that was meant.
+    # For a union, report the alternative with the deepest error: likely the intended one.
     start = _path(first["loc"])
     inside = (f"{start}.", f"{start}[")
     first = max(
@@ -173,7 +173,7 @@ _BOUNDS = {
 
 
 def _expected(errors: Sequence[Any], location: tuple[int | str, ...]) -> str:
-    """What the field at ``location`` takes; for a union, each of its forms."""
+    """What the field at ``location`` accepts; for a union, each alternative."""
     here = _path(location)
     wanted = []
     for error in errors:
@@ -190,7 +190,7 @@ def _one_expected(kind: str, context: dict[str, Any], message: str) -> str:
     if kind in _BOUNDS:
         words, key = _BOUNDS[kind]
         bound = context[key]
-        # In full, as one writes it: :g has six digits.
+        # In full: :g prints only six digits.
         return f"{words} {int(bound) if bound == int(bound) else format(bound, 'g')}"
     match kind:
         case "literal_error":
@@ -202,8 +202,8 @@ def _one_expected(kind: str, context: dict[str, Any], message: str) -> str:
         case "too_long":
             return f"at most {context['max_length']} entries"
         case "string_too_short" | "too_short":
-            return "something that is not empty"
-    return f"something else ({one_line(message)})"
+            return "a non-empty value"
+    return f"another value ({one_line(message)})"
 
 
 _PATTERNS = {
@@ -213,7 +213,7 @@ _PATTERNS = {
 
 
 def _unknown_field(location: tuple[int | str, ...]) -> str:
-    """One line for a field that does not exist, with the nearest that does."""
+    """The message for an unknown field, with the most similar known one."""
     name = str(location[-1])
     model = _model_at(location[:-1])
     known = [field.alias or key for key, field in model.model_fields.items()] if model else []
@@ -221,12 +221,12 @@ def _unknown_field(location: tuple[int | str, ...]) -> str:
     near = get_close_matches(name.lower().replace("_", ""), folded, n=1, cutoff=0.6)
     hint = f"; did you mean {folded[near[0]]}?" if near else ""
     if not near and known:
-        hint = f"; known are {', '.join(known)}"
+        hint = f"; known fields: {', '.join(known)}"
     return f"{_path(location)}: is not a known field{hint}"
 
 
 def _model_at(location: Sequence[int | str]) -> type[BaseModel] | None:
-    """The model whose field could not be placed."""
+    """The model at ``location``, which has no such field; None if not found."""
     model: type[BaseModel] | None = PipeMorphJob
     for part in location:
         if isinstance(part, int) or model is None:
@@ -249,7 +249,7 @@ def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
 def _path(location: Sequence[int | str]) -> str:
     """``("spec", "faults", 0, "link")`` → ``spec.faults[0].link``.
 
-    Parts that name a form of a union and not a field (``int``, ``list[...]``) are left out.
+    Omits parts that name an alternative of a union, such as ``int`` or ``list[...]``.
     """
     path = ""
     for part in location:
@@ -266,8 +266,8 @@ _UNION_TAGS = frozenset({"int", "float", "str", "bool", "none"})
 
 
 def _check_plan(job: PipeMorphJob) -> None:
-    """Raise :class:`InputError` if no plan can run: each field is good, together they are not."""
-    # Late: the planner is not needed to read a job's fields.
+    """Raise :class:`InputError` if the fields, each valid alone, allow no plan together."""
+    # Imported late: reading a job's fields does not need the planner.
     from pipemorph.control.first_plan import initial_schedule
 
     try:

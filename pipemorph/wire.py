@@ -1,14 +1,14 @@
 """Messages between a job's agent and the ingest: reports up, directives down.
 
 The same on a cluster and on one machine. JSON over HTTP; times are seconds, sizes are
-bytes. Unknown fields are refused, so that a typo is an error and not a silence.
+bytes. Unknown fields are rejected, so that a typo is not silently ignored.
 
 Protocol, version 1:
 
 * ``POST /v1/jobs/{namespace}/{name}/reports`` with a :class:`LinkHealthReport` (at most
-  ``MAX_REPORT_BYTES``); the answer is a :class:`DirectiveEnvelope`. A report whose
-  ``sequence`` is not above the last one accepted of that attempt is refused with 409; the answer
-  has that one as ``last``, for the agent to go on above it.
+  ``MAX_REPORT_BYTES``); the response is a :class:`DirectiveEnvelope`. A report whose
+  ``sequence`` is not above the last accepted one of that attempt is rejected with 409; the
+  response has the last accepted one as ``last``, and the agent continues above it.
 * ``GET /v1/jobs/{namespace}/{name}/directive?attempt=A&after=E&wait=S`` answers as soon as a
   directive with a plan version above ``E`` exists, or with an empty envelope after ``S`` seconds.
 
@@ -29,29 +29,28 @@ MAX_REPORT_BYTES = 64 * 1024
 MAX_WAIT_SECONDS = 30.0
 MAX_SEQUENCE = 2**53 - 1
 
-# Bounds far beyond any job, so that arithmetic on what a peer sent cannot overflow.
+# Bounds far beyond any job, so that arithmetic on received values cannot overflow.
 Seconds = Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)]
 WallClock = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=2**53 - 1)]
-# What an agent may claim to have seen: far below Count, so that the next plan version still fits.
+# Bound of received plan versions: far below Count, so that the next version is valid too.
 PlanVersion = Annotated[int, Field(ge=0, le=2**31 - 1)]
 ObjectName = Annotated[str, Field(min_length=1, max_length=253)]
 
 
 class WireModel(BaseModel):
-    """Base of every wire message: immutable, unknown fields refused."""
+    """Base of every wire message: immutable, rejects unknown fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class WireTime(WireModel):
-    """Distribution of wire time over one window: first byte out to whole at the receiver.
+    """Distribution of wire times in one window: from the first byte sent to complete reception.
 
-    Queueing before the first byte is left out; a delay injected by a fault trace is part of
-    it. ``count`` is the messages of the window, ``exact`` those whose arrival was observed
-    when it happened. Where ``exact`` is above 0 the values describe those messages alone;
-    where it is 0 they are upper bounds (the receiver was computing when the message came in,
-    so the true time is less by at most one op of the receiver).
+    Excludes queueing before the first byte; includes delays injected by a fault trace. ``count``:
+    messages in the window; ``exact``: those whose arrival was observed as it happened. If ``exact``
+    is above 0 the values describe only those messages; if 0 they are upper bounds (the receiver was
+    computing when the message arrived, so the true time is shorter by at most one receiver op).
     """
 
     count: Count
@@ -63,7 +62,7 @@ class WireTime(WireModel):
 
 
 class LinkSample(WireModel):
-    """What one direction of one link did in one window."""
+    """Measurements of one direction of one link in one window."""
 
     link: Count
     replica: Count = 0
@@ -71,21 +70,21 @@ class LinkSample(WireModel):
     path: Path
     transport: Literal["gloo", "nccl", "tcp", "shm", "rdma"]
     iteration: Count
-    """Iteration in which the last of these messages was sent."""
+    """Iteration in which the window's last message was sent."""
     bytes: Count
-    """Payload of all messages of the window together."""
+    """Total payload of the window's messages."""
     wire: WireTime
     queue_p50: Seconds
     """Median time a message waited in its queue before the first byte left."""
     rtt_min: Seconds | None = None
-    """Least echo on the engine's control connection; None where there was none."""
+    """Shortest round trip on the engine's control connection; None if not measured."""
 
 
 class StageProfile(WireModel):
     """Measured op times of one stage, seconds, median over the last window.
 
-    ``backward_weight`` is 0 while the stage runs fused backwards. ``split`` says whether
-    the stage can run B and W apart, and how.
+    ``backward_weight`` is 0 while the stage runs fused backwards. ``split``: whether and how the
+    stage can run B and W separately.
     """
 
     stage: Count
@@ -97,19 +96,19 @@ class StageProfile(WireModel):
     peak_memory: Count
     """Bytes: device peak on CUDA, resident-set peak on CPU."""
     activation_bytes: Count | None = None
-    """Bytes one microbatch holds between its F and its W, where measured."""
+    """Bytes one microbatch holds between its F and its W, if measured."""
     offload_copy: Seconds | None = None
-    """Time to copy those to host memory, or back, where measured. ``forward`` and
-    ``backward_input`` are without copies."""
+    """Time to copy those to host memory, or back, if measured. ``forward`` and
+    ``backward_input`` exclude copies."""
     fused_backward: Seconds | None = None
-    """Time of one fused backward (BW), where it and B and W apart have been measured."""
+    """Time of one fused backward (BW), if measured in addition to separate B and W."""
 
 
 class RailSample(WireModel):
-    """One RDMA port that a stage's host shows, as its driver counts.
+    """State and driver counters of one RDMA port of a stage's host.
 
-    What cannot be read says so: a 0 would read as healthy. Counters never start over while the
-    driver stays loaded, so what counts is by how much one has grown.
+    An unreadable value is "unavailable": a 0 would look healthy. Counters never reset while the
+    driver is loaded, so health depends on their increase.
     """
 
     stage: Count
@@ -121,32 +120,32 @@ class RailSample(WireModel):
     counters: dict[
         Annotated[str, Field(min_length=1, max_length=64)], Count | Literal["unavailable"]
     ] = Field(max_length=64)
-    """By their names in sysfs; those that the driver does not have are left out."""
+    """By their names in sysfs; without those that the driver lacks."""
     used: bool | None = None
-    """Whether the engine has it as a rail; None where there is no engine."""
+    """Whether the engine uses it as a rail; None without an engine."""
 
 
 class TransportSample(WireModel):
-    """What the engine says of one link, at the end that sends in ``direction``."""
+    """The engine's state of one link, at the end that sends in ``direction``."""
 
     link: Count
     replica: Count = 0
     direction: Literal["forward", "backward"]
     agreed: Literal["tcp", "shm", "rdma"]
-    """What the link was made for."""
+    """Transport that both ends agreed on when they connected."""
     transport: Literal["tcp", "shm", "rdma"]
-    """What carries now: tcp on a link of rails that fell back."""
+    """Transport in use now: tcp if an rdma link fell back."""
     fallbacks: Count
     failbacks: Count
-    """Times that the last rail was lost, and that one took over again."""
+    """``fallbacks``: times the last rail was lost; ``failbacks``: times a rail recovered."""
     reconnects: Count
-    """Times that the control connection was lost and made again."""
+    """Times the control connection was lost and restored."""
     trouble: Annotated[str, Field(max_length=200)] = ""
-    """Why the rails do not carry, in the engine's words; empty while they do."""
+    """The engine's reason why the rails are not in use; empty while they are."""
 
 
 class IterationSample(WireModel):
-    """One finished iteration, as rank 0 saw it."""
+    """One finished iteration, as measured by rank 0."""
 
     index: Count
     seconds: Seconds
@@ -156,7 +155,7 @@ class IterationSample(WireModel):
 
 
 class LinkHealthReport(WireModel):
-    """What rank 0's agent knows since its last report."""
+    """Measurements of all ranks since the last report; sent by rank 0's agent."""
 
     protocol: Literal[1] = 1
     job: ObjectName
@@ -178,7 +177,7 @@ class LinkHealthReport(WireModel):
     rails: list[RailSample] = Field(default_factory=list, max_length=256)
     """Ports that have changed since the last report; all of them every minute."""
     ports: Count | None = None
-    """RDMA ports that all ranks see together; None until every rank has looked."""
+    """Number of RDMA ports of all ranks together; None until every rank has reported."""
     transports: list[TransportSample] = Field(default_factory=list, max_length=512)
     """Ends of links that have changed since the last report; all of them every minute."""
     message: str | None = Field(default=None, max_length=1024)
@@ -226,7 +225,7 @@ class PlanMessage(WireModel):
 
 
 class Directive(WireModel):
-    """A plan the controller wants. ``plan_version`` equals ``plan.version`` and only grows."""
+    """A plan for the ranks to apply. ``plan_version`` equals ``plan.version`` and only grows."""
 
     plan_version: Annotated[int, Field(ge=1)]
     issued_at: WallClock
@@ -236,7 +235,7 @@ class Directive(WireModel):
 
 
 class DirectiveEnvelope(WireModel):
-    """Answer to a report or a poll: the newest directive above what the agent has, if any."""
+    """Response to a report or poll: the newest directive above the agent's version, if any."""
 
     protocol: Literal[1] = 1
     directive: Directive | None = None

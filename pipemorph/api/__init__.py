@@ -1,1 +1,1 @@
-"""The job and its status as pydantic models, from which the CRD is made."""
+"""The job and its status as pydantic models, from which the CRD is generated."""

@@ -1,4 +1,4 @@
-"""What every manifest model stands on: naming, strictness, errors that span fields."""
+"""Base classes of the manifest models: field naming, strictness, errors that span fields."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pydantic.alias_generators import to_camel
 
 
 class FieldError(ValueError):
-    """A value refused by a check that spans fields. ``where`` is the path of the field below
-    the model that checks, in manifest notation; :mod:`pipemorph.manifest` joins the two."""
+    """A check across fields failed. ``where``: path of the field relative to the checking model, in
+    manifest notation; :mod:`pipemorph.manifest` prepends the model's path."""
 
     def __init__(self, where: str, message: str) -> None:
         super().__init__(f"{where}: {message}" if where else message)
@@ -17,7 +17,7 @@ class FieldError(ValueError):
 
 
 class SpecModel(BaseModel):
-    """Base of every manifest model: camelCase, unknown fields refused, no type coercion."""
+    """Base of every manifest model: camelCase, rejects unknown fields, no type coercion."""
 
     model_config = ConfigDict(
         extra="forbid", alias_generator=to_camel, populate_by_name=True, strict=True

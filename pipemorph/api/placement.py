@@ -1,7 +1,7 @@
 """``spec.placement``: where and how a cluster places the ranks. One machine ignores it.
 
-Nothing here is hard-coded to a vendor: the RDMA resource, the networks and the topology key
-are the user's own names. Who schedules the ranks as one gang is a choice of three.
+Independent of vendors: users name the RDMA resource, the networks and the topology key. Three gang
+schedulers are supported.
 """
 
 from __future__ import annotations
@@ -30,43 +30,43 @@ Quantity = Annotated[
 
 
 class Rdma(SpecModel):
-    """RDMA devices every rank gets from a device plugin."""
+    """RDMA devices of every rank, from a device plugin."""
 
     resource_name: ResourceName = Field(
-        description="Extended resource of the device plugin, as rdma/hca_shared_devices_a."
+        description="Extended resource of the device plugin, such as rdma/hca_shared_devices_a."
     )
     count: int = Field(default=1, ge=1, le=64, description="Devices per rank.")
     ipc_lock: bool = Field(
-        default=True, description="Adds the capability IPC_LOCK, to pin memory without a limit."
+        default=True, description="Add the capability IPC_LOCK, to lock memory without a limit."
     )
 
 
 class Topology(SpecModel):
     """Keep the ranks together, or apart, by a label of the nodes."""
 
-    key: LabelKey = Field(max_length=317, description="Node label, as topology.kubernetes.io/zone.")
+    key: LabelKey = Field(
+        max_length=317, description="Node label, such as topology.kubernetes.io/zone."
+    )
     mode: Literal["pack", "spread"] = Field(
         default="pack",
-        description="pack: all ranks where the label has one value; spread: evenly over values.",
+        description="pack: all ranks on nodes with one value; spread: evenly over values.",
     )
     required: bool = Field(
-        default=False, description="Ranks wait rather than run where this does not hold."
+        default=False, description="Whether ranks wait rather than violate this."
     )
 
 
 class NodeExclusion(SpecModel):
-    """Avoid nodes whose links stay sick."""
+    """Avoid nodes whose links were slow in several attempts."""
 
     enabled: bool = Field(default=True, description="Whether nodes are excluded at all.")
     after_attempts: int = Field(
         default=2,
         ge=1,
         le=100,
-        description="Attempts that end with a slow link at a node before the next avoids it.",
+        description="Number of attempts that end with a slow link at a node before it is excluded.",
     )
-    max_nodes: int = Field(
-        default=8, ge=1, le=64, description="Most nodes excluded; beyond that none is added."
-    )
+    max_nodes: int = Field(default=8, ge=1, le=64, description="Most nodes to exclude.")
 
 
 class KueueGang(SpecModel):
@@ -90,12 +90,12 @@ class CoschedulingGang(SpecModel):
         default="scheduler-plugins-scheduler", description="Scheduler that runs the plugin."
     )
     schedule_timeout_seconds: int = Field(
-        default=300, ge=1, le=86400, description="Longest wait for the whole gang at once."
+        default=300, ge=1, le=86400, description="Longest wait for room for the whole gang."
     )
 
 
 class Gang(SpecModel):
-    """All ranks start or none: exactly one of the three."""
+    """Gang scheduler, which starts all ranks or none: exactly one of the three."""
 
     kueue: KueueGang | None = Field(default=None, description="Use Kueue.")
     volcano: VolcanoGang | None = Field(default=None, description="Use Volcano.")
@@ -125,7 +125,7 @@ class Placement(SpecModel):
         default=None,
         description="Size of a memory-backed /dev/shm, counted against the memory limit.",
     )
-    one_pod_per_node: bool = Field(default=False, description="No two ranks share a node.")
+    one_pod_per_node: bool = Field(default=False, description="Whether ranks never share a node.")
     topology: Topology | None = Field(
         default=None, description="Keep ranks together or apart by a node label."
     )
@@ -133,6 +133,7 @@ class Placement(SpecModel):
         default_factory=list, max_length=64, description="Nodes no rank may run on."
     )
     node_exclusion: NodeExclusion = Field(
-        default_factory=NodeExclusion, description="Avoid nodes whose links stay sick."
+        default_factory=NodeExclusion,
+        description="Avoid nodes whose links were slow in several attempts.",
     )
-    gang: Gang | None = Field(default=None, description="Who starts all ranks at once.")
+    gang: Gang | None = Field(default=None, description="Scheduler that starts all ranks at once.")

@@ -1,4 +1,4 @@
-"""PipeMorphJob, group ``pipemorph.io/v1alpha1``: the one definition of the job spec.
+"""The PipeMorphJob spec, group ``pipemorph.io/v1alpha1``.
 
 The CRD is generated from these models. Manifests use camelCase; code uses snake_case.
 Fields that end in ``Ms`` are milliseconds, other times are seconds.
@@ -29,7 +29,7 @@ RESERVED_ENV = frozenset(
 )
 RESERVED_ENV_PREFIXES = ("PIPEMORPH_", "PET_", "TORCHELASTIC_")
 
-# An hour is beyond any op or delay; what is far longer overflows the clocks that wait for it.
+# An hour exceeds any op or delay; much larger values overflow timers.
 Milliseconds = Annotated[float, Field(ge=0, le=3_600_000, allow_inf_nan=False)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)]
 
@@ -51,18 +51,18 @@ class StageTime(SpecModel):
 
 
 MAX_RANKS = 100_000
-"""An Indexed Job has no more completions."""
+"""Kubernetes' limit of completions of an Indexed Job."""
 
 
 class Parallelism(SpecModel):
-    """How the job is cut."""
+    """Number of stages and replicas."""
 
     stages: int = Field(ge=1, le=512, description="Pipeline stages; each is one rank per replica.")
     replicas: int = Field(default=1, ge=1, le=4096, description="Data-parallel replicas.")
     layers: int | None = Field(
         default=None,
         ge=1,
-        description="Equal layers shared by the stages; must be divisible by stages.",
+        description="Equal layers, split evenly over the stages; must be divisible by stages.",
     )
 
     @model_validator(mode="after")
@@ -109,9 +109,9 @@ class ScheduleSpec(SpecModel):
     activation_memory: int | None = Field(
         default=None,
         ge=1,
-        description="Bytes of device memory per rank that activations of microbatches in flight "
-        "may take. With what one is measured to hold, a limit like inFlightLimit; the lower one "
-        "holds.",
+        description="Bytes of device memory per rank for the activations of microbatches in "
+        "flight. Divided by the measured bytes of one microbatch it is a limit like inFlightLimit; "
+        "the lower limit applies.",
     )
     warmup: list[Annotated[int, Field(ge=1)]] | None = Field(
         default=None, max_length=512, description="Fixed warm-up counts, one per stage."
@@ -119,7 +119,7 @@ class ScheduleSpec(SpecModel):
     stage_times: list[StageTime] | None = Field(
         default=None,
         max_length=512,
-        description="Expected op times, one per stage, until they are measured.",
+        description="Expected op times, one entry per stage; used until they are measured.",
     )
 
     @field_validator("policy")
@@ -128,7 +128,7 @@ class ScheduleSpec(SpecModel):
         if policy == Policy.EXACT:
             raise FieldError(
                 "",
-                "is exact, which no job can run yet; use pipemorph, 1f1b, gpipe or zero-bubble",
+                "is exact, which jobs cannot run; use pipemorph, 1f1b, gpipe or zero-bubble",
             )
         return policy
 
@@ -142,45 +142,45 @@ class ScheduleSpec(SpecModel):
 
 
 class Adaptation(SpecModel):
-    """When a new plan is worth its change."""
+    """When to change to a new plan."""
 
     enabled: bool = True
     min_gain: float = Field(
         default=0.05,
         ge=0,
         lt=1,
-        description="Least predicted fraction of iteration time a new plan must save.",
+        description="Fraction of iteration time that a new plan must save, as predicted.",
     )
     min_delay_ms: Milliseconds = Field(
-        default=2.0, description="Changes of link delay below this are taken for noise."
+        default=2.0, description="Changes of link delay below this count as noise."
     )
     min_delay_fraction: float = Field(
         default=0.25,
         ge=0,
         le=100,
         allow_inf_nan=False,
-        description="Changes of link delay below this fraction of its normal wire time are "
-        "taken for noise as well.",
+        description="Changes of link delay below this fraction of its normal wire time count as "
+        "noise.",
     )
     stale_after_seconds: float = Field(
         default=30.0,
         gt=0,
         allow_inf_nan=False,
-        description="Links without samples for this long are Unknown.",
+        description="Time without samples after which a link is Unknown.",
     )
     allow_delegation: bool = Field(
-        default=True, description="May move a slow link to the delegated path."
+        default=True, description="Whether a slow link may move to the delegated path."
     )
     allow_offload: bool = Field(
         default=False,
-        description="May move activations to host memory, where more microbatches in flight "
-        "than fit on the device pay for the copies.",
+        description="Whether plans may move activations to host memory, to have more microbatches "
+        "in flight than fit on the device if that outweighs the copies.",
     )
     host_memory: int | None = Field(
         default=None,
         ge=1,
-        description="Bytes of host memory per rank that offloaded activations may take; a hard "
-        "limit. allowOffload needs it.",
+        description="Bytes of host memory per rank for offloaded activations; a hard limit. "
+        "Required by allowOffload.",
     )
 
     @model_validator(mode="after")
@@ -200,14 +200,14 @@ class Rdma(SpecModel):
     devices: list[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,63}(:\d{1,2})?$")]] = Field(
         default_factory=list,
         max_length=16,
-        description="Such as mlx5_0, or mlx5_0:2 for its second port. Empty: one active port of "
-        "every card.",
+        description="Devices to use, such as mlx5_0, or mlx5_0:2 for its second port. Empty: one "
+        "active port of every card.",
     )
     gid_index: int | None = Field(
         default=None,
         ge=0,
         le=255,
-        description="Entry of the port's GID table. Default: RoCE v2, routable, looked up at "
+        description="Index in the port's GID table. Default: a routable RoCE v2 entry, chosen at "
         "every connection.",
     )
     traffic_class: int = Field(
@@ -217,26 +217,26 @@ class Rdma(SpecModel):
 
 
 class Transport(SpecModel):
-    """How bytes travel between stages."""
+    """How stages exchange data."""
 
     path: Literal["auto", "direct", "delegated"] = Field(
         default="auto",
-        description="auto: direct, and delegated while a link is slow; the others are fixed.",
+        description="auto: direct, but delegated to the engine while a link is slow; direct and "
+        "delegated: fixed for all links.",
     )
     direct_duplex: Literal["full", "half"] = Field(
         default="full",
         description="Direct path: full gives each direction of a link its own communicator and "
-        "queue, as this trainer does; half gives both one, as torch.distributed does on "
-        "NCCL for a pair of ranks, so that a send waits for what the neighbour sends. For "
-        "comparisons, on CPU.",
+        "queue; half gives both directions one, as torch.distributed does with NCCL, so that a "
+        "send waits for the neighbour's sends. half is for comparisons, on CPU.",
     )
     engine: Literal["auto", "tcp", "shm", "rdma"] = Field(
         default="auto",
-        description="Data path of the transfer engine. auto: shm on one host, rdma where both "
+        description="Transport of the transfer engine. auto: shm within a host, rdma if both "
         "ends have a device, else tcp; rdma falls back to tcp while no device works.",
     )
     require: Literal["rdma"] | None = Field(
-        default=None, description="rdma: never fall back to tcp; fail instead."
+        default=None, description="rdma: fail instead of falling back to tcp."
     )
     rdma: Rdma = Field(default_factory=Rdma)
     queues: int = Field(default=8, ge=1, le=64, description="Engine queues per direction, K.")
@@ -244,7 +244,7 @@ class Transport(SpecModel):
         default=300.0,
         gt=0,
         allow_inf_nan=False,
-        description="Longest wait for one message before the rank gives up.",
+        description="Longest wait for one message; then the rank fails.",
     )
 
     @model_validator(mode="after")
@@ -273,7 +273,7 @@ class Trainer(SpecModel):
         description="Python module, run as `python -m MODULE` on every rank.",
     )
     args: dict[str, Any] = Field(
-        default_factory=dict, description="Given to the module as JSON in PIPEMORPH_ARGS."
+        default_factory=dict, description="Arguments, passed as JSON in PIPEMORPH_ARGS."
     )
     iterations: int = Field(ge=1, description="Iterations to train.")
     seed: int = Field(default=0, ge=0)
@@ -282,25 +282,25 @@ class Trainer(SpecModel):
         default=9464,
         ge=0,
         le=65535,
-        description="Port of each rank's Prometheus metrics in its pod; 0 for none. On one machine "
-        "there are none.",
+        description="Port of each rank's Prometheus metrics in its pod; 0 disables them. Ignored "
+        "on one machine.",
     )
 
 
 class Emulation(SpecModel):
-    """Stages that hold the interpreter for a set time instead of computing."""
+    """Emulated stages, which hold the interpreter for a set time instead of computing."""
 
     stage_times: list[StageTime] = Field(
         min_length=1, max_length=512, description="One for all stages, or one per stage."
     )
     message_bytes: int = Field(ge=1, le=1 << 30, description="Bytes sent per message.")
     stands_for_bytes: int | None = Field(
-        default=None, ge=1, description="Message size of what is emulated, where scaled down."
+        default=None, ge=1, description="Message size of the emulated model, if scaled down."
     )
     activation_bytes: int | None = Field(
         default=None,
         ge=1,
-        description="Bytes that an emulated microbatch says it holds between its F and its W.",
+        description="Bytes that an emulated microbatch reports to hold between its F and its W.",
     )
 
 
@@ -318,7 +318,7 @@ class Fault(SpecModel):
     from_seconds: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     to_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     delay_ms: Milliseconds | None = Field(
-        default=None, description="Holds every message for this long on its queue."
+        default=None, description="Delays every message on its queue by this time."
     )
     bandwidth_mbps: float | None = Field(
         default=None,
@@ -403,7 +403,7 @@ class JobSpec(SpecModel):
         return self
 
     def _lengths(self) -> Iterator[FieldError]:
-        """Lists that have one entry per stage."""
+        """Errors of lists that must have one entry per stage."""
         stages = self.parallelism.stages
         schedule = self.schedule
         lists: list[tuple[str, Sequence[object] | None]] = [
@@ -459,8 +459,8 @@ class JobSpec(SpecModel):
         if memory is not None and size is not None and size > memory:
             raise FieldError(
                 "schedule.activationMemory",
-                f"is {memory}, less than emulation.activationBytes, {size}: not even one"
-                " microbatch fits",
+                f"is {memory}, less than emulation.activationBytes ({size}), the size of one"
+                " microbatch",
             )
 
     def _check_faults(self) -> None:
@@ -483,9 +483,9 @@ def _counted(count: int, what: str) -> str:
 
 def check_template(template: Mapping[str, Any]) -> None:
     """Raise :class:`FieldError` unless the pod template can run a stage: it has a container
-    ``trainer`` and sets none of the variables that are the host's to set.
+    ``trainer`` and sets none of the reserved variables.
 
-    Only what this product reads is checked; the rest is Kubernetes' to judge.
+    Checks only fields that PipeMorph reads; Kubernetes checks the rest.
     """
     spec = template.get("spec")
     if not isinstance(spec, dict):
@@ -532,7 +532,7 @@ def _check_container(where: str, container: object) -> str:
 
 
 def _kind(value: object) -> str:
-    """What a value is, for a message: its type, or that it is missing."""
+    """The type of a value for messages, or ``missing``."""
     if value is None:
         return "missing"
     kinds = {dict: "a mapping", list: "a list", str: "text", bool: "true or false"}
@@ -540,7 +540,7 @@ def _kind(value: object) -> str:
 
 
 class Metadata(SpecModel):
-    """The part of a Kubernetes ObjectMeta a manifest may carry here."""
+    """The fields of a Kubernetes ObjectMeta that a manifest may have."""
 
     name: Name
     namespace: Name = "default"

@@ -1,4 +1,4 @@
-"""``status`` of a PipeMorphJob on a cluster: the CRD's other half, generated like the spec.
+"""The status of a PipeMorphJob on a cluster.
 
 Two processes write it, each its own fields (server-side apply, one field owner each):
 
@@ -33,7 +33,7 @@ JobState = Literal[
 
 
 class StatusModel(BaseModel):
-    """Base of every status model. Lenient: what an older version wrote must still be read."""
+    """Base of every status model. Lenient, so that status of older versions stays readable."""
 
     model_config = ConfigDict(extra="ignore", alias_generator=to_camel, populate_by_name=True)
 
@@ -42,20 +42,20 @@ class Condition(StatusModel):
     """metav1.Condition."""
 
     type: str = Field(
-        max_length=316, pattern=r"^[A-Za-z][A-Za-z0-9]*$", description="What it is about."
+        max_length=316, pattern=r"^[A-Za-z][A-Za-z0-9]*$", description="Type of the condition."
     )
     status: ConditionStatus = Field(description="True, False or Unknown.")
     observed_generation: int | None = Field(
-        default=None, ge=0, description="Generation of the spec it was judged for."
+        default=None, ge=0, description="Generation of the spec that it describes."
     )
     last_transition_time: Timestamp = Field(description="When status last changed.")
     reason: str = Field(
         min_length=1,
         max_length=1024,
         pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$",
-        description="Why, for programs.",
+        description="Reason, for programs.",
     )
-    message: Text = Field(description="Why, for people.")
+    message: Text = Field(description="Reason, for people.")
 
 
 class PodCounts(StatusModel):
@@ -69,11 +69,11 @@ class PodCounts(StatusModel):
 
 
 class AttemptRecord(StatusModel):
-    """One attempt that has ended."""
+    """Record of an ended attempt."""
 
     attempt: int = Field(ge=0, description="Number of the attempt, from 0.")
     started_at: Timestamp | None = Field(default=None, description="When its Job was created.")
-    ended_at: Timestamp = Field(description="When it was found to have ended.")
+    ended_at: Timestamp = Field(description="When the operator found that it had ended.")
     reason: str = Field(max_length=1024, description="Why it ended, for programs.")
     message: Text = Field(default="", description="Why it ended, for people.")
     counted: bool = Field(
@@ -94,52 +94,54 @@ class NodeRecord(StatusModel):
 
 
 class SlowLink(StatusModel):
-    """A link that is slow, as measured."""
+    """A slow link, with its measurements."""
 
     link: int = Field(ge=0, description="Between stage link and stage link + 1.")
     replica: int = Field(default=0, ge=0, description="Replica where it is slowest.")
-    direction: str = Field(max_length=16, description="forward or backward, the slower one.")
+    direction: str = Field(max_length=16, description="The slower direction: forward or backward.")
     delay_ms: float = Field(ge=0, description="One-way time above normal, milliseconds.")
     wire_time_ms: float = Field(ge=0, description="One-way time now, milliseconds.")
     confidence: float = Field(ge=0, le=1, description="Probability that it is slow.")
 
 
 class FallenLink(StatusModel):
-    """A link that runs over less than it was made for, as one of its ends says."""
+    """A link on a slower transport or fewer rails than agreed, as one of its ends reports."""
 
     link: int = Field(ge=0, description="Between stage link and stage link + 1.")
     replica: int = Field(default=0, ge=0, description="Replica of the link.")
-    direction: str = Field(max_length=16, description="forward or backward: what that end sends.")
-    agreed: str = Field(max_length=16, description="What it was made for, as rdma.")
-    transport: str = Field(max_length=16, description="What carries it now, as tcp.")
-    fallbacks: int = Field(default=0, ge=0, description="Times that it fell back.")
-    message: Text = Field(default="", description="Why, in the engine's words.")
+    direction: str = Field(
+        max_length=16, description="Direction in which that end sends: forward or backward."
+    )
+    agreed: str = Field(max_length=16, description="Transport agreed on, such as rdma.")
+    transport: str = Field(max_length=16, description="Transport in use now, such as tcp.")
+    fallbacks: int = Field(default=0, ge=0, description="Number of fallbacks.")
+    message: Text = Field(default="", description="The engine's reason.")
 
 
 class SickPort(StatusModel):
-    """An RDMA port of a rank's host that is not well."""
+    """An RDMA port of a rank's host with a problem."""
 
     stage: int = Field(ge=0, description="Stage of the rank that sees it.")
     replica: int = Field(default=0, ge=0, description="Replica of that rank.")
-    device: str = Field(max_length=64, description="RDMA device, as mlx5_0.")
+    device: str = Field(max_length=64, description="RDMA device, such as mlx5_0.")
     port: int = Field(ge=1, description="Port of the device.")
-    state: str = Field(max_length=32, description="State of the port, as ACTIVE or DOWN.")
-    message: Text = Field(description="What is wrong, for people.")
+    state: str = Field(max_length=32, description="State of the port, such as ACTIVE or DOWN.")
+    message: Text = Field(description="The problem, for people.")
 
 
 class RailsStatus(StatusModel):
-    """RDMA ports that the ranks see, judged by state and counters."""
+    """Health of the ranks' RDMA ports, by state and counters."""
 
-    ports: int = Field(default=0, ge=0, description="Ports heard of.")
+    ports: int = Field(default=0, ge=0, description="Ports reported.")
     expected_ports: int | None = Field(
-        default=None, ge=0, description="Ports there are, once every rank has looked."
+        default=None, ge=0, description="Ports of all ranks, once every rank has reported."
     )
-    sick_count: int = Field(default=0, ge=0, description="Ports that are not well.")
+    sick_count: int = Field(default=0, ge=0, description="Ports with a problem.")
     sick_ports: list[SickPort] = Field(
         default_factory=list, max_length=MAX_SICK_PORTS, description="Some of them, by stage."
     )
     congested_count: int = Field(
-        default=0, ge=0, description="Ports that see much congestion notification."
+        default=0, ge=0, description="Ports with a high rate of congestion notifications."
     )
     unavailable_count: int = Field(
         default=0, ge=0, description="Ports whose state or counters cannot be read in the pod."
@@ -147,18 +149,18 @@ class RailsStatus(StatusModel):
 
 
 class AdaptationSummary(StatusModel):
-    """One change of plan and what it was worth; seconds, and bytes per stage."""
+    """One plan change and its effect; times in seconds, memory in bytes per stage."""
 
     plan_version: int = Field(ge=1, description="Version of the plan.")
-    kind: str = Field(max_length=16, description="adapt, or return to the plan of the start.")
-    reason: Text = Field(description="Why, with what was predicted.")
+    kind: str = Field(max_length=16, description="adapt, or return to the initial plan.")
+    reason: Text = Field(description="Why, with the prediction.")
     detected_at: Timestamp = Field(description="When the controller decided.")
     detected_at_iteration: int = Field(ge=0, description="Iteration then in progress.")
     applied_at_iteration: int | None = Field(
         default=None, ge=0, description="First iteration under the new plan."
     )
     links: list[int] = Field(
-        default_factory=list, max_length=MAX_STAGES, description="Links it was made for."
+        default_factory=list, max_length=MAX_STAGES, description="Slow links that caused it."
     )
     warmup_before: list[int] = Field(
         default_factory=list, max_length=MAX_STAGES, description="Warm-up per stage before."
@@ -198,13 +200,13 @@ class AdaptationSummary(StatusModel):
 
 
 class TrainingStatus(StatusModel):
-    """What the ranks report, summed up. Written by the ingest every few seconds."""
+    """Summary of the ranks' reports. Written by the ingest every few seconds."""
 
-    attempt: int = Field(default=0, ge=0, description="Attempt the report is of.")
+    attempt: int = Field(default=0, ge=0, description="Attempt of the reports.")
     state: str = Field(
         default="starting", max_length=32, description="starting, training, finished or failed."
     )
-    message: Text | None = Field(default=None, description="What the ranks say, if anything.")
+    message: Text | None = Field(default=None, description="Message of the ranks, if any.")
     last_report_time: Timestamp | None = Field(default=None, description="Newest report.")
     iteration: int = Field(default=0, ge=0, description="Iteration in progress at stage 0.")
     iteration_seconds: float | None = Field(
@@ -215,80 +217,82 @@ class TrainingStatus(StatusModel):
     )
     loss: float | None = Field(default=None, description="Loss of the newest iteration.")
     warmup: list[int] = Field(
-        default_factory=list, max_length=MAX_STAGES, description="Warm-up per stage, as wanted."
+        default_factory=list,
+        max_length=MAX_STAGES,
+        description="Warm-up per stage, by the newest plan.",
     )
     paths: list[str] = Field(
-        default_factory=list, max_length=MAX_STAGES, description="Path per link, as wanted."
+        default_factory=list,
+        max_length=MAX_STAGES,
+        description="Path per link, by the newest plan.",
     )
     offloaded_microbatches: list[int] = Field(
         default_factory=list,
         max_length=MAX_STAGES,
         description="Microbatches per iteration whose activations go to host memory, per stage, "
-        "as wanted.",
+        "by the newest plan.",
     )
     wanted_plan_version: int = Field(
-        default=0, ge=0, description="Version of the plan that is wanted, of this attempt."
+        default=0, ge=0, description="Version of the newest plan of this attempt."
     )
     observed_plan_version: int = Field(
-        default=0, ge=0, description="Newest version the ranks have."
+        default=0, ge=0, description="Newest version that the ranks have received."
     )
-    applied_plan_version: int = Field(default=0, ge=0, description="Version of the plan that runs.")
-    slow_link_count: int = Field(default=0, ge=0, description="Links that are slow now.")
+    applied_plan_version: int = Field(default=0, ge=0, description="Version of the plan in effect.")
+    slow_link_count: int = Field(default=0, ge=0, description="Number of slow links.")
     slow_links: list[SlowLink] = Field(
         default_factory=list,
         max_length=MAX_SLOW_LINKS,
-        description="The slowest of them, slowest first.",
+        description="The slowest links, slowest first.",
     )
     unknown_link_count: int = Field(default=0, ge=0, description="Links without recent samples.")
     transports: list[str] = Field(
         default_factory=list,
         max_length=MAX_STAGES,
-        description="What carries each link, as reported: gloo, nccl, tcp, shm or rdma; joined "
-        "by + where replicas or directions differ, empty where not known.",
+        description="Transport of each link, as reported: gloo, nccl, tcp, shm or rdma; joined "
+        "by + if replicas or directions differ, empty if unknown.",
     )
     fallen_link_count: int = Field(
-        default=0, ge=0, description="Links that run over less than they were made for now."
+        default=0, ge=0, description="Links on a slower transport or fewer rails than agreed."
     )
     fallen_links: list[FallenLink] = Field(
-        default_factory=list, max_length=MAX_FALLEN_LINKS, description="Ends of some of them."
+        default_factory=list, max_length=MAX_FALLEN_LINKS, description="Ends of some such links."
     )
     link_fallbacks: int = Field(
-        default=0, ge=0, description="Times that an end of a link lost its last rail."
+        default=0, ge=0, description="Times an end of a link lost its last rail."
     )
-    link_failbacks: int = Field(default=0, ge=0, description="Times that a rail took over again.")
-    rails: RailsStatus | None = Field(
-        default=None, description="RDMA ports that the ranks see, judged."
-    )
+    link_failbacks: int = Field(default=0, ge=0, description="Times a link recovered a rail.")
+    rails: RailsStatus | None = Field(default=None, description="Health of the ranks' RDMA ports.")
     peak_memory: list[int] = Field(
         default_factory=list,
         max_length=MAX_STAGES,
         description="Peak bytes per stage; 0 where not reported.",
     )
-    adaptations: int = Field(default=0, ge=0, description="Changes of plan so far.")
+    adaptations: int = Field(default=0, ge=0, description="Plan changes so far.")
     last_adaptation: AdaptationSummary | None = Field(
-        default=None, description="The newest change of plan, with figures before and after."
+        default=None, description="The newest plan change, with figures before and after."
     )
 
 
 class ControlState(StatusModel):
-    """What the controller needs to go on after a restart. Written before a directive is served."""
+    """The controller's state for a restart. Written before a directive is served."""
 
-    attempt: int = Field(ge=0, description="Attempt the directive is of.")
-    plan_version: int = Field(ge=0, description="Highest plan version ever given out; only grows.")
+    attempt: int = Field(ge=0, description="Attempt of the directive.")
+    plan_version: int = Field(ge=0, description="Highest plan version issued; never decreases.")
     snapshot: str = Field(
         max_length=1 << 20, description="State of the controller: JSON, zlib, base64."
     )
 
 
 class JobStatus(StatusModel):
-    """What is, as the operator and the ingest see it."""
+    """Observed state of a job, written by the operator and the ingest."""
 
     observed_generation: int | None = Field(
-        default=None, ge=0, description="Generation of the spec last acted on."
+        default=None, ge=0, description="Generation of the spec last reconciled."
     )
     state: JobState | None = Field(default=None, description="The conditions in one word.")
     ready: str | None = Field(
-        default=None, max_length=32, description="Ready ranks of those wanted, as 3/4."
+        default=None, max_length=32, description="Ready ranks of all ranks, such as 3/4."
     )
     attempt: int | None = Field(
         default=None, ge=0, description="Attempt in progress, from 0; grows with every start."
@@ -297,23 +301,23 @@ class JobStatus(StatusModel):
         default=None, max_length=63, description="The attempt's batch/v1 Job."
     )
     job_uid: str | None = Field(
-        default=None, max_length=64, description="UID of that Job, once it was created."
+        default=None, max_length=64, description="UID of that Job, once it is created."
     )
     start_time: Timestamp | None = Field(
         default=None, description="When the job first started, or last resumed."
     )
     job_start_time: Timestamp | None = Field(
         default=None,
-        description="When that Job last began to make pods; a change means that its queue stopped"
-        " it in between.",
+        description="When that Job was last started or resumed; a change means that its queue"
+        " suspended it in between.",
     )
     ran_seconds: int = Field(
         default=0,
         ge=0,
-        description="Seconds the job had run before startTime, of spec.activeDeadlineSeconds.",
+        description="Seconds the job ran before startTime, counted by spec.activeDeadlineSeconds.",
     )
     attempt_start_time: Timestamp | None = Field(
-        default=None, description="When the attempt in progress was decided."
+        default=None, description="When the attempt in progress started."
     )
     completion_time: Timestamp | None = Field(
         default=None, description="When the job reached Complete or Failed."
@@ -328,7 +332,7 @@ class JobStatus(StatusModel):
     attempts: list[AttemptRecord] = Field(
         default_factory=list,
         max_length=MAX_ATTEMPTS_KEPT,
-        description="Attempts that have ended, newest last.",
+        description="Ended attempts, newest last.",
     )
     nodes: list[NodeRecord] = Field(
         default_factory=list,
@@ -346,13 +350,13 @@ class JobStatus(StatusModel):
         " ScheduleAdapted, LinksDelegated, RailsHealthy, Complete, Failed.",
     )
     training: TrainingStatus | None = Field(
-        default=None, description="What the ranks report, summed up."
+        default=None, description="Summary of the ranks' reports."
     )
     control: ControlState | None = Field(
-        default=None, description="Directives given out; written before they are served."
+        default=None, description="Issued directives; written before they are served."
     )
 
 
 def condition(status: JobStatus, kind: str) -> Condition | None:
-    """The condition of a type, if it is there."""
+    """The condition of a type; None if it does not exist."""
     return next((c for c in status.conditions if c.type == kind), None)

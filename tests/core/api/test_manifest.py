@@ -138,7 +138,7 @@ ENV = "spec/template/spec/containers/1/env/0/name"
             12,
             "spec.faults[0].delay: is not a known field; did you mean delayMs?",
         ),
-        ("spezifikation", {}, "spezifikation: is not a known field; known are apiVersion, kind,"),
+        ("spezifikation", {}, "spezifikation: is not a known field; known fields: apiVersion, kind,"),
         (
             "spec/schedule/globalBatchSize",
             50,
@@ -266,9 +266,9 @@ def test_policies_refuse_what_they_cannot_do() -> None:
         ("- 1", "is [1]; expected the fields"),
         ("hello", 'is "hello"; expected the fields'),
         ("a: 1\n---\nb: 2\n", "has 2 documents; expected one"),
-        ("a: 1\na: 2\n", "the key 'a' is there twice"),
+        ("a: 1\na: 2\n", "duplicate key 'a'"),
         ("1: 2", "top: the key 1 is not text"),
-        ("a: 2024-01-01", "a: is 2024-01-01, which JSON cannot hold; quote it"),
+        ("a: 2024-01-01", "a: is 2024-01-01, which JSON cannot represent; quote it"),
         ("a: 2024-99-99", "is not YAML or JSON"),
         ("a: !!python/object:os.system {}", "is not YAML or JSON"),
         ("a: .inf", "a: is inf; expected a finite number"),
@@ -346,7 +346,7 @@ def test_a_key_that_is_there_twice_is_told(form: str) -> None:
     text = json.dumps(changed("spec/parallelism/stages", 4))
     assert text.count('"stages": 4') == 1
     text = text.replace('"stages": 4', '"stages": 4, "stages": 2')
-    with pytest.raises(InputError, match="the key 'stages' is there twice"):
+    with pytest.raises(InputError, match="duplicate key 'stages'"):
         parse_job(text if form == "json" else "# YAML\n" + text)
 
 

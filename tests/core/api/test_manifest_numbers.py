@@ -59,6 +59,6 @@ def test_what_is_no_whole_number_is_none(text: Any, iterations: str) -> None:
 def test_a_repeated_key_is_an_error_with_its_line() -> None:
     lines = (YAML % ("10", "1")).splitlines()
     lines.insert(7, "  schedule: {microbatches: 9}")
-    with pytest.raises(InputError, match=r"the key 'schedule' is there twice \(line 8, column 3\)"):
+    with pytest.raises(InputError, match=r"duplicate key 'schedule' \(line 8, column 3\)"):
         parse_job("\n".join(lines))
     assert json.loads(document("1", "2"))["spec"]["trainer"]["iterations"] == 1
