@@ -1,8 +1,8 @@
 """The HTTP side of the control loop: reports in, directives out, on a cluster or one machine.
 
-``handler`` decides (no sockets), ``app`` serves it over aiohttp, ``connections`` bounds who is
-connected, ``seats`` holds what a host plugs in: who may speak for a job, where jobs are found,
-how a directive is persisted.
+``handler`` implements the protocol without sockets, ``app`` serves it over aiohttp, ``connections``
+limits connections, ``interfaces`` defines what a host provides: authentication of callers, lookup
+of jobs, persistence of directives.
 """
 
 from pipemorph.ingest.app import IngestServer, make_app

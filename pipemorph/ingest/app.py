@@ -1,9 +1,8 @@
-"""The ingest over HTTP: aiohttp around :class:`~pipemorph.ingest.handler.IngestHandler`.
+"""Serves :class:`~pipemorph.ingest.handler.IngestHandler` over HTTP with aiohttp.
 
-One slow or hostile client costs a socket for a few seconds and nothing more: a connection
-that has not sent a whole request head within ``head`` seconds is cut, TLS handshake included,
-and so is a body that does not come within ``body`` seconds; a body over the limit is refused
-without being read; and who may not speak for a job is not kept connected.
+A slow or hostile client costs one socket for a few seconds: a connection is closed that does not
+complete the TLS handshake and a request head within ``head`` seconds, or a body within ``body``
+seconds. A body over the limit is rejected unread; unauthenticated clients are disconnected.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from pipemorph.wire import MAX_REPORT_BYTES
 log = logging.getLogger("pipemorph.ingest")
 
 OnAnswer = Callable[[str, int, float], None]
-"""Hears of an answer: ``report`` or ``poll``, HTTP status, seconds it took."""
+"""Called for every response: ``report`` or ``poll``, HTTP status, duration in seconds."""
 
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds a client has. Reports come from the same cluster or machine: a few suffice."""
+    """Time limits of clients, seconds. Short, as they are in the same cluster or machine."""
 
     head: float = 5.0
     body: float = 5.0
@@ -43,7 +42,7 @@ class Timeouts:
 
 
 class _OneLine(logging.Filter):
-    """A stranger's bad HTTP is one line in the log, not a traceback."""
+    """Logs malformed HTTP of unauthenticated clients in one line, without a traceback."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -67,14 +66,14 @@ def make_app(
     timeouts: Timeouts | None = None,
     on_answer: OnAnswer | None = None,
 ) -> web.Application:
-    """The application, for a host that has an aiohttp server already.
+    """The aiohttp application, for a host with its own server.
 
-    ``on_answer`` hears of every answer, for metrics.
+    ``on_answer`` is called for every response, for metrics.
     """
     limits = timeouts or Timeouts()
 
     async def authenticate(request: web.Request, namespace: str, name: str) -> Reply | None:
-        """None if the caller may speak for the job, else the refusal."""
+        """None if the caller is authorized for the job, else the response to send."""
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         try:
             if scheme.lower() != "bearer" or not token.strip():
@@ -85,7 +84,7 @@ def make_app(
                 "refused %s for job %s/%s from %s: %s",
                 request.method, _shown(namespace), _shown(name), request.remote, refusal.reason,
             )  # fmt: skip
-            # Who has no business here shall not keep a connection.
+            # Disconnect unauthorized callers.
             return Reply.error(refusal.status, refusal.reason)._replace(hangs_up=True)
         return None
 
@@ -94,12 +93,12 @@ def make_app(
         refusal = await authenticate(request, namespace, name)
         if refusal is not None:
             return refusal
-        too_long = Reply.error(413, f"the report is over {MAX_REPORT_BYTES} bytes")
+        too_long = Reply.error(413, f"the report is larger than {MAX_REPORT_BYTES} bytes")
         if (request.content_length or 0) > MAX_REPORT_BYTES:
             return too_long
         try:
             if request.content.is_eof():
-                body = await request.read()  # It came with the head, as nearly always.
+                body = await request.read()  # The body arrived with the head, as it usually does.
             else:
                 body = await asyncio.wait_for(request.read(), limits.body)
         except web.HTTPRequestEntityTooLarge:
@@ -107,8 +106,8 @@ def make_app(
         except TimeoutError:
             return Reply.error(408, f"the report did not arrive within {limits.body:g} s")
         except (ConnectionError, RequestPayloadError, HttpProcessingError) as error:
-            # Broken off, or framed or compressed in a way that cannot be read.
-            return Reply.error(400, f"the report did not arrive whole: {error}")
+            # Connection lost, or invalid framing or compression.
+            return Reply.error(400, f"the report's body could not be read: {error}")
         return await handler.report(namespace, name, body)
 
     async def directive(request: web.Request) -> Reply:
@@ -146,9 +145,9 @@ def make_app(
             return await handler(request)
         except web.HTTPException as error:
             return _response(Reply.error(error.status, error.reason))
-        except Exception:  # A fault of ours: one line for the caller, the rest for our log.
+        except Exception:  # An internal error: one line for the caller, the traceback for the log.
             log.exception("%s %s failed", request.method, _shown(request.path))
-            return _response(Reply.error(500, "the ingest failed; its log says why"))
+            return _response(Reply.error(500, "internal error of the ingest; see its log"))
 
     app = web.Application(middlewares=[one_line_errors], client_max_size=MAX_REPORT_BYTES)
     app[_HANDLER] = handler
@@ -166,17 +165,17 @@ def _response(reply: Reply) -> web.Response:
     response = web.Response(status=reply.status, body=reply.body, content_type="application/json")
     response.headers.update(reply.headers)
     if reply.hangs_up or reply.status in (400, 404, 408, 413):
-        response.force_close()  # The rest of a body is not read.
+        response.force_close()  # Do not read the rest of the body.
     return response
 
 
 def _shown(text: str) -> str:
-    """Text of a stranger, fit for one log line."""
+    """Untrusted text as one printable log line."""
     return ascii(text[:80])[1:-1]
 
 
 class IngestServer:
-    """The ingest on a socket of its own. ``async with`` it, or start and stop it.
+    """An ingest server with its own socket. Use with ``async with``, or start and stop it.
 
     >>> server = IngestServer(store, BearerAuthenticator(token))   # doctest: +SKIP
     >>> await server.start()                                       # doctest: +SKIP
@@ -212,7 +211,7 @@ class IngestServer:
 
     @property
     def url(self) -> str:
-        """Base URL, once started. Raises RuntimeError before."""
+        """Base URL. Raises RuntimeError before the start."""
         if self._doors is None:
             raise RuntimeError("the ingest is not started")
         listener = self._doors.sockets[0]
@@ -253,7 +252,7 @@ class IngestServer:
         self._runner, self._doors = runner, doors
 
     async def stop(self) -> None:
-        """Answer waiting polls, finish requests in progress (bounded), close."""
+        """Answer waiting polls, finish requests in progress (with a time limit), close."""
         if self._doors is not None:
             await self._doors.close()
             self._doors = None

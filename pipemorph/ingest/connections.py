@@ -1,10 +1,10 @@
-"""Who may be connected to the ingest, and for how long without having said what for.
+"""Accepts connections within limits, and closes connections that send no request in time.
 
-A connection costs some 50 KiB with TLS before its client has proved anything. So their number is
-bounded: in all, per source address, and most tightly for *silent* ones, which have not sent a
-whole request head yet. Where a bound is reached, the oldest silent connection of the source that
-has most of them makes room. So a crowd of silent connections displaces itself, and a client that
-comes, speaks and is served at once keeps its place.
+A TLS connection costs about 50 KiB before its client has authenticated. So the number of
+connections is limited: in total, per source address, and most tightly for *silent* ones, which have
+not sent a complete request head yet. At a limit, the oldest silent connection of the source with
+most of them is closed. So a flood of silent connections displaces only itself, and a client that
+sends its request at once keeps its connection.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from aiohttp import web
 log = logging.getLogger("pipemorph.ingest")
 
 BACKLOG = 1024
-"""Connections that wait in the kernel to be accepted, as when all agents come back at once."""
-TELL_SECONDS = 10.0
-"""Between two lines in the log about connections that were not served."""
+"""Length of the kernel's accept queue, for when all agents reconnect at once."""
+LOG_SECONDS = 10.0
+"""Minimum time between two log lines about connections that were not served."""
 EXHAUSTED_SECONDS = 1.0
-"""Pause where the process has no file descriptors left."""
+"""Pause when the process has no file descriptors left."""
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 Unserved = Literal["silent", "crowded", "handshake"]
-"""Why a connection was not served: no whole request head in time, no room, or no TLS."""
+"""Why a connection was not served: no request head in time, limit reached, or TLS failed."""
 OnUnserved = Callable[[Unserved], None]
 _WORDS: dict[Unserved, str] = {
-    "silent": "sent no whole request in time",
-    "crowded": "found no room, or made room for others",
-    "handshake": "did not agree on TLS",
+    "silent": "sent no complete request in time",
+    "crowded": "exceeded the connection limits",
+    "handshake": "failed the TLS handshake",
 }
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Most connections at a time. Raises ValueError for one below 1.
+    """Limits of open connections. Raises ValueError for a limit below 1.
 
-    An agent holds two. ``per_source`` is generous, since all agents may share one address,
-    behind a NAT or a proxy. ``silent`` bounds those without a whole request head.
+    An agent uses two. ``per_source`` is generous, since all agents may share one address behind a
+    NAT or a proxy. ``silent`` limits connections without a complete request head.
     """
 
     in_all: int = 4096
@@ -61,7 +61,7 @@ class ConnectionLimits:
 
 
 class Connection(asyncio.Protocol):
-    """One client's connection: passes everything on to ``inner``, which serves it."""
+    """A client's connection: forwards all events to ``inner``, the protocol that serves it."""
 
     def __init__(self, doors: Doors, sock: socket.socket, source: str) -> None:
         self.source = source
@@ -72,21 +72,21 @@ class Connection(asyncio.Protocol):
         self._inner: asyncio.Protocol = asyncio.Protocol()
 
     def spoke(self) -> None:
-        """A whole request head has come: the connection may stay."""
+        """Mark that a complete request head has arrived, so the connection is no longer silent."""
         self._doors.spoke(self)
 
     def abort(self) -> None:
-        """End it now, in whatever state it is."""
+        """Close the connection now, in any state."""
         if self._transport is not None:
             self._transport.abort()
             return
         try:
-            # In the middle of a TLS handshake there is nothing else to hold on to: the handshake
-            # fails, and closes the socket.
+            # During a TLS handshake there is no transport yet: shutting down the socket makes the
+            # handshake fail, which closes it.
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError as error:
             if error.errno not in (errno.ENOTCONN, errno.EBADF):
-                raise  # Those two: it has ended by itself.
+                raise  # With these two errors the connection is already closed.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -112,18 +112,18 @@ class Connection(asyncio.Protocol):
 
 
 def heard(request: web.Request) -> None:
-    """A whole request head has come over a connection, which may stay. For the middleware of an
-    application; behind another server than :class:`Doors` this does nothing."""
+    """Mark a request's connection as no longer silent. For an application's middleware; without
+    effect behind a server other than :class:`Doors`."""
     connection = request.transport.get_protocol() if request.transport is not None else None
     if isinstance(connection, Connection):
         connection.spoke()
 
 
 class Doors:
-    """Accepts connections at listening sockets, within ``limits``.
+    """Accepts connections on listening sockets, within ``limits``.
 
-    ``serve`` makes the protocol that serves a connection once it is established. From being
-    accepted to the end of its first request head a connection has ``head_seconds``.
+    ``serve`` creates the protocol of an established connection. The first request head must be
+    complete ``head_seconds`` after the connection is accepted.
     """
 
     def __init__(
@@ -143,21 +143,21 @@ class Doors:
         self._open: set[Connection] = set()
         self._per_source: Counter[str] = Counter()
         self._silent: dict[str, dict[Connection, None]] = {}
-        """By source, the oldest first."""
+        """Silent connections by source, oldest first."""
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._unserved: Counter[Unserved] = Counter()
-        self._told_at = float("-inf")
+        self._logged_at = float("-inf")
 
     @property
     def sockets(self) -> list[socket.socket]:
-        """Where connections are accepted."""
+        """The listening sockets."""
         return self._listeners
 
     async def open(self, host: str | None, port: int) -> None:
         """Listen. Raises OSError if the address is taken."""
         loop = asyncio.get_running_loop()
-        # asyncio knows which addresses a host has; it does not know of limits.
+        # asyncio resolves and binds the addresses; the sockets are then used with limits here.
         bound = await loop.create_server(asyncio.Protocol, host, port, start_serving=False)
         self._listeners = [each.dup() for each in bound.sockets]
         bound.close()
@@ -171,7 +171,7 @@ class Doors:
             raise
 
     async def close(self) -> None:
-        """Accept no more, and end what has not been served."""
+        """Stop accepting, and close silent connections."""
         tasks = [*self._tasks]
         for task in tasks:
             task.cancel()
@@ -184,7 +184,7 @@ class Doors:
                 self.gone(connection)
                 connection.abort()
 
-    # --- one connection's way ---------------------------------------------------------------
+    # --- lifecycle of a connection ----------------------------------------------------------
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -192,13 +192,13 @@ class Doors:
             try:
                 sock, address = await loop.sock_accept(listener)
             except OSError as error:
-                exhausted = error.errno in _EXHAUSTED  # Else it is a client that has gone already.
+                exhausted = error.errno in _EXHAUSTED  # Else the client disconnected already.
                 if exhausted:
-                    log.error("no connection can be accepted: %s", error)
+                    log.error("cannot accept connections: %s", error)
                 await asyncio.sleep(EXHAUSTED_SECONDS if exhausted else 0.0)
                 continue
             self._admit(sock, address[0])
-            # Accepting does not wait while there is somebody to accept; others have turns too.
+            # sock_accept does not yield while clients are queued: let other tasks run.
             await asyncio.sleep(0)
 
     def _admit(self, sock: socket.socket, source: str) -> None:
@@ -225,7 +225,7 @@ class Doors:
         )
 
     def _oldest_silent(self, source: str) -> Connection | None:
-        """Whose place a new connection of ``source`` may take."""
+        """The connection to close in favour of a new one from ``source``, if any."""
         if self._per_source[source] >= self._limits.per_source:
             crowd = self._silent.get(source, {})
         else:
@@ -238,11 +238,11 @@ class Doors:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: connection, sock, ssl=self._tls, ssl_handshake_timeout=timeout
             )
-        except OSError as error:  # TLS errors and its timeout are such, too.
-            # The frames would keep 50 KiB, in a circle, until the garbage collector comes by.
+        except OSError as error:  # Includes TLS errors and the handshake's timeout.
+            # The traceback's reference cycle would keep 50 KiB until the next garbage collection.
             error.__traceback__ = None
             if connection in self._open:
-                log.debug("no TLS with %s: %s", connection.source, error)
+                log.debug("TLS handshake with %s failed: %s", connection.source, error)
                 self.gone(connection)
                 self._count("handshake", connection.source)
 
@@ -252,7 +252,7 @@ class Doors:
         self._count(why, connection.source)
 
     def spoke(self, connection: Connection) -> None:
-        """It is not silent any more."""
+        """Remove a connection from the silent ones."""
         if connection.timer is not None:
             connection.timer.cancel()
         silent = self._silent.get(connection.source, {})
@@ -261,7 +261,7 @@ class Doors:
             self._silent.pop(connection.source, None)
 
     def gone(self, connection: Connection) -> None:
-        """It has ended, or is about to."""
+        """Remove a connection that has closed or is being closed."""
         if connection not in self._open:
             return
         self.spoke(connection)
@@ -270,21 +270,21 @@ class Doors:
         if not self._per_source[connection.source]:
             del self._per_source[connection.source]
 
-    # --- what is told -------------------------------------------------------------------------
+    # --- log and metrics ----------------------------------------------------------------------
 
     def _count(self, why: Unserved, source: str) -> None:
         if self._on_unserved is not None:
             self._on_unserved(why)
         self._unserved[why] += 1
         now = time.monotonic()
-        if now - self._told_at < TELL_SECONDS:
+        if now - self._logged_at < LOG_SECONDS:
             return
-        self._told_at = now
-        told = ", ".join(f"{count} {_WORDS[why]}" for why, count in self._unserved.items())
-        log.warning("connections that were not served: %s; the last one from %s", told, source)
+        self._logged_at = now
+        counts = ", ".join(f"{count} {_WORDS[why]}" for why, count in self._unserved.items())
+        log.warning("connections not served: %s; the last one from %s", counts, source)
         self._unserved.clear()
 
     def _keep(self, task: asyncio.Task[None]) -> None:
-        """The event loop itself does not hold on to tasks."""
+        """Keep a reference to a task; the event loop holds only weak ones."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

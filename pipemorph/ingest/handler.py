@@ -1,15 +1,15 @@
-"""The ingest protocol without a transport: an identified request in, status and body out.
+"""The ingest protocol without a transport: authenticated request in, status and body out.
 
-A report is checked (size, shape, job, attempt, sequence), given to the job's controller, and
-answered with the newest directive above what the agent has. A directive is persisted through
-the :class:`~pipemorph.ingest.interfaces.JobStore` *before* anybody sees it, so that a version, once
-served, is never given to another plan.
+A report is validated (size, schema, job, attempt, sequence), passed to the job's controller, and
+answered with the newest directive above the agent's version. A directive is persisted through the
+:class:`~pipemorph.ingest.interfaces.JobStore` *before* it is served, so that a served version never
+names another plan.
 
 ====== ===============================================================
 status meaning
 ====== ===============================================================
 200    a :class:`~pipemorph.wire.DirectiveEnvelope`
-400    not JSON, or a query that cannot be read
+400    not JSON, or an invalid query
 401    no or wrong token
 403    the token, the report or its attempt belongs to another job
 404    no such job, or no such path
@@ -19,7 +19,7 @@ status meaning
 429    more reports or polls than the limits allow
 ====== ===============================================================
 
-Every refusal is one line of JSON: ``{"error": "...", "field": "links[0].wire.p50"}``.
+Every error is one line of JSON: ``{"error": "...", "field": "links[0].wire.p50"}``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ log = logging.getLogger("pipemorph.ingest")
 
 
 class Reply(NamedTuple):
-    """What to answer: HTTP status, JSON body, extra headers, and whether the connection ends."""
+    """A response: HTTP status, JSON body, extra headers, and whether to close the connection."""
 
     status: int
     body: bytes
@@ -81,10 +81,10 @@ _NO_NEWS = Reply(200, DirectiveEnvelope().model_dump_json().encode())
 
 @dataclass(frozen=True)
 class Limits:
-    """What one job may ask of the ingest.
+    """Rate limits of one job.
 
-    An agent sends a report every ~50 ms at most; twice that leaves room for a burst after
-    a reconnect. One agent holds one long poll; a few more are retries not yet noticed.
+    An agent sends a report every ~50 ms at most; twice that rate allows a burst after a reconnect.
+    An agent has one long poll; a few more may be left over from retries.
     """
 
     reports_per_second: float = 40.0
@@ -95,7 +95,7 @@ class Limits:
 
 @dataclass
 class _Seat:
-    """What the ingest keeps per job: the directive that may be served, and who waits for it."""
+    """State of the ingest per job: the directive to serve, rate limits and waiting polls."""
 
     served: Directive | None
     tokens: float
@@ -125,11 +125,11 @@ class _Seat:
 
 
 class IngestHandler:
-    """Decides every answer of the ingest. One event loop; no locks but its own.
+    """Answers all requests of the ingest. For use in one event loop.
 
-    ``planner`` makes the controllers' decisions; a report is answered without waiting for it, and
-    what comes of it goes to the polls and the next report. ``clock`` is the wall
-    clock given to controllers; ``monotonic`` times rate limits.
+    ``planner`` makes the controllers' decisions. Reports are answered without waiting for it; polls
+    and the next report return the result. ``clock``: wall clock for controllers; ``monotonic``:
+    clock of the rate limits.
     """
 
     def __init__(
@@ -151,10 +151,10 @@ class IngestHandler:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def report(self, namespace: str, name: str, body: bytes) -> Reply:
-        """Answer to ``POST …/reports``. Never raises on account of ``body``."""
+        """Answer ``POST …/reports``. An invalid ``body`` gives an error reply, not an exception."""
         if len(body) > MAX_REPORT_BYTES:
             return Reply.error(
-                413, f"the report is {len(body)} bytes; at most {MAX_REPORT_BYTES} are taken"
+                413, f"the report has {len(body)} bytes; expected at most {MAX_REPORT_BYTES}"
             )
         job = self._store.lookup(namespace, name)
         if job is None:
@@ -170,7 +170,7 @@ class IngestHandler:
         if (parsed.namespace, parsed.job) != (namespace, name):
             return Reply.error(
                 403,
-                f"the report is of {parsed.namespace}/{parsed.job}; this is {namespace}/{name}",
+                f"the report is for job {parsed.namespace}/{parsed.job}, not {namespace}/{name}",
                 field="job",
             )
         try:
@@ -188,7 +188,7 @@ class IngestHandler:
     async def poll(
         self, namespace: str, name: str, *, attempt: str, after: str, wait: str
     ) -> Reply:
-        """Answer to ``GET …/directive``, as soon as there is one or ``wait`` is over."""
+        """Answer ``GET …/directive`` as soon as a directive exists or ``wait`` has passed."""
         job = self._store.lookup(namespace, name)
         if job is None:
             return Reply.error(404, f"there is no job {namespace}/{name} here")
@@ -196,7 +196,7 @@ class IngestHandler:
         for key, text in (("attempt", attempt), ("after", after)):
             if not (text.isascii() and text.isdigit() and len(text) <= 16):
                 return Reply.error(
-                    400, f"{key} is {text[:40]!r}; expected a whole number", field=key
+                    400, f"{key} is {text[:40]!r}; expected an integer of 0 or more", field=key
                 )
             numbers[key] = int(text)
         try:
@@ -226,15 +226,16 @@ class IngestHandler:
         if wanted_attempt != job.attempt:
             return Reply.error(
                 403,
-                f"attempt {wanted_attempt} is not {job.attempt}, the one in progress",
+                f"attempt {wanted_attempt} is not the attempt in progress, {job.attempt}",
                 field="attempt",
             )
         return Reply.envelope(seat.above(after_version))
 
     async def tick(self, namespace: str, name: str) -> None:
-        """Let time pass for a job that may have gone quiet, and publish what follows.
+        """Run a job's timers, and publish a directive that results.
 
-        For a host's timer, about once a second. Also retries a directive whose persist failed.
+        The host calls this about once a second, also for jobs that do not report. Also retries a
+        directive that could not be persisted.
         """
         job = self._store.lookup(namespace, name)
         if job is not None:
@@ -244,7 +245,7 @@ class IngestHandler:
             await self._publish(namespace, name, job, seat)
 
     def close(self) -> None:
-        """Answer every waiting poll now, and let later ones not wait. Plans no more."""
+        """Stop planning, and answer waiting and later polls at once."""
         self._closing = True
         for task in self._tasks:
             task.cancel()
@@ -254,13 +255,13 @@ class IngestHandler:
     def _seat(self, job: ControlledJob) -> _Seat:
         seat = self._seats.get(job)
         if seat is None:
-            # A directive that is there before the first report came from a persisted snapshot.
+            # A directive that exists before the first report comes from a persisted snapshot.
             seat = _Seat(job.directive(), float(self._limits.burst), self._monotonic())
             self._seats[job] = seat
         return seat
 
     def _plan(self, namespace: str, name: str, job: ControlledJob, seat: _Seat) -> None:
-        """Have a decision made that the job waits for, one at a time."""
+        """Start the planner if the job waits for a decision; one decision at a time."""
         if job.replan is None or seat.planning or self._closing:
             return
         seat.planning = True
@@ -274,7 +275,7 @@ class IngestHandler:
         try:
             proposal = await self._planner(asked)
         except (PlannerLost, OSError) as error:
-            # The next report or tick asks again.
+            # The next report or tick retries.
             log.error("%s/%s: %s", namespace, name, error)
             return
         finally:
@@ -284,7 +285,7 @@ class IngestHandler:
             await self._publish(namespace, name, job, seat)
 
     async def _publish(self, namespace: str, name: str, job: ControlledJob, seat: _Seat) -> None:
-        """Persist the job's newest directive, then let it be served."""
+        """Persist the job's newest directive, then serve it to waiting polls."""
         if not _is_news(job, seat):
             return
         async with seat.publishing:
@@ -296,7 +297,7 @@ class IngestHandler:
                     raise
                 except Exception as error:  # noqa: BLE001 - whatever the host's storage raises
                     log.error(
-                        "%s/%s: plan v%d is held back, it could not be persisted: %s",
+                        "%s/%s: plan v%d could not be persisted; retrying before serving it: %s",
                         namespace, name, job.plan_version, error,
                     )  # fmt: skip
                     return
@@ -315,14 +316,14 @@ class IngestHandler:
 def _is_news(job: ControlledJob, seat: _Seat) -> bool:
     directive = job.directive()
     if directive is None:
-        # A new attempt starts from the plan of the spec: nothing to serve, nothing to persist.
+        # A new attempt starts with the initial plan: nothing to serve or persist.
         seat.served = None
         return False
     return seat.served is None or seat.served.plan_version != directive.plan_version
 
 
 def parse_report(body: bytes) -> LinkHealthReport | Reply:
-    """The report in ``body``, or the refusal to answer: 400 not JSON, 422 not a report."""
+    """Parse a report; an error reply (400 not JSON, 422 not a report) if it is invalid."""
     try:
         return LinkHealthReport.model_validate_json(body)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""What a host plugs into the ingest: who may speak for a job, and where its state lives."""
+"""Interfaces that a host implements for the ingest: authentication and storage of jobs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pipemorph.wire import Directive, LinkHealthReport
 
 @dataclass(frozen=True)
 class Identity:
-    """Who is speaking, once believed. ``subject`` is for the log, never a secret."""
+    """An authenticated caller. ``subject``: its name for logs, never a secret."""
 
     subject: str
 
 
 class Refused(Exception):
-    """A caller is turned away: 401 (not known), 403 (known, but not for this job) or 429 (too many
-    to say)."""
+    """A caller is rejected: 401 (not authenticated), 403 (not authorized for this job) or 429 (too
+    many callers to check)."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -29,17 +29,16 @@ class Refused(Exception):
 
 
 class Authenticator(Protocol):
-    """Decides whether a bearer token may speak for a job."""
+    """Checks whether a bearer token is authorized for a job."""
 
     async def authenticate(
         self, token: str, namespace: str, job: str, source: str = ""
     ) -> Identity:
-        """Identity of the caller, who comes from the address ``source``. Raises
-        :class:`Refused`."""
+        """Identity of the caller. ``source``: its address. Raises :class:`Refused`."""
 
 
 class ControlledJob(Protocol):
-    """What the ingest needs of :class:`pipemorph.control.JobController`."""
+    """The methods of :class:`pipemorph.control.JobController` that the ingest uses."""
 
     @property
     def attempt(self) -> int: ...
@@ -62,18 +61,18 @@ class ControlledJob(Protocol):
 
 
 class JobStore(Protocol):
-    """Where the jobs of a host are found, and how their plan version outlives it."""
+    """Finds the jobs of a host, and persists their plan versions across restarts."""
 
     def lookup(self, namespace: str, job: str) -> ControlledJob | None:
-        """The job's controller, or None if there is no such job here."""
+        """The job's controller; None if the host has no such job."""
 
     async def persist(self, namespace: str, job: str, snapshot: Mapping[str, Any]) -> None:
-        """Make a snapshot durable. A new directive is served only after this returns; if it
-        raises, the directive is held back and persisted again at the next report or tick."""
+        """Make a snapshot durable. A new directive is served only after this returns; if it raises,
+        the ingest retries at the next report or tick."""
 
 
 class BearerAuthenticator:
-    """One token for one host: what ``pipemorph run`` gives its ranks. Constant-time compare."""
+    """Accepts one token, which ``pipemorph run`` gives its ranks. Compares in constant time."""
 
     def __init__(self, token: str) -> None:
         if not token:
@@ -84,13 +83,13 @@ class BearerAuthenticator:
         self, token: str, namespace: str, job: str, source: str = ""
     ) -> Identity:
         if not hmac.compare_digest(token.encode("utf-8", "surrogatepass"), self._token):
-            raise Refused(401, "the bearer token is not the one of this run")
+            raise Refused(401, "the bearer token is not this run's token")
         return Identity("run-token")
 
 
 class MemoryStore:
-    """Jobs of one process. A snapshot need not outlive it: when ``pipemorph run`` ends, so
-    do its ranks. ``on_persist`` hears of every new directive before it is served."""
+    """Keeps jobs in memory. Snapshots need no persistence: the ranks of ``pipemorph run`` end with
+    it. ``on_persist`` is called with every new directive before it is served."""
 
     def __init__(
         self, on_persist: Callable[[str, str, Mapping[str, Any]], None] | None = None

@@ -1,7 +1,7 @@
-"""Who plans for a host: processes of their own, so that nobody else waits for a plan.
+"""Runs the planner in worker processes, so that plans do not block the event loop.
 
-A decision takes up to a thousand times what a report takes, and in Python a thread that
-computes holds up the event loop as the loop itself would.
+A decision takes up to a thousand times as long as a report, and a Python thread that computes
+blocks the event loop just as the loop's own code would.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from pipemorph.planning import Schedule
 log = logging.getLogger("pipemorph.ingest")
 
 Planner = Callable[[Replan], Awaitable[Proposal]]
-"""Makes a proposal. Raises :class:`PlannerLost` if it should be asked again."""
+"""Makes a proposal. Raises :class:`PlannerLost` if the caller should retry."""
 
 PROCESSES = 2
-"""One large job must not hold up all others."""
+"""More than one, so that one large job does not delay all others."""
 LIMIT_SECONDS = 60.0
-"""A plan that takes longer than this is one for a network that has changed since."""
+"""Time limit of a plan: after this the network has probably changed."""
 
 
 class PlannerLost(Exception):
-    """There is no answer: the process that was at it ended, or took too long."""
+    """The worker process died or exceeded its time limit."""
 
 
 async def plan_here(asked: Replan) -> Proposal:
-    """A :data:`Planner` for a host of one job, which has nobody to hold up."""
+    """A :data:`Planner` that plans in this process, for a host of one job."""
     return _proposal(answer(propose, asked))
 
 
@@ -48,11 +48,10 @@ def _proposal(found: Proposal | Exception) -> Proposal:
 
 
 class ProcessPlanner:
-    """A :data:`Planner` over up to ``processes`` worker processes, started when first needed
-    or by :meth:`warm_up`.
+    """A :data:`Planner` with up to ``processes`` worker processes, started when first needed or by
+    :meth:`warm_up`.
 
-    Requests wait their turn, first come, first served. Close it when done; a worker whose
-    host dies without closing ends by itself.
+    Requests are served in order. Close it when done; workers exit by themselves if their host dies.
     """
 
     def __init__(self, processes: int = PROCESSES, *, limit_seconds: float = LIMIT_SECONDS) -> None:
@@ -64,7 +63,7 @@ class ProcessPlanner:
 
     @property
     def running(self) -> list[asyncio.subprocess.Process]:
-        """The processes there are now."""
+        """The current worker processes."""
         return [*self._busy, *self._idle]
 
     async def __call__(self, asked: Replan) -> Proposal:
@@ -74,9 +73,9 @@ class ProcessPlanner:
             return _proposal(TimeoutError(f"it took longer than {self._limit:g} s"))
 
     async def first_plan(self, spec: JobSpec, *, wanted: bool = True) -> Schedule | None:
-        """The schedule that a job begins with; None if it is not ``wanted`` but only whether there
-        is one. Raises :class:`~pipemorph.errors.InputError` if the spec allows none, and
-        :class:`PlannerLost` if it should be asked again."""
+        """A job's initial schedule; None if not ``wanted``, to check only that one exists. Raises
+        :class:`~pipemorph.errors.InputError` if the spec allows none, and :class:`PlannerLost` if
+        the caller should retry."""
         rules = planning_rules(spec)
         make: Callable[[JobSpec], Schedule | None] = schedule_for_others
         try:
@@ -88,7 +87,7 @@ class ProcessPlanner:
         return found
 
     async def _answer(self, function: Callable[[Asked], Found], asked: Asked) -> Found | InputError:
-        """Raises TimeoutError, :class:`PlannerLost`."""
+        """Let a worker answer. Raises TimeoutError, :class:`PlannerLost`."""
         async with self._turns:
             process = self._idle.pop() if self._idle else await self._start()
             self._busy.add(process)
@@ -100,9 +99,9 @@ class ProcessPlanner:
                 raise
             except (OSError, asyncio.IncompleteReadError):
                 await self._end(process)
-                raise PlannerLost(f"the planner ended ({process.returncode})") from None
+                raise PlannerLost(f"the planner exited ({process.returncode})") from None
             except BaseException:
-                # Half a question is in the pipe: of no more use.
+                # The pipe may contain half a request, so the worker is unusable.
                 await self._end(process)
                 raise
             self._busy.discard(process)
@@ -110,13 +109,13 @@ class ProcessPlanner:
             return found
 
     async def warm_up(self) -> None:
-        """Start the processes before they are needed: that takes a second, and the first decision
-        is one that somebody waits for."""
+        """Start the processes now, which takes a second, so that the first decision is not
+        delayed."""
         missing = self._processes - len(self.running)
         self._idle += await asyncio.gather(*(self._start() for _ in range(missing)))
 
     async def close(self) -> None:
-        """End the processes. What waits for them is lost."""
+        """Kill the processes. Requests in progress fail."""
         for process in self.running:
             await self._end(process)
         self._idle.clear()
@@ -134,7 +133,7 @@ class ProcessPlanner:
     async def _end(self, process: asyncio.subprocess.Process) -> None:
         self._busy.discard(process)
         if process.returncode is None:
-            # Not process.kill(): it takes the status of one that has ended from whoever waits.
+            # Not process.kill(): it polls, and could reap the exit status that asyncio waits for.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
         await process.wait()

@@ -1,8 +1,8 @@
-"""``python -m pipemorph.ingest.planner_worker``: plans for a host that has no time to.
+"""``python -m pipemorph.ingest.planner_worker``: a worker process of the planner pool.
 
-Reads pickled pairs of a function and its argument from standard input, writes what each returns to
-standard output, every message after its length in 8 bytes, and ends when its input does. Both ends
-are one program of one version, joined by a pipe.
+Reads pickled pairs of a function and its argument from standard input and writes the pickled
+results to standard output, each preceded by its length in 8 bytes. Exits at the end of its input.
+Host and worker are the same version of the same program, connected by a pipe.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def answer(function: Callable[[Asked], Found], asked: Asked) -> Found | InputErr
 
 
 def serve(questions: BinaryIO, answers: BinaryIO) -> None:
-    """Answer until there is nothing more to read."""
+    """Answer requests until the end of input."""
     while len(header := questions.read(HEADER_BYTES)) == HEADER_BYTES:
         function, asked = pickle.loads(questions.read(int.from_bytes(header, "big")))
         answers.write(frame(answer(function, asked)))
@@ -56,7 +56,7 @@ def main() -> None:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
-    # The host ends us by closing the pipe, also when it is interrupted.
+    # Ignore interrupts: the host stops the worker by closing the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     serve(sys.stdin.buffer, sys.stdout.buffer)
 

@@ -198,7 +198,7 @@ def test_a_report_is_answered_with_an_envelope() -> None:
         (body(attempt=1), 403, "attempt", "attempt 1 is not 0"),
         (body(job="other"), 403, "job", "default/other"),
         (body(namespace="other"), 403, "job", "other/gpt"),
-        (b" " * (MAX_REPORT_BYTES + 1), 413, None, "over 65536 bytes"),
+        (b" " * (MAX_REPORT_BYTES + 1), 413, None, "larger than 65536 bytes"),
     ],
 )
 def test_a_bad_report_is_one_line_that_names_the_field(

@@ -143,7 +143,7 @@ class Held:
     async def __call__(self, asked: Replan) -> Proposal:
         self.asked.append(asked)
         if self.lost:
-            raise PlannerLost("the planner ended (-9)")
+            raise PlannerLost("the planner exited (-9)")
         await self.go.wait()
         return propose(asked)
 
@@ -290,7 +290,7 @@ def test_a_process_that_dies_is_replaced() -> None:
         await planner(asked)
         assert planner.running == [process], "the one that is warm is used"
         process.kill()
-        with pytest.raises(PlannerLost, match=r"ended \(-9\)"):
+        with pytest.raises(PlannerLost, match=r"exited \(-9\)"):
             await planner(asked)
         assert (await planner(asked)).chosen is not None
         (other,) = planner.running
