@@ -1,1 +1,1 @@
-"""What this host or pod has for a job: RDMA devices and their health, memory limits, GPUs."""
+"""Inspects this host or pod: RDMA devices and their health, memory limits, NUMA nodes."""

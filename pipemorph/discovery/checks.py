@@ -1,4 +1,4 @@
-"""What `pipemorph doctor` says: one line per thing, with a verdict and what to do about it."""
+"""The checks of `pipemorph doctor`: each has a finding, a verdict and advice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipemorph.discovery.verbs import Verbs
 Need = Literal["engine", "gpu", "rdma"]
 NEEDS: tuple[Need, ...] = ("engine", "gpu", "rdma")
 Verdict = Literal["ok", "warning", "missing", "absent", "unavailable"]
-"""``missing`` is what is absent and was required; ``unavailable`` cannot be seen from here."""
+"""``missing``: absent but required; ``unavailable``: cannot be determined here."""
 UNAVAILABLE = "unavailable"
 LEAST_SHARED_MEMORY = 1 << 30
 GIB, MIB = 1 << 30, 1 << 20
@@ -30,7 +30,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything the checks look at. ``trainer`` is None where the trainer cannot be asked."""
+    """The input of the checks. ``trainer`` is None if the trainer cannot be queried."""
 
     devices: list[Device] | None
     verbs: Verbs
@@ -47,7 +47,7 @@ class Facts:
 
 
 def checks(facts: Facts, required: frozenset[Need] = frozenset()) -> list[Check]:
-    """All lines, those about RDMA first."""
+    """Run all checks, those of RDMA first."""
     rdma = "rdma" in required
     lacking: Verdict = "missing" if rdma else "absent"
     return [
@@ -69,8 +69,8 @@ def _devices(found: list[Device] | None, lacking: Verdict, rdma: bool) -> Iterat
             "RDMA devices",
             f"none: {what}",
             lacking,
-            "links run over TCP or shared memory; for RDMA load the NIC's driver, in a pod ask"
-            " for the device plugin's resource (placement.rdma.resourceName)",
+            "links use TCP or shared memory; for RDMA load the NIC's driver, or in a pod request"
+            " the device plugin's resource (placement.rdma.resourceName)",
         )
         return
     cards = {device.pci or device.name for device in found}
@@ -80,10 +80,10 @@ def _devices(found: list[Device] | None, lacking: Verdict, rdma: bool) -> Iterat
         "RDMA devices",
         f"{names}; {len(usable)} usable ports on {len(cards)} cards",
         "ok" if usable else lacking,
-        "" if usable else "no port is active with a routable RoCE v2 GID: see the lines below",
+        "" if usable else "no port is active with a routable RoCE v2 GID; see the lines below",
     )
     for port in ports(found):
-        # One good port is enough for a job; the others are worth a word.
+        # One usable port is enough for a job; problems of the others are warnings.
         yield from _port(port, "warning" if usable or not rdma else "missing")
 
 
@@ -129,7 +129,7 @@ def _counters(port: Port) -> Check:
             name,
             UNAVAILABLE,
             "unavailable",
-            "health is judged by in-band measurements alone; pods often do not see counters",
+            "health then depends on in-band measurements only; pods often cannot read counters",
         )
     said = ", ".join(f"{counter} {n}" for counter, n in read.items() if n) or "all 0"
     unread = [counter for counter, n in port.counters.items() if n is None]
@@ -155,7 +155,7 @@ def _access(facts: Facts, lacking: Verdict) -> Iterator[Check]:
             "verbs devices",
             "none in /dev/infiniband",
             lacking,
-            "load ib_uverbs; in a pod ask for the device plugin's resource",
+            "load ib_uverbs; in a pod request the device plugin's resource",
         )
     verbs = facts.verbs
     yield Check(
@@ -168,7 +168,7 @@ def _access(facts: Facts, lacking: Verdict) -> Iterator[Check]:
         "pyverbs",
         "can be imported" if verbs.pyverbs else f"cannot be imported: {verbs.pyverbs_error}",
         "ok" if verbs.pyverbs else "absent",
-        "" if verbs.pyverbs else "only the MTU is not shown without it (Debian: python3-pyverbs)",
+        "" if verbs.pyverbs else "needed only to show the MTU (Debian: python3-pyverbs)",
     )
 
 
@@ -181,9 +181,9 @@ def _locked_memory(facts: Facts, lacking: Verdict) -> Check:
         "locked memory",
         found,
         lacking,
-        f"RDMA registers memory, {size(host.LEAST_LOCKED_BYTES)} or more: raise `ulimit -l`, or"
+        f"RDMA locks {size(host.LEAST_LOCKED_BYTES)} of memory or more: raise `ulimit -l`, or"
         " LimitMEMLOCK of the container runtime (Kubernetes has no field for it, and IPC_LOCK"
-        " does nothing for a user other than root)",
+        " has no effect for users other than root)",
     )
 
 
@@ -199,7 +199,7 @@ def _huge_pages(facts: Facts) -> Check:
         "huge pages",
         "; ".join(said) or "none",
         "ok" if fine else "warning",
-        "" if fine else "slots take small pages: set transparent_hugepage/enabled to madvise",
+        "" if fine else "slots use small pages: set transparent_hugepage/enabled to madvise",
     )
 
 
@@ -218,20 +218,20 @@ def _shared_memory(found: tuple[int, int] | None) -> Check:
 
 def _numa(found: Placement | None) -> Iterator[Check]:
     if found is None or len(found.nodes) < 2:
-        # Everything is near, or nothing can be said.
+        # One node, or unknown topology: nothing to check.
         return
     own = ", ".join(map(str, sorted(found.own_nodes)))
     yield Check("NUMA nodes", f"{len(found.nodes)}; this process may run on {own}", "ok")
     for device, node in found.devices.items():
         name = f"NUMA node of {device}"
         if node is None:
-            yield Check(name, "not known: the firmware does not say", "unavailable")
+            yield Check(name, "unknown: the firmware does not report it", "unavailable")
         elif found.far_from(node):
             yield Check(
                 name,
-                f"{node}, where this process may not run or take memory",
+                f"{node}, where this process may not run or allocate memory",
                 "warning",
-                "every byte crosses between the nodes: start it there (`numactl --cpunodebind"
+                "all data crosses between NUMA nodes: start it there (`numactl --cpunodebind"
                 f"={node} --membind={node}`); in Kubernetes set the kubelet's topologyManagerPolicy"
                 " to best-effort or single-numa-node, with cpuManagerPolicy static",
             )
@@ -251,7 +251,7 @@ def _trainer(facts: Facts, required: frozenset[Need]) -> Iterator[Check]:
 
     trainer = facts.trainer
     if trainer is None:
-        why = f"cannot be asked: {facts.trainer_error}"
+        why = f"cannot be queried: {facts.trainer_error}"
         advice = "install pipemorph[trainer]"
         yield Check("transfer engine", why, lacking("engine"), advice)
         yield Check("GPUs", why, lacking("gpu"), advice)
@@ -267,7 +267,7 @@ def _trainer(facts: Facts, required: frozenset[Need]) -> Iterator[Check]:
         "GPUs",
         ", ".join(gpus) or f"torch {trainer['torch']} sees none",
         "ok" if gpus else lacking("gpu"),
-        "" if gpus else "stages run on the CPU; in a pod ask for nvidia.com/gpu",
+        "" if gpus else "stages run on the CPU; in a pod request nvidia.com/gpu",
     )
 
 

@@ -1,4 +1,4 @@
-"""Limits and facilities of this host or pod that a job's links depend on."""
+"""Limits and features of this host or pod that a job's links need."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LEAST_LOCKED_BYTES = 1 << 30
-"""Registered buffers of a stage; a usual default of 64 KiB to 8 MiB is far below."""
+"""Locked memory for the registered buffers of a stage; usual limits are 64 KiB to 8 MiB."""
 UNLIMITED = resource.RLIM_INFINITY
 _CAP_IPC_LOCK = 14
 
@@ -17,12 +17,12 @@ MODULES = (
     *("mlx5_ib", "mlx4_ib", "irdma", "bnxt_re", "efa", "erdma", "hns_roce", "rdma_rxe", "siw"),
     *("nvidia", "nvidia_peermem", "gdrdrv"),
 )
-"""Kernel modules that are looked for: the RDMA core, its drivers, and what joins GPUs to it."""
+"""Kernel modules to look for: the RDMA core, its drivers, and those for GPUDirect."""
 
 
 def memory_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """What processes here may use: the host's memory, or less where the control group (version 2,
-    whose own folder a pod sees there) has a limit."""
+    """Memory that processes may use: the host's, or the limit of the control group (version 2; a
+    pod sees its own group at this path)."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         limit = (cgroup / "memory.max").read_text().strip()
@@ -32,7 +32,7 @@ def memory_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def locked_limit() -> int:
-    """Bytes this process may lock; :data:`UNLIMITED` for no limit."""
+    """Bytes of memory this process may lock; :data:`UNLIMITED` for no limit."""
     return resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
 
 
@@ -58,7 +58,7 @@ class HugePages:
 
 
 def huge_pages(sysfs: Path = Path("/sys/kernel/mm/hugepages")) -> list[HugePages] | None:
-    """Explicit huge pages by size. None where the kernel does not show them."""
+    """Explicit huge pages by size. None if the kernel does not report them."""
     try:
         folders = sorted(sysfs.glob("hugepages-*kB"))
         if not folders:
@@ -78,7 +78,7 @@ def huge_pages(sysfs: Path = Path("/sys/kernel/mm/hugepages")) -> list[HugePages
 def transparent_huge_pages(
     path: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled"),
 ) -> str | None:
-    """``always``, ``madvise`` or ``never``; None where the kernel has none."""
+    """``always``, ``madvise`` or ``never``; None if the kernel does not support them."""
     try:
         text = path.read_text()
     except OSError:
@@ -88,7 +88,7 @@ def transparent_huge_pages(
 
 
 def shared_memory(path: Path = Path("/dev/shm")) -> tuple[int, int] | None:
-    """Size and free bytes of /dev/shm. None where it is not mounted."""
+    """Size and free bytes of /dev/shm. None if it is not mounted."""
     try:
         stat = os.statvfs(path)
     except OSError:
@@ -99,7 +99,7 @@ def shared_memory(path: Path = Path("/dev/shm")) -> tuple[int, int] | None:
 def loaded_modules(
     proc: Path = Path("/proc/modules"), sysfs: Path = Path("/sys/module")
 ) -> list[str] | None:
-    """Of :data:`MODULES` those that are loaded or built in. None where neither is shown."""
+    """The :data:`MODULES` that are loaded or built in. None if the kernel reports neither."""
     try:
         loaded = {line.split()[0] for line in proc.read_text().splitlines()}
     except OSError:
@@ -110,7 +110,7 @@ def loaded_modules(
 
 
 def verbs_devices(folder: Path = Path("/dev/infiniband")) -> list[tuple[str, bool]]:
-    """The character devices that verbs go through, and whether this process may open them."""
+    """The character devices of verbs, and whether this process may open them."""
     return [
         (path.name, os.access(path, os.R_OK | os.W_OK)) for path in sorted(folder.glob("uverbs*"))
     ]

@@ -1,4 +1,4 @@
-"""NUMA nodes: where devices are, and where this process may run and take memory.
+"""NUMA nodes of devices, and those where this process may run and allocate memory.
 
 Source: Documentation/ABI/stable/sysfs-devices-node and testing/sysfs-bus-pci of the Linux kernel.
 """
@@ -16,9 +16,9 @@ PCI = Path("/sys/bus/pci/devices")
 
 @dataclass(frozen=True)
 class Placement:
-    """``nodes``: processors of each node. ``processors`` and ``memory_nodes`` are those that this
-    process may use, the latter None where the kernel does not say. ``devices``: node of each RDMA
-    device and GPU by name, None where it is not known."""
+    """NUMA topology. ``nodes``: processors of each node. ``processors``, ``memory_nodes``: those
+    this process may use, the latter None if unknown. ``devices``: node of each RDMA device and GPU
+    by name, None if unknown."""
 
     nodes: Mapping[int, frozenset[int]]
     processors: frozenset[int]
@@ -31,7 +31,7 @@ class Placement:
         return frozenset(n for n, there in self.nodes.items() if there & self.processors)
 
     def far_from(self, node: int) -> bool:
-        """Whether this process can be nowhere near a node: no processor there, or no memory."""
+        """Whether this process may not run on a node, or not allocate memory there."""
         no_memory = self.memory_nodes is not None and node not in self.memory_nodes
         return node not in self.own_nodes or no_memory
 
@@ -43,7 +43,7 @@ def placement(
     status: Path = Path("/proc/self/status"),
     processors: frozenset[int] | None = None,
 ) -> Placement | None:
-    """What there is here. None where the kernel shows no nodes."""
+    """The NUMA topology of this host. None if the kernel reports no nodes."""
     found: dict[int, frozenset[int]] = {}
     for folder in nodes.glob("node[0-9]*"):
         number = folder.name.removeprefix("node")
@@ -60,14 +60,14 @@ def placement(
 
 
 def node_of(device: Path) -> int | None:
-    """Node of a device by its folder in sysfs. None where there is one node only, or the
-    firmware does not say."""
+    """NUMA node of a device, by its folder in sysfs. None if the host has one node only, or the
+    firmware does not report it."""
     text = _text(device / "numa_node")
     return int(text) if text is not None and text.isdecimal() else None
 
 
 def parse_list(text: str) -> frozenset[int]:
-    """``"0-2,8"`` → {0, 1, 2, 8}. Empty for what is not such a list."""
+    """``"0-2,8"`` → {0, 1, 2, 8}. Empty if the text is not such a list."""
     found: set[int] = set()
     for part in text.strip().split(","):
         first, dash, last = part.partition("-")

@@ -1,8 +1,8 @@
-"""RDMA devices, their ports, GIDs and counters, as the kernel shows them in sysfs.
+"""Reads RDMA devices, their ports, GIDs and counters from sysfs.
 
-sysfs, because it is there in every pod that sees a device; what only verbs know (the active MTU)
-comes from pyverbs where it can be imported. Whatever cannot be read is None and shown as
-"unavailable": never 0, which would read as healthy.
+Every pod with a device has sysfs; the active MTU, which it lacks, comes from pyverbs if that can be
+imported. Unreadable values are None and shown as "unavailable", never as 0, which would look
+healthy.
 
 Sources: Documentation/ABI/stable/sysfs-class-infiniband of the Linux kernel; for RoCE address
 types InfiniBand Architecture Specification, annexes A16 (RoCE) and A17 (RoCE v2).
@@ -30,7 +30,7 @@ COUNTERS = (
     # hw_counters/ of rxe
     *("completer_retry_err", "retry_exceeded_err", "send_err"),
 )
-"""Counters that tell of a sick link; which of them exist depends on the driver."""
+"""Counters that indicate link problems; which of them exist depends on the driver."""
 
 GidKind = Literal["routable", "link-local"]
 
@@ -43,7 +43,7 @@ class Gid:
     address: str
     """IPv6 notation; an IPv4 address of the interface reads ::ffff:a.b.c.d."""
     type: str | None
-    """``RoCE v2``, ``IB/RoCE v1``; None where sysfs does not say."""
+    """``RoCE v2``, ``IB/RoCE v1``; None if sysfs does not report it."""
     netdev: str | None
 
     @property
@@ -54,16 +54,16 @@ class Gid:
 
     @property
     def shown(self) -> str:
-        """The address as people write it: IPv4 where it is one."""
+        """The address in its usual notation, IPv4 if it is one."""
         address = ipaddress.IPv6Address(self.address)
         return str(address.ipv4_mapped or address)
 
     @property
     def rank(self) -> tuple[bool, bool, bool, bool, int]:
-        """Smaller is better: RoCE v2, with an interface, routable, IPv4, then by index.
+        """Sort key, best first: RoCE v2, with an interface, routable, IPv4, then by index.
 
-        The engine's order (``best_gid`` of csrc/verbs/gid.hpp), so that the first is the one a
-        job takes.
+        The same order as the engine's (``best_gid`` of csrc/verbs/gid.hpp), so that jobs use the
+        first.
         """
         return (
             self.type != "RoCE v2",
@@ -76,7 +76,7 @@ class Gid:
 
 @dataclass(frozen=True)
 class Port:
-    """One port of a device: what a rail is made of."""
+    """One port of a device, which a job may use as a rail."""
 
     device: str
     number: int
@@ -85,15 +85,15 @@ class Port:
     physical_state: str | None
     """LinkUp, Polling, Disabled, …"""
     rate: str | None
-    """As sysfs says it, for example ``100 Gb/sec (4X EDR)``."""
+    """In sysfs notation, for example ``100 Gb/sec (4X EDR)``."""
     link_layer: str | None
     """``Ethernet`` (RoCE) or ``InfiniBand``."""
     gids: tuple[Gid, ...]
-    """Best first: a job takes the first one, unless it names an index."""
+    """Best first: a job uses the first one, unless its spec names an index."""
     counters: dict[str, int | None] = field(hash=False)
-    """Of :data:`COUNTERS` those that the driver has; None where one cannot be read."""
+    """The :data:`COUNTERS` that the driver has; None if unreadable."""
     active_mtu: int | None = None
-    """Bytes; None where pyverbs cannot be asked."""
+    """Bytes; None without pyverbs."""
 
     @property
     def active(self) -> bool:
@@ -101,7 +101,7 @@ class Port:
 
     @property
     def usable(self) -> bool:
-        """Whether a job can use it as a rail: up, and reachable from another host."""
+        """Whether a job can use it as a rail: active, and reachable from other hosts."""
         if not self.active:
             return False
         if self.link_layer == "InfiniBand":
@@ -119,15 +119,15 @@ class Device:
 
     name: str
     pci: str | None
-    """PCI address; None for a software device. Two ports of one address are one card."""
+    """PCI address; None for a software device. Ports with the same address share a card."""
     firmware: str | None
     ports: tuple[Port, ...]
     numa_node: int | None = None
-    """None where it is not known: a software device, or a host with one node."""
+    """None if unknown: a software device, or a host with one node."""
 
 
 def devices(sysfs: Path = SYSFS) -> list[Device] | None:
-    """All devices, by name. None if the kernel has no InfiniBand at all."""
+    """All devices, sorted by name. None if the kernel has no InfiniBand support."""
     try:
         names = sorted(path.name for path in sysfs.iterdir())
     except OSError:
@@ -169,7 +169,7 @@ def _port(device: str, number: int, folder: Path) -> Port:
 
 
 def _gid(folder: Path, index: int) -> Gid | None:
-    """An entry that is in use; the table has a file for every entry it could hold."""
+    """A GID table entry; None if unused. sysfs has a file for every possible entry."""
     address = _text(folder / "gids" / str(index))
     try:
         parsed = ipaddress.IPv6Address(address or "::")
@@ -187,7 +187,7 @@ def _gid(folder: Path, index: int) -> Gid | None:
 
 
 def read_counters(port: Path) -> dict[str, int | None]:
-    """Of a port's folder: the counters that the driver has, None where one cannot be read."""
+    """The counters in a port's sysfs folder that the driver has; None if unreadable."""
     found: dict[str, int | None] = {}
     for name in COUNTERS:
         for group in ("counters", "hw_counters"):
@@ -207,7 +207,7 @@ def _numbers(folder: Path) -> list[int]:
 
 
 def _text(path: Path) -> str | None:
-    """A sysfs file's one line. None if it cannot be read, as an empty GID entry cannot."""
+    """The line of a sysfs file. None if unreadable, such as an empty GID entry."""
     try:
         return path.read_text(encoding="ascii", errors="replace").strip()
     except OSError:

@@ -1,8 +1,7 @@
-"""What only verbs know, through pyverbs and libibverbs where they are there.
+"""Checks for libibverbs and pyverbs, and reads the active MTUs, which only verbs report.
 
-pyverbs comes with the distribution's rdma-core (Debian: ``python3-pyverbs``); the sources on the
-package index have to be compiled against it. A virtual environment does not see it, so its folder
-is looked at, too.
+pyverbs is part of the distribution's rdma-core (Debian: ``python3-pyverbs``). Virtual environments
+do not include the distribution's packages, so its folder is searched too.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ DISTRIBUTION = Path("/usr/lib/python3/dist-packages")
 
 @dataclass(frozen=True)
 class Verbs:
-    """What was found of the user-space half of RDMA. A reason where something was not."""
+    """The user-space libraries of RDMA that were found, and why others were not."""
 
     library: bool
-    """libibverbs.so.1 can be loaded, which is what the engine needs."""
+    """Whether libibverbs.so.1, which the engine needs, can be loaded."""
     library_error: str | None
     pyverbs: bool
     pyverbs_error: str | None
@@ -49,7 +48,7 @@ def look(distribution: Path = DISTRIBUTION) -> Verbs:
 
 
 def with_mtus(devices: list[Device] | None, verbs: Verbs) -> list[Device] | None:
-    """The same devices, with the active MTU of each port that pyverbs knew."""
+    """The devices, with the active MTUs that pyverbs reported."""
     if devices is None:
         return None
     return [
@@ -65,14 +64,14 @@ def with_mtus(devices: list[Device] | None, verbs: Verbs) -> list[Device] | None
 
 
 def _pyverbs_device(distribution: Path) -> Any:
-    """:mod:`pyverbs.device`. Raises ImportError."""
+    """Import :mod:`pyverbs.device`. Raises ImportError."""
     try:
         return importlib.import_module("pyverbs.device")
     except ImportError:
         tag = sys.implementation.cache_tag
         if not any((distribution / "pyverbs").glob(f"device.{tag}*.so")):
             raise
-    # For this one import only: the folder holds much else, of other versions than ours.
+    # Only for this import: the folder has other packages, in other versions.
     sys.path.append(str(distribution))
     try:
         importlib.invalidate_caches()
@@ -82,7 +81,7 @@ def _pyverbs_device(distribution: Path) -> Any:
 
 
 def _mtus(module: Any) -> dict[tuple[str, int], int]:
-    """Active MTUs. Empty where the kernel has no InfiniBand: ``get_device_list`` raises then."""
+    """Active MTUs. Empty without InfiniBand support in the kernel (``get_device_list`` raises)."""
     error: type[Exception] = importlib.import_module("pyverbs.pyverbs_error").PyverbsError
     found: dict[tuple[str, int], int] = {}
     try:
@@ -90,7 +89,7 @@ def _mtus(module: Any) -> dict[tuple[str, int], int]:
             name = device.name.decode()
             with module.Context(name=name) as context:
                 for port in range(1, context.query_device().phys_port_cnt + 1):
-                    # IBV_MTU_256 is 1, and every further one is twice as large.
+                    # Enum value 1 is 256 bytes (IBV_MTU_256); each next value doubles it.
                     found[name, port] = 128 << int(context.query_port(port).active_mtu)
     except error:
         return found
