@@ -1,4 +1,4 @@
-"""The local host: runs a PipeMorphJob on one machine, with the control loop of a cluster."""
+"""The local host: runs a PipeMorphJob on one machine, with the same control loop as a cluster."""
 
 from pipemorph.local.host import run_job
 

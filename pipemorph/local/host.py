@@ -36,17 +36,17 @@ from pipemorph.manifest import check_module, load_job
 
 EXIT = {End.COMPLETED: 0, End.FAILED: 1, End.DEADLINE: 1, End.INTERRUPTED: 130}
 UNWRITTEN_STATUS = 1
-"""A completed job without its report, as on a full disk, is no success either."""
+"""Exit status of a completed job whose report could not be written, as on a full disk."""
 SUSPENDED_STATUS = 1
-"""Exit code 0 says that the job completed, and a suspended one has not."""
+"""Exit status of a suspended job: not 0, which means that the job completed."""
 
 
 def run_job(manifest: str, out: Path, *, force: bool = False, stream: TextIO = sys.stdout) -> int:
-    """Run the job of ``manifest`` and leave report, timeline and logs in ``out``.
+    """Run the job of ``manifest`` and write report, timeline and logs to ``out``.
 
-    Returns the exit status: 0 completed, 1 not, 130 interrupted. Raises
-    :class:`~pipemorph.errors.InputError` before anything is started or written, if the
-    manifest, its module or ``out`` cannot be used. Call it from the main thread.
+    Returns the exit status: 0 completed, 1 not completed, 130 interrupted. If the manifest, its
+    module or ``out`` is invalid, raises :class:`~pipemorph.errors.InputError` before anything is
+    started or written. Call it from the main thread.
     """
     job = load_job(manifest)
     check_module_for_ranks(job)
@@ -87,7 +87,7 @@ def run_job(manifest: str, out: Path, *, force: bool = False, stream: TextIO = s
 
 @dataclass
 class _Host:
-    """What the attempts of a run share."""
+    """State shared by the attempts of a run."""
 
     job: PipeMorphJob
     folder: OutFolder
@@ -106,7 +106,7 @@ class _Host:
         unavailable = template_env(self.job).unavailable
         if unavailable:
             self.progress.note(
-                f"not set, since their values come from a cluster: {', '.join(unavailable)}"
+                f"variables not set, as their values need a cluster: {', '.join(unavailable)}"
             )
 
     def attempt(self, run: RunRecord) -> Ending:
@@ -128,7 +128,7 @@ class _Host:
                 try:
                     self._start_ranks(ranks, number, private, port)
                 except OSError as error:
-                    started = f"only {len(ranks.ranks)} of the ranks could be started: {error}"
+                    started = f"only {len(ranks.ranks)} ranks could be started: {error}"
                     return record.end(Ending(End.FAILED, started), time.time())
                 ending = supervise(
                     ranks,
@@ -147,17 +147,18 @@ class _Host:
         return record.end(ending, time.time())
 
     def _all_done(self) -> Ending | None:
-        """How an attempt ended in which every rank finished, if that was too early."""
+        """A failure if all ranks finished before the last iteration; else None."""
         wanted = self.job.spec.trainer.iterations
         reported = [sample.index + 1 for sample in self.journal.iterations()[-1:]]
-        # What is reported may be lost with the agent; a script may not close its pipeline.
+        # Use both sources: the agent's last report may be lost, and rank 0 writes its count only
+        # if the script closes its pipeline.
         done = max([iterations_done(self.folder.trace), *reported])
         if done >= wanted:
             return None
         return Ending(
             End.FAILED,
             f"every rank finished after {done} of {wanted} iterations (spec.trainer.iterations); "
-            "let the script step that often, or lower the number",
+            "run that many steps in the script, or lower the number",
         )
 
     def may_restart(self, ending: Ending, run: RunRecord) -> bool:
@@ -200,7 +201,7 @@ class _Host:
 
 
 def _written(write: Callable[..., None], folder: OutFolder, *rest: Any) -> bool:
-    """Whether a result could be written; says so if not."""
+    """Write a result; False, with a message on stderr, if that fails."""
     try:
         write(folder, *rest)
     except OSError as error:
@@ -212,12 +213,12 @@ def _written(write: Callable[..., None], folder: OutFolder, *rest: Any) -> bool:
 
 
 def describe(ending: Ending) -> str:
-    """An ending in full, one fact per line."""
+    """All lines of an ending: the reason, then indented details."""
     return "\n".join((ending.reason, *(f"  {line}" for line in ending.details)))
 
 
 def _resumes(checkpoint: Checkpoint) -> bool:
-    """Whether the next run would begin with a checkpoint; ``.metadata`` is written last."""
+    """Whether a new run would resume from a checkpoint; ``.metadata`` is written last."""
     saved = Path(checkpoint.directory).glob("iteration-*/.metadata")
     return checkpoint.resume and any(saved)
 
@@ -225,7 +226,7 @@ def _resumes(checkpoint: Checkpoint) -> bool:
 def _farewell(
     ending: Ending, run: RunRecord, folder: OutFolder, manifest: str, written: bool
 ) -> str:
-    """The last words: how it ended, where the results are, how to go on."""
+    """The final message: how the run ended, where its results are, how to resume."""
     lines = [] if ending.end is End.COMPLETED else [describe(ending)]
     lines.append(run.summary())
     if written:
@@ -233,15 +234,15 @@ def _farewell(
     checkpoint = run.job.spec.checkpoint
     if ending.end is not End.COMPLETED and checkpoint is not None and _resumes(checkpoint):
         lines.append(
-            f"to go on from the newest checkpoint in {checkpoint.directory}: "
+            f"to resume from the newest checkpoint in {checkpoint.directory}: "
             f"pipemorph run {manifest} --out ANOTHER_FOLDER"
         )
     return "\n".join(lines)
 
 
 def check_module_for_ranks(job: PipeMorphJob) -> None:
-    """:func:`check_module` with the module path of the ranks: they run in this folder, and
-    the template may set PYTHONPATH. Raises :class:`~pipemorph.errors.InputError`."""
+    """:func:`check_module` with the ranks' module path: the current folder and the template's
+    PYTHONPATH. Raises :class:`~pipemorph.errors.InputError`."""
     extra = template_env(job).values.get("PYTHONPATH", "").split(os.pathsep)
     before = list(sys.path)
     sys.path[:0] = [str(Path.cwd()), *filter(None, extra)]
@@ -252,10 +253,10 @@ def check_module_for_ranks(job: PipeMorphJob) -> None:
 
 
 def _reserved_port() -> socket.socket:
-    """A socket that keeps a port for rank 0's store, which comes up seconds later.
+    """A socket that reserves a port for rank 0's store, which starts seconds later.
 
-    Nobody else is given the port meanwhile. The store may have it all the same: it asks to
-    share (SO_REUSEADDR), so does this socket, and only one of them listens.
+    The kernel gives the port to no other process meanwhile. The store can still bind it: both
+    sockets set SO_REUSEADDR, and only the store's listens.
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""Warnings of the ingest, shown between the lines of progress."""
+"""Shows log messages of the ingest between the lines of progress."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KEPT = 100
 
 
 class _Collector(logging.Handler):
-    """Keeps records until the main thread shows them; the display belongs to that thread."""
+    """Collects records from all threads; the main thread, which owns the display, shows them."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

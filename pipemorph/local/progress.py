@@ -1,4 +1,4 @@
-"""Progress on a terminal (one live line) or in a log (plain lines)."""
+"""Shows progress on a terminal (one live line) or in a log (plain lines)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from pipemorph.local.results.history import Journal
 from pipemorph.wire import IterationSample
 
 PLAIN_INTERVAL_SECONDS = 0.5
-"""Least time between two plain lines: a log of a fast job stays readable."""
+"""Minimum time between two plain lines, so that the log of a fast job stays readable."""
 ERASE_LINE = "\r\x1b[2K"
 
 
 def headline(job: PipeMorphJob) -> str:
-    """What is about to run, in one line."""
+    """A summary of the job in one line."""
     spec = job.spec
     parts = [_count(spec.parallelism.stages, "stage")]
     if spec.parallelism.replicas > 1:
@@ -37,7 +37,7 @@ def headline(job: PipeMorphJob) -> str:
 
 
 def emulation_note(job: PipeMorphJob) -> str:
-    """Says that nothing is computed, where nothing is; empty otherwise."""
+    """A note that the stages are emulated; empty if they are not."""
     emulation = job.spec.emulation
     if emulation is None:
         return ""
@@ -57,7 +57,7 @@ def iteration_line(
 ) -> str:
     """``iteration 12 of 40  loss 2.3451  1.23 s/it  bubble 18%  link 2 slow +30 ms  plan v3``
 
-    ``rails``: what is wrong with them, if anything.
+    ``rails``: problems of the rails; empty if none.
     """
     loss = "loss -" if sample.loss is None else f"loss {sample.loss:.4f}"
     parts = [
@@ -73,7 +73,7 @@ def iteration_line(
 
 
 def links_phrase(links: tuple[LinkHealth, ...]) -> str:
-    """Slow links by name (the slowest three), else that all are healthy."""
+    """The slowest three slow links; else the number of unknown links, or that all are healthy."""
     slow = sorted((x for x in links if x.health is Health.SLOW), key=lambda x: -x.delay)
     if slow:
         named = ", ".join(f"{link.link} +{1e3 * link.delay:.0f} ms" for link in slow[:3])
@@ -86,7 +86,7 @@ def links_phrase(links: tuple[LinkHealth, ...]) -> str:
 
 
 def rails_phrase(rails: RailsView, transports: TransportsView) -> str:
-    """What is wrong with rails, in a few words; empty where nothing is or none are."""
+    """A short list of the rails' problems; empty if there are none, or no rails."""
     fallen = sorted({(f.link, f.transport) for f in transports.fallen})
     parts = [f"link {link} fell back to {transport}" for link, transport in fallen[:3]]
     if len(fallen) > 3:
@@ -97,9 +97,9 @@ def rails_phrase(rails: RailsView, transports: TransportsView) -> str:
 
 
 class Progress:
-    """Shows a journal as it fills. ``update`` it a few times a second.
+    """Shows the journal's progress. Call :meth:`update` a few times a second.
 
-    ``on_closed`` is called once if ``stream`` cannot be written any more.
+    ``on_closed`` is called once when ``stream`` can no longer be written.
     """
 
     def __init__(
@@ -127,13 +127,13 @@ class Progress:
         self._line = ""
 
     def note(self, text: str) -> None:
-        """Print ``text`` on lines of its own."""
+        """Print ``text`` on separate lines."""
         erase = ERASE_LINE if self._line else ""
         self._line = ""
         self._write(f"{erase}{text}\n")
 
     def update(self, *, final: bool = False) -> None:
-        """Show what is new. ``final``: also what a plain log would have skipped."""
+        """Show changes since the last call. ``final``: do not skip lines in a plain log."""
         view, unseen = self._journal.view, self._journal.unseen()
         if view.message is not None and view.message != self._message:
             self._message = view.message
@@ -165,7 +165,7 @@ class Progress:
             self._write(line + "\n")
 
     def close(self) -> None:
-        """Show the last iteration and leave the live line behind."""
+        """Show the last iteration and end the live line."""
         self.update(final=True)
         if self._line:
             self._line = ""
@@ -180,7 +180,7 @@ class Progress:
         first = record.applied_at_iteration
         if first is not None and record.plan_version not in self._in_force:
             self._in_force.add(record.plan_version)
-            self.note(f"plan v{record.plan_version}: in force since iteration {first}")
+            self.note(f"plan v{record.plan_version}: in effect since iteration {first}")
 
     def _redraw(self, line: str) -> None:
         width = _columns(self._stream)
@@ -197,10 +197,10 @@ class Progress:
             self._stream.flush()
         except OSError as error:
             self._closed = True
-            # A reader that has gone (`| head`) knows that; a full disk is news.
+            # Report errors such as a full disk, but not a closed pipe (`| head`).
             if not isinstance(error, BrokenPipeError):
                 why = f"standard output cannot be written: {error.strerror}"
-                with contextlib.suppress(OSError):  # the same terminal, closed as well
+                with contextlib.suppress(OSError):  # stderr may be the same closed terminal
                     print(f"pipemorph run: {why}; stopping", file=sys.stderr)
             self._on_closed()
 

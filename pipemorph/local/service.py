@@ -1,7 +1,7 @@
-"""The control side of a run, in a thread of its own: the ingest and the job's controller.
+"""Runs the ingest and the job's controller of a local run in a separate thread.
 
-The same code as on a cluster. Its loop answers at once whatever the main thread does:
-draw, wait, or write files.
+Uses the same code as a cluster. The thread's event loop answers at once, while the main thread
+draws, waits or writes files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CALL_SECONDS = 10.0
 
 
 class ControlService:
-    """Serves the HTTP protocol on 127.0.0.1 while entered. Writes to ``journal``."""
+    """A context manager that serves the ingest on 127.0.0.1, and records reports in ``journal``."""
 
     def __init__(self, job: PipeMorphJob, journal: Journal) -> None:
         self._job = job
@@ -59,7 +59,7 @@ class ControlService:
         self._thread.join(CALL_SECONDS)
 
     def begin_attempt(self, attempt: int) -> None:
-        """Expect the ranks of another attempt. Raises ValueError unless it is a later one."""
+        """Switch to the ranks of a new attempt. Raises ValueError unless it is a later one."""
 
         async def begin() -> None:
             self._controller.begin_attempt(attempt)

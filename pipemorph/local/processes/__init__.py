@@ -1,1 +1,1 @@
-"""The ranks of a run as processes of this machine."""
+"""Runs the ranks as processes of this machine."""

@@ -1,7 +1,7 @@
-"""The environment of a rank on this machine. Pure.
+"""Builds the environment of a rank on this machine. Pure.
 
-Last wins: the host's own environment without what a launcher sets; what one machine needs;
-``env`` of the pod template's container ``trainer``; what the runtime reads.
+Later sources override earlier ones: the host's environment without launchers' variables; defaults
+for one machine; ``env`` of the pod template's container ``trainer``; the trainer's variables.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pipemorph.errors import InputError
 
 PASSED_ON = frozenset({"PIPEMORPH_LOG"})
 GRACE_SECONDS = 10.0
-"""From SIGTERM to SIGKILL: enough for a rank to say what it waited for and to let go."""
+"""Time from SIGTERM to SIGKILL: enough for a rank to report what it waited for, and to exit."""
 _REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_.-]*)\)")
 
 
 @dataclass(frozen=True)
 class AttemptEnvironment:
-    """Where one attempt's ranks find each other and the host."""
+    """The addresses and files that the ranks of one attempt share."""
 
     attempt: int
     master_port: int
@@ -38,16 +38,16 @@ class AttemptEnvironment:
 def rank_environment(
     job: PipeMorphJob, where: AttemptEnvironment, rank: int, host: Mapping[str, str]
 ) -> dict[str, str]:
-    """Everything a rank sees. The variables are those of the trainer's context."""
+    """The complete environment of a rank, with the variables that the trainer's context reads."""
     world_size = str(job.spec.parallelism.world_size)
     env = {name: value for name, value in host.items() if not is_reserved(name)}
     env |= {
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(job.spec.trainer.threads),
     }
-    # A crash in C++ then says where each thread was.
+    # Makes Python print all threads' stacks on a crash in C++.
     env.setdefault("PYTHONFAULTHANDLER", "1")
-    # The name of this machine may resolve to an address that is down or behind a firewall.
+    # This machine's host name may resolve to an address that is down or behind a firewall.
     env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     env = _with_template(env, template_env(job).values)
     return env | {
@@ -70,16 +70,16 @@ def rank_environment(
 
 @dataclass(frozen=True)
 class TemplateEnv:
-    """``env`` of the trainer container: plain entries, and names that need a cluster."""
+    """``env`` of the trainer container: plain values, and names whose values need a cluster."""
 
     values: dict[str, str]
     unavailable: list[str]
 
 
 def template_env(job: PipeMorphJob) -> TemplateEnv:
-    """Read ``spec.template``. Entries with ``valueFrom`` (and ``envFrom``) need a cluster.
+    """The variables of ``spec.template``. Those with ``valueFrom`` or ``envFrom`` need a cluster.
 
-    Raises :class:`InputError` for a variable no process can have.
+    Raises :class:`InputError` for an invalid variable.
     """
     values: dict[str, str] = {}
     unavailable: list[str] = []
@@ -97,9 +97,9 @@ def template_env(job: PipeMorphJob) -> TemplateEnv:
 
 
 def grace_seconds(job: PipeMorphJob) -> float:
-    """How long a rank may take to stop: ``terminationGracePeriodSeconds`` of the template.
+    """Seconds a rank may take to stop: ``terminationGracePeriodSeconds`` of the template.
 
-    Raises :class:`InputError` if that is no number of seconds.
+    Raises :class:`InputError` if that is not a number of seconds.
     """
     stated = ((job.spec.template or {}).get("spec") or {}).get("terminationGracePeriodSeconds")
     if stated is None:
@@ -113,7 +113,7 @@ def grace_seconds(job: PipeMorphJob) -> float:
 
 
 def is_reserved(name: str) -> bool:
-    """Whether a launcher sets this variable, so that an inherited value would mislead."""
+    """Whether launchers set this variable, so that it must not be inherited."""
     reserved = name in RESERVED_ENV or name.startswith(RESERVED_ENV_PREFIXES)
     return reserved and name not in PASSED_ON
 
@@ -123,8 +123,8 @@ def _plain(entry: dict[str, Any]) -> str:
     text = "" if value is None else str(value)
     if "=" in name or "\0" in name or "\0" in text:
         raise InputError(
-            f"spec.template: variable {name!r} has '=' in its name or a zero byte; "
-            f"no process can have it"
+            f"spec.template: variable {name!r} contains a zero byte, or '=' in its name; "
+            f"environment variables cannot"
         )
     return text
 
@@ -134,8 +134,8 @@ def _containers(template: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _with_template(env: dict[str, str], values: Mapping[str, str]) -> dict[str, str]:
-    """Add ``values``, with ``$(NAME)`` replaced by what comes before it, as kubelet does;
-    ``$$`` is a dollar, and an unknown name stays as it is written."""
+    """Add ``values``, expanding ``$(NAME)`` as kubelet does: to variables defined before; ``$$`` is
+    a dollar, and unknown names stay unexpanded."""
     seen: dict[str, str] = {}
     for name, value in values.items():
 

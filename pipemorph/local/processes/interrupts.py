@@ -1,6 +1,6 @@
-"""Ctrl-C, SIGTERM and a closed terminal, as events of the run instead of exceptions.
+"""Turns Ctrl-C, SIGTERM and SIGHUP into events of the run instead of exceptions.
 
-A signal that was ignored when the run began stays ignored: ``nohup`` asks for that.
+A signal that was ignored at the start, as under ``nohup``, stays ignored.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """While entered, puts a :class:`Signalled` into ``events`` for each signal. Main thread."""
+    """Context that puts a :class:`Signalled` into ``events`` for each signal. Main thread only."""
 
     def __init__(self, events: Events) -> None:
         self._events = events
@@ -29,7 +29,7 @@ class Interrupts:
         return self
 
     def output_closed(self) -> None:
-        """Nobody reads our output any more (``| head``): as if SIGPIPE had come."""
+        """Handle a closed standard output (as by ``| head``) like SIGPIPE."""
         self._handle(signal.SIGPIPE, None)
 
     def __exit__(self, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""What only the ranks of one attempt may read: engine secret, ingest token, the job."""
+"""Private files for the ranks of one attempt: engine secret, ingest token, the job."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SECRET_BYTES = 32
 
 @dataclass(frozen=True)
 class PrivateFolder:
-    """A folder of mode 0700 with files of mode 0600; :meth:`remove` it at the end."""
+    """A folder of mode 0700 with files of mode 0600. Call :meth:`remove` at the end."""
 
     root: Path
 
     @staticmethod
     def make(job: PipeMorphJob, token: str) -> PrivateFolder:
-        """A new folder with a new random secret. Raises OSError if it cannot be written."""
+        """Create a folder with a new random secret. Raises OSError if it cannot be written."""
         folder = PrivateFolder(Path(tempfile.mkdtemp(prefix="pipemorph-run-")))
         try:
             _write(folder.secret, secrets.token_bytes(SECRET_BYTES))

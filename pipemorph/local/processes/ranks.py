@@ -1,8 +1,8 @@
-"""The ranks of one attempt as processes of this machine: started, watched, stopped.
+"""Starts, watches and stops the ranks of one attempt as processes of this machine.
 
-Each rank is a session and process group of its own, so a Ctrl-C at the terminal reaches
-only the host, and whatever a rank starts can be ended with it. A rank's exit is seen by a
-thread that waits for it, so the order of exits is the order in which they happened.
+Each rank has its own session and process group, so that a Ctrl-C at the terminal reaches only the
+host, and the rank's child processes can be killed with it. One thread per rank waits for its exit,
+so exits are reported in the order in which they happen.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REAP_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Seat:
-    """Which rank a process is."""
+    """Rank, stage and replica of a process."""
 
     rank: int
     stage: int
@@ -47,13 +47,13 @@ class Seat:
 
 @dataclass
 class RankProcess:
-    """One rank. ``status`` is None while it runs, then its exit code or minus its signal."""
+    """A rank's process. ``status``: None while it runs, then its exit code or minus its signal."""
 
     seat: Seat
     process: subprocess.Popen[bytes]
     log: Path
     log_start: int
-    """Where this attempt's part of the log begins, bytes."""
+    """Offset in the log file where this attempt begins, bytes."""
     status: int | None = None
 
     @property
@@ -72,7 +72,7 @@ class RankProcess:
             return f"was killed by signal {-self.status}"
 
     def lines(self, start: int | None = None) -> list[str]:
-        """Lines of this attempt's log from byte ``start`` on; at most the last 64 KiB."""
+        """Lines of this attempt's log from byte ``start``, at most the last 64 KiB."""
         with self.log.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(self.log_start if start is None else start, end - (64 << 10)))
@@ -82,14 +82,14 @@ class RankProcess:
         return self.log.stat().st_size
 
     def signal(self, number: signal.Signals) -> None:
-        """Signal the rank itself, not what it started."""
+        """Send a signal to the rank, not to its child processes."""
         if self.running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, number)
 
 
 class Reaper:
-    """The host's side of :mod:`pipemorph.local.processes.reaper`."""
+    """The host's connection to :mod:`pipemorph.local.processes.reaper`."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -100,7 +100,7 @@ class Reaper:
 
     def tell(self, verb: str, what: int | str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # It was killed: we still clean up.
+        with contextlib.suppress(BrokenPipeError):  # The reaper was killed; the host cleans up.
             self._process.stdin.write(json.dumps([verb, what]).encode() + b"\n")
             self._process.stdin.flush()
 
@@ -116,11 +116,10 @@ class Reaper:
 
 
 class RankSet:
-    """All ranks of an attempt. Use it as a context: leaving it leaves no process behind.
+    """All ranks of an attempt. A context manager: on exit all their processes are gone.
 
-    A rank that has ended stays a zombie until then, so that its process group, in which
-    rank 0's agent may still be sending the last report, can be ended without ever hitting
-    a stranger that was given the same number.
+    An exited rank stays a zombie until then, so that its process group id is not reused. Its group,
+    in which rank 0's agent may still be sending the last report, can then be killed safely.
     """
 
     def __init__(self, reaper: Reaper, on_exit: Callable[[int, int], None]) -> None:
@@ -129,7 +128,7 @@ class RankSet:
         self._watchers: list[threading.Thread] = []
         self.ranks: list[RankProcess] = []
         self.ended: list[RankProcess] = []
-        """Ranks in the order in which they ended."""
+        """Exited ranks, in the order of their exits."""
 
     def __enter__(self) -> RankSet:
         return self
@@ -138,10 +137,9 @@ class RankSet:
         self.kill()
 
     def start(self, seat: Seat, command: list[str], env: Mapping[str, str], log: Path) -> None:
-        """Start one rank. ``on_exit(rank, status)`` is called from a thread when it has ended.
+        """Start one rank. ``on_exit(rank, status)`` is called from a thread when it has exited.
 
-        Call from the main thread: the kernel kills the rank when the thread that started
-        it ends.
+        Call from the main thread: the kernel kills the rank when the thread that started it exits.
         """
         with log.open("ab") as output:
             start = output.tell()
@@ -166,29 +164,29 @@ class RankSet:
         return [rank for rank in self.ranks if rank.running]
 
     def note_exit(self, rank: int, status: int) -> RankProcess:
-        """Take in what ``on_exit`` told. Main thread."""
+        """Record an exit that ``on_exit`` reported. Main thread only."""
         ended = self.ranks[rank]
         ended.status = status
         self.ended.append(ended)
         return ended
 
     def terminate(self) -> None:
-        """Ask every rank to stop (SIGTERM)."""
+        """Send SIGTERM to every running rank."""
         for rank in self.running:
             rank.signal(signal.SIGTERM)
             rank.signal(signal.SIGCONT)
 
     def settle(self, seconds: float) -> None:
-        """Give what ended ranks left behind (rank 0's agent) this long to end by itself."""
+        """Wait for child processes of exited ranks (rank 0's agent), at most ``seconds``."""
         _until_gone([rank for rank in self.ranks if not rank.running], seconds)
 
     def kill(self) -> None:
-        """End whatever is left of every rank, and wait until it is gone. Idempotent."""
+        """Kill the process groups of all ranks, and wait until they are gone. Idempotent."""
         for rank in self.ranks:
             if rank.process.returncode is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(rank.process.pid, signal.SIGKILL)
-        # Also what ranks started: nobody here is told of its end.
+        # Child processes of ranks too: the host gets no notice of their exit.
         _until_gone(self.ranks, REAP_SECONDS)
         for rank in self.ranks:
             rank.status = rank.process.wait(REAP_SECONDS)
@@ -205,16 +203,16 @@ class RankSet:
 
 
 def _until_gone(ranks: list[RankProcess], seconds: float) -> None:
-    """Wait until nothing is alive that these ranks are or started, at most ``seconds``."""
+    """Wait until the process groups of these ranks are empty, at most ``seconds``."""
     end = time.monotonic() + seconds
-    # Of a rank that was reaped the number may be a stranger's by now.
+    # The id of a reaped rank may belong to an unrelated process now.
     groups = {rank.process.pid for rank in ranks if rank.process.returncode is None}
     while _live_members(groups) and time.monotonic() < end:
         time.sleep(0.02)
 
 
 def _live_members(groups: set[int]) -> bool:
-    """Whether a process group of ``groups`` has a member that is no zombie. Linux; else False."""
+    """Whether any of the process groups has a member other than zombies. False if not Linux."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, IndexError, ValueError):
             state, _, group = stat.read_text().rpartition(")")[2].split()[:3]

@@ -1,8 +1,8 @@
-"""Cleans up after a host that was killed: a small process that outlives it by a moment.
+"""Cleans up after a host that was killed: a small process that briefly outlives it.
 
-``python -I -S reaper.py``, started by the host with a pipe as its standard input. Each
-line names something to look after, as JSON; when the pipe closes, whatever is left on the
-list is killed or removed. A host that ends well takes everything off the list first.
+``python -I -S reaper.py``, started by the host with a pipe as its standard input. Each line, in
+JSON, adds to or removes from the list of things to clean up. When the pipe closes, the reaper kills
+or deletes what is on the list. A host that exits normally empties the list first.
 
 ``["watch", PGID]``, ``["forget", PGID]``: a process group.
 ``["delete", PATH]``, ``["keep", PATH]``: a folder with secrets.
@@ -18,7 +18,7 @@ from contextlib import suppress
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # The pipe says when; nothing else does.
+        signal.signal(number, signal.SIG_IGN)  # Exit only when the pipe closes.
     groups: set[int] = set()
     folders: set[str] = set()
     for line in sys.stdin:

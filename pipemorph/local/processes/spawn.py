@@ -1,8 +1,7 @@
-"""Runs a command that the kernel kills when the host dies, however it dies.
+"""Executes a command that the kernel kills when the host dies for any reason.
 
-``python -I -S spawn.py HOST_PID COMMAND ARG…``, as a script and without site packages, so
-that it costs a few milliseconds. A function run between fork and exec would do the same,
-but is not safe in a host with threads.
+``python -I -S spawn.py HOST_PID COMMAND ARG…``, a script without site packages, so that it takes a
+few milliseconds. A function between fork and exec would be unsafe in a host with threads.
 """
 
 import ctypes

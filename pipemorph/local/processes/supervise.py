@@ -1,4 +1,4 @@
-"""Runs one attempt to its end: waits for what happens, and says how it ended."""
+"""Supervises one attempt until its end, and determines how it ended."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from pipemorph.local.processes.ranks import RankProcess, RankSet
 
 REFRESH_SECONDS = 0.1
 NOTICE_SECONDS = 1.0
-"""For the peers of a rank that died to notice, and to say so in full, before they are asked."""
+"""Time for the peers of a failed rank to notice and log the failure, before they are stopped."""
 CAUSE_SECONDS = 10.0
-"""For a rank that its peers have lost to end as well: it says why, and is often not the first."""
+"""Time for a rank whose peers lost their connection to it to exit too: its log has the cause, and
+it is often not the first to exit."""
 AGENT_SECONDS = 2.5
-"""For rank 0's agent to send the last report after rank 0 has ended."""
+"""Time for rank 0's agent to send the last report after rank 0 has exited."""
 LAST_LINES = 20
 MOST_PEERS = 16
 _WAITING = re.compile(
     r".*((?:rank|stage) \d+(?: \([^)]*\))? (?:waited [\d.]+ s|was (?:not )?waiting) for .*)"
 )
-"""What a rank says when it is ended in a wait; without what comes before it on the line."""
+"""The message of a rank that is stopped while it waits; group 1 is without the line's prefix."""
 
 
 class End(StrEnum):
@@ -53,13 +54,13 @@ Events = SimpleQueue["RankExited | Signalled"]
 
 @dataclass(frozen=True)
 class Ending:
-    """How an attempt ended, and what to tell about it (several lines, most telling first)."""
+    """How an attempt ended: reason, and details, one per line, most important first."""
 
     end: End
     reason: str = ""
     details: tuple[str, ...] = ()
     retry: bool = False
-    """Whether another attempt could do better."""
+    """Whether a restart may succeed."""
 
 
 def supervise(
@@ -72,20 +73,20 @@ def supervise(
     straggle: float,
     deadline: float | None = None,
 ) -> Ending:
-    """Wait until every rank has finished or something ends the attempt, then end the ranks.
+    """Wait until all ranks have finished, one fails or the run is stopped; then stop all ranks.
 
-    ``grace``: seconds from SIGTERM to SIGKILL. ``straggle``: seconds the slowest rank may go
-    on after the first has finished. ``deadline``: ``time.monotonic()`` at which the job's
-    time is over. ``refresh`` is called several times a second. Leaves no rank running.
+    ``grace``: seconds from SIGTERM to SIGKILL. ``straggle``: seconds the slowest rank may run
+    after the first has finished. ``deadline``: ``time.monotonic()`` of the job's deadline.
+    ``refresh`` is called several times a second. No rank is running on return.
     """
     ending = _until_the_end(ranks, events, refresh, deadline, straggle)
     if ending.end is End.INTERRUPTED:
-        note(f"{ending.reason}: stopping {len(ranks.running)} ranks; once more kills them")
+        note(f"{ending.reason}: stopping {len(ranks.running)} ranks; repeat to kill them")
     if ending.end is not End.COMPLETED:
         killed, hurried = _stop(ending, ranks, events, refresh, grace)
         if ending.end is End.FAILED and ranks.ended:
             ending = _cause(ranks, killed) or ending
-        why = "as asked" if hurried else f"since they did not stop within {grace:g} s"
+        why = "as requested" if hurried else f"since they did not stop within {grace:g} s"
         ending = _with_peers(ending, ranks, killed, why)
     ranks.settle(AGENT_SECONDS)
     refresh()
@@ -107,10 +108,10 @@ def _until_the_end(
             event = events.get(timeout=REFRESH_SECONDS)
         except Empty:
             refresh()
-            # Only now: after a stall of this host, what happened meanwhile counts first.
+            # Check time limits only without events: after a stall of this host, events come first.
             now = time.monotonic()
             if deadline is not None and now >= deadline:
-                return Ending(End.DEADLINE, "spec.activeDeadlineSeconds have passed")
+                return Ending(End.DEADLINE, "spec.activeDeadlineSeconds exceeded")
             if first_done is not None and now >= first_done + straggle:
                 late = ", ".join(str(rank.seat) for rank in ranks.running)
                 why = f"{late}: still running {straggle:g} s after others finished"
@@ -126,8 +127,8 @@ def _until_the_end(
 
 
 def _cause(ranks: RankSet, killed: list[RankProcess]) -> Ending | None:
-    """Of the ranks that ended badly by themselves the first that had not lost a peer: the
-    others follow from it. If all had, the first."""
+    """The failure that caused the others: of the ranks that failed by themselves, the first that
+    had not lost a peer, or else the first."""
     asked = (128 + signal.SIGTERM, -signal.SIGTERM)
     bad = [r for r in ranks.ended if r.status not in (0, *asked) and r not in killed]
     if not bad:
@@ -136,34 +137,34 @@ def _cause(ranks: RankSet, killed: list[RankProcess]) -> Ending | None:
 
 
 def _cause_is_to_come(ranks: RankSet) -> bool:
-    """Whether every rank that has ended badly did so because a peer went away."""
+    """Whether all failed ranks failed because they lost a peer, whose own failure is to come."""
     bad = [rank for rank in ranks.ended if rank.status != 0]
     waits = [_lost_wait(rank) for rank in bad]
-    # One that ran into its deadline lost nobody: a peer hangs, and will go on to.
+    # A wait that reached its deadline lost no peer: the peer hangs, and will not exit.
     return bool(waits) and all(wait and "the deadline is" not in wait for wait in waits)
 
 
 def _lost_wait(rank: RankProcess) -> str | None:
-    """The wait that a rank gave up, None if it ended for a reason of its own."""
+    """The wait in which a rank failed; None if it failed for another reason."""
     if rank.status is None or rank.status < 0:
         return None
     return _wait_told(rank)
 
 
 def _failure(rank: RankProcess) -> Ending:
-    """How one rank ended badly."""
+    """The ending for a failed rank."""
     lines = [line for line in rank.lines() if line.strip()][-LAST_LINES:]
     if lines:
         details = [f"its last lines ({rank.log}):", *(f"  {line}" for line in lines)]
     else:
         details = [f"it wrote nothing to {rank.log}"]
     if rank.status == -signal.SIGKILL:
-        details.append("often the kernel does that when memory runs out; dmesg tells")
+        details.append("likely the kernel's out-of-memory killer; check `dmesg`")
     return Ending(
         End.FAILED,
         f"{rank.seat} {rank.outcome()}",
         tuple(details),
-        # Exit code 2 says that the input cannot be used; it will be the same next time.
+        # Exit code 2 means invalid input, which a restart does not change.
         retry=rank.status != 2,
     )
 
@@ -171,8 +172,8 @@ def _failure(rank: RankProcess) -> Ending:
 def _stop(
     ending: Ending, ranks: RankSet, events: Events, refresh: Callable[[], None], grace: float
 ) -> tuple[list[RankProcess], bool]:
-    """Ask all ranks to stop and wait. Returns those that are to be killed, and whether that is
-    because the user would not wait."""
+    """Stop all ranks and wait. Returns the ranks that still run and must be killed, and whether
+    the user interrupted the wait."""
     if ending.end is End.FAILED:
         if _wait(ranks, events, refresh, NOTICE_SECONDS):
             return ranks.running, True
@@ -193,13 +194,13 @@ def _wait(
     *,
     enough: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Wait until no rank runs or it is ``enough``, at most ``seconds``. True if a signal cut
-    it short."""
+    """Wait until no rank runs or ``enough()``, at most ``seconds``. True if a signal interrupted
+    the wait."""
     end = time.monotonic() + seconds
     while ranks.running and not enough():
         left = end - time.monotonic()
         try:
-            # What has happened by the end is taken in, however late this host looks.
+            # With 0 left, still process events that have already happened.
             event = events.get(timeout=min(max(0.0, left), REFRESH_SECONDS))
         except Empty:
             if left <= 0:
@@ -213,8 +214,8 @@ def _wait(
 
 
 def _forget_exits(events: Events) -> None:
-    """Take out the exits that nobody waited for: of ranks that were killed. The next attempt
-    would take them for those of its own ranks."""
+    """Drop the exits of killed ranks from ``events``: the next attempt would attribute them to its
+    own ranks."""
     signals = []
     with contextlib.suppress(Empty):
         while True:
@@ -226,7 +227,7 @@ def _forget_exits(events: Events) -> None:
 
 
 def _with_peers(ending: Ending, ranks: RankSet, killed: list[RankProcess], why: str) -> Ending:
-    """Add what the ranks were waiting for, in their own words."""
+    """Add the other ranks' messages about what they were waiting for."""
     details = list(ending.details)
     told = "\n".join(details)
     peers = [rank for rank in ranks.ranks if f"{rank.seat} {rank.outcome()}" != ending.reason]
@@ -235,7 +236,7 @@ def _with_peers(ending: Ending, ranks: RankSet, killed: list[RankProcess], why: 
         details.append("what the ranks were waiting for:")
         details += [f"  {word}" for word in words[:MOST_PEERS]]
     if len(words) > MOST_PEERS:
-        details.append(f"  and {len(words) - MOST_PEERS} more, in their logs")
+        details.append(f"  and {len(words) - MOST_PEERS} more; see their logs")
     if killed:
         names = ", ".join(str(rank.seat) for rank in killed)
         details.append(f"killed, {why}: {names}")
@@ -243,7 +244,7 @@ def _with_peers(ending: Ending, ranks: RankSet, killed: list[RankProcess], why: 
 
 
 def _last_word(rank: RankProcess) -> str | None:
-    """The wait a rank was ended in; of one that failed by itself without such, its last line."""
+    """The wait in which a rank ended; for a failed rank without one, the last line of its log."""
     told = _wait_told(rank)
     if told is not None:
         return told
@@ -254,6 +255,6 @@ def _last_word(rank: RankProcess) -> str | None:
 
 
 def _wait_told(rank: RankProcess) -> str | None:
-    """The last wait a rank has told of."""
+    """The last wait that a rank logged."""
     waits = [match.group(1) for line in rank.lines() if (match := _WAITING.match(line.strip()))]
     return waits[-1] if waits else None

@@ -1,1 +1,1 @@
-"""What a run leaves: report, timeline, traces."""
+"""The results of a run: report, timeline, traces."""

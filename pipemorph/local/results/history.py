@@ -1,6 +1,6 @@
-"""What a run has seen: finished iterations and what the controller thought of them.
+"""The history of a run: finished iterations, and the controller's state after each report.
 
-Written by the thread that serves the ingest, read by the one that shows progress.
+Written by the ingest's thread, read by the thread that shows progress.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pipemorph.control.observe.transports import TransportsView
 from pipemorph.wire import IterationSample, LinkHealthReport
 
 MOST_ITERATIONS = 1_000_000
-"""About 300 MB; a job with more keeps its newest."""
+"""Most iterations to keep, the newest: about 300 MB."""
 NEWEST_RECORDS = 8
-"""Records the display looks at: more directives than this between two looks never happen."""
+"""Newest records passed to the display; between two updates there are always fewer new ones."""
 
 
 @dataclass(frozen=True)
 class View:
-    """The newest of everything, for the display."""
+    """The current state of the run, for the display."""
 
     state: str = "starting"
     links: tuple[LinkHealth, ...] = ()
@@ -34,12 +34,12 @@ class View:
     rails: RailsView = field(default_factory=RailsView)
     transports: TransportsView = field(default_factory=TransportsView)
     events: tuple[Event, ...] = ()
-    """What happened to rails and transports."""
+    """Events of rails and transports."""
 
 
 @dataclass
 class Journal:
-    """All finished iterations by index; one that ran again in a later attempt counts once."""
+    """Finished iterations by index. An iteration repeated by a later attempt replaces the first."""
 
     view: View = field(default_factory=View)
     _iterations: dict[int, IterationSample] = field(default_factory=dict)

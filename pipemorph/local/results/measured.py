@@ -1,4 +1,4 @@
-"""A finished run as a planning problem: its op times as measured, its links as last seen."""
+"""Builds a planning problem from a finished run: measured op times, last known link delays."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from pipemorph.planning.planner import link_on
 from pipemorph.planning.problem import Problem, StageTimes, describe
 
 LAST = 8
-"""Iterations a run's own time is the median of."""
+"""Number of last iterations whose median is the run's iteration time."""
 MAX_BYTES = 1 << 30
-"""Iterations of a long run, each with what it was; a timeline has at most 200,000 ops."""
+"""Largest report; one of a long run is large. A timeline has at most 200,000 ops."""
 UNREADABLE = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
-"""What JSON of another shape or with other values ends in; also pydantic's ValidationError."""
+"""Errors that unexpected JSON causes; ValueError includes pydantic's ValidationError."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ def is_report(path: str) -> bool:
     try:
         found = json.loads(read_text(path, MAX_BYTES))
     except (ValueError, RecursionError):
-        return False  # whoever reads it as a problem says what is wrong
+        return False  # load_problem() then reports the error
     return isinstance(found, dict) and "spec" in found and "iterations" in found
 
 
 def measured_problem(path: str) -> Measured:
-    """The problem a run was. Raises :class:`InputError` of one line."""
+    """The planning problem of a run, from its report. Raises :class:`InputError`, one line."""
     report = _read(Path(path))
     try:
         spec = JobSpec.model_validate(report["spec"])
@@ -69,11 +69,11 @@ def measured_problem(path: str) -> Measured:
         stated = expected_times(spec)
         if stated is None:
             raise InputError(
-                f"{one_line(path)}: states no op times, and there is no timeline.json beside it to "
-                "take them from"
+                f"{one_line(path)}: has no op times, and there is no timeline.json beside it to "
+                "read them from"
             )
         stages = tuple(_in_ms(stage) for stage in stated)
-        source = "op times stated in the job"
+        source = "op times of the job's spec"
     if report.get("emulated"):
         source += " (EMULATED)"
     stages = tuple(map(_with_memory, stages, StageBook(spec).footprints))
@@ -98,7 +98,7 @@ def measured_problem(path: str) -> Measured:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What a run left behind. Raises :class:`InputError` of one line."""
+    """A result file of a run. Raises :class:`InputError`, one line."""
     try:
         found = json.loads(read_text(path, MAX_BYTES))
     except (ValueError, RecursionError) as error:
@@ -110,13 +110,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _unlike(path: str | Path, what: str, error: Exception) -> str:
     said = one_line(f"{type(error).__name__}: {error}")
-    return f"{one_line(str(path))}: does not read as the {what} of a run ({said})"
+    return f"{one_line(str(path))}: is not a valid {what} of a run ({said})"
 
 
 def _finite(value: Any) -> float:
-    """Raises ValueError, or TypeError for what is no number."""
+    """A finite number. Raises ValueError, or TypeError for a value that is not a number."""
     if not math.isfinite(number := float(value)):
-        raise ValueError(f"{number} where a finite number was expected")
+        raise ValueError(f"{number} is not a finite number")
     return number
 
 
@@ -129,7 +129,7 @@ def _in_ms(stage: StageTimes) -> StageTimes:
 
 
 def _with_memory(stage: StageTimes, known: Footprint) -> StageTimes:
-    """With what a microbatch holds and what a copy of that takes, where the job says so."""
+    """Add a microbatch's activation bytes and their copy time, where the job states them."""
     copy = known.offload_copy
     memory = {
         "activation_bytes": known.activation_bytes,
@@ -139,7 +139,7 @@ def _with_memory(stage: StageTimes, known: Footprint) -> StageTimes:
 
 
 def _links(report: dict[str, Any], spec: JobSpec) -> tuple[list[float], list[LinkPath]]:
-    """Delay in ms and path of each link, as the last plan had them."""
+    """Delay in ms and path of each link, as of the last plan."""
     paths = list(initial_paths(spec))
     delays = [0.0] * len(paths)
     applied = [a for a in report["adaptations"] if a.get("applied_at_iteration") is not None]
@@ -152,9 +152,9 @@ def _links(report: dict[str, Any], spec: JobSpec) -> tuple[list[float], list[Lin
 
 
 def _from_timeline(path: Path, spec: JobSpec) -> tuple[StageTimes, ...] | None:
-    """Median op times of every stage in a run's Chrome trace; None if it has no ops of one.
+    """Median op times of every stage in a run's Chrome trace; None if a stage has no ops in it.
 
-    A fused backward counts as B: it cannot be told how much of it is W.
+    A fused backward counts as B: the share of W in it is unknown.
     """
     trace = _read(path)
     limits = in_flight_limits(spec)
@@ -171,7 +171,7 @@ def _from_timeline(path: Path, spec: JobSpec) -> tuple[StageTimes, ...] | None:
 def _medians(
     took: list[dict[str, list[float]]], limits: Sequence[int | None]
 ) -> tuple[StageTimes, ...] | None:
-    """Raises pydantic.ValidationError for times that no stage can have."""
+    """Median op times per stage. Raises pydantic.ValidationError for invalid times."""
     stages = []
     for ops, limit in zip(took, limits, strict=True):
         backward = ops["B"] or ops["BW"]

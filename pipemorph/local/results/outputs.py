@@ -1,7 +1,7 @@
-"""The folder a run leaves its results in.
+"""The folder for the results of a run.
 
-A folder that holds a run already is left alone, unless the user says ``--force``; then the
-files of the earlier run go, and only those. Files that are not ours are never touched.
+A folder with results of an earlier run is rejected, unless ``--force`` is given; then only the
+files of that run are deleted. Other files are never touched.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class OutFolder:
 
     @staticmethod
     def claim(root: Path, *, force: bool) -> OutFolder:
-        """Make ``root`` ready for a run. Raises :class:`InputError` if it holds one already
-        and ``force`` is not set, or if it cannot be written."""
+        """Prepare ``root`` for a run. Raises :class:`InputError` if it has an earlier run and not
+        ``force``, or if it cannot be written."""
         try:
             held = [name for name in OUTPUTS if (root / name).exists()]
         except OSError as error:
@@ -77,18 +77,18 @@ class OutFolder:
 
 
 def shown(path: Path) -> str:
-    """A path, short enough for one line."""
+    """A path, shortened to fit on one line."""
     text = str(path)
     return text if len(text) <= 200 else text[:199] + "…"
 
 
 def write_json(path: Path, content: Any, *, indent: int | None = None) -> None:
-    """Replace ``path`` in one step, so that a reader never sees half of it."""
+    """Replace ``path`` atomically, so that readers never see partial content."""
     write_whole(path, (json.dumps(content, indent=indent) + "\n").encode())
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write all of ``path`` or nothing. Raises OSError."""
+    """Replace ``path`` atomically: complete or unchanged. Raises OSError."""
     partial = path.with_name(path.name + ".partial")
     try:
         partial.write_bytes(content)

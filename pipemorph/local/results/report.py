@@ -1,4 +1,4 @@
-"""``report.json``: what a run did, for programs."""
+"""Writes ``report.json``: the results of a run, for programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipemorph.wire import IterationSample
 
 @dataclass
 class AttemptRecord:
-    """One start of all ranks. Times are wall clock, seconds since the epoch."""
+    """One attempt. Times are wall clock, seconds since the Unix epoch."""
 
     number: int
     started_at: float
@@ -28,7 +28,7 @@ class AttemptRecord:
     ending: Ending | None = None
 
     def end(self, ending: Ending, now: float) -> Ending:
-        """Note how it ended; returns ``ending``."""
+        """Record how the attempt ended; returns ``ending``."""
         self.ending, self.ended_at = ending, now
         return ending
 
@@ -45,7 +45,7 @@ class AttemptRecord:
 
 @dataclass
 class RunRecord:
-    """A run as it goes: attempts, and at the end what came of them."""
+    """Record of a run: its attempts, and its results after the end."""
 
     job: PipeMorphJob
     started_at: float
@@ -54,7 +54,7 @@ class RunRecord:
     iterations: list[IterationSample] = field(default_factory=list)
     adaptations: list[AdaptationRecord] = field(default_factory=list)
     last: View = field(default_factory=View)
-    """The newest of everything when the run ended."""
+    """The state of the run when it ended."""
 
     def begin_attempt(self, now: float) -> AttemptRecord:
         self.attempts.append(AttemptRecord(len(self.attempts), now))
@@ -88,7 +88,7 @@ class RunRecord:
         return f"{self.ending.end.value}{emulated}: {', '.join(parts)}"
 
     def content(self, faults: list[Any], splits: list[Any]) -> dict[str, Any]:
-        """The report, ready for JSON."""
+        """The report as JSON data."""
         emulation = self.job.spec.emulation
         return {
             "job": self.job.metadata.name,
@@ -113,13 +113,13 @@ class RunRecord:
 
 
 def write_report(folder: OutFolder, run: RunRecord) -> None:
-    """Write ``report.json``, whole or not at all."""
+    """Write ``report.json`` atomically."""
     content = run.content(read_faults(folder.trace), read_splits(folder.trace))
     write_json(folder.report, content, indent=1)
 
 
 def _links(last: View) -> dict[str, Any]:
-    """What carried the links at the end, and whether any had lost its rails."""
+    """Transports of the links at the end, and links that had lost their rails."""
     seen = last.transports
     return {
         "transports": list(seen.links),
@@ -130,7 +130,7 @@ def _links(last: View) -> dict[str, Any]:
 
 
 def _rails(last: View) -> dict[str, Any]:
-    """RDMA ports as last judged, and what happened to them and to links because of them."""
+    """Last known health of the RDMA ports, and their and the links' events."""
     rails = last.rails
     return {
         "health": rails.health.value,
@@ -143,7 +143,7 @@ def _rails(last: View) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str | None]:
-    """Of what ran. torch is not imported for its version."""
+    """Versions of PipeMorph, Python and torch; reads torch's without importing it."""
     try:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:

@@ -1,8 +1,8 @@
-"""``timeline.json`` and ``timeline.png``: what every stage did when.
+"""Writes ``timeline.json`` and ``timeline.png``: the ops of every stage over time.
 
-The trace has all iterations if they fit into ``MOST_EVENTS``; a long run keeps those around
-its adaptations, its first and its newest ones, and says so. The picture compares single
-iterations on one time scale: undisturbed, disturbed, adapted.
+The trace has all iterations if they fit into ``MOST_EVENTS``; for a long run it has those around
+its adaptations, its first and its last ones, and a note. The picture compares single iterations on
+one time scale: undisturbed, disturbed, adapted.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from pipemorph.planning.ir import OpKind
 from pipemorph.planning.simulation.simulator import TimedOp
 
 MOST_EVENTS = 200_000
-"""About 25 MB of JSON: what a browser still opens."""
+"""About 25 MB of JSON, which a browser can still open."""
 AROUND = 3
-"""Iterations kept before and after each that is worth a look."""
+"""Iterations kept before and after each adaptation."""
 
 
 def write_timeline(folder: OutFolder, run: RunRecord, note: Callable[[str], None]) -> None:
-    """Write both files from the ranks' traces; ``note`` says what could not be written."""
+    """Write both files from the ranks' traces; reports problems through ``note``."""
     index = TraceIndex.of(folder.trace)
     iterations = index.iterations()
     if not iterations:
@@ -49,7 +49,7 @@ def write_timeline(folder: OutFolder, run: RunRecord, note: Callable[[str], None
 def choose(
     index: TraceIndex, iterations: list[int], adaptations: Sequence[AdaptationRecord]
 ) -> list[int]:
-    """The iterations a trace of bounded size keeps, ascending."""
+    """The iterations to keep in a trace of bounded size, ascending."""
     if not iterations:
         return []
     sample = index.read(iterations[-1:])[iterations[-1]]
@@ -127,7 +127,7 @@ def _op_event(op: TimedOp, stage: StageTrace, zero: float) -> dict[str, Any]:
 
 
 def _first_iteration(record: AdaptationRecord) -> int:
-    """First iteration under this plan, -1 if there was none."""
+    """First iteration under this plan; -1 if it never took effect."""
     return -1 if record.applied_at_iteration is None else record.applied_at_iteration
 
 
@@ -150,7 +150,7 @@ def _micros(seconds: float) -> float:
 
 @dataclass(frozen=True)
 class Panel:
-    """One iteration worth drawing, and the delay of each link then, seconds."""
+    """One iteration to draw, and the link delays during it, seconds."""
 
     iteration: int
     label: str
@@ -160,9 +160,9 @@ class Panel:
 def choose_panels(
     iterations: list[int], adaptations: Sequence[AdaptationRecord], faults: Sequence[Fault]
 ) -> list[Panel]:
-    """Undisturbed, disturbed and adapted, of the first change that a slow link caused and
-    that came into force. Without one: before and in the first delay of the fault trace, or
-    else the iteration in the middle."""
+    """Iterations before, during and after the first adaptation to a slow link that took effect.
+    Without one: before and during the first delay of the fault trace, or else the middle
+    iteration."""
     here = set(iterations)
     for record in adaptations:
         applied = _first_iteration(record)
@@ -191,7 +191,7 @@ def choose_panels(
 
 
 def timelines(index: TraceIndex, panels: Sequence[Panel], run: RunRecord) -> list[Timeline]:
-    """The panels' iterations, replica 0, each from its own first op."""
+    """The panels' iterations of replica 0; each timeline starts at its first op."""
     traces = index.read(panel.iteration for panel in panels)
     samples = {sample.index: sample for sample in run.iterations}
     made = []
@@ -207,8 +207,8 @@ def timelines(index: TraceIndex, panels: Sequence[Panel], run: RunRecord) -> lis
 def messages(stages: Sequence[StageTrace], delays: dict[int, float]) -> list[Message]:
     """The messages of one iteration on the links in ``delays`` (seconds).
 
-    Where the receiver waited for one, its arrival was seen; else it took its link's delay,
-    and came before it was used.
+    If the receiver waited for a message, its arrival is known from the trace; else it is estimated
+    from the link's delay, and is not later than the op that used it.
     """
     found = []
     for link, delay in delays.items():
@@ -226,5 +226,5 @@ def messages(stages: Sequence[StageTrace], delays: dict[int, float]) -> list[Mes
 
 
 def _need(op: TimedOp) -> tuple[bool | None, int]:
-    """What an op needs and passes on: (forward, microbatch); None for W, which does neither."""
+    """The message an op receives and sends: (forward, microbatch); (None, microbatch) for W."""
     return (None if op.kind is OpKind.W else op.kind is OpKind.F), op.microbatch

@@ -1,10 +1,10 @@
-"""Reads what the ranks wrote: ``ops-rank{R}.jsonl``, ``faults-rank{R}.json`` and
+"""Reads the ranks' trace files: ``ops-rank{R}.jsonl``, ``faults-rank{R}.json`` and
 ``split-rank{R}.json``.
 
 An ops file has a line per iteration: ``{"rank", "stage", "replica", "iteration", "plan_version",
 "origin", "ops": [[kind, microbatch, start, end], …], "waits": [the same, …]}``, start and
-end in seconds after ``origin``, which is wall-clock seconds. A long run writes much: lines
-are indexed first, and only those that are wanted are read.
+end in seconds after ``origin``, which is wall-clock seconds. As the files of a long run are large,
+lines are indexed first, and only the requested ones are parsed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pipemorph.planning.simulation.simulator import TimedOp
 
 _ITERATION = re.compile(rb'"iteration":\s*(\d+)')
 INDEX_BYTES = 400
-"""The iteration's number is within the first bytes of a line; the ops come after it."""
+"""Bytes at the start of a line that contain the iteration's number; ops follow."""
 
 
 @dataclass(frozen=True)
 class StageTrace:
-    """What one rank computed in one iteration; times are wall-clock seconds."""
+    """The ops of one rank in one iteration; times are wall-clock seconds."""
 
     rank: int
     stage: int
@@ -35,18 +35,18 @@ class StageTrace:
     plan_version: int
     ops: tuple[TimedOp, ...]
     waits: tuple[TimedOp, ...] = ()
-    """Idle times before ops, for the message the op needed."""
+    """Idle times before ops, waiting for the op's input message."""
 
 
 @dataclass
 class TraceIndex:
-    """Where each iteration is in each rank's file. A repeated iteration's last line counts."""
+    """Offsets of the iterations in each rank's file. For a repeated iteration, of its last line."""
 
     offsets: dict[Path, dict[int, int]] = field(default_factory=dict)
 
     @staticmethod
     def of(folder: Path) -> TraceIndex:
-        """Index the ops files of ``folder``. Lines cut short by a kill are left out."""
+        """Index the ops files of ``folder``. Skips lines truncated by a kill."""
         index = TraceIndex()
         for path in sorted(folder.glob("ops-rank*.jsonl")):
             found: dict[int, int] = {}
@@ -66,7 +66,7 @@ class TraceIndex:
         return sorted(set(files[0]).intersection(*files[1:])) if files else []
 
     def read(self, iterations: Iterable[int]) -> dict[int, list[StageTrace]]:
-        """The wanted iterations, ranks in order."""
+        """Parse the given iterations; ranks in order."""
         wanted = sorted(iterations)
         traces: dict[int, list[StageTrace]] = {iteration: [] for iteration in wanted}
         for path, offsets in self.offsets.items():
@@ -81,7 +81,7 @@ class TraceIndex:
 
 
 def read_faults(folder: Path) -> list[dict[str, Any]]:
-    """What each rank says it injected: an entry per fault and rank, ranks in order."""
+    """The faults that the ranks injected: one entry per fault and rank, in rank order."""
     merged: list[dict[str, Any]] = []
     for content in _files(folder, "faults"):
         seat = {key: content[key] for key in ("rank", "stage", "replica") if key in content}
@@ -90,7 +90,7 @@ def read_faults(folder: Path) -> list[dict[str, Any]]:
 
 
 def iterations_done(folder: Path) -> int:
-    """How many iterations of the job are done, as rank 0 said when it ended; 0 if it did not."""
+    """Number of finished iterations, as rank 0 recorded at its end; 0 without a record."""
     try:
         return int(json.loads((folder / "faults-rank0.json").read_text())["iterations"])
     except (OSError, ValueError, KeyError):
@@ -98,13 +98,13 @@ def iterations_done(folder: Path) -> int:
 
 
 def read_splits(folder: Path) -> list[dict[str, Any]]:
-    """How each rank says its stage splits the backward, and why; ranks in order. Empty where
-    stages are emulated, or before the first iteration has ended."""
+    """How and why each rank's stage splits the backward, in rank order. Empty if stages are
+    emulated, or before the end of the first iteration."""
     return list(_files(folder, "split"))
 
 
 def _files(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
-    """What is in the ranks' files of a kind. Those a killed rank left half written are left out."""
+    """Contents of the ranks' files of a kind. Skips files truncated by a kill."""
     for path in sorted(folder.glob(f"{kind}-rank*.json"), key=lambda p: (len(p.name), p.name)):
         try:
             yield json.loads(path.read_text())

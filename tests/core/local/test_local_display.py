@@ -136,7 +136,7 @@ def test_a_terminal_has_one_live_line_and_events_above_it() -> None:
     progress.close()
     shown = stream.getvalue()
     assert shown.count("plan v1: link 0 is slow\n") == 1
-    assert shown.count("plan v1: in force since iteration 6\n") == 1
+    assert shown.count("plan v1: in effect since iteration 6\n") == 1
     assert shown.count("\n") == 3
     assert "\r\x1b[2Kplan v1: link" in shown, "the live line is erased before an event"
 

@@ -99,7 +99,7 @@ def test_what_a_rank_sees(runs: Runs) -> None:
     run.__post_init__()
     status, output = run.finish()
     assert status == 0, output
-    assert "values come from a cluster: NODE" in output
+    assert "values need a cluster: NODE" in output
     ranks = [run.seen_by(rank) for rank in range(4)]
     for rank, seen in enumerate(ranks):
         env = seen["env"]
@@ -247,7 +247,7 @@ def test_an_interrupted_run_leaves_a_report_and_nothing_else(
     assert status == 130, output
     assert f"{number.name}: stopping 4 ranks" in output
     assert "killed" not in output, "they stop when they are asked to"
-    go_on = "to go on from the newest checkpoint in ckpt: pipemorph run job.yaml"
+    go_on = "to resume from the newest checkpoint in ckpt: pipemorph run job.yaml"
     assert (go_on in output) is saved, output
     assert run.report()["completed"] is False
     assert run.report()["end"] == "interrupted"
@@ -266,7 +266,7 @@ def test_a_second_ctrl_c_does_not_wait(runs: Runs) -> None:
     host.send_signal(signal.SIGINT)
     output, _ = host.communicate(timeout=DEADLINE)  # Half of what one Ctrl-C gives them.
     assert host.returncode == 130
-    assert "killed, as asked: rank 0 (stage 0), rank 1 (stage 1), " in output
+    assert "killed, as requested: rank 0 (stage 0), rank 1 (stage 1), " in output
     assert_clean(run)
 
 
@@ -320,7 +320,7 @@ def test_a_machine_that_cannot_start_all_ranks(runs: Runs, monkeypatch: pytest.M
     monkeypatch.setattr(tempfile, "tempdir", str(run.folder / "tmp"))
     stream = io.StringIO()
     assert run_job("job.yaml", Path("out"), stream=stream) == 1
-    assert "only 2 of the ranks could be started: Resource" in stream.getvalue()
+    assert "only 2 ranks could be started: Resource" in stream.getvalue()
     assert run.report()["completed"] is False
     assert run.processes() == [] and run.leftovers() == []
 

@@ -256,7 +256,7 @@ def test_a_report_is_a_problem(tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "report.json"
     file.write_text(json.dumps(report()))
     found = measured_problem(str(file))
-    assert found.source == "op times stated in the job (EMULATED)"
+    assert found.source == "op times of the job's spec (EMULATED)"
     assert found.problem.stages[0].forward == 1
     (tmp_path / "timeline.json").write_text(json.dumps(timeline()))
     found = measured_problem(str(file))
@@ -289,19 +289,19 @@ def op(kind: str = "F", **changes: Any) -> dict[str, Any]:
         (
             report(spec={k: v for k, v in report()["spec"].items() if k != "emulation"}),
             None,
-            "states no op times, and there is no timeline.json beside it",
+            "has no op times, and there is no timeline.json beside it",
         ),
-        (report(iterations=[{"index": 1}]), None, "report.json: does not read as the report"),
-        (report(iterations=[{"seconds": float("nan")}]), None, "does not read as the report"),
-        (report(iterations={}, adaptations=[3]), None, "does not read as the report"),
-        (report(adaptations=[applied(paths=["direct"] * 5)]), None, "does not read as the report"),
-        (report(adaptations=[applied(delay=1e400)]), None, "does not read as the report"),
-        (report(), {"traceEvents": [{"ph": "X"}]}, "timeline.json: does not read as the timeline"),
-        (report(), {"events": []}, "does not read as the timeline of a run"),
-        (report(), [], "does not read as the timeline of a run"),
-        (report(), {"traceEvents": [op(dur=-5), op("B")]}, "does not read as the timeline"),
-        (report(), {"traceEvents": [op(dur=1e400), op("B")]}, "does not read as the timeline"),
-        (report(), {"traceEvents": [op(tid="x")]}, "does not read as the timeline of a run"),
+        (report(iterations=[{"index": 1}]), None, "report.json: is not a valid report"),
+        (report(iterations=[{"seconds": float("nan")}]), None, "is not a valid report"),
+        (report(iterations={}, adaptations=[3]), None, "is not a valid report"),
+        (report(adaptations=[applied(paths=["direct"] * 5)]), None, "is not a valid report"),
+        (report(adaptations=[applied(delay=1e400)]), None, "is not a valid report"),
+        (report(), {"traceEvents": [{"ph": "X"}]}, "timeline.json: is not a valid timeline"),
+        (report(), {"events": []}, "is not a valid timeline of a run"),
+        (report(), [], "is not a valid timeline of a run"),
+        (report(), {"traceEvents": [op(dur=-5), op("B")]}, "is not a valid timeline"),
+        (report(), {"traceEvents": [op(dur=1e400), op("B")]}, "is not a valid timeline"),
+        (report(), {"traceEvents": [op(tid="x")]}, "is not a valid timeline of a run"),
     ],
 )
 def test_bad_reports(

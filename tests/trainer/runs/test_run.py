@@ -242,7 +242,7 @@ def test_ctrl_c_in_mid_training(tmp_path: Path) -> None:
     host.send_signal(signal.SIGINT)
     output, _ = host.communicate(timeout=120)
     assert host.returncode == 130, output
-    assert "to go on from the newest checkpoint" in output
+    assert "to resume from the newest checkpoint" in output
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["completed"] is False and len(report["iterations"]) >= 1
 
