@@ -1,4 +1,4 @@
-"""``pipemorph advise PROBLEM``: what more microbatches, another split or offload would give."""
+"""``pipemorph advise PROBLEM``: predicts the gain of more microbatches, another split, offload."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "advise",
         help="compare more microbatches, another split and offload with today",
-        description="Plan PROBLEM as it is and with each of three levers: more microbatches, "
-        "another split of the layers, offload of activations. The report.json of `pipemorph run` "
-        "serves as a problem too: op times are those measured, from the timeline.json beside it.",
+        description="Plan PROBLEM as it is and with each of three changes: more microbatches, "
+        "another split of the layers, offload of activations. PROBLEM may be the report.json of "
+        "`pipemorph run`: its measured op times are read from the timeline.json beside it.",
     )
     parser.add_argument("problem", metavar="PROBLEM", help="YAML or JSON file; - reads stdin")
     parser.add_argument(
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _load(path: str) -> tuple[Problem, str, float | None]:
-    """The problem, what its times are, and the measured iteration time in ms if it is a run's."""
+    """The problem, the source of its times, and for a run the measured iteration time in ms."""
     from pipemorph.local.results.measured import is_report, measured_problem
 
     if is_report(path):
@@ -48,7 +48,7 @@ def _load(path: str) -> tuple[Problem, str, float | None]:
 
 
 def fields(advice: Advice, source: str, measured: float | None) -> dict[str, Any]:
-    """For programs: ``today`` and ``options`` in the same form; times in milliseconds."""
+    """JSON fields: ``today`` and ``options`` in the same form; times in milliseconds."""
     best = advice.best
     return {
         "source": source,
@@ -78,7 +78,7 @@ def _fields(option: Option) -> dict[str, Any]:
 
 
 def table(advice: Advice, source: str, measured: float | None) -> str:
-    """Side by side, today first."""
+    """A table of all options, today first."""
     head = ("lever", "change", "iteration", "per sample", "bubble", "memory", "")
     rows = [head]
     for option in advice.options:
@@ -108,7 +108,7 @@ def table(advice: Advice, source: str, measured: float | None) -> str:
     lines += [f"- {text}" for text in advice.missing]
     best = advice.best
     if best is None:
-        lines.append("best: as it is; with the same batch and memory nothing here saves 1%")
+        lines.append("best: no change; with the same batch and memory no option saves 1%")
     else:
         note = f" ({best.note})" if best.note else ""
         lines.append(
@@ -119,7 +119,7 @@ def table(advice: Advice, source: str, measured: float | None) -> str:
 
 
 def _change(gain: float) -> str:
-    """Of the time per sample: ``-8.3%`` is less of it."""
+    """Change of the time per sample; ``-8.3%`` is faster."""
     return f"{-gain:+.1%}" if abs(gain) >= 0.0005 else "same"
 
 

@@ -1,4 +1,4 @@
-"""``pipemorph bench link``: what a link between two hosts or processes carries."""
+"""``pipemorph bench link``: measures the link between two hosts or processes."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench",
         help="measure a link between two hosts or processes",
-        description="Measure what the transfer engine moves, on this machine or between two.",
+        description="Measure the transfer engine, on this machine or between two.",
     )
     kinds = parser.add_subparsers(dest="kind", metavar="WHAT", required=True)
     link = kinds.add_parser(
         "link",
         help="throughput by message size, and latency, per transport",
-        description="Throughput by message size and latency of 4 KiB messages, per transport and "
-        "beside gloo. Both ends on this host by default; between two hosts, start --listen on one "
-        "and run what it prints on the other.",
+        description="Measure throughput by message size, and the latency of 4 KiB messages, per "
+        "transport and for gloo. By default both ends are on this host; between two hosts, start "
+        "--listen on one and run the command that it prints on the other.",
     )
     ends = link.add_mutually_exclusive_group()
     ends.add_argument(
@@ -42,51 +42,50 @@ def add_parser(subparsers: Any) -> None:
         metavar="ADDRESS",
         nargs="?",
         const="0.0.0.0",
-        help="be the receiving end, on this address (default: all)",
+        help="run the receiving end, on this address (default: all)",
     )
-    ends.add_argument("--connect", metavar="HOST", help="be the sending end, and print")
+    ends.add_argument("--connect", metavar="HOST", help="run the sending end, which prints results")
     link.add_argument("--port", type=int, default=PORT, help="default: %(default)s")
     link.add_argument(
         "--transports",
         metavar="A,B,…",
-        help=f"of {', '.join(TRANSPORTS)}; exit 1 if one of them is unavailable (default: what "
-        "there is)",
+        help=f"list of {', '.join(TRANSPORTS)}; exit 1 if one is unavailable (default: all "
+        "available)",
     )
     link.add_argument("--sizes", metavar="4K,1M,…", help="bytes per message (default: 4K to 64M)")
-    link.add_argument("--window", type=int, default=4, help="messages under way (%(default)s)")
-    link.add_argument("--rounds", type=int, default=5, help="of each point (%(default)s)")
+    link.add_argument("--window", type=int, default=4, help="messages in flight (%(default)s)")
+    link.add_argument("--rounds", type=int, default=5, help="rounds per point (%(default)s)")
     link.add_argument(
         "--volume", default="128M", help="bytes per round and point (default: %(default)s)"
     )
-    link.add_argument("--pings", type=int, default=2000, help="for latency (%(default)s)")
+    link.add_argument("--pings", type=int, default=2000, help="latency samples (%(default)s)")
     link.add_argument(
         "--wait", type=float, default=60.0, help="seconds to wait for the other end (%(default)s)"
     )
     link.add_argument(
         "--output", choices=["text", "json"], default="text", help="default: %(default)s"
     )
-    rails = link.add_argument_group("rdma", "Of this end; the other has its own.")
+    rails = link.add_argument_group("rdma", "For this end only.")
     rails.add_argument(
         "--device",
         metavar="DEVICE[:PORT]",
         action="append",
         default=[],
-        help="rail to use, such as mlx5_0 or mlx5_0:2; may be repeated (default: one active port "
-        "of every card)",
+        help="rail to use, such as mlx5_0 or mlx5_0:2; repeatable (default: one active port of "
+        "every card)",
     )
     rails.add_argument(
         "--gid-index",
         type=int,
         metavar="N",
-        help="entry of the GID table (default: RoCE v2, routable)",
+        help="index in the GID table (default: a routable RoCE v2 entry)",
     )
     rails.add_argument("--traffic-class", type=int, default=0, help="default: %(default)s")
     rails.add_argument("--service-level", type=int, default=0, help="default: %(default)s")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Hands over to the trainer in a process of its own: the core imports neither torch nor the
-    engine."""
+    """Run the benchmark in a trainer process: the core imports neither torch nor the engine."""
     options = options_of(args)
     if importlib.util.find_spec("pipemorph_trainer") is None:
         raise InputError("bench link needs the trainer: install pipemorph[trainer]")
@@ -95,14 +94,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Raises :class:`InputError` that names the argument and what it may be."""
+    """The validated options. Raises :class:`InputError` that names argument and valid values."""
     for name in ("transports", "sizes", "listen", "connect"):
         if getattr(args, name) == "":
             raise InputError(f"--{name}: is empty; give it a value or leave it out")
     asked = args.transports.split(",") if args.transports else []
     for name in asked:
         if name not in TRANSPORTS:
-            raise InputError(f"--transports: {name!r} is none of {', '.join(TRANSPORTS)}")
+            raise InputError(f"--transports: {name!r} is not one of {', '.join(TRANSPORTS)}")
     sizes = [_bytes("--sizes", s) for s in args.sizes.split(",")] if args.sizes else SIZES
     for name in ("window", "rounds", "pings"):
         if getattr(args, name) < 1:
@@ -110,8 +109,8 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
     held = args.window * max(sizes)
     if 2 * held > memory_bytes():
         raise InputError(
-            f"--window and --sizes: {args.window} messages of {max(sizes)} bytes do not fit into "
-            f"this host's memory of {memory_bytes()} bytes twice, sent and received"
+            f"--window and --sizes: {args.window} messages of {max(sizes)} bytes, sent and "
+            f"received, do not fit into this host's memory of {memory_bytes()} bytes"
         )
     if not 0 < args.port < 65536:
         raise InputError(f"--port: {args.port} is not between 1 and 65535")
@@ -129,7 +128,7 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
         raise InputError(f"--wait: {args.wait} is not a number of seconds above 0")
     named = bool(args.device) or args.gid_index is not None
     if named and asked and "rdma" not in asked:
-        raise InputError("--device and --gid-index are of rdma, which --transports leaves out")
+        raise InputError("--device and --gid-index are for rdma, which --transports excludes")
     role = "listen" if args.listen else "connect" if args.connect else "local"
     return {
         "role": role,
@@ -137,7 +136,7 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
         "announce": False,
         "connect": args.connect,
         "port": args.port,
-        # A rail that is named is asked for.
+        # Naming a rail requests rdma.
         "asked": asked or (["rdma"] if named else []),
         "transports": asked or _likely(role == "local", named),
         "sizes": sorted(set(sizes)),

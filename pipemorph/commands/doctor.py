@@ -1,4 +1,4 @@
-"""``pipemorph doctor``: what this host or pod can do for a job, and what to fix."""
+"""``pipemorph doctor``: checks this host or pod for jobs, and advises what to fix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipemorph.commands.emit import emit
 from pipemorph.commands.table import table
 
 TRAINER_SECONDS = 120.0
-"""Importing torch from a cold disk takes long."""
+"""Time limit of the trainer query: importing torch from a cold disk is slow."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -22,16 +22,16 @@ def add_parser(subparsers: Any) -> None:
 
     parser = subparsers.add_parser(
         "doctor",
-        help="say what this host or pod can do, and what to fix",
-        description="Look at RDMA devices, limits, memory and GPUs, and say what to fix. "
-        "Exit status: 0 unless something that --require names is missing, then 1.",
+        help="check this host or pod, and advise what to fix",
+        description="Check RDMA devices, limits, memory and GPUs, and advise what to fix. "
+        "Exit status: 1 if something that --require names is missing, else 0.",
     )
     parser.add_argument(
         "--require",
         action="append",
         choices=NEEDS,
         default=[],
-        help="what the job cannot do without; may be given several times",
+        help="what the job requires; repeatable",
     )
     parser.add_argument(
         "--output", choices=["text", "json"], default="text", help="default: %(default)s"
@@ -39,7 +39,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    # Late: the other subcommands do not look at the host.
+    # Imported late: other subcommands do not need it.
     from pipemorph.discovery.checks import checks
 
     found = facts()
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _fields(device: Any) -> dict[str, Any]:
-    """A device for JSON. What cannot be read says so: null is too easily taken for 0."""
+    """A device as JSON. Unreadable values are "unavailable": null is easily mistaken for 0."""
     from pipemorph.discovery.checks import UNAVAILABLE
 
     fields = dataclasses.asdict(device)
@@ -79,14 +79,14 @@ def _fields(device: Any) -> dict[str, Any]:
 
 
 def facts() -> Any:
-    """Everything there is to see here, as :class:`pipemorph.discovery.checks.Facts`."""
+    """Inspect this host: :class:`pipemorph.discovery.checks.Facts`."""
     from pipemorph.discovery import host, numa, rdma, verbs
     from pipemorph.discovery.checks import Facts
 
     seen = verbs.look()
     trainer, error = trainer_facts()
     devices = rdma.devices()
-    # A software device is nowhere.
+    # A software device has no NUMA node.
     nodes = {device.name: device.numa_node for device in devices or () if device.pci}
     for i, gpu in enumerate(trainer["gpus"] if trainer else ()):
         nodes[f"GPU {i}"] = numa.node_of(numa.PCI / gpu["pci"])
@@ -107,7 +107,7 @@ def facts() -> Any:
 
 
 def trainer_facts() -> tuple[dict[str, Any] | None, str | None]:
-    """What torch and the engine say, or why they cannot: asked in a process of its own."""
+    """Facts from torch and the engine, or an error; queried in a separate process."""
     command = [sys.executable, "-m", "pipemorph_trainer.devices"]
     try:
         done = subprocess.run(

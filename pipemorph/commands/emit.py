@@ -1,4 +1,4 @@
-"""What a command has to say, to a file or to stdout."""
+"""Writes a command's output to a file or to stdout."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from pipemorph.errors import InputError, one_line
 
 
 def emit(data: bytes, out: str | None) -> None:
-    """Write all of ``data`` to the file ``out``, None: to stdout.
+    """Write ``data`` to the file ``out``; None: to stdout.
 
-    Raises :class:`InputError` if that cannot be written, BrokenPipeError if nobody reads stdout
-    any more.
+    Raises :class:`InputError` if the write fails, BrokenPipeError if stdout's reader has closed it.
     """
     if out is None:
         try:
@@ -34,5 +33,5 @@ def emit(data: bytes, out: str | None) -> None:
 
 
 def silence_stdout() -> None:
-    """Let go of a stdout that takes no more: Python would complain once more at exit."""
+    """Redirect a closed stdout to /dev/null: else Python reports the error again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""How `plan` and `simulate` print: JSON, text or a picture, to stdout or a file."""
+"""Output of `plan` and `simulate`: JSON, text or a picture, to stdout or a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipemorph.planning.simulation.interleaved import InterleavedSchedule, Inter
 from pipemorph.planning.simulation.simulator import Simulation
 
 FORMATS = ("json", "text", "html", "png", "csv")
-# By how the name given with --out ends.
+# Formats by the extension of --out.
 ENDINGS = {
     ".json": "json",
     ".txt": "text",
@@ -32,8 +32,8 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output",
         choices=FORMATS,
-        help="what to print (default: by how FILE ends, else json); html is one file with "
-        "details of every op, csv is torch.distributed.pipelining's compute-only form",
+        help="format (default: by the extension of FILE, else json); html is one file with "
+        "details of every op, csv is torch.distributed.pipelining's compute-only format",
     )
     parser.add_argument("--out", metavar="FILE", help="write to FILE, not to stdout")
 
@@ -42,7 +42,7 @@ Ran = Simulation | InterleavedSimulation
 
 
 def write(fields: dict[str, Any], ran: Ran, problem: Problem, args: argparse.Namespace) -> None:
-    """Print what was asked for. Raises :class:`InputError` if ``--out`` cannot be written."""
+    """Write the requested output. Raises :class:`InputError` if ``--out`` cannot be written."""
     output = format_of(args)
     if output == "json":
         emit((json.dumps(fields) + "\n").encode(), args.out)
@@ -65,23 +65,23 @@ def write(fields: dict[str, Any], ran: Ran, problem: Problem, args: argparse.Nam
             emit(render_html(timeline, stats(fields)).encode(), args.out)
         case _:
             if args.out is None and sys.stdout.isatty():
-                raise InputError("--output png needs --out FILE where stdout is a terminal")
+                raise InputError("--output png needs --out FILE if stdout is a terminal")
             emit(render_png(timeline), args.out)
 
 
 def format_of(args: argparse.Namespace) -> str:
-    """What ``--output`` says, else the ending of ``--out``, else json."""
+    """The format: ``--output``, else by the extension of ``--out``, else json."""
     if args.output is not None:
         return str(args.output)
     return ENDINGS.get(Path(args.out).suffix.lower(), "json") if args.out else "json"
 
 
 def stats(fields: dict[str, Any]) -> list[tuple[str, str]]:
-    """What stands above the picture."""
+    """Names and values shown above the picture."""
     makespan, bound = fields["makespan"], fields["lower_bound"]
     near = "proven shortest"
     if makespan > bound:
-        # A bound of 0 says nothing: no op takes any time.
+        # If all ops take no time the bound is 0.
         near = f"at most {makespan / bound - 1:.1%} above the shortest" if bound else "no bound"
     return [
         ("iteration", f"{makespan:g} ms"),
@@ -94,7 +94,7 @@ def stats(fields: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def few(values: list[int]) -> str:
-    """``7-5-3-1``; the middle left out of long lists."""
+    """``7-5-3-1``; long lists without their middle."""
     shown = [str(value) for value in values]
     return "-".join(shown if len(shown) <= 12 else [*shown[:5], "…", *shown[-5:]])
 

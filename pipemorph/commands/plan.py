@@ -1,4 +1,4 @@
-"""``pipemorph plan PROBLEM``: make a schedule and say how good it is."""
+"""``pipemorph plan PROBLEM``: makes a schedule and predicts its time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("problem", metavar="PROBLEM", help="YAML or JSON file; - reads stdin")
     parser.add_argument(
-        "--policy", choices=[p.value for p in Policy], help="in place of the problem's own"
+        "--policy", choices=[p.value for p in Policy], help="overrides the problem's policy"
     )
     parser.add_argument(
         "--warmup", metavar="X0,X1,…", help="forwards before the first backward, per stage"
@@ -33,13 +33,13 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--dispatch",
         choices=[d.value for d in Dispatch],
-        help="whether stages keep the plan's order or run what is ready, in place of the "
-        "problem's own",
+        help="static: stages keep the plan's order; online: they run the next ready op; overrides "
+        "the problem's dispatch",
     )
     parser.add_argument(
         "--time-limit",
         metavar="SECONDS",
-        help=f"how long policy exact may search (default: {TIME_LIMIT:g})",
+        help=f"time limit of policy exact (default: {TIME_LIMIT:g})",
     )
     add_output_arguments(parser)
 
@@ -99,7 +99,7 @@ def _plan_interleaved(problem: Problem, policy: Policy, args: argparse.Namespace
 
 
 def parse_warmup(text: str) -> list[int]:
-    """``"7,5,3,1"`` → ``[7, 5, 3, 1]``. Raises :class:`InputError` naming what is no number."""
+    """``"7,5,3,1"`` → ``[7, 5, 3, 1]``. Raises :class:`InputError` that names an invalid part."""
     counts = []
     for part in text.split(","):
         if not re.fullmatch(r"\d{1,9}", part.strip(), re.ASCII):
@@ -109,7 +109,7 @@ def parse_warmup(text: str) -> list[int]:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds above 0. Raises :class:`InputError` for anything else."""
+    """Parse seconds above 0. Raises :class:`InputError`."""
     try:
         seconds = float(text)
     except ValueError:

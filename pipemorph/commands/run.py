@@ -1,4 +1,4 @@
-"""``pipemorph run JOB --out DIR``: train on this machine, and say what the network did."""
+"""``pipemorph run JOB --out DIR``: runs a job on this machine, and reports adaptations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def add_parser(subparsers: Any) -> None:
         "run",
         help="run a PipeMorphJob on this machine",
         description="Run the PipeMorphJob of JOB on this machine, one process per rank. "
-        "Exit status: 0 completed, 1 not completed, 2 unusable input, 130 interrupted.",
+        "Exit status: 0 completed, 1 not completed, 2 invalid input, 130 interrupted.",
     )
     parser.add_argument("job", metavar="JOB", help="PipeMorphJob manifest, YAML or JSON")
     parser.add_argument(
@@ -25,16 +25,16 @@ def add_parser(subparsers: Any) -> None:
         help="folder for report.json, timeline.json, timeline.png, logs and traces",
     )
     parser.add_argument(
-        "--force", action="store_true", help="replace an earlier run that DIR holds"
+        "--force", action="store_true", help="replace the results of an earlier run in DIR"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    # Late: the other subcommands do not need a server.
+    # Imported late: other subcommands do not need the server.
     from pipemorph.local import run_job
 
     if not args.out:
-        # To pathlib that is the present folder.
+        # pathlib would take it as the current folder.
         raise InputError("--out is empty; name a folder")
-    log_level()  # of the ranks' agent, which nobody would miss for long
+    log_level()  # Reject an invalid PIPEMORPH_LOG now; the agent would fail on it later.
     return run_job(args.job, Path(args.out), force=args.force)

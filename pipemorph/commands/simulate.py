@@ -1,4 +1,4 @@
-"""``pipemorph simulate PLAN PROBLEM``: what a plan does under other times and delays."""
+"""``pipemorph simulate PLAN PROBLEM``: simulates a plan under other times and delays."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from pipemorph.planning.simulation.simulator import check_fits, simulate
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "simulate",
-        help="run a plan under the delays of another problem",
-        description="Run PLAN, as `pipemorph plan --output json` prints it or as a .csv of "
+        help="simulate a plan under the delays of another problem",
+        description="Simulate PLAN, the output of `pipemorph plan --output json` or a .csv of "
         "torch.distributed.pipelining, under PROBLEM.",
     )
     parser.add_argument("plan", metavar="PLAN", help="JSON or .csv file; - reads JSON from stdin")
@@ -28,7 +28,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--dispatch",
         choices=[d.value for d in Dispatch],
-        help="static keeps the order; online runs what is ready (default: what PLAN says)",
+        help="static keeps the order; online runs the next ready op (default: PLAN's own)",
     )
     add_output_arguments(parser)
 

@@ -1,4 +1,4 @@
-"""A table for a terminal, that is also Markdown."""
+"""Formats a table for a terminal, which is valid Markdown too."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: int | None = None) -> str:
-    """Rows under ``head``; from column ``numbers`` on they are set to the right."""
+    """Rows under ``head``; columns from ``numbers`` on are right-aligned."""
     first_number = len(head) if numbers is None else numbers
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
 

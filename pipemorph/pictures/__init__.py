@@ -1,4 +1,4 @@
-"""Timelines people look at: as text, as a picture, and for a trace viewer."""
+"""Renders timelines as text, as pictures, and for trace viewers."""
 
 from pipemorph.pictures.chrome import chrome_trace
 from pipemorph.pictures.html import render_html

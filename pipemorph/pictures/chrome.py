@@ -19,7 +19,7 @@ COLOURS = {
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     """The trace as a JSON object: a thread per stage, in-flight counters, delayed messages.
 
-    Times of the format are microseconds; they start at the timeline's begin.
+    Times are microseconds from the start of the timeline.
     """
     zero = timeline.begin
     events: list[dict[str, Any]] = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipemorph.planning.analysis.bubbles import Cause
 from pipemorph.planning.ir import OpKind
 
-# Told apart in grey and by the colour-blind: F dark, B middle, W light.
+# Distinguishable in grey and by the colour-blind: F dark, B middle, W light.
 FILL = {OpKind.F: "#3b6fb6", OpKind.B: "#e08a3c", OpKind.W: "#9ccf8e", OpKind.BW: "#c8553d"}
 INK = {OpKind.F: "white", OpKind.B: "black", OpKind.W: "black", OpKind.BW: "white"}
 NAMES = {

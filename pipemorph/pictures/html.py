@@ -1,6 +1,6 @@
-"""A timeline as one HTML file: nothing to install, nothing loaded from anywhere.
+"""Renders a timeline as one self-contained HTML file.
 
-``page.html`` beside this module is the page; the timeline is put into it as JSON.
+``page.html`` beside this module is the template; the timeline is embedded as JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MARK = "{{DATA}}"
 def render_html(timeline: Timeline, stats: Sequence[tuple[str, str]] = ()) -> str:
     """The page. ``stats``: names and values shown above the picture, as plain text."""
     text = json.dumps(_data(timeline, stats), separators=(",", ":"))
-    # As JSON the same; in HTML the end of a script, or a comment, cannot begin in it.
+    # Escaped so that the JSON cannot end the script element or begin a comment.
     return _page().replace(MARK, text.replace("<", "\\u003c"))
 
 
@@ -36,7 +36,7 @@ def _data(timeline: Timeline, stats: Sequence[tuple[str, str]]) -> dict[str, Any
     kinds = {op.kind for ops in timeline.stages for op in ops}
 
     def at(seconds: float) -> float:
-        """Milliseconds from the begin, to the nanosecond."""
+        """Milliseconds from the start, rounded to nanoseconds."""
         return round((seconds - zero) * 1e3, 6)
 
     stages = []

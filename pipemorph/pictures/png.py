@@ -1,4 +1,4 @@
-"""A timeline as a PNG: ops, bubbles, delays and microbatches in flight."""
+"""Renders a timeline as PNG: ops, bubbles, delays and microbatches in flight."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INCHES_WIDE = 14.0
 
 
 def render_png(timeline: Timeline) -> bytes:
-    """The picture. Raises :class:`InputError` naming what to install without matplotlib."""
+    """Render a PNG. Raises :class:`InputError` if matplotlib is not installed."""
     stages = len(timeline.stages)
     rows = _rows(stages)
     figure = _figure(rows + 3.4)
@@ -36,9 +36,9 @@ def render_png(timeline: Timeline) -> bytes:
 
 
 def render_panels(title: str, timelines: Sequence[Timeline]) -> bytes:
-    """Several timelines one under another, on one time scale, each from its own begin.
+    """Render several timelines below each other on one time scale, each from its own start.
 
-    Raises :class:`InputError` naming what to install without matplotlib.
+    Raises :class:`InputError` if matplotlib is not installed.
     """
     rows = max(_rows(len(timeline.stages)) for timeline in timelines)
     figure = _figure((rows + 0.8) * len(timelines) + 1.2)
@@ -62,12 +62,12 @@ def render_panels(title: str, timelines: Sequence[Timeline]) -> bytes:
 
 
 def _rows(stages: int) -> float:
-    """Inches of height for the ops of ``stages``."""
+    """Height in inches for the rows of ``stages``."""
     return max(1.6, min(0.42 * stages, 16.0))
 
 
 def _span(timeline: Timeline) -> float:
-    """Milliseconds from begin to end."""
+    """Duration in milliseconds."""
     return max(timeline.end - timeline.begin, 1e-12) * 1e3
 
 
@@ -89,7 +89,7 @@ def _png(figure: Any) -> bytes:
 
 
 def _draw_panel(axes: Any, timeline: Timeline, span: float, rows: float) -> None:
-    """Ops, arrows, marks and title. ``span``: milliseconds the panel is wide."""
+    """Draw ops, arrows, marks and title. ``span``: width of the panel in milliseconds."""
     begin = timeline.begin
     _draw_ops(axes, timeline, begin, span, rows)
     _draw_arrows(axes, timeline, begin)
@@ -105,7 +105,7 @@ def _draw_ops(axes: Any, timeline: Timeline, begin: float, span: float, rows: fl
     # A label must fit into its op: about 0.075 inch per character at 6 points.
     inches_per_ms = (INCHES_WIDE - 1.5) / span
     count = max(len(ops) for ops in timeline.stages)
-    # White edges tell ops apart, and wash them out where they are a few pixels wide.
+    # White edges separate ops, but hide ops of only a few pixels.
     edge = 0.4 if count < 40 * INCHES_WIDE / 2 else 0.0
     for i, ops in enumerate(timeline.stages):
         axes.broken_barh([(0, _span(timeline))], (i - 0.45, 0.9), facecolor=BUBBLE)
@@ -153,7 +153,7 @@ def _draw_ops(axes: Any, timeline: Timeline, begin: float, span: float, rows: fl
 
 
 def _legend(timelines: Sequence[Timeline]) -> list[Any]:
-    """A patch for everything that is drawn in any of ``timelines``."""
+    """Legend entries for everything drawn in ``timelines``."""
     from matplotlib.patches import Patch
 
     kinds = {op.kind for timeline in timelines for ops in timeline.stages for op in ops}
@@ -168,7 +168,7 @@ def _legend(timelines: Sequence[Timeline]) -> list[Any]:
 
 
 def _causes(timelines: Sequence[Timeline]) -> list[Cause]:
-    """The causes of idle time there are in any of ``timelines``, in one order."""
+    """The causes of idle time in ``timelines``, in a fixed order."""
     found = {
         bubble.cause for timeline in timelines for bubbles in timeline.bubbles for bubble in bubbles
     }
@@ -177,7 +177,7 @@ def _causes(timelines: Sequence[Timeline]) -> list[Cause]:
 
 def _draw_arrows(axes: Any, timeline: Timeline, begin: float) -> None:
     if timeline.placement:
-        return  # rows are ranks, and a link joins any two of them
+        return  # Rows are ranks, and a link may connect any two.
     every = max(1, -(-len(timeline.messages) // MOST_ARROWS))
     for message in timeline.messages[::every]:
         low, high = message.link + 0.45, message.link + 0.55

@@ -1,4 +1,4 @@
-"""A timeline for a terminal."""
+"""Renders a timeline for a terminal."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pipemorph.planning.analysis.bubbles import Cause
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.simulation.simulator import TimedOp
 
-# Upper case for even microbatches, lower case for odd, so that neighbours can be told apart.
+# Upper case for even microbatches, lower case for odd ones, to distinguish neighbours.
 LETTERS = {OpKind.F: "Ff", OpKind.B: "Bb", OpKind.W: "Ww", OpKind.BW: "Xx"}
 IDLE = "·"
 
 
 def render_text(timeline: Timeline, width: int = 100) -> str:
-    """One row per stage, ``width`` columns of equal time; each shows what took most of it."""
+    """One row per stage, in ``width`` columns of equal time; each shows its longest activity."""
     begin, end = timeline.begin, timeline.end
     lines = [timeline.title] if timeline.title else []
     wide = max(len(timeline.name(i)) for i in range(len(timeline.stages)))
@@ -43,7 +43,7 @@ def render_text(timeline: Timeline, width: int = 100) -> str:
 
 
 def _padded(name: str, wide: int) -> str:
-    """Numbers of stages right-aligned, as they stand under each other."""
+    """A row's name, with stage numbers right-aligned."""
     word, number = name.split(" ", 1)
     return f"{word} {number:>{wide - len(word) - 1}}"
 

@@ -1,4 +1,4 @@
-"""What a picture is drawn from: timed ops per stage, simulated or measured alike."""
+"""The input of pictures: timed ops per stage, simulated or measured."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MILLISECOND = 1e-3
 
 @dataclass(frozen=True)
 class Timeline:
-    """Ops of each stage in run order, in seconds from any common zero.
+    """Ops of each stage in run order, in seconds from a common zero.
 
-    A measured timeline may hold several iterations; ``marks`` are moments worth a line
-    (an iteration's end, a new plan). ``messages`` are those whose delay is worth drawing.
-    ``bubbles`` and ``limits`` (in-flight caps), per stage, are empty where they are not known.
+    A measured timeline may have several iterations. ``marks``: moments to mark with a line (the end
+    of an iteration, a new plan). ``messages``: those whose delay to draw. ``bubbles`` and
+    ``limits`` (in-flight caps): per stage, empty if unknown.
     """
 
     stages: Sequence[Sequence[TimedOp]]
@@ -31,8 +31,8 @@ class Timeline:
     bubbles: Sequence[Sequence[Bubble]] = ()
     limits: Sequence[int | None] = ()
     placement: Sequence[int] = ()
-    """Where ranks have several stages: ``stages`` are the ranks' ops, this the rank of each
-    stage, and ``stage_of`` the stage of each op."""
+    """Only if ranks have several stages: the rank of each stage. ``stages`` then has the ops of
+    each rank, and ``stage_of`` the stage of each op."""
     stage_of: Sequence[Sequence[int]] = ()
 
     @property
@@ -51,7 +51,7 @@ class Timeline:
         title: str = "",
         unit: float = MILLISECOND,
     ) -> Timeline:
-        """A simulated iteration. ``unit``: seconds in one unit of the problem's times."""
+        """A simulated iteration. ``unit``: seconds per unit of the problem's times."""
         stages = [
             [TimedOp(op.kind, op.microbatch, op.start * unit, op.end * unit) for op in ops]
             for ops in simulation.stages
@@ -73,7 +73,7 @@ class Timeline:
         title: str = "",
         unit: float = MILLISECOND,
     ) -> Timeline:
-        """A simulated iteration of ranks with several stages: a row per rank."""
+        """A simulated iteration of ranks with several stages: one row per rank."""
         bubbles, messages = explain_interleaved(ran, problem)
         rows = ran.by_rank()
         return Timeline(
@@ -89,7 +89,7 @@ class Timeline:
         )
 
     def name(self, row: int) -> str:
-        """Of a row: a stage, or a rank with its stages."""
+        """Name of a row: a stage, or a rank with its stages."""
         if not self.placement:
             return f"stage {row}"
         own = [str(stage) for stage, rank in enumerate(self.placement) if rank == row]
@@ -97,7 +97,7 @@ class Timeline:
 
 
 def _scaled(messages: Sequence[Message], problem: Problem, unit: float) -> tuple[Message, ...]:
-    """Those on links with a delay."""
+    """Messages on links with a delay, with times in seconds."""
     return tuple(
         message._replace(sent=message.sent * unit, arrived=message.arrived * unit)
         for message in messages
@@ -113,10 +113,10 @@ def _bubbles(bubbles: Sequence[Sequence[Bubble]], unit: float) -> list[list[Bubb
 
 
 def in_flight(ops: Sequence[TimedOp]) -> list[tuple[float, int]]:
-    """``(time, microbatches in flight from then on)`` of one stage, times ascending."""
+    """``(time, microbatches in flight from then on)`` of one stage, in order of time."""
     changes = [(op.start, 1) for op in ops if op.kind is OpKind.F]
     changes += [(op.end, -1) for op in ops if op.kind in (OpKind.W, OpKind.BW)]
-    # At one moment a slot is given back before it is taken.
+    # At equal times, count the end of a microbatch before the start of the next.
     curve: list[tuple[float, int]] = []
     now = 0
     for time, change in sorted(changes):
@@ -126,6 +126,6 @@ def in_flight(ops: Sequence[TimedOp]) -> list[tuple[float, int]]:
 
 
 def idle_fraction(ops: Sequence[TimedOp], begin: float, end: float) -> float:
-    """The share of ``begin … end`` in which the stage computes nothing."""
+    """Share of the time from ``begin`` to ``end`` in which the stage is idle."""
     busy = sum(op.end - op.start for op in ops)
     return max(0.0, 1.0 - busy / (end - begin)) if end > begin else 0.0

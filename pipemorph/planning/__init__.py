@@ -1,4 +1,4 @@
-"""Schedules: their form, their rules, how to make them and how to predict their time."""
+"""Schedules: representation, validation, planning and simulation."""
 
 from pipemorph.planning.ir import Dispatch, Op, OpKind, Path, Plan, Policy, Schedule
 from pipemorph.planning.planner import PlannedSchedule, link_on, plan, plan_for, problem_for

@@ -1,9 +1,8 @@
-"""Schedule IR: the ops each stage runs, in order, and the plan around them.
+"""Schedule IR: the ops of each stage, in order, and the plan that contains them.
 
-Communication is not in the op list. An op names its kind and its microbatch; which
-messages it waits for follows from those (F waits for the F upstream, B for the B
-downstream). Names follow the zero-bubble literature: F forward, B backward for the
-input, W backward for the weights, BW a fused backward.
+The op list has no communication. An op has a kind and a microbatch, which determine the messages it
+waits for (F waits for the F upstream, B for the B downstream). Names follow the zero-bubble
+literature: F forward, B backward for the input, W backward for the weights, BW fused backward.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pipemorph.errors import InputError
 
 
 class OpKind(StrEnum):
-    """What a stage computes for one microbatch."""
+    """The kind of an op, which processes one microbatch."""
 
     F = "F"
     B = "B"
@@ -27,7 +26,7 @@ class OpKind(StrEnum):
 
 
 class Policy(StrEnum):
-    """How a schedule is made."""
+    """The algorithm that makes a schedule."""
 
     GPIPE = "gpipe"
     ONE_F_ONE_B = "1f1b"
@@ -47,9 +46,8 @@ class Policy(StrEnum):
 class Dispatch(StrEnum):
     """How a stage picks its next op.
 
-    STATIC keeps the plan's order. ONLINE runs the next *ready* op (B, then F, then W)
-    within warm-up and in-flight cap, so an op that is late does not hold up one that is
-    ready.
+    STATIC keeps the plan's order. ONLINE runs the next *ready* op (B, then F, then W) within
+    warm-up and in-flight cap, so that a late message does not block ready ops.
     """
 
     STATIC = "static"
@@ -57,7 +55,7 @@ class Dispatch(StrEnum):
 
 
 class Path(StrEnum):
-    """How the bytes of a link travel: torch.distributed, or the transfer engine."""
+    """How a link sends data: direct by torch.distributed, or delegated to the transfer engine."""
 
     DIRECT = "direct"
     DELEGATED = "delegated"
@@ -77,12 +75,12 @@ _TOKEN = re.compile(r"(F|BW|B|W)(\d+)")
 
 
 def encode_ops(ops: Iterable[Op]) -> str:
-    """``[Op(F,0), Op(B,0)]`` → ``"F0 B0"``: the form used on the wire."""
+    """``[Op(F,0), Op(B,0)]`` → ``"F0 B0"``, the wire format."""
     return " ".join(str(op) for op in ops)
 
 
 def decode_ops(text: str) -> tuple[Op, ...]:
-    """Inverse of :func:`encode_ops`. Raises :class:`InputError` naming a token it cannot read."""
+    """Inverse of :func:`encode_ops`. Raises :class:`InputError` that names an invalid token."""
     ops: list[Op] = []
     for position, token in enumerate(text.split()):
         match = _TOKEN.fullmatch(token)
@@ -96,7 +94,7 @@ def decode_ops(text: str) -> tuple[Op, ...]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Per-stage op order. ``stages[i]`` is what stage *i* runs, first to last."""
+    """Per-stage op order. ``stages[i]``: the ops of stage *i*, in order."""
 
     microbatches: int
     stages: tuple[tuple[Op, ...], ...]
@@ -119,7 +117,7 @@ class Schedule:
         return tuple(counts)
 
     def slackness(self) -> tuple[int, ...]:
-        """``Δ_i = x_i - x_{i+1}``, one per link: what absorbs delay on link *i*."""
+        """``Δ_i = x_i - x_{i+1}``, one per link: the warm-up that absorbs delay on link *i*."""
         x = self.warmup()
         return tuple(x[i] - x[i + 1] for i in range(len(x) - 1))
 
@@ -150,11 +148,11 @@ class Schedule:
 class Plan:
     """A schedule, its in-flight caps and the path of each link, with a version.
 
-    ``version`` is that of the directive it came in; 0 is the plan every rank derives from the job
-    spec alone, and any that is not issued yet. ``in_flight_limits[i]`` is ``K_i`` or None for no
-    limit. ``paths[i]`` is the path of link *i*. ``device_limits[i]`` is how many microbatches
-    may have their activations on the device of stage *i* at a time, the others being in host
-    memory (:mod:`pipemorph.planning.offload`); None, as everywhere by default: no offload.
+    ``version``: version of its directive; 0 for the initial plan, which every rank derives from the
+    job spec, and for a plan that is not issued yet. ``in_flight_limits[i]``: ``K_i``, None for no
+    limit. ``paths[i]``: path of link *i*. ``device_limits[i]``: most microbatches whose activations
+    may be on the device of stage *i* at a time; the others are in host memory
+    (:mod:`pipemorph.planning.offload`); None: no offload.
     """
 
     version: int

@@ -1,22 +1,21 @@
-"""Activations in host memory: which microbatches of a stage go there, and which come back when.
+"""Activation offload: which microbatches of a stage move to host memory and back, and when.
 
-A stage with a *device limit* D keeps the activations of at most D microbatches on its device;
-its in-flight cap may be higher. One rule says what happens, from nothing but the ops the stage
-has run, so that it is the same for a fixed order and for online dispatch, and for the
-validator, the simulator and the executor:
+A stage with a *device limit* D keeps the activations of at most D microbatches on its device; its
+in-flight cap may be higher. The copies depend only on the ops that the stage has run. So the same
+rules apply to a fixed order and to online dispatch, in the validator, simulator and executor:
 
-- A microbatch is *resident* from the start of its F until its activations have gone to host
-  memory, and again from the start of its B (or BW) until the end of its W (or BW).
-- When the F of ``m`` ends and D or more microbatches are resident, ``m`` among them, ``m`` goes
-  to host memory: the newest, since backwards run in microbatch order and it is needed last.
-- The B of a microbatch in host memory brings it back first.
+- A microbatch is *resident* on the device from the start of its F until its activations are copied
+  to host memory, and again from the start of its B (or BW) until the end of its W (or BW).
+- If D or more microbatches, including ``m``, are resident when the F of ``m`` ends, ``m`` moves to
+  host memory: it is the newest and needed last, since backwards run in microbatch order.
+- The B of a microbatch in host memory first copies it back.
 
-So every F leaves room for one more, and whenever D forbids an op there is a W to run: D or more
-resident microbatches include one whose B has run. D alone therefore never deadlocks.
+So after every F there is room for one more microbatch, and whenever D forbids an op a W can run: of
+D or more resident microbatches at least one has run its B. So D alone never causes a deadlock.
 
-Each copy, out or back, takes ``StageTimes.offload_copy`` and is part of its op: the F ends, and
-sends, after the copy out; the B begins with the copy back. A device that copies beside its
-compute is quicker than that.
+Each copy takes ``StageTimes.offload_copy`` and is part of its op: the F ends, and sends, after the
+copy to the host; the B begins with the copy back. A device that copies while it computes is faster
+than this model.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from pipemorph.planning.ir import Op, OpKind, Schedule
 
 
 class Residency:
-    """Where the activations of one stage's microbatches are, op by op.
+    """Tracks which microbatches' activations are on a stage's device, op by op.
 
-    ``limit`` is D, at least 1; None: everything stays on the device. Ops must be given in the
-    order the stage runs them, each once, as a valid schedule has them.
+    ``limit``: D, at least 1; None: no offload. Ops must be given in the order in which the stage
+    runs them, each once, as in a valid schedule.
     """
 
     __slots__ = ("_limit", "_on_host", "resident")
@@ -39,11 +38,11 @@ class Residency:
         self._limit = limit
         self._on_host: set[int] = set()
         self.resident = 0
-        """Microbatches on the device between two ops."""
+        """Number of microbatches on the device between two ops."""
 
     @property
     def on_host(self) -> int:
-        """Microbatches in host memory."""
+        """Number of microbatches in host memory."""
         return len(self._on_host)
 
     def fits(self, kind: OpKind, microbatch: int) -> bool:
@@ -53,9 +52,9 @@ class Residency:
         return kind is not OpKind.F and microbatch not in self._on_host
 
     def run(self, kind: OpKind, microbatch: int) -> bool:
-        """Take the op as run; whether it copies: out after an F, back before a B or BW.
+        """Record an op; returns whether it copies: to the host after an F, back before a B or BW.
 
-        What it returns is known when the op starts: a stage runs one op at a time.
+        The result is known at the start of the op, since a stage runs one op at a time.
         """
         if kind is OpKind.F:
             self.resident += 1
@@ -94,7 +93,7 @@ def device_peak(ops: Iterable[Op], limit: int | None) -> int:
     for kind, microbatch in ops:
         before = held.resident
         copies = held.run(kind, microbatch)
-        # What goes after its F is on the device during it, and so is what came back for its B.
+        # During an F or B its own microbatch is on the device, even if copied before or after.
         arrives = kind is OpKind.F or copies
         peak = max(peak, before + arrives)
     return peak
@@ -111,9 +110,9 @@ def host_peak(ops: Iterable[Op], limit: int | None) -> int:
 
 
 def host_limit(in_flight_limit: int | None, device_limit: int | None, microbatches: int) -> int:
-    """Most microbatches that can be in host memory at a time, whatever order a stage runs.
+    """Most microbatches that can be in host memory at a time, for any order of ops.
 
-    Each goes there while D - 1 others are resident, so K in flight leave K - (D - 1).
+    Each moves there while D - 1 others are resident, so with K in flight at most K - (D - 1).
     """
     if device_limit is None:
         return 0

@@ -1,4 +1,4 @@
-"""From a problem to a plan."""
+"""Makes a plan for a problem."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from pipemorph.planning.simulation.lower_bound import SAME
 from pipemorph.planning.simulation.simulator import Simulation, predict, run_static, timed
 from pipemorph.planning.validator import validate
 
-# Where a direct path's sends block compute, and how many queues the engine gives a link.
+# Sends in flight at which a direct path blocks compute, and engine queues per link.
 DIRECT_QUEUES, DIRECT_OUTSTANDING = 1, 2
 DELEGATED_QUEUES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedSchedule(Variant):
-    """A schedule with what it was planned for and what it is predicted to take.
+    """A schedule with its problem and predicted time.
 
-    ``problem`` is the one asked for, but with the device limits and in-flight caps the plan uses.
-    No schedule is shorter than ``lower_bound``. ``planning_seconds`` is wall time; every other
-    time is in the problem's unit.
+    ``problem``: the given one, with the device limits and in-flight caps that the plan uses.
+    No schedule is shorter than ``lower_bound``. ``planning_seconds``: wall time; all other times
+    are in the problem's unit.
     """
 
     lower_bound: float
@@ -38,13 +38,13 @@ class PlannedSchedule(Variant):
 
     @cached_property
     def simulation(self) -> Simulation:
-        """The static order under the problem's times: made when it is first asked for."""
+        """Simulation of the static order under the problem's times; computed on first use."""
         costs = Costs.of(self.problem)
         return timed(self.schedule, run_static(self.schedule, costs), costs)
 
     @property
     def gap(self) -> float:
-        """How much longer than ``lower_bound``, as a fraction of it; 0 is proven shortest."""
+        """Excess over ``lower_bound`` as a fraction of it; 0: proven shortest."""
         return self.makespan / self.lower_bound - 1 if self.lower_bound > 0 else 0.0
 
 
@@ -53,14 +53,13 @@ def plan(
 ) -> PlannedSchedule:
     """Plan with ``policy``, or with the problem's own.
 
-    The same problem gives the same schedule on every machine: nothing depends on the time
-    planning takes. Policy exact is the exception: it stops after ``time_limit`` seconds (by
-    default :data:`pipemorph.planning.search.exact.TIME_LIMIT`), with what it has.
+    The same problem gives the same schedule on every machine, since no result depends on planning
+    time. Policy exact is the exception: after ``time_limit`` seconds (by default
+    :data:`pipemorph.planning.search.exact.TIME_LIMIT`) it returns the best schedule found.
 
-    Policy pipemorph decides where to offload within the device limits, and which stages fuse
-    their backwards where ``fused_backward`` is shorter than both parts; the others keep the
-    device limits as they are. Raises :class:`InputError` for a policy that cannot serve the
-    problem.
+    Policy pipemorph chooses where to offload within the device limits, and which stages fuse their
+    backwards if ``fused_backward`` is shorter than both parts; other policies keep the device
+    limits unchanged. Raises :class:`InputError` if the policy cannot plan the problem.
     """
     began = perf_counter()
     policy = problem.policy if policy is None else policy
@@ -75,10 +74,10 @@ def plan(
     elif policy is Policy.EXACT:
         if has_variants(problem):
             raise InputError(
-                "policy exact plans split backwards and no offload; leave out device_limit, and a"
-                " fused_backward shorter than backward_input + backward_weight"
+                "policy exact supports neither offload nor fused backwards; remove device_limit and"
+                " any fused_backward shorter than backward_input + backward_weight"
             )
-        # OR-tools is slow to import and not always there.
+        # OR-tools is slow to import, and optional.
         from pipemorph.planning.search.exact import TIME_LIMIT, solve
 
         solved = solve(problem, TIME_LIMIT if time_limit is None else time_limit)
@@ -92,7 +91,7 @@ def plan(
         problem=problem,
         schedule=schedule,
         makespan=makespan,
-        # Both are sums of the same times in another order; hide the last bit.
+        # Both are sums of the same times in different order: ignore rounding errors.
         lower_bound=makespan if makespan <= bound * (1 + SAME) else bound,
         planning_seconds=perf_counter() - began,
     )
@@ -108,8 +107,8 @@ def _made_by_hand(problem: Problem, policy: Policy) -> Schedule:
             return zero_bubble(problem)
         case Policy.ONE_F_ONE_B_INTERLEAVED | Policy.ZERO_BUBBLE_V:
             raise InputError(
-                f"policy {policy.value} puts several stages on a rank; a plan made here has one"
-                " (pipemorph.planning.policies.interleaved.plan_interleaved makes the other)"
+                f"policy {policy.value} puts several stages on a rank, plan() only one; use"
+                " pipemorph.planning.policies.interleaved.plan_interleaved"
             )
         case _:
             raise AssertionError(f"policy {policy.value} is not made by hand")
@@ -125,10 +124,10 @@ def plan_for(
     queues: int = DELEGATED_QUEUES,
     half_duplex: bool = False,
 ) -> PlannedSchedule:
-    """Plan for measured op times and link delays: what the adaptation controller asks for.
+    """Plan for measured op times and link delays; used by the adaptation controller.
 
-    ``stages`` and ``delays`` share one unit (seconds in the controller). ``paths[i]`` says
-    how link *i* carries messages: see :func:`link_on`; None plans for pure latency.
+    ``stages`` and ``delays`` share one unit (seconds in the controller). ``paths[i]``: path of link
+    *i*, see :func:`link_on`; None plans for pure latency.
     """
     problem = problem_for(
         microbatches, stages, delays, paths, queues=queues, half_duplex=half_duplex
@@ -145,7 +144,7 @@ def problem_for(
     queues: int = DELEGATED_QUEUES,
     half_duplex: bool = False,
 ) -> Problem:
-    """The problem :func:`plan_for` plans, to predict other schedules on."""
+    """The problem that :func:`plan_for` plans, to predict other schedules for it."""
     if paths is None:
         links = [Link(delay=delay) for delay in delays]
     else:
@@ -159,11 +158,11 @@ def problem_for(
 def link_on(
     path: Path, delay: float, *, queues: int = DELEGATED_QUEUES, half_duplex: bool = False
 ) -> Link:
-    """How a path under ``delay`` behaves.
+    """The link model of a path with ``delay``.
 
-    Direct: one queue per direction (``half_duplex``: one for both), and the third send in
-    flight blocks compute until the first has arrived, as a framework's in-order send queue
-    does. Delegated: ``queues`` queues, round robin, and sends are handed over.
+    Direct: one queue per direction (``half_duplex``: one for both), and the third send in flight
+    blocks compute until the first has arrived, like a framework's in-order send queue. Delegated:
+    ``queues`` queues, round robin; sends never block compute.
     """
     if path is Path.DIRECT:
         return Link(

@@ -1,8 +1,7 @@
-"""What a plan is made for: op times, caps and links, and the file they are read from.
+"""The planner's input: op times, caps and links, and the problem file.
 
-A problem has no unit of its own: the planner adds and compares its numbers, no more. The
-PROBLEM file of ``pipemorph plan`` holds milliseconds; the adaptation controller passes
-seconds. Times that come out are in the unit of the times that went in.
+A problem has no fixed unit of time: results are in the unit of its times. The PROBLEM file of
+``pipemorph plan`` has milliseconds; the adaptation controller uses seconds.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from pipemorph.document import check_plain, named, only_document, read_text
 from pipemorph.errors import InputError
 from pipemorph.planning.ir import Dispatch, Plan, Policy
 
-# Large enough for any pipeline there is; small enough that a slip of the keyboard in
-# `microbatches` is an error message and not a machine that swaps.
+# Far above any real pipeline; small enough that a typo in `microbatches` gives an error instead of
+# exhausting the memory.
 MAX_OPS = 1_000_000
 MAX_CELLS = MAX_OPS // 3
-"""Most stages × microbatches: each microbatch is an F, a B and a W on each stage."""
+"""Most stages × microbatches: each microbatch has an F, a B and a W on each stage."""
 MAX_LAYERS = 4096
 MAX_BYTES = 64 << 20
-"""A problem of a thousand stages has 100 KB."""
+"""Largest problem file; a problem of 1000 stages has 100 KB."""
 
 
 def _number(value: object) -> object:
-    """Turn down what Python would take for a number but a reader would not (``true``, ``'3'``)."""
+    """Reject values that pydantic would coerce to a number (``true``, ``'3'``)."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError("is not a number")
     return value
@@ -42,7 +41,7 @@ def integer(value: object) -> object:
 Time = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1e12, allow_inf_nan=False)]
 Count = Annotated[int, BeforeValidator(integer), Field(ge=1)]
 Messages = Annotated[Count, Field(le=MAX_OPS)]
-"""A number of messages; no plan sends more."""
+"""A number of messages, at most as many as a plan can send."""
 
 
 class _Model(BaseModel):
@@ -53,13 +52,13 @@ class StageTimes(_Model):
     """Time of one microbatch's F, B and W on a stage, and its in-flight cap ``K_i``.
 
     A fused backward (BW) takes ``fused_backward``, by default ``backward_input +
-    backward_weight``. ``in_flight_limit`` bounds the microbatches whose F has started and whose
-    W has not finished; None: no bound.
+    backward_weight``. ``in_flight_limit``: most microbatches whose F has started and whose W has
+    not finished; None: no limit.
 
-    ``device_limit`` bounds those of them whose activations are on the device; the others go to
-    host memory and come back (:mod:`pipemorph.planning.offload`), which takes ``offload_copy``
-    each way. None: all stay. ``activation_bytes`` is what one microbatch holds between its F
-    and its W; only `pipemorph advise` reads it.
+    ``device_limit``: most of these with their activations on the device; the others are copied to
+    host memory and back (:mod:`pipemorph.planning.offload`), which takes ``offload_copy`` each way.
+    None: no offload. ``activation_bytes``: size of one microbatch's activations between its F and
+    its W; only `pipemorph advise` uses it.
     """
 
     forward: Time
@@ -85,12 +84,12 @@ class StageTimes(_Model):
 
     @property
     def least_backward(self) -> float:
-        """Time of the backward of one microbatch, fused or split, whichever is shorter."""
+        """Time of one microbatch's backward, fused or split, whichever is shorter."""
         return min(self.whole_backward, self.backward_input + self.backward_weight)
 
 
 class Layers(_Model):
-    """``count`` equal layers of the model that follow each other; times of one of them."""
+    """``count`` equal consecutive layers of the model; times are those of one layer."""
 
     forward: Time
     backward_input: Time
@@ -100,21 +99,21 @@ class Layers(_Model):
 
 
 class Link(_Model):
-    """The way between stage *i* and *i+1*, the same in both directions.
+    """The connection of stages *i* and *i+1*, the same in both directions.
 
-    With nothing but ``delay`` it is pure latency: every message arrives ``delay`` after it
-    was sent. ``queues`` bounds how many messages of one direction travel at a time: they are
-    dealt round robin to that many queues, and each holds its queue for ``delay``.
-    ``outstanding`` bounds the sends of one direction that have not arrived: one more send
-    holds up the *compute* of its stage until the oldest has (head-of-line blocking).
+    With only ``delay`` it is pure latency: every message arrives ``delay`` after its send.
+    ``queues`` limits how many messages of one direction travel at a time: they are assigned round
+    robin to that many queues, and each occupies its queue for ``delay``. ``outstanding`` limits the
+    sends of one direction that have not arrived: a further send blocks the *compute* of its stage
+    until the oldest has arrived (head-of-line blocking).
 
-    With ``half_duplex`` both directions share the queues, first come, first served.
-    ``slots`` bounds the forward messages of the link that stage *i+1* has not begun to use;
-    online dispatch holds a forward back until there is one. A fixed order does not ask.
+    With ``half_duplex`` both directions share the queues, first come, first served. ``slots``
+    limits the forward messages that stage *i+1* has not begun to use; online dispatch delays a
+    forward until a slot is free. Static dispatch ignores it.
 
-    A direct path under delay is ``queues=1, outstanding=2``, and ``half_duplex`` too where a
-    pair of ranks has one communicator for both directions; a delegated path has ``queues=8``
-    and no bound on sends, since they are handed over (paper, "delegation").
+    A direct path is ``queues=1, outstanding=2``, plus ``half_duplex`` if a pair of ranks has one
+    communicator for both directions. A delegated path has ``queues=8`` and no limit on sends, since
+    the engine takes them over (paper, "delegation").
     """
 
     delay: Time = 0.0
@@ -131,14 +130,13 @@ class Link(_Model):
 
 
 class Problem(_Model):
-    """What a schedule is planned for. ``links[i]`` joins ``stages[i]`` and ``stages[i+1]``.
+    """The planner's input. ``links[i]`` connects ``stages[i]`` and ``stages[i+1]``.
 
-    ``warmup`` fixes ``x_i``, the forwards stage *i* runs before its first backward.
-    ``dispatch``: whether stages keep the plan's order or run what is ready.
-    ``ranks``: how many ranks share the stages, for policies with several stages per rank;
-    links are along the model all the same. ``layers`` are those of the whole model and
-    ``layer_split`` how many of them each stage has, for `pipemorph advise`.
-    Raises :class:`pydantic.ValidationError`; :func:`parse_problem` words it for a user.
+    ``warmup``: fixes ``x_i``, the forwards of stage *i* before its first backward. ``dispatch``:
+    whether stages keep the plan's order or run the next ready op. ``ranks``: number of ranks, for
+    policies with several stages per rank; links still connect consecutive stages. ``layers``: all
+    layers of the model, and ``layer_split``: their number per stage, for `pipemorph advise`.
+    Raises :class:`pydantic.ValidationError`; :func:`parse_problem` converts it to one line.
     """
 
     microbatches: Count
@@ -174,11 +172,11 @@ class Problem(_Model):
         return len(self.stages)
 
     def in_flight_limits(self) -> tuple[int | None, ...]:
-        """``K_i`` per stage, None where there is no cap."""
+        """``K_i`` per stage; None: no cap."""
         return tuple(stage.in_flight_limit for stage in self.stages)
 
     def device_limits(self) -> tuple[int | None, ...]:
-        """``D_i`` per stage, None where everything stays on the device."""
+        """``D_i`` per stage; None: no offload."""
         return tuple(stage.device_limit for stage in self.stages)
 
     def under(self, plan: Plan) -> Problem:
@@ -191,9 +189,9 @@ class Problem(_Model):
         return self.model_copy(update={"stages": stages})
 
     def with_device_limits(self, limits: Sequence[int | None]) -> Problem:
-        """The same problem where stage *i* offloads beyond ``limits[i]`` microbatches, or not at
-        all for None: then the device limit it has is one more in-flight cap. A lower device
-        limit of the problem stays. Raises :class:`InputError` for limits of other stages."""
+        """The problem with ``limits[i]`` as device limit of stage *i*, unless its own is lower.
+        None: no offload, so that its own device limit becomes an in-flight cap. Raises
+        :class:`InputError` unless there is one limit per stage."""
         if len(limits) != self.stage_count:
             raise InputError(
                 f"device_limit has {_entries(len(limits))}; {self.stage_count} stages need"
@@ -209,7 +207,7 @@ class Problem(_Model):
         return self.model_copy(update={"stages": tuple(stages)})
 
     def with_delays(self, delays: Sequence[float]) -> Problem:
-        """The same problem with ``delays[i]`` on link *i*; queues and bounds stay."""
+        """The problem with ``delays[i]`` on link *i*; queues and limits stay."""
         links = tuple(
             link.model_copy(update={"delay": float(delay)})
             for link, delay in zip(self.links, delays, strict=True)
@@ -217,7 +215,7 @@ class Problem(_Model):
         return self.model_copy(update={"links": links})
 
     def with_warmup(self, warmup: Sequence[int]) -> Problem:
-        """The same problem with fixed warm-up counts. Raises :class:`InputError` if unusable."""
+        """The problem with fixed warm-up counts. Raises :class:`InputError` if they are invalid."""
         try:
             _check_warmup(warmup, self)
         except ValueError as error:
@@ -236,8 +234,8 @@ def _entries(count: int) -> str:
 def _check_warmup(warmup: Sequence[int], problem: Problem) -> None:
     """Raise ValueError unless ``warmup`` can run without deadlock and within the caps.
 
-    Non-increasing along the stages, or two stages wait for each other; no more than the
-    smallest cap up to its stage; no more than there are microbatches.
+    Counts must be non-increasing along the stages, else two stages wait for each other; at most the
+    smallest cap up to their stage; at most the number of microbatches.
     """
     shown = list(warmup)
     if len(warmup) != problem.stage_count:
@@ -248,7 +246,7 @@ def _check_warmup(warmup: Sequence[int], problem: Problem) -> None:
     cap: int | None = None
     for i, x in enumerate(warmup):
         if x < 1:
-            raise ValueError(f"warmup[{i}] is {x}; at least 1 forward comes before a backward")
+            raise ValueError(f"warmup[{i}] is {x}; expected at least 1")
         if x > problem.microbatches:
             raise ValueError(f"warmup[{i}] is {x}; there are {problem.microbatches} microbatches")
         if i and x > warmup[i - 1]:
@@ -266,15 +264,15 @@ def _check_warmup(warmup: Sequence[int], problem: Problem) -> None:
 def _check_layers(
     layers: Sequence[Layers] | None, split: Sequence[int] | None, stages: int
 ) -> None:
-    """Raise ValueError unless the layers are those of the split, and as many stages."""
+    """Raise ValueError unless ``layers`` and ``layer_split`` fit together and to the stages."""
     if layers is None or split is None:
         missing = "layers" if layers is None else "layer_split"
-        raise ValueError(f"{missing} is missing; layers and layer_split belong together")
+        raise ValueError(f"{missing} is missing; give both layers and layer_split, or neither")
     if len(split) != stages:
         raise ValueError(f"layer_split has {_entries(len(split))}; {stages} stages need {stages}")
     total = sum(each.count for each in layers)
     if total > MAX_LAYERS:
-        raise ValueError(f"layers has {total} layers; at most {MAX_LAYERS} can be split")
+        raise ValueError(f"layers has {total} layers; expected at most {MAX_LAYERS}")
     if sum(split) != total:
         raise ValueError(f"layer_split is {list(split)}, {sum(split)} layers; layers has {total}")
 
@@ -306,7 +304,7 @@ _EXPECTED = {
 
 
 def describe(error: ValidationError) -> str:
-    """The first thing wrong, as one line naming the field and its value."""
+    """The first validation error as one line with the field and its value."""
     first = error.errors(include_url=False)[0]
     name, kind, found = field_name(first["loc"]), first["type"], first["input"]
     context = first.get("ctx", {})
@@ -321,12 +319,12 @@ def describe(error: ValidationError) -> str:
         return f"{name}: {shown(found)} is less than {context['ge']:g}"
     if kind == "less_than_equal":
         return f"{name}: {shown(found)} is more than {context['le']:g}"
-    wrong = _EXPECTED.get(kind, f"cannot be used ({first['msg']})")
+    wrong = _EXPECTED.get(kind, f"is invalid ({first['msg']})")
     return f"{name}: {shown(found)} {wrong}" if name else f"{shown(found)} {wrong}"
 
 
 def parse_problem(text: str) -> Problem:
-    """A problem from YAML or JSON text. Raises :class:`InputError` of one line, without a file
+    """Parse a problem from YAML or JSON text. Raises :class:`InputError`, one line without file
     name."""
     data = only_document(text)
     if not isinstance(data, dict):
@@ -339,7 +337,7 @@ def parse_problem(text: str) -> Problem:
 
 
 def load_problem(path: str) -> Problem:
-    """A problem from a file (``-``: standard input). Raises :class:`InputError` of one line."""
+    """Load a problem from a file (``-``: standard input). Raises :class:`InputError`, one line."""
     text = read_text(path, MAX_BYTES)
     try:
         return parse_problem(text)

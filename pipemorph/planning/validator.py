@@ -1,12 +1,12 @@
-"""Rules every schedule keeps, checked op by op.
+"""Validates schedules, op by op. The rules:
 
 1. Each stage runs each microbatch's F once, and its B and W once or its BW once.
 2. F before B before W, and each kind in microbatch order. Every ``.grad`` then sums
    W_0 … W_{N-1} in one order, which keeps results bitwise equal across schedules.
 3. No deadlock: with ``a_i(k)`` the forwards before the k-th backward on stage *i*,
    ``a_i(k) ≥ a_{i+1}(k)``. This is necessary and sufficient when sends are buffered.
-4. Within the in-flight caps.
-5. Within the device limits, where activations go to host memory.
+4. The in-flight caps are kept.
+5. The device limits are kept on stages that offload activations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipemorph.planning.offload import Residency
 
 
 class ScheduleError(InputError):
-    """A schedule that must not run. ``stage`` and ``position`` point at the offending op."""
+    """An invalid schedule. ``stage`` and ``position`` locate the offending op."""
 
     def __init__(
         self, stage: int, position: int | None, message: str, *, place: str = "stage"
@@ -35,10 +35,10 @@ def validate(
     in_flight_limits: Sequence[int | None] | None = None,
     device_limits: Sequence[int | None] = (),
 ) -> None:
-    """Raise :class:`ScheduleError` at the first op that breaks a rule.
+    """Raise :class:`ScheduleError` at the first op that violates a rule.
 
-    ``in_flight_limits[i]`` is ``K_i``, None for no cap; ``device_limits[i]`` is ``D_i``, None
-    for a stage that does not offload, and empty where none does.
+    ``in_flight_limits[i]``: ``K_i``, None for no cap. ``device_limits[i]``: ``D_i``, None for a
+    stage without offload; empty if no stage offloads.
     """
     if schedule.microbatches < 1:
         raise InputError(f"a schedule needs at least 1 microbatch, not {schedule.microbatches}")
@@ -106,7 +106,7 @@ def _check_turn(stage: int, position: int, op: Op, turn: int, microbatches: int)
     if op.microbatch == turn < microbatches:
         return
     if turn >= microbatches:
-        expected = f"no more of this kind, the schedule has {microbatches} microbatches"
+        expected = f"no more of this kind; the schedule has {microbatches} microbatches"
     else:
         expected = f"{op.kind.value}{turn}: {_ORDER}"
     raise ScheduleError(stage, position, f"found {op}; expected {expected}")
@@ -143,7 +143,7 @@ def _backward(ops: Sequence[Op], k: int) -> Op:
 
 
 def check_cap(stage: int, ops: Sequence[Op], limit: int) -> None:
-    """Raise :class:`ScheduleError` at the first F over the cap of a stage."""
+    """Raise :class:`ScheduleError` at the first F that exceeds the cap of a stage."""
     in_flight = 0
     for position, op in enumerate(ops):
         if op.kind is OpKind.F:
@@ -160,8 +160,8 @@ def check_cap(stage: int, ops: Sequence[Op], limit: int) -> None:
 
 
 def check_device(stage: int, ops: Sequence[Op], limit: int) -> None:
-    """Raise :class:`ScheduleError` at the first op that puts more microbatches on the device of
-    a stage than its ``limit``. Needs ops that keep the other rules."""
+    """Raise :class:`ScheduleError` at the first op that exceeds the device limit of a stage. The
+    ops must satisfy the other rules."""
     check_device_limit(stage, limit)
     held = Residency(limit)
     for position, op in enumerate(ops):
@@ -177,7 +177,7 @@ def check_device(stage: int, ops: Sequence[Op], limit: int) -> None:
 
 
 def check_device_limit(stage: int, limit: int | None) -> None:
-    """Raise :class:`ScheduleError` unless an F can run within the limit."""
+    """Raise :class:`ScheduleError` for a limit below 1, within which no F could run."""
     if limit is not None and limit < 1:
         raise ScheduleError(stage, None, f"device_limit is {limit}; expected at least 1")
 
@@ -188,12 +188,12 @@ def validate_online(
     slots: Sequence[int | None] | None = None,
     device_limits: Sequence[int | None] = (),
 ) -> None:
-    """Raise :class:`ScheduleError` unless online dispatch cannot deadlock.
+    """Raise :class:`ScheduleError` if online dispatch could deadlock.
 
-    ``slots[i]`` is how many forward messages link *i* holds ahead of the receiver's use,
-    None for as many as are sent. The condition: x non-increasing, ``x_i ≤ min(K_0 … K_i)``,
-    at least ``Δ_i`` (and one) slots on link *i*. A device limit of at least 1 asks for no more:
-    whatever it forbids, a W can run (:mod:`pipemorph.planning.offload`).
+    ``slots[i]``: most forward messages of link *i* that the receiver has not begun to use; None for
+    no limit. Deadlock is impossible if x is non-increasing, ``x_i ≤ min(K_0 … K_i)``, and link *i*
+    has at least ``max(1, Δ_i)`` slots. A device limit of at least 1 adds no condition: whenever it
+    forbids an op, a W can run (:mod:`pipemorph.planning.offload`).
     """
     for i, held in enumerate(device_limits):
         check_device_limit(i, held)

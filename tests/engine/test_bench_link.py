@@ -210,7 +210,7 @@ def test_nobody_there_is_one_line():
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--transports", "tcp,ucx"], "'ucx' is none of"),
+        (["--transports", "tcp,ucx"], "'ucx' is not one of"),
         (["--sizes", "4K,big"], "'big' is not a size"),
         (["--sizes", "0"], "'0' is not a size"),
         (["--sizes", "9" * 5000], "is not a size such as"),
@@ -228,7 +228,7 @@ def test_nobody_there_is_one_line():
         (["--gid-index", "-1"], "--gid-index: -1"),
         (["--traffic-class", "256"], "--traffic-class: 256"),
         (["--service-level", "16"], "--service-level: 16"),
-        (["--device", "mlx5_0", "--transports", "tcp"], "which --transports leaves out"),
+        (["--device", "mlx5_0", "--transports", "tcp"], "which --transports excludes"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(arguments, named, capsys):

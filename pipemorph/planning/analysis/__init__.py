@@ -1,1 +1,1 @@
-"""What a schedule wastes, where, and what would help."""
+"""Explains the idle time of a schedule, and compares changes that reduce it."""

@@ -1,9 +1,8 @@
-"""What would help: more microbatches, another split of the layers, or offload.
+"""Compares changes to a problem: more microbatches, another split of the layers, offload.
 
-Each lever is a change to the problem that is planned like the problem itself, so that its
-bubble, its iteration time and its memory stand beside today's. A lever that lowers the bubble
-and takes memory that is not there is no win: in-flight caps hold for every lever, in bytes
-where a microbatch or a stage changes its size.
+Each change is applied to the problem and planned, so that its bubble, iteration time and memory can
+be compared with today's. A lower bubble is no gain if it needs memory that does not exist: caps
+apply to every change, converted to bytes if a microbatch or a stage changes its size.
 """
 
 from __future__ import annotations
@@ -26,22 +25,20 @@ from pipemorph.planning.search.variants import offloading_variants
 from pipemorph.planning.simulation.simulator import Simulation, simulate
 
 DEVICE_BUFFERS = 2
-"""Microbatches on the device of a stage that offloads for want of no cap: one in use, one being
-copied."""
+"""Microbatches on the device of an offloading stage without a cap: one in use, one being copied."""
 FACTORS = (2, 4)
-"""How many times the microbatches."""
+"""Multiples of the number of microbatches to try."""
 EVEN = 1.02
-"""Slowest stage over the mean stage up to which another split is not worth a line."""
+"""Ratio of the slowest stage to the mean up to which no other split is suggested."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """Today, or one change. Times in the problem's unit.
+    """Today's plan, or the plan after one change. Times in the problem's unit.
 
-    ``batch`` is how many of today's batches an iteration trains. ``memory`` is the activation
-    memory of the stage that needs most over today's; ``activation_bytes`` the same in bytes,
-    ``host_bytes`` what offload keeps in host memory on the stage that keeps most; None where
-    no stage says how many bytes a microbatch takes.
+    ``batch``: batch size relative to today's. ``memory``: largest activation memory of any stage,
+    relative to today's; ``activation_bytes``: the same in bytes; ``host_bytes``: largest host
+    memory of any stage used by offload. Bytes are None if no stage gives ``activation_bytes``.
     """
 
     lever: str
@@ -54,21 +51,21 @@ class Option:
     activation_bytes: int | None
     host_bytes: int | None
     gain: float
-    """Share of the time per sample that the change saves; negative if it costs."""
+    """Share of the time per sample that the change saves; negative if it is slower."""
     note: str = ""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """``options[0]`` is today. ``missing``: what could not be worked out, and what it takes."""
+    """``options[0]`` is today. ``missing``: options that could not be computed, and why."""
 
     options: tuple[Option, ...]
     missing: tuple[str, ...]
 
     @property
     def best(self) -> Option | None:
-        """The option that saves most with the same batch and no more memory; None if none
-        saves a percent."""
+        """The option that saves most with the same batch and no more memory; None if all save less
+        than 1%."""
         today = self.options[0]
         helpful = [
             option
@@ -81,7 +78,7 @@ class Advice:
 
 
 def advise(problem: Problem) -> Advice:
-    """Plan the problem as it is and with each lever, and compare.
+    """Plan the problem as it is and with each change, and compare.
 
     Raises :class:`InputError` if the problem cannot be planned as it is.
     """
@@ -109,7 +106,7 @@ class _Advisor:
         self.today_makespan = ran.makespan
         known = all(stage.activation_bytes for stage in problem.stages)
         self.sized = known
-        # Without bytes, every stage's microbatch counts for one.
+        # Without bytes, a microbatch counts as 1 on every stage.
         self.units = [
             float(stage.activation_bytes or 1) if known else 1.0 for stage in problem.stages
         ]
@@ -117,10 +114,10 @@ class _Advisor:
         self.today_memory = max(p * u for p, u in zip(peaks, self.units, strict=True))
         self.today = self._option("today", "as it is", planned, self.units)
 
-    # --- the levers: options, or a line about what is missing ---------------------------------
+    # --- the changes: options, or a message about missing input -------------------------------
 
     def microbatches(self) -> Iterator[Option | str]:
-        """More of the same size (a larger batch), and of a part of the size (the same batch)."""
+        """More microbatches: of the same size (a larger batch), or smaller (the same batch)."""
         n = self.problem.microbatches
         for factor in FACTORS:
             larger = self._changed(self.problem, microbatches=n * factor)
@@ -143,7 +140,7 @@ class _Advisor:
             )
 
     def split(self) -> Iterator[Option | str]:
-        """Other layers per stage; without layers, at best the mean on every stage."""
+        """Another split of the layers; without layers, the ideal of equal stages."""
         problem = self.problem
         totals = [work(stage, problem.policy) for stage in problem.stages]
         mean = sum(totals) / len(totals)
@@ -158,7 +155,7 @@ class _Advisor:
                 self.units,
                 note="at best",
             )
-            yield "give layers and layer_split for a split that exists"
+            yield "give layers and layer_split to get a split of whole layers"
             return
         yield from self._split_of_layers(problem.layer_split)
 
@@ -166,7 +163,7 @@ class _Advisor:
         problem = self.problem
         layers = layers_of(problem)
         times = [work(layer, problem.policy) for layer in layers]
-        # What a stage takes beside its layers (embedding, loss) stays where it is.
+        # Work of a stage beside its layers (embedding, loss) stays on the stage.
         fixed = [
             max(0.0, work(stage, problem.policy) - sum(times[part]))
             for stage, part in zip(problem.stages, parts(today), strict=True)
@@ -187,12 +184,12 @@ class _Advisor:
         )
 
     def offload(self) -> Iterator[Option | str]:
-        """Activations in host memory: today's cap is a device limit, and nothing else a cap."""
+        """Offload of activations: today's in-flight cap becomes a device limit, without a cap."""
         problem = self._changed(self.problem)
         caps = problem.in_flight_limits()
         capped = problem.policy is not Policy.GPIPE and any(k is not None for k in caps)
         if not capped:
-            yield "offload saves memory, not time: no in_flight_limit holds anything back"
+            yield "offload saves memory, not time: no in_flight_limit delays any op"
             caps = (DEVICE_BUFFERS,) * problem.stage_count
         stages = tuple(
             stage.model_copy(
@@ -202,7 +199,7 @@ class _Advisor:
         )
         complete = all(stage.offload_copy is not None for stage in problem.stages)
         if not complete:
-            yield "give offload_copy of every stage for what the copies of offload cost"
+            yield "give offload_copy of every stage to include the cost of the copies"
         planned = self._offloaded(problem.model_copy(update={"stages": stages}))
         if planned is None:
             yield "offload saves nothing: no plan needs more microbatches than fit on the device"
@@ -216,7 +213,7 @@ class _Advisor:
         )
 
     def _offloaded(self, problem: Problem) -> PlannedSchedule | None:
-        """The best plan that offloads; None where none does."""
+        """The best plan that offloads; None if no plan does."""
         if problem.policy is not Policy.PIPEMORPH:
             return plan(problem, problem.policy)
         found = list(offloading_variants(problem, None))
@@ -232,10 +229,10 @@ class _Advisor:
             planning_seconds=0.0,
         )
 
-    # --- planning one ----------------------------------------------------------------------
+    # --- planning one change ---------------------------------------------------------------
 
     def _changed(self, problem: Problem, **update: object) -> Problem:
-        """A fixed warm-up is not kept: it was fixed for today."""
+        """The problem with changed fields; drops the fixed warm-up, which was chosen for today."""
         return problem.model_copy(update={"warmup": None, **update})
 
     def _plan(
@@ -293,7 +290,7 @@ class _Advisor:
 
 
 def _run(planned: PlannedSchedule) -> Simulation:
-    """The plan as the problem dispatches it."""
+    """Simulate the plan with the problem's dispatch."""
     if planned.problem.dispatch is Dispatch.STATIC:
         return planned.simulation
     return simulate(planned.schedule, planned.problem, planned.problem.dispatch)

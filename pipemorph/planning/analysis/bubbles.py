@@ -1,17 +1,17 @@
-"""Why a stage is idle: every bubble of an iteration, with its cause.
+"""Determines the cause of every bubble (idle time of a stage) of an iteration.
 
-A bubble before a stage's first op fills the pipeline, one after its last drains it. Between
-them, at any moment, the first that applies of:
+A bubble before a stage's first op is *fill*, one after its last op is *drain*. In between, the
+cause at any moment is the first that applies of:
 
-1. *link*: the stage's own last send holds up its compute;
-2. *cap*: a forward is here that only the stage's ``in_flight_limit`` forbids;
-3. *order*: another B or W could run, but the schedule puts this op first (what online
-   dispatch would not wait for);
-4. *link*: what the next op waits for is made, and on its way (delay and queue of a link);
-5. *dependency*: what it waits for is not made yet.
+1. *link*: the stage's own last send blocks its compute;
+2. *cap*: the input of a forward has arrived, and only the stage's ``in_flight_limit`` forbids it;
+3. *order*: another B or W could run, but the schedule runs this op first (online dispatch would
+   not wait);
+4. *link*: the input of the next op has been sent, but not arrived (delay or queue of a link);
+5. *dependency*: the input of the next op has not been computed yet.
 
-A forward that could run without a cap is no cause: it would take memory, which a plan may
-spare.
+A forward that could run within the cap, but is not next, is no cause: it would take memory, which
+the plan may save deliberately.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pipemorph.planning.simulation.simulator import Simulation, TimedOp
 
 
 class Cause(StrEnum):
-    """Why a stage computes nothing."""
+    """The cause of a stage's idle time."""
 
     FILL = "fill"
     DRAIN = "drain"
@@ -49,7 +49,7 @@ class Bubble(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """``bubbles[stage]`` in order of time; ``messages`` in the order they were sent."""
+    """``bubbles[stage]`` in order of time; ``messages`` in the order of their sends."""
 
     bubbles: list[list[Bubble]]
     messages: list[Message]
@@ -66,7 +66,7 @@ class Explanation(NamedTuple):
 
 
 def explain(simulation: Simulation, problem: Problem) -> Explanation:
-    """The cause of all idle time of ``simulation``, an execution under ``problem``."""
+    """Explain all idle time of ``simulation``, an execution under ``problem``."""
     delivery = deliver(simulation, problem)
     arrivals = _Arrivals(simulation, delivery)
     end = simulation.makespan
@@ -83,12 +83,12 @@ def explain(simulation: Simulation, problem: Problem) -> Explanation:
 
 
 class _Arrivals:
-    """When each stage's inputs were made and when they were here."""
+    """When the inputs of each stage's ops were computed, and when they arrived."""
 
     def __init__(self, simulation: Simulation, delivery: Delivery) -> None:
         n, last = simulation.microbatches, len(simulation.stages) - 1
         here = (-INF, -INF)
-        # (made, arrived) per stage and microbatch: what F needs, and what B or BW needs.
+        # (computed, arrived) per stage and microbatch: the input of F, and that of B or BW.
         self.above = [[here] * n for _ in simulation.stages]
         self.below = [[here] * n for _ in simulation.stages]
         for link, forward, m, sent, arrived in delivery.messages:
@@ -141,7 +141,7 @@ def _between(
 
 
 class _State(NamedTuple):
-    """What a gap before ``op`` is judged by: the moments at which a cause begins or ends."""
+    """The moments at which a cause of the gap before ``op`` begins or ends."""
 
     op: TimedOp
     made: float
@@ -171,8 +171,8 @@ def _split(start: float, end: float, state: _State) -> list[Bubble]:
 
 
 def explain_interleaved(ran: InterleavedSimulation, problem: Problem) -> Explanation:
-    """Same for ranks with several stages: ``bubbles[rank]``. No causes but fill, drain,
-    dependency and link; caps and orders are of stages, and idle is the rank."""
+    """Same for ranks with several stages: ``bubbles[rank]``. Causes are fill, drain, dependency and
+    link only: caps and orders belong to stages, but idle time to ranks."""
     last = problem.stage_count - 1
     messages: list[Message] = []
     made: dict[tuple[int, bool, int], float] = {}

@@ -1,4 +1,4 @@
-"""Which layers go to which stage, so that the slowest stage is as fast as it can be."""
+"""Splits layers over stages so that the slowest stage is as fast as possible."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from itertools import accumulate
 
 from pipemorph.planning.simulation.costs import INF
 
-# Sums of the same times in another order.
+# Tolerance for sums of the same times in different order.
 SAME = 1e-9
 
 
 def split_layers(times: Sequence[float], fixed: Sequence[float]) -> tuple[int, ...]:
     """Layers per stage, in order, at least one each: the optimum for the slowest stage.
 
-    ``times[l]`` is the time of layer *l*, ``fixed[i]`` what stage *i* takes beside its layers.
-    Of the splits with the least slowest stage it is the one with the least sum of squares,
-    so that the other stages are even too. Raises ValueError with fewer layers than stages.
+    ``times[l]``: time of layer *l*; ``fixed[i]``: time of stage *i* beside its layers. Among the
+    optimal splits it has the least sum of squares, so that the other stages are even too. Raises
+    ValueError if there are fewer layers than stages.
     """
     stages, layers = len(fixed), len(times)
     if layers < stages:
@@ -48,7 +48,7 @@ def split_layers(times: Sequence[float], fixed: Sequence[float]) -> tuple[int, .
 
 
 def _least_slowest(before: Sequence[float], fixed: Sequence[float]) -> float:
-    """The least time all stages can stay within."""
+    """The least possible time of the slowest stage."""
     layers, stages = len(before) - 1, len(fixed)
     best = [0.0] + [INF] * layers
     for i, extra in enumerate(fixed):
@@ -58,7 +58,7 @@ def _least_slowest(before: Sequence[float], fixed: Sequence[float]) -> float:
             for start in range(end - 1, i - 1, -1):
                 took = extra + before[end] - before[start]
                 if took >= least:
-                    break  # and more so with one layer more
+                    break  # More layers make it slower still.
                 least = min(least, max(best[start], took))
             reached[end] = least
         best = reached

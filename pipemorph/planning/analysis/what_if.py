@@ -1,7 +1,7 @@
-"""Stages whose microbatches shrink or whose layers change, for ``analysis.advice``.
+"""Computes stages with smaller microbatches or other layers, for ``analysis.advice``.
 
-Every field of :class:`StageTimes` has its rule here: times follow the work, limits hold in bytes,
-so of half the size twice as many fit.
+Times scale with the work. Limits are constant in bytes, so twice as many microbatches of half the
+size fit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KINDS = ("forward", "backward_input", "backward_weight")
 
 
 def work(stage: StageTimes, policy: Policy) -> float:
-    """What a stage computes per microbatch, with the backward that the policy runs."""
+    """Compute time of a stage per microbatch, with the policy's form of the backward."""
     if policy in {Policy.GPIPE, Policy.ONE_F_ONE_B}:
         return stage.forward + stage.whole_backward
     if policy is Policy.PIPEMORPH:
@@ -26,7 +26,7 @@ def work(stage: StageTimes, policy: Policy) -> float:
 
 
 def shrunk(stage: StageTimes, factor: int) -> StageTimes:
-    """For microbatches of ``1/factor`` the size, which take ``1/factor`` the time."""
+    """The stage with microbatches of ``1/factor`` the size and ``1/factor`` the time."""
     size, copy, fused = stage.activation_bytes, stage.offload_copy, stage.fused_backward
     update: dict[str, float | int | None] = {
         kind: getattr(stage, kind) / factor for kind in KINDS
@@ -39,7 +39,7 @@ def shrunk(stage: StageTimes, factor: int) -> StageTimes:
 
 
 def evened(stages: Sequence[StageTimes]) -> tuple[StageTimes, ...]:
-    """Each stage with the mean of every op's time; what a microbatch holds stays."""
+    """All stages with the mean time of every op; bytes per microbatch stay."""
 
     def mean(kind: str) -> float:
         return float(sum(getattr(stage, kind) for stage in stages)) / len(stages)
@@ -51,13 +51,13 @@ def evened(stages: Sequence[StageTimes]) -> tuple[StageTimes, ...]:
 
 
 def layers_of(problem: Problem) -> list[StageTimes]:
-    """The layers one by one. A fused backward is shared out over the layers its stage has today,
-    by the length of their own backwards, and goes with them to another stage."""
+    """Every single layer. The fused backward of a stage is distributed over its present layers in
+    proportion to their backward times, and moves with them."""
     layers = [each for each in problem.layers or () for _ in range(each.count)]
     found = []
     for stage, part in zip(problem.stages, parts(problem.layer_split or ()), strict=True):
         own = [layer.backward_input + layer.backward_weight for layer in layers[part]]
-        # The layers may say more than the stage does; they share no more than there is.
+        # The layers' times may add up to more than the stage's: distribute at most the stage's.
         whole = max(stage.backward_input + stage.backward_weight, sum(own))
         for layer, backward in zip(layers[part], own, strict=True):
             fused = stage.fused_backward
@@ -78,11 +78,10 @@ def layers_of(problem: Problem) -> list[StageTimes]:
 def split_anew(
     problem: Problem, counts: Sequence[int], units: Sequence[float], *, sized: bool
 ) -> tuple[tuple[StageTimes, ...], list[float]]:
-    """The stages with ``counts`` layers each, and what a microbatch holds on them then.
+    """The stages with ``counts`` layers each, and the memory of a microbatch on each of them.
 
-    ``units`` is what it holds today: bytes if ``sized``, where stages and layers all say how many,
-    else any unit, and it goes by the number of layers. What a stage takes and holds beside its
-    layers stays with it.
+    ``units``: that memory today, in bytes if ``sized`` (all stages and layers give theirs), else in
+    any unit and scaled by the number of layers. Time and memory of a stage beside its layers stay.
     """
     layers = layers_of(problem)
     stages, found = [], []
@@ -125,7 +124,7 @@ def _bytes(layers: Sequence[StageTimes]) -> int:
 
 
 def _limits(stage: StageTimes, share: float) -> dict[str, float | int | None]:
-    """Both limits where ``share`` times as many microbatches fit into the same bytes."""
+    """Both limits if ``share`` times as many microbatches fit into the same bytes."""
 
     def held(limit: int | None) -> int | None:
         return None if limit is None else max(1, floor(limit * share + 1e-9))

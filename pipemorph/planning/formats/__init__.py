@@ -1,1 +1,1 @@
-"""Plans as JSON and as torch's CSV."""
+"""Reads and writes plans as JSON and as torch's CSV."""

@@ -1,4 +1,4 @@
-"""The JSON that ``pipemorph plan`` and ``simulate`` print, and reading it back."""
+"""Writes and reads the JSON of ``pipemorph plan`` and ``simulate``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def report(
     planning_seconds: float,
     dispatch: Dispatch = Dispatch.STATIC,
 ) -> dict[str, Any]:
-    """The contracted fields. Times in milliseconds, as in the problem file.
+    """The documented JSON fields. Times in milliseconds, as in the problem file.
 
     ``policy``: a :class:`Policy`, or ``IMPORTED``.
     """
@@ -60,8 +60,8 @@ def report_interleaved(
     lower_bound: float,
     planning_seconds: float,
 ) -> dict[str, Any]:
-    """The same fields where ranks have several stages. ``bubbles`` are the ranks';
-    ``ranks`` is the rank of each stage, ``order`` what each rank runs, in torch's notation."""
+    """The same fields for ranks with several stages. ``bubbles``: per rank; ``ranks``: rank of each
+    stage; ``order``: the ops of each rank in torch's notation."""
     schedule = ran.simulation.schedule()
     return {
         "policy": str(policy),
@@ -84,7 +84,7 @@ def report_interleaved(
 
 
 def _gap(makespan: float, lower_bound: float) -> float:
-    """How much longer than the bound, as a fraction of it; 0 is proven shortest."""
+    """Excess over the bound as a fraction of it; 0: proven shortest."""
     return _rounded(makespan / lower_bound - 1) if lower_bound > 0 else 0.0
 
 
@@ -111,7 +111,7 @@ def _stages(simulation: Simulation) -> list[list[dict[str, Any]]]:
 
 
 def _rounded(value: float) -> float:
-    """A picosecond of a millisecond: enough for anyone, and 0.1 + 0.2 prints as 0.3."""
+    """Round milliseconds to picoseconds, so that 0.1 + 0.2 prints as 0.3."""
     return round(float(value), 9)
 
 
@@ -123,7 +123,7 @@ class _PlannedOp(BaseModel):
 
 
 IMPORTED = "imported"
-"""The policy of a plan whose file does not say how it was made."""
+"""The policy of a plan whose file names no policy."""
 _KNOWN = (*(policy.value for policy in Policy), IMPORTED)
 
 
@@ -134,10 +134,10 @@ def _known_policy(value: object) -> object:
 
 
 class PlanFile(BaseModel):
-    """The part of a printed plan that says what to run; times in it are not read.
-    ``device_limit`` says which stages offload; None where the file does not.
+    """The fields of a plan file that determine its ops; times are ignored. ``device_limit``: limits
+    of offloading stages; None if the file has none.
 
-    ``order`` only where ranks have several stages.
+    ``order``: only for ranks with several stages.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -151,7 +151,7 @@ class PlanFile(BaseModel):
     device_limit: tuple[Count | None, ...] | None = None
 
     def interleaved(self) -> InterleavedSchedule | None:
-        """The order of ranks with several stages, None where each has one. Not validated."""
+        """The order of ranks with several stages; None if each has one. Not validated."""
         return parse_csv("\n".join(self.order)) if self.order is not None else None
 
     def schedule(self) -> Schedule:
@@ -163,13 +163,13 @@ class PlanFile(BaseModel):
 
 
 def parse_plan_file(text: str) -> PlanFile:
-    """A plan from the JSON of ``pipemorph plan``. Raises :class:`InputError` of one line."""
+    """Parse the JSON of ``pipemorph plan``. Raises :class:`InputError`, one line."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"the plan is not JSON: {one_line(str(error))}") from None
     if not isinstance(data, dict):
-        raise InputError(f"the plan is {shown(data)}; expected what `pipemorph plan` prints")
+        raise InputError(f"the plan is {shown(data)}; expected the JSON of `pipemorph plan`")
     try:
         return PlanFile.model_validate(data)
     except ValidationError as error:
@@ -177,11 +177,11 @@ def parse_plan_file(text: str) -> PlanFile:
 
 
 MAX_BYTES = 256 << 20
-"""A plan of a million ops has 75 MB."""
+"""Largest plan file; a plan of a million ops has 75 MB."""
 
 
 class LoadedPlan(NamedTuple):
-    """A plan from a file: ``schedule`` where each rank has one stage, else ``interleaved``."""
+    """A plan from a file: ``schedule`` if each rank has one stage, else ``interleaved``."""
 
     policy: str
     planning_seconds: float
@@ -192,8 +192,8 @@ class LoadedPlan(NamedTuple):
 
 
 def load_plan(path: str) -> LoadedPlan:
-    """A plan from a file (``-``: standard input): what ``pipemorph plan`` prints, or torch's
-    compute-only CSV where the name ends in ``.csv``. Raises :class:`InputError` of one line."""
+    """Load a plan from a file (``-``: standard input): the JSON of ``pipemorph plan``, or torch's
+    compute-only CSV if the name ends in ``.csv``. Raises :class:`InputError`, one line."""
     text = read_text(path, MAX_BYTES)
     if path.lower().endswith(".csv"):
         found = parse_csv(text)

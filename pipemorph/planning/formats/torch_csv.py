@@ -1,10 +1,10 @@
-"""Schedules as torch.distributed.pipelining's compute-only CSV.
+"""Reads and writes schedules as torch.distributed.pipelining's compute-only CSV.
 
 One row per rank, one op per cell: ``2F0`` is the forward of microbatch 0 on stage 2, ``I`` the
-backward for the input (our B), ``W`` the one for the weights, ``B`` the whole backward (our
-BW). An empty cell is a step without an op: it only lines up the columns for a reader.
-``(1F2;6B0)OVERLAP_F_B`` holds ops that may overlap; here they run one after another, as
-torch runs them unless it is told how to overlap them.
+backward for the input (our B), ``W`` the backward for the weights, ``B`` the fused backward (our
+BW). An empty cell is a step without an op; it only aligns the columns for readers.
+``(1F2;6B0)OVERLAP_F_B`` has ops that may overlap; here they run one after another, as in torch by
+default.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OTHER = re.compile(r"\d+[A-Z_]+\d*", re.ASCII)
 
 
 def dump_csv(schedule: InterleavedSchedule) -> str:
-    """The CSV text, lines ended as torch ends them."""
+    """The CSV text, with torch's line endings."""
     out = io.StringIO()
     writer = csv.writer(out)
     for ops in schedule.ranks:
@@ -36,7 +36,8 @@ def dump_csv(schedule: InterleavedSchedule) -> str:
 
 
 def parse_csv(text: str) -> InterleavedSchedule:
-    """A schedule from CSV text; not validated. Raises :class:`InputError` naming the cell."""
+    """Parse a schedule from CSV text, without validation. Raises :class:`InputError` that names the
+    cell."""
     try:
         rows = list(csv.reader(io.StringIO(text), strict=True))
     except csv.Error as error:
@@ -67,6 +68,6 @@ def _op(cell: str, rank: int, column: int) -> StageOp:
     if match is None:
         why = "expected a stage, F, I, W or B, and a microbatch, as in 0F0"
         if _OTHER.fullmatch(cell):
-            why = "expected a compute-only schedule (F, I, W, B): communication is not planned"
+            why = "expected a compute-only schedule (F, I, W, B) without communication ops"
         raise InputError(f"the plan: rank {rank}, column {column}: found {shown(cell)}; {why}")
     return StageOp(int(match.group(1)), _KINDS[match.group(2)], int(match.group(3)))

@@ -1,1 +1,1 @@
-"""Schedules that follow a rule: GPipe, 1F1B, zero-bubble, interleaved and V-shaped."""
+"""Rule-based policies: GPipe, 1F1B, zero-bubble, interleaved and V-shaped."""

@@ -1,4 +1,4 @@
-"""Hand-made schedules: they know the stages and the caps, not the delays."""
+"""Rule-based schedules with one stage per rank. They use op times and caps, not delays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipemorph.planning.simulation.online import Rules, dispatch
 
 
 def gpipe(problem: Problem) -> Schedule:
-    """All F, then all (fused) backwards. Holds every microbatch; refuses a cap below N."""
+    """GPipe: all F, then all (fused) backwards. Raises :class:`InputError` for a cap below N."""
     n = problem.microbatches
     for i, stage in enumerate(problem.stages):
         if stage.in_flight_limit is not None and stage.in_flight_limit < n:
@@ -28,7 +28,7 @@ def gpipe(problem: Problem) -> Schedule:
 
 
 def one_f_one_b(problem: Problem) -> Schedule:
-    """``S - i`` forwards, then a (fused) backward and a forward in turn (PipeDream-flush)."""
+    """1F1B (PipeDream-flush): ``S - i`` forwards, then (fused) backwards and forwards alternate."""
     n, count = problem.microbatches, problem.stage_count
     warmup = problem.warmup or fit_warmup([count - i for i in range(count)], problem)
     stages = []
@@ -43,11 +43,11 @@ def one_f_one_b(problem: Problem) -> Schedule:
 
 
 def zero_bubble(problem: Problem) -> Schedule:
-    """Zero-bubble: enough warm-up that the last stage never idles, W where there is a hole.
+    """Zero-bubble: enough warm-up that the last stage never idles; W fills gaps.
 
-    Without a delay, ``2 (S-i) - 1`` forwards cover the round trip of equal stages (ZB-H2,
-    7-5-3-1 at S=4); a cap takes warm-up away (ZB-H1 at ``K = S``). The order is a list
-    schedule made for links that take no time, so a delay is not planned for.
+    Without delays, ``2 (S-i) - 1`` forwards cover the round trip of equal stages (ZB-H2, 7-5-3-1
+    for S=4); a cap reduces the warm-up (ZB-H1 for ``K = S``). The order is a list schedule for
+    links without delay, so delays are ignored.
     """
     warmup = problem.warmup or zero_bubble_warmup(problem)
     rules = Rules.of(problem, warmup, exact_warmup=True)
@@ -55,13 +55,14 @@ def zero_bubble(problem: Problem) -> Schedule:
 
 
 def zero_bubble_warmup(problem: Problem) -> tuple[int, ...]:
-    """Forwards that cover the round trip of equal stages, as far as caps allow."""
+    """Warm-up that covers the round trip of equal stages, within the caps."""
     count = problem.stage_count
     return fit_warmup([2 * (count - i) - 1 for i in range(count)], problem)
 
 
 def fit_warmup(wanted: Sequence[int], problem: Problem) -> tuple[int, ...]:
-    """``wanted`` made runnable: at least 1, at most N and the caps so far, non-increasing."""
+    """``wanted`` reduced to valid counts: at least 1, at most N and all caps up to the stage,
+    non-increasing."""
     most = problem.microbatches
     fitted = []
     for x, stage in zip(wanted, problem.stages, strict=True):
@@ -75,14 +76,15 @@ def fit_warmup(wanted: Sequence[int], problem: Problem) -> tuple[int, ...]:
 def as_schedule(
     runs: Sequence[Sequence[tuple[OpKind, int, float, float]]], problem: Problem
 ) -> Schedule:
-    """The order in which ops ran."""
+    """A schedule with the order in which ops ran."""
     return Schedule(
         problem.microbatches, tuple(tuple(Op(run[0], run[1]) for run in stage) for stage in runs)
     )
 
 
 def paper_warmup(problem: Problem) -> tuple[int, ...]:
-    """Adapted counts if a link has a delay; else the initial plan's, if memory is known."""
+    """The paper's warm-up: adapted counts if a link has a delay; else those of the initial plan, if
+    memory limits are known."""
     undisturbed = not any(link.delay for link in problem.links)
     if undisturbed and problem.stages[0].in_flight_limit is not None:
         return initial_warmup(problem)
@@ -90,7 +92,7 @@ def paper_warmup(problem: Problem) -> tuple[int, ...]:
 
 
 def adapted_warmup(problem: Problem) -> tuple[int, ...]:
-    """``x_{S-1} = 1``, then backwards the slackness that absorbs each link's delay.
+    """Warm-up with enough slackness to absorb each link's delay, from ``x_{S-1} = 1`` backwards.
 
     ``Δ_i = max(2, ceil((tF_i + tB_i + 2 c_i) / (tF_{i+1} + tB_{i+1})))`` (paper,
     "adaptation"). The paper bounds Δ by ``N - 2S``, which is not positive for short
@@ -102,17 +104,17 @@ def adapted_warmup(problem: Problem) -> tuple[int, ...]:
     for i in range(count - 2, -1, -1):
         here = stages[i].forward + stages[i].backward_input + 2 * links[i].delay
         below = stages[i + 1].forward + stages[i + 1].backward_input
-        # Near-equal times must not cost a whole microbatch for a rounding error.
+        # A rounding error in near-equal times must not add a microbatch.
         slack = ceil(here / below - 1e-9) if here < below * problem.microbatches else 10**6
         warmup[i] = warmup[i + 1] + max(2, slack)
     return fit_warmup(warmup, problem)
 
 
 def initial_warmup(problem: Problem) -> tuple[int, ...]:
-    """As much slackness as memory allows, spread evenly (paper, "initial plan").
+    """Warm-up with all slackness that memory allows, spread evenly (paper, "initial plan").
 
-    ``x_0`` is the first stage's cap (or N), ``x_{S-1} = 1``, and the smallest Δ is as large
-    as it can be; what is left over goes to the last links, which a delay hurts most.
+    ``x_0`` is the first stage's cap (or N), ``x_{S-1} = 1``, and the smallest Δ is as large as
+    possible; the remainder goes to the last links, where a delay costs most.
     """
     count = problem.stage_count
     if count == 1:

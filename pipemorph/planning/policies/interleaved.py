@@ -1,4 +1,4 @@
-"""Hand-made schedules for several stages per rank, and how good they can be at best."""
+"""Rule-based schedules with several stages per rank, and a lower bound for them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from pipemorph.planning.simulation.lower_bound import lower_bound
 
 @dataclass(frozen=True)
 class InterleavedPlan:
-    """A schedule, what it was made for and what it is predicted to take.
+    """A schedule with its problem and predicted time.
 
-    ``planning_seconds`` is wall time; every other time is in the problem's unit.
+    ``planning_seconds``: wall time; all other times are in the problem's unit.
     """
 
     policy: Policy
@@ -34,14 +34,14 @@ class InterleavedPlan:
 
 
 def plan_interleaved(problem: Problem, policy: Policy | None = None) -> InterleavedPlan:
-    """Plan with ``policy`` or the problem's own, one that puts several stages on a rank.
+    """Plan with ``policy``, or the problem's own, which must put several stages on a rank.
 
-    Raises :class:`InputError` if it cannot serve the problem.
+    Raises :class:`InputError` if the policy cannot plan the problem.
     """
     began = perf_counter()
     policy = problem.policy if policy is None else policy
     if problem.warmup is not None:
-        raise InputError(f"warmup is {list(problem.warmup)}; policy {policy.value} has its own")
+        raise InputError(f"warmup is {list(problem.warmup)}; policy {policy.value} sets its own")
     make = zero_bubble_v if policy is Policy.ZERO_BUBBLE_V else one_f_one_b_interleaved
     schedule = make(problem)
     simulation = simulate_interleaved(schedule, problem)
@@ -57,7 +57,7 @@ def plan_interleaved(problem: Problem, policy: Policy | None = None) -> Interlea
 
 
 def interleaved_bound(problem: Problem, placement: tuple[int, ...]) -> float:
-    """A makespan nothing can beat: of the stages alone, or of all a rank has to do.
+    """Lower bound of the makespan: the larger of the stages' bound and the ranks' total work.
 
     A link within a rank takes no time.
     """
@@ -81,8 +81,8 @@ def one_f_one_b_interleaved(problem: Problem) -> InterleavedSchedule:
     """Interleaved 1F1B (Narayanan et al. 2021, "Efficient large-scale language model training
     on GPU clusters", section 2.2): stage *s* on rank ``s mod ranks``, fused backwards.
 
-    Microbatches go through a rank's stages in rounds of about as many as there are ranks; a
-    rank begins with two forwards more than the next.
+    A rank runs its stages in rounds of about as many microbatches as there are ranks; each rank
+    starts with two forwards more than the next.
     """
     ranks, n = _ranks(problem, Policy.ONE_F_ONE_B_INTERLEAVED), problem.microbatches
     chunks = problem.stage_count // ranks
@@ -116,9 +116,9 @@ def one_f_one_b_interleaved(problem: Problem) -> InterleavedSchedule:
 
 def zero_bubble_v(problem: Problem) -> InterleavedSchedule:
     """ZB-V (Qi et al. 2023, "Zero bubble pipeline parallelism", section 6): two stages per
-    rank, down the ranks and up again, so that rank 0 has the first stage and the last.
+    rank, in a V over the ranks, so that rank 0 has the first and the last stage.
 
-    No bubble but the fill if all ops take the same time, at the memory of 1F1B.
+    If all ops take equal time the only bubble is the fill, with the memory of 1F1B.
     """
     ranks, n = _ranks(problem, Policy.ZERO_BUBBLE_V), problem.microbatches
     return InterleavedSchedule(
@@ -131,7 +131,7 @@ def zero_bubble_v(problem: Problem) -> InterleavedSchedule:
 
 
 def _v_order(rank: int, ranks: int, microbatches: int) -> list[StageOp]:
-    """The order of one rank, with microbatches beyond the last if they do not fill it."""
+    """The order of one rank; may contain microbatches beyond the last, to fill the pattern."""
     n = max(2 * ranks - 1, microbatches)
     down, up = rank, 2 * ranks - 1 - rank
     done: dict[tuple[int, OpKind], int] = {}
@@ -170,7 +170,7 @@ def _v_order(rank: int, ranks: int, microbatches: int) -> list[StageOp]:
 
 
 def _ranks(problem: Problem, policy: Policy) -> int:
-    """How many ranks the stages of a problem are put on. Raises :class:`InputError`."""
+    """Number of ranks for the stages of a problem. Raises :class:`InputError`."""
     stages = problem.stage_count
     if policy is Policy.ZERO_BUBBLE_V:
         ranks = problem.ranks if problem.ranks is not None else stages // 2
@@ -181,12 +181,10 @@ def _ranks(problem: Problem, policy: Policy) -> int:
             )
         return ranks
     if problem.ranks is None:
-        raise InputError(
-            "ranks is missing; policy 1f1b-interleaved needs how many share the stages"
-        )
+        raise InputError("ranks is missing; policy 1f1b-interleaved needs the number of ranks")
     if stages % problem.ranks:
         raise InputError(
-            f"stages has {stages} entries for {problem.ranks} ranks; policy 1f1b-interleaved puts"
-            " equally many on each rank"
+            f"stages has {stages} entries for {problem.ranks} ranks; policy 1f1b-interleaved needs"
+            " a multiple of the ranks"
         )
     return problem.ranks

@@ -1,1 +1,1 @@
-"""Searches for the order of ops with the least makespan."""
+"""Searches for the op order with the shortest makespan."""

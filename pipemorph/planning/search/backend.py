@@ -1,7 +1,7 @@
-"""The seat of the search: compiled where the wheel was built, else in plain Python.
+"""Selects the search backend: compiled C++ if built, else the Python reference.
 
-Both find the same order, op by op: every rank and the controller derive the first plan on their
-own, and not all of them need to have the compiled one. ``tests/core`` holds them equal.
+Both find the same order, op by op, since every rank and the controller derive the first plan
+independently and some may lack the compiled backend. ``tests/core`` checks that they are equal.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipemorph.planning.simulation.online import Rules, dispatch
 
 try:
     import pipemorph.planning._planner as compiled
-except ImportError:  # the sources without a build, as in an image that compiles nothing
+except ImportError:  # Sources without a build, as in an image without compiler.
     compiled = None  # type: ignore[assignment, unused-ignore]
 
 
@@ -47,7 +47,7 @@ def task_for(problem: Problem) -> Task:
 
 
 def search_task(task: Task) -> Found:
-    """:func:`search` of a task, as the compiled or the plain search does it."""
+    """Run the search of a task with the available backend."""
     if compiled is None:
         return plain.search(task)
     order, makespan, bound = compiled.search(
@@ -81,19 +81,18 @@ def _costs(costs: Costs, caps: Sequence[int], warmup: Sequence[int] | None) -> A
 
 
 def _plain(costs: Costs) -> bool:
-    """Whether the list scheduler in the paper's order does exactly what online dispatch does.
+    """Whether the list scheduler in the paper's order gives exactly the result of online dispatch.
 
-    Not where a send can block or a queue is shared, nor where ops take no time, so that ops
-    and the messages they wait for happen at once.
+    Not if a send can block or a queue is shared, nor if ops take no time, so that ops and the
+    messages they wait for are simultaneous.
     """
     times = (*costs.forward, *costs.backward_input, *costs.backward_weight)
     return min(times) > 0 and not any(costs.outstanding) and not any(costs.half_duplex)
 
 
 def _start(problem: Problem, costs: Costs, warmup: tuple[int, ...]) -> Order:
-    """What the paper's algorithm runs. Where directions share a link, which the list scheduler
-    knows nothing of, also what its order finds with the warm-up of zero-bubble, if that is
-    shorter."""
+    """The order of the paper's algorithm. If both directions share a link, which the list scheduler
+    does not model, or its order with the warm-up of zero-bubble if that is shorter."""
     paper = _in_order(problem, costs, warmup)
     if problem.warmup is not None or not any(costs.half_duplex):
         return paper
@@ -102,7 +101,7 @@ def _start(problem: Problem, costs: Costs, warmup: tuple[int, ...]) -> Order:
 
 
 def _in_order(problem: Problem, costs: Costs, warmup: tuple[int, ...]) -> Order:
-    """B before F before W, as soon as they can."""
+    """The order of running ready ops, B before F before W."""
     rules = Rules.of(problem, warmup, exact_warmup=problem.warmup is not None)
     found = dispatch(costs, rules)
     return [bytearray(KINDS.index(run[0]) for run in stage) for stage in found.runs]

@@ -1,7 +1,7 @@
-"""Static execution of an order, with what each op waited for: the local search's inner loop.
+"""Executes an order statically and records what each op waited for; the local search's inner loop.
 
-The same times as :func:`~pipemorph.planning.simulation.simulator.run_static`, bit by bit, kept
-so that a critical path can be walked back.
+Computes exactly the times of :func:`~pipemorph.planning.simulation.simulator.run_static`, and keeps
+them so that the critical path can be traced back.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pipemorph.planning.simulation.simulator import makespan_of, run_static
 
 
 class Executor:
-    """Runs orders of one problem. Ops are counted by position on their stage.
+    """Executes orders of one problem. Ops are indexed by their position on their stage.
 
-    After :meth:`run_independent` ``start[stage][position]`` is when the op began,
-    ``free[stage][position]`` when its stage went on (later than its end if a send was held up),
-    ``microbatch[stage][position]`` its microbatch, ``position[kind][stage][microbatch]`` where it
-    is, ``arrival[kind][stage][microbatch]`` when its message came and ``end[stage]`` when the
-    stage was done. ``ops_run`` counts ops.
+    After :meth:`run_independent`: ``start[stage][position]`` is the op's start,
+    ``free[stage][position]`` when its stage was free again (after its end if a send blocked),
+    ``microbatch[stage][position]`` its microbatch, ``position[kind][stage][microbatch]`` its
+    position, ``arrival[kind][stage][microbatch]`` the arrival of its message, and ``end[stage]``
+    the end of the stage. ``ops_run`` counts executed ops.
     """
 
     def __init__(self, costs: Costs) -> None:
@@ -37,9 +37,9 @@ class Executor:
         self.end: list[float] = []
 
     def run(self, order: Order, delay: Sequence[float] | None = None) -> float:
-        """The makespan, with other delays than the problem's if given.
+        """The makespan, with ``delay`` instead of the problem's delays if given.
 
-        INF if stages wait for each other.
+        INF if stages deadlock.
         """
         costs = self.costs if delay is None else self.costs._replace(delay=list(delay))
         if not any(costs.half_duplex):
@@ -50,9 +50,9 @@ class Executor:
     def run_independent(
         self, order: Order, costs: Costs, tail: Times | None = None, limit: float = INF
     ) -> float:
-        """The same where the directions of every link are independent.
+        """The same, for links with independent directions.
 
-        With ``tail`` also INF as soon as an op starts at which its tail reaches ``limit``.
+        With ``tail``, stops and returns INF once an op's start plus its tail reaches ``limit``.
         """
         n, stages = costs.microbatches, costs.stage_count
         last = stages - 1

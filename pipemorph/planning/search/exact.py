@@ -1,9 +1,8 @@
-"""The exact policy: the shortest schedule there is, or how far from it we can be, by CP-SAT.
+"""The exact policy: finds the shortest schedule with CP-SAT, or bounds the distance to it.
 
-Every stage is a machine, every op an interval on it. Since each kind runs in microbatch order,
-an in-flight cap is a plain precedence: ``F_{m+K}`` starts no earlier than ``W_m`` ends. The
-search of the pipemorph policy gives the first solution; the solver starts from it and proves it,
-or improves on it.
+Every stage is a machine, every op an interval on it. Since each kind runs in microbatch order, an
+in-flight cap is a simple precedence: ``F_{m+K}`` starts no earlier than ``W_m`` ends. The solver
+starts from the schedule of the pipemorph policy, and improves it or proves it optimal.
 
 Needs OR-tools: ``pip install 'pipemorph[exact]'``.
 """
@@ -31,18 +30,18 @@ if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
 TIME_LIMIT = 60.0
-"""Seconds the solver may take, unless told otherwise."""
+"""Default time limit of the solver, seconds."""
 
-# Integers per unit of time that are tried before times are rounded.
+# Scales (integers per unit of time) to try before times are rounded.
 _SCALES = (1, 2, 4, 5, 8, 10, 20, 50, 100, 1000, 10_000)
-# Rounded times: the longest op or delay is about this many.
+# Scale of rounded times: the longest op or delay is about this many integers.
 _RESOLUTION = 100_000
 
 
 @dataclass(frozen=True)
 class Solved:
-    """``bound``: no schedule is shorter, in the problem's unit. ``proven``: none is shorter than
-    ``schedule`` (by more than the rounding of times, where they are no decimal numbers)."""
+    """``bound``: lower bound of the makespan, in the problem's unit. ``proven``: whether
+    ``schedule`` is proven optimal (up to rounding, if times are not whole at any tried scale)."""
 
     schedule: Schedule
     makespan: float
@@ -54,14 +53,14 @@ class Solved:
 def solve(
     problem: Problem, time_limit: float = TIME_LIMIT, *, workers: int | None = None
 ) -> Solved:
-    """The best schedule found in ``time_limit`` seconds of wall time, and what is proven of it.
+    """The best schedule found within ``time_limit`` seconds of wall time, and its proven bound.
 
-    Unlike the other policies the result of a search that runs out of time depends on the
-    machine. ``workers``: threads of the solver, by default one per core. Raises
-    :class:`InputError` where OR-tools is not installed or ``time_limit`` is not above 0.
+    Unlike with other policies the result depends on the machine if the time limit is reached.
+    ``workers``: threads of the solver, by default one per core. Raises :class:`InputError` if
+    OR-tools is not installed or ``time_limit`` is not above 0.
     """
     if not time_limit > 0:
-        raise InputError(f"the time limit is {time_limit}; policy exact needs more than 0 seconds")
+        raise InputError(f"the time limit is {time_limit}; policy exact needs a value above 0")
     cp = _solver_module()
     began = perf_counter()
     first = search(problem)
@@ -97,10 +96,10 @@ def _solver_module() -> Any:
 
 
 class _Model:
-    """One problem as a CP-SAT model, in integers.
+    """One problem as a CP-SAT model, with integer times.
 
-    Times that are not whole at any scale are rounded down, so that the solver's bound stays
-    below what is possible; schedules are judged by the simulator on the true times.
+    Times that are not whole at any scale are rounded down, so that the solver's bound stays a lower
+    bound; the simulator evaluates schedules with the true times.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class _Model:
         self.costs = costs
         self.n = problem.microbatches
         self.scale, self.exact = _scale(costs)
-        # Each op and message of the longest path may have lost one integer.
+        # Rounding may have shortened each op and message of the longest path by up to 1.
         self.rounding = (
             makespan * SAME
             if self.exact
@@ -135,7 +134,7 @@ class _Model:
         self.model.minimize(self.end)
 
     def _int(self, time: float) -> int:
-        # What is whole but for the last bits is meant to be whole.
+        # Round up values that are whole except for rounding errors.
         return math.floor(time * self.scale + 1e-6)
 
     def _starts(self, caps: Sequence[int]) -> list[list[list[Any]]]:
@@ -178,7 +177,7 @@ class _Model:
                     add(backward[0] + tb <= forward[x])
 
     def _links(self) -> None:
-        """Messages between stages; then the machines, which a blocked send may hold up."""
+        """Messages between stages; then the machines, which blocked sends occupy longer."""
         stages = self.problem.stage_count
         # How long an op keeps its stage: its time, or until its send returns.
         busy_until: dict[tuple[int, int, int], Any] = {}
@@ -191,7 +190,7 @@ class _Model:
                     if self.costs.half_duplex[link] and self.delay[link]:
                         wires.append(self._interval(arrival - self.delay[link], self.delay[link]))
             if wires:
-                # First come, first served is one of the ways this allows: the bound holds.
+                # Any order of sends is allowed, also first come, first served: the bound holds.
                 self.model.add_cumulative(wires, [1] * len(wires), self.costs.queues[link])
         for i in range(stages):
             intervals = []
@@ -242,7 +241,7 @@ class _Model:
                 self.model.add_hint(var, self._int(at))
 
     def solve(self, seconds: float, workers: int) -> tuple[Schedule | None, float]:
-        """The order found, if any, and the solver's bound in the problem's unit."""
+        """The schedule found, if any, and the solver's bound in the problem's unit."""
         solver: cp_model.CpSolver = self.cp.CpSolver()
         solver.parameters.max_time_in_seconds = seconds
         solver.parameters.num_workers = workers
@@ -250,17 +249,17 @@ class _Model:
         if status == self.cp.MODEL_INVALID:
             raise AssertionError(f"the model is invalid: {self.model.validate()}")
         if status == self.cp.INFEASIBLE:
-            raise AssertionError("the solver calls a problem infeasible that has a schedule")
+            raise AssertionError("the solver reports infeasible, although a schedule exists")
         bound = solver.best_objective_bound / self.scale
         if status not in (self.cp.OPTIMAL, self.cp.FEASIBLE):
             return None, bound
         return self._schedule(solver), bound
 
     def _schedule(self, solver: Any) -> Schedule:
-        """The order of the ops by start.
+        """The ops ordered by their start.
 
-        Ops that take no time may start together with what they wait for, on another stage too:
-        of what is ready the earliest comes next, and of those an op that takes no time.
+        An op of zero duration may start at the same time as an op that it waits for, also across
+        stages. So only ready ops are considered: the earliest first, at a tie one of zero duration.
         """
         stages = self.problem.stage_count
         starts = [[[solver.value(var) for var in row] for row in kinds] for kinds in self.start]
@@ -296,7 +295,7 @@ class _Model:
 
 
 def _scale(costs: Costs) -> tuple[float, bool]:
-    """Integers per unit of time, and whether every time is whole then."""
+    """The scale (integers per unit of time), and whether all times are whole at it."""
     times = [*costs.forward, *costs.backward_input, *costs.backward_weight, *costs.delay]
     longest = max(times)
     for scale in _SCALES:

@@ -1,9 +1,9 @@
-"""The planner's list scheduler: run what is most urgent, as if ahead of time.
+"""The planner's list scheduler: simulates stages that run their most urgent ready op.
 
-Urgency of an op is its tail, the least time that must follow from its start (see
-``simulation.lower_bound``); under in-flight caps that puts a W that frees a slot
-before a B that nobody waits for, which a fixed order B, F, W (paper, "full schedule")
-cannot. :class:`Tuning` bends urgency per stage; a search tries several.
+The urgency of an op is its tail, the least time from its start to the end of the iteration (see
+``simulation.lower_bound``). Under in-flight caps a W that frees a slot can then precede a B that
+delays no other op; with the fixed order B, F, W (paper, "full schedule") it cannot.
+:class:`Tuning` adjusts urgency per stage; the search tries several tunings.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pipemorph.planning.simulation.lower_bound import Times
 class Bias(NamedTuple):
     """One stage's tuning.
 
-    ``forward``, ``backward`` and ``weight`` are added to the urgency of the kind (a time).
-    ``patience``: the stage stays idle rather than start an op if one more urgent is known
-    to arrive within this fraction of the op's duration.
+    ``forward``, ``backward`` and ``weight``: times added to the urgency of the kind. ``patience``:
+    the stage waits if the input of a more urgent op arrives within this fraction of the duration of
+    the op that it would start.
     """
 
     forward: float = 0.0
@@ -35,10 +35,10 @@ class Bias(NamedTuple):
 
 @dataclass(frozen=True)
 class Tuning:
-    """``biases`` and ``caps`` per stage. ``caps`` may be below the problem's, never above.
+    """``biases`` and ``caps`` per stage. ``caps`` must not exceed the problem's.
 
-    ``warmup[i]``, if given, is exactly how many F run before the first B; with ``at_least`` more
-    may. With ``by_kind`` urgency is the bias alone, whatever must follow.
+    ``warmup[i]``: exact number of F before the first B; with ``at_least``, the minimum. With
+    ``by_kind`` the urgency is the bias alone, without the tail.
     """
 
     biases: tuple[Bias, ...]
@@ -49,7 +49,7 @@ class Tuning:
 
 
 class Listing(NamedTuple):
-    """What a run of the list scheduler found. ``order`` is None if it gave up."""
+    """Result of a run of the list scheduler. ``order`` is None if the run was aborted."""
 
     order: Order | None
     makespan: float
@@ -57,11 +57,10 @@ class Listing(NamedTuple):
 
 
 def list_schedule(costs: Costs, tail: Times, tuning: Tuning, bound: float = INF) -> Listing:
-    """Schedule one iteration; give up once the makespan cannot stay below ``bound``.
+    """Schedule one iteration; abort once the makespan cannot stay below ``bound``.
 
-    Also gives up if stages wait for each other, which takes a ``warmup`` above a cap or one
-    that rises along the stages. Events are ``(time, stage)``, at which the stage is free to
-    decide.
+    Also aborts on a deadlock, which needs a ``warmup`` above a cap or increasing along the stages.
+    An event ``(time, stage)`` lets the stage choose its next op.
     """
     n, stages = costs.microbatches, costs.stage_count
     last = stages - 1
@@ -75,7 +74,7 @@ def list_schedule(costs: Costs, tail: Times, tuning: Tuning, bound: float = INF)
     forwards, backwards, weights = [0] * stages, [0] * stages, [0] * stages
     left = [n * (forward_time[i] + backward_time[i] + weight_time[i]) for i in range(stages)]
     order: Order = [bytearray() for _ in range(stages)]
-    # When each stage decides next. An idle stage may be woken earlier than it thought.
+    # When each stage chooses next. A message may wake an idle stage earlier.
     wake = [0.0] * stages
     idle = [False] * stages
     events = [(0.0, i) for i in range(stages)]
@@ -96,7 +95,7 @@ def list_schedule(costs: Costs, tail: Times, tuning: Tuning, bound: float = INF)
             elif b == 0 and not tuning.at_least:
                 forward_at = INF
 
-        # The most urgent op that is ready; at a tie B, then F, then W.
+        # Choose the most urgent ready op; at a tie B, then F, then W.
         kind, urgency, took, follows = None, -INF, 0.0, 0.0
         if backward_at <= now:
             kind, took, follows = BACKWARD, backward_time[i], tail.backward[i][b]
@@ -178,7 +177,7 @@ def in_order(
     *,
     at_least: bool = False,
 ) -> Tuning:
-    """B, then F, then W, whatever is urgent: the paper's order."""
+    """The paper's order: B, then F, then W, regardless of urgency."""
     biases = (Bias(forward=1.0, backward=2.0),) * costs.stage_count
     return Tuning(biases, tuple(caps), warmup, at_least=at_least, by_kind=True)
 
@@ -202,7 +201,7 @@ def mean_op(costs: Costs) -> float:
 
 
 def _sum(times: Sequence[float]) -> float:
-    """From left to right: what :func:`sum` does with floats depends on Python's version."""
+    """Sum from left to right: the rounding of :func:`sum` depends on Python's version."""
     total = 0.0
     for time in times:
         total += time

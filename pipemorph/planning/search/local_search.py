@@ -1,10 +1,10 @@
-"""Local search on the order itself: shift ops along the critical path.
+"""Local search on the order: shifts ops along the critical path.
 
-What a list scheduler cannot reach it reaches from there: an op is moved within a run of ops
-that follow each other on a stage on a critical path (to an end of the run, as Nowicki and
-Smutnicki do for job shops, or anywhere in it), since no other move can shorten the schedule.
-A step that lengthens it is taken with a chance that falls to nothing (simulated annealing,
-with a threshold drawn evenly: no function that rounds differently elsewhere is used).
+Finds orders that a list scheduler cannot. A move shifts an op within a block, a run of consecutive
+ops of a stage on a critical path (to an end of the block, as Nowicki and Smutnicki do for job
+shops, or anywhere in it), since no other move can shorten the schedule. A longer schedule is
+accepted with a probability that decreases to zero (simulated annealing; the threshold is drawn
+uniformly, to avoid functions whose rounding differs between machines).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pipemorph.planning.search.rng import Rng
 from pipemorph.planning.simulation.costs import INF, Costs
 from pipemorph.planning.simulation.lower_bound import SAME, Times
 
-# A step may lengthen the schedule by this many mean ops at first, by nothing at the end.
+# Initial limit, in mean ops, by which a step may lengthen the schedule; decreases to zero.
 HEAT = 1.0
 
 
 class Block(NamedTuple):
-    """Positions of ops that follow each other on a stage, on the critical path."""
+    """Positions of consecutive ops of a stage on the critical path."""
 
     stage: int
     first: int
@@ -43,10 +43,10 @@ def shift(
     order: Order,
     makespan: float,
 ) -> tuple[Order, float]:
-    """The shortest order found from ``order``, and its makespan.
+    """The shortest order found, starting from ``order``, and its makespan.
 
-    Stops at ``bound``, or once ``effort`` ops were run. ``unit`` is a mean op. Only where the
-    directions of every link are independent.
+    Stops at ``bound``, or after ``effort`` executed ops. ``unit``: duration of a mean op. Requires
+    links with independent directions.
     """
     present = [bytearray(kinds) for kinds in order]
     everything = effort
@@ -64,13 +64,13 @@ def shift(
             begin = first + rng.below(last - first + 1)
             end = first + rng.below(last - first + 1)
         kinds = present[stage]
-        # A step that was not run still counts, or a short path could be searched for ever.
+        # Count steps that are not executed too: else the search might never end on a short path.
         effort -= 1
         if kinds[begin] == kinds[end] and abs(begin - end) <= 1:
             continue
         kinds.insert(end, kinds.pop(begin))
         within = length + HEAT * unit * (effort / everything) * rng.unit()
-        # A hair more, so that what is just as long is not given up.
+        # Slightly larger, so that an equally long order is not rejected.
         limit = within * (1 + SAME)
         found = INF
         fixed = None if warmup is None else warmup[stage]
@@ -91,7 +91,7 @@ def shift(
 def _trace(costs: Costs, executor: Executor, order: Order, rng: Rng) -> list[Block]:
     """A critical path, from its end.
 
-    Where an op waited for its stage and its message alike, the rng say which is followed.
+    If an op waited for its stage and its message equally long, ``rng`` chooses which to follow.
     """
     last = costs.stage_count - 1
     blocks = []
@@ -117,7 +117,7 @@ def _trace(costs: Costs, executor: Executor, order: Order, rng: Rng) -> list[Blo
 
 
 def _allowed(kinds: bytearray, until: int, cap: int, warmup: int | None) -> bool:
-    """Whether a stage may run its ops in this order, as far as ``until``."""
+    """Whether a stage's order is valid up to position ``until``."""
     forwards = backwards = weights = 0
     for kind in kinds[: until + 1]:
         if kind == FORWARD:

@@ -1,7 +1,6 @@
-"""Orders: schedules of split backwards as the search sees them.
+"""Orders: the search's compact representation of schedules with split backwards.
 
-Each kind runs in microbatch order, so the kinds of a stage's ops in run order are the whole
-schedule of that stage.
+Each kind runs in microbatch order, so the sequence of kinds defines the schedule of a stage.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ Order = list[bytearray]
 
 
 def to_schedule(order: Sequence[bytes | bytearray], microbatches: int) -> Schedule:
-    """The schedule, its ops shared between the stages."""
+    """The schedule of an order. Its stages share the op objects."""
     ops = [[Op(kind, m) for m in range(microbatches)] for kind in KINDS]
     stages = []
     for kinds in order:
@@ -28,12 +27,12 @@ def to_schedule(order: Sequence[bytes | bytearray], microbatches: int) -> Schedu
 
 
 def from_schedule(schedule: Schedule) -> Order:
-    """The order of a schedule without fused backwards (ValueError where there is one)."""
+    """The order of a schedule. Raises ValueError if it has fused backwards."""
     return [bytearray(KINDS.index(op.kind) for op in ops) for ops in schedule.stages]
 
 
 def in_flight_peaks(order: Order) -> tuple[int, ...]:
-    """Most microbatches held, per stage."""
+    """Most microbatches in flight, per stage."""
     peaks = []
     for kinds in order:
         now = peak = 0

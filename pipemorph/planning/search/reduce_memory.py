@@ -1,8 +1,8 @@
-"""As short, with fewer microbatches in flight, and not brittle.
+"""Reduces microbatches in flight without lengthening the schedule.
 
-Memory is what slackness costs, so a plan should not hold what it does not need. But a plan
-that holds the least is the first to break when a message is late: a candidate is kept only
-if it also stands every message being a little late, about as well as the plan it replaces.
+Slackness costs memory, so a plan should not have more than it needs. But a plan without slackness
+slows down when messages are late. So a candidate is accepted only if it tolerates slightly late
+messages about as well as the plan it replaces.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pipemorph.planning.search.order import Order, in_flight_peaks
 from pipemorph.planning.simulation.costs import Costs
 from pipemorph.planning.simulation.lower_bound import SAME, Times, tails
 
-# With every message late by LATE mean ops, at most LATE_COST more than the fatter plan.
+# With every message late by LATE mean ops, a candidate may cost at most LATE_COST more.
 LATE, LATE_COST = 0.5, 0.02
 
 
@@ -31,24 +31,25 @@ def slim(
     tail: Times,
     executor: Executor,
 ) -> Order:
-    """``order`` or a leaner one that is no longer.
+    """``order``, or one with fewer microbatches in flight that is not longer.
 
-    ``tuning`` is what made it; ``warmup`` are the counts of the paper's rules, or fixed ones
-    where not ``free_warmup``; ``tail`` are the problem's tails. First the warm-up is held to
-    ``warmup``, then the caps are lowered: half-way to :func:`fewest_in_flight`, then to it, or
-    a quarter of the way if half is too far.
+    ``tuning``: the tuning that found it; ``warmup``: counts of the paper's rules, or fixed ones
+    unless ``free_warmup``; ``tail``: the problem's tails. First limits the warm-up to ``warmup``,
+    then lowers the caps: halfway to :func:`fewest_in_flight`, then all the way, or a quarter of the
+    way if half is too much.
     """
     late = [delay + LATE * mean_op(costs) for delay in costs.delay]
     within = makespan * (1 + SAME)
     within_late = executor.run(order, late) * (1 + LATE_COST)
 
     def attempt(candidate: Tuning) -> Order | None:
-        # Lower caps make other ops urgent. Looser tails are still true, to give up by.
+        # Lower caps change urgency. The abort condition may still use the problem's tails: they
+        # stay lower bounds.
         known = tail if candidate.by_kind else tails(costs, candidate.caps)
         found = list_schedule(costs, known, candidate, within).order
         if found is None or executor.run(found, late) > within_late:
             return None
-        # The list scheduler takes the directions of a link for independent.
+        # The list scheduler models the directions of a link as independent.
         if any(costs.half_duplex) and executor.run(found) > within:
             return None
         return found
@@ -75,7 +76,7 @@ def slim(
 def fewest_in_flight(
     costs: Costs, warmup: tuple[int, ...], peaks: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Caps not worth going below: the warm-up, and enough W to fill the time after the last B."""
+    """Lowest useful caps: the warm-up, and enough W to fill the time after the last B."""
     fewest = []
     up = 0.0  # from the end of a stage's last B to the end of the last op above it
     for i, peak in enumerate(peaks):

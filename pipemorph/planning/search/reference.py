@@ -1,15 +1,15 @@
-"""The pipemorph policy: a search over ways to list-schedule, which knows when it is done.
+"""The search of the pipemorph policy, in Python.
 
-1. B before F before W, as the paper has it; and if that is not the shortest possible, the
-   paper's algorithm with its warm-up, so that the result is never worse.
-2. The list scheduler by urgency, with a few tunings that do well on most problems.
-3. A local search that bends urgency and caps stage by stage.
-4. A local search on the order itself, along the critical path.
-5. The same makespan with fewer microbatches in flight, if that is to be had.
+1. B before F before W, as in the paper; if that is not at the lower bound, the paper's algorithm
+   with its warm-up, so that the result is never worse.
+2. The list scheduler by urgency, with a few tunings that suit most problems.
+3. A local search that adjusts urgency and caps stage by stage.
+4. A local search on the order, along the critical path.
+5. The same makespan with fewer microbatches in flight, if possible.
 
-It stops at the lower bound. Effort is counted in ops, never in time, so that every machine
-finds the same plan. This is the plain form of ``csrc/planner``, which finds the same order op by
-op, some fifty times as fast; :mod:`pipemorph.planning.search.backend` picks the one that is there.
+The search stops at the lower bound. Its effort is limited in ops, not in time, so that every
+machine finds the same plan. This is the reference for ``csrc/planner``, which finds the same order
+op by op, about fifty times as fast; :mod:`pipemorph.planning.search.backend` selects between them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from pipemorph.planning.search.rng import Rng
 from pipemorph.planning.simulation.costs import INF, Costs
 from pipemorph.planning.simulation.lower_bound import SAME, heads, machine_bound, tails
 
-# Ops the two local searches may run before they settle for what they have; the list scheduler
-# this many times over all ops, if that is more.
+# Effort of the two local searches in executed ops; the one with the list scheduler has at least
+# FEWEST_LISTINGS runs.
 LISTING_EFFORT = 120_000
 FEWEST_LISTINGS = 12
 SHIFTING_EFFORT = 240_000
-# Shifting ops is not worth it where fewer steps than this could be tried.
+# Skip shifting ops if the effort allows fewer steps than this.
 FEWEST_STEPS = 50
 
 # (forward, backward, weight) in mean ops, and patience; in the order tried.
@@ -58,11 +58,10 @@ PORTFOLIO = (
 
 
 class Task(NamedTuple):
-    """What is searched for.
+    """Input of a search.
 
-    ``caps`` are ``K_i``, N where there is none; ``warmup`` fixed counts or None;
-    ``paper_warmup`` the counts of the paper's rules, or the fixed ones; ``start`` an order to do
-    no worse than.
+    ``caps``: ``K_i``, N for no cap; ``warmup``: fixed counts or None; ``paper_warmup``: counts of
+    the paper's rules, or the fixed ones; ``start``: an initial order; the result is never worse.
     """
 
     costs: Costs
@@ -75,7 +74,7 @@ class Task(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The best order found, its makespan, and what no schedule can beat."""
+    """The best order found, its makespan, and the lower bound."""
 
     order: Order
     makespan: float
@@ -83,7 +82,7 @@ class Found(NamedTuple):
 
 
 def search(task: Task) -> Found:
-    """Search in Python."""
+    """Run the search in Python."""
     return _Search(task).run()
 
 
@@ -128,7 +127,7 @@ class _Search:
         return self._found(order)
 
     def _found(self, order: Order) -> Found:
-        # Sums of times in the order the simulator takes them.
+        # Recompute the makespan as the simulator does, for equal rounding.
         return Found(order, self.executor.run(order), self.bound)
 
     def _at_bound(self) -> bool:
@@ -144,14 +143,14 @@ class _Search:
         if not self._done():
             free = task.warmup is None
             self._try(in_order(self.costs, task.caps, task.paper_warmup, at_least=free))
-        self.tuning = None  # nothing to bend: only the kind of an op counts
+        self.tuning = None  # Nothing to adjust: urgency depends only on the kind.
 
     def _by_urgency(self, bias: Bias, warmup: tuple[int, ...] | None) -> None:
         if not self._done():
             self._try(uniform(self.costs, self.task.caps, bias, warmup))
 
     def _try(self, tuning: Tuning, *, or_equal: bool = False) -> bool:
-        """Keep what ``tuning`` gives if it is shorter, or as short with ``or_equal``."""
+        """Keep the order of ``tuning`` if it is shorter, or equally short with ``or_equal``."""
         bound = self.makespan * (1 + SAME if or_equal else 1 - SAME)
         found = list_schedule(self.costs, self.tails, tuning, bound)
         self.budget -= found.ops_run
@@ -160,7 +159,7 @@ class _Search:
             return False
         makespan = found.makespan
         if self.shared:
-            # The list scheduler takes the directions of a link for independent.
+            # The list scheduler models the directions of a link as independent.
             makespan = self.executor.run(found.order)
             if makespan >= bound:
                 return False
@@ -169,7 +168,7 @@ class _Search:
         return True
 
     def _bend(self) -> None:
-        """Local search: change a few stages' tuning, keep what is no longer."""
+        """Local search: change the tuning of a few stages, keep it if the order is not longer."""
         tuning = self.tuning or uniform(self.costs, self.task.caps, PORTFOLIO[0], self.task.warmup)
         while not self._done():
             candidate = tuning
@@ -202,7 +201,7 @@ class _Search:
         return replace(tuning, biases=tuple(biases), caps=tuple(caps))
 
     def _shift(self) -> bool:
-        """Local search on the order; whether it found a shorter one."""
+        """Local search on the order; returns whether it found a shorter one."""
         listed = self.makespan
         steps = self.task.shifting_effort / (3 * self.costs.microbatches * self.costs.stage_count)
         if self._at_bound() or self.shared or steps < FEWEST_STEPS:

@@ -1,4 +1,4 @@
-"""A small generator of its own, so that every machine and the compiled core roll the same."""
+"""A random number generator with equal results on every machine and in the compiled search."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class Rng:
-    """A linear congruential generator with a fixed seed: a plan depends on its problem alone."""
+    """A linear congruential generator with a fixed seed, so that plans are deterministic."""
 
     def __init__(self) -> None:
         self.state = 20250831

@@ -1,15 +1,15 @@
-"""The pipemorph policy where there is more to choose than an order: offload and fused backwards.
+"""The pipemorph policy with offload and fused backwards.
 
-The search (``search.backend``) finds the order of split backwards under in-flight caps. Here it is
-asked several times: with activations in host memory and a higher cap, or with the backwards of
-some stages fused. It then plans with
+The search (``search.backend``) finds the order of split backwards under in-flight caps. This module
+runs it several times: with activations in host memory and a higher cap, or with the backwards of
+some stages fused. For the search
 
-- a fused stage as one whose B takes the whole backward and whose W takes no time;
-- an offloading stage as one whose ops take the copies of the mean microbatch; where the order it
-  finds would hold too much on the device, the oldest W is brought forward.
+- a fused stage is one whose B takes the whole backward and whose W takes no time;
+- an offloading stage is one whose ops include the mean copy time per microbatch; if the order found
+  exceeds the device limit, the oldest W runs earlier.
 
-What comes out is predicted exactly, copy by copy, and the shortest is kept. The same problem
-gives the same schedule on every machine.
+The results are simulated exactly, copy by copy, and the shortest is kept. The same problem gives
+the same schedule on every machine.
 """
 
 from __future__ import annotations
@@ -29,16 +29,15 @@ from pipemorph.planning.simulation.lower_bound import SAME
 from pipemorph.planning.simulation.simulator import predict
 
 SHARES = (1.0, 0.5, 0.25)
-"""How much of the room in host memory is used, of what the plan without a device limit holds."""
+"""Shares of host memory to try, of the memory that a plan without device limit would use."""
 STEPS, STEP_OPS = 16, 40_000
-"""Changes tried, a few stages at a time, once the best of the above is known: so many, or as many
-as make this many ops, but two."""
+"""Limits of the changes tried afterwards, each of a few stages: their number, or the number of ops
+in all of them, but at least two changes."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A schedule, the makespan of its static order, and the problem with the limits that it
-    keeps."""
+    """A schedule, the makespan of its static order, and the problem with the limits it keeps."""
 
     problem: Problem
     schedule: Schedule
@@ -66,7 +65,7 @@ class Variant:
 
 class _Choice(NamedTuple):
     """Per stage: the in-flight cap (N: none) and whether the backward is fused. ``copies``:
-    whether the search is told of the copies' time."""
+    whether op times in the search include copies."""
 
     caps: tuple[int, ...]
     fused: tuple[bool, ...]
@@ -74,7 +73,7 @@ class _Choice(NamedTuple):
 
 
 def has_variants(problem: Problem) -> bool:
-    """Whether there is more to choose than an order."""
+    """Whether the problem allows offload or gains from fused backwards."""
     return any(stage.device_limit is not None or stage.fusing_pays for stage in problem.stages)
 
 
@@ -84,9 +83,8 @@ def best_variant(problem: Problem) -> Variant:
 
 
 def variants(problem: Problem) -> Iterator[Variant]:
-    """Plans of each kind, each better than those of its kind before it: one that splits all
-    backwards and does not offload (unless a fixed warm-up needs that), with fused backwards, with
-    offload."""
+    """Successively better plans of each kind: without fusing or offload (unless a fixed warm-up
+    needs offload), with fused backwards, and with offload."""
     without = None
     within = on_device(problem)
     if _room_for_warmup(within):
@@ -101,12 +99,10 @@ def on_device(problem: Problem) -> Problem:
 
 
 def fused_variants(problem: Problem) -> Iterator[Variant]:
-    """Plans without offload, each better than the one before: split, then fused where that is
-    shorter.
+    """Successively better plans without offload: split, then fused where that is shorter.
 
-    Fusing shortens the work and lengthens the way of a gradient, so it can pay on any set of
-    stages: tried are none, all where a fused backward is the shorter one, and changes to one
-    stage after the other.
+    Fusing shortens the work but delays the gradient's send, so any subset of stages may be best:
+    tries no stage, all stages whose fused backward is shorter, then changes of single stages.
     """
     whole = tuple(stage.fusing_pays for stage in problem.stages)
     caps, none = _caps(problem), (False,) * problem.stage_count
@@ -136,10 +132,10 @@ def fused_variants(problem: Problem) -> Iterator[Variant]:
 
 
 def offloading_variants(problem: Problem, without: Variant | None) -> Iterator[Variant]:
-    """Plans that offload, each better than the one before; none where no stage needs to.
+    """Successively better plans with offload; none if no stage needs it.
 
-    ``without`` is the plan without offload: its fused stages are fused to begin with. None: there
-    is none within a fixed warm-up.
+    ``without``: the plan without offload, whose fused stages are the starting point. None: the
+    fixed warm-up allows no such plan.
     """
     devices = problem.device_limits()
     if all(limit is None for limit in devices):
@@ -188,8 +184,8 @@ def _step(
     most: Sequence[int],
     devices: Sequence[int | None],
 ) -> _Choice:
-    """One change: caps of some stages in a row, one way; a backward fused or split; or what the
-    search is told."""
+    """One random change: the caps of some consecutive stages; one stage fused or split; or whether
+    op times in the search include copies."""
     offloading = [i for i, limit in enumerate(devices) if limit is not None]
     what = rng.below(8)
     if what == 0:
@@ -227,7 +223,7 @@ def _caps(problem: Problem) -> tuple[int, ...]:
 
 
 def _plan(problem: Problem, choice: _Choice) -> Variant:
-    """What the search makes of a choice, kept within the device limits."""
+    """The plan of the search for a choice, adjusted to the device limits."""
     asked = [
         _asked(stage, cap, fused, copies=choice.copies)
         for stage, cap, fused in zip(problem.stages, choice.caps, choice.fused, strict=True)
@@ -263,13 +259,13 @@ def _plan(problem: Problem, choice: _Choice) -> Variant:
 
 
 def _asked(stage: StageTimes, cap: int, fused: bool, *, copies: bool) -> StageTimes:
-    """The stage as the search sees it."""
+    """The stage's times for the search."""
     forward, backward, weight = stage.forward, stage.backward_input, stage.backward_weight
     if fused:
         backward, weight = stage.whole_backward, 0.0
     limit, copy = stage.device_limit, stage.offload_copy
     if copies and limit is not None and copy is not None and cap > limit:
-        # Of each `cap` microbatches that follow each other, limit - 1 stay.
+        # Of `cap` consecutive microbatches, limit - 1 stay on the device.
         mean = copy * (cap - limit + 1) / cap
         forward, backward = forward + mean, backward + mean
     return stage.model_copy(
@@ -284,7 +280,7 @@ def _asked(stage: StageTimes, cap: int, fused: bool, *, copies: bool) -> StageTi
 
 
 def _fuse(ops: Sequence[Op]) -> tuple[Op, ...]:
-    """BW in place of each B, and no W."""
+    """The ops with BW instead of each B, and without W."""
     return tuple(
         Op(OpKind.BW, op.microbatch) if op.kind is OpKind.B else op
         for op in ops
@@ -293,16 +289,16 @@ def _fuse(ops: Sequence[Op]) -> tuple[Op, ...]:
 
 
 def fit_on_device(ops: Sequence[Op], limit: int) -> tuple[Op, ...]:
-    """The ops in their order, but each W no later than the device limit needs it.
+    """The ops, with W moved earlier where the device limit requires it.
 
-    There always is one to bring forward (:mod:`pipemorph.planning.offload`).
+    Such a W always exists (:mod:`pipemorph.planning.offload`).
     """
     held = Residency(limit)
     run: list[Op] = []
     weights = 0
     for op in ops:
         if op.kind is OpKind.W and op.microbatch < weights:
-            continue  # Brought forward.
+            continue  # Moved earlier.
         while not held.fits(op.kind, op.microbatch):
             early = Op(OpKind.W, weights)
             weights += 1

@@ -1,1 +1,1 @@
-"""Predicts when every op of a schedule starts and ends."""
+"""Predicts the start and end of every op of a schedule."""

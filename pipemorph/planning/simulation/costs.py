@@ -1,4 +1,4 @@
-"""A problem laid out for the inner loops: flat lists indexed by stage and link."""
+"""A problem in the form of the inner loops: flat lists indexed by stage and link."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ INF = float("inf")
 
 
 class Costs(NamedTuple):
-    """Times in the problem's unit. ``queues`` and ``outstanding`` are 0 for "no bound".
+    """Times in the problem's unit. ``queues`` and ``outstanding``: 0 for no limit.
 
-    ``whole_backward`` is the time of a fused backward. ``device_limits`` are None where nothing
-    goes to host memory, else a copy there or back takes ``offload_copy``.
+    ``whole_backward``: time of a fused backward. ``device_limits``: None for stages without
+    offload; else a copy to the host, or back, takes ``offload_copy``.
     """
 
     microbatches: int
@@ -53,14 +53,14 @@ class Costs(NamedTuple):
         )
 
     def least(self) -> Costs:
-        """With backwards no longer than either form takes, split or fused: what bounds both."""
+        """Costs with the shorter form of each backward, split or fused: a bound for both."""
         whole = [
             min(fused, b + w)
             for fused, b, w in zip(
                 self.whole_backward, self.backward_input, self.backward_weight, strict=True
             )
         ]
-        # Only where it is shorter: (b + w) - b need not be w.
+        # Only if it is shorter: due to rounding, (b + w) - b may differ from w.
         backward = [min(b, least) for b, least in zip(self.backward_input, whole, strict=True)]
         weight = [
             w if least == b + w else least - first
@@ -71,7 +71,7 @@ class Costs(NamedTuple):
         return self._replace(backward_input=backward, backward_weight=weight)
 
     def op_time(self, stage: int, kind: OpKind) -> float:
-        """What one op takes without copies."""
+        """Time of one op without copies."""
         if kind is OpKind.F:
             return self.forward[stage]
         if kind is OpKind.B:
@@ -79,11 +79,11 @@ class Costs(NamedTuple):
         return self.backward_weight[stage] if kind is OpKind.W else self.whole_backward[stage]
 
     def durations(self, schedule: Schedule) -> list[list[float]]:
-        """What every op takes with its copies, run in the order of the schedule."""
+        """Time of every op with its copies, in the order of the schedule."""
         return [self._durations(i, ops) for i, ops in enumerate(schedule.stages)]
 
     def last_duration(self, stage: int, ops: Sequence[Op]) -> float:
-        """What the last op of a stage takes."""
+        """Time of a stage's last op, with its copy."""
         if self.device_limits[stage] is None:
             return self.op_time(stage, ops[-1].kind)
         return self._durations(stage, ops)[-1]
@@ -98,7 +98,7 @@ class Costs(NamedTuple):
         return took
 
     def without_delay(self) -> Costs:
-        """The same stages on links that take no time: what a delay-oblivious policy sees."""
+        """The same stages with links without delay, for policies that ignore delays."""
         count = len(self.delay)
         return self._replace(
             delay=[0.0] * count,

@@ -1,9 +1,9 @@
-"""Static execution where both directions of a link share its queues.
+"""Static execution for links whose directions share their queues.
 
-What ``torch.distributed`` gives a pair of ranks on NCCL: one communicator and one stream for
-both directions, so that a send waits for the receive issued before it. Who goes first then
-depends on when each side sends, so this execution advances in order of time, which the one
-for independent directions need not.
+Models ``torch.distributed`` with NCCL, where a pair of ranks has one communicator and one stream
+for both directions, so that a send waits for the receive issued before it. The order of messages
+then depends on when each side sends. So this execution proceeds in order of time, which the one for
+independent directions does not need to.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pipemorph.planning.simulation.costs import Costs
 from pipemorph.planning.simulation.links import Wires
 
 _FINISH, _START = 0, 1
-"""At one time what ends comes first: its message may be what another stage waits for."""
+"""At equal times ends are processed first: another stage may wait for their message."""
 
 
 def starts_in_time(
     schedule: Schedule, costs: Costs, wires: Wires | None = None
 ) -> list[list[float]]:
-    """Start time of every op, in the schedule's order; short where a stage waits for ever."""
+    """Start time of every op, in the schedule's order; incomplete for a stage that deadlocks."""
     stages = costs.stage_count
     last = stages - 1
     wires = Wires(costs) if wires is None else wires
@@ -54,7 +54,7 @@ def starts_in_time(
         ready = 0.0
         if kind is not OpKind.W:
             ready = (above if kind is OpKind.F else below)[i][m]
-        # Not here yet: its arrival is an event of its own.
+        # Its message has not arrived; the arrival is a separate event.
         if ready <= now:
             done.append(now)
             running[i] = True

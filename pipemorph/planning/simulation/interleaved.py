@@ -1,7 +1,7 @@
-"""Schedules with several stages (chunks) per rank: their form, their rules, their time.
+"""Schedules with several stages (chunks) per rank: representation, validation, simulation.
 
-A rank runs the ops of all its stages in one order. Stages are numbered along the model, so
-stage *s* feeds stage *s+1*, which may be on another rank or on the same one. A
+A rank runs the ops of all its stages in one order. Stages are numbered along the model: stage *s*
+feeds stage *s+1*, which may be on another rank or the same. A
 :class:`~pipemorph.planning.ir.Schedule` is the special case of stage *i* on rank *i*.
 """
 
@@ -21,7 +21,7 @@ from pipemorph.planning.validator import ScheduleError, check_cap, check_stage
 
 
 class StageOp(NamedTuple):
-    """One op of one of the stages of a rank."""
+    """One op of one of a rank's stages."""
 
     stage: int
     kind: OpKind
@@ -33,14 +33,14 @@ class StageOp(NamedTuple):
 
 @dataclass(frozen=True)
 class InterleavedSchedule:
-    """Per-rank op order. ``ranks[r]`` is what rank *r* runs, first to last."""
+    """Per-rank op order. ``ranks[r]``: the ops of rank *r*, in order."""
 
     microbatches: int
     ranks: tuple[tuple[StageOp, ...], ...]
 
     @staticmethod
     def of(schedule: Schedule) -> InterleavedSchedule:
-        """One stage per rank."""
+        """An interleaved schedule with one stage per rank."""
         return InterleavedSchedule(
             schedule.microbatches,
             tuple(
@@ -50,7 +50,7 @@ class InterleavedSchedule:
         )
 
     def placement(self) -> tuple[int, ...]:
-        """The rank of each stage. Raises :class:`InputError` if a stage is on two or on none."""
+        """The rank of each stage. Raises :class:`InputError` if a stage is on no rank or on two."""
         found: dict[int, int] = {}
         for rank, ops in enumerate(self.ranks):
             for op in ops:
@@ -63,12 +63,12 @@ class InterleavedSchedule:
             if stage not in found:
                 raise InputError(
                     f"there are ops of {len(found)} stages but none of stage {stage};"
-                    " stages are numbered from 0 without a gap"
+                    " expected stages numbered from 0 without gaps"
                 )
         return tuple(found[stage] for stage in range(len(found)))
 
     def per_stage(self) -> Schedule:
-        """The order of each stage's own ops, whatever its rank runs between them."""
+        """The order of each stage's ops, without those of other stages on its rank."""
         stages: list[list[Op]] = [[] for _ in self.placement()]
         for ops in self.ranks:
             for stage, kind, microbatch in ops:
@@ -76,7 +76,7 @@ class InterleavedSchedule:
         return Schedule(self.microbatches, tuple(map(tuple, stages)))
 
     def single(self) -> Schedule | None:
-        """The schedule with stage *i* on rank *i*; None if ranks have other stages than that."""
+        """The equivalent :class:`Schedule`; None unless stage *i* is on rank *i*."""
         return self.per_stage() if self.placement() == tuple(range(len(self.ranks))) else None
 
 
@@ -111,11 +111,11 @@ class InterleavedSimulation:
 def validate_interleaved(
     schedule: InterleavedSchedule, in_flight_limits: Sequence[int | None] | None = None
 ) -> None:
-    """Raise :class:`InputError` naming the op that breaks a rule.
+    """Raise :class:`InputError` that names the op that violates a rule.
 
-    The rules are those of :mod:`pipemorph.planning.validator`, stage by stage. Deadlock is
-    found by running the ops with buffered sends: where ranks have several stages, counting
-    forwards is not enough. ``in_flight_limits[s]`` is the cap of stage *s*.
+    Applies the rules of :mod:`pipemorph.planning.validator` to each stage. Detects deadlocks by
+    running the ops with buffered sends, since counting forwards is not sufficient for several
+    stages per rank. ``in_flight_limits[s]``: cap of stage *s*.
     """
     if schedule.microbatches < 1:
         raise InputError(f"a schedule needs at least 1 microbatch, not {schedule.microbatches}")
@@ -148,8 +148,8 @@ def validate_interleaved(
 def simulate_interleaved(schedule: InterleavedSchedule, problem: Problem) -> InterleavedSimulation:
     """Execute a schedule in its order under the times, caps and delays of ``problem``.
 
-    ``problem.stages`` and ``links`` are along the model; a link within a rank takes no time.
-    Raises :class:`InputError` if the schedule breaks a rule or does not fit.
+    ``problem.stages`` and ``links`` follow the model; a link within a rank takes no time.
+    Raises :class:`InputError` if the schedule is invalid or does not fit the problem.
     """
     placement = schedule.placement()
     if len(placement) != problem.stage_count:
@@ -161,8 +161,8 @@ def simulate_interleaved(schedule: InterleavedSchedule, problem: Problem) -> Int
     for i, link in enumerate(problem.links):
         if link.queues is not None or link.outstanding is not None:
             raise InputError(
-                f"links[{i}] has queues or outstanding; with several stages per rank a link"
-                " has a delay only"
+                f"links[{i}] has queues or outstanding; with several stages per rank only delay"
+                " is supported"
             )
     for i, limit in enumerate(problem.device_limits()):
         if limit is not None:
@@ -184,9 +184,9 @@ def simulate_interleaved(schedule: InterleavedSchedule, problem: Problem) -> Int
 
 
 def _run(schedule: InterleavedSchedule, costs: Costs) -> list[list[float]]:
-    """Start of every op, per rank. Raises :class:`ScheduleError` naming one that waits for ever.
+    """Start of every op, per rank. Raises :class:`ScheduleError` that names an op in a deadlock.
 
-    A rank runs on as long as the arrival of its next message is known.
+    A rank advances as long as the arrival of its next message is known.
     """
     n, stages = costs.microbatches, costs.stage_count
     last = stages - 1
@@ -226,7 +226,7 @@ def _run(schedule: InterleavedSchedule, costs: Costs) -> list[list[float]]:
             raise ScheduleError(
                 rank,
                 position,
-                f"{op} waits for ever for microbatch {op.microbatch} of stage {source}",
+                f"{op} waits forever for microbatch {op.microbatch} of stage {source}",
                 place="rank",
             )
     return starts

@@ -1,4 +1,4 @@
-"""When a message sent over a link arrives: latency, queues, blocking sends."""
+"""Arrival times of messages over links: latency, queues, blocking sends."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable
 from pipemorph.planning.simulation.costs import INF, Costs
 
 DelayAt = Callable[[int, float], float]
-"""Link and moment → delay, in the problem's unit."""
+"""(link, time of send) → delay, in the problem's unit."""
 
 
 def send(costs: Costs, link: int, arrivals: list[float], m: int, end: float) -> tuple[float, float]:
-    """Send message ``m`` at ``end``: when compute may go on, and when it arrives (recorded).
+    """Send message ``m`` at ``end``; returns when compute may continue, and the arrival.
 
-    For links whose directions are independent. Messages of a direction leave in microbatch
-    order and all take ``delay``, so the oldest of the last ``q`` sends is the first of them
-    to arrive. ``arrivals`` holds those before ``m``, by microbatch.
+    For links with independent directions. Messages of a direction leave in microbatch order and all
+    take ``delay``, so of the last ``q`` sends the oldest arrives first. ``arrivals``: arrivals of
+    earlier messages, by microbatch; that of ``m`` is recorded in it.
     """
     free = end
     bound, queues = costs.outstanding[link], costs.queues[link]
@@ -27,14 +27,15 @@ def send(costs: Costs, link: int, arrivals: list[float], m: int, end: float) -> 
 
 
 class Wires:
-    """Every message of one iteration, sent in order of time, so that directions can share queues.
+    """The messages of one iteration. Sends must be in order of time, so that directions can share
+    queues.
 
-    ``above[i][m]``: arrival at stage *i* of the forward from stage *i-1*; ``below[i][m]``: of
-    the gradient from stage *i+1*. INF until sent. What a stage has of its own is put in by
-    who executes.
+    ``above[i][m]``: arrival at stage *i* of the forward from stage *i-1*; ``below[i][m]``: of the
+    gradient from stage *i+1*. INF until sent. The executor sets the entries without a message: the
+    inputs of the first stage and the gradients of the last.
 
-    ``delay_at(link, sent)`` gives the delay of a message handed over at ``sent``, where delays
-    change within the iteration; by default those of ``costs``.
+    ``delay_at(link, sent)``: delay of a message sent at ``sent``, for delays that change within the
+    iteration; by default those of ``costs``.
     """
 
     def __init__(self, costs: Costs, delay_at: DelayAt | None = None) -> None:
@@ -44,11 +45,11 @@ class Wires:
         self.above = [[INF] * n for _ in range(stages)]
         self.below = [[INF] * n for _ in range(stages)]
         self.above[0] = [0.0] * n
-        # Arrivals over each half-duplex link, both directions in the order they were sent.
+        # Arrivals over each half-duplex link, both directions in the order of their sends.
         self._shared: list[list[float]] = [[] for _ in costs.delay]
 
     def forward_clear(self, stage: int, m: int) -> float:
-        """When stage ``stage`` may send forward ``m`` without holding up its compute."""
+        """Earliest time at which ``stage`` can send forward ``m`` without blocking its compute."""
         return self._clear(stage, self.above[stage + 1], m)
 
     def backward_clear(self, stage: int, m: int) -> float:
@@ -56,11 +57,11 @@ class Wires:
         return self._clear(stage - 1, self.below[stage - 1], m)
 
     def send_forward(self, stage: int, m: int, now: float) -> float:
-        """Send forward ``m`` from ``stage`` at ``now``; its arrival."""
+        """Send forward ``m`` from ``stage`` at ``now``; returns its arrival."""
         return self._enter(stage, self.above[stage + 1], m, now)
 
     def send_backward(self, stage: int, m: int, now: float) -> float:
-        """Send the gradient of ``m`` from ``stage`` at ``now``; its arrival."""
+        """Send the gradient of ``m`` from ``stage`` at ``now``; returns its arrival."""
         return self._enter(stage - 1, self.below[stage - 1], m, now)
 
     def _clear(self, link: int, arrivals: list[float], m: int) -> float:

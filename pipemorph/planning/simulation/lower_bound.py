@@ -1,9 +1,9 @@
-"""How early an op can start, how much must follow it, and a makespan nothing can beat.
+"""Lower bounds: heads (earliest start of an op), tails (least time after it) and the makespan.
 
-The longest way through the precedence graph alone is a weak bound: a stage runs one op at
-a time. So each head and tail also counts the ops that must share its stage, and the bound
-is, per stage, the preemptive one-machine schedule of its ops between their heads and tails
-(Jackson's rule, as Carlier and Pinson use it for job shops).
+The longest path of the precedence graph is a weak bound, since a stage runs one op at a time. So
+heads and tails also count the ops that must run on the same stage, and the bound of a stage is the
+preemptive one-machine schedule of its ops between their heads and tails (Jackson's rule, as Carlier
+and Pinson use it for job shops).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from pipemorph.planning.problem import Problem
 from pipemorph.planning.simulation.costs import INF, Costs
 
-# What a makespan may differ by and still be the same: sums of times in another order.
+# Relative tolerance of equal makespans: sums of the same times in different order.
 SAME = 1e-9
 
 
@@ -28,17 +28,17 @@ class Times(NamedTuple):
 
 
 def lower_bound(problem: Problem) -> float:
-    """A makespan no schedule of the problem can beat, in its unit.
+    """Lower bound of the makespan of all schedules of the problem, in its unit.
 
-    Holds for split and fused backwards, with and without offload, static and online dispatch,
-    and for every link model: bounds on sends only make messages later.
+    Valid for split and fused backwards, with and without offload, static and online dispatch, and
+    all link models: limits on sends only delay messages.
     """
     costs, caps = Costs.of(problem).least(), hard_caps(problem)
     return machine_bound(costs, heads(costs, caps), tails(costs, caps))
 
 
 def hard_caps(problem: Problem) -> tuple[int, ...]:
-    """``K_i`` as a number: N where there is no cap."""
+    """``K_i`` as a number: N for no cap."""
     n = problem.microbatches
     return tuple(n if k is None else min(k, n) for k in problem.in_flight_limits())
 
@@ -48,7 +48,7 @@ def heads(costs: Costs, caps: Sequence[int]) -> Times:
     n, stages = costs.microbatches, costs.stage_count
     times = _zeros(stages, n)
     forward, backward, weight = times
-    # Arrivals, because a queue passes on its own lateness: one message per `delay`.
+    # Keep arrivals: a queue delays each message by the one before it.
     from_above, from_below = _zeros(stages, n)[:2]
     for m in range(n):
         for i in range(stages):
@@ -60,7 +60,7 @@ def heads(costs: Costs, caps: Sequence[int]) -> Times:
                 start = max(start, from_above[i][m])
             if m >= caps[i]:
                 start = max(start, weight[i][m - caps[i]] + w)
-            # Before it on this stage: m F, and B and W of all that may no longer be in flight.
+            # Ops before it on this stage: m F, and B and W of those no longer in flight.
             over = max(0, m - caps[i] + 1)
             forward[i][m] = max(start, forward[i][0] + m * f + over * (b + w))
         for i in range(stages - 1, -1, -1):
@@ -94,7 +94,7 @@ def tails(costs: Costs, caps: Sequence[int]) -> Times:
         left = n - m
         for i in range(stages):
             f, b, w = costs.forward[i], costs.backward_input[i], costs.backward_weight[i]
-            # F that wait for W of this microbatch or a later one.
+            # F that must wait for the W of this microbatch or a later one.
             held = max(0, left - caps[i])
             freed = forward[i][m + caps[i]] if held else 0.0
             weight[i][m] = max(w + max(weight[i][m + 1], freed), left * w + held * (f + b))
@@ -107,7 +107,7 @@ def tails(costs: Costs, caps: Sequence[int]) -> Times:
             held = max(0, left - caps[i])
             below = costs.delay[i] + forward[i + 1][m] if i < stages - 1 else 0.0
             after = f + max(forward[i][m + 1], backward[i][m], below)
-            # On this stage: everything from here on; up to the last B; up to the last F.
+            # Ops after it on this stage: all; up to the last B; up to the last F.
             last_backward = backward[i][n - 1] - b
             last_forward = forward[i][n - 1] - f if m < n - 1 else 0.0
             forward[i][m] = max(
@@ -136,9 +136,9 @@ def machine_bound(costs: Costs, head: Times, tail: Times) -> float:
 
 
 def _one_machine(ops: list[tuple[float, float, float]]) -> float:
-    """Makespan of ``(head, tail after the op, duration)`` on one machine, with preemption.
+    """Makespan of ops ``(head, tail after the op, duration)`` on one machine, with preemption.
 
-    At any moment the released op with the longest tail runs, which is optimal.
+    The released op with the longest tail always runs, which is optimal.
     """
     ops.sort()
     released: list[tuple[float, float]] = []

@@ -1,4 +1,4 @@
-"""Which messages an executed iteration sent over its links, and when they arrived."""
+"""Derives the messages of a simulated iteration, and their arrivals."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pipemorph.planning.simulation.simulator import Simulation
 
 
 class Message(NamedTuple):
-    """One send over link *i*. ``forward``: from stage *i* to *i+1*, else back.
+    """One message over link *i*. ``forward``: from stage *i* to *i+1*, else from *i+1* to *i*.
 
-    ``sent`` is the end of the op that made it, ``arrived`` when the receiver may use it.
+    ``sent``: end of the op that computed it; ``arrived``: when the receiver may use it.
     """
 
     link: int
@@ -26,10 +26,10 @@ class Message(NamedTuple):
 
 
 class Delivery(NamedTuple):
-    """What an iteration's links did, in the problem's unit.
+    """The messages of an iteration, and compute blocked by sends. Times in the problem's unit.
 
-    ``held[stage]`` maps the position of an op to the moment until which the send of what it
-    made held up the stage's compute (a bound on sends that are on their way).
+    ``held[stage]``: position of an op → time until which its send blocked the stage's compute (by
+    ``Link.outstanding``).
     """
 
     messages: list[Message]
@@ -37,7 +37,7 @@ class Delivery(NamedTuple):
 
 
 def deliver(simulation: Simulation, problem: Problem) -> Delivery:
-    """The messages of a simulation, by replaying its sends in order of time."""
+    """Compute the messages of a simulation by replaying its sends in order of time."""
     costs = Costs.of(problem)
     wires = Wires(costs)
     last = costs.stage_count - 1

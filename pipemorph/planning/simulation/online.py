@@ -1,9 +1,8 @@
-"""Running whatever is ready: online dispatch, and the list scheduler that plans with it.
+"""Simulates online dispatch: each stage runs its next ready op.
 
-The two are one loop. Online dispatch runs on each stage the first ready op of B, F, W; a
-list scheduler imagines the same run ahead of time and keeps the order it finds (paper,
-"full schedule", with exact event times in place of a time step). :class:`Rules` says what
-a stage may run; a planner tries several.
+On each stage the first ready op of B, F, W runs. The paper's list scheduler ("full schedule") is
+the same loop, run before the iteration, with its order as result; here with exact event times
+instead of time steps. :class:`Rules` restricts what a stage may run.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ Run = list[tuple[OpKind, int, float, float]]
 
 @dataclass(frozen=True)
 class Rules:
-    """What each stage may run. All sequences have one entry per stage (``slots`` per link).
+    """Restrictions on what each stage may run. One entry per stage (``slots``: per link).
 
     - ``warmup[i]``: only F until this many have run.
     - ``caps[i]``: F only while fewer microbatches than this are in flight (F start to W end).
     - ``exact_warmup``: no F beyond ``warmup`` before the first backward.
     - ``fused[i]``: one BW in place of B and W.
-    - ``slots[i]``: F on stage *i* only while link *i* holds fewer messages than this that
-      stage *i+1* has not begun to use.
-    - ``device_limits[i]``: F, B and BW only where the microbatch's activations fit on the device
+    - ``slots[i]``: F on stage *i* only while fewer of its messages than this are unused by stage
+      *i+1*.
+    - ``device_limits[i]``: F, B and BW only if the microbatch's activations fit on the device
       (:class:`~pipemorph.planning.offload.Residency`).
     """
 
@@ -53,10 +52,10 @@ class Rules:
         fused: Sequence[bool] | None = None,
         slots: Sequence[int | None] | None = None,
     ) -> Rules:
-        """Rules for a problem, its caps and device limits included.
+        """Rules for a problem, with its caps and device limits.
 
-        Raises :class:`~pipemorph.planning.validator.ScheduleError` outside the condition
-        under which running what is ready cannot deadlock.
+        Raises :class:`~pipemorph.planning.validator.ScheduleError` if online dispatch could
+        deadlock.
         """
         limits = problem.in_flight_limits()
         devices = problem.device_limits()
@@ -76,21 +75,21 @@ class Rules:
 
 @dataclass(frozen=True)
 class Dispatched:
-    """What ran: per stage ``(kind, microbatch, start, end)`` in run order."""
+    """The executed ops: per stage ``(kind, microbatch, start, end)`` in run order."""
 
     runs: list[Run]
     makespan: float
 
 
 _FINISH, _DECIDE = 0, 1
-"""At one time what ends comes first: its message may be what another stage waits for."""
+"""At equal times ends are processed first: another stage may wait for their message."""
 
 
 def dispatch(costs: Costs, rules: Rules, wires: Wires | None = None) -> Dispatched:
-    """Run one iteration. Raises :class:`InputError` if every stage waits for another.
+    """Run one iteration. Raises :class:`InputError` on a deadlock.
 
-    Events are ``(time, phase, stage)``. A stage decides when it becomes free and when a
-    message arrives; it runs B before F before W, of those that are ready.
+    Events are ``(time, phase, stage)``. A stage chooses an op when it becomes free and when a
+    message arrives: of the ready ops, B before F before W.
     """
     n, stages = costs.microbatches, costs.stage_count
     last = stages - 1
@@ -115,7 +114,7 @@ def dispatch(costs: Costs, rules: Rules, wires: Wires | None = None) -> Dispatch
             elif kind is OpKind.F:
                 heappush(events, (wires.send_forward(i, m, now), _DECIDE, i + 1))
             elif kind is not OpKind.W and i:
-                # Only F waits for a clear way before it starts; a gradient blocks here.
+                # Only an F waits for a free send before it starts; a gradient's send blocks here.
                 if (clear := wires.backward_clear(i, m)) > now:
                     heappush(events, (clear, _FINISH, i))
                     continue
@@ -164,7 +163,7 @@ def dispatch(costs: Costs, rules: Rules, wires: Wires | None = None) -> Dispatch
     for i in range(stages):
         if weights[i] < n:
             raise InputError(
-                f"stage {i} waits for ever after {forwards[i]} F, {backwards[i]} B and"
+                f"stage {i} waits forever after {forwards[i]} F, {backwards[i]} B and"
                 f" {weights[i]} W: warm-up {list(warmup)}, caps {list(caps)}"
             )
     return Dispatched(runs, max(run[-1][3] for run in runs))

@@ -1,8 +1,8 @@
-"""Event-driven execution of a schedule: exact times, no clock tick.
+"""Simulates a schedule with exact event times.
 
-An op starts when its stage is free and its message has arrived: F waits for the F
-upstream, B for the B downstream (on the last stage, for its own F). Sends are handed over
-at the end of an op and travel as :class:`~pipemorph.planning.problem.Link` says.
+An op starts when its stage is free and its message has arrived: F waits for the F upstream, B for
+the B downstream (on the last stage, for its own F). Messages are sent at the end of an op and
+travel as described by :class:`~pipemorph.planning.problem.Link`.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ class TimedOp(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """What one iteration looks like. ``stages[i]`` are the ops of stage *i* in run order."""
+    """One simulated iteration. ``stages[i]``: the ops of stage *i* in run order."""
 
     microbatches: int
     stages: tuple[tuple[TimedOp, ...], ...]
 
     @property
     def makespan(self) -> float:
-        """Start of the iteration to the end of the last op anywhere."""
+        """Time from the start of the iteration to the end of the last op."""
         return max(ops[-1].end for ops in self.stages)
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle time over ``S × makespan``; 0 where no op takes any time."""
+        """Idle time over ``S × makespan``; 0 if no op takes any time."""
         whole = len(self.stages) * self.makespan
         busy = sum(op.end - op.start for ops in self.stages for op in ops)
         return max(0.0, 1.0 - busy / whole) if whole > 0 else 0.0
 
     def schedule(self) -> Schedule:
-        """The order the ops ran in."""
+        """The order in which the ops ran."""
         return Schedule(
             self.microbatches,
             tuple(tuple(Op(op.kind, op.microbatch) for op in ops) for ops in self.stages),
@@ -66,10 +66,10 @@ def simulate(
 ) -> Simulation:
     """Execute ``schedule`` under the times, caps and links of ``problem``.
 
-    STATIC keeps each stage's order. ONLINE keeps only the warm-up counts (``warmup``, or
-    those of the schedule) and whether a stage's backward is fused, and runs what is ready
-    while the caps, the device limits and the slots of the links allow it.
-    Raises :class:`ScheduleError` if the schedule breaks a rule or a cap of the problem.
+    STATIC keeps each stage's order. ONLINE keeps only the warm-up counts (``warmup``, or those of
+    the schedule) and whether a stage's backward is fused, and runs ready ops within the caps, the
+    device limits and the slots of the links. Raises :class:`ScheduleError` if the schedule is
+    invalid or exceeds a cap of the problem.
     """
     check_fits(schedule, problem)
     costs = Costs.of(problem)
@@ -96,7 +96,7 @@ def predict(schedule: Schedule, problem: Problem) -> float:
 
 
 def makespan_of(schedule: Schedule, starts: Sequence[Sequence[float]], costs: Costs) -> float:
-    """End of the last op anywhere, given the start of each."""
+    """End of the last op, given the start of each."""
     return max(
         begin[-1] + costs.last_duration(i, ops)
         for i, (ops, begin) in enumerate(zip(schedule.stages, starts, strict=True))
@@ -104,7 +104,7 @@ def makespan_of(schedule: Schedule, starts: Sequence[Sequence[float]], costs: Co
 
 
 def check_fits(schedule: Schedule, problem: Problem) -> None:
-    """Raise :class:`InputError` unless both have the same stages and microbatches."""
+    """Raise :class:`InputError` unless both have the same number of stages and microbatches."""
     if schedule.stage_count != problem.stage_count:
         raise InputError(
             f"the plan has {schedule.stage_count} stages, the problem {problem.stage_count}"
@@ -116,7 +116,7 @@ def check_fits(schedule: Schedule, problem: Problem) -> None:
 
 
 def fused_stages(schedule: Schedule) -> list[bool]:
-    """Which stages run BW. Raises :class:`ScheduleError` where a stage has both forms."""
+    """Which stages run BW. Raises :class:`ScheduleError` if a stage has both forms."""
     fused = []
     for i, ops in enumerate(schedule.stages):
         kinds = {op.kind for op in ops}
@@ -131,23 +131,23 @@ def fused_stages(schedule: Schedule) -> list[bool]:
 def run_static(schedule: Schedule, costs: Costs) -> list[list[float]]:
     """Start time of every op, in the schedule's order.
 
-    Raises :class:`ScheduleError` naming an op that waits for ever.
+    Raises :class:`ScheduleError` that names an op in a deadlock.
     """
     starts = starts_in_time(schedule, costs) if any(costs.half_duplex) else _starts(schedule, costs)
     for i, ops in enumerate(schedule.stages):
         position = len(starts[i])
         if position < len(ops):
             raise ScheduleError(
-                i, position, f"{ops[position]} waits for ever for a message of its neighbour"
+                i, position, f"{ops[position]} waits forever for a message of its neighbour"
             )
     return starts
 
 
 def _starts(schedule: Schedule, costs: Costs) -> list[list[float]]:
-    """:func:`run_static` where the directions of a link are independent.
+    """:func:`run_static` for links with independent directions.
 
-    A stage runs on as long as its next message's arrival is known and then makes room for
-    its neighbours; arrivals follow from the sender alone, so the visiting order is free.
+    A stage advances as long as the arrival of its next message is known, then its neighbours are
+    visited. Arrivals depend on the sender alone, so the order of visits does not matter.
     """
     n, stages = costs.microbatches, costs.stage_count
     # arrivals[stage][microbatch]: of the forward from above, of the gradient from below.
@@ -215,16 +215,15 @@ def timed(schedule: Schedule, starts: Sequence[Sequence[float]], costs: Costs) -
 def from_runs(
     runs: Sequence[Sequence[tuple[OpKind, int, float, float]]], microbatches: int
 ) -> Simulation:
-    """A simulation from what :func:`~pipemorph.planning.simulation.online.dispatch` ran."""
+    """A simulation from a result of :func:`~pipemorph.planning.simulation.online.dispatch`."""
     return Simulation(microbatches, tuple(tuple(map(TimedOp._make, run)) for run in runs))
 
 
 def simulate_changing(
     schedule: Schedule, problem: Problem, delay_at: DelayAt, mode: Dispatch = Dispatch.STATIC
 ) -> Simulation:
-    """:func:`simulate`, with ``delay_at(link, sent)`` in place of the links' delays; queues and
-    bounds are the problem's. ``sent`` counts from the begin of the iteration, in the problem's
-    unit."""
+    """:func:`simulate` with ``delay_at(link, sent)`` instead of the links' delays; queues and
+    limits are the problem's. ``sent``: time since the start of the iteration."""
     check_fits(schedule, problem)
     costs = Costs.of(problem)
     wires = Wires(costs, delay_at)

@@ -138,7 +138,7 @@ ENV = "spec/template/spec/containers/1/env/0/name"
             12,
             "spec.faults[0].delay: is not a known field; did you mean delayMs?",
         ),
-        ("spezifikation", {}, "spezifikation: is not a known field; known fields: apiVersion, kind,"),
+        ("spezifikation", {}, "spezifikation: is not a known field; known fields: apiVersion,"),
         (
             "spec/schedule/globalBatchSize",
             50,

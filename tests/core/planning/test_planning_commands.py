@@ -158,7 +158,7 @@ def test_a_picture_is_not_printed_to_a_terminal(
     example: Any, capsys: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    words = "--output png needs --out FILE where stdout is a terminal"
+    words = "--output png needs --out FILE if stdout is a terminal"
     fails(capsys, words, "plan", example(), "--output", "png")
 
 

@@ -115,7 +115,7 @@ def test_a_rank_that_waits_for_itself() -> None:
     with pytest.raises(InputError) as caught:
         validate_interleaved(parse_csv("1F0,0F0,1B0,0B0"))
     assert str(caught.value) == (
-        "rank 0, position 0: F0 of stage 1 waits for ever for microbatch 0 of stage 0"
+        "rank 0, position 0: F0 of stage 1 waits forever for microbatch 0 of stage 0"
     )
 
 

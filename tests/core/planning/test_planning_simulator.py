@@ -43,7 +43,7 @@ def test_static_equals_the_fixpoint_of_its_constraints(problem: Problem, seed: i
         try:
             validate(schedule)
         except ScheduleError:
-            with pytest.raises(ScheduleError, match="waits for ever"):
+            with pytest.raises(ScheduleError, match="waits forever"):
                 run_static(schedule, Costs.of(problem))
             continue
         assert_runs_as_the_fixpoint(schedule, problem)
@@ -130,7 +130,7 @@ def test_online_inside_the_condition_never_deadlocks(problem: Problem, seed: int
 def test_online_outside_the_condition_can_deadlock() -> None:
     """Rising warm-up: stage 1 wants two forwards before stage 0 may send the second."""
     problem = Problem(microbatches=3, stages=(TEN,) * 2, links=(Link(),))
-    with pytest.raises(InputError, match="waits for ever"):
+    with pytest.raises(InputError, match="waits forever"):
         dispatch(Costs.of(problem), Rules(warmup=(1, 2), caps=(1, 3)))
     with pytest.raises(ScheduleError):
         Rules.of(problem, [1, 2])

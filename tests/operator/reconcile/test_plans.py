@@ -165,7 +165,7 @@ def test_a_lost_planner_is_asked_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(plans, "ASK_AGAIN_SECONDS", 0.0)
-    api, planner = Api(large()), Planner(PlannerLost("the planner ended (-9)"), None)
+    api, planner = Api(large()), Planner(PlannerLost("the planner exited (-9)"), None)
     planner.go.set()
 
     async def test(reconciler: Reconciler, again: asyncio.Queue[Any]) -> None:
@@ -221,7 +221,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def test_the_ingest_takes_reports_of_a_large_job_once_it_has_a_plan() -> None:
-    planner = Planner(PlannerLost("the planner ended (-9)"), None)
+    planner = Planner(PlannerLost("the planner exited (-9)"), None)
 
     async def test(store: ClusterStore) -> None:
         store.changed("LISTED", attempted())
