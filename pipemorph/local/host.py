@@ -23,7 +23,7 @@ from pipemorph.local.processes.environment import (
 )
 from pipemorph.local.processes.interrupts import Interrupts
 from pipemorph.local.processes.private import PrivateFolder
-from pipemorph.local.processes.ranks import RankSet, Reaper, Seat
+from pipemorph.local.processes.ranks import RankPosition, RankSet, Reaper
 from pipemorph.local.processes.supervise import End, Ending, Events, RankExited, supervise
 from pipemorph.local.progress import Progress, headline
 from pipemorph.local.results.history import Journal
@@ -80,7 +80,7 @@ def run_job(manifest: str, out: Path, *, force: bool = False, stream: TextIO = s
     progress.close()
 
     written = _written(write_report, folder, run)
-    progress.note(_farewell(ending, run, folder, manifest, written))
+    progress.note(_final_message(ending, run, folder, manifest, written))
     written = written and _written(write_timeline, folder, run, progress.note)
     return EXIT[ending.end] if written else EXIT[ending.end] or UNWRITTEN_STATUS
 
@@ -122,7 +122,7 @@ class _Host:
                 f"the ranks' secret cannot be written to {tempfile.gettempdir()}: {error.strerror}"
             )
             return record.end(Ending(End.FAILED, reason), time.time())
-        self.reaper.tell("delete", str(private.root))
+        self.reaper.send("delete", str(private.root))
         try:
             with _reserved_port() as port, RankSet(self.reaper, self._rank_exited) as ranks:
                 try:
@@ -141,7 +141,7 @@ class _Host:
                 )
         finally:
             private.remove()
-            self.reaper.tell("keep", str(private.root))
+            self.reaper.send("keep", str(private.root))
         if ending.end is End.COMPLETED:
             ending = self._all_done() or ending
         return record.end(ending, time.time())
@@ -188,9 +188,9 @@ class _Host:
         )
         command = [sys.executable, "-m", self.job.spec.trainer.module]
         for rank in range(parallelism.world_size):
-            seat = Seat.of(rank, parallelism.stages, parallelism.replicas)
+            position = RankPosition.of(rank, parallelism.stages, parallelism.replicas)
             env = rank_environment(self.job, where, rank, os.environ)
-            ranks.start(seat, command, env, self.folder.log(rank))
+            ranks.start(position, command, env, self.folder.log(rank))
 
     def _rank_exited(self, rank: int, status: int) -> None:
         self.events.put(RankExited(rank, status))
@@ -223,7 +223,7 @@ def _resumes(checkpoint: Checkpoint) -> bool:
     return checkpoint.resume and any(saved)
 
 
-def _farewell(
+def _final_message(
     ending: Ending, run: RunRecord, folder: OutFolder, manifest: str, written: bool
 ) -> str:
     """The final message: how the run ended, where its results are, how to resume."""

@@ -143,9 +143,9 @@ class Progress:
                 self._happened = event.number
                 self.note(event.text)
         for decision in view.decisions:
-            self._tell_decision(decision)
+            self._show_decision(decision)
         for record in view.adaptations:
-            self._tell_in_force(record)
+            self._show_in_effect(record)
         if unseen:
             self._held = unseen[-1]
         if self._held is None:
@@ -171,12 +171,12 @@ class Progress:
             self._line = ""
             self._write("\n")
 
-    def _tell_decision(self, decision: Decision) -> None:
+    def _show_decision(self, decision: Decision) -> None:
         if (decision.at, decision.reason) not in self._decided:
             self._decided.add((decision.at, decision.reason))
             self.note(decision.line)
 
-    def _tell_in_force(self, record: AdaptationRecord) -> None:
+    def _show_in_effect(self, record: AdaptationRecord) -> None:
         first = record.applied_at_iteration
         if first is not None and record.plan_version not in self._in_force:
             self._in_force.add(record.plan_version)

@@ -27,7 +27,7 @@ REAP_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankPosition:
     """Rank, stage and replica of a process."""
 
     rank: int
@@ -36,8 +36,8 @@ class Seat:
     replicas: int
 
     @staticmethod
-    def of(rank: int, stages: int, replicas: int) -> Seat:
-        return Seat(rank, rank % stages, rank // stages, replicas)
+    def of(rank: int, stages: int, replicas: int) -> RankPosition:
+        return RankPosition(rank, rank % stages, rank // stages, replicas)
 
     def __str__(self) -> str:
         if self.replicas == 1:
@@ -49,7 +49,7 @@ class Seat:
 class RankProcess:
     """A rank's process. ``status``: None while it runs, then its exit code or minus its signal."""
 
-    seat: Seat
+    position: RankPosition
     process: subprocess.Popen[bytes]
     log: Path
     log_start: int
@@ -98,7 +98,7 @@ class Reaper:
             start_new_session=True,
         )
 
-    def tell(self, verb: str, what: int | str) -> None:
+    def send(self, verb: str, what: int | str) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # The reaper was killed; the host cleans up.
             self._process.stdin.write(json.dumps([verb, what]).encode() + b"\n")
@@ -136,7 +136,9 @@ class RankSet:
     def __exit__(self, *_: Any) -> None:
         self.kill()
 
-    def start(self, seat: Seat, command: list[str], env: Mapping[str, str], log: Path) -> None:
+    def start(
+        self, position: RankPosition, command: list[str], env: Mapping[str, str], log: Path
+    ) -> None:
         """Start one rank. ``on_exit(rank, status)`` is called from a thread when it has exited.
 
         Call from the main thread: the kernel kills the rank when the thread that started it exits.
@@ -151,10 +153,13 @@ class RankSet:
                 env=dict(env),
                 start_new_session=True,
             )
-        self._reaper.tell("watch", process.pid)
-        self.ranks.append(RankProcess(seat, process, log, start))
+        self._reaper.send("watch", process.pid)
+        self.ranks.append(RankProcess(position, process, log, start))
         watcher = threading.Thread(
-            target=self._watch, args=(seat.rank, process.pid), name=f"rank {seat.rank}", daemon=True
+            target=self._watch,
+            args=(position.rank, process.pid),
+            name=f"rank {position.rank}",
+            daemon=True,
         )
         watcher.start()
         self._watchers.append(watcher)
@@ -190,7 +195,7 @@ class RankSet:
         _until_gone(self.ranks, REAP_SECONDS)
         for rank in self.ranks:
             rank.status = rank.process.wait(REAP_SECONDS)
-            self._reaper.tell("forget", rank.process.pid)
+            self._reaper.send("forget", rank.process.pid)
         for watcher in self._watchers:
             watcher.join(REAP_SECONDS)
 

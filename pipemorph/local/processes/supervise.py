@@ -113,7 +113,7 @@ def _until_the_end(
             if deadline is not None and now >= deadline:
                 return Ending(End.DEADLINE, "spec.activeDeadlineSeconds exceeded")
             if first_done is not None and now >= first_done + straggle:
-                late = ", ".join(str(rank.seat) for rank in ranks.running)
+                late = ", ".join(str(rank.position) for rank in ranks.running)
                 why = f"{late}: still running {straggle:g} s after others finished"
                 return Ending(End.FAILED, why)
             continue
@@ -148,7 +148,7 @@ def _lost_wait(rank: RankProcess) -> str | None:
     """The wait in which a rank failed; None if it failed for another reason."""
     if rank.status is None or rank.status < 0:
         return None
-    return _wait_told(rank)
+    return _logged_wait(rank)
 
 
 def _failure(rank: RankProcess) -> Ending:
@@ -162,7 +162,7 @@ def _failure(rank: RankProcess) -> Ending:
         details.append("likely the kernel's out-of-memory killer; check `dmesg`")
     return Ending(
         End.FAILED,
-        f"{rank.seat} {rank.outcome()}",
+        f"{rank.position} {rank.outcome()}",
         tuple(details),
         # Exit code 2 means invalid input, which a restart does not change.
         retry=rank.status != 2,
@@ -229,32 +229,32 @@ def _forget_exits(events: Events) -> None:
 def _with_peers(ending: Ending, ranks: RankSet, killed: list[RankProcess], why: str) -> Ending:
     """Add the other ranks' messages about what they were waiting for."""
     details = list(ending.details)
-    told = "\n".join(details)
-    peers = [rank for rank in ranks.ranks if f"{rank.seat} {rank.outcome()}" != ending.reason]
-    words = [word for rank in peers if (word := _last_word(rank)) and word not in told]
+    logged = "\n".join(details)
+    peers = [rank for rank in ranks.ranks if f"{rank.position} {rank.outcome()}" != ending.reason]
+    words = [word for rank in peers if (word := _last_message(rank)) and word not in logged]
     if words:
         details.append("what the ranks were waiting for:")
         details += [f"  {word}" for word in words[:MOST_PEERS]]
     if len(words) > MOST_PEERS:
         details.append(f"  and {len(words) - MOST_PEERS} more; see their logs")
     if killed:
-        names = ", ".join(str(rank.seat) for rank in killed)
+        names = ", ".join(str(rank.position) for rank in killed)
         details.append(f"killed, {why}: {names}")
     return Ending(ending.end, ending.reason, tuple(details), ending.retry)
 
 
-def _last_word(rank: RankProcess) -> str | None:
+def _last_message(rank: RankProcess) -> str | None:
     """The wait in which a rank ended; for a failed rank without one, the last line of its log."""
-    told = _wait_told(rank)
-    if told is not None:
-        return told
+    logged = _logged_wait(rank)
+    if logged is not None:
+        return logged
     lines = [line.strip() for line in rank.lines() if line.strip()]
     if lines and rank.status is not None and rank.status > 0:
-        return f"{rank.seat} {rank.outcome()}: {lines[-1]}"
+        return f"{rank.position} {rank.outcome()}: {lines[-1]}"
     return None
 
 
-def _wait_told(rank: RankProcess) -> str | None:
+def _logged_wait(rank: RankProcess) -> str | None:
     """The last wait that a rank logged."""
     waits = [match.group(1) for line in rank.lines() if (match := _WAITING.match(line.strip()))]
     return waits[-1] if waits else None

@@ -19,7 +19,7 @@ import pytest
 from local_support import DEADLINE, MARK, LocalRun, until
 
 from pipemorph.local import run_job
-from pipemorph.local.processes.ranks import RankSet, Reaper, Seat, _live_members
+from pipemorph.local.processes.ranks import RankPosition, RankSet, Reaper, _live_members
 
 Runs = Callable[..., LocalRun]
 
@@ -222,8 +222,8 @@ def test_what_a_rank_started_is_gone_when_its_ranks_are_killed(tmp_path: Path) -
     reaper, log = Reaper(), tmp_path / "log"
     try:
         with RankSet(reaper, lambda rank, status: None) as ranks:
-            seat = Seat.of(0, 1, 1)
-            ranks.start(seat, [sys.executable, "-c", start], os.environ, log)
+            position = RankPosition.of(0, 1, 1)
+            ranks.start(position, [sys.executable, "-c", start], os.environ, log)
             until(lambda: "there" in log.read_text(), "the rank's own process")
             ranks.kill()
             assert not _live_members({ranks.ranks[0].process.pid})
@@ -309,10 +309,10 @@ def test_a_machine_that_cannot_start_all_ranks(runs: Runs, monkeypatch: pytest.M
     run = runs(others="wait", env={})
     start = RankSet.start
 
-    def limited(self: RankSet, seat: Seat, *rest: Any) -> None:
-        if seat.rank == 2:
+    def limited(self: RankSet, position: RankPosition, *rest: Any) -> None:
+        if position.rank == 2:
             raise OSError("Resource temporarily unavailable")
-        start(self, seat, *rest)
+        start(self, position, *rest)
 
     monkeypatch.setattr(RankSet, "start", limited)
     monkeypatch.chdir(run.folder)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipemorph.local.processes.ranks import RankProcess, RankSet, Seat
+from pipemorph.local.processes.ranks import RankPosition, RankProcess, RankSet
 from pipemorph.local.processes.supervise import (
     End,
     Events,
@@ -27,7 +27,7 @@ def ranks(tmp_path: Path) -> RankSet:
     log = tmp_path / "log"
     log.touch()
     for rank in range(2):
-        made.ranks.append(RankProcess(Seat.of(rank, 2, 1), None, log, 0))  # type: ignore[arg-type]
+        made.ranks.append(RankProcess(RankPosition.of(rank, 2, 1), None, log, 0))  # type: ignore[arg-type]
     return made
 
 
@@ -47,7 +47,7 @@ def test_ranks_that_stopped_in_time_are_not_killed(ranks: RankSet) -> None:
 def test_a_wait_ends_where_nothing_has_happened(ranks: RankSet) -> None:
     events = told(RankExited(1, -15))
     assert not _wait(ranks, events, lambda: None, 0.0)
-    assert [rank.seat.rank for rank in ranks.running] == [0]
+    assert [rank.position.rank for rank in ranks.running] == [0]
     assert _wait(ranks, told(Signalled(signal.SIGINT)), lambda: None, 0.0)
 
 
