@@ -25,7 +25,7 @@ from pipemorph_operator import health_server
 from pipemorph_operator.cluster.client import ApiRefused, Cluster, path
 from pipemorph_operator.cluster.wait_for_crd import until_listed
 from pipemorph_operator.config import OperatorConfig
-from pipemorph_operator.health_server import Pulse, Sign
+from pipemorph_operator.health_server import Heartbeat, LoopMonitor
 from pipemorph_operator.metrics import RECONCILES
 from pipemorph_operator.names import KIND, LABEL_JOB
 from pipemorph_operator.reconcile.owned import OwnedJobs
@@ -33,7 +33,7 @@ from pipemorph_operator.reconcile.plans import LIMIT_SECONDS, Plans
 from pipemorph_operator.reconcile.reconciler import Reconciler
 from pipemorph_operator.reconcile.watches import Key, Watched, registry
 from pipemorph_operator.reconcile.workqueue import WorkQueue
-from pipemorph_operator.watchdog import LOOK_SECONDS, WatchDog
+from pipemorph_operator.watchdog import LOOK_SECONDS, Watchdog
 
 log = logging.getLogger("pipemorph.operator")
 
@@ -67,18 +67,22 @@ async def work(queue: WorkQueue[Key], reconciler: Reconciler) -> None:
 
 
 async def resync(
-    queue: WorkQueue[Key], cluster: Cluster, namespaces: list[str], dog: WatchDog, looked: Sign
+    queue: WorkQueue[Key],
+    cluster: Cluster,
+    namespaces: list[str],
+    watchdog: Watchdog,
+    looked: Heartbeat,
 ) -> None:
     """Queue jobs whose changes the watches have missed, and periodically all jobs."""
     for look in count(1):
         await asyncio.sleep(LOOK_SECONDS)
-        looked.give()
+        looked.beat()
         try:
             listed = [found async for found in _everything(cluster, namespaces)]
         except (ApiRefused, aiohttp.ClientError, TimeoutError, OSError) as error:
             log.warning("resync could not list the jobs: %s", error or type(error).__name__)
             continue
-        keys = dog.look(listed)
+        keys = watchdog.look(listed)
         if look % RESYNC_LOOKS == 0:
             keys |= {(m["namespace"], m["name"]) for kind, m in listed if kind == KIND}
         for key in keys:
@@ -127,7 +131,7 @@ async def run(options: argparse.Namespace) -> None:
     config()  # Fail at start, with the file's name, if the CA file is missing.
     queue: WorkQueue[Key] = WorkQueue(gap=GAP_SECONDS)
     watched = Watched()
-    owned = OwnedJobs(queue, options.namespace, watched.dog)
+    owned = OwnedJobs(queue, options.namespace, watched.watchdog)
     stop = asyncio.Event()
     identity: Any = socket.gethostname()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -137,15 +141,17 @@ async def run(options: argparse.Namespace) -> None:
         plans = Plans(planner.first_plan, queue.add)
         reconciler = Reconciler(cluster, config, owned.jobs, plans)
         ready = asyncio.Event()
-        pulse, looked = Pulse(), Sign("looks at the watches", 5 * LOOK_SECONDS)
-        checks = (pulse, looked, queue.overdue, watched.dog.trouble)
+        loop_monitor, looked = LoopMonitor(), Heartbeat("checks of the watches", 5 * LOOK_SECONDS)
+        checks = (loop_monitor, looked, queue.overdue, watched.watchdog.trouble)
         http = await health_server.start(options.host, options.metrics_port, ready.is_set, checks)
         tasks = [asyncio.create_task(owned.follow(cluster, each)) for each in owned.watches]
         for task in tasks:
             task.add_done_callback(partial(_end, stop))
-        dog = watched.dog
-        tasks.append(asyncio.create_task(resync(queue, cluster, options.namespace, dog, looked)))
-        tasks.append(asyncio.create_task(pulse.run()))
+        watchdog = watched.watchdog
+        tasks.append(
+            asyncio.create_task(resync(queue, cluster, options.namespace, watchdog, looked))
+        )
+        tasks.append(asyncio.create_task(loop_monitor.run()))
         try:
             await until_listed(cluster, stop)
             await first_of(owned.synced, stop)

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from pipemorph.ingest import ConnectionLimits, Doors
+from pipemorph.ingest import Acceptor, ConnectionLimits
 
 log = logging.getLogger("pipemorph.serve")
 
@@ -33,16 +33,16 @@ FAULT_SECONDS = 60.0
 """How long such a fault is reported: as long as a liveness probe needs to fail."""
 
 
-class Sign:
+class Heartbeat:
     """Checks that ``what`` happens at least every ``within`` seconds."""
 
     def __init__(
         self, what: str, within: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._what, self._within, self._clock = what, within, clock
-        self.give()
+        self.beat()
 
-    def give(self) -> None:
+    def beat(self) -> None:
         """Record that it has happened."""
         self._last = self._clock()
 
@@ -53,7 +53,7 @@ class Sign:
         return f"{self._what}: none for {silent:.0f} s, expected every {self._within:g} s"
 
 
-class Pulse:
+class LoopMonitor:
     """Checks that the event loop is not blocked repeatedly. While it is blocked the process
     answers nothing at all; this reports it afterwards."""
 
@@ -76,21 +76,21 @@ class Pulse:
         return f"the event loop was blocked for {self._stuck:.0f} s"
 
 
-class Serving:
+class HealthServer:
     """A running server, as returned by :func:`start`."""
 
-    def __init__(self, runner: web.AppRunner, doors: Doors) -> None:
-        self._runner, self._doors = runner, doors
+    def __init__(self, runner: web.AppRunner, acceptor: Acceptor) -> None:
+        self._runner, self._acceptor = runner, acceptor
 
     @property
     def port(self) -> int:
         """Port the server listens on."""
-        port: int = self._doors.sockets[0].getsockname()[1]
+        port: int = self._acceptor.sockets[0].getsockname()[1]
         return port
 
     async def cleanup(self) -> None:
         """Stop the server."""
-        await self._doors.close()
+        await self._acceptor.close()
         await self._runner.cleanup()
 
 
@@ -108,7 +108,7 @@ async def start(
     port: int,
     is_ready: Callable[[], bool],
     checks: Sequence[Check] = (),
-) -> Serving:
+) -> HealthServer:
     """Start the server, on every address of the pod if ``host`` is None.
 
     ``/healthz`` returns 503 with the problems that ``checks`` find; ``/readyz`` returns 503 until
@@ -135,10 +135,10 @@ async def start(
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     assert runner.server is not None
-    doors = Doors(runner.server, limits=LIMITS, head_seconds=ANSWER_SECONDS)
+    acceptor = Acceptor(runner.server, limits=LIMITS, head_seconds=ANSWER_SECONDS)
     try:
-        await doors.open(host, port)
+        await acceptor.open(host, port)
     except OSError:
         await runner.cleanup()
         raise
-    return Serving(runner, doors)
+    return HealthServer(runner, acceptor)

@@ -42,7 +42,7 @@ PLAN_SECONDS = Histogram(
     "pipemorph_ingest_plan_seconds", "Time to make a decision, with queueing.", buckets=_FAST
 )
 STATUS_WRITES = Counter("pipemorph_ingest_status_writes_total", "Writes to status.", ["result"])
-JOBS_HELD = Gauge("pipemorph_ingest_jobs", "Jobs that may report.")
+JOBS_TRACKED = Gauge("pipemorph_ingest_jobs", "Jobs that may report.")
 TOKEN_REVIEWS = Counter("pipemorph_ingest_token_reviews_total", "TokenReviews requested.")
 
 # --- per job ------------------------------------------------------------------------------

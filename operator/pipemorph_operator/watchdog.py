@@ -20,11 +20,11 @@ LOOK_SECONDS = 120.0
 half a minute, then delivers what it missed."""
 
 
-class WatchDog:
+class Watchdog:
     """Tracks the newest version of each object that a watch has delivered."""
 
     def __init__(self) -> None:
-        self._brought: dict[Thing, int] = {}
+        self._delivered: dict[Thing, int] = {}
         self._listed: dict[Thing, int] = {}
         self._trouble = ""
 
@@ -32,14 +32,14 @@ class WatchDog:
         """The problem, for ``/healthz``; empty if there is none."""
         return self._trouble
 
-    def brought(self, kind: str, metadata: Mapping[str, Any], *, deleted: bool = False) -> None:
+    def delivered(self, kind: str, metadata: Mapping[str, Any], *, deleted: bool = False) -> None:
         """Record that a watch delivered an object."""
         thing = (kind, metadata["namespace"], metadata["name"])
         if deleted:
-            self._brought.pop(thing, None)
+            self._delivered.pop(thing, None)
         else:
             # Kubernetes guarantees increasing integers.
-            self._brought[thing] = int(metadata["resourceVersion"])
+            self._delivered[thing] = int(metadata["resourceVersion"])
 
     def look(self, listed: Iterable[tuple[str, Mapping[str, Any]]]) -> set[Key]:
         """Compare with ``listed``: kind and metadata of all existing objects. Returns the jobs
@@ -50,7 +50,7 @@ class WatchDog:
             namespace, name = metadata["namespace"], metadata["name"]
             thing = kind, namespace, name
             self._listed[thing] = int(metadata["resourceVersion"])
-            if thing in before and self._brought.get(thing, 0) < before[thing]:
+            if thing in before and self._delivered.get(thing, 0) < before[thing]:
                 job = name if kind == KIND else metadata["labels"][LABEL_JOB]
                 behind[thing] = namespace, job
         self._trouble = ""

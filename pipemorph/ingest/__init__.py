@@ -6,7 +6,7 @@ of jobs, persistence of directives.
 """
 
 from pipemorph.ingest.app import IngestServer, make_app
-from pipemorph.ingest.connections import ConnectionLimits, Doors
+from pipemorph.ingest.connections import Acceptor, ConnectionLimits
 from pipemorph.ingest.handler import IngestHandler, Limits, Reply
 from pipemorph.ingest.interfaces import (
     Authenticator,
@@ -20,11 +20,11 @@ from pipemorph.ingest.interfaces import (
 from pipemorph.ingest.planner_pool import Planner, PlannerLost, ProcessPlanner
 
 __all__ = [
+    "Acceptor",
     "Authenticator",
     "BearerAuthenticator",
     "ConnectionLimits",
     "ControlledJob",
-    "Doors",
     "Identity",
     "IngestHandler",
     "IngestServer",

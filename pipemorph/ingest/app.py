@@ -19,7 +19,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestPayloadError
 
-from pipemorph.ingest.connections import ConnectionLimits, Doors, OnUnserved, heard
+from pipemorph.ingest.connections import Acceptor, ConnectionLimits, OnUnserved, head_received
 from pipemorph.ingest.handler import IngestHandler, Limits, Reply
 from pipemorph.ingest.interfaces import Authenticator, JobStore, Refused
 from pipemorph.ingest.planner_pool import Planner, plan_here
@@ -140,7 +140,7 @@ def make_app(
     async def one_line_errors(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        heard(request)
+        head_received(request)
         try:
             return await handler(request)
         except web.HTTPException as error:
@@ -207,14 +207,14 @@ class IngestServer:
         self._connections = connections or ConnectionLimits()
         self._on_unserved = on_unserved
         self._runner: web.AppRunner | None = None
-        self._doors: Doors | None = None
+        self._acceptor: Acceptor | None = None
 
     @property
     def url(self) -> str:
         """Base URL. Raises RuntimeError before the start."""
-        if self._doors is None:
+        if self._acceptor is None:
             raise RuntimeError("the ingest is not started")
-        listener = self._doors.sockets[0]
+        listener = self._acceptor.sockets[0]
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if listener.family == socket.AF_INET6 else host
         return f"{'https' if self._tls else 'http'}://{shown}:{port}"
@@ -237,7 +237,7 @@ class IngestServer:
         )
         await runner.setup()
         assert runner.server is not None
-        doors = Doors(
+        acceptor = Acceptor(
             runner.server,
             limits=self._connections,
             head_seconds=self._timeouts.head,
@@ -245,17 +245,17 @@ class IngestServer:
             on_unserved=self._on_unserved,
         )
         try:
-            await doors.open(*self._address)
+            await acceptor.open(*self._address)
         except OSError:
             await runner.cleanup()
             raise
-        self._runner, self._doors = runner, doors
+        self._runner, self._acceptor = runner, acceptor
 
     async def stop(self) -> None:
         """Answer waiting polls, finish requests in progress (with a time limit), close."""
-        if self._doors is not None:
-            await self._doors.close()
-            self._doors = None
+        if self._acceptor is not None:
+            await self._acceptor.close()
+            self._acceptor = None
         if self._runner is not None:
             self.handler.close()
             await self._runner.cleanup()

@@ -63,17 +63,17 @@ class ConnectionLimits:
 class Connection(asyncio.Protocol):
     """A client's connection: forwards all events to ``inner``, the protocol that serves it."""
 
-    def __init__(self, doors: Doors, sock: socket.socket, source: str) -> None:
+    def __init__(self, acceptor: Acceptor, sock: socket.socket, source: str) -> None:
         self.source = source
         self.timer: asyncio.TimerHandle | None = None
-        self._doors = doors
+        self._acceptor = acceptor
         self._sock = sock
         self._transport: asyncio.Transport | None = None
         self._inner: asyncio.Protocol = asyncio.Protocol()
 
-    def spoke(self) -> None:
+    def head_received(self) -> None:
         """Mark that a complete request head has arrived, so the connection is no longer silent."""
-        self._doors.spoke(self)
+        self._acceptor.head_received(self)
 
     def abort(self) -> None:
         """Close the connection now, in any state."""
@@ -91,7 +91,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        self._inner = self._doors.serve()
+        self._inner = self._acceptor.serve()
         self._inner.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
@@ -107,19 +107,19 @@ class Connection(asyncio.Protocol):
         self._inner.resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._doors.gone(self)
+        self._acceptor.remove(self)
         self._inner.connection_lost(exc)
 
 
-def heard(request: web.Request) -> None:
+def head_received(request: web.Request) -> None:
     """Mark a request's connection as no longer silent. For an application's middleware; without
-    effect behind a server other than :class:`Doors`."""
+    effect behind a server other than :class:`Acceptor`."""
     connection = request.transport.get_protocol() if request.transport is not None else None
     if isinstance(connection, Connection):
-        connection.spoke()
+        connection.head_received()
 
 
-class Doors:
+class Acceptor:
     """Accepts connections on listening sockets, within ``limits``.
 
     ``serve`` creates the protocol of an established connection. The first request head must be
@@ -181,7 +181,7 @@ class Doors:
         self._listeners = []
         for silent in [*self._silent.values()]:
             for connection in [*silent]:
-                self.gone(connection)
+                self.remove(connection)
                 connection.abort()
 
     # --- lifecycle of a connection ----------------------------------------------------------
@@ -243,15 +243,15 @@ class Doors:
             error.__traceback__ = None
             if connection in self._open:
                 log.debug("TLS handshake with %s failed: %s", connection.source, error)
-                self.gone(connection)
+                self.remove(connection)
                 self._count("handshake", connection.source)
 
     def _end(self, connection: Connection, why: Unserved) -> None:
-        self.gone(connection)
+        self.remove(connection)
         connection.abort()
         self._count(why, connection.source)
 
-    def spoke(self, connection: Connection) -> None:
+    def head_received(self, connection: Connection) -> None:
         """Remove a connection from the silent ones."""
         if connection.timer is not None:
             connection.timer.cancel()
@@ -260,11 +260,11 @@ class Doors:
         if not silent:
             self._silent.pop(connection.source, None)
 
-    def gone(self, connection: Connection) -> None:
+    def remove(self, connection: Connection) -> None:
         """Remove a connection that has closed or is being closed."""
         if connection not in self._open:
             return
-        self.spoke(connection)
+        self.head_received(connection)
         self._open.discard(connection)
         self._per_source[connection.source] -= 1
         if not self._per_source[connection.source]:

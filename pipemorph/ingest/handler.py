@@ -13,9 +13,9 @@ status meaning
 401    no or wrong token
 403    the token, the report or its attempt belongs to another job
 404    no such job, or no such path
-409    a report whose sequence number was used before; ``last`` is the highest that was
+409    a sequence number that was used before; ``last`` is the highest used one
 413    more than ``MAX_REPORT_BYTES``
-422    JSON that is not a report of this job; ``field`` says where
+422    JSON that is not a report of this job; ``field`` names the field
 429    more reports or polls than the limits allow
 ====== ===============================================================
 
@@ -94,7 +94,7 @@ class Limits:
 
 
 @dataclass
-class _Seat:
+class _JobSession:
     """State of the ingest per job: the directive to serve, rate limits and waiting polls."""
 
     served: Directive | None
@@ -146,7 +146,7 @@ class IngestHandler:
         self._limits = limits or Limits()
         self._clock = clock
         self._monotonic = monotonic
-        self._seats: WeakKeyDictionary[ControlledJob, _Seat] = WeakKeyDictionary()
+        self._sessions: WeakKeyDictionary[ControlledJob, _JobSession] = WeakKeyDictionary()
         self._closing = False
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -159,8 +159,8 @@ class IngestHandler:
         job = self._store.lookup(namespace, name)
         if job is None:
             return Reply.error(404, f"there is no job {namespace}/{name} here")
-        seat = self._seat(job)
-        if not seat.take_token(self._limits, self._monotonic()):
+        session = self._session(job)
+        if not session.take_token(self._limits, self._monotonic()):
             return Reply.error(
                 429, f"more than {self._limits.reports_per_second:g} reports per second"
             )
@@ -181,9 +181,9 @@ class IngestHandler:
             return Reply.error(409, str(error), field="sequence", last=error.last)
         except ReportMismatch as error:
             return Reply.error(422, str(error), field=error.field)
-        self._plan(namespace, name, job, seat)
-        await self._publish(namespace, name, job, seat)
-        return Reply.envelope(seat.above(parsed.observed_plan_version))
+        self._plan(namespace, name, job, session)
+        await self._publish(namespace, name, job, session)
+        return Reply.envelope(session.above(parsed.observed_plan_version))
 
     async def poll(
         self, namespace: str, name: str, *, attempt: str, after: str, wait: str
@@ -209,27 +209,29 @@ class IngestHandler:
                 f"wait is {wait[:40]!r}; expected 0 to {self._limits.max_wait_seconds:g} seconds",
                 field="wait",
             )
-        seat = self._seat(job)
+        session = self._session(job)
         wanted_attempt, after_version = numbers["attempt"], numbers["after"]
-        if len(seat.waiters) >= self._limits.polls:
-            return Reply.error(429, f"{len(seat.waiters)} polls are waiting for this job already")
+        if len(session.waiters) >= self._limits.polls:
+            return Reply.error(
+                429, f"{len(session.waiters)} polls are waiting for this job already"
+            )
         deadline = self._monotonic() + seconds
         while (
             wanted_attempt == job.attempt
-            and seat.above(after_version) is None
+            and session.above(after_version) is None
             and not self._closing
         ):
             left = deadline - self._monotonic()
             if left <= 0:
                 break
-            await self._wait(seat, left)
+            await self._wait(session, left)
         if wanted_attempt != job.attempt:
             return Reply.error(
                 403,
                 f"attempt {wanted_attempt} is not the attempt in progress, {job.attempt}",
                 field="attempt",
             )
-        return Reply.envelope(seat.above(after_version))
+        return Reply.envelope(session.above(after_version))
 
     async def tick(self, namespace: str, name: str) -> None:
         """Run a job's timers, and publish a directive that results.
@@ -240,36 +242,38 @@ class IngestHandler:
         job = self._store.lookup(namespace, name)
         if job is not None:
             job.tick(self._clock())
-            seat = self._seat(job)
-            self._plan(namespace, name, job, seat)
-            await self._publish(namespace, name, job, seat)
+            session = self._session(job)
+            self._plan(namespace, name, job, session)
+            await self._publish(namespace, name, job, session)
 
     def close(self) -> None:
         """Stop planning, and answer waiting and later polls at once."""
         self._closing = True
         for task in self._tasks:
             task.cancel()
-        for seat in self._seats.values():
-            seat.release()
+        for session in self._sessions.values():
+            session.release()
 
-    def _seat(self, job: ControlledJob) -> _Seat:
-        seat = self._seats.get(job)
-        if seat is None:
+    def _session(self, job: ControlledJob) -> _JobSession:
+        session = self._sessions.get(job)
+        if session is None:
             # A directive that exists before the first report comes from a persisted snapshot.
-            seat = _Seat(job.directive(), float(self._limits.burst), self._monotonic())
-            self._seats[job] = seat
-        return seat
+            session = _JobSession(job.directive(), float(self._limits.burst), self._monotonic())
+            self._sessions[job] = session
+        return session
 
-    def _plan(self, namespace: str, name: str, job: ControlledJob, seat: _Seat) -> None:
+    def _plan(self, namespace: str, name: str, job: ControlledJob, session: _JobSession) -> None:
         """Start the planner if the job waits for a decision; one decision at a time."""
-        if job.replan is None or seat.planning or self._closing:
+        if job.replan is None or session.planning or self._closing:
             return
-        seat.planning = True
-        task = asyncio.create_task(self._settle(namespace, name, job, seat))
+        session.planning = True
+        task = asyncio.create_task(self._settle(namespace, name, job, session))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _settle(self, namespace: str, name: str, job: ControlledJob, seat: _Seat) -> None:
+    async def _settle(
+        self, namespace: str, name: str, job: ControlledJob, session: _JobSession
+    ) -> None:
         asked = job.replan
         assert asked is not None
         try:
@@ -279,17 +283,19 @@ class IngestHandler:
             log.error("%s/%s: %s", namespace, name, error)
             return
         finally:
-            seat.planning = False
+            session.planning = False
         job.settle(asked, proposal, self._clock())
         if self._store.lookup(namespace, name) is job:
-            await self._publish(namespace, name, job, seat)
+            await self._publish(namespace, name, job, session)
 
-    async def _publish(self, namespace: str, name: str, job: ControlledJob, seat: _Seat) -> None:
+    async def _publish(
+        self, namespace: str, name: str, job: ControlledJob, session: _JobSession
+    ) -> None:
         """Persist the job's newest directive, then serve it to waiting polls."""
-        if not _is_news(job, seat):
+        if not _is_new(job, session):
             return
-        async with seat.publishing:
-            while _is_news(job, seat):
+        async with session.publishing:
+            while _is_new(job, session):
                 directive, attempt = job.directive(), job.attempt
                 try:
                     await self._store.persist(namespace, name, job.snapshot())
@@ -301,25 +307,25 @@ class IngestHandler:
                         namespace, name, job.plan_version, error,
                     )  # fmt: skip
                     return
-                seat.served = directive if job.attempt == attempt else None
-                seat.release()
+                session.served = directive if job.attempt == attempt else None
+                session.release()
 
-    async def _wait(self, seat: _Seat, seconds: float) -> None:
+    async def _wait(self, session: _JobSession, seconds: float) -> None:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        seat.waiters.add(waiter)
+        session.waiters.add(waiter)
         try:
             await asyncio.wait((waiter,), timeout=seconds)
         finally:
-            seat.waiters.discard(waiter)
+            session.waiters.discard(waiter)
 
 
-def _is_news(job: ControlledJob, seat: _Seat) -> bool:
+def _is_new(job: ControlledJob, session: _JobSession) -> bool:
     directive = job.directive()
     if directive is None:
         # A new attempt starts with the initial plan: nothing to serve or persist.
-        seat.served = None
+        session.served = None
         return False
-    return seat.served is None or seat.served.plan_version != directive.plan_version
+    return session.served is None or session.served.plan_version != directive.plan_version
 
 
 def parse_report(body: bytes) -> LinkHealthReport | Reply:

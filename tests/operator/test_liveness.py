@@ -12,10 +12,16 @@ import pytest
 from pipemorph_operator import __main__ as operator
 from pipemorph_operator import health_server
 from pipemorph_operator.cluster.client import METADATA_ONLY, WATCHED_AT_A_TIME, ApiRefused, Cluster
-from pipemorph_operator.health_server import BEAT_SECONDS, FAULT_SECONDS, STUCK_SECONDS, Pulse, Sign
+from pipemorph_operator.health_server import (
+    BEAT_SECONDS,
+    FAULT_SECONDS,
+    STUCK_SECONDS,
+    Heartbeat,
+    LoopMonitor,
+)
 from pipemorph_operator.ingest.__main__ import follow, tick
 from pipemorph_operator.reconcile.workqueue import RECONCILE_SECONDS, WorkQueue
-from pipemorph_operator.watchdog import WatchDog
+from pipemorph_operator.watchdog import Watchdog
 
 PATIENCE = 15.0
 
@@ -65,12 +71,12 @@ def test_healthz_says_what_is_wrong(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_sign_that_does_not_come_is_missed() -> None:
     clock = Clock()
-    sign = Sign("the watch of jobs", 300.0, clock)
+    sign = Heartbeat("the watch of jobs", 300.0, clock)
     clock.now += 300.0
     assert sign() == ""
     clock.now += 1.0
     assert sign() == "the watch of jobs: none for 301 s, expected every 300 s"
-    sign.give()
+    sign.beat()
     assert sign() == ""
 
 
@@ -82,7 +88,7 @@ def test_an_event_loop_that_is_held_up_is_told_for_a_while(
     late: float, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    pulse = Pulse(clock)
+    loop_monitor = LoopMonitor(clock)
     beats: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -93,11 +99,11 @@ def test_an_event_loop_that_is_held_up_is_told_for_a_while(
 
     monkeypatch.setattr(health_server.asyncio, "sleep", sleep)
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(pulse.run())
+        asyncio.run(loop_monitor.run())
     assert beats == [BEAT_SECONDS] * 3
-    assert pulse() == words
+    assert loop_monitor() == words
     clock.now += FAULT_SECONDS + 1
-    assert pulse() == ""
+    assert loop_monitor() == ""
 
 
 def test_a_turn_that_does_not_end_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,28 +134,30 @@ def thing(name: str, version: int) -> dict[str, Any]:
 
 
 def test_a_change_that_a_watch_does_not_bring_until_the_next_look_is_missed() -> None:
-    dog = WatchDog()
+    watchdog = Watchdog()
     job, child = ("PipeMorphJob", thing("gpt", 7)), ("Job", thing("gpt-x-0", 8))
     child[1]["labels"] = {"pipemorph.io/job-name": "gpt"}
-    assert (dog.look([job, child]), dog.trouble()) == (set(), ""), "watches may be on their way"
-    dog.brought(*job)
-    dog.brought("Job", thing("gpt-x-0", 6))
-    assert dog.look([job, child]) == {("team", "gpt")}
-    assert dog.trouble() == (
+    assert (watchdog.look([job, child]), watchdog.trouble()) == (set(), ""), (
+        "watches may be on their way"
+    )
+    watchdog.delivered(*job)
+    watchdog.delivered("Job", thing("gpt-x-0", 6))
+    assert watchdog.look([job, child]) == {("team", "gpt")}
+    assert watchdog.trouble() == (
         "the watches have not delivered changes of 1 objects for 120 s, such as Job team/gpt-x-0"
     )
-    dog.brought("Job", thing("gpt-x-0", 9))
-    assert (dog.look([job]), dog.trouble()) == (set(), "")
+    watchdog.delivered("Job", thing("gpt-x-0", 9))
+    assert (watchdog.look([job]), watchdog.trouble()) == (set(), "")
 
 
 def test_what_changes_all_the_time_and_what_goes_is_no_fault_of_a_watch() -> None:
-    dog = WatchDog()
+    watchdog = Watchdog()
     for version in range(10, 100, 10):
-        dog.brought("PipeMorphJob", thing("gpt", version + 1))
-        assert dog.look([("PipeMorphJob", thing("gpt", version + 5))]) == set()
-    dog.look([("PipeMorphJob", thing("gone", 5))])
-    dog.brought("PipeMorphJob", thing("gone", 6), deleted=True)
-    assert (dog.look([]), dog.trouble()) == (set(), "")
+        watchdog.delivered("PipeMorphJob", thing("gpt", version + 1))
+        assert watchdog.look([("PipeMorphJob", thing("gpt", version + 5))]) == set()
+    watchdog.look([("PipeMorphJob", thing("gone", 5))])
+    watchdog.delivered("PipeMorphJob", thing("gone", 6), deleted=True)
+    assert (watchdog.look([]), watchdog.trouble()) == (set(), "")
 
 
 class Listed(Cluster):
@@ -183,20 +191,20 @@ def test_all_jobs_get_a_turn_now_and_then_without_being_read_whole(
     children = [{"metadata": thing("j7-x-0", 3) | {"labels": {"pipemorph.io/job-name": "j7"}}}]
     cluster = Listed({"pipemorphjobs": jobs, "jobs": children})
     clock = Clock()
-    dog, sign = WatchDog(), Sign("looks", 1.0, clock)
+    watchdog, sign = Watchdog(), Heartbeat("looks", 1.0, clock)
     for job in jobs:
-        dog.brought("PipeMorphJob", job["metadata"])
+        watchdog.delivered("PipeMorphJob", job["metadata"])
     queue: WorkQueue[tuple[str, str]] = WorkQueue()
     clock.now += 2.0
 
     async def test() -> None:
-        looking = asyncio.create_task(operator.resync(queue, cluster, [], dog, sign))
+        looking = asyncio.create_task(operator.resync(queue, cluster, [], watchdog, sign))
         first = await queue.get()
         found = {first, *[await queue.get() for _ in range(1000)]}
         looking.cancel()
         assert first == ("team", "j7"), "the watch owes a change of its Job"
         assert len(found) == 1001
-        assert dog.trouble().endswith("such as Job team/j7-x-0")
+        assert watchdog.trouble().endswith("such as Job team/j7-x-0")
         assert sign() == ""
 
     run(test)
@@ -211,18 +219,18 @@ def test_an_api_server_that_is_away_is_no_fault_of_the_operator(
 ) -> None:
     monkeypatch.setattr(operator, "LOOK_SECONDS", 0.0)
     clock = Clock()
-    cluster, dog, sign = Listed({}), WatchDog(), Sign("looks", 1.0, clock)
+    cluster, watchdog, sign = Listed({}), Watchdog(), Heartbeat("looks", 1.0, clock)
     cluster.down = True
     clock.now += 2.0
 
     async def test() -> None:
-        looking = asyncio.create_task(operator.resync(WorkQueue(), cluster, [], dog, sign))
+        looking = asyncio.create_task(operator.resync(WorkQueue(), cluster, [], watchdog, sign))
         while len(cluster.asked) < 3:
             await asyncio.sleep(0)
         looking.cancel()
 
     run(test)
-    assert (sign(), dog.trouble()) == ("", "")
+    assert (sign(), watchdog.trouble()) == ("", "")
     assert "resync could not list the jobs: 503" in caplog.text
 
 
@@ -249,7 +257,7 @@ def test_a_watch_lists_large_objects_a_few_at_a_time() -> None:
 
 def test_the_ingest_gives_signs_of_its_watch_and_its_rounds() -> None:
     clock = Clock()
-    alive, ticked = Sign("the watch", 1.0, clock), Sign("looks at jobs", 1.0, clock)
+    alive, ticked = Heartbeat("the watch", 1.0, clock), Heartbeat("looks at jobs", 1.0, clock)
     taken: list[str] = []
 
     class Watching:

@@ -329,9 +329,9 @@ class Cluster:
 
 def _refusal(status: int, data: bytes) -> ApiRefused:
     try:
-        said = json.loads(data)
-        causes = (said.get("details") or {}).get("causes") or []
+        answer = json.loads(data)
+        causes = (answer.get("details") or {}).get("causes") or []
         reasons = [cause.get("reason", "") for cause in causes]
-        return ApiRefused(status, said.get("reason", ""), said.get("message", ""), reasons)
+        return ApiRefused(status, answer.get("reason", ""), answer.get("message", ""), reasons)
     except (ValueError, AttributeError):
         return ApiRefused(status, "", data[:300].decode(errors="replace"))

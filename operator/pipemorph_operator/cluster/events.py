@@ -28,7 +28,7 @@ class Event:
     message: str
 
 
-async def tell(cluster: Cluster, job: Mapping[str, Any], event: Event, component: str) -> None:
+async def emit(cluster: Cluster, job: Mapping[str, Any], event: Event, component: str) -> None:
     """Write ``event``; ``job`` is the job's metadata. A rejected event is only logged, since status
     has the same information. Raises connection errors."""
     now = format_time(datetime.now(UTC))

@@ -23,14 +23,14 @@ LOOK_SECONDS = 1.0
 
 async def until_listed(cluster: Cluster, stop: asyncio.Event) -> None:
     """Return once the kind is listed, or ``stop`` is set."""
-    told = ""
+    logged = ""
     while not stop.is_set():
         missing = await _missing(cluster)
         if not missing:
             return
-        if missing != told:
+        if missing != logged:
             log.warning("waiting for the CRD: %s", missing)
-            told = missing
+            logged = missing
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), LOOK_SECONDS)
 

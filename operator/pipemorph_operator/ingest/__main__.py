@@ -21,7 +21,7 @@ from pipemorph.ingest import ConnectionLimits, IngestServer, Planner, ProcessPla
 from pipemorph.log_level import log_level
 from pipemorph_operator import health_server
 from pipemorph_operator.cluster.client import Cluster, path
-from pipemorph_operator.health_server import Pulse, Sign
+from pipemorph_operator.health_server import Heartbeat, LoopMonitor
 from pipemorph_operator.ingest.auth import PodTokenAuthenticator
 from pipemorph_operator.ingest.store import ClusterStore
 from pipemorph_operator.ingest.write_budget import look_interval
@@ -71,14 +71,16 @@ async def renew(context: ssl.SSLContext, cert: str, key: str) -> None:
             log.error("the renewed certificate is unusable; keeping the old one: %s", error)
 
 
-async def follow(cluster: Cluster, store: ClusterStore, namespace: str | None, alive: Sign) -> None:
+async def follow(
+    cluster: Cluster, store: ClusterStore, namespace: str | None, alive: Heartbeat
+) -> None:
     """Watch PipeMorphJobs and pass every change to the store."""
 
     def lost(error: Exception) -> None:
-        alive.give()  # An unreachable API server must not fail this process's liveness probe.
+        alive.beat()  # An unreachable API server must not fail this process's liveness probe.
         log.warning("the watch of jobs failed: %s", str(error) or type(error).__name__)
 
-    async for kind, body in cluster.watch(path("PipeMorphJob", namespace), lost, alive.give):
+    async for kind, body in cluster.watch(path("PipeMorphJob", namespace), lost, alive.beat):
         try:
             store.changed(kind, body, namespace)
         except Exception:
@@ -86,13 +88,13 @@ async def follow(cluster: Cluster, store: ClusterStore, namespace: str | None, a
             log.exception("a change of a job could not be processed")
 
 
-async def tick(server: IngestServer, store: ClusterStore, ticked: Sign) -> None:
+async def tick(server: IngestServer, store: ClusterStore, ticked: Heartbeat) -> None:
     """Visit all jobs in rounds: run their timers, and write status that is due."""
     busy: dict[tuple[str, str], asyncio.Task[None]] = {}
     clock = asyncio.get_running_loop().time
     while True:
         keys = store.keys
-        ticked.give()
+        ticked.beat()
         round_seconds = look_interval(len(keys))
         start = clock()
         for i, key in enumerate(keys):
@@ -125,7 +127,7 @@ def _answers(kind: str, status: int) -> Counter:
     return REPORTS.labels(kind=kind, code=str(status))
 
 
-def heard(kind: str, status: int, seconds: float) -> None:
+def count_response(kind: str, status: int, seconds: float) -> None:
     """Count a response in the metrics."""
     _answers(kind, status).inc()
     if kind == "report":
@@ -158,7 +160,7 @@ async def run(options: argparse.Namespace) -> None:
             port=options.port,
             tls=context,
             planner=partial(decide, small, large),
-            on_answer=heard,
+            on_answer=count_response,
             connections=ConnectionLimits(
                 in_all=options.max_connections, per_source=options.max_connections_per_source
             ),
@@ -167,21 +169,21 @@ async def run(options: argparse.Namespace) -> None:
         serving = False
         everywhere: list[str | None] = [None]
         watched = {
-            namespace: Sign(f"the watch of {namespace or 'all namespaces'}", WATCH_SECONDS)
+            namespace: Heartbeat(f"the watch of {namespace or 'all namespaces'}", WATCH_SECONDS)
             for namespace in [*options.namespace] or everywhere
         }
-        pulse, ticked = Pulse(), Sign("looks at jobs", ROUND_SECONDS)
+        loop_monitor, ticked = LoopMonitor(), Heartbeat("rounds over all jobs", ROUND_SECONDS)
         http = await health_server.start(
             options.host,
             options.metrics_port,
             lambda: serving and store.synced,
-            (pulse, ticked, *watched.values()),
+            (loop_monitor, ticked, *watched.values()),
         )
         tasks = [
             asyncio.create_task(follow(cluster, store, namespace, alive))
             for namespace, alive in watched.items()
         ]
-        tasks.append(asyncio.create_task(pulse.run()))
+        tasks.append(asyncio.create_task(loop_monitor.run()))
         if context is not None:
             tasks.append(asyncio.create_task(renew(context, options.tls_cert, options.tls_key)))
         try:

@@ -16,7 +16,7 @@ import aiohttp
 from pipemorph.api.status import Condition
 from pipemorph_operator import names
 from pipemorph_operator.cluster.client import ApiRefused, Cluster
-from pipemorph_operator.cluster.events import Event, tell
+from pipemorph_operator.cluster.events import Event, emit
 
 log = logging.getLogger("pipemorph.ingest")
 
@@ -44,15 +44,15 @@ _EACH_MESSAGE = frozenset({names.SCHEDULE_ADAPTED, names.LINKS_DELEGATED})
 plan or the links. Messages about slow links change too often for that."""
 
 
-class News:
+class ConditionEvents:
     """Remembers for which conditions of a job events were emitted. ``conditions``: those in status
     at start, so that a restarted ingest does not emit their events again."""
 
     def __init__(self, conditions: Iterable[Condition]) -> None:
-        self._told: dict[str, tuple[str, str]] = {}
-        self.of(conditions)
+        self._emitted: dict[str, tuple[str, str]] = {}
+        self.changed(conditions)
 
-    def of(self, conditions: Iterable[Condition]) -> list[Event]:
+    def changed(self, conditions: Iterable[Condition]) -> list[Event]:
         """Events to emit for these conditions; remembers them as emitted."""
         events = []
         for each in conditions:
@@ -60,8 +60,8 @@ class News:
             if worth is None:
                 continue
             word = (each.reason, each.message if each.type in _EACH_MESSAGE else "")
-            last = self._told.get(each.type)
-            self._told[each.type] = word
+            last = self._emitted.get(each.type)
+            self._emitted[each.type] = word
             if word == last or (worth == "relief" and last is None):
                 continue
             kind: Literal["Normal", "Warning"] = "Warning" if worth == "trouble" else "Normal"
@@ -84,13 +84,13 @@ class EventSender:
             if len(self._under_way) >= MOST_UNDER_WAY:
                 log.warning("%s: too many events in progress: dropped %s", where, event.reason)
                 continue
-            task = asyncio.create_task(self._tell(where, job, event))
+            task = asyncio.create_task(self._emit(where, job, event))
             self._under_way.add(task)
             task.add_done_callback(self._under_way.discard)
 
-    async def _tell(self, where: str, job: Mapping[str, Any], event: Event) -> None:
+    async def _emit(self, where: str, job: Mapping[str, Any], event: Event) -> None:
         try:
-            await tell(self._cluster, job, event, names.INGEST_OWNER)
+            await emit(self._cluster, job, event, names.INGEST_OWNER)
         except (ApiRefused, aiohttp.ClientError, TimeoutError, OSError) as error:
             why = str(error) or type(error).__name__
             log.warning("%s: event %s was not written: %s", where, event.reason, why)

@@ -30,12 +30,12 @@ from pipemorph_operator.cluster.client import ApiRefused, Cluster
 from pipemorph_operator.cluster.job import read_job
 from pipemorph_operator.ingest import snapshot_codec, write_budget
 from pipemorph_operator.ingest.auth import Expected
-from pipemorph_operator.ingest.condition_events import EventSender, News
+from pipemorph_operator.ingest.condition_events import ConditionEvents, EventSender
 from pipemorph_operator.ingest.fence import Fence, Overtaken
 from pipemorph_operator.ingest.summary import Source, judge, summarize
 from pipemorph_operator.metrics import (
     DIRECTIVES,
-    JOBS_HELD,
+    JOBS_TRACKED,
     PERSIST_SECONDS,
     STATUS_WRITES,
     forget_job,
@@ -49,7 +49,7 @@ MOST_WRITES = 16
 """Limit of concurrent status writes. More would only wait in the API server while their time limits
 run. Periodic writes use at most half, so that directives need not wait for them."""
 
-LAST_WORD_PAUSES = (1.0, 5.0, 20.0, 60.0, 0.0)
+FINAL_WRITE_PAUSES = (1.0, 5.0, 20.0, 60.0, 0.0)
 """Seconds to wait after each failed write of a job's final status."""
 GONE = frozenset({404, 409})
 """HTTP status if the job no longer exists, or was replaced by one of the same name."""
@@ -64,21 +64,21 @@ FirstPlanner = Callable[[JobSpec], Awaitable[Schedule | None]]
 
 
 @dataclass
-class Ear:
+class ReportLog:
     """Records when a job's reports arrive."""
 
     clock: Callable[[], float]
     reported_at: float | None = None
-    news: bool = True
+    pending: bool = True
     """Whether status may have changed since the last look."""
 
-    def hear(self, _: LinkHealthReport) -> None:
+    def record(self, _: LinkHealthReport) -> None:
         self.reported_at = self.clock()
-        self.news = True
+        self.pending = True
 
 
 @dataclass
-class Held:
+class TrackedJob:
     """A tracked job, which may report."""
 
     namespace: str
@@ -88,13 +88,13 @@ class Held:
     controller: JobController
     control: ControlState | None
     conditions: list[Condition]
-    ear: Ear
-    news: News
+    reports: ReportLog
+    events: ConditionEvents
     fence: Fence
     job_uid: str | None
     """UID of the attempt's batch Job."""
     written: TrainingStatus | None = None
-    turn: write_budget.Turn | None = None
+    key_state: write_budget.KeyState | None = None
     written_at: float = float("-inf")
     looked_at: float = float("-inf")
     ended: bool = False
@@ -106,7 +106,7 @@ class Held:
 
     @property
     def source(self) -> Source:
-        return Source(self.controller, self.ear.reported_at, self.generation, self.ended)
+        return Source(self.controller, self.reports.reported_at, self.generation, self.ended)
 
 
 class ClusterStore:
@@ -128,44 +128,46 @@ class ClusterStore:
         """Jobs to track once they have their first plan: the latest object, and the task."""
         self._clock = clock
         self._monotonic = monotonic
-        self._held: dict[Key, Held] = {}
+        self._tracked: dict[Key, TrackedJob] = {}
         self._budget = write_budget.Budget(monotonic())
         self._writes = asyncio.Semaphore(MOST_WRITES)
         self._writing = 0
         self._sender = EventSender(cluster)
         self._listed: set[Key] = set()
-        self._last_words: dict[Key, asyncio.Task[None]] = {}
+        self._final_writes: dict[Key, asyncio.Task[None]] = {}
         self._unlisted: set[str | None] = set(namespaces) or {None}
 
     # --- the JobStore interface -----------------------------------------------------------
 
     def lookup(self, namespace: str, job: str) -> ControlledJob | None:
-        held = self._held.get((namespace, job))
-        return held.controller if held is not None else None
+        tracked = self._tracked.get((namespace, job))
+        return tracked.controller if tracked is not None else None
 
     def expected(self, namespace: str, job: str) -> Expected | None:
-        held = self._held.get((namespace, job))
-        if held is None:
+        tracked = self._tracked.get((namespace, job))
+        if tracked is None:
             return None
-        attempt = held.controller.attempt
-        return Expected(held.uid, audience(namespace, job, held.uid), attempt, held.job_uid)
+        attempt = tracked.controller.attempt
+        return Expected(
+            tracked.uid, audience(namespace, job, tracked.uid), attempt, tracked.job_uid
+        )
 
     async def persist(self, namespace: str, job: str, snapshot: Mapping[str, Any]) -> None:
         """Write the directive and the summary to status. Raises if the write failed."""
-        held = self._held.get((namespace, job))
-        if held is None:
+        tracked = self._tracked.get((namespace, job))
+        if tracked is None:
             raise LookupError(f"job {namespace}/{job} is no longer tracked")
         started = self._monotonic()
         self._budget.charge(started)
-        async with held.writing:
-            held.control = snapshot_codec.pack(snapshot)
-            await self._write(held)
+        async with tracked.writing:
+            tracked.control = snapshot_codec.pack(snapshot)
+            await self._write(tracked)
         DIRECTIVES.inc()
         PERSIST_SECONDS.observe(self._monotonic() - started)
 
     @property
     def keys(self) -> list[Key]:
-        return list(self._held)
+        return list(self._tracked)
 
     # --- changes from the watch -----------------------------------------------------------
 
@@ -195,10 +197,10 @@ class ClusterStore:
 
     def _take(self, key: Key, body: Mapping[str, Any]) -> None:
         metadata, raw = body["metadata"], body.get("status") or {}
-        held = self._held.get(key)
-        if held is not None and held.uid != metadata["uid"]:
+        tracked = self._tracked.get(key)
+        if tracked is not None and tracked.uid != metadata["uid"]:
             self._drop(key)
-            held = None
+            tracked = None
         ended = any(
             c.get("type") in (names.COMPLETE, names.FAILED) and c.get("status") == "True"
             for c in raw.get("conditions") or ()
@@ -206,33 +208,33 @@ class ClusterStore:
         attempt = raw.get("attempt")
         ours = is_ours((body.get("spec") or {}).get("managedBy"))
         if ended or attempt is None or not ours or "deletionTimestamp" in metadata:
-            last_word = ended and ours and "deletionTimestamp" not in metadata
-            if held is None and last_word and self._is_unfinished(key, raw) and attempt is not None:
-                self._hold(key, body, attempt)  # The job finished while no ingest was running.
+            final = ended and ours and "deletionTimestamp" not in metadata
+            if tracked is None and final and self._is_unfinished(key, raw) and attempt is not None:
+                self._track(key, body, attempt)  # The job finished while no ingest was running.
                 if key in self._planning:
                     return
-            self._drop(key, last_word=last_word)
+            self._drop(key, final=final)
             return
-        if held is None:
-            self._hold(key, body, attempt)
+        if tracked is None:
+            self._track(key, body, attempt)
             return
-        if held.generation != metadata["generation"]:
-            held.generation = metadata["generation"]
-            self._respec(held, body)
-        held.job_uid = raw.get("jobUid")
-        if attempt > held.controller.attempt:
-            held.controller.begin_attempt(attempt)
-            held.ear.reported_at = None
-            held.ear.news = True
+        if tracked.generation != metadata["generation"]:
+            tracked.generation = metadata["generation"]
+            self._spec_edited(tracked, body)
+        tracked.job_uid = raw.get("jobUid")
+        if attempt > tracked.controller.attempt:
+            tracked.controller.begin_attempt(attempt)
+            tracked.reports.reported_at = None
+            tracked.reports.pending = True
 
     def _is_unfinished(self, key: Key, status: Mapping[str, Any]) -> bool:
         """Whether the status of a finished job lacks its final write by the ingest."""
-        return key not in self._last_words and any(
+        return key not in self._final_writes and any(
             c.get("type") == names.LINKS_HEALTHY and c.get("reason") != names.R_FINISHED
             for c in status.get("conditions") or ()
         )
 
-    def _hold(self, key: Key, body: Mapping[str, Any], attempt: int) -> None:
+    def _track(self, key: Key, body: Mapping[str, Any], attempt: int) -> None:
         spec = self._spec(key, body)
         if spec is None:
             return
@@ -240,9 +242,11 @@ class ClusterStore:
             self._plan_first(key, body, spec)
             return
         status = JobStatus.model_validate(body.get("status") or {})
-        ear = Ear(self._clock)
+        reports = ReportLog(self._clock)
         try:
-            controller, problem = snapshot_codec.restore(spec, status.control, attempt, ear.hear)
+            controller, problem = snapshot_codec.restore(
+                spec, status.control, attempt, reports.record
+            )
         except InputError as error:
             log.error("%s/%s cannot accept reports: %s", *key, error)
             return
@@ -250,7 +254,7 @@ class ClusterStore:
             log.error("%s/%s: %s", *key, problem)
         metadata = body["metadata"]
         own = [c for k in names.INGEST_CONDITIONS if (c := condition(status, k)) is not None]
-        held = Held(
+        tracked = TrackedJob(
             namespace=key[0],
             name=key[1],
             uid=metadata["uid"],
@@ -258,14 +262,14 @@ class ClusterStore:
             controller=controller,
             control=status.control,
             conditions=own,
-            ear=ear,
-            news=News(own),
+            reports=reports,
+            events=ConditionEvents(own),
             fence=Fence(metadata.get("resourceVersion"), status.control),
             job_uid=status.job_uid,
             written=status.training,
         )
-        self._held[key] = held
-        JOBS_HELD.set(len(self._held))
+        self._tracked[key] = tracked
+        JOBS_TRACKED.set(len(self._tracked))
 
     def _plan_first(self, key: Key, body: Mapping[str, Any], spec: JobSpec) -> None:
         """Start computing the job's first plan; then track the job, with its latest object."""
@@ -274,14 +278,14 @@ class ClusterStore:
             self._planning[key] = body, before[1]
             return
         self._forget_plan(key)
-        self._planning[key] = body, asyncio.create_task(self._hold_planned(key, spec))
+        self._planning[key] = body, asyncio.create_task(self._track_planned(key, spec))
 
     def _forget_plan(self, key: Key) -> None:
         planning = self._planning.pop(key, None)
         if planning is not None:
             planning[1].cancel()
 
-    async def _hold_planned(self, key: Key, spec: JobSpec) -> None:
+    async def _track_planned(self, key: Key, spec: JobSpec) -> None:
         assert self._first_plan is not None
         while True:
             try:
@@ -301,15 +305,19 @@ class ClusterStore:
         self._take(key, body)
         del kept
 
-    def _respec(self, held: Held, body: Mapping[str, Any]) -> None:
+    def _spec_edited(self, tracked: TrackedJob, body: Mapping[str, Any]) -> None:
         """Apply an edit of the spec: of the mutable fields the controller uses ``adaptation``."""
-        spec = self._spec((held.namespace, held.name), body)
-        if spec is None or spec.adaptation == held.controller.spec.adaptation:
+        spec = self._spec((tracked.namespace, tracked.name), body)
+        if spec is None or spec.adaptation == tracked.controller.spec.adaptation:
             return
-        before = held.controller
-        held.controller = JobController.restore(spec, before.snapshot(), on_report=held.ear.hear)
-        held.controller.adopt_rails(before)
-        log.info("%s/%s: spec.adaptation changed; measuring links anew", held.namespace, held.name)
+        before = tracked.controller
+        tracked.controller = JobController.restore(
+            spec, before.snapshot(), on_report=tracked.reports.record
+        )
+        tracked.controller.adopt_rails(before)
+        log.info(
+            "%s/%s: spec.adaptation changed; measuring links anew", tracked.namespace, tracked.name
+        )
 
     @staticmethod
     def _spec(key: Key, body: Mapping[str, Any]) -> JobSpec | None:
@@ -319,28 +327,28 @@ class ClusterStore:
             log.warning("%s/%s cannot accept reports: %s", *key, error)
             return None
 
-    def _drop(self, key: Key, *, last_word: bool = False) -> None:
+    def _drop(self, key: Key, *, final: bool = False) -> None:
         self._forget_plan(key)
-        held = self._held.pop(key, None)
-        JOBS_HELD.set(len(self._held))
+        tracked = self._tracked.pop(key, None)
+        JOBS_TRACKED.set(len(self._tracked))
         forget_job(*key)
-        if held is not None and last_word:
-            held.ended = True
-            self._last_words[key] = task = asyncio.create_task(self._say_last(held))
-            task.add_done_callback(lambda _: self._last_words.pop(key, None))
+        if tracked is not None and final:
+            tracked.ended = True
+            self._final_writes[key] = task = asyncio.create_task(self._write_final(tracked))
+            task.add_done_callback(lambda _: self._final_writes.pop(key, None))
 
-    async def _say_last(self, held: Held) -> None:
+    async def _write_final(self, tracked: TrackedJob) -> None:
         """Write the final status of a finished job: its last figures, and links not slow."""
-        for pause in LAST_WORD_PAUSES:
+        for pause in FINAL_WRITE_PAUSES:
             try:
-                async with held.writing:
-                    await self._write(held)
+                async with tracked.writing:
+                    await self._write(tracked)
                 return
             except Overtaken:
                 return  # Another ingest writes the final status.
             except (ApiRefused, aiohttp.ClientError, TimeoutError, OSError) as error:
                 why = str(error) or type(error).__name__
-                log.warning("%s/%s: writing the final status failed: %s", *held.key, why)
+                log.warning("%s/%s: writing the final status failed: %s", *tracked.key, why)
                 if isinstance(error, ApiRefused) and error.status in GONE:
                     return
             # Retry here: finished jobs are no longer visited.
@@ -350,33 +358,35 @@ class ClusterStore:
 
     async def look(self, key: Key) -> None:
         """Write the job's status if it is due. Failures are logged and retried."""
-        held = self._held.get(key)
+        tracked = self._tracked.get(key)
         now = self._monotonic()
-        if held is None or held.writing.locked():
+        if tracked is None or tracked.writing.locked():
             return
         # Visit a silent job too, less often: its links become unknown with time.
-        if not held.ear.news and now - held.looked_at < write_budget.PROGRESS_SECONDS:
+        if not tracked.reports.pending and now - tracked.looked_at < write_budget.PROGRESS_SECONDS:
             return
-        held.looked_at = now
+        tracked.looked_at = now
         wall = self._clock()
-        view = held.controller.view(wall)
-        turn = write_budget.Turn.of(held.source, view, wall)
-        turned = turn != held.turn
-        if not write_budget.is_due(turned, now - held.written_at, len(self._held)):
+        view = tracked.controller.view(wall)
+        key_state = write_budget.KeyState.of(tracked.source, view, wall)
+        state_changed = key_state != tracked.key_state
+        if not write_budget.is_due(state_changed, now - tracked.written_at, len(self._tracked)):
             return
-        training, conditions = self._summary(held, view, wall)
-        self._gauge(held, training, conditions)
-        if training == held.written and conditions == held.conditions:
-            held.ear.news = False
+        training, conditions = self._summary(tracked, view, wall)
+        self._gauge(tracked, training, conditions)
+        if training == tracked.written and conditions == tracked.conditions:
+            tracked.reports.pending = False
             return
-        if self._writing >= MOST_WRITES // 2 or not self._budget.allows(now, turned=turned):
+        if self._writing >= MOST_WRITES // 2 or not self._budget.allows(
+            now, state_changed=state_changed
+        ):
             return  # Retried in the next round.
-        held.ear.news = False
-        async with held.writing:
+        tracked.reports.pending = False
+        async with tracked.writing:
             try:
-                if turned and training.adaptations and held.control is not None:
-                    held.control = snapshot_codec.pack(held.controller.snapshot())
-                await self._write(held)
+                if state_changed and training.adaptations and tracked.control is not None:
+                    tracked.control = snapshot_codec.pack(tracked.controller.snapshot())
+                await self._write(tracked)
             except (
                 ApiRefused,
                 aiohttp.ClientError,
@@ -385,55 +395,59 @@ class ClusterStore:
                 Overtaken,
                 snapshot_codec.TooLarge,
             ) as error:
-                held.ear.news = True
-                held.written_at = self._monotonic()
+                tracked.reports.pending = True
+                tracked.written_at = self._monotonic()
                 log.warning("%s/%s: writing status failed: %s", *key, error)
 
     @staticmethod
-    def _summary(held: Held, view: JobView, now: float) -> tuple[TrainingStatus, list[Condition]]:
-        source = held.source
-        training = summarize(source, now, view, held.written)
-        return training, judge(source, held.conditions, now, view)
+    def _summary(
+        tracked: TrackedJob, view: JobView, now: float
+    ) -> tuple[TrainingStatus, list[Condition]]:
+        source = tracked.source
+        training = summarize(source, now, view, tracked.written)
+        return training, judge(source, tracked.conditions, now, view)
 
-    async def _write(self, held: Held) -> None:
+    async def _write(self, tracked: TrackedJob) -> None:
         """Write the ingest's part of a job's status, as of when the write starts."""
         self._writing += 1
         try:
             async with self._writes:
-                await self._apply(held)
+                await self._apply(tracked)
         finally:
             self._writing -= 1
 
-    async def _apply(self, held: Held) -> None:
+    async def _apply(self, tracked: TrackedJob) -> None:
         wall = self._clock()
-        view = held.controller.view(wall)
-        turn = write_budget.Turn.of(held.source, view, wall)
-        training, conditions = self._summary(held, view, wall)
-        status = JobStatus(conditions=conditions, training=training, control=held.control)
-        about = {"name": held.name, "namespace": held.namespace, "uid": held.uid}
+        view = tracked.controller.view(wall)
+        key_state = write_budget.KeyState.of(tracked.source, view, wall)
+        training, conditions = self._summary(tracked, view, wall)
+        status = JobStatus(conditions=conditions, training=training, control=tracked.control)
+        about = {"name": tracked.name, "namespace": tracked.namespace, "uid": tracked.uid}
         try:
-            await held.fence.apply(self._cluster, about, status)
+            await tracked.fence.apply(self._cluster, about, status)
         except BaseException as error:
             STATUS_WRITES.labels(result="error").inc()
-            if isinstance(error, Overtaken) and self._held.get(held.key) is held:
-                log.error("%s/%s: %s; continuing from it", *held.key, error)
-                self._drop(held.key)
-                self._take(held.key, error.body)
+            if isinstance(error, Overtaken) and self._tracked.get(tracked.key) is tracked:
+                log.error("%s/%s: %s; continuing from it", *tracked.key, error)
+                self._drop(tracked.key)
+                self._take(tracked.key, error.body)
             raise
         STATUS_WRITES.labels(result="ok").inc()
-        held.written, held.conditions = training, conditions
-        self._sender.send(about, held.news.of(conditions))
-        held.turn = turn
-        held.written_at = self._monotonic()
+        tracked.written, tracked.conditions = training, conditions
+        self._sender.send(about, tracked.events.changed(conditions))
+        tracked.key_state = key_state
+        tracked.written_at = self._monotonic()
 
     @staticmethod
-    def _gauge(held: Held, training: TrainingStatus, conditions: Sequence[Condition]) -> None:
+    def _gauge(
+        tracked: TrackedJob, training: TrainingStatus, conditions: Sequence[Condition]
+    ) -> None:
         rails = training.rails
         healthy = {c.type: c.status for c in conditions}.get(names.RAILS_HEALTHY)
         worst = max((link.delay_ms for link in training.slow_links), default=0.0)
         set_job(
-            held.namespace,
-            held.name,
+            tracked.namespace,
+            tracked.name,
             (
                 ("iteration", training.iteration),
                 ("iteration_seconds", training.iteration_seconds),
@@ -445,7 +459,7 @@ class ClusterStore:
                 ("applied_plan_version", training.applied_plan_version),
                 ("adaptations", training.adaptations),
                 ("peak_memory_bytes", max(training.peak_memory, default=0) or None),
-                ("last_report_timestamp_seconds", held.ear.reported_at),
+                ("last_report_timestamp_seconds", tracked.reports.reported_at),
                 ("rails_healthy", {"True": 1.0, "False": 0.0}.get(healthy or "Unknown")),
                 ("rdma_ports", rails.ports if rails is not None else None),
                 ("sick_rdma_ports", rails.sick_count if rails is not None else None),

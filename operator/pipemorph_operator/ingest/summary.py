@@ -118,7 +118,8 @@ def verdicts(source: Source, view: JobView, now: float) -> dict[str, Verdict]:
         names.LINKS_HEALTHY: _links_healthy(source, view, now),
         names.SCHEDULE_ADAPTED: _schedule_adapted(source, view),
         names.LINKS_DELEGATED: _offloaded(source, view),
-        names.RAILS_HEALTHY: _unheard(source, now) or rails_healthy(source.controller.spec, view),
+        names.RAILS_HEALTHY: _without_reports(source, now)
+        or rails_healthy(source.controller.spec, view),
     }
 
 
@@ -126,7 +127,7 @@ Verdict = tuple[ConditionStatus, str, str]
 """Status, reason, message."""
 
 
-def _unheard(source: Source, now: float) -> Verdict | None:
+def _without_reports(source: Source, now: float) -> Verdict | None:
     """The Unknown verdict if the job has no recent reports; else None."""
     if source.ended:
         return "Unknown", names.R_FINISHED, "the job has finished; its links are no longer tracked"
@@ -141,7 +142,7 @@ def _unheard(source: Source, now: float) -> Verdict | None:
 
 
 def _links_healthy(source: Source, view: JobView, now: float) -> Verdict:
-    unheard = _unheard(source, now)
+    unheard = _without_reports(source, now)
     if unheard is not None:
         return unheard
     slow, links = _slow(view), view.links

@@ -25,7 +25,7 @@ LOOKS_PER_SECOND = 400.0
 
 
 @dataclass(frozen=True)
-class Turn:
+class KeyState:
     """The part of a status whose change is written without delay."""
 
     state: str
@@ -36,9 +36,9 @@ class Turn:
     measured: bool
 
     @staticmethod
-    def of(source: Source, view: JobView, now: float) -> Turn:
+    def of(source: Source, view: JobView, now: float) -> KeyState:
         records = source.controller.records
-        return Turn(
+        return KeyState(
             state=view.state,
             attempt=source.controller.attempt,
             versions=(view.wanted_plan_version, view.applied_plan_version),
@@ -70,10 +70,10 @@ class Budget:
     def __init__(self, now: float) -> None:
         self._left, self._at = BURST, now
 
-    def allows(self, now: float, *, turned: bool) -> bool:
+    def allows(self, now: float, *, state_changed: bool) -> bool:
         """Whether a status may be written now; if so, charges it."""
         self._refill(now)
-        if self._left < (1.0 if turned else BURST / 2):
+        if self._left < (1.0 if state_changed else BURST / 2):
             return False
         self._left -= 1.0
         return True
@@ -88,6 +88,6 @@ class Budget:
         self._at = now
 
 
-def is_due(turned: bool, since_write: float, jobs: int) -> bool:
+def is_due(state_changed: bool, since_write: float, jobs: int) -> bool:
     """Whether changed figures should be written now."""
-    return turned or since_write >= progress_interval(jobs)
+    return state_changed or since_write >= progress_interval(jobs)

@@ -46,7 +46,7 @@ def decide(seen: Observed, config: OperatorConfig) -> Decision:
     return _unfinished(draft, job, config)
 
 
-def hold(seen: Observed, reason: str, message: str) -> Decision:
+def objects_rejected(seen: Observed, reason: str, message: str) -> Decision:
     """The decision if an attempt's objects cannot be created: report why and retry. An edit of the
     template or placement, a larger quota or a changed policy may resolve it."""
     draft = Draft(seen)
@@ -54,19 +54,19 @@ def hold(seen: Observed, reason: str, message: str) -> Decision:
     draft.mark(names.SUSPENDED, "False", names.R_NOT_SUSPENDED, "spec.suspend is false")
     draft.not_running(reason, message)
     if not known:
-        draft.say("Warning", reason, message)
-    draft.soon(waits.LOOK_AGAIN_SECONDS)
+        draft.emit("Warning", reason, message)
+    draft.requeue_within(waits.LOOK_AGAIN_SECONDS)
     return draft.done()
 
 
-def stumble(seen: Observed, error: Exception) -> Decision:
+def internal_error(seen: Observed, error: Exception) -> Decision:
     """The decision after an internal error: report it. Running ranks keep running."""
     draft = Draft(seen)
     message = one_line(
         f"internal error of the operator; retrying: {type(error).__name__}: {error}", MESSAGE_LENGTH
     )
     if not any(c.message == message for c in draft.status.conditions):
-        draft.say("Warning", names.R_INTERNAL, message)
+        draft.emit("Warning", names.R_INTERNAL, message)
     running = conditions.is_true(draft.status.conditions, names.RUNNING)
     draft.mark(names.RUNNING, "True" if running else "False", names.R_INTERNAL, message)
     return draft.done()
@@ -87,7 +87,7 @@ def _finished(draft: Draft) -> Decision:
     )
     if left is not None and left <= 0:
         draft.out.delete_self = True
-        draft.say("Normal", names.R_TTL, "ttlSecondsAfterFinished has expired; deleting the job")
+        draft.emit("Normal", names.R_TTL, "ttlSecondsAfterFinished has expired; deleting the job")
     else:
         draft.out.again_in = left
     return draft.out
@@ -98,7 +98,7 @@ def _unfinished(draft: Draft, job: PipeMorphJob, config: OperatorConfig) -> Deci
     left = lifetime.until_deadline(limit, draft.status.ran_seconds, started, draft.now)
     if left is not None and left <= 0:
         return _fail(draft, names.R_DEADLINE, f"activeDeadlineSeconds ({limit}) exceeded")
-    draft.soon(left)
+    draft.requeue_within(left)
     if job.spec.suspend:
         return _suspend(draft, job)
     draft.mark(names.SUSPENDED, "False", names.R_NOT_SUSPENDED, "spec.suspend is false")
@@ -130,12 +130,12 @@ def _fail(draft: Draft, reason: str, message: str) -> Decision:
     draft.mark(names.FAILED, "True", reason, message)
     draft.not_running(names.R_FINISHED, "the job has failed")
     draft.status.completion_time = format_time(draft.now)
-    draft.say("Warning", reason, message)
+    draft.emit("Warning", reason, message)
     draft.out.counts.append("failed")
     draft.out.delete_jobs += [j.name for j in draft.jobs() if not j.drained and not j.deleting]
     draft.end_attempts()
     draft.out.again_in = None
-    return draft.done(soon=True)
+    return draft.done(again=True)
 
 
 # --- suspend ------------------------------------------------------------------------------
@@ -155,10 +155,10 @@ def _suspend(draft: Draft, job: PipeMorphJob) -> Decision:
     if running:
         draft.not_running(names.R_SUSPENDING, f"stopping {running[0].active} ranks")
         draft.mark(names.SUSPENDED, "False", names.R_SUSPENDING, "stopping the ranks")
-        draft.soon(DRAIN_SECONDS)
+        draft.requeue_within(DRAIN_SECONDS)
     else:
         if not conditions.is_true(draft.status.conditions, names.SUSPENDED):
-            draft.say("Normal", names.SUSPENDED, "spec.suspend is true; all ranks have stopped")
+            draft.emit("Normal", names.SUSPENDED, "spec.suspend is true; all ranks have stopped")
         draft.not_running(names.R_SUSPENDED, "the job is suspended")
         draft.mark(names.SUSPENDED, "True", names.R_SUSPENDED, "spec.suspend is true")
     return draft.done()
@@ -182,7 +182,7 @@ def _start(draft: Draft, job: PipeMorphJob, config: OperatorConfig) -> Decision:
     draft.out.delete_attempts += sorted({*(j.name for j in old), *([last] if number else [])})
     wait = _wait_before(draft, old)
     if wait > 0:
-        draft.soon(wait)
+        draft.requeue_within(wait)
         return draft.done()
     rule = (job.spec.placement or Placement()).node_exclusion
     excluded, unwanted = node_exclusion.avoided(draft.status.nodes, rule)
@@ -190,7 +190,7 @@ def _start(draft: Draft, job: PipeMorphJob, config: OperatorConfig) -> Decision:
     try:
         draft.out.apply = objects(attempt, config)
     except Unbuildable as error:
-        return hold(draft.seen, error.reason, error.message)
+        return objects_rejected(draft.seen, error.reason, error.message)
     draft.out.create = attempt
     draft.status.attempt, draft.status.job_name = number, attempt.name
     draft.status.attempt_start_time = format_time(draft.now)
@@ -202,7 +202,7 @@ def _start(draft: Draft, job: PipeMorphJob, config: OperatorConfig) -> Decision:
     draft.waiting(f"Job {attempt.name} was created")
     draft.mark(names.PREFLIGHT_PASSED, "Unknown", names.R_PREFLIGHT_UNKNOWN, "no rank has run")
     draft.created(number, attempt.name)
-    draft.soon(waits.MISSING_SECONDS)
+    draft.requeue_within(waits.MISSING_SECONDS)
     return draft.done()
 
 
@@ -302,10 +302,10 @@ def _complete(draft: Draft, ranks: int) -> Decision:
     draft.not_running(names.R_FINISHED, "the job is complete")
     draft.status.ready = f"{ranks}/{ranks}"
     draft.status.completion_time = format_time(draft.now)
-    draft.say("Normal", names.COMPLETE, f"all {ranks} ranks finished")
+    draft.emit("Normal", names.COMPLETE, f"all {ranks} ranks finished")
     draft.out.counts.append("successful")
     draft.end_attempts()
-    return draft.done(soon=True)
+    return draft.done(again=True)
 
 
 def _ended(draft: Draft, job: PipeMorphJob, cause: restart.Cause) -> Decision:
@@ -342,9 +342,9 @@ def _ended(draft: Draft, job: PipeMorphJob, cause: restart.Cause) -> Decision:
     draft.not_running(
         names.R_RESTARTING, f"attempt {number} ended ({cause.reason}): {cause.message}"
     )
-    draft.say("Warning", cause.reason, f"attempt {number} ended: {cause.message}")
+    draft.emit("Warning", cause.reason, f"attempt {number} ended: {cause.message}")
     draft.out.counts.append("restarted")
-    return draft.done(soon=True)
+    return draft.done(again=True)
 
 
 # --- conditions ---------------------------------------------------------------------------
@@ -352,7 +352,7 @@ def _ended(draft: Draft, job: PipeMorphJob, cause: restart.Cause) -> Decision:
 
 def _running(draft: Draft, ranks: int) -> None:
     if not conditions.is_true(draft.status.conditions, names.RUNNING):
-        draft.say("Normal", names.RUNNING, f"all {ranks} ranks are ready")
+        draft.emit("Normal", names.RUNNING, f"all {ranks} ranks are ready")
     draft.mark(names.PODS_READY, "True", names.R_ALL_READY, f"{ranks} of {ranks} ranks")
     draft.mark(names.RUNNING, "True", names.R_ALL_READY, f"all {ranks} ranks are ready")
     training = (draft.seen.body.get("status") or {}).get("training") or {}

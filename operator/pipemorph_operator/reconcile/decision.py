@@ -78,15 +78,15 @@ class Draft:
             now=self.now,
         )
 
-    def say(self, kind: Kind, reason: str, message: str) -> None:
+    def emit(self, kind: Kind, reason: str, message: str) -> None:
         """Emit a Kubernetes event."""
         self.out.events.append(Event(kind, reason, message))
 
     def created(self, number: int, name: str) -> None:
         """Emit the event of a created Job."""
-        self.say("Normal", names.R_CREATED, f"attempt {number}: Job {name} was created")
+        self.emit("Normal", names.R_CREATED, f"attempt {number}: Job {name} was created")
 
-    def soon(self, seconds: float | None) -> None:
+    def requeue_within(self, seconds: float | None) -> None:
         """Reconcile the job again within so many seconds; None: no limit."""
         if seconds is not None:
             now = self.out.again_in
@@ -143,15 +143,15 @@ class Draft:
         self.status.job_name = self.status.job_uid = None
         self.status.job_start_time = self.status.attempt_start_time = None
 
-    def done(self, *, soon: bool = False) -> Decision:
-        """Finish the decision. ``soon``: reconcile again at once, for the next step."""
+    def done(self, *, again: bool = False) -> Decision:
+        """Finish the decision. ``again``: reconcile again at once, for the next step."""
         status = self.status
         status.observed_generation = self.generation
         status.state = conditions.job_state(status.conditions)
         if status.pods is not None:
             done = min(status.pods.wanted, status.pods.ready + status.pods.succeeded)
             status.ready = f"{done}/{status.pods.wanted}"
-        if soon:
-            self.soon(0.0)
+        if again:
+            self.requeue_within(0.0)
         self.out.status = status
         return self.out

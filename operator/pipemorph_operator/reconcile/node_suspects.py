@@ -35,7 +35,7 @@ def accuse(draft: Draft, job: PipeMorphJob) -> None:
     )
     for node in draft.status.nodes:
         if node.excluded and node.name not in before:
-            draft.say(
+            draft.emit(
                 "Warning",
                 names.R_NODE_EXCLUDED,
                 f"node {node.name} had slow links at the end of attempts"

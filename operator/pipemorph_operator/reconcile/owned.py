@@ -15,7 +15,7 @@ from pipemorph_operator.cluster.client import Cluster, path
 from pipemorph_operator.cluster.facts import JobFacts
 from pipemorph_operator.names import LABEL_JOB
 from pipemorph_operator.reconcile.workqueue import WorkQueue
-from pipemorph_operator.watchdog import WatchDog
+from pipemorph_operator.watchdog import Watchdog
 
 log = logging.getLogger("pipemorph.operator")
 
@@ -24,13 +24,16 @@ Key = tuple[str, str]
 
 class OwnedJobs:
     """The known Jobs. Every change of a Job queues its PipeMorphJob. ``namespaces``: those to
-    watch; empty for all. ``dog`` records what the watches deliver."""
+    watch; empty for all. ``watchdog`` records what the watches deliver."""
 
     def __init__(
-        self, queue: WorkQueue[Key], namespaces: Sequence[str] = (), dog: WatchDog | None = None
+        self,
+        queue: WorkQueue[Key],
+        namespaces: Sequence[str] = (),
+        watchdog: Watchdog | None = None,
     ) -> None:
         self._queue = queue
-        self._dog = dog or WatchDog()
+        self._watchdog = watchdog or Watchdog()
         self._known: dict[Key, dict[str, JobFacts]] = {}
         """By namespace and the owner's UID, then by name."""
         self._owner: dict[Key, str] = {}
@@ -74,7 +77,7 @@ class OwnedJobs:
         if kind == "DELETED":
             self._drop(key)
             return
-        self._dog.brought("Job", body["metadata"])
+        self._watchdog.delivered("Job", body["metadata"])
         facts = JobFacts.of(body)
         if self._owner.setdefault(key, facts.owner_uid) != facts.owner_uid:
             self._forget(key)
@@ -83,7 +86,7 @@ class OwnedJobs:
         self._queue.add((key[0], facts.owner))
 
     def _drop(self, key: Key) -> None:
-        self._dog.brought("Job", {"namespace": key[0], "name": key[1]}, deleted=True)
+        self._watchdog.delivered("Job", {"namespace": key[0], "name": key[1]}, deleted=True)
         self._forget(key)
 
     def _forget(self, key: Key) -> None:

@@ -21,12 +21,12 @@ from pipemorph_operator import names
 from pipemorph_operator.children import gang
 from pipemorph_operator.children.objects import secret
 from pipemorph_operator.cluster.client import ApiRefused, Cluster, path, path_of
-from pipemorph_operator.cluster.events import tell
+from pipemorph_operator.cluster.events import emit
 from pipemorph_operator.cluster.facts import JobFacts, PodFacts, why_no_pod
 from pipemorph_operator.cluster.job import current_name, dump, operator_part
 from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.metrics import JOBS
-from pipemorph_operator.reconcile.decide import decide, hold, stumble
+from pipemorph_operator.reconcile.decide import decide, internal_error, objects_rejected
 from pipemorph_operator.reconcile.decision import Decision, Observed
 from pipemorph_operator.reconcile.plans import Plans
 
@@ -92,7 +92,7 @@ class Reconciler:
         except (ApiRefused, aiohttp.ClientError, TimeoutError, OSError):
             raise
         except Exception as error:
-            await self._own_up(seen, error)
+            await self._report_error(seen, error)
             raise
         try:
             return await self._carry_out(seen, decision)
@@ -155,12 +155,12 @@ class Reconciler:
             JOBS[what].labels(job_namespace=namespace).inc()
         for event in decision.events:
             log.info("%s/%s: %s: %s", namespace, metadata["name"], event.reason, event.message)
-            await tell(self._cluster, metadata, event, names.OPERATOR_OWNER)
+            await emit(self._cluster, metadata, event, names.OPERATOR_OWNER)
         return decision.again_in
 
-    async def _own_up(self, seen: Observed, error: Exception) -> None:
+    async def _report_error(self, seen: Observed, error: Exception) -> None:
         try:
-            await self._carry_out(seen, stumble(seen, error))
+            await self._carry_out(seen, internal_error(seen, error))
         except Exception:
             # Not raised: the caller gets the first error.
             log.exception("the internal error could not be written to status")
@@ -182,13 +182,13 @@ class Reconciler:
         except ApiRefused as refused:
             if refused.namespace_ends or refused.status == CONFLICT:
                 raise
-            held = hold(seen, names.R_REFUSED, refused.message)
+            rejected = objects_rejected(seen, names.R_REFUSED, refused.message)
             if refused.status == TOO_MANY or refused.status >= SERVER_FAULT:
-                await self._carry_out(seen, held)
+                await self._carry_out(seen, rejected)
                 raise
             # The objects before the rejected one exist, and are useless without it.
-            held.delete_attempts.append(attempt.name)
-            return held
+            rejected.delete_attempts.append(attempt.name)
+            return rejected
         return decision
 
     async def _make(self, obj: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def look(draft: Draft, job: PipeMorphJob, current: JobFacts, ready: int) -> rest
     age = (draft.now - (parse_time(draft.status.attempt_start_time) or draft.now)).total_seconds()
     patience = MISSING_SECONDS if current.missing == ranks else STUCK_SECONDS
     if age < patience:
-        draft.soon(patience - age + 0.1)
+        draft.requeue_within(patience - age + 0.1)
         draft.waiting(message)
         return None
     if seen.pods is None:
@@ -36,7 +36,7 @@ def look(draft: Draft, job: PipeMorphJob, current: JobFacts, ready: int) -> rest
     if lost is not None:
         return lost
     leaving = any(p.gone_by is not None for p in seen.pods)
-    draft.soon(restart.LOST_SECONDS if leaving else LOOK_AGAIN_SECONDS)
+    draft.requeue_within(restart.LOST_SECONDS if leaving else LOOK_AGAIN_SECONDS)
     if seen.no_pod:
         problem = f"{current.missing} pods cannot be created: {seen.no_pod}"
         _refused(draft, current, f"{message}; {problem}")
@@ -72,4 +72,4 @@ def _refused(draft: Draft, current: JobFacts, message: str) -> None:
     known = any(c.reason == names.R_PODS_REFUSED for c in draft.status.conditions)
     draft.not_running(names.R_PODS_REFUSED, message)
     if not known:
-        draft.say("Warning", names.R_PODS_REFUSED, f"Job {current.name}: {message}")
+        draft.emit("Warning", names.R_PODS_REFUSED, f"Job {current.name}: {message}")

@@ -14,7 +14,7 @@ import kopf
 
 from pipemorph_operator.names import API_GROUP, INGEST_CONDITIONS, KIND, PLURAL, VERSION
 from pipemorph_operator.reconcile.workqueue import WorkQueue
-from pipemorph_operator.watchdog import WatchDog
+from pipemorph_operator.watchdog import Watchdog
 
 INACTIVITY_SECONDS = 90.0
 """Bookmarks arrive every minute: a watch that is silent for longer is dead."""
@@ -29,20 +29,20 @@ class Watched:
 
     def __init__(self) -> None:
         self._seen: dict[Key, int] = {}
-        self.dog = WatchDog()
+        self.watchdog = Watchdog()
 
-    def is_news(self, key: Key, kind: str | None, body: Mapping[str, Any]) -> bool:
+    def is_relevant(self, key: Key, kind: str | None, body: Mapping[str, Any]) -> bool:
         """Whether a watch event can change the decision. ``kind`` None: the job was listed."""
         if kind == "DELETED":
             self._seen.pop(key, None)
             return True
-        now = hash(json.dumps(what_matters(body), sort_keys=True))
+        now = hash(json.dumps(relevant_fields(body), sort_keys=True))
         known = self._seen.get(key)
         self._seen[key] = now
         return kind != "MODIFIED" or now != known
 
 
-def what_matters(body: Mapping[str, Any]) -> dict[str, Any]:
+def relevant_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a job that a decision may depend on, without the ingest's figures, which
     change every few seconds."""
     metadata, status = body["metadata"], body.get("status") or {}
@@ -82,9 +82,9 @@ def registry(queue: WorkQueue[Key], watched: Watched) -> kopf.OperatorRegistry:
     async def job_changed(
         namespace: str | None, name: str, type: str | None, body: kopf.Body, **_: Any
     ) -> None:
-        watched.dog.brought(KIND, body["metadata"], deleted=type == "DELETED")
+        watched.watchdog.delivered(KIND, body["metadata"], deleted=type == "DELETED")
         key = (str(namespace), name)
-        if watched.is_news(key, type, body):
+        if watched.is_relevant(key, type, body):
             queue.add(key)
 
     return made

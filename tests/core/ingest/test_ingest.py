@@ -288,8 +288,8 @@ def test_a_new_directive_releases_every_poll_at_once() -> None:
 
 
 def waiting(server: IngestServer, job: Any) -> int:
-    seat = server.handler._seats.get(job)
-    return len(seat.waiters) if seat else 0
+    session = server.handler._sessions.get(job)
+    return len(session.waiters) if session else 0
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -329,7 +329,7 @@ def test_polls_of_another_attempt_are_turned_away() -> None:
         poll = asyncio.create_task(client.poll(f"attempt=0&wait={LONG}"))
         await until(lambda: waiting(server, job) == 1)
         job.attempt = 1
-        server.handler._seats[job].release()
+        server.handler._sessions[job].release()
         assert (await asyncio.wait_for(poll, PATIENCE))[0] == 403
 
     serve(test, job)

@@ -125,7 +125,7 @@ async def serving(**limits: int) -> AsyncIterator[tuple[IngestServer, int, list[
 
 def waiting(server: IngestServer) -> int:
     """Polls that wait."""
-    return sum(len(seat.waiters) for seat in server.handler._seats.values())
+    return sum(len(session.waiters) for session in server.handler._sessions.values())
 
 
 def mebibytes(process: int) -> float:

@@ -11,7 +11,7 @@ import pytest
 from pipemorph.api.status import Condition
 from pipemorph_operator.cluster.client import ApiRefused
 from pipemorph_operator.cluster.events import MAX_MESSAGE, Event
-from pipemorph_operator.ingest.condition_events import MOST_UNDER_WAY, EventSender, News
+from pipemorph_operator.ingest.condition_events import MOST_UNDER_WAY, ConditionEvents, EventSender
 
 JOB = {"name": "gpt", "namespace": "team", "uid": "u1"}
 
@@ -30,12 +30,12 @@ def conditions(**said: str) -> list[Condition]:
     ]
 
 
-def told(news: News, **said: str) -> list[tuple[str, str, str]]:
-    return [(e.kind, e.reason, e.message) for e in news.of(conditions(**said))]
+def told(news: ConditionEvents, **said: str) -> list[tuple[str, str, str]]:
+    return [(e.kind, e.reason, e.message) for e in news.changed(conditions(**said))]
 
 
 def test_a_link_that_turns_is_told_once_and_its_recovery_too() -> None:
-    news = News([])
+    news = ConditionEvents([])
     assert told(news, LinksHealthy="NoReportsYet") == []
     # It was never otherwise.
     assert (
@@ -53,7 +53,7 @@ def test_a_link_that_turns_is_told_once_and_its_recovery_too() -> None:
 
 
 def test_every_plan_and_every_set_of_delegated_links_is_told() -> None:
-    news = News([])
+    news = ConditionEvents([])
     assert told(news, ScheduleAdapted="InitialPlan", LinksDelegated="AllLinksDirect: all") == []
     assert told(news, ScheduleAdapted="PlanPending: plan v1", LinksDelegated="PlanPending") == []
     assert told(
@@ -78,8 +78,8 @@ def test_every_plan_and_every_set_of_delegated_links_is_told() -> None:
 
 def test_an_ingest_that_starts_over_does_not_repeat_what_status_says() -> None:
     before = conditions(LinksHealthy="SlowLinks: link 2", ScheduleAdapted="PlanInEffect: plan v1")
-    news = News(before)
-    assert news.of(before) == []
+    news = ConditionEvents(before)
+    assert news.changed(before) == []
     assert told(news, LinksHealthy="AllLinksHealthy: ok") == [("Normal", "AllLinksHealthy", "ok")]
 
 

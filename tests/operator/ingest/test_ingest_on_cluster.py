@@ -186,7 +186,7 @@ def test_the_last_word_on_a_job_is_tried_again(
     refusals: list[Exception], written: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its links would be slow for ever: nobody looks at a job again that has ended."""
-    monkeypatch.setattr(store, "LAST_WORD_PAUSES", (0.0,) * 5)
+    monkeypatch.setattr(store, "FINAL_WRITE_PAUSES", (0.0,) * 5)
     api: Any = StatusWrites(*refusals)
     job = body(stages=4)
     job["status"] = {"attempt": 0}
@@ -198,7 +198,7 @@ def test_the_last_word_on_a_job_is_tried_again(
         jobs.changed("LISTED", job)
         job["status"]["conditions"] = [ended]
         jobs.changed("MODIFIED", job)
-        await asyncio.gather(*jobs._last_words.values())
+        await asyncio.gather(*jobs._final_writes.values())
 
     asyncio.run(run())
     assert (len(api.taken), api.refusals) == (written, [])
@@ -323,10 +323,10 @@ def test_a_summary_is_status_as_the_crd_has_it() -> None:
 
 
 def test_turns_are_written_at_once_and_progress_now_and_then() -> None:
-    assert write_budget.is_due(turned=True, since_write=0.0, jobs=5000)
-    assert not write_budget.is_due(turned=False, since_write=1.0, jobs=1)
-    assert write_budget.is_due(turned=False, since_write=5.0, jobs=1)
-    assert not write_budget.is_due(turned=False, since_write=20.0, jobs=1000)
+    assert write_budget.is_due(state_changed=True, since_write=0.0, jobs=5000)
+    assert not write_budget.is_due(state_changed=False, since_write=1.0, jobs=1)
+    assert write_budget.is_due(state_changed=False, since_write=5.0, jobs=1)
+    assert not write_budget.is_due(state_changed=False, since_write=20.0, jobs=1000)
     assert write_budget.look_interval(1) == write_budget.LOOK_SECONDS
     writes_per_second = 1000 / write_budget.progress_interval(1000)
     assert writes_per_second <= write_budget.WRITES_PER_SECOND

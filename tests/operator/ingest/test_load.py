@@ -54,9 +54,9 @@ def changed(*way: str | int, to: Any) -> dict[str, Any]:
 )
 def test_figures_of_the_ingest_cost_the_operator_no_turn(body: dict[str, Any]) -> None:
     watched = Watched()
-    assert watched.is_news(KEY, None, BODY)
-    assert not watched.is_news(KEY, "MODIFIED", BODY)
-    assert not watched.is_news(KEY, "MODIFIED", body)
+    assert watched.is_relevant(KEY, None, BODY)
+    assert not watched.is_relevant(KEY, "MODIFIED", BODY)
+    assert not watched.is_relevant(KEY, "MODIFIED", body)
 
 
 @pytest.mark.parametrize(
@@ -73,29 +73,29 @@ def test_figures_of_the_ingest_cost_the_operator_no_turn(body: dict[str, Any]) -
 )
 def test_whatever_a_decision_rests_on_costs_one(body: dict[str, Any]) -> None:
     watched = Watched()
-    watched.is_news(KEY, "ADDED", BODY)
-    assert watched.is_news(KEY, "MODIFIED", body)
-    assert not watched.is_news(KEY, "MODIFIED", body)
+    watched.is_relevant(KEY, "ADDED", BODY)
+    assert watched.is_relevant(KEY, "MODIFIED", body)
+    assert not watched.is_relevant(KEY, "MODIFIED", body)
 
 
 def test_a_list_and_a_deletion_always_cost_a_turn() -> None:
     watched = Watched()
     for kind in (None, "ADDED", None, "DELETED", "ADDED"):
-        assert watched.is_news(KEY, kind, BODY)
+        assert watched.is_relevant(KEY, kind, BODY)
 
 
 def test_turns_have_what_progress_leaves_and_directives_wait_for_nobody() -> None:
     budget = Budget(0.0)
-    written = sum(budget.allows(0.0, turned=False) for _ in range(1000))
+    written = sum(budget.allows(0.0, state_changed=False) for _ in range(1000))
     assert written == BURST / 2 + 1
-    assert sum(budget.allows(0.0, turned=True) for _ in range(1000)) == BURST / 2 - 1
+    assert sum(budget.allows(0.0, state_changed=True) for _ in range(1000)) == BURST / 2 - 1
     for _ in range(10):
         budget.charge(0.0)
-    assert not budget.allows(10 / WRITES_PER_SECOND, turned=True), "directives come first"
-    assert budget.allows(12 / WRITES_PER_SECOND, turned=True)
+    assert not budget.allows(10 / WRITES_PER_SECOND, state_changed=True), "directives come first"
+    assert budget.allows(12 / WRITES_PER_SECOND, state_changed=True)
     for _ in range(10_000):
         budget.charge(1.0)
-    assert budget.allows(1.0 + 2 * BURST / WRITES_PER_SECOND, turned=True), "never starved"
+    assert budget.allows(1.0 + 2 * BURST / WRITES_PER_SECOND, state_changed=True), "never starved"
 
 
 def test_asyncio_still_calls_the_size_of_its_read_buffer_that() -> None:

@@ -19,7 +19,7 @@ from pipemorph.wire import LinkHealthReport, RailSample, TransportSample
 from pipemorph_operator.ingest.rails import MESSAGE_LENGTH
 from pipemorph_operator.ingest.store import ClusterStore
 from pipemorph_operator.ingest.summary import Source, judge, summarize
-from pipemorph_operator.ingest.write_budget import Turn
+from pipemorph_operator.ingest.write_budget import KeyState
 from pipemorph_operator.metrics import JOB_GAUGES
 
 DASHBOARD = Path(__file__).parents[3] / "charts" / "pipemorph-operator" / "files" / "dashboard.json"
@@ -217,11 +217,11 @@ def test_a_fallback_is_a_turn_that_is_written_at_once() -> None:
     controller = JobController(spec())
     controller.report(report(1, ports=1, rails=[rail()], transports=[end()]), 90.0)
     source = Source(controller, 90.0, 1)
-    before = Turn.of(source, controller.view(90.0), 90.0)
+    before = KeyState.of(source, controller.view(90.0), 90.0)
     controller.report(report(2, ports=1, rails=[rail()]), 90.0)
-    assert Turn.of(source, controller.view(90.0), 90.0) == before
+    assert KeyState.of(source, controller.view(90.0), 90.0) == before
     controller.report(report(3, ports=1, transports=[FELL]), 90.0)
-    assert Turn.of(source, controller.view(90.0), 90.0) != before
+    assert KeyState.of(source, controller.view(90.0), 90.0) != before
 
 
 class Writes:

@@ -12,7 +12,7 @@ from operator_objects import CONFIG, body
 from pydantic import ValidationError
 
 from pipemorph_operator.cluster.client import ApiRefused, _refusal
-from pipemorph_operator.cluster.events import Event, tell
+from pipemorph_operator.cluster.events import Event, emit
 from pipemorph_operator.reconcile.reconciler import NAMESPACE_ENDS_SECONDS, Reconciler
 from pipemorph_operator.reconcile.waits import LOOK_AGAIN_SECONDS
 
@@ -232,7 +232,7 @@ def test_events_are_named_in_their_order() -> None:
 
     async def both() -> None:
         for event in told:
-            await tell(api, job, event, "operator")  # type: ignore[arg-type]
+            await emit(api, job, event, "operator")  # type: ignore[arg-type]
 
     asyncio.run(both())
     found = sorted(api.events, key=lambda event: str(event["metadata"]["name"]))
