@@ -131,11 +131,11 @@ def _counters(port: Port) -> Check:
             "unavailable",
             "health then depends on in-band measurements only; pods often cannot read counters",
         )
-    said = ", ".join(f"{counter} {n}" for counter, n in read.items() if n) or "all 0"
+    found = ", ".join(f"{counter} {n}" for counter, n in read.items() if n) or "all 0"
     unread = [counter for counter, n in port.counters.items() if n is None]
     if unread:
-        said += f"; {UNAVAILABLE}: {', '.join(unread)}"
-    return Check(name, f"{len(read)} read: {said}", "ok")
+        found += f"; {UNAVAILABLE}: {', '.join(unread)}"
+    return Check(name, f"{len(read)} read: {found}", "ok")
 
 
 def _access(facts: Facts, lacking: Verdict) -> Iterator[Check]:
@@ -189,15 +189,15 @@ def _locked_memory(facts: Facts, lacking: Verdict) -> Check:
 
 def _huge_pages(facts: Facts) -> Check:
     explicit = [p for p in facts.huge_pages or () if p.total]
-    said = [f"{p.free} of {p.total} free of {size(p.page_bytes)}" for p in explicit]
+    found = [f"{p.free} of {p.total} free of {size(p.page_bytes)}" for p in explicit]
     if facts.transparent_huge_pages:
-        said.append(f"transparent: {facts.transparent_huge_pages}")
-    if facts.huge_pages is None and not said:
+        found.append(f"transparent: {facts.transparent_huge_pages}")
+    if facts.huge_pages is None and not found:
         return Check("huge pages", UNAVAILABLE, "unavailable")
     fine = bool(explicit) or facts.transparent_huge_pages in ("always", "madvise")
     return Check(
         "huge pages",
-        "; ".join(said) or "none",
+        "; ".join(found) or "none",
         "ok" if fine else "warning",
         "" if fine else "slots use small pages: set transparent_hugepage/enabled to madvise",
     )

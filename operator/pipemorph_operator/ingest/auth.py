@@ -100,8 +100,8 @@ class PodTokenAuthenticator:
         if expected is None:
             self._count("job")
             raise Refused(403, f"job {namespace}/{job} is unknown or not accepting reports")
-        said = f"{expected.uid}\0{expected.job_uid}\0{expected.attempt}\0{token}"
-        key = hashlib.sha256(said.encode("utf-8", "replace")).digest()
+        scope = f"{expected.uid}\0{expected.job_uid}\0{expected.attempt}\0{token}"
+        key = hashlib.sha256(scope.encode("utf-8", "replace")).digest()
         kept = self._good.get(key) or self._bad.get(key)
         answer = kept[1] if kept is not None and kept[0] > self._clock() else None
         if answer is None:

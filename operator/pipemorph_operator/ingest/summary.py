@@ -117,7 +117,7 @@ def verdicts(source: Source, view: JobView, now: float) -> dict[str, Verdict]:
     return {
         names.LINKS_HEALTHY: _links_healthy(source, view, now),
         names.SCHEDULE_ADAPTED: _schedule_adapted(source, view),
-        names.LINKS_DELEGATED: _offloaded(source, view),
+        names.LINKS_DELEGATED: _links_delegated(source, view),
         names.RAILS_HEALTHY: _without_reports(source, now)
         or rails_healthy(source.controller.spec, view),
     }
@@ -177,7 +177,7 @@ def _schedule_adapted(source: Source, view: JobView) -> Verdict:
     return "True", names.R_ADAPTED, f"plan v{newest.plan_version}: {newest.reason}"
 
 
-def _offloaded(source: Source, view: JobView) -> Verdict:
+def _links_delegated(source: Source, view: JobView) -> Verdict:
     moved = [i for i, path in enumerate(view.paths) if path is Path.DELEGATED]
     if source.controller.spec.transport.path != "auto":
         fixed = source.controller.spec.transport.path

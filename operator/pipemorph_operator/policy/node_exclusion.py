@@ -37,9 +37,9 @@ def suspects(
     return out
 
 
-def accuse(
+def add_suspects(
     records: Sequence[NodeRecord],
-    accused: Iterable[str],
+    found: Iterable[str],
     attempt: int,
     rule: NodeExclusion,
     ran_on: Collection[str],
@@ -50,7 +50,7 @@ def accuse(
     fewer known nodes than ``ran_on``, the nodes of the attempt: its ranks might wait forever.
     """
     by_name = {record.name: record for record in records}
-    for name in sorted(set(accused)):
+    for name in sorted(set(found)):
         old = by_name.get(name, NodeRecord(name=name))
         if attempt not in old.attempts:
             attempts = [*old.attempts, attempt][-MAX_ATTEMPTS_KEPT:]
@@ -60,7 +60,7 @@ def accuse(
     out = []
     for record in sorted(by_name.values(), key=lambda r: -len(r.attempts)):
         newly = (
-            _guilty(record, rule)
+            _is_repeated(record, rule)
             and not record.excluded
             and len(excluded) < rule.max_nodes
             and len(known - excluded - {record.name}) >= len(ran_on)
@@ -77,14 +77,14 @@ def avoided(
     records: Sequence[NodeRecord], rule: NodeExclusion
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Nodes that the next attempt must not use, and nodes it should avoid: suspect as often, but
-    not excluded because of the limits in :func:`accuse`."""
+    not excluded because of the limits in :func:`add_suspects`."""
     if not rule.enabled:
         return (), ()
     return (
         tuple(record.name for record in records if record.excluded),
-        tuple(r.name for r in records if not r.excluded and _guilty(r, rule)),
+        tuple(r.name for r in records if not r.excluded and _is_repeated(r, rule)),
     )
 
 
-def _guilty(record: NodeRecord, rule: NodeExclusion) -> bool:
+def _is_repeated(record: NodeRecord, rule: NodeExclusion) -> bool:
     return rule.enabled and len(record.attempts) >= rule.after_attempts

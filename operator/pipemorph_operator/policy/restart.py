@@ -106,5 +106,5 @@ def rank(index: int, stages: int) -> str:
 def describe(pod: PodFacts, stages: int) -> str:
     """A failed rank, with its node, exit code and termination message."""
     where = f" on node {pod.node}" if pod.node else ""
-    said = f": {pod.message}" if pod.message else ""
-    return f"{rank(pod.index, stages)}{where} exited with code {pod.exit_code}{said}"
+    suffix = f": {pod.message}" if pod.message else ""
+    return f"{rank(pod.index, stages)}{where} exited with code {pod.exit_code}{suffix}"

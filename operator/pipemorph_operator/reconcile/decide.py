@@ -21,7 +21,7 @@ from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.policy import conditions, lifetime, node_exclusion, restart
 from pipemorph_operator.reconcile import plans, waits
 from pipemorph_operator.reconcile.decision import Decision, Draft, Observed
-from pipemorph_operator.reconcile.node_suspects import accuse
+from pipemorph_operator.reconcile.node_suspects import record_suspects
 
 DRAIN_SECONDS = 60.0
 """Longest wait for an old attempt's ranks, which may be on a lost node. Ranks that reappear later
@@ -311,7 +311,7 @@ def _complete(draft: Draft, ranks: int) -> Decision:
 def _ended(draft: Draft, job: PipeMorphJob, cause: restart.Cause) -> Decision:
     """End the attempt in status, which did not succeed: restart or fail the job."""
     if cause.reason not in restart.NOT_A_CRASH:
-        accuse(draft, job)
+        record_suspects(draft, job)
     if draft.out.needs_pods:
         return draft.out
     number = draft.status.attempt or 0
@@ -323,11 +323,11 @@ def _ended(draft: Draft, job: PipeMorphJob, cause: restart.Cause) -> Decision:
     if not cause.retry:
         return _fail(draft, cause.reason, cause.message)
     if cause.counted and used >= most:
-        said = f"attempt {number} ended: {cause.message}"
+        ended = f"attempt {number} ended: {cause.message}"
         if most == 0:
             return _fail(draft, cause.reason, cause.message)
         return _fail(
-            draft, names.R_MAX_RESTARTS, f"all restarts are used (maxRestarts: {most}); {said}"
+            draft, names.R_MAX_RESTARTS, f"all restarts are used (maxRestarts: {most}); {ended}"
         )
     if cause.counted:
         draft.status.restarts = used + 1

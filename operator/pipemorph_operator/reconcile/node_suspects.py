@@ -10,7 +10,7 @@ from pipemorph_operator.policy import node_exclusion
 from pipemorph_operator.reconcile.decision import Draft
 
 
-def accuse(draft: Draft, job: PipeMorphJob) -> None:
+def record_suspects(draft: Draft, job: PipeMorphJob) -> None:
     """Record the nodes of links that were slow when the attempt in status ended.
 
     Links that recovered before do not count. May request the pods, which name the ranks' nodes;
@@ -26,12 +26,12 @@ def accuse(draft: Draft, job: PipeMorphJob) -> None:
         return
     rule = (job.spec.placement or Placement()).node_exclusion
     nodes = {pod.index: pod.node for pod in draft.seen.pods if pod.node is not None}
-    accused = node_exclusion.suspects(
+    found = node_exclusion.suspects(
         training.slow_links, job.spec.faults, nodes, job.spec.parallelism.stages
     )
     before = {node.name for node in draft.status.nodes if node.excluded}
-    draft.status.nodes = node_exclusion.accuse(
-        draft.status.nodes, accused, training.attempt, rule, set(nodes.values())
+    draft.status.nodes = node_exclusion.add_suspects(
+        draft.status.nodes, found, training.attempt, rule, set(nodes.values())
     )
     for node in draft.status.nodes:
         if node.excluded and node.name not in before:

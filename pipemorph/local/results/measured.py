@@ -109,8 +109,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _unlike(path: str | Path, what: str, error: Exception) -> str:
-    said = one_line(f"{type(error).__name__}: {error}")
-    return f"{one_line(str(path))}: is not a valid {what} of a run ({said})"
+    detail = one_line(f"{type(error).__name__}: {error}")
+    return f"{one_line(str(path))}: is not a valid {what} of a run ({detail})"
 
 
 def _finite(value: Any) -> float:

@@ -20,7 +20,7 @@ from pipemorph.planning.simulation.lower_bound import SAME, Times, tails
 LATE, LATE_COST = 0.5, 0.02
 
 
-def slim(
+def reduce_memory(
     costs: Costs,
     order: Order,
     makespan: float,

@@ -28,7 +28,7 @@ from pipemorph.planning.search.list_scheduler import (
 )
 from pipemorph.planning.search.local_search import shift
 from pipemorph.planning.search.order import Order
-from pipemorph.planning.search.reduce_memory import slim
+from pipemorph.planning.search.reduce_memory import reduce_memory
 from pipemorph.planning.search.rng import Rng
 from pipemorph.planning.simulation.costs import INF, Costs
 from pipemorph.planning.simulation.lower_bound import SAME, heads, machine_bound, tails
@@ -111,10 +111,10 @@ class _Search:
             self._by_urgency(PORTFOLIO[0], self.task.paper_warmup)
         for bias in PORTFOLIO[1:]:
             self._by_urgency(bias, self.task.warmup)
-        self._bend()
+        self._adjust_tuning()
         if self._shift():
             return self._found(self.order)
-        order = slim(
+        order = reduce_memory(
             self.costs,
             self.order,
             self.makespan,
@@ -167,17 +167,17 @@ class _Search:
         self.tuning = tuning
         return True
 
-    def _bend(self) -> None:
+    def _adjust_tuning(self) -> None:
         """Local search: change the tuning of a few stages, keep it if the order is not longer."""
         tuning = self.tuning or uniform(self.costs, self.task.caps, PORTFOLIO[0], self.task.warmup)
         while not self._done():
             candidate = tuning
             for _ in range(self.rng.pick((1, 1, 2, 3))):
-                candidate = self._bent(candidate)
+                candidate = self._adjusted(candidate)
             if self._try(candidate, or_equal=True):
                 tuning = candidate
 
-    def _bent(self, tuning: Tuning) -> Tuning:
+    def _adjusted(self, tuning: Tuning) -> Tuning:
         rng, stages = self.rng, self.costs.stage_count
         stage = rng.below(stages)
         biases, caps = list(tuning.biases), list(tuning.caps)

@@ -164,12 +164,12 @@ MANY = {"k", "l", "m", "n"}
 
 def test_a_node_accused_in_several_attempts_is_excluded() -> None:
     rule = NodeExclusion(after_attempts=2, max_nodes=1)
-    records = node_exclusion.accuse([], {"a", "b"}, 0, rule, {"a", "b"})
-    records = node_exclusion.accuse(records, {"a"}, 0, rule, {"a", "b"})
+    records = node_exclusion.add_suspects([], {"a", "b"}, 0, rule, {"a", "b"})
+    records = node_exclusion.add_suspects(records, {"a"}, 0, rule, {"a", "b"})
     assert not any(r.excluded for r in records), "one attempt counted twice"
-    records = node_exclusion.accuse(records, {"b", "c"}, 1, rule, {"b", "c"})
+    records = node_exclusion.add_suspects(records, {"b", "c"}, 1, rule, {"b", "c"})
     assert [r.name for r in records if r.excluded] == ["b"]
-    records = node_exclusion.accuse(records, {"a"}, 2, rule, {"a"})
+    records = node_exclusion.add_suspects(records, {"a"}, 2, rule, {"a"})
     assert [r.name for r in records if r.excluded] == ["b"], "more than maxNodes"
     assert node_exclusion.avoided(records, rule) == (("b",), ("a",))
 
@@ -179,7 +179,7 @@ def test_so_many_nodes_stay_as_the_last_attempt_had() -> None:
 
     def excluded(accused: set[str], ran_on: set[str], *known: str) -> set[str]:
         before = [NodeRecord(name=name) for name in known]
-        records = node_exclusion.accuse(before, accused, 0, rule, ran_on)
+        records = node_exclusion.add_suspects(before, accused, 0, rule, ran_on)
         hard, soft = node_exclusion.avoided(records, rule)
         assert {*hard, *soft} == accused, "one that is accused is not avoided at all"
         return {*hard}
@@ -193,10 +193,12 @@ def test_so_many_nodes_stay_as_the_last_attempt_had() -> None:
 
 def test_exclusion_can_be_off_and_is_bounded() -> None:
     off = NodeExclusion(enabled=False, after_attempts=1)
-    records = node_exclusion.accuse([NodeRecord(name="z", excluded=True)], {"a"}, 0, off, MANY)
+    records = node_exclusion.add_suspects(
+        [NodeRecord(name="z", excluded=True)], {"a"}, 0, off, MANY
+    )
     assert [r.name for r in records if r.excluded] == ["z"]
     assert node_exclusion.avoided(records, off) == ((), ()), "what was excluded stays so"
-    many = node_exclusion.accuse(
+    many = node_exclusion.add_suspects(
         [NodeRecord(name="z", attempts=[0, 1], excluded=True)],
         {f"n{i}" for i in range(200)},
         0,
