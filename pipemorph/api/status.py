@@ -105,7 +105,7 @@ class SlowLink(StatusModel):
 
 
 class FallenLink(StatusModel):
-    """A link on a slower transport or fewer rails than agreed, as one of its ends reports."""
+    """A link that fell back from the agreed transport, as one of its ends reports."""
 
     link: int = Field(ge=0, description="Between stage link and stage link + 1.")
     replica: int = Field(default=0, ge=0, description="Replica of the link.")
@@ -253,7 +253,7 @@ class TrainingStatus(StatusModel):
         "by + if replicas or directions differ, empty if unknown.",
     )
     fallen_link_count: int = Field(
-        default=0, ge=0, description="Links on a slower transport or fewer rails than agreed."
+        default=0, ge=0, description="Links that fell back from the agreed transport."
     )
     fallen_links: list[FallenLink] = Field(
         default_factory=list, max_length=MAX_FALLEN_LINKS, description="Ends of some such links."

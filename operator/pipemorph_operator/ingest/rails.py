@@ -37,7 +37,7 @@ def rails_status(view: RailsView) -> RailsStatus:
 
 
 def fallen_link(link: Fallen) -> FallenLink:
-    """Status of a link that runs on fewer rails or a slower transport than it was built for."""
+    """Status of a link that fell back from the agreed transport."""
     return FallenLink(
         link=link.link,
         replica=link.replica,

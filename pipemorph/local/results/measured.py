@@ -30,7 +30,7 @@ from pipemorph.planning.problem import Problem, StageTimes, describe
 LAST = 8
 """Number of last iterations whose median is the run's iteration time."""
 MAX_BYTES = 1 << 30
-"""Largest report; one of a long run is large. A timeline has at most 200,000 ops."""
+"""Largest report to read (it lists every iteration), or timeline (at most 200,000 ops)."""
 UNREADABLE = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
 """Errors that unexpected JSON causes; ValueError includes pydantic's ValidationError."""
 
