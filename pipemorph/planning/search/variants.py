@@ -127,7 +127,7 @@ def fused_variants(problem: Problem) -> Iterator[Variant]:
     if better(_Choice(caps, whole)):
         yield found
     for i in [i for i, pays in enumerate(whole) if pays][: _steps(problem)]:
-        if better(best._replace(fused=_turned(best.fused, i))):
+        if better(best._replace(fused=_toggled(best.fused, i))):
             yield found
 
 
@@ -192,7 +192,7 @@ def _step(
         return choice._replace(copies=not choice.copies)
     stage = rng.pick(offloading)
     if what == 1:
-        return choice._replace(fused=_turned(choice.fused, stage))
+        return choice._replace(fused=_toggled(choice.fused, stage))
     by = rng.pick((-2, -1, -1, 1, 1, 2))
     first = stage if rng.below(2) else 0
     caps = [
@@ -208,7 +208,7 @@ def _room_for_warmup(problem: Problem) -> bool:
     )
 
 
-def _turned(fused: tuple[bool, ...], stage: int) -> tuple[bool, ...]:
+def _toggled(fused: tuple[bool, ...], stage: int) -> tuple[bool, ...]:
     return (*fused[:stage], not fused[stage], *fused[stage + 1 :])
 
 
@@ -225,7 +225,7 @@ def _caps(problem: Problem) -> tuple[int, ...]:
 def _plan(problem: Problem, choice: _Choice) -> Variant:
     """The plan of the search for a choice, adjusted to the device limits."""
     asked = [
-        _asked(stage, cap, fused, copies=choice.copies)
+        _search_times(stage, cap, fused, copies=choice.copies)
         for stage, cap, fused in zip(problem.stages, choice.caps, choice.fused, strict=True)
     ]
     order = search(problem.model_copy(update={"stages": tuple(asked)})).order
@@ -258,7 +258,7 @@ def _plan(problem: Problem, choice: _Choice) -> Variant:
     return Variant(kept, schedule, predict(schedule, kept))
 
 
-def _asked(stage: StageTimes, cap: int, fused: bool, *, copies: bool) -> StageTimes:
+def _search_times(stage: StageTimes, cap: int, fused: bool, *, copies: bool) -> StageTimes:
     """The stage's times for the search."""
     forward, backward, weight = stage.forward, stage.backward_input, stage.backward_weight
     if fused:
