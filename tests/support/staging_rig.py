@@ -98,8 +98,8 @@ def rigged(
     rings: list[str] = []
     if devices is None:
         devices = SimulatedDevice(), SimulatedDevice(register_refuses=register_refuses)
-    out = Staging(devices[0], ring=lambda: rings.append("out"), deadline=deadline)
-    into = Staging(devices[1], ring=lambda: rings.append("into"), deadline=deadline)
+    out = Staging(devices[0], wake=lambda: rings.append("out"), deadline=deadline)
+    into = Staging(devices[1], wake=lambda: rings.append("into"), deadline=deadline)
     rig = Rig(
         *devices,
         out,

@@ -41,17 +41,17 @@ from pipemorph_trainer.executor.stage_profile import (
 from pipemorph_trainer.executor.stages.emulated import Accelerator
 from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
 from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
-from pipemorph_trainer.links import peer_socket as lines
+from pipemorph_trainer.links import peer_socket
 from pipemorph_trainer.links.channels.fault_injection import DIRECT_QUEUE, Shaper
 from pipemorph_trainer.links.channels.message import ALL_PRESENT, Direction, Note, TensorMeta
-from pipemorph_trainer.links.poller import Bell
+from pipemorph_trainer.links.poller import Poller
 from pipemorph_trainer.links.recorder import LinkRecorder
 from pipemorph_trainer.plans.agreement import CANDIDATES, RankRow, agree, bubble_fraction
 from pipemorph_trainer.plans.plan_book import PlanBook
 from pipemorph_trainer.signals import LastWord
 from pipemorph_trainer.telemetry.trace import TraceWriter
 from pipemorph_trainer.topology import addresses
-from pipemorph_trainer.topology.coordinate import Seat
+from pipemorph_trainer.topology.coordinate import Coordinate
 
 
 def row(*versions: int, began: float = 0.0, ended: float = 1.0, busy: float = 1.0) -> RankRow:
@@ -187,35 +187,35 @@ def test_a_change_of_path_closes_the_window() -> None:
     assert (sample.path, sample.transport, sample.iteration) == (Path.DELEGATED, "shm", 4)
 
 
-# --- the line -------------------------------------------------------------------------------
+# --- the control socket --------------------------------------------------------------------
 
 
 def test_notes_tokens_and_shapes_cross_a_line() -> None:
-    with lines.listen("127.0.0.1") as listener:
+    with peer_socket.listen("127.0.0.1") as listener:
         port = listener.getsockname()[1]
-        made: list[lines.Line] = []
+        made: list[peer_socket.PeerSocket] = []
         thread = threading.Thread(
             target=lambda: made.append(
-                lines.accept(listener, rank=1, peer_rank=0, secret=b"s", timeout=10)
+                peer_socket.accept(listener, rank=1, peer_rank=0, secret=b"s", timeout=10)
             )
         )
         thread.start()
         # A stranger does not know the secret and is turned away; the neighbour comes after.
         with pytest.raises(PipelineError, match="if it has refused it, its log says why"):
-            lines.dial("127.0.0.1", port, rank=0, peer_rank=1, secret=b"wrong", timeout=10)
-        here = lines.dial("127.0.0.1", port, rank=0, peer_rank=1, secret=b"s", timeout=10)
+            peer_socket.dial("127.0.0.1", port, rank=0, peer_rank=1, secret=b"wrong", timeout=10)
+        here = peer_socket.dial("127.0.0.1", port, rank=0, peer_rank=1, secret=b"s", timeout=10)
         thread.join(10)
     (there,) = made
     note = Note(1, 2, 3, ALL_PRESENT, 4.0, 5.0, 6.0)
     metas = (TensorMeta((2, 3), torch.bfloat16), TensorMeta((), torch.bool))
-    here.send_token(lines.StepToken(7, 8, 9))
+    here.send_token(peer_socket.StepToken(7, 8, 9))
     here.send_shapes(metas)
     here.send_note(Direction.BACKWARD, note)
     here.close(goodbye=True)
     deadline = time.monotonic() + 10
     while there.lost is None and time.monotonic() < deadline:
         there.pump()
-    assert there.tokens.popleft() == lines.StepToken(7, 8, 9)
+    assert there.tokens.popleft() == peer_socket.StepToken(7, 8, 9)
     assert there.shapes.popleft() == metas
     assert there.notes[1, 2, 3] == note
     assert there.goodbye and there.lost == "it left"
@@ -223,38 +223,45 @@ def test_notes_tokens_and_shapes_cross_a_line() -> None:
 
 def test_a_neighbour_that_does_not_dial_is_named() -> None:
     with (
-        lines.listen("127.0.0.1") as listener,
-        pytest.raises(PipelineError, match=r"rank 1 waited 0 s for rank 0 to dial its line"),
+        peer_socket.listen("127.0.0.1") as listener,
+        pytest.raises(PipelineError, match=r"rank 1 waited 0 s for rank 0 to connect"),
     ):
-        lines.accept(listener, rank=1, peer_rank=0, secret=b"s", timeout=0.05)
+        peer_socket.accept(listener, rank=1, peer_rank=0, secret=b"s", timeout=0.05)
 
 
-def test_who_is_refused_at_a_line_is_logged_and_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_who_is_refused_at_a_control_socket_is_logged_and_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def strangers(listener: socket.socket) -> None:
         socket.create_connection(listener.getsockname()).close()
         port = listener.getsockname()[1]
         for rank, peer_rank, secret in ((2, 1, b"s"), (0, 3, b"s"), (0, 1, b"wrong")):
             with pytest.raises(PipelineError, match=f"rank {rank} cannot reach rank {peer_rank}"):
-                lines.dial(
+                peer_socket.dial(
                     "127.0.0.1", port,
                     rank=rank, peer_rank=peer_rank, secret=secret, timeout=10,
                 )  # fmt: skip
 
-    with lines.listen("127.0.0.1") as listener:
+    with peer_socket.listen("127.0.0.1") as listener:
         thread = threading.Thread(target=strangers, args=[listener], daemon=True)
         thread.start()
         with pytest.raises(
             PipelineError,
-            match=r"rank 1 waited 3 s for rank 0 to dial its line; refused 4 connections, "
+            match=r"rank 1 waited 3 s for rank 0 to connect; refused 4 connections, "
             r"the last one from 127\.0\.0\.1:\d+: wrong secret: it says it is rank 0",
         ):
-            lines.accept(listener, rank=1, peer_rank=0, secret=b"s", timeout=3.0)
+            peer_socket.accept(listener, rank=1, peer_rank=0, secret=b"s", timeout=3.0)
         thread.join(10)
     logged = [message for message in caplog.messages if "rank 1 refused a connection" in message]
     assert len(logged) == 4
     for said, why in zip(
         logged,
-        ("closed the line|broke", "is rank 2, dialling rank 1", "dialling rank 3", "wrong secret"),
+        (
+            "closed the connection|broke",
+            "is rank 2, dialling rank 1",
+            "dialling rank 3",
+            "wrong secret",
+        ),
         strict=True,
     ):
         assert re.search(why, said)
@@ -276,11 +283,11 @@ def test_a_rank_0_that_is_nowhere_is_named() -> None:
 
 def test_a_line_that_ends_a_moment_after_another_connection_is_waited_for() -> None:
     with (
-        lines.listen("127.0.0.1") as listener,
+        peer_socket.listen("127.0.0.1") as listener,
         socket.create_connection(listener.getsockname()) as mine,
     ):
         theirs, _ = listener.accept()
-        line = lines.Line(mine, 1)
+        line = peer_socket.PeerSocket(mine, 1)
         theirs.sendall(b"part of a note")
         assert not line.ends_within(0.02)
         threading.Timer(0.05, theirs.close).start()
@@ -307,21 +314,21 @@ def test_a_collective_that_fails_names_who_is_gone() -> None:
 
 
 def test_a_bell_wakes_at_a_ring_and_at_a_moment() -> None:
-    bell = Bell()
+    poller = Poller()
     began = time.monotonic()
-    bell.wait(0.02)
+    poller.wait(0.02)
     assert time.monotonic() - began >= 0.02
-    threading.Timer(0.02, bell.ring).start()
+    threading.Timer(0.02, poller.wake).start()
     began = time.monotonic()
-    bell.wait(10.0)
+    poller.wait(10.0)
     assert time.monotonic() - began < 5
-    bell.ring()
-    bell.ring()
-    bell.wait(10.0)  # rung twice, returns once and is quiet again
+    poller.wake()
+    poller.wake()
+    poller.wait(10.0)  # woken twice, returns once and is quiet again
     began = time.monotonic()
-    bell.wait(0.02)
+    poller.wait(0.02)
     assert time.monotonic() - began >= 0.02
-    bell.close()
+    poller.close()
 
 
 def test_an_emulated_op_takes_its_time_without_using_the_cpu() -> None:
@@ -339,7 +346,7 @@ def test_a_full_disk_ends_the_traces_and_not_the_training(
 ) -> None:
     for name in ("ops-rank1.jsonl", "faults-rank1.json"):
         (tmp_path / name).symlink_to("/dev/full")
-    trace = TraceWriter(tmp_path, Seat(1, 1, 2, 0, 1), emulated=False)
+    trace = TraceWriter(tmp_path, Coordinate(1, 1, 2, 0, 1), emulated=False)
     for iteration in range(3):
         trace.iteration(iteration, 0, 0.0, Outcome())
     trace.close([])
@@ -353,7 +360,7 @@ def test_a_trace_has_a_bound_and_says_what_it_dropped(
     tmp_path: FilePath, caplog: pytest.LogCaptureFixture
 ) -> None:
     limit = 1 << 16
-    trace = TraceWriter(tmp_path, Seat(1, 1, 2, 0, 1), emulated=False, limit=limit)
+    trace = TraceWriter(tmp_path, Coordinate(1, 1, 2, 0, 1), emulated=False, limit=limit)
     path = tmp_path / "ops-rank1.jsonl"
     outcome = Outcome(ops=[TimedOp(OpKind.F, m, 1.0, 2.0) for m in range(8)])
     last = 2000

@@ -29,11 +29,11 @@ from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.interleaved import meet_chunks
 from pipemorph_trainer.links.link import LinkEnd
-from pipemorph_trainer.links.poller import Bell
+from pipemorph_trainer.links.poller import Poller
 from pipemorph_trainer.start import Start, join
 from pipemorph_trainer.state.weights import check_stage
 from pipemorph_trainer.topology.addresses import own_address
-from pipemorph_trainer.topology.coordinate import Seat
+from pipemorph_trainer.topology.coordinate import Coordinate
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -80,7 +80,7 @@ class InterleavedPipeline:
         start = Start(stages=len(schedule.ranks), microbatches=schedule.microbatches)
         self._world, _ = join(context, torch.device("cpu"), start)
         self._waiting = Waiting(f"rank {context.rank}")
-        self._bell = Bell()
+        self._poller = Poller()
         self._forgotten: set[int] = set()
         self._links = meet_chunks(
             placement,
@@ -89,7 +89,7 @@ class InterleavedPipeline:
             secret=self._world.secret,
             address=own_address(context.master_addr),
             faults=faults,
-            bell=self._bell,
+            poller=self._poller,
             op_clock=(op_clock := OpClock()),
             deadline=deadline_seconds,
             on_block=self._on_block,
@@ -108,10 +108,10 @@ class InterleavedPipeline:
             )
             self._runners[stage] = runner
             self._executors[stage] = Executor(
-                seat=Seat(context.rank, stage, len(placement), 0, 1),
+                coordinate=Coordinate(context.rank, stage, len(placement), 0, 1),
                 runner=runner,
                 neighbours=self._links.neighbours[stage],
-                bell=self._bell,
+                poller=self._poller,
                 op_clock=op_clock,
                 waiting=self._waiting,
                 deadline=deadline_seconds,
@@ -269,12 +269,12 @@ class InterleavedPipeline:
         self._waiting.end()
 
     def _between_ops(self) -> None:
-        """Read every line: one that is not read would wake each wait of the other stages."""
+        """Read every control socket: one that is not read would wake all waits of other stages."""
         for end in self._links.ends:
-            end.line.pump()
-            if end.line.lost is not None and end.link not in self._forgotten:
+            end.socket.pump()
+            if end.socket.lost is not None and end.link not in self._forgotten:
                 self._forgotten.add(end.link)
-                self._bell.forget(end.line.fileno())
+                self._poller.forget(end.socket.fileno())
 
     def _on_block(self, end: LinkEnd, iteration: int, microbatch: int) -> None:
         self._waiting.begin(end.taking(iteration, microbatch))

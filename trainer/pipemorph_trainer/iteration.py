@@ -25,7 +25,7 @@ from pipemorph_trainer.executor.token import TokenPass
 from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
 from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.link import Neighbourhood
-from pipemorph_trainer.links.poller import Bell
+from pipemorph_trainer.links.poller import Poller
 from pipemorph_trainer.plans.agreement import RankRow, Rounds
 from pipemorph_trainer.plans.stage_plans import StagePlans
 from pipemorph_trainer.state.gradients import Replicas
@@ -48,7 +48,7 @@ class Iterations:
         replicas: keeps its replicas alike; None where there is one, or the stage is emulated.
         plans: what may run; plans that come from ``control`` go there.
         reporter, trace: what is told of each iteration, and written of it.
-        bell: rung when there is news; ``op_clock``: when ops run, for the links.
+        poller: what the executor waits on; ``op_clock``: when ops run, for the links.
         waiting: what is waited for, in words; ``wait``: for collectives.
         deadline: longest wait for one message, seconds. In the first iteration of a module it is
             that times the stages: its first messages come behind the first F and B of every
@@ -66,13 +66,13 @@ class Iterations:
         control: ControlClient,
         reporter: Reporter,
         trace: TraceWriter,
-        bell: Bell,
+        poller: Poller,
         op_clock: OpClock,
         waiting: Waiting,
         wait: CollectiveWait,
         deadline: float,
     ) -> None:
-        self._world, self._seat = world, world.seat
+        self._world, self._coordinate = world, world.coordinate
         self._neighbours, self._stage, self._plans = neighbours, stage, plans
         self._replicas = replicas
         self._control, self._reporter, self._trace = control, reporter, trace
@@ -88,13 +88,13 @@ class Iterations:
             wait=wait,
         )
         gate = None
-        if world.replicas is not None and self._seat.last and stage.module is not None:
+        if world.replicas is not None and self._coordinate.last and stage.module is not None:
             gate = refusals.Gate(world.replicas, waiting, wait)
         self._executor = Executor(
-            seat=self._seat,
+            coordinate=self._coordinate,
             runner=stage.runner,
             neighbours=neighbours,
-            bell=bell,
+            poller=poller,
             op_clock=op_clock,
             waiting=waiting,
             deadline=deadline,
@@ -105,7 +105,7 @@ class Iterations:
             gate=gate,
             refuses=True,
         )
-        self._token = TokenPass(self._seat, neighbours, self._executor.mail)
+        self._token = TokenPass(self._coordinate, neighbours, self._executor.mail)
         self.rounds = Rounds(
             plans.book.in_force.version,
             world=world,
@@ -135,16 +135,16 @@ class Iterations:
         origin = time()
         self._training_began = self._training_began or origin
         if not self._warm:
-            self._allow(self._deadline * self._seat.stages)
+            self._allow(self._deadline * self._coordinate.stages)
         plan = self._begin(iteration)
         start = self._token.start(iteration, plan.version, shapes, refused=refusal is not None)
         self._loss.begin()
-        if not self._seat.last:
+        if not self._coordinate.last:
             self._loss.post([])
         outcome = self._executor.run(
             plan, iteration, self._token.generation, inputs, **start._asdict()
         )
-        if self._seat.last and self._executor.refused:
+        if self._coordinate.last and self._executor.refused:
             self._loss.refuse()
         # Long on its way: it is of the last F.
         loss = self._loss.wait(iteration)
@@ -184,7 +184,7 @@ class Iterations:
         self.rounds.finish(iteration - 2)
         agreed = self.rounds.agreed
         if self._plans.book.commit(agreed):
-            log.info("%s: plan %d from iteration %d on", self._seat, agreed, iteration)
+            log.info("%s: plan %d from iteration %d on", self._coordinate, agreed, iteration)
         plan = self._plans.book.in_force
         for end in self._neighbours.ends:
             end.select(plan.paths[end.link])
@@ -202,8 +202,8 @@ class Iterations:
         """Tell of the iteration: its part in the agreement, its profile and its trace."""
         if self._device_times is not None:
             self._waiting.begin(f"the device to finish iteration {iteration}")
-            outcome.ops = self._device_times.settle(outcome.ops)
-            outcome.copies = self._device_times.settle_copies(outcome.copies)
+            outcome.ops = self._device_times.resolve(outcome.ops)
+            outcome.copies = self._device_times.resolve_copies(outcome.copies)
             self._waiting.end()
         ops = outcome.ops
         self._prepare()
@@ -216,7 +216,7 @@ class Iterations:
         self.rounds.offer(iteration, row, loss)
         if profiling() or not self._warm:
             # Not warm: their self-tests take unlike times, and the next waits are ordinary ones.
-            self.rounds.settle(iteration)
+            self.rounds.wait(iteration)
         self._reporter.publish(
             # Ops of a first iteration are fused, and slower than they will ever be again.
             profile=self._stage.profile(ops, outcome.copies) if self._warm else None,
@@ -242,11 +242,11 @@ class Iterations:
         if report.offload is not None and report.offload.reason:
             self._plans.forbid_offload(report.offload.reason)
         self._trace.split(report.record())
-        if self._seat.replica == 0:
+        if self._coordinate.replica == 0:
             # Not logged: it is for users, few of whom configure logging.
-            print(f"{self._seat}: {report.line()}", file=sys.stderr, flush=True)
+            print(f"{self._coordinate}: {report.line()}", file=sys.stderr, flush=True)
         for text in report.lines():
-            log.info("%s: %s", self._seat, text)
+            log.info("%s: %s", self._coordinate, text)
 
     def _between_ops(self) -> None:
         """Between two ops and during long waits: cheap, and nothing here blocks."""
@@ -271,10 +271,10 @@ class Iterations:
         try:
             self.install(plan)
         except InputError as error:
-            log.warning("%s: plan %d refused: %s", self._seat, plan.version, error)
+            log.warning("%s: plan %d refused: %s", self._coordinate, plan.version, error)
             self._reporter.publish(message=f"plan {plan.version} refused: {error}")
 
     def _report(self, sample: IterationSample) -> None:
         """Rank 0: publish an iteration now that all ranks' times are here."""
-        if self._seat.rank == 0:
+        if self._coordinate.rank == 0:
             self._reporter.publish(finished=sample)

@@ -30,7 +30,7 @@ from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
 from pipemorph_trainer.iteration import Iterations
 from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.link import LinkEnd
-from pipemorph_trainer.links.poller import Bell
+from pipemorph_trainer.links.poller import Poller
 from pipemorph_trainer.links.rendezvous import meet
 from pipemorph_trainer.plans.stage_plans import StagePlans
 from pipemorph_trainer.preparation import prepare
@@ -159,9 +159,9 @@ class Pipeline:
         self._world, starts = join(context, self.device, start)
         assert prepared is not None, "a rank that refuses gets no further than join()"
         settings, plan = prepared.settings, prepared.plan
-        self.seat = self._world.seat
+        self.coordinate = self._world.coordinate
 
-        self._waiting = Waiting(str(self.seat))
+        self._waiting = Waiting(str(self.coordinate))
         self._wait_for = CollectiveWait(self._waiting, settings.deadline_seconds)
         self._replicas: Replicas | None = None
         if isinstance(stage, nn.Module) and self._world.replicas is not None:
@@ -169,21 +169,21 @@ class Pipeline:
             level(self._world, starts, stage, self._wait_for)
             self._waiting.end()
             self._replicas = Replicas(stage, self._world, self._wait_for)
-        if self.seat.rank == 0:
+        if self.coordinate.rank == 0:
             for line in warnings(starts):
                 log.warning(line)
-        self._bell = Bell()
+        self._poller = Poller()
         op_clock = OpClock()
         self._agent: AgentHandle | None = None
         if control is None:
             control, self._agent = join_agent(context, self._world)
-        self._control = metered(control, context, self.seat, plan)
+        self._control = metered(control, context, self.coordinate, plan)
         self._neighbours = meet(
-            self.seat,
+            self.coordinate,
             secret=self._world.secret,
             master_addr=context.master_addr,
             faults=settings.faults,
-            bell=self._bell,
+            poller=self._poller,
             op_clock=op_clock,
             device=self.device,
             engine_options=prepared.engine,
@@ -196,14 +196,14 @@ class Pipeline:
         )
         self._wait_for.who_is_gone = self._neighbours.gone
         self._plans = StagePlans(
-            plan, self.seat, self._neighbours.ends, no_offload=prepared.no_offload
+            plan, self.coordinate, self._neighbours.ends, no_offload=prepared.no_offload
         )
         for end in self._neighbours.ends:
             if end.failover is not None:
                 end.failover.on_broken = partial(self._on_broken, end)
         self._stage = OwnStage(
             stage,
-            self.seat,
+            self.coordinate,
             loss_fn=loss_fn,
             microbatches=plan.schedule.microbatches,
             split=prepared.split,
@@ -212,10 +212,10 @@ class Pipeline:
             store=prepared.store,
         )
         rails = self._neighbours.engine.rails if self._neighbours.engine is not None else None
-        self._reporter = Reporter(self.seat, self._control, self._neighbours.ends, rails)
+        self._reporter = Reporter(self.coordinate, self._control, self._neighbours.ends, rails)
         emulated = isinstance(stage, EmulatedStage)
         self._trace = TraceWriter(
-            context.trace_dir, self.seat, emulated=emulated, limit=context.trace_bytes
+            context.trace_dir, self.coordinate, emulated=emulated, limit=context.trace_bytes
         )
         self._iterations = Iterations(
             world=self._world,
@@ -226,7 +226,7 @@ class Pipeline:
             control=self._control,
             reporter=self._reporter,
             trace=self._trace,
-            bell=self._bell,
+            poller=self._poller,
             op_clock=op_clock,
             waiting=self._waiting,
             wait=self._wait_for,
@@ -250,7 +250,7 @@ class Pipeline:
         sys.setswitchinterval(SWITCH_SECONDS)
         self._last_word.install()
         resumed = f"resumed from the checkpoint of iteration {self.start_iteration}"
-        tell = self.start_iteration > 0 and self.seat.rank == 0
+        tell = self.start_iteration > 0 and self.coordinate.rank == 0
         self._reporter.publish(message=resumed if tell else None)
 
     # --- what a user calls --------------------------------------------------------------
@@ -275,13 +275,14 @@ class Pipeline:
         iterations of the manifest are done.
         """
         if self._closed:
-            raise PipelineError(f"{self.seat}: step() after close()")
-        check_grad_mode(self.seat)
+            raise PipelineError(f"{self.coordinate}: step() after close()")
+        check_grad_mode(self.coordinate)
         job = self.context.job
         if job is not None and self.iteration >= job.spec.trainer.iterations:
             raise InputError(
-                f"{self.seat}: step() was called after all {self.iteration} iterations of the "
-                "manifest; step from pipe.start_iteration to spec.trainer.iterations, or raise that"
+                f"{self.coordinate}: step() was called after all {self.iteration} iterations of "
+                "the manifest; step from pipe.start_iteration to spec.trainer.iterations, or "
+                "raise that"
             )
         try:
             return self._step(args, kwargs, target)
@@ -298,7 +299,7 @@ class Pipeline:
         stages have no gradients but wait for each other all the same.
         """
         if self._closed:
-            raise PipelineError(f"{self.seat}: clip_grad_norm_() after close()")
+            raise PipelineError(f"{self.coordinate}: clip_grad_norm_() after close()")
         module = self._stage.module
         parameters = [] if module is None else list(module.parameters())
         self._waiting.begin(f"the gradient norm of iteration {self.iteration - 1} of all stages")
@@ -353,8 +354,9 @@ class Pipeline:
         early = ""
         if self.iteration < wanted:
             early = (
-                f"{self.seat}: closed after {self.iteration} of the {wanted} iterations of the "
-                "manifest; step from pipe.start_iteration to spec.trainer.iterations, or lower that"
+                f"{self.coordinate}: closed after {self.iteration} of the {wanted} iterations of "
+                "the manifest; step from pipe.start_iteration to spec.trainer.iterations, or "
+                "lower that"
             )
         self._reporter.state = "failed" if early else "finished"
         self._reporter.publish(message=early or None)
@@ -426,19 +428,19 @@ class Pipeline:
     def _on_broken(self, end: LinkEnd, why: str) -> None:
         """A direct path goes on delegated: nothing was granted there for it yet."""
         self._plans.reserve(self._plans.book.in_force)
-        self._reporter.publish(message=f"{self.seat}: {end}: the direct path broke: {why}")
+        self._reporter.publish(message=f"{self.coordinate}: {end}: the direct path broke: {why}")
 
     # --- taking down --------------------------------------------------------------------------
 
     def _fail(self, error: BaseException) -> None:
-        """Take down after an error, without waiting for anybody: peers see the line close."""
+        """Take down after an error, without waiting: peers see the control socket close."""
         if self._closed or self._forked():
             return
         self._closed = True
         self._reporter.state = "failed"
         text = str(error) if isinstance(error, PipeMorphError) else repr(error)
-        if not text.startswith(str(self.seat)):
-            text = f"{self.seat}: {text}"
+        if not text.startswith(str(self.coordinate)):
+            text = f"{self.coordinate}: {text}"
         # Asked to stop while it is taken down, a rank says this: the interpreter has not yet.
         self._failure = text
         try:
@@ -465,11 +467,11 @@ class Pipeline:
         if self._neighbours.staging is not None:
             self._neighbours.staging.close(abandon=not goodbye)
         if self._neighbours.engine is not None:
-            self._bell.forget(self._neighbours.engine.bell_fd)
+            self._poller.forget(self._neighbours.engine.bell_fd)
             # After a failure there is nobody to flush to.
             self._neighbours.engine.close(5.0 if goodbye else 0.2)
         self._world.leave(clean=goodbye)
         if not any(end.receiving for end in self._neighbours.ends):
-            self._bell.close()
+            self._poller.close()
         self._last_word.remove()
         sys.setswitchinterval(self._switch_interval)

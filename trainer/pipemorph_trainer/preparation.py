@@ -1,4 +1,4 @@
-"""What a rank settles by itself, before it meets the others: whether it can take part, and how."""
+"""What a rank decides alone, before it meets the others: whether it can take part, and how."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pipemorph_trainer.settings import Settings, engine_options
 from pipemorph_trainer.start import Start
 from pipemorph_trainer.state.weights import check_stage, held_by
 from pipemorph_trainer.topology.accelerator import Accelerator
-from pipemorph_trainer.topology.world import seat_of
+from pipemorph_trainer.topology.world import coordinate_of
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def prepare(
     accelerator: Accelerator | None,
     directed: bool,
 ) -> tuple[Preparation | None, Start]:
-    """Settle it, and say what to tell the others. A rank that cannot take part has no
+    """Decide it, and say what to tell the others. A rank that cannot take part has no
     preparation, and a start that says why.
 
     ``given``: the arguments that a job replaces, by name (see :meth:`Settings.choose`). ``plan``:
@@ -67,10 +67,10 @@ def prepare(
         if not isinstance(stage, EmulatedStage):
             check_stage(stage)
         settings = Settings.choose(context, given)
-        seat = seat_of(context, settings.stages)
+        coordinate = coordinate_of(context, settings.stages)
         if plan is None:
             plan = initial_plan(context.job.spec) if context.job is not None else settings.plan()
-        check_stages(plan, seat)
+        check_stages(plan, coordinate)
         microbatches = plan.schedule.microbatches
         if settings.microbatches not in (None, microbatches):
             raise InputError(
@@ -78,7 +78,7 @@ def prepare(
                 f"{microbatches}; make the two equal"
             )
         store, no_offload = open_store(stage, device, accelerator, settings.host_memory, mode)
-        check_offload(plan, seat, no_offload)
+        check_offload(plan, coordinate, no_offload)
         engine = engine_options(context, settings, plan, directed=directed)
         if settings.checkpoint is not None:
             # To import it takes longer than torch itself does.

@@ -24,9 +24,9 @@ from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.state.gradients import Wait, broadcast
 from pipemorph_trainer.state.weights import Held, fingerprint
 from pipemorph_trainer.topology.addresses import in_url
-from pipemorph_trainer.topology.coordinate import Seat
+from pipemorph_trainer.topology.coordinate import Coordinate
 from pipemorph_trainer.topology.groups import Groups, destroy_at_exit
-from pipemorph_trainer.topology.world import World, seat_of
+from pipemorph_trainer.topology.world import World, coordinate_of
 
 SETUP_SECONDS = 300.0
 """How long ranks may take to find each other."""
@@ -80,12 +80,12 @@ def check_starts(starts: Sequence[Start]) -> None:
     stages = starts[0].stages
     for rank in range(stages, len(starts)):
         first_rank = rank % stages
-        other = _seat(first_rank, starts)
+        other = _coordinate(first_rank, starts)
         told = _other_form(starts[rank].held, starts[first_rank].held, other)
         if told:
             raise InputError(
-                f"{_seat(rank, starts)} has {told}; the replicas of a stage have to be the same "
-                "module"
+                f"{_coordinate(rank, starts)} has {told}; the replicas of a stage have to be the "
+                "same module"
             )
 
 
@@ -118,8 +118,10 @@ def join(context: TrainerContext, device: torch.device, start: Start) -> tuple[W
             raise
         # The others did not come to hear it.
         raise InputError(start.refusal) from error
-    seat = seat_of(context, start.stages)
-    mesh = init_device_mesh(device.type, (seat.replicas, seat.stages), mesh_dim_names=("dp", "pp"))
+    coordinate = coordinate_of(context, start.stages)
+    mesh = init_device_mesh(
+        device.type, (coordinate.replicas, coordinate.stages), mesh_dim_names=("dp", "pp")
+    )
     for group in mesh.get_all_groups():
         # For a dimension of all ranks a mesh has the default group, which is not ours.
         if group is not dist.GroupMember.WORLD:
@@ -127,12 +129,12 @@ def join(context: TrainerContext, device: torch.device, start: Start) -> tuple[W
     # Rank 0 may fail next and end, with the store that the others are still using.
     dist.barrier(control)
     world = World(
-        seat=seat,
+        coordinate=coordinate,
         mesh=mesh,
         groups=groups,
         control=control,
-        stages=mesh["pp"].get_group() if seat.replicas > 1 else control,
-        replicas=_replicas(mesh, groups, seat.stages) if seat.replicas > 1 else None,
+        stages=mesh["pp"].get_group() if coordinate.replicas > 1 else control,
+        replicas=_replicas(mesh, groups, coordinate.stages) if coordinate.replicas > 1 else None,
         secret=context.secret or starts[0].secret,
     )
     return world, starts
@@ -168,18 +170,18 @@ def level(world: World, starts: Sequence[Start], module: nn.Module, wait: Wait) 
 
     Raises :class:`PipelineError` if a tensor is not what replica 0 sent.
     """
-    seat = world.seat
+    coordinate = world.coordinate
     assert world.replicas is not None
-    expected = {_key(held): held.fingerprint for held in starts[seat.stage].held}
-    ranks = range(seat.stage, len(starts), seat.stages)
+    expected = {_key(held): held.fingerprint for held in starts[coordinate.stage].held}
+    ranks = range(coordinate.stage, len(starts), coordinate.stages)
     differing = {key for rank in ranks for key in _differing(starts, rank)}
     for key, tensor in _tensors(module):
         if key not in differing:
             continue
-        broadcast(tensor, seat.stage, world.replicas, wait)
+        broadcast(tensor, coordinate.stage, world.replicas, wait)
         if fingerprint(tensor) != expected[key]:
             raise PipelineError(
-                f"{seat}: {' '.join(key)} differs from replica 0 right after it was received"
+                f"{coordinate}: {' '.join(key)} differs from replica 0 right after it was received"
             )
 
 
@@ -198,7 +200,7 @@ def _replicas_differ(starts: Sequence[Start]) -> Iterator[str]:
     others = len(differing) - 1
     more = f", and {_count(others, 'other rank')} likewise" if others else ""
     yield (
-        f"replicas began with different values: {_seat(rank, starts)} in {len(keys)} of "
+        f"replicas began with different values: {_coordinate(rank, starts)} in {len(keys)} of "
         f"{len(starts[rank].held)} tensors ({_named([name for _, name in keys])}){more}; all now "
         "have those of replica 0. Build a stage with the same seed on every replica to begin alike"
     )
@@ -277,9 +279,9 @@ def _key(held: Held) -> tuple[str, str]:
     return held.kind, held.name
 
 
-def _seat(rank: int, starts: Sequence[Start]) -> str:
+def _coordinate(rank: int, starts: Sequence[Start]) -> str:
     stages = starts[0].stages
-    return str(Seat(rank, rank % stages, stages, rank // stages, len(starts) // stages))
+    return str(Coordinate(rank, rank % stages, stages, rank // stages, len(starts) // stages))
 
 
 def _named(names: Sequence[str]) -> str:

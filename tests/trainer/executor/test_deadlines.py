@@ -44,15 +44,15 @@ class Coming:
 
 
 def stage_1(clocks: Clocks, incoming: Any) -> tuple[Mailbox, Any]:
-    line = SimpleNamespace(lost=None, pump=lambda: None)
+    socket = SimpleNamespace(lost=None, pump=lambda: None)
     end = SimpleNamespace(
-        link=0, peer_rank=0, peer_stage=0, line=line, incoming=incoming, attend=lambda: None,
-        path=None, engine_link=None, settled=lambda: incoming.ready_at(0) is not None,
+        link=0, peer_rank=0, peer_stage=0, socket=socket, incoming=incoming, attend=lambda: None,
+        path=None, engine_link=None, all_taken=lambda: incoming.ready_at(0) is not None,
         sends=SimpleNamespace(letter="B"),
     )  # fmt: skip
     made = Mailbox(
         [end],  # type: ignore[list-item]
-        bell=clocks,  # type: ignore[arg-type]
+        poller=clocks,  # type: ignore[arg-type]
         waiting=Waiting("rank 1 (stage 1)"),
         deadline=DEADLINE,
         between=lambda: None,
@@ -67,11 +67,11 @@ def test_a_clock_that_is_set_ends_no_wait(step: float, monkeypatch: pytest.Monke
     mail.wait_for(end, OpKind.F, 0)
     assert clocks.waits == 3
     mail, end = stage_1(clocks, Coming(clocks, 6))
-    mail.settle()
+    mail.wait_until_taken()
     assert clocks.waits == 6
     source: deque[str] = deque()
     monkeypatch.setattr(end, "attend", lambda: source.append("token"))
-    assert mail.await_line(end, "stage 0 to begin", source) == "token"
+    assert mail.await_queue(end, "stage 0 to begin", source) == "token"
 
 
 @pytest.mark.parametrize("step", [0.0, -1e6])

@@ -38,7 +38,7 @@ from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.channels.message import Direction, TensorMeta
 from pipemorph_trainer.links.link import Neighbourhood
-from pipemorph_trainer.topology.coordinate import Seat
+from pipemorph_trainer.topology.coordinate import Coordinate
 
 ENDING, DECIDING = 0, 1
 """At one time what ends comes first, as in the simulator."""
@@ -149,7 +149,7 @@ class Lane:
 class End:
     """As much of a LinkEnd as the executor uses."""
 
-    class line:
+    class socket:
         lost = None
 
         @staticmethod
@@ -164,7 +164,7 @@ class End:
     def attend(self) -> None:
         """Links that cannot break ask for nothing again."""
 
-    def settled(self) -> bool:
+    def all_taken(self) -> bool:
         return True
 
 
@@ -192,7 +192,7 @@ class Runner:
 
     fetch = offload
 
-    def settle(self) -> None:
+    def reclaim(self) -> None:
         pass
 
     def backward_input(self, *_: Any) -> tuple[torch.Tensor, ...]:
@@ -205,7 +205,7 @@ class Runner:
         return self._take(self.times.whole_backward)
 
 
-class Bell:
+class Poller:
     def __init__(self, world: World, stage: int) -> None:
         self.world, self.stage = world, stage
 
@@ -224,16 +224,16 @@ def executors(world: World, problem: Problem, placement: Sequence[int]) -> list[
     up = [Lane(world, link, placement[i + 1], placement[i]) for i, link in enumerate(links)]
     made = []
     for stage, rank in enumerate(placement):
-        seat = Seat(rank, stage, last + 1, 0, 1)
+        coordinate = Coordinate(rank, stage, last + 1, 0, 1)
         above = End(stage - 1, stage - 1, down[stage - 1], up[stage - 1]) if stage else None
         below = End(stage, stage + 1, up[stage], down[stage]) if stage < last else None
         executor = Executor(
-            seat=seat,
+            coordinate=coordinate,
             runner=Runner(world, rank, problem.stages[stage]),  # type: ignore[arg-type]
             neighbours=Neighbourhood(above, below, None),  # type: ignore[arg-type]
-            bell=Bell(world, rank),  # type: ignore[arg-type]
+            poller=Poller(world, rank),  # type: ignore[arg-type]
             op_clock=OpClock(),
-            waiting=Waiting(str(seat)),
+            waiting=Waiting(str(coordinate)),
             deadline=1e3,
             # Between two ops: let everything end that ends now before this stage decides.
             boundary=lambda rank=rank: world.sleep(rank, world.now, DECIDING),

@@ -383,7 +383,7 @@ def test_streams_in_any_order_give_every_byte_back(seed: int) -> None:
 
     for _ in range(40):
         if len(held) < 4 and rng.random() < 0.6:
-            copies.settle()
+            copies.reclaim()
             values = [torch.randint(0, 200, (512,), dtype=torch.uint8) for _ in range(2)]
             made = [device.tensor(value) for value in values]
             block = pool.take(1024)

@@ -157,14 +157,14 @@ def receiving(
         (0, batch.iteration, m): Note(1, batch.iteration, m, ALL_PRESENT, 0.0, 0.0, 0.0)
         for m in range(batch.microbatches)
     }
-    line: Any = SimpleNamespace(notes=notes, pump=lambda: None)
-    bell: Any = SimpleNamespace(ring=lambda: None)
+    socket: Any = SimpleNamespace(notes=notes, pump=lambda: None)
+    poller: Any = SimpleNamespace(wake=lambda: None)
     incoming = DirectIncoming(
         group=wire,  # type: ignore[arg-type]
         peer=0,
         direction=Direction.FORWARD,
-        line=line,
-        bell=bell,
+        socket=socket,
+        poller=poller,
         op_clock=OpClock(),
         peer_clock=PeerClock(),
         recorder=LinkRecorder(0, 0, Direction.FORWARD),

@@ -208,13 +208,13 @@ def test_ops_are_timed_by_the_device() -> None:
         times.end()
         ops.append(TimedOp(OpKind.F, index, 0.0, 0.0))
     launched = time.time() - began
-    settled = times.settle(ops)
+    resolved = times.resolve(ops)
     ended = time.time()
     assert launched < 0.05
-    for op in settled:
+    for op in resolved:
         assert 0.02 < op.end - op.start < 0.5
         assert began - 0.01 <= op.start <= op.end <= ended + 0.01
-    assert settled[0].end <= settled[1].start + 1e-4
+    assert resolved[0].end <= resolved[1].start + 1e-4
 
 
 def test_losses_are_exact_and_cost_no_wait() -> None:

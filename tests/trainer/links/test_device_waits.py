@@ -46,7 +46,7 @@ from pipemorph_trainer.links.channels.message import (
     TensorMeta,
 )
 from pipemorph_trainer.links.recorder import LinkRecorder
-from pipemorph_trainer.topology.coordinate import Seat
+from pipemorph_trainer.topology.coordinate import Coordinate
 
 META = TensorMeta((16,), torch.float32)
 PATIENCE = 0.3
@@ -105,10 +105,10 @@ def test_a_stage_can_page_lock_memory_before_it_has_sent(
     notes = {(1, 0, m): Note(1, 0, m, ALL_PRESENT, 0.0, 0.0, 0.0) for m in range(2)}
     with driven(SimulatedDevice(strict=True, patience=PATIENCE)) as device:
         group: Any = SimpleNamespace(recv=recv)
-        line: Any = SimpleNamespace(notes=notes, pump=lambda: None)
-        bell: Any = SimpleNamespace(ring=lambda: None)
+        socket: Any = SimpleNamespace(notes=notes, pump=lambda: None)
+        poller: Any = SimpleNamespace(wake=lambda: None)
         incoming = DirectIncoming(
-            group=group, peer=1, direction=Direction.BACKWARD, line=line, bell=bell,
+            group=group, peer=1, direction=Direction.BACKWARD, socket=socket, poller=poller,
             op_clock=OpClock(), peer_clock=PeerClock(),
             recorder=LinkRecorder(0, 0, Direction.BACKWARD), device=torch.device("cpu"),
             accelerator=device, posted=1,
@@ -209,10 +209,10 @@ def test_memory_for_sends_is_page_locked_before_receives_are_posted() -> None:
     above, below = end("above"), end("below")
     nothing: Any = lambda *_, **__: None  # noqa: E731
     executor = dispatch.Executor(
-        seat=Seat(1, 1, 3, 0, 1),
+        coordinate=Coordinate(1, 1, 3, 0, 1),
         runner=SimpleNamespace(begin_iteration=nothing),  # type: ignore[arg-type]
         neighbours=SimpleNamespace(upstream=above, downstream=below, ends=[]),  # type: ignore[arg-type]
-        bell=nothing, op_clock=OpClock(), waiting=nothing, deadline=1.0, boundary=nothing,
+        poller=nothing, op_clock=OpClock(), waiting=nothing, deadline=1.0, boundary=nothing,
         on_last_forward=nothing, reserve=nothing,
     )  # fmt: skip
     executor.input_metas = executor.output_metas = (META,)
@@ -255,9 +255,9 @@ def sending(
         return sends[-1]
 
     group: Any = SimpleNamespace(send=send)
-    line: Any = SimpleNamespace(send_note=lambda *_: None)
+    socket: Any = SimpleNamespace(send_note=lambda *_: None)
     outgoing = DirectOutgoing(
-        group=group, peer=1, direction=Direction.FORWARD, line=line,
+        group=group, peer=1, direction=Direction.FORWARD, socket=socket,
         shaper=Shaper([], Direction.FORWARD),
         on_block=lambda iteration, microbatch: blocked.append((iteration, microbatch)),
         on_unblock=lambda: None, deadline=deadline, device=torch.device("cpu"),
@@ -344,7 +344,7 @@ def test_a_broken_communicator_does_not_end_the_process(
     monkeypatch.delenv("NCCL_ASYNC_ERROR_HANDLING", raising=False)
     if value is not None:
         monkeypatch.setenv(edges.ASYNC_ERRORS, value)
-    with caplog.at_level(logging.WARNING), edges.survivable(Seat(0, 0, 2, 0, 1)):
+    with caplog.at_level(logging.WARNING), edges.survivable(Coordinate(0, 0, 2, 0, 1)):
         assert os.environ[edges.ASYNC_ERRORS] == within
     assert os.environ.get(edges.ASYNC_ERRORS) == value
     told = [record.getMessage() for record in caplog.records]

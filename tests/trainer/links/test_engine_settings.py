@@ -13,8 +13,8 @@ from pipemorph.api.spec import PipeMorphJob
 from pipemorph_trainer import TrainerContext, settings
 from pipemorph_trainer.links import rendezvous
 from pipemorph_trainer.links.channels.arrival import OpClock
-from pipemorph_trainer.links.poller import Bell
-from pipemorph_trainer.topology.coordinate import Seat
+from pipemorph_trainer.links.poller import Poller
+from pipemorph_trainer.topology.coordinate import Coordinate
 from pipemorph_trainer.topology.groups import Groups
 
 
@@ -56,11 +56,11 @@ def told(monkeypatch: pytest.MonkeyPatch, transport: dict[str, Any]) -> dict[str
     of_job = settings.Settings.of(job.spec)
     plan = of_job.plan()
     found = rendezvous.meet(
-        Seat(rank=0, stage=0, stages=1, replica=0, replicas=1),
+        Coordinate(rank=0, stage=0, stages=1, replica=0, replicas=1),
         secret=b"the job's secret",
         master_addr="127.0.0.1",
         faults=(),
-        bell=Bell(),
+        poller=Poller(),
         op_clock=OpClock(),
         device=torch.device("cpu"),
         engine_options=settings.engine_options(context, of_job, plan, directed=False),

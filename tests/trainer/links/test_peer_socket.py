@@ -1,4 +1,4 @@
-"""Who may set up a line between two neighbours: a rank that proves that it knows the secret."""
+"""Who may set up a control socket between two neighbours: a rank that knows the secret."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from contextlib import ExitStack, closing, contextmanager
 import pytest
 
 from pipemorph_trainer.errors import PipelineError
-from pipemorph_trainer.links import peer_socket as lines
+from pipemorph_trainer.links import peer_socket
 
 SECRET = b"the job's secret"
 SOON = 20.0
 
 
-def dial(port: int, timeout: float = SOON) -> lines.Line:
-    return lines.dial("127.0.0.1", port, rank=0, peer_rank=1, secret=SECRET, timeout=timeout)
+def dial(port: int, timeout: float = SOON) -> peer_socket.PeerSocket:
+    return peer_socket.dial("127.0.0.1", port, rank=0, peer_rank=1, secret=SECRET, timeout=timeout)
 
 
-def accept(listener: socket.socket, timeout: float = SOON) -> lines.Line:
-    return lines.accept(listener, rank=1, peer_rank=0, secret=SECRET, timeout=timeout)
+def accept(listener: socket.socket, timeout: float = SOON) -> peer_socket.PeerSocket:
+    return peer_socket.accept(listener, rank=1, peer_rank=0, secret=SECRET, timeout=timeout)
 
 
 @contextmanager
@@ -40,31 +40,31 @@ def joined(body: Callable[[], object]) -> Iterator[None]:
 
 def test_strangers_that_say_little_or_nothing_hold_nobody_up() -> None:
     with ExitStack() as stack:
-        listener = stack.enter_context(lines.listen("127.0.0.1"))
+        listener = stack.enter_context(peer_socket.listen("127.0.0.1"))
         here = listener.getsockname()
-        accepted: list[lines.Line] = []
+        accepted: list[peer_socket.PeerSocket] = []
         began = time.monotonic()
         with joined(lambda: accepted.append(accept(listener))):
             # More than are heard at once, some of them in the middle of what they say.
-            for i in range(lines._MOST_STRANGERS + 20):
+            for i in range(peer_socket._MOST_STRANGERS + 20):
                 stranger = stack.enter_context(socket.create_connection(here))
                 if i % 2:
                     stranger.sendall(b"x" * 20)
-            dialled = stack.enter_context(closing_line(dial(here[1])))
-        stack.enter_context(closing_line(accepted[0]))
+            dialled = stack.enter_context(closing_socket(dial(here[1])))
+        stack.enter_context(closing_socket(accepted[0]))
         assert time.monotonic() - began < SOON
-        dialled.send_token(lines.StepToken(1, 2, 3))
+        dialled.send_token(peer_socket.StepToken(1, 2, 3))
         dialled.close(goodbye=True)
         assert accepted[0].ends_within(SOON)
-        assert list(accepted[0].tokens) == [lines.StepToken(1, 2, 3)]
+        assert list(accepted[0].tokens) == [peer_socket.StepToken(1, 2, 3)]
 
 
 @contextmanager
-def closing_line(line: lines.Line) -> Iterator[lines.Line]:
+def closing_socket(sock: peer_socket.PeerSocket) -> Iterator[peer_socket.PeerSocket]:
     try:
-        yield line
+        yield sock
     finally:
-        line.close(goodbye=False)
+        sock.close(goodbye=False)
 
 
 def test_a_stranger_that_goes_on_talking_does_not_move_the_deadline() -> None:
@@ -75,10 +75,10 @@ def test_a_stranger_that_goes_on_talking_does_not_move_the_deadline() -> None:
             while not over.wait(0.3):
                 stranger.sendall(b"x")
 
-    with lines.listen("127.0.0.1") as listener, joined(talk):
+    with peer_socket.listen("127.0.0.1") as listener, joined(talk):
         began = time.monotonic()
         try:
-            with pytest.raises(PipelineError, match="rank 1 waited 0 s for rank 0 to dial"):
+            with pytest.raises(PipelineError, match="rank 1 waited 0 s for rank 0 to connect"):
                 accept(listener, timeout=0.5)
         finally:
             over.set()
@@ -86,22 +86,22 @@ def test_a_stranger_that_goes_on_talking_does_not_move_the_deadline() -> None:
 
 
 def reflect(peer: socket.socket) -> None:
-    hello = peer.recv(lines._HELLO.size, socket.MSG_WAITALL)
+    hello = peer.recv(peer_socket._HELLO.size, socket.MSG_WAITALL)
     peer.sendall(hello[-32:])
 
 
 def steer(peer: socket.socket) -> None:
-    peer.recv(lines._HELLO.size, socket.MSG_WAITALL)
+    peer.recv(peer_socket._HELLO.size, socket.MSG_WAITALL)
     token = struct.pack("<BBH", 1, 0, 12) + struct.pack("<III", 7, 99, 1)
     peer.sendall(token * 2 + struct.pack("<BBH", 4, 0, 0))
 
 
 def leave(peer: socket.socket) -> None:
-    peer.recv(lines._HELLO.size, socket.MSG_WAITALL)
+    peer.recv(peer_socket._HELLO.size, socket.MSG_WAITALL)
 
 
 def say_nothing(peer: socket.socket) -> None:
-    peer.recv(lines._HELLO.size + 1, socket.MSG_WAITALL)
+    peer.recv(peer_socket._HELLO.size + 1, socket.MSG_WAITALL)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +128,8 @@ def test_who_answers_without_the_secret_is_not_believed(
 
 
 def test_a_forked_child_keeps_no_line_open() -> None:
-    with lines.listen("127.0.0.1") as listener:
-        dialled: list[lines.Line] = []
+    with peer_socket.listen("127.0.0.1") as listener:
+        dialled: list[peer_socket.PeerSocket] = []
         with joined(lambda: dialled.append(dial(listener.getsockname()[1]))):
             accepted = accept(listener)
         child = os.fork()
@@ -138,6 +138,6 @@ def test_a_forked_child_keeps_no_line_open() -> None:
             accepted.close(goodbye=True)
             os._exit(0 if kept < 0 else 1)
         assert os.waitpid(child, 0)[1] == 0
-        with closing_line(accepted), closing_line(dialled[0]):
+        with closing_socket(accepted), closing_socket(dialled[0]):
             dialled[0].pump()
             assert dialled[0].lost is None and not dialled[0].goodbye

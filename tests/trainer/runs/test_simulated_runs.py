@@ -173,14 +173,14 @@ def test_ops_are_timed_where_they_run() -> None:
     threading.Event().wait(0.05)
     began = time.perf_counter()
     driver = Driver(device, 0)
-    settled = times.settle(ops)
+    resolved = times.resolve(ops)
     ended = time.perf_counter()
     driver.close()
-    assert [(op.kind, op.microbatch) for op in settled] == [(OpKind.F, 0), (OpKind.F, 1)]
-    took = [op.end - op.start for op in settled]
+    assert [(op.kind, op.microbatch) for op in resolved] == [(OpKind.F, 0), (OpKind.F, 1)]
+    took = [op.end - op.start for op in resolved]
     assert first.took - ROUNDING <= took[0] <= second.began - began + ROUNDING
     assert second.took - ROUNDING <= took[1] <= ended - first.ended + ROUNDING
-    assert settled[0].end <= settled[1].start
+    assert resolved[0].end <= resolved[1].start
     # The next iteration starts anew.
     assert not times._marks
 
@@ -198,8 +198,8 @@ def test_a_copy_back_is_timed_where_it_runs_and_one_beside_compute_takes_nothing
     copies = [TimedCopy(OpKind.F, 0, 0.0, 9.0, 1), TimedCopy(OpKind.B, 0, 0.0, 9.0, 1)]
     began = time.perf_counter()
     driver = Driver(device, 0)
-    (op,) = times.settle([TimedOp(OpKind.B, 0, 0.0, 0.0)])
-    out, back = times.settle_copies(copies)
+    (op,) = times.resolve([TimedOp(OpKind.B, 0, 0.0, 0.0)])
+    out, back = times.resolve_copies(copies)
     driver.close()
     assert out.end - out.start <= kernel.began - began + ROUNDING
     assert kernel.took - ROUNDING <= back.end - back.start <= op.end - op.start + ROUNDING

@@ -22,7 +22,7 @@ from pipemorph_trainer.telemetry.metrics import (
     metered,
     serve,
 )
-from pipemorph_trainer.topology.coordinate import Seat
+from pipemorph_trainer.topology.coordinate import Coordinate
 
 WHO = {"name": "gpt", "stage": "1", "replica": "0"}
 
@@ -193,9 +193,9 @@ def test_a_host_with_hundreds_of_ports_has_series_for_some() -> None:
 
 
 def test_without_a_port_nothing_is_measured() -> None:
-    control, seat = NoControl(), Seat(rank=0, stage=0, stages=1, replica=0, replicas=1)
+    control, coordinate = NoControl(), Coordinate(rank=0, stage=0, stages=1, replica=0, replicas=1)
     context = TrainerContext.from_env({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"})
-    assert metered(control, context, seat, plan_of(0, 1)) is control
+    assert metered(control, context, coordinate, plan_of(0, 1)) is control
 
 
 def test_they_are_served_over_http_and_a_taken_port_is_a_warning(

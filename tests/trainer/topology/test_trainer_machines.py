@@ -12,8 +12,7 @@ from launch import run_ranks
 from torch import nn
 
 from pipemorph_trainer import Pipeline, TrainerContext
-from pipemorph_trainer.links import peer_socket as lines
-from pipemorph_trainer.links import rendezvous
+from pipemorph_trainer.links import peer_socket, rendezvous
 from pipemorph_trainer.topology import addresses
 from pipemorph_trainer.topology.machine import Machine, this_machine
 
@@ -47,13 +46,13 @@ def meet(
     if context.master_addr == "127.0.0.1":
         vars(addresses)["own_address"] = lambda master_addr: ELSEWHERE
     dialled: list[str] = []
-    dial = lines.dial
+    dial = peer_socket.dial
 
-    def watched(host: str, *args: Any, **options: Any) -> lines.Line:
+    def watched(host: str, *args: Any, **options: Any) -> peer_socket.PeerSocket:
         dialled.append(host)
         return dial(host, *args, **options)
 
-    vars(lines)["dial"] = watched
+    vars(peer_socket)["dial"] = watched
     torch.manual_seed(context.rank)
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     with Pipeline(

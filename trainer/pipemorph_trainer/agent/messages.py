@@ -1,4 +1,4 @@
-"""What passes between a rank and its job's agent. Pure data: the seat of both sides.
+"""What passes between a rank and its job's agent. Pure data, and the interface of both sides.
 
 The agent is a process beside rank 0, so that it never competes with the executor for the
 interpreter. Every rank holds one socket to it: telemetry up, plans down. Neither call of

@@ -48,9 +48,9 @@ class DeviceTimes:
         yield
         self._copies.append(_Mark(start, self._now()))
 
-    def settle_copies(self, copies: Sequence[TimedCopy]) -> list[TimedCopy]:
+    def resolve_copies(self, copies: Sequence[TimedCopy]) -> list[TimedCopy]:
         """The same copies with the times they took of the compute stream; forgets their marks.
-        A way out over a side stream takes none. Waits as :meth:`settle` does, so call it after."""
+        A way out over a side stream takes none. Waits as :meth:`resolve` does, so call it after."""
         marks, self._copies = self._copies, []
         now = self._now()
         now.synchronize()
@@ -70,7 +70,7 @@ class DeviceTimes:
         if len(self._marks) > LAUNCHED_AHEAD:
             self._marks[-1 - LAUNCHED_AHEAD].end.synchronize()
 
-    def settle(self, ops: Sequence[TimedOp]) -> list[TimedOp]:
+    def resolve(self, ops: Sequence[TimedOp]) -> list[TimedOp]:
         """The same ops, one per mark, with the wall-clock times of the device; forgets the marks.
 
         Waits for the last op to end: the one time per iteration that the host does so.

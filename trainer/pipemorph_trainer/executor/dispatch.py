@@ -38,8 +38,8 @@ from pipemorph_trainer.links.channels.message import (
     words,
 )
 from pipemorph_trainer.links.link import LinkEnd, Neighbourhood
-from pipemorph_trainer.links.poller import Bell
-from pipemorph_trainer.topology.coordinate import Seat
+from pipemorph_trainer.links.poller import Poller
+from pipemorph_trainer.topology.coordinate import Coordinate
 
 NEVER = float("inf")
 _NO_RANGE = nullcontext()
@@ -71,10 +71,10 @@ class Executor:
     def __init__(
         self,
         *,
-        seat: Seat,
+        coordinate: Coordinate,
         runner: Runner,
         neighbours: Neighbourhood,
-        bell: Bell,
+        poller: Poller,
         op_clock: OpClock,
         waiting: Waiting,
         deadline: float,
@@ -87,14 +87,14 @@ class Executor:
     ) -> None:
         """``refuses``: an error of the stage in its first forward of an iteration refuses that
         one only. ``gate``: on the last stage, where there are several replicas."""
-        self._seat, self._runner = seat, runner
+        self._coordinate, self._runner = coordinate, runner
         self._device_times = device_times
         self._up, self._down = neighbours.upstream, neighbours.downstream
         self._ends = neighbours.ends
         self._op_clock, self._waiting = op_clock, waiting
         self._deadline = deadline
         self.mail = Mailbox(
-            self._ends, bell=bell, waiting=waiting, deadline=deadline, between=boundary
+            self._ends, poller=poller, waiting=waiting, deadline=deadline, between=boundary
         )
         self._boundary, self._on_last_forward = boundary, on_last_forward
         self._reserve = reserve
@@ -138,17 +138,17 @@ class Executor:
         """
         self.begin(
             plan.schedule, iteration, generation, inputs,
-            handshake=handshake, device_limit=plan.device_limits[self._seat.stage],
-            refused=refused, cut_off=cut_off, receives=of_stage(plan, self._seat.stage),
+            handshake=handshake, device_limit=plan.device_limits[self._coordinate.stage],
+            refused=refused, cut_off=cut_off, receives=of_stage(plan, self._coordinate.stage),
         )  # fmt: skip
         if plan.dispatch is Dispatch.ONLINE:
             self._run_online(plan)
         else:
-            for kind, microbatch in plan.schedule.stages[self._seat.stage]:
+            for kind, microbatch in plan.schedule.stages[self._coordinate.stage]:
                 self.run_op(kind, microbatch)
         if self.refused and self._gate is not None:
             self._gate.refuse()
-        self.mail.settle()
+        self.mail.wait_until_taken()
         return self._outcome
 
     def forget_refused(self) -> None:
@@ -181,7 +181,7 @@ class Executor:
         self._outcome = Outcome()
         self._residency = Residency(device_limit)
         self._shapes_known = not handshake
-        kinds = {op.kind for op in schedule.stages[self._seat.stage]}
+        kinds = {op.kind for op in schedule.stages[self._coordinate.stage]}
         self._runner.begin_iteration(only_fused=OpKind.B not in kinds)
         self.refused, self.cause = refused, None
         self._from_above, self._from_below = receives
@@ -232,7 +232,7 @@ class Executor:
     def _run_online(self, plan: Plan) -> None:
         """Next ready op of B, F and W: only F while the warm-up lasts; F within the cap, and
         F and B within the device limit."""
-        stage, total = self._seat.stage, self._microbatches
+        stage, total = self._coordinate.stage, self._microbatches
         warmup = min(plan.warmup[stage], total)
         limit = plan.in_flight_limits[stage]
         cap = total if limit is None else min(limit, total)
@@ -336,7 +336,7 @@ class Executor:
         leaves = self._residency.run(OpKind.F, microbatch)
         if leaves:
             # Not within the op: what an F waits for is not what it takes.
-            self._runner.settle()
+            self._runner.reclaim()
         start = self._start_op()
         with self._range("F", microbatch):
             if leaves:
@@ -395,7 +395,7 @@ class Executor:
         """``PP:3F7`` for torch.profiler; nothing where nobody profiles, as it costs 40 µs an op."""
         if not profiling():
             return _NO_RANGE
-        return profiler.record_function(f"PP:{self._seat.stage}{letter}{microbatch}")
+        return profiler.record_function(f"PP:{self._coordinate.stage}{letter}{microbatch}")
 
     def _start_op(self) -> float:
         self._op_clock.busy = True
@@ -425,7 +425,7 @@ class Executor:
         self._op_clock.busy = False
         self._runner.discard()
         if self._below is not None and not self._shapes_known:
-            self._below.line.send_shapes(None)
+            self._below.socket.send_shapes(None)
             self._below = None
 
     def _pass_on(self, kind: OpKind, microbatch: int) -> None:
@@ -439,9 +439,9 @@ class Executor:
     def _to_send(self, grads: Grads) -> list[Tensor | None]:
         if len(grads) != len(self.input_metas):
             raise PipelineError(
-                f"{self._seat}: the backward gave {len(grads)} input gradients; expected "
+                f"{self._coordinate}: the backward gave {len(grads)} input gradients; expected "
                 f"{len(self.input_metas)}, one per tensor that came from stage "
-                f"{self._seat.stage - 1}"
+                f"{self._coordinate.stage - 1}"
             )
         return [
             grad for grad, meta in zip(grads, self.input_metas, strict=True)
@@ -470,23 +470,24 @@ class Executor:
         if not self._shapes_known:
             if len(metas) > 31:
                 raise ShapeError(
-                    f"{self._seat}: the stage has {len(metas)} outputs; at most 31 can be sent"
+                    f"{self._coordinate}: the stage has {len(metas)} outputs; "
+                    "at most 31 can be sent"
                 )
             self.output_metas = metas
-            end.line.send_shapes(metas)
+            end.socket.send_shapes(metas)
             self._reserve(end, gradients_of(metas))
             self._begin_downstream(end)
             self._shapes_known = True
         elif metas != self.output_metas:
             raise ShapeError(
-                f"{self._seat}: outputs are {words(metas)} in iteration {self._iteration}; "
+                f"{self._coordinate}: outputs are {words(metas)} in iteration {self._iteration}; "
                 f"expected {words(self.output_metas)} as in its first microbatch. All "
                 "microbatches of an iteration need the same shapes; they may change between "
                 "iterations together with the shapes given to step()"
             )
 
     def _await_shapes(self, end: LinkEnd) -> None:
-        metas = self.mail.await_line(end, f"shapes from stage {end.peer_stage}", end.line.shapes)
+        metas = self.mail.await_queue(end, f"shapes from stage {end.peer_stage}", end.socket.shapes)
         if metas is None:
             self._above = None
             self._refuse()

@@ -12,7 +12,7 @@ from pipemorph.errors import InputError
 from pipemorph_trainer.errors import ShapeError
 from pipemorph_trainer.executor.dispatch import Inputs
 from pipemorph_trainer.links.channels.message import TensorMeta
-from pipemorph_trainer.topology.coordinate import Seat
+from pipemorph_trainer.topology.coordinate import Coordinate
 
 
 def check_grad_mode(who: object) -> None:
@@ -72,7 +72,7 @@ def _chunks(value: Any, microbatches: int) -> Sequence[Any]:
 
 
 def of_stage(
-    seat: Seat,
+    coordinate: Coordinate,
     microbatches: int,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -88,16 +88,16 @@ def of_stage(
     shapes: Any = None
     if kwargs:
         inputs.kwargs = split((), kwargs, microbatches)[1]
-    if seat.first:
+    if coordinate.first:
         if not args and not kwargs:
-            raise InputError(f"{seat}: step() got no input; stage 0 needs the batch")
+            raise InputError(f"{coordinate}: step() got no input; stage 0 needs the batch")
         if args:
             inputs.args = split(args, {}, microbatches)[0]
         shapes = signature((*inputs.args[:1], *inputs.kwargs[:1]))
-    if seat.last and target is not None:
+    if coordinate.last and target is not None:
         inputs.targets = [chunk[0] for chunk in split((target,), {}, microbatches, "target")[0]]
-    elif seat.last and needs_target:
-        raise InputError(f"{seat}: step() got no target; loss_fn on this stage needs it")
+    elif coordinate.last and needs_target:
+        raise InputError(f"{coordinate}: step() got no target; loss_fn on this stage needs it")
     return inputs, shapes
 
 

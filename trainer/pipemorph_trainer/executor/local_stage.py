@@ -28,13 +28,13 @@ from pipemorph_trainer.executor.stages.emulated import EmulatedRunner, EmulatedS
 from pipemorph_trainer.executor.stages.interface import Runner
 from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
 from pipemorph_trainer.topology.accelerator import Accelerator
-from pipemorph_trainer.topology.coordinate import Seat
+from pipemorph_trainer.topology.coordinate import Coordinate
 
 LossFn = Callable[[Any, Any], Tensor]
 
 
 class OwnStage:
-    """A module or an emulated stage, at its seat in the pipeline.
+    """A module or an emulated stage, at its place in the pipeline.
 
     ``microbatches``: N. ``split``: of a module's backward. ``accelerator``: behind ``device``;
     None for the CPU. ``store``: where activations go in host memory; None: they stay on the device.
@@ -43,7 +43,7 @@ class OwnStage:
     def __init__(
         self,
         stage: nn.Module | EmulatedStage,
-        seat: Seat,
+        coordinate: Coordinate,
         *,
         loss_fn: LossFn | None,
         microbatches: int,
@@ -52,7 +52,7 @@ class OwnStage:
         accelerator: Accelerator | None,
         store: ActivationStore | None,
     ) -> None:
-        self._seat = seat
+        self._coordinate = coordinate
         self.microbatches = microbatches
         self.device, self.accelerator = device, accelerator
         self._store = store
@@ -64,15 +64,17 @@ class OwnStage:
         self.keeper: nn.Module | EmulatedRunner
         """What has the stage's state, for checkpoints."""
         if isinstance(stage, EmulatedStage):
-            self.runner = self.keeper = EmulatedRunner(stage, seat.stage, seat.stages, seat.replica)
+            self.runner = self.keeper = EmulatedRunner(
+                stage, coordinate.stage, coordinate.stages, coordinate.replica
+            )
             return
         self.module = self.keeper = stage
-        self._needs_target = seat.last and loss_fn is not None
+        self._needs_target = coordinate.last and loss_fn is not None
         self.runner = StageRunner(
             stage,
-            is_first=seat.first,
-            is_last=seat.last,
-            loss_fn=loss_fn if seat.last else None,
+            is_first=coordinate.first,
+            is_last=coordinate.last,
+            loss_fn=loss_fn if coordinate.last else None,
             microbatches=microbatches,
             mode=split,
             store=store,
@@ -85,7 +87,12 @@ class OwnStage:
         if self.module is None:
             return Inputs(), ("emulated",)
         return of_stage(
-            self._seat, self.microbatches, args, kwargs, target, needs_target=self._needs_target
+            self._coordinate,
+            self.microbatches,
+            args,
+            kwargs,
+            target,
+            needs_target=self._needs_target,
         )
 
     def choose_split(self) -> SplitReport:
@@ -104,7 +111,7 @@ class OwnStage:
     def prepare(self, plan: Plan) -> None:
         """Between two iterations: have the host memory for activations that ``plan`` needs, so
         that none is page-locked between its ops."""
-        stage = self._seat.stage
+        stage = self._coordinate.stage
         limit = plan.device_limits[stage]
         if self._store is None or limit is None:
             return
@@ -117,7 +124,7 @@ class OwnStage:
     def profile(self, ops: Sequence[TimedOp], copies: Sequence[TimedCopy]) -> StageProfile:
         """What one iteration's ops took, and the peak memory so far."""
         return stage_profile(
-            self._seat.stage,
+            self._coordinate.stage,
             ops,
             self.runner.split,
             peak_memory=peak_memory(self.device),

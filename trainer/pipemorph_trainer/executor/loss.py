@@ -72,7 +72,7 @@ class SharedLoss:
         self._wait_for(self._work)
         self._waiting.end()
         self.refused = bool(self._loss[1])
-        return float(self._loss[0]) / self._world.seat.replicas
+        return float(self._loss[0]) / self._world.coordinate.replicas
 
     def _share(self, losses: Sequence[float], *, refused: bool = False) -> None:
         self._copy = None

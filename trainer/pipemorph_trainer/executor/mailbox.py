@@ -17,7 +17,7 @@ from pipemorph_trainer.errors import PeerLostError, PipelineError, WaitTimeoutEr
 from pipemorph_trainer.executor.profiling import profiling
 from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.links.link import LinkEnd
-from pipemorph_trainer.links.poller import Bell
+from pipemorph_trainer.links.poller import Poller
 
 LONGEST_NAP = 0.25
 """A waiting stage still looks at its control line and its neighbours this often, seconds."""
@@ -33,12 +33,12 @@ class Mailbox:
         self,
         ends: Sequence[LinkEnd],
         *,
-        bell: Bell,
+        poller: Poller,
         waiting: Waiting,
         deadline: float,
         between: Callable[[], None],
     ) -> None:
-        self._ends, self._bell, self._waiting = ends, bell, waiting
+        self._ends, self._poller, self._waiting = ends, poller, waiting
         self._deadline, self._between = deadline, between
         self.iteration = 0
         """The one that waits are told to belong to."""
@@ -99,10 +99,10 @@ class Mailbox:
                 f"{self._waiting.describe()}; the deadline is {self._deadline:g} s"
             )
         nap = min(LONGEST_NAP, left)
-        self._bell.wait(min(nap, at - time()) if at is not None else nap)
+        self._poller.wait(min(nap, at - time()) if at is not None else nap)
         for each in self._ends:
             self._attend(each)
-            if each.line.lost is not None:
+            if each.socket.lost is not None:
                 self._check_lost(each, at)
         self._between()
 
@@ -114,12 +114,12 @@ class Mailbox:
 
     def _check_lost(self, end: LinkEnd, at: float | None) -> None:
         """A neighbour is gone. What it sent before may still be enough for this wait."""
-        self._bell.forget(end.line.fileno())
+        self._poller.forget(end.socket.fileno())
         if at is None:
             raise PeerLostError(f"{self._waiting.describe()}; {end.gone()}")
 
     def _check_engine(self, end: LinkEnd) -> None:
-        """A neighbour that is stopped keeps its line, and only the engine knows that it is dead.
+        """A neighbour that is stopped keeps its socket: only the engine knows that it is dead.
 
         Where messages go without the engine, they may be had from it all the same.
         """
@@ -137,10 +137,10 @@ class Mailbox:
                 self._waiting.begin(end.taking(self.iteration, microbatch))
             raise self._named(end, error) from error
 
-    def await_line(self, end: LinkEnd, what: str, source: Any) -> Any:
-        """Wait until ``source``, a queue filled by the line, has something, and take it."""
+    def await_queue(self, end: LinkEnd, what: str, source: Any) -> Any:
+        """Wait until ``source``, a queue of the control socket, has something, and take it."""
         if not source:
-            end.line.pump()
+            end.socket.pump()
         if not source:
             self._waiting.begin(f"{what} for iteration {self.iteration} on link {end.link}")
             deadline = monotonic() + self._deadline
@@ -150,18 +150,18 @@ class Mailbox:
             self._waiting.end()
         return source.popleft()
 
-    def settle(self) -> None:
+    def wait_until_taken(self) -> None:
         """Wait until no neighbour can ask for a message again: what follows on this rank, such
         as a collective, does not attend to neighbours. They need no more than to get there."""
         for end in self._ends:
-            if end.settled():
+            if end.all_taken():
                 continue
             self._waiting.begin(
                 f"stage {end.peer_stage} to begin the last op that uses {end.sends.letter} of "
                 f"iteration {self.iteration} on {end}"
             )
             deadline = monotonic() + self._deadline
-            while not end.settled():
+            while not end.all_taken():
                 self.sleep(None, deadline)
             self._waiting.end()
         if profiling():

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from pipemorph.errors import PipeMorphError
 from pipemorph_trainer.errors import BatchError, ShapeError
 from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
-from pipemorph_trainer.topology.coordinate import Seat
+from pipemorph_trainer.topology.coordinate import Coordinate
 from pipemorph_trainer.topology.world import World
 
 _TEXT_BYTES = 480
@@ -83,7 +83,7 @@ def tell(
 
     ``error``: why this rank refused it, None if others did.
     """
-    said = _describe(world.seat, error).encode()[:_TEXT_BYTES]
+    said = _describe(world.coordinate, error).encode()[:_TEXT_BYTES]
     mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
     mine[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8) if said else mine[:0]
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(world.control))]
@@ -99,11 +99,11 @@ def tell(
     )
 
 
-def _describe(seat: Seat, error: Exception | None) -> str:
+def _describe(coordinate: Coordinate, error: Exception | None) -> str:
     if error is None:
         return ""
     text = str(error) if isinstance(error, PipeMorphError) else _of_stage(error)
-    return text if text.startswith(str(seat)) else f"{seat}: {text}"
+    return text if text.startswith(str(coordinate)) else f"{coordinate}: {text}"
 
 
 def _of_stage(error: Exception) -> str:

@@ -12,7 +12,7 @@ from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.executor.mailbox import Mailbox
 from pipemorph_trainer.links.link import Neighbourhood
 from pipemorph_trainer.links.peer_socket import StepToken
-from pipemorph_trainer.topology.coordinate import Seat
+from pipemorph_trainer.topology.coordinate import Coordinate
 
 
 class Start(NamedTuple):
@@ -30,8 +30,8 @@ class Start(NamedTuple):
 class TokenPass:
     """Takes the token of every iteration from the stage above and gives it to the one below."""
 
-    def __init__(self, seat: Seat, neighbours: Neighbourhood, mail: Mailbox) -> None:
-        self._seat, self._mail = seat, mail
+    def __init__(self, coordinate: Coordinate, neighbours: Neighbourhood, mail: Mailbox) -> None:
+        self._coordinate, self._mail = coordinate, mail
         self._up, self._down = neighbours.upstream, neighbours.downstream
         self._shapes: Any = None
         self.generation = 0
@@ -51,10 +51,10 @@ class TokenPass:
             self._shapes = shapes
             self.generation += handshake
         elif up is not None:
-            token = self._mail.await_line(up, f"stage {up.peer_stage} to begin", up.line.tokens)
+            token = self._mail.await_queue(up, f"stage {up.peer_stage} to begin", up.socket.tokens)
             if token.iteration != iteration or token.version != version:
                 raise PipelineError(
-                    f"{self._seat} begins iteration {iteration} with plan {version}, stage "
+                    f"{self._coordinate} begins iteration {iteration} with plan {version}, stage "
                     f"{up.peer_stage} iteration {token.iteration} with plan {token.version}; "
                     "every rank has to call step() the same number of times"
                 )
@@ -63,7 +63,7 @@ class TokenPass:
             cut_off = token.refused
         refused = refused or cut_off
         if self._down is not None:
-            self._down.line.send_token(StepToken(iteration, version, self.generation, refused))
+            self._down.socket.send_token(StepToken(iteration, version, self.generation, refused))
         return Start(handshake, refused, cut_off)
 
     def restart(self) -> None:

@@ -1,7 +1,7 @@
 """Links between stages of which a rank has several: to other ranks, or to itself.
 
 Link *s* joins stage *s* and *s+1*, wherever they are. Between two ranks it is a direct path of
-its own, with its own group and line, so that the messages of two links between the same ranks
+its own, with its own group and socket, so that the messages of two links between the same ranks
 cannot be mistaken for each other. Within a rank a message is handed over as it is.
 """
 
@@ -22,14 +22,14 @@ from torch import Tensor
 
 from pipemorph.api.spec import Fault
 from pipemorph.planning import Path
-from pipemorph_trainer.links import peer_socket as lines
+from pipemorph_trainer.links import peer_socket
 from pipemorph_trainer.links.channels.arrival import OpClock, PeerClock
 from pipemorph_trainer.links.channels.direct import DirectIncoming, DirectOutgoing
 from pipemorph_trainer.links.channels.fault_injection import Severer, Shaper
 from pipemorph_trainer.links.channels.message import Batch, Direction, TensorMeta
 from pipemorph_trainer.links.link import LinkEnd, Neighbourhood
-from pipemorph_trainer.links.peer_socket import Line
-from pipemorph_trainer.links.poller import Bell
+from pipemorph_trainer.links.peer_socket import PeerSocket
+from pipemorph_trainer.links.poller import Poller
 from pipemorph_trainer.links.recorder import LinkRecorder
 from pipemorph_trainer.topology.addresses import everywhere
 from pipemorph_trainer.topology.groups import Groups
@@ -69,7 +69,7 @@ class LocalLane:
         self._held.clear()
 
 
-class LocalLine:
+class LocalPeerSocket:
     """What the two ends of a link within a rank tell each other beside tensors: shapes."""
 
     lost: str | None = None
@@ -110,7 +110,7 @@ def meet_chunks(
     secret: bytes,
     address: str,
     faults: Sequence[Fault],
-    bell: Bell,
+    poller: Poller,
     op_clock: OpClock,
     deadline: float,
     on_block: Callable[[LinkEnd, int, int], None],
@@ -138,20 +138,20 @@ def meet_chunks(
     }
     clocks = {link: PeerClock() for link in across}
 
-    def remote(link: int, line: Line, receives: Direction) -> LinkEnd:
+    def remote(link: int, socket: PeerSocket, receives: Direction) -> LinkEnd:
         upper = receives is Direction.FORWARD
         peer = placement[link] if upper else placement[link + 1]
-        made = _end(link, peer, receives, line, [f for f in faults if f.link == link])
+        made = _end(link, peer, receives, socket, [f for f in faults if f.link == link])
         made.peer_clock = clocks[link]
         made.add(
             Path.DIRECT,
             DirectIncoming(
-                group=groups[link], peer=peer, direction=receives, line=line, bell=bell,
+                group=groups[link], peer=peer, direction=receives, socket=socket, poller=poller,
                 op_clock=op_clock, peer_clock=clocks[link], recorder=made.recorder,
                 device=torch.device("cpu"),
             ),
             DirectOutgoing(
-                group=groups[link], peer=peer, direction=made.sends, line=line,
+                group=groups[link], peer=peer, direction=made.sends, socket=socket,
                 shaper=made.shaper, on_block=partial(on_block, made), on_unblock=on_unblock,
                 deadline=deadline, device=torch.device("cpu"),
                 # Two stages of a rank take turns: a bound on sends of one could hold up the
@@ -160,7 +160,7 @@ def meet_chunks(
             ),
         )  # fmt: skip
         made.select(Path.DIRECT)
-        bell.watch_socket(line.fileno())
+        poller.watch_socket(socket.fileno())
         return made
 
     neighbours = {
@@ -170,7 +170,7 @@ def meet_chunks(
     with ExitStack() as stack:
         # One listener per link, or a rank that dials early would take another's place.
         listeners = {
-            link: stack.enter_context(lines.listen(_bound(address)))
+            link: stack.enter_context(peer_socket.listen(_bound(address)))
             for link in across
             if placement[link + 1] == rank
         }
@@ -184,19 +184,19 @@ def meet_chunks(
                 _join_locally(link, rank, neighbours)
             elif lower == rank:
                 host, ports = others[upper]
-                line = lines.dial(
+                socket = peer_socket.dial(
                     host, ports[link], rank=rank, peer_rank=upper, secret=secret,
                     timeout=SETUP_SECONDS,
                 )  # fmt: skip
-                end = remote(link, line, Direction.BACKWARD)
+                end = remote(link, socket, Direction.BACKWARD)
                 neighbours[link].downstream = end
                 ends.append(end)
             elif upper == rank:
-                line = lines.accept(
+                socket = peer_socket.accept(
                     listeners[link], rank=rank, peer_rank=lower, secret=secret,
                     timeout=SETUP_SECONDS,
                 )  # fmt: skip
-                end = remote(link, line, Direction.FORWARD)
+                end = remote(link, socket, Direction.FORWARD)
                 neighbours[link + 1].upstream = end
                 ends.append(end)
     return ChunkLinks(neighbours, ends)
@@ -208,14 +208,16 @@ def _bound(address: str) -> str:
     return address if loopback else everywhere(address)
 
 
-def _end(link: int, peer: int, receives: Direction, line: Line, faults: Sequence[Fault]) -> LinkEnd:
+def _end(
+    link: int, peer: int, receives: Direction, socket: PeerSocket, faults: Sequence[Fault]
+) -> LinkEnd:
     """An end without a path yet."""
     return LinkEnd(
         link=link,
         peer_rank=peer,
         peer_stage=link if receives is Direction.FORWARD else link + 1,
         receives=receives,
-        line=line,
+        socket=socket,
         recorder=LinkRecorder(link, 0, receives),
         shaper=Shaper(faults, Direction(1 - receives)),
         severer=Severer([], None),
@@ -226,10 +228,10 @@ def _end(link: int, peer: int, receives: Direction, line: Line, faults: Sequence
 
 def _join_locally(link: int, rank: int, neighbours: dict[int, Neighbourhood]) -> None:
     """Two stages of one rank that follow each other."""
-    line = cast(Line, LocalLine())
+    socket = cast(PeerSocket, LocalPeerSocket())
     forward, backward = LocalLane(), LocalLane()
-    below = _end(link, rank, Direction.BACKWARD, line, ())
-    above = _end(link, rank, Direction.FORWARD, line, ())
+    below = _end(link, rank, Direction.BACKWARD, socket, ())
+    above = _end(link, rank, Direction.FORWARD, socket, ())
     below.add(Path.DIRECT, backward, forward)
     above.add(Path.DIRECT, forward, backward)
     below.select(Path.DIRECT)

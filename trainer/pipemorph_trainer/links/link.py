@@ -13,7 +13,7 @@ from pipemorph_trainer.links.channels.failover import Failover, FailoverOutgoing
 from pipemorph_trainer.links.channels.fault_injection import Severer, Shaper
 from pipemorph_trainer.links.channels.message import Direction, Incoming, Outgoing
 from pipemorph_trainer.links.channels.staging import StagedIncoming, StagedOutgoing, Staging
-from pipemorph_trainer.links.peer_socket import Line
+from pipemorph_trainer.links.peer_socket import PeerSocket
 from pipemorph_trainer.links.recorder import LinkRecorder, Transport
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class LinkEnd:
         peer_rank: int,
         peer_stage: int,
         receives: Direction,
-        line: Line,
+        socket: PeerSocket,
         recorder: LinkRecorder,
         shaper: Shaper,
         severer: Severer,
@@ -44,7 +44,7 @@ class LinkEnd:
         self.peer_rank, self.peer_stage = peer_rank, peer_stage
         self.receives = receives
         self.sends = Direction(1 - receives)
-        self.line = line
+        self.socket = socket
         self.recorder, self.shaper, self.severer = recorder, shaper, severer
         self.peer_clock = peer_clock
         self.engine_link: _engine.Link | None = None
@@ -96,8 +96,8 @@ class LinkEnd:
 
     def attend(self) -> None:
         """See what the neighbour has to say; to be called in every wait."""
-        self.line.pump()
-        if self.failover is not None and self.line.lost is None:
+        self.socket.pump()
+        if self.failover is not None and self.socket.lost is None:
             self.failover.attend()
 
     def allow(self, deadline: float) -> None:
@@ -112,9 +112,9 @@ class LinkEnd:
         if isinstance(outgoing, DirectOutgoing | FailoverOutgoing):
             outgoing.finish()
 
-    def settled(self) -> bool:
+    def all_taken(self) -> bool:
         """Whether nothing is kept here that the neighbour may ask for again."""
-        return self.failover is None or self.failover.outgoing.settled()
+        return self.failover is None or self.failover.outgoing.all_taken()
 
     @property
     def transport(self) -> Transport:
@@ -129,12 +129,12 @@ class LinkEnd:
 
     def is_lost(self) -> bool:
         """Whether the neighbour is. Asked where another of its connections broke, so the end of
-        the line, which tells more, may be about to come."""
-        return self.line.ends_within(END_SECONDS)
+        the control socket, which tells more, may be about to come."""
+        return self.socket.ends_within(END_SECONDS)
 
     def gone(self) -> str:
         """That the neighbour is lost, and how."""
-        return f"rank {self.peer_rank} (stage {self.peer_stage}) is gone: {self.line.lost}"
+        return f"rank {self.peer_rank} (stage {self.peer_stage}) is gone: {self.socket.lost}"
 
     def taking(self, iteration: int, microbatch: int) -> str:
         """What a sender waits for, in words."""
@@ -161,11 +161,11 @@ class LinkEnd:
                 outgoing.close()
         else:
             # First, so that the neighbour sees this, which tells more than its data path.
-            self.line.close(goodbye=False)
+            self.socket.close(goodbye=False)
         for incoming in self._incoming.values():
             incoming.close(abandon=not goodbye)
         if goodbye:
-            self.line.close(goodbye=True)
+            self.socket.close(goodbye=True)
         self.shaper.close()
 
     @property

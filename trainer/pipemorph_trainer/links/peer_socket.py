@@ -1,6 +1,6 @@
-"""A line between two neighbouring ranks for what is not payload.
+"""The control socket between two neighbouring ranks, for everything that is not payload.
 
-A plain socket beside the data paths. It carries the note of every direct message, the step
+A plain TCP connection beside the data paths. It carries the note of every direct message, the step
 token that starts an iteration, shapes when they change, how far direct messages were taken, and
 a goodbye; its end without a goodbye tells at once that the neighbour died. Tensors never travel
 here.
@@ -63,7 +63,7 @@ class StepToken(NamedTuple):
     refused: bool = False
 
 
-class Line:
+class PeerSocket:
     """One connected, authenticated socket to a neighbour. Reads never block."""
 
     def __init__(self, sock: socket.socket, peer_rank: int) -> None:
@@ -83,7 +83,7 @@ class Line:
         """The first message that the neighbour misses of a direct path it has given up."""
         self.goodbye = False
         self.lost: str | None = None
-        """Why nothing more can come, None while the line is up."""
+        """Why nothing more can come, None while the connection is up."""
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -117,7 +117,7 @@ class Line:
                 deadline = deadline or time.monotonic() + 60
                 if time.monotonic() > deadline:
                     raise PipelineError(
-                        f"rank {self.peer_rank} has not read its line for 60 s"
+                        f"rank {self.peer_rank} has not read from its control socket for 60 s"
                     ) from None
                 time.sleep(0.001)
             except OSError as error:
@@ -218,7 +218,9 @@ def _read_exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
     return data
 
 
-def dial(host: str, port: int, *, rank: int, peer_rank: int, secret: bytes, timeout: float) -> Line:
+def dial(
+    host: str, port: int, *, rank: int, peer_rank: int, secret: bytes, timeout: float
+) -> PeerSocket:
     """Dial the next stage's rank. Raises :class:`PipelineError` naming it if it cannot be
     reached, refuses, or cannot prove that it knows ``secret``."""
     deadline = time.monotonic() + timeout
@@ -240,7 +242,7 @@ def dial(host: str, port: int, *, rank: int, peer_rank: int, secret: bytes, time
         raise PipelineError(
             f"rank {rank} cannot reach rank {peer_rank} at {in_url(host)}:{port}: {error}"
         ) from error
-    return Line(sock, peer_rank)
+    return PeerSocket(sock, peer_rank)
 
 
 class _Stranger:
@@ -265,7 +267,7 @@ class _Stranger:
             got = self.sock.recv(_HELLO.size - len(self._hello))
             self._hello += got
             if not got:
-                self.refused = "it closed the line before it was set up"
+                self.refused = "it closed the connection before it was set up"
             if len(self._hello) < _HELLO.size:
                 return False
             dialer, listener, nonce, proof = _HELLO.unpack(self._hello)
@@ -288,7 +290,7 @@ class _Stranger:
 
 def accept(
     listener: socket.socket, *, rank: int, peer_rank: int, secret: bytes, timeout: float
-) -> Line:
+) -> PeerSocket:
     """Wait for the previous stage's rank to dial; anybody else is turned away, which is logged.
 
     Raises :class:`PipelineError` naming the rank that did not come within ``timeout``, and who was
@@ -313,20 +315,19 @@ def accept(
                 stranger.sock.close()
                 refused, last = refused + 1, f"{stranger.where}: {stranger.refused}"
                 if refused <= _MOST_LOGGED:
-                    log.warning("rank %d refused a connection to its line %s", rank, last)
+                    log.warning("rank %d refused a connection %s", rank, last)
             if now >= deadline:
                 many = "connection" if refused == 1 else "connections"
                 told = f"; refused {refused} {many}, the last one {last}" if refused else ""
                 raise PipelineError(
-                    f"rank {rank} waited {timeout:.0f} s for rank {peer_rank} to dial its "
-                    f"line{told}"
+                    f"rank {rank} waited {timeout:.0f} s for rank {peer_rank} to connect{told}"
                 )
             until = min([deadline, *(stranger.until for stranger in strangers)])
             for key, _ in news.select(max(0.0, until - now)):
                 if key.fileobj is not listener:
                     if key.data.proves(rank, peer_rank, secret):
                         strangers.remove(key.data)
-                        return Line(key.data.sock, peer_rank)
+                        return PeerSocket(key.data.sock, peer_rank)
                 elif (newest := _next_stranger(listener, rank, peer_rank)) is not None:
                     news.register(newest.sock, selectors.EVENT_READ, newest)
                     strangers.append(newest)

@@ -19,11 +19,11 @@ class _TimeSpec(ctypes.Structure):
     _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
 
 
-class Bell:
+class Poller:
     """Waits on several file descriptors at once, to the microsecond.
 
     ``ppoll`` is called directly because :func:`select.poll` rounds to milliseconds, which is
-    a tenth of an op. Only the main thread waits; any thread may :meth:`ring`.
+    a tenth of an op. Only the main thread waits; any thread may :meth:`wake`.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Bell:
         fds = [*self._eventfds, *self._sockets]
         self._poll = (_PollFd * len(fds))(*[_PollFd(fd, _POLLIN, 0) for fd in fds])
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Wake the waiter. Callable from any thread."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_write(self._fd, 1)

@@ -1,6 +1,6 @@
 """The links of one stage: meeting the neighbours and what each end of a link has.
 
-Set up once, before the first iteration: groups from the device mesh, one line per link, and
+Set up once, before the first iteration: groups from the device mesh, one socket per link, and
 where the engine is built and wanted one engine link beside it.
 """
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from pipemorph.api.spec import Fault, Rdma
 from pipemorph.planning import Path
 from pipemorph_trainer.errors import PipelineError
-from pipemorph_trainer.links import peer_socket as lines
+from pipemorph_trainer.links import peer_socket
 from pipemorph_trainer.links.channels.arrival import OpClock, PeerClock
 from pipemorph_trainer.links.channels.delegated import DelegatedIncoming, DelegatedOutgoing
 from pipemorph_trainer.links.channels.direct import (
@@ -35,12 +35,12 @@ from pipemorph_trainer.links.channels.message import Direction
 from pipemorph_trainer.links.channels.shared_queue import SharedQueue
 from pipemorph_trainer.links.channels.staging import StagedIncoming, StagedOutgoing, Staging
 from pipemorph_trainer.links.link import LinkEnd, Neighbourhood
-from pipemorph_trainer.links.peer_socket import Line
-from pipemorph_trainer.links.poller import Bell
+from pipemorph_trainer.links.peer_socket import PeerSocket
+from pipemorph_trainer.links.poller import Poller
 from pipemorph_trainer.links.recorder import LinkRecorder
 from pipemorph_trainer.topology import addresses
 from pipemorph_trainer.topology.accelerator import accelerator_of
-from pipemorph_trainer.topology.coordinate import Seat
+from pipemorph_trainer.topology.coordinate import Coordinate
 from pipemorph_trainer.topology.gpu_affinity import near
 from pipemorph_trainer.topology.groups import Groups
 from pipemorph_trainer.topology.machine import this_machine
@@ -72,19 +72,19 @@ def engine_module() -> Any | None:
     return _engine
 
 
-def _shared_queue(seat: Seat, faults: Sequence[Fault]) -> SharedQueue | None:
+def _shared_queue(coordinate: Coordinate, faults: Sequence[Fault]) -> SharedQueue | None:
     """The queue of the link to the next stage, made by the lower stage where it is needed."""
-    own = [f for f in faults if f.link == seat.stage and f.replica == seat.replica]
-    return SharedQueue.create() if shaping(own) and not seat.last else None
+    own = [f for f in faults if f.link == coordinate.stage and f.replica == coordinate.replica]
+    return SharedQueue.create() if shaping(own) and not coordinate.last else None
 
 
 def meet(
-    seat: Seat,
+    coordinate: Coordinate,
     *,
     secret: bytes,
     master_addr: str,
     faults: Sequence[Fault],
-    bell: Bell,
+    poller: Poller,
     op_clock: OpClock,
     device: torch.device,
     engine_options: EngineOptions | None,
@@ -104,18 +104,18 @@ def meet(
     Raises :class:`PipelineError` naming the neighbour that did not come.
     """
     module = engine_module() if engine_options is not None else None
-    hosts: list[Any] = [None] * (seat.stages * seat.replicas)
+    hosts: list[Any] = [None] * (coordinate.stages * coordinate.replicas)
     here = this_machine()
     own_address = addresses.own_address(master_addr)
     dist.all_gather_object(hosts, (here, own_address))
     one_loopback = all(here.shares_loopback(machine) for machine, _ in hosts)
     bind = "127.0.0.1" if one_loopback else addresses.everywhere(own_address)
-    listener = lines.listen(bind)
+    listener = peer_socket.listen(bind)
     engine = None
     if module is not None and engine_options is not None:
         engine = module.Engine(
-            job=f"{engine_options.job}/{seat.replica}",
-            rank=seat.rank,
+            job=f"{engine_options.job}/{coordinate.replica}",
+            rank=coordinate.rank,
             secret=secret,
             host=bind,
             queues=engine_options.queues,
@@ -134,22 +134,22 @@ def meet(
             log.log(
                 logging.WARNING if wanted else logging.DEBUG,
                 "%s: RDMA rails in use: %s; %s",
-                seat,
+                coordinate,
                 ", ".join(engine.rails) or "none",
                 engine.rails_trouble,
             )
-        bell.watch_eventfd(engine.bell_fd)
+        poller.watch_eventfd(engine.bell_fd)
     accelerator = accelerator_of(device)
     staging = None
     if engine is not None and accelerator is not None:
-        staging = Staging(accelerator, ring=bell.ring, deadline=deadline)
+        staging = Staging(accelerator, wake=poller.wake, deadline=deadline)
     ports: list[Any] = [None] * len(hosts)
     if half_duplex and device.type == "cuda":
         # Receives are posted ahead of sends here; on one NCCL stream that would deadlock.
         raise PipelineError(
             "transport.directDuplex is half, which is for comparisons on the CPU; use full on CUDA"
         )
-    queue = _shared_queue(seat, faults) if half_duplex else None
+    queue = _shared_queue(coordinate, faults) if half_duplex else None
     mine = (
         listener.getsockname()[1],
         engine.port if engine is not None else None,
@@ -161,19 +161,19 @@ def meet(
         machine, towards_rank_0 = hosts[rank]
         return "127.0.0.1" if here.shares_loopback(machine) else str(towards_rank_0)
 
-    def connect(peer: int, *, dials: bool) -> Line:
+    def connect(peer: int, *, dials: bool) -> PeerSocket:
         if dials:
-            return lines.dial(
+            return peer_socket.dial(
                 address(peer), ports[peer][0],
-                rank=seat.rank, peer_rank=peer, secret=secret, timeout=setup_seconds,
+                rank=coordinate.rank, peer_rank=peer, secret=secret, timeout=setup_seconds,
             )  # fmt: skip
-        return lines.accept(
-            listener, rank=seat.rank, peer_rank=peer, secret=secret, timeout=setup_seconds
+        return peer_socket.accept(
+            listener, rank=coordinate.rank, peer_rank=peer, secret=secret, timeout=setup_seconds
         )
 
-    def end(link: int, peer: int, receives: Direction, line: Line) -> LinkEnd:
-        own = [f for f in faults if f.link == link and f.replica == seat.replica]
-        recorder = LinkRecorder(link, seat.replica, receives)
+    def end(link: int, peer: int, receives: Direction, socket: PeerSocket) -> LinkEnd:
+        own = [f for f in faults if f.link == link and f.replica == coordinate.replica]
+        recorder = LinkRecorder(link, coordinate.replica, receives)
         shared = queue if receives is Direction.BACKWARD else None
         if receives is Direction.FORWARD and ports[peer][2] is not None:
             shared = SharedQueue.open(ports[peer][2], link)
@@ -188,7 +188,7 @@ def meet(
 
         def cut(what: str) -> None:
             assert engine_link is not None
-            log.warning("%s: fault trace cuts the %s connection of link %d", seat, what, link)
+            log.warning("%s: fault trace cuts the %s connection of link %d", coordinate, what, link)
             if what == "direct":
                 direct[0].abandon()
             elif what == "data":
@@ -201,9 +201,9 @@ def meet(
         made = LinkEnd(
             link=link,
             peer_rank=peer,
-            peer_stage=seat.stage + (1 if receives is Direction.BACKWARD else -1),
+            peer_stage=coordinate.stage + (1 if receives is Direction.BACKWARD else -1),
             receives=receives,
-            line=line,
+            socket=socket,
             recorder=recorder,
             shaper=shaper,
             severer=Severer(severs, cut if engine_link is not None else None),
@@ -215,13 +215,13 @@ def meet(
         groups = edge_groups[link]
         direct = (
             DirectIncoming(
-                group=groups[receives], peer=peer, direction=receives, line=line, bell=bell,
+                group=groups[receives], peer=peer, direction=receives, socket=socket, poller=poller,
                 op_clock=op_clock, peer_clock=clock, recorder=recorder, device=device,
                 accelerator=accelerator if device.type == "cuda" else None,
                 posted=POSTED_ON_DEVICE if device.type == "cuda" else None,
             ),
             DirectOutgoing(
-                group=groups[made.sends], peer=peer, direction=made.sends, line=line,
+                group=groups[made.sends], peer=peer, direction=made.sends, socket=socket,
                 shaper=shaper, on_block=partial(on_block, made), on_unblock=on_unblock,
                 deadline=deadline, device=device, asks=device.type == "cuda",
                 max_outstanding=direct_sends,
@@ -247,33 +247,33 @@ def meet(
                     StagedOutgoing(staging=staging, name=name, **sender),
                 )
             made.add(Path.DELEGATED, *delegated)
-            made.failover = Failover(f"{seat}, link {link}", line, direct, delegated)
+            made.failover = Failover(f"{coordinate}, link {link}", socket, direct, delegated)
             made.add(Path.DIRECT, made.failover.incoming, made.failover.outgoing)
         else:
             made.add(Path.DIRECT, *direct)
         made.select(Path.DIRECT)
-        bell.watch_socket(line.fileno())
+        poller.watch_socket(socket.fileno())
         return made
 
     direct_sends = OUTSTANDING_ON_DEVICE if device.type == "cuda" else MAX_OUTSTANDING
     if max_sends is not None:
         direct_sends = max_sends
-    edge_groups = make_edges(seat, device, deadline, groups)
-    up_line = down_line = None
+    edge_groups = make_edges(coordinate, device, deadline, groups)
+    up_socket = down_socket = None
     with listener:
-        if not seat.last:
-            down_line = connect(seat.rank + 1, dials=True)
-        if not seat.first:
-            up_line = connect(seat.rank - 1, dials=False)
+        if not coordinate.last:
+            down_socket = connect(coordinate.rank + 1, dials=True)
+        if not coordinate.first:
+            up_socket = connect(coordinate.rank - 1, dials=False)
     # From the first link to the last, so that nobody waits for a neighbour out of turn.
     upstream = downstream = None
-    if up_line is not None:
-        upstream = end(seat.stage - 1, seat.rank - 1, Direction.FORWARD, up_line)
-    if down_line is not None:
-        downstream = end(seat.stage, seat.rank + 1, Direction.BACKWARD, down_line)
+    if up_socket is not None:
+        upstream = end(coordinate.stage - 1, coordinate.rank - 1, Direction.FORWARD, up_socket)
+    if down_socket is not None:
+        downstream = end(coordinate.stage, coordinate.rank + 1, Direction.BACKWARD, down_socket)
     if engine is not None:
         for reason in engine.refused():
-            log.warning("%s: engine refused a connection: %s", seat, reason)
+            log.warning("%s: engine refused a connection: %s", coordinate, reason)
     return Neighbourhood(upstream, downstream, engine, staging)
 
 

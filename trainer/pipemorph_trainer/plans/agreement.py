@@ -124,7 +124,7 @@ class Rounds:
         found.loss = loss
         found.round = Round(iteration, row, self._world.control)
 
-    def settle(self, iteration: int) -> None:
+    def wait(self, iteration: int) -> None:
         """Wait until the collective of an iteration is through, for which ranks need no more than
         to get to the end of it as well."""
         found = self._open[iteration]

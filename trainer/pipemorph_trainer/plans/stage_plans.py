@@ -10,7 +10,7 @@ from pipemorph_trainer.executor.receives import SPARE
 from pipemorph_trainer.links.channels.message import Batch, TensorMeta
 from pipemorph_trainer.links.link import LinkEnd
 from pipemorph_trainer.plans.plan_book import PlanBook
-from pipemorph_trainer.topology.coordinate import Seat
+from pipemorph_trainer.topology.coordinate import Coordinate
 
 
 class StagePlans:
@@ -21,9 +21,9 @@ class StagePlans:
     """
 
     def __init__(
-        self, first: Plan, seat: Seat, ends: Sequence[LinkEnd], *, no_offload: str
+        self, first: Plan, coordinate: Coordinate, ends: Sequence[LinkEnd], *, no_offload: str
     ) -> None:
-        self._seat, self._ends = seat, ends
+        self._coordinate, self._ends = coordinate, ends
         self._no_offload = no_offload
         self._microbatches = first.schedule.microbatches
         self._metas: dict[int, tuple[TensorMeta, ...]] = {}
@@ -34,7 +34,7 @@ class StagePlans:
     def install(self, plan: Plan) -> None:
         """Make a plan ready to run. Raises :class:`InputError` if it does not fit this job."""
         self._check_paths(plan)
-        check_offload(plan, self._seat, self._no_offload)
+        check_offload(plan, self._coordinate, self._no_offload)
         self.book.prepare(plan)
 
     def forbid_offload(self, why: str) -> None:
@@ -42,7 +42,7 @@ class StagePlans:
         :class:`InputError` if a plan that is prepared moves some."""
         self._no_offload = why
         for plan in self.book.prepared():
-            check_offload(plan, self._seat, why)
+            check_offload(plan, self._coordinate, why)
 
     def shapes_known(self, end: LinkEnd, metas: tuple[TensorMeta, ...]) -> None:
         """Shapes of a link became known: grant slots for every plan prepared so far.
@@ -78,22 +78,22 @@ class StagePlans:
                 )
 
 
-def check_stages(plan: Plan, seat: Seat) -> None:
+def check_stages(plan: Plan, coordinate: Coordinate) -> None:
     """Raise :class:`InputError` if a plan has other stages than the job."""
-    if plan.schedule.stage_count != seat.stages:
+    if plan.schedule.stage_count != coordinate.stages:
         raise InputError(
-            f"the plan has {plan.schedule.stage_count} stages; this job runs {seat.stages}"
+            f"the plan has {plan.schedule.stage_count} stages; this job runs {coordinate.stages}"
         )
 
 
-def check_offload(plan: Plan, seat: Seat, no_offload: str) -> None:
+def check_offload(plan: Plan, coordinate: Coordinate, no_offload: str) -> None:
     """Raise :class:`InputError` if a plan moves activations of a stage that must not be moved.
 
     ``no_offload``: why they must not; empty if they may.
     """
-    limit = plan.device_limits[seat.stage]
+    limit = plan.device_limits[coordinate.stage]
     if limit is not None and no_offload:
         raise InputError(
-            f"plan {plan.version} moves activations of stage {seat.stage} to host memory"
+            f"plan {plan.version} moves activations of stage {coordinate.stage} to host memory"
             f" (device_limit {limit}), but: {no_offload}"
         )

@@ -74,13 +74,13 @@ class Checkpoints:
         for stage, mine in enumerate(names):
             for name in mine:
                 if name in seen:
-                    if self._world.seat.rank == 0:
+                    if self._world.coordinate.rank == 0:
                         log.warning(
                             "checkpoints: stages %d and %d both have %r; names get the stage as "
                             "a prefix, so these checkpoints resume with %d stages only",
                             seen[name], stage, name, len(names),
                         )  # fmt: skip
-                    return f"stage{self._world.seat.stage}."
+                    return f"stage{self._world.coordinate.stage}."
                 seen[name] = stage
         return ""
 
@@ -90,7 +90,7 @@ class Checkpoints:
         Raises :class:`PipelineError` saying why it cannot be written: on all ranks, if on one.
         """
         folder = self._directory / f"iteration-{iteration:08d}"
-        if self._world.seat.rank == 0:
+        if self._world.coordinate.rank == 0:
             # One of an earlier run: half overwritten it would still count as finished. Rank 0
             # also plans what each rank writes, so nobody writes before this.
             _remove(folder)
@@ -100,7 +100,7 @@ class Checkpoints:
             if parameter.grad is not None and parameter.grad.count_nonzero()
         }
         state[_ITERATION] = torch.tensor(iteration)
-        state[_STAGES] = torch.tensor(self._world.seat.stages if self._prefix else 0)
+        state[_STAGES] = torch.tensor(self._world.coordinate.stages if self._prefix else 0)
         try:
             state_dict_saver.save(state, checkpoint_id=folder, process_group=self._world.control)
         except CheckpointException as error:
@@ -108,7 +108,7 @@ class Checkpoints:
             raise PipelineError(
                 f"{folder} cannot be written: rank {rank}: {first_sentence(why)}"
             ) from error
-        if self._world.seat.rank == 0:
+        if self._world.coordinate.rank == 0:
             for old in self._finished()[:-KEPT]:
                 _remove(old)
         return folder
@@ -120,7 +120,7 @@ class Checkpoints:
         Raises :class:`InputError` if it does not fit the module or the number of stages.
         """
         newest = None
-        if self._world.seat.rank == 0 and (finished := self._finished()):
+        if self._world.coordinate.rank == 0 and (finished := self._finished()):
             newest = finished[-1]
         folder = self._world.share(newest)
         if folder is None:
@@ -128,10 +128,10 @@ class Checkpoints:
         marks: dict[str, Any] = {_ITERATION: torch.tensor(0), _STAGES: torch.tensor(0)}
         state_dict_loader.load(marks, checkpoint_id=folder, process_group=self._world.control)
         stages = int(marks[_STAGES])
-        if stages not in (0, self._world.seat.stages):
+        if stages not in (0, self._world.coordinate.stages):
             raise InputError(
                 f"{folder} was saved by {stages} stages that share parameter names; resume with "
-                f"{stages} stages, not {self._world.seat.stages}"
+                f"{stages} stages, not {self._world.coordinate.stages}"
             )
         saved = FileSystemReader(folder).read_metadata().state_dict_metadata
         gradients = {name: p for name, p in self._gradients().items() if name in saved}
@@ -157,8 +157,8 @@ class Checkpoints:
 
     def _state(self) -> dict[str, Any]:
         if isinstance(self._stage, EmulatedRunner):
-            seat = self._world.seat
-            name = f"emulated.replica{seat.replica}.stage{seat.stage}"
+            coordinate = self._world.coordinate
+            name = f"emulated.replica{coordinate.replica}.stage{coordinate.stage}"
             return {name: torch.tensor(list(self._stage.state().to_bytes(8, "little")))}
         state = {
             f"{self._prefix}model.{name}": value

@@ -63,7 +63,7 @@ class Replicas:
         assert self._world.replicas is not None
         for buffer in buffers:
             if comparable(buffer):
-                broadcast(buffer, self._world.seat.stage, self._world.replicas, self._wait)
+                broadcast(buffer, self._world.coordinate.stage, self._world.replicas, self._wait)
         self._marks = [_marks(m) for m in self._buffered]
 
 

@@ -21,7 +21,7 @@ from pipemorph_trainer.topology.addresses import everywhere, own_address
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter, Gauge
 
-    from pipemorph_trainer.topology.coordinate import Seat
+    from pipemorph_trainer.topology.coordinate import Coordinate
 
 log = logging.getLogger("pipemorph.metrics")
 
@@ -249,14 +249,14 @@ class MeteredControl:
 
 
 def metered(
-    control: ControlClient, context: TrainerContext, seat: Seat, plan: Plan
+    control: ControlClient, context: TrainerContext, coordinate: Coordinate, plan: Plan
 ) -> ControlClient:
     """``control``, with metrics at the port the host gave the rank, if it gave one."""
     if not context.metrics_port:
         return control
     job = context.job.metadata.name if context.job is not None else "job"
     host = everywhere(own_address(context.master_addr))
-    metrics = serve(job, seat.stage, seat.replica, context.metrics_port, host)
+    metrics = serve(job, coordinate.stage, coordinate.replica, context.metrics_port, host)
     return control if metrics is None else MeteredControl(control, metrics, plan)
 
 

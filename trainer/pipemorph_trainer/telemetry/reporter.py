@@ -14,7 +14,7 @@ from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.links.link import LinkEnd
 from pipemorph_trainer.telemetry.rails import RailWatch
 from pipemorph_trainer.telemetry.transports import TransportWatch
-from pipemorph_trainer.topology.coordinate import Seat
+from pipemorph_trainer.topology.coordinate import Coordinate
 from pipemorph_trainer.topology.world import World
 
 PUBLISH_SECONDS = 0.05
@@ -29,16 +29,16 @@ class Reporter:
 
     def __init__(
         self,
-        seat: Seat,
+        coordinate: Coordinate,
         control: ControlClient,
         ends: list[LinkEnd],
         rails: Collection[str] | None = None,
     ) -> None:
-        self._seat, self._control, self._ends = seat, control, ends
+        self._coordinate, self._control, self._ends = coordinate, control, ends
         self._left_over: list[LinkSample] = []
         self._published_at = 0.0
-        self._rails = RailWatch(seat.stage, seat.replica, used=rails)
-        self._transports = TransportWatch(ends, seat.replica)
+        self._rails = RailWatch(coordinate.stage, coordinate.replica, used=rails)
+        self._transports = TransportWatch(ends, coordinate.replica)
         self.state: State = "starting"
         self.iteration = 0
         self.applied = 0
@@ -79,9 +79,9 @@ class Reporter:
                 links.append(sample)
         self._control.publish(
             RankTelemetry(
-                rank=self._seat.rank,
-                stage=self._seat.stage,
-                replica=self._seat.replica,
+                rank=self._coordinate.rank,
+                stage=self._coordinate.stage,
+                replica=self._coordinate.replica,
                 state=self.state,
                 iteration=self.iteration,
                 applied_plan_version=self.applied,
@@ -103,7 +103,7 @@ def join_agent(context: TrainerContext, world: World) -> tuple[ControlClient, Ag
     if context.ingest_url is None:
         return NoControl(), None
     agent = where = None
-    if world.seat.rank == 0:
+    if world.coordinate.rank == 0:
         agent = start_agent(context)
         where = (agent.host, agent.port)
     host, port = world.share(where)

@@ -28,7 +28,7 @@ from typing import Any, TextIO
 from pipemorph_trainer.context import TRACE_BYTES
 from pipemorph_trainer.executor.dispatch import Outcome
 from pipemorph_trainer.links.link import LinkEnd
-from pipemorph_trainer.topology.coordinate import Seat
+from pipemorph_trainer.topology.coordinate import Coordinate
 
 log = logging.getLogger("pipemorph.trainer")
 
@@ -40,16 +40,21 @@ class TraceWriter:
     """
 
     def __init__(
-        self, folder: Path | None, seat: Seat, *, emulated: bool, limit: int = TRACE_BYTES
+        self,
+        folder: Path | None,
+        coordinate: Coordinate,
+        *,
+        emulated: bool,
+        limit: int = TRACE_BYTES,
     ) -> None:
-        self._folder, self._seat, self._emulated = folder, seat, emulated
+        self._folder, self._coordinate, self._emulated = folder, coordinate, emulated
         self._limit = limit
         self._size = self._dropped = 0
         self._file: TextIO | None = None
         self._closed = False
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            self._path = folder / f"ops-rank{seat.rank}.jsonl"
+            self._path = folder / f"ops-rank{coordinate.rank}.jsonl"
             self._open(self._path)
 
     def _open(self, path: Path) -> None:
@@ -67,9 +72,9 @@ class TraceWriter:
             ]
 
         line: dict[str, Any] = {
-            "rank": self._seat.rank,
-            "stage": self._seat.stage,
-            "replica": self._seat.replica,
+            "rank": self._coordinate.rank,
+            "stage": self._coordinate.stage,
+            "replica": self._coordinate.replica,
             "iteration": index,
             "plan_version": plan_version,
             "origin": origin,
@@ -98,7 +103,7 @@ class TraceWriter:
             self._size += len(text)
         except OSError as error:
             # A full disk ends the traces, not the training.
-            log.warning("%s: no more traces of ops: %s", self._seat, error)
+            log.warning("%s: no more traces of ops: %s", self._coordinate, error)
             with contextlib.suppress(OSError):
                 self._file.close()
             self._file = None
@@ -110,7 +115,7 @@ class TraceWriter:
             log.warning(
                 "%s: the trace of ops has %d bytes; from now on it keeps its first and its newest"
                 " iterations. PIPEMORPH_TRACE_BYTES raises the limit of %d bytes",
-                self._seat, self._size, self._limit,
+                self._coordinate, self._size, self._limit,
             )  # fmt: skip
         self._file.close()
         shorter = self._path.with_suffix(".tmp")
@@ -120,7 +125,7 @@ class TraceWriter:
             while head and old.tell() < self._size - self._limit // 4:
                 self._dropped += b'"dropped"' not in head
                 head = old.readline()
-            record = {"rank": self._seat.rank, "dropped": self._dropped, "limit": self._limit}
+            record = {"rank": self._coordinate.rank, "dropped": self._dropped, "limit": self._limit}
             new.write(json.dumps(record).encode() + b"\n" + head)
             while block := old.read(1 << 20):
                 new.write(block)
@@ -146,13 +151,13 @@ class TraceWriter:
     def _write(self, kind: str, record: dict[str, Any], what: str) -> None:
         if self._folder is None:
             return
-        seat = {
-            "rank": self._seat.rank,
-            "stage": self._seat.stage,
-            "replica": self._seat.replica,
+        whose = {
+            "rank": self._coordinate.rank,
+            "stage": self._coordinate.stage,
+            "replica": self._coordinate.replica,
         }
-        path = self._folder / f"{kind}-rank{self._seat.rank}.json"
+        path = self._folder / f"{kind}-rank{self._coordinate.rank}.json"
         try:
-            path.write_text(json.dumps(seat | record), encoding="utf-8")
+            path.write_text(json.dumps(whose | record), encoding="utf-8")
         except OSError as error:
-            log.warning("%s: no record of %s: %s", self._seat, what, error)
+            log.warning("%s: no record of %s: %s", self._coordinate, what, error)

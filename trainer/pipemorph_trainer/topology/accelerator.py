@@ -1,4 +1,4 @@
-"""Streams, events and page-locked memory of a device, behind one narrow seat.
+"""Streams, events and page-locked memory of a device, behind one narrow interface.
 
 Everything that moves bytes between device and host beside the ops goes through an
 :class:`Accelerator`: messages of the delegated path and offloaded activations. It is the only

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Seat:
+class Coordinate:
     """Where a rank stands: rank = replica × stages + stage."""
 
     rank: int

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipemorph.errors import InputError
 from pipemorph_trainer.context import TrainerContext
-from pipemorph_trainer.topology.coordinate import Seat
+from pipemorph_trainer.topology.coordinate import Coordinate
 from pipemorph_trainer.topology.groups import Groups
 
 
@@ -23,7 +23,7 @@ class World:
     All groups are apart from the user's, so that neither can hold up or reorder the other.
     """
 
-    seat: Seat
+    coordinate: Coordinate
     mesh: DeviceMesh
     groups: Groups
     control: dist.ProcessGroup
@@ -56,14 +56,14 @@ class World:
             del self.mesh, self.control, self.stages, self.replicas
 
 
-def seat_of(context: TrainerContext, stages: int) -> Seat:
+def coordinate_of(context: TrainerContext, stages: int) -> Coordinate:
     """Raises :class:`InputError` if ``stages`` does not divide the world."""
     if context.world_size % stages:
         raise InputError(
             f"{context.world_size} ranks cannot be cut into pipelines of {stages} stages; start "
             f"a multiple of {stages} ranks"
         )
-    return Seat(
+    return Coordinate(
         rank=context.rank,
         stage=context.rank % stages,
         stages=stages,

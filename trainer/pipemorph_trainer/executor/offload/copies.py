@@ -18,7 +18,7 @@ class Copies(Protocol):
     def out(self, block: Block, parts: Sequence[tuple[int, Tensor]]) -> None:
         """Copy device memory to the block. The caller drops its tensors right after."""
 
-    def settle(self) -> None:
+    def reclaim(self) -> None:
         """From here on, new memory on the device may be what the last :meth:`out` left."""
 
     def back(self, block: Block, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
@@ -39,7 +39,7 @@ class HostCopies:
         for offset, part in parts:
             block.memory[offset : offset + part.numel()].copy_(part)
 
-    def settle(self) -> None:
+    def reclaim(self) -> None:
         """Nothing is on its way."""
 
     def back(self, block: Block, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
@@ -54,7 +54,7 @@ class DeviceCopies:
     """The host waits for nothing: streams wait for events.
 
     *Out* goes over a side stream, beside whatever compute comes next. What leaves is kept
-    until :meth:`settle`, before the next op that needs memory (an F, a fetch): there the
+    until :meth:`reclaim`, before the next op that needs memory (an F, a fetch): there the
     compute stream waits for the copy, and the memory goes back to the compute stream's own
     pool. With :meth:`Accelerator.keep` it would go back at a time nobody knows, and the next F
     would have to find room beside it: the device limit would not be a limit.
@@ -78,7 +78,7 @@ class DeviceCopies:
             self._leaving.append(part)
         block.used = self._left = device.record(self._side)
 
-    def settle(self) -> None:
+    def reclaim(self) -> None:
         if self._left is not None:
             self._accelerator.wait(self._accelerator.compute_stream(), self._left)
             self._left = None
@@ -86,7 +86,7 @@ class DeviceCopies:
 
     def back(self, block: Block, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
         # Also the copy into the block is over then: the side stream keeps its order.
-        self.settle()
+        self.reclaim()
         device = self._accelerator
         compute = device.compute_stream()
         found = []

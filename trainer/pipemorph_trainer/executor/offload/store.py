@@ -152,16 +152,16 @@ class ActivationStore:
     @contextmanager
     def recording(self) -> Iterator[SavedFlight]:
         """Around the F of a microbatch that goes to host memory afterwards."""
-        self._copies.settle()
+        self._copies.reclaim()
         flight = SavedFlight()
         with torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: _pack_into(flight.saved, tensor), _unpack
         ):
             yield flight
 
-    def settle(self) -> None:
+    def reclaim(self) -> None:
         """Before an op that needs memory: what left may be used again from here on."""
-        self._copies.settle()
+        self._copies.reclaim()
 
     def offload(
         self, flight: SavedFlight, leaves: Sequence[Tensor | None], sent: Sequence[Tensor]
@@ -219,7 +219,7 @@ class ActivationStore:
 
     def close(self) -> None:
         """Give the pool back. No flight may be in it, or none that is still wanted."""
-        self._copies.settle()
+        self._copies.reclaim()
         self.pool.close()
 
     def _groups(

@@ -121,7 +121,7 @@ class StageRunner:
             raise SplitError(f"a new iteration with {len(self._flights)} microbatches in flight")
         self._only_fused = only_fused
         if self._store is not None:
-            self._store.settle()
+            self._store.reclaim()
 
     @property
     def _active(self) -> Splitter:
@@ -138,7 +138,7 @@ class StageRunner:
 
         Runs the stage several times on copies of them and compares, bitwise, every
         output, input gradient, parameter gradient and buffer of split and unsplit runs over
-        two microbatches. Tries module, then graph, then settles for fused. Leaves
+        two microbatches. Tries module, then graph, else stays fused. Leaves
         parameters, gradients, buffers and the random state as they were.
 
         Raises :class:`SplitError` if ``mode`` asked for a split that does not pass, if
@@ -208,9 +208,9 @@ class StageRunner:
             raise SplitError(f"F{microbatch} was not run with offload; its tensors are not known")
         return flight.leave(self._storing(), keep_outputs=self._call.is_last)
 
-    def settle(self) -> None:
+    def reclaim(self) -> None:
         """Have the device wait for what is still leaving; an F with ``offload`` does so too."""
-        self._storing().settle()
+        self._storing().reclaim()
 
     def fetch(self, microbatch: int) -> int:
         """Bring what :meth:`offload` moved back to the device; returns the bytes moved."""

@@ -89,7 +89,7 @@ def run_trial(
             flight.saved = saved
             with timer("out"):
                 outcome.moved_bytes = flight.leave(store, keep_outputs=call.is_last)
-                store.settle()
+                store.reclaim()
 
     def weight(index: int) -> None:
         with count_calls(call.module, outcome.reruns), timer("W"):

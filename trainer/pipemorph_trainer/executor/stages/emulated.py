@@ -183,7 +183,7 @@ class EmulatedRunner:
         self._away.add(microbatch)
         return self._times.activation_bytes or 0
 
-    def settle(self) -> None:
+    def reclaim(self) -> None:
         """A copy is over when it returns."""
 
     def fetch(self, microbatch: int) -> int:

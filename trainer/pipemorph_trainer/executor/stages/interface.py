@@ -1,4 +1,4 @@
-"""The seat of a stage: what the executor asks of whatever runs the ops."""
+"""The interface of a stage: what the executor asks of whatever runs the ops."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Runner(Protocol):
     def offload(self, microbatch: int) -> int:
         """Move the activations of the newest F to host memory; returns the bytes moved."""
 
-    def settle(self) -> None:
+    def reclaim(self) -> None:
         """Before an op that needs memory: the device waits for what is still leaving."""
 
     def fetch(self, microbatch: int) -> int:

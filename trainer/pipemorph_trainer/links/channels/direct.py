@@ -7,7 +7,7 @@ well, so that the effect is there to be measured.
 
 A receive is posted once its sender waits for nothing from this stage, and while there is room
 for its message (:mod:`pipemorph_trainer.executor.receives`). One small thread per direction waits
-for them in order and rings the executor's bell: a gloo receive does not know that it is complete
+for them in order and wakes the executor's poller: a gloo receive does not know that it is complete
 until it is waited for.
 
 On CUDA the payload goes over NCCL, one communicator per directed edge (a shared one would
@@ -46,8 +46,8 @@ from pipemorph_trainer.links.channels.message import (
     Position,
     presence,
 )
-from pipemorph_trainer.links.peer_socket import Line
-from pipemorph_trainer.links.poller import Bell
+from pipemorph_trainer.links.peer_socket import PeerSocket
+from pipemorph_trainer.links.poller import Poller
 from pipemorph_trainer.links.recorder import LinkRecorder
 from pipemorph_trainer.topology.accelerator import Accelerator, Stream
 from pipemorph_trainer.topology.groups import abandon
@@ -64,7 +64,7 @@ JOIN_SECONDS = 5.0
 
 
 class DirectIncoming:
-    """Receiving end. Messages come in microbatch order; notes come over the line."""
+    """Receiving end. Messages come in microbatch order; notes come over the control socket."""
 
     def __init__(
         self,
@@ -72,8 +72,8 @@ class DirectIncoming:
         group: dist.ProcessGroup,
         peer: int,
         direction: Direction,
-        line: Line,
-        bell: Bell,
+        socket: PeerSocket,
+        poller: Poller,
         op_clock: OpClock,
         peer_clock: PeerClock,
         recorder: LinkRecorder,
@@ -87,7 +87,7 @@ class DirectIncoming:
         # What dist.isend and dist.irecv look up at every call.
         self._peer_in_group = dist.get_group_rank(group, peer)
         self.direction = direction
-        self._line, self._bell = line, bell
+        self._socket, self._poller = socket, poller
         self._op_clock, self._peer_clock, self._recorder = op_clock, peer_clock, recorder
         self._device = device
         self._accelerator = accelerator
@@ -141,10 +141,10 @@ class DirectIncoming:
                 raise PipelineError(error)
             return None
         key = (int(self.direction), iteration, microbatch)
-        note = self._line.notes.get(key)
+        note = self._socket.notes.get(key)
         if note is None:
-            self._line.pump()
-            note = self._line.notes.get(key)
+            self._socket.pump()
+            note = self._socket.notes.get(key)
             if note is None:
                 return None
         return note.not_before + self._peer_clock.offset if note.not_before else 0.0
@@ -157,7 +157,7 @@ class DirectIncoming:
         assert self._batch is not None
         iteration = self._batch.iteration
         tensors, stamp, exact = self._arrived.pop((iteration, microbatch))
-        note = self._line.notes.pop((int(self.direction), iteration, microbatch))
+        note = self._socket.notes.pop((int(self.direction), iteration, microbatch))
         self._taken = microbatch + 1
         self._post_due()
         if note.generation != self._batch.generation:
@@ -222,7 +222,7 @@ class DirectIncoming:
             self._receive_all()
 
     def _receive_all(self) -> None:
-        """Wait for the oldest of the posted receives, see what may be posted behind it, ring."""
+        """Wait for the oldest posted receive, see what may be posted behind it, wake the poller."""
         try:
             while (posted := self._posted.get()) is not None:
                 if isinstance(posted, RuntimeError):
@@ -234,10 +234,10 @@ class DirectIncoming:
                 with self._posting:
                     self._under_way -= 1
                 self._post_due()
-                self._bell.ring()
+                self._poller.wake()
         except RuntimeError as error:
             self.error = f"the connection to rank {self._peer} failed: {first_sentence(error)}"
-            self._bell.ring()
+            self._poller.wake()
 
     def _post_due(self) -> None:
         """Post what may be posted by now. In either thread; one that fails is told in its turn."""
@@ -316,7 +316,7 @@ class DirectOutgoing:
         group: dist.ProcessGroup,
         peer: int,
         direction: Direction,
-        line: Line,
+        socket: PeerSocket,
         shaper: Shaper,
         on_block: Callable[[int, int], None],
         on_unblock: Callable[[], None],
@@ -332,7 +332,7 @@ class DirectOutgoing:
         # What dist.isend and dist.irecv look up at every call.
         self._peer_in_group = dist.get_group_rank(group, peer)
         self.direction = direction
-        self._line, self._shaper = line, shaper
+        self._socket, self._shaper = socket, shaper
         self._on_block, self._on_unblock = on_block, on_unblock
         self._deadline = deadline
         self._device = device
@@ -375,7 +375,7 @@ class DirectOutgoing:
         note = Note(
             batch.generation, batch.iteration, microbatch, present, posted, started, not_before
         )
-        self._line.send_note(self.direction, note)
+        self._socket.send_note(self.direction, note)
         try:
             works: list[Any] = [
                 self._group.send([t], self._peer_in_group, int(self.direction)) for t in payload

@@ -16,7 +16,7 @@ from pipemorph_trainer.links.channels.message import Direction
 from pipemorph_trainer.topology.groups import Groups
 
 if TYPE_CHECKING:
-    from pipemorph_trainer.topology.coordinate import Seat
+    from pipemorph_trainer.topology.coordinate import Coordinate
 
 log = logging.getLogger("pipemorph.trainer")
 
@@ -26,7 +26,7 @@ SURVIVABLE = ("0", "2")
 
 
 def make_edges(
-    seat: Seat, device: torch.device, deadline: float, groups: Groups
+    coordinate: Coordinate, device: torch.device, deadline: float, groups: Groups
 ) -> dict[int, dict[Direction, dist.ProcessGroup]]:
     """Point-to-point groups of this rank's links, by link. Collective: all ranks make all.
 
@@ -35,7 +35,7 @@ def make_edges(
     """
     # Deadlines are kept by the executor, which can name what is missing; this one is behind, also
     # behind those of the first iteration.
-    timeout = timedelta(seconds=2 * deadline * seat.stages + 60)
+    timeout = timedelta(seconds=2 * deadline * coordinate.stages + 60)
     nccl = device.type == "cuda"
     mine: dict[int, dict[Direction, dist.ProcessGroup]] = {}
 
@@ -45,19 +45,19 @@ def make_edges(
                 [lower, lower + 1],
                 timeout=timeout,
                 backend="nccl" if nccl else "gloo",
-                group_desc=f"pipemorph link {link} of replica {lower // seat.stages}",
+                group_desc=f"pipemorph link {link} of replica {lower // coordinate.stages}",
             )
             for _ in range(2 if nccl else 1)
         ]
-        if seat.rank in (lower, lower + 1):
+        if coordinate.rank in (lower, lower + 1):
             mine[link] = {Direction.FORWARD: made[0], Direction.BACKWARD: made[-1]}
             if nccl:
-                connect_edge(mine[link], device, is_lower=seat.rank == lower)
+                connect_edge(mine[link], device, is_lower=coordinate.rank == lower)
 
-    with survivable(seat) if nccl else nullcontext():
-        for replica in range(seat.replicas):
-            for link in range(seat.stages - 1):
-                make(link, replica * seat.stages + link)
+    with survivable(coordinate) if nccl else nullcontext():
+        for replica in range(coordinate.replicas):
+            for link in range(coordinate.stages - 1):
+                make(link, replica * coordinate.stages + link)
     return mine
 
 
@@ -77,15 +77,15 @@ def connect_edge(
 
 
 @contextmanager
-def survivable(seat: Seat) -> Iterator[None]:
+def survivable(coordinate: Coordinate) -> Iterator[None]:
     """NCCL groups that are made in it do not end the process when a link breaks, so that failover
     can go on. A value that the user has set stays, and is told where it rules failover out."""
     found = os.environ.get(ASYNC_ERRORS, os.environ.get(ASYNC_ERRORS.removeprefix("TORCH_")))
     if found is not None:
-        if found not in SURVIVABLE and seat.rank == 0:
+        if found not in SURVIVABLE and coordinate.rank == 0:
             log.warning(
                 "%s: %s=%s ends the process when a direct link breaks; unset it or set it to 2"
-                " for failover to the engine", seat, ASYNC_ERRORS, found,
+                " for failover to the engine", coordinate, ASYNC_ERRORS, found,
             )  # fmt: skip
         yield
         return

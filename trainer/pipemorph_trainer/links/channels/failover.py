@@ -2,8 +2,8 @@
 
 A direct path is one connection; when it breaks while both ranks live, what was under way on it
 is lost, and nobody but the receiver knows how much that is. So each sender keeps its messages
-until the receiver has begun to use them, which the receiver says on the line. Whoever sees the
-path fail gives it up for good and tells the neighbour which message it misses first; the
+until the receiver has begun to use them, which the receiver says on the control socket. Whoever
+sees the path fail gives it up for good and tells the neighbour which message it misses first; the
 neighbour does the same, and each sends what the other misses through the engine. Every message
 is delivered once, under the key it always had, and the iteration goes on.
 
@@ -24,7 +24,7 @@ from pipemorph_trainer.errors import PipelineError, WaitTimeoutError
 from pipemorph_trainer.links.channels.delegated import DelegatedIncoming, DelegatedOutgoing
 from pipemorph_trainer.links.channels.direct import DirectIncoming, DirectOutgoing
 from pipemorph_trainer.links.channels.message import Batch, Position
-from pipemorph_trainer.links.peer_socket import Line
+from pipemorph_trainer.links.peer_socket import PeerSocket
 
 log = logging.getLogger("pipemorph.trainer")
 
@@ -42,12 +42,12 @@ class Failover:
     def __init__(
         self,
         name: str,
-        line: Line,
+        socket: PeerSocket,
         direct: tuple[DirectIncoming, DirectOutgoing],
         delegated: tuple[DelegatedIncoming, DelegatedOutgoing],
     ) -> None:
         self.name = name
-        self.line = line
+        self.socket = socket
         self.incoming = FailoverIncoming(self, direct[0], delegated[0])
         self.outgoing = FailoverOutgoing(self, direct[1], delegated[1])
         self.broken: str | None = None
@@ -61,25 +61,25 @@ class Failover:
         """Leave the direct path. Raises :class:`PipelineError` if the neighbour is gone too."""
         if self.broken is not None:
             return
-        self.line.pump()
-        if self.line.lost is not None:
+        self.socket.pump()
+        if self.socket.lost is not None:
             raise PipelineError(why)
         self.broken = why
         log.warning("%s: the direct path is given up: %s; it goes on delegated", self.name, why)
         position = self.incoming.leave()
         self.outgoing.leave()
         self.on_broken(why)
-        self.line.send_position(position)
+        self.socket.send_position(position)
         self.attend()
 
     def attend(self) -> None:
         """Do what the neighbour asked for, if it asked. To be called in every wait: it may be
         the neighbour's turn to wait for what is kept here."""
-        position = self.line.missing_from
+        position = self.socket.missing_from
         if position is None or self.answered:
             return
         self.answered = True
-        self.give_up(f"rank {self.line.peer_rank} has given it up")
+        self.give_up(f"rank {self.socket.peer_rank} has given it up")
         self.outgoing.send_again(position)
 
 
@@ -118,10 +118,10 @@ class FailoverIncoming:
             tensors = self._direct.take(microbatch)
             if self._failover.broken is None:
                 after = Position(self._batch.iteration, microbatch + 1)
-                self._failover.line.send_taken(self._direct.direction, after)
+                self._failover.socket.send_taken(self._direct.direction, after)
             return tensors
         # Its note may have come where the message itself was lost.
-        self._failover.line.notes.pop(
+        self._failover.socket.notes.pop(
             (int(self._direct.direction), self._batch.iteration, microbatch), None
         )
         return self._delegated.take(microbatch)
@@ -172,7 +172,7 @@ class FailoverOutgoing:
         if failover.answered:
             self._delegated.send(microbatch, tensors)
             return
-        self.settled()
+        self.all_taken()
         self._kept[Position(batch.iteration, microbatch)] = _Kept(batch, tensors)
         if failover.broken is not None:
             # In order: newer messages must not fill the slots that older ones need.
@@ -184,9 +184,9 @@ class FailoverOutgoing:
         except PipelineError as error:
             failover.give_up(str(error))
 
-    def settled(self) -> bool:
+    def all_taken(self) -> bool:
         """Whether the neighbour has taken, or the engine has, all that was sent."""
-        taken = self._failover.line.taken.get(int(self._direct.direction))
+        taken = self._failover.socket.taken.get(int(self._direct.direction))
         while self._kept and taken is not None and next(iter(self._kept)) < taken:
             del self._kept[next(iter(self._kept))]
         return not self._kept

@@ -63,15 +63,15 @@ class Staging:
     """What the delegated links of one rank share: two side streams, one per direction of the
     copies, and the memory that is page-locked for them. Belongs to the executor's thread.
 
-    ``ring`` wakes that thread when a copy has failed. ``deadline``: seconds that
+    ``wake`` interrupts that thread's wait when a copy has failed. ``deadline``: seconds that
     :meth:`drain` waits.
     """
 
     def __init__(
-        self, accelerator: Accelerator, *, ring: Callable[[], None], deadline: float
+        self, accelerator: Accelerator, *, wake: Callable[[], None], deadline: float
     ) -> None:
         self.accelerator = accelerator
-        self._ring = ring
+        self._wake = wake
         self._deadline = deadline
         self.to_host = CopyStream("pipemorph-to-host", accelerator, self._failed)
         self.to_device = CopyStream("pipemorph-to-device", accelerator, self._failed)
@@ -140,7 +140,7 @@ class Staging:
 
         ``abandon``: messages that are not with the engine yet are given up.
         """
-        self._ring = _nobody
+        self._wake = _nobody
         self.to_host.close(abandon=abandon)
         # Copies to the device wait for no one, so these end by themselves even after a failure,
         # unless the device hangs: then its memory stays as it is.
@@ -151,7 +151,7 @@ class Staging:
             self.accelerator.unregister(self._regions.pop().address)
 
     def _failed(self) -> None:
-        self._ring()
+        self._wake()
 
 
 def _nobody() -> None:
