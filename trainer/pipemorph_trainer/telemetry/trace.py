@@ -120,10 +120,10 @@ class TraceWriter:
         self._file.close()
         shorter = self._path.with_suffix(".tmp")
         with self._path.open("rb") as old, shorter.open("wb") as new:
-            while (head := old.readline()) and old.tell() <= self._limit // 4:
+            while (head := old.readline()) and old.tell() <= self._limit // 4 and not _gap(head):
                 new.write(head)
             while head and old.tell() < self._size - self._limit // 4:
-                self._dropped += b'"dropped"' not in head
+                self._dropped += not _gap(head)
                 head = old.readline()
             record = {"rank": self._coordinate.rank, "dropped": self._dropped, "limit": self._limit}
             new.write(json.dumps(record).encode() + b"\n" + head)
@@ -161,3 +161,8 @@ class TraceWriter:
             path.write_text(json.dumps(whose | record), encoding="utf-8")
         except OSError as error:
             log.warning("%s: no record of %s: %s", self._coordinate, what, error)
+
+
+def _gap(line: bytes) -> bool:
+    """Whether a line says that iterations were dropped there."""
+    return b'"dropped"' in line
