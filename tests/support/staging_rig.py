@@ -16,8 +16,8 @@ from pipemorph_trainer.links.channels.arrival import PeerClock
 from pipemorph_trainer.links.channels.fault_injection import Shaper
 from pipemorph_trainer.links.channels.message import Batch, Direction, TensorMeta
 from pipemorph_trainer.links.channels.staging import StagedIncoming, StagedOutgoing, Staging
+from pipemorph_trainer.links.engine import engine_module
 from pipemorph_trainer.links.recorder import LinkRecorder
-from pipemorph_trainer.links.rendezvous import engine_module
 
 TIMEOUT = 60.0
 SECRET = b"a secret of the test"

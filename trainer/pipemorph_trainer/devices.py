@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pipemorph.errors import InputError
-from pipemorph_trainer.links.rendezvous import engine_module
+from pipemorph_trainer.links.engine import engine_module
 from pipemorph_trainer.topology.gpu_affinity import pci_address
 
 

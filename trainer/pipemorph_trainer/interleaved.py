@@ -28,8 +28,8 @@ from pipemorph_trainer.executor.timed import TimedOp
 from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.interleaved import meet_chunks
-from pipemorph_trainer.links.link import LinkEnd
 from pipemorph_trainer.links.poller import Poller
+from pipemorph_trainer.links.rendezvous import LinkConfig
 from pipemorph_trainer.start import Start, join
 from pipemorph_trainer.state.weights import check_stage
 from pipemorph_trainer.topology.addresses import own_address
@@ -82,19 +82,23 @@ class InterleavedPipeline:
         self._waiting = Waiting(f"rank {context.rank}")
         self._poller = Poller()
         self._forgotten: set[int] = set()
-        self._links = meet_chunks(
-            placement,
-            context.rank,
-            microbatches=schedule.microbatches,
+        op_clock = OpClock()
+        config = LinkConfig(
             secret=self._world.secret,
-            address=own_address(context.master_addr),
             faults=faults,
-            poller=self._poller,
-            op_clock=(op_clock := OpClock()),
+            device=torch.device("cpu"),
             deadline=deadline_seconds,
-            on_block=self._on_block,
-            on_unblock=self._waiting.end,
-            made=self._world.groups,
+            poller=self._poller,
+            op_clock=op_clock,
+            begin_wait=self._waiting.begin,
+            end_wait=self._waiting.end,
+            # Two stages of a rank take turns: a bound on sends of one could hold up the
+            # other, and the ranks would wait for each other.
+            max_sends=schedule.microbatches,
+        )
+        address = own_address(context.master_addr)
+        self._links = meet_chunks(
+            placement, context.rank, config, address=address, groups=self._world.groups
         )
         self._runners: dict[int, StageRunner] = {}
         self._executors: dict[int, Executor] = {}
@@ -275,9 +279,6 @@ class InterleavedPipeline:
             if end.socket.lost is not None and end.link not in self._forgotten:
                 self._forgotten.add(end.link)
                 self._poller.forget(end.socket.fileno())
-
-    def _on_block(self, end: LinkEnd, iteration: int, microbatch: int) -> None:
-        self._waiting.begin(end.taking(iteration, microbatch))
 
     def _release(self, *, goodbye: bool) -> None:
         if self._closed:

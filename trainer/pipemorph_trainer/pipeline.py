@@ -31,7 +31,7 @@ from pipemorph_trainer.iteration import Iterations
 from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.link import LinkEnd
 from pipemorph_trainer.links.poller import Poller
-from pipemorph_trainer.links.rendezvous import meet
+from pipemorph_trainer.links.rendezvous import LinkConfig, meet
 from pipemorph_trainer.plans.stage_plans import StagePlans
 from pipemorph_trainer.preparation import prepare
 from pipemorph_trainer.settings import DuplexChoice, EngineChoice, PathChoice
@@ -178,21 +178,21 @@ class Pipeline:
         if control is None:
             control, self._agent = join_agent(context, self._world)
         self._control = metered(control, context, self.coordinate, plan)
-        self._neighbours = meet(
-            self.coordinate,
+        config = LinkConfig(
             secret=self._world.secret,
-            master_addr=context.master_addr,
             faults=settings.faults,
+            device=self.device,
+            deadline=settings.deadline_seconds,
             poller=self._poller,
             op_clock=op_clock,
-            device=self.device,
-            engine_options=prepared.engine,
-            deadline=settings.deadline_seconds,
-            on_block=self._on_block,
-            on_unblock=self._waiting.end,
+            begin_wait=self._waiting.begin,
+            end_wait=self._waiting.end,
             half_duplex=settings.direct_duplex == "half",
             max_sends=settings.direct_sends,
-            groups=self._world.groups,
+            engine=prepared.engine,
+        )
+        self._neighbours = meet(
+            self.coordinate, config, master_addr=context.master_addr, groups=self._world.groups
         )
         self._wait_for.who_is_gone = self._neighbours.gone
         self._plans = StagePlans(
@@ -420,10 +420,6 @@ class Pipeline:
             self._waiting.end()
 
     # --- what the links tell ------------------------------------------------------------------
-
-    def _on_block(self, end: LinkEnd, iteration: int, microbatch: int) -> None:
-        """A send waits: on the direct path for the one two before it."""
-        self._waiting.begin(end.taking(iteration, microbatch))
 
     def _on_broken(self, end: LinkEnd, why: str) -> None:
         """A direct path goes on delegated: nothing was granted there for it yet."""

@@ -21,7 +21,7 @@ from pipemorph.planning import (
     plan as plan_schedule,
 )
 from pipemorph_trainer.context import TrainerContext
-from pipemorph_trainer.links.rendezvous import EngineOptions, engine_module
+from pipemorph_trainer.links.engine import EngineOptions, engine_module
 
 PathChoice = Literal["auto", "direct", "delegated"]
 EngineChoice = Literal["auto", "tcp", "shm", "rdma"]

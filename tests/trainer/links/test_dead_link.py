@@ -10,8 +10,8 @@ from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.links.channels.arrival import PeerClock
 from pipemorph_trainer.links.channels.delegated import DelegatedIncoming
 from pipemorph_trainer.links.channels.message import Batch, Direction, TensorMeta
+from pipemorph_trainer.links.engine import engine_module
 from pipemorph_trainer.links.recorder import LinkRecorder
-from pipemorph_trainer.links.rendezvous import engine_module
 
 pytestmark = pytest.mark.needs_engine
 

@@ -11,7 +11,7 @@ import torch
 
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph_trainer import TrainerContext, settings
-from pipemorph_trainer.links import rendezvous
+from pipemorph_trainer.links import engine, rendezvous
 from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.poller import Poller
 from pipemorph_trainer.topology.coordinate import Coordinate
@@ -36,7 +36,7 @@ def told(monkeypatch: pytest.MonkeyPatch, transport: dict[str, Any]) -> dict[str
     def gather(into: list[Any], mine: Any) -> None:
         into[:] = [mine]
 
-    for module in (rendezvous, settings):
+    for module in (engine, settings):
         monkeypatch.setattr(module, "engine_module", lambda: SimpleNamespace(Engine=Engine))
     monkeypatch.setattr(rendezvous.dist, "all_gather_object", gather)
     job = PipeMorphJob.model_validate(
@@ -55,18 +55,21 @@ def told(monkeypatch: pytest.MonkeyPatch, transport: dict[str, Any]) -> dict[str
     context = TrainerContext(0, 2, 0, "127.0.0.1", 1, job=job, namespace="a-team", attempt=3)
     of_job = settings.Settings.of(job.spec)
     plan = of_job.plan()
-    found = rendezvous.meet(
-        Coordinate(rank=0, stage=0, stages=1, replica=0, replicas=1),
+    config = rendezvous.LinkConfig(
         secret=b"the job's secret",
-        master_addr="127.0.0.1",
         faults=(),
+        device=torch.device("cpu"),
+        deadline=5.0,
         poller=Poller(),
         op_clock=OpClock(),
-        device=torch.device("cpu"),
-        engine_options=settings.engine_options(context, of_job, plan, directed=False),
-        deadline=5.0,
-        on_block=lambda *_: None,
-        on_unblock=lambda: None,
+        begin_wait=lambda _: None,
+        end_wait=lambda: None,
+        engine=settings.engine_options(context, of_job, plan, directed=False),
+    )
+    found = rendezvous.meet(
+        Coordinate(rank=0, stage=0, stages=1, replica=0, replicas=1),
+        config,
+        master_addr="127.0.0.1",
         groups=Groups(),
     )
     assert isinstance(found.engine, Engine)

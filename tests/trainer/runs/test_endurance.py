@@ -13,7 +13,7 @@ from launch import run_ranks
 from trainer_jobs import Job, loss_fn, make_batch, make_stage
 
 from pipemorph_trainer import Pipeline, TrainerContext
-from pipemorph_trainer.links.rendezvous import engine_module
+from pipemorph_trainer.links.engine import engine_module
 
 pytestmark = pytest.mark.multiprocess
 

@@ -9,32 +9,24 @@ from __future__ import annotations
 
 import ipaddress
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cached_property
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipemorph.api.spec import Fault
 from pipemorph.planning import Path
 from pipemorph_trainer.links import peer_socket
-from pipemorph_trainer.links.channels.arrival import OpClock, PeerClock
-from pipemorph_trainer.links.channels.direct import DirectIncoming, DirectOutgoing
-from pipemorph_trainer.links.channels.fault_injection import Severer, Shaper
 from pipemorph_trainer.links.channels.message import Batch, Direction, TensorMeta
 from pipemorph_trainer.links.link import LinkEnd, Neighbourhood
 from pipemorph_trainer.links.peer_socket import PeerSocket
-from pipemorph_trainer.links.poller import Poller
-from pipemorph_trainer.links.recorder import LinkRecorder
+from pipemorph_trainer.links.rendezvous import LinkConfig
 from pipemorph_trainer.topology.addresses import everywhere
 from pipemorph_trainer.topology.groups import Groups
-
-SETUP_SECONDS = 120.0
 
 
 class LocalLane:
@@ -74,7 +66,8 @@ class LocalPeerSocket:
 
     lost: str | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
+        self.peer_rank = rank
         self.shapes: deque[tuple[TensorMeta, ...] | None] = deque()
 
     def send_shapes(self, metas: tuple[TensorMeta, ...] | None) -> None:
@@ -90,12 +83,18 @@ class LocalPeerSocket:
         self.shapes.clear()
 
 
-@dataclass
+@dataclass(frozen=True)
 class ChunkLinks:
-    """``neighbours[s]`` for every stage *s* of this rank; ``ends`` are those to other ranks."""
+    """The links of the stages of ``rank``; ``neighbours[s]`` are those of its stage *s*."""
 
+    rank: int
     neighbours: dict[int, Neighbourhood]
-    ends: list[LinkEnd]
+
+    @cached_property
+    def ends(self) -> list[LinkEnd]:
+        """Those to other ranks."""
+        found = [end for each in self.neighbours.values() for end in each.ends]
+        return [end for end in found if end.peer_rank != self.rank]
 
     def close(self, *, goodbye: bool) -> None:
         for end in self.ends:
@@ -103,32 +102,20 @@ class ChunkLinks:
 
 
 def meet_chunks(
-    placement: Sequence[int],
-    rank: int,
-    *,
-    microbatches: int,
-    secret: bytes,
-    address: str,
-    faults: Sequence[Fault],
-    poller: Poller,
-    op_clock: OpClock,
-    deadline: float,
-    on_block: Callable[[LinkEnd, int, int], None],
-    on_unblock: Callable[[], None],
-    made: Groups,
+    placement: Sequence[int], rank: int, config: LinkConfig, *, address: str, groups: Groups
 ) -> ChunkLinks:
     """Connect the links of all stages of a rank. Collective: every rank calls it.
 
     ``placement[s]`` is the rank of stage *s*; ``address`` is where this rank is reached;
-    ``made`` is where the links' groups are made.
+    ``groups`` is where the links' groups are made.
     Raises :class:`~pipemorph_trainer.errors.PipelineError` naming the rank that did not come.
     """
     last = len(placement) - 1
     across = [s for s in range(last) if placement[s] != placement[s + 1]]
     # Behind the executors' deadlines, also behind those of the first iteration.
-    timeout = timedelta(seconds=2 * deadline * len(placement) + 60)
-    groups: dict[int, Any] = {
-        link: made.new(
+    timeout = timedelta(seconds=2 * config.deadline * len(placement) + 60)
+    edges = {
+        link: groups.new(
             [placement[link], placement[link + 1]],
             timeout=timeout,
             backend="gloo",
@@ -136,37 +123,18 @@ def meet_chunks(
         )
         for link in across
     }
-    clocks = {link: PeerClock() for link in across}
 
-    def remote(link: int, socket: PeerSocket, receives: Direction) -> LinkEnd:
-        upper = receives is Direction.FORWARD
-        peer = placement[link] if upper else placement[link + 1]
-        made = _end(link, peer, receives, socket, [f for f in faults if f.link == link])
-        made.peer_clock = clocks[link]
-        made.add(
-            Path.DIRECT,
-            DirectIncoming(
-                group=groups[link], peer=peer, direction=receives, socket=socket, poller=poller,
-                op_clock=op_clock, peer_clock=clocks[link], recorder=made.recorder,
-                device=torch.device("cpu"),
-            ),
-            DirectOutgoing(
-                group=groups[link], peer=peer, direction=made.sends, socket=socket,
-                shaper=made.shaper, on_block=partial(on_block, made), on_unblock=on_unblock,
-                deadline=deadline, device=torch.device("cpu"),
-                # Two stages of a rank take turns: a bound on sends of one could hold up the
-                # other, and the ranks would wait for each other.
-                max_outstanding=microbatches,
-            ),
-        )  # fmt: skip
-        made.select(Path.DIRECT)
-        poller.watch_socket(socket.fileno())
-        return made
+    def make_end(link: int, receives: Direction, control: PeerSocket) -> LinkEnd:
+        end = LinkEnd(link, receives, control, faults=config.faults_of(link, 0))
+        edge = dict.fromkeys(Direction, edges[link])
+        end.add(Path.DIRECT, *config.direct_channels(end, edge))
+        end.select(Path.DIRECT)
+        config.poller.watch_socket(control.fileno())
+        return end
 
     neighbours = {
         s: Neighbourhood(None, None, None) for s, where in enumerate(placement) if where == rank
     }
-    ends = []
     with ExitStack() as stack:
         # One listener per link, or a rank that dials early would take another's place.
         listeners = {
@@ -184,22 +152,12 @@ def meet_chunks(
                 _join_locally(link, rank, neighbours)
             elif lower == rank:
                 host, ports = others[upper]
-                socket = peer_socket.dial(
-                    host, ports[link], rank=rank, peer_rank=upper, secret=secret,
-                    timeout=SETUP_SECONDS,
-                )  # fmt: skip
-                end = remote(link, socket, Direction.BACKWARD)
-                neighbours[link].downstream = end
-                ends.append(end)
+                control = config.dial(host, ports[link], rank=rank, peer=upper)
+                neighbours[link].downstream = make_end(link, Direction.BACKWARD, control)
             elif upper == rank:
-                socket = peer_socket.accept(
-                    listeners[link], rank=rank, peer_rank=lower, secret=secret,
-                    timeout=SETUP_SECONDS,
-                )  # fmt: skip
-                end = remote(link, socket, Direction.FORWARD)
-                neighbours[link + 1].upstream = end
-                ends.append(end)
-    return ChunkLinks(neighbours, ends)
+                control = config.accept(listeners[link], rank=rank, peer=lower)
+                neighbours[link + 1].upstream = make_end(link, Direction.FORWARD, control)
+    return ChunkLinks(rank, neighbours)
 
 
 def _bound(address: str) -> str:
@@ -208,30 +166,12 @@ def _bound(address: str) -> str:
     return address if loopback else everywhere(address)
 
 
-def _end(
-    link: int, peer: int, receives: Direction, socket: PeerSocket, faults: Sequence[Fault]
-) -> LinkEnd:
-    """An end without a path yet."""
-    return LinkEnd(
-        link=link,
-        peer_rank=peer,
-        peer_stage=link if receives is Direction.FORWARD else link + 1,
-        receives=receives,
-        socket=socket,
-        recorder=LinkRecorder(link, 0, receives),
-        shaper=Shaper(faults, Direction(1 - receives)),
-        severer=Severer([], None),
-        peer_clock=PeerClock(),
-        direct_transport="gloo",
-    )
-
-
 def _join_locally(link: int, rank: int, neighbours: dict[int, Neighbourhood]) -> None:
     """Two stages of one rank that follow each other."""
-    socket = cast(PeerSocket, LocalPeerSocket())
+    control = cast(PeerSocket, LocalPeerSocket(rank))
     forward, backward = LocalLane(), LocalLane()
-    below = _end(link, rank, Direction.BACKWARD, socket, ())
-    above = _end(link, rank, Direction.FORWARD, socket, ())
+    below = LinkEnd(link, Direction.BACKWARD, control)
+    above = LinkEnd(link, Direction.FORWARD, control)
     below.add(Path.DIRECT, backward, forward)
     above.add(Path.DIRECT, forward, backward)
     below.select(Path.DIRECT)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pipemorph.api.spec import Fault
 from pipemorph.planning import Path
 from pipemorph_trainer.links.channels.arrival import PeerClock
 from pipemorph_trainer.links.channels.delegated import DelegatedIncoming
@@ -12,6 +14,7 @@ from pipemorph_trainer.links.channels.direct import DirectOutgoing
 from pipemorph_trainer.links.channels.failover import Failover, FailoverOutgoing
 from pipemorph_trainer.links.channels.fault_injection import Severer, Shaper
 from pipemorph_trainer.links.channels.message import Direction, Incoming, Outgoing
+from pipemorph_trainer.links.channels.shared_queue import SharedQueue
 from pipemorph_trainer.links.channels.staging import StagedIncoming, StagedOutgoing, Staging
 from pipemorph_trainer.links.peer_socket import PeerSocket
 from pipemorph_trainer.links.recorder import LinkRecorder, Transport
@@ -28,28 +31,32 @@ class LinkEnd:
 
     def __init__(
         self,
-        *,
         link: int,
-        peer_rank: int,
-        peer_stage: int,
         receives: Direction,
         socket: PeerSocket,
-        recorder: LinkRecorder,
-        shaper: Shaper,
-        severer: Severer,
-        peer_clock: PeerClock,
-        direct_transport: Transport,
+        *,
+        replica: int = 0,
+        faults: Sequence[Fault] = (),
+        queue: SharedQueue | None = None,
+        direct_transport: Transport = "gloo",
     ) -> None:
+        """``socket``: to the neighbour. ``faults``: of this link and replica. ``queue``: that of
+        both directions, where they have one together. Channels are added afterwards."""
         self.link = link
-        self.peer_rank, self.peer_stage = peer_rank, peer_stage
+        self.peer_rank = socket.peer_rank
+        self.peer_stage = link if receives is Direction.FORWARD else link + 1
         self.receives = receives
         self.sends = Direction(1 - receives)
         self.socket = socket
-        self.recorder, self.shaper, self.severer = recorder, shaper, severer
-        self.peer_clock = peer_clock
+        self.recorder = LinkRecorder(link, replica, receives)
+        self.shaper = Shaper(faults, self.sends, queue)
+        self.severer = Severer([], None)
+        self.peer_clock = PeerClock()
         self.engine_link: _engine.Link | None = None
         self.failover: Failover | None = None
         """None where a direct path that breaks has nothing to go on with."""
+        self.same_host = True
+        """Whether the neighbour reads the same clock."""
         self._direct_transport = direct_transport
         self._incoming: dict[Path, Incoming] = {}
         self._outgoing: dict[Path, Outgoing] = {}
@@ -151,9 +158,6 @@ class LinkEnd:
         self.recorder.rtt_min = stats.rtt_min
         if stats.clock_offset is not None and not self.same_host:
             self.peer_clock.offset = stats.clock_offset
-
-    same_host = True
-    """Whether the neighbour reads the same clock."""
 
     def close(self, *, goodbye: bool) -> None:
         if goodbye:

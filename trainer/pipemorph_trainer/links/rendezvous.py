@@ -1,25 +1,26 @@
-"""The links of one stage: meeting the neighbours and what each end of a link has.
+"""How the ranks of a pipeline meet: what they tell each other, and the links they then have.
 
-Set up once, before the first iteration: groups from the device mesh, one socket per link, and
-where the engine is built and wanted one engine link beside it.
+Done once, before the first iteration: groups from the device mesh, one control socket per link,
+and, where the engine is built and wanted, one engine link beside it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from pipemorph.api.spec import Fault, Rdma
+from pipemorph.api.spec import Fault
 from pipemorph.planning import Path
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.links import peer_socket
-from pipemorph_trainer.links.channels.arrival import OpClock, PeerClock
+from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.channels.delegated import DelegatedIncoming, DelegatedOutgoing
 from pipemorph_trainer.links.channels.direct import (
     MAX_OUTSTANDING,
@@ -30,262 +31,279 @@ from pipemorph_trainer.links.channels.direct import (
 )
 from pipemorph_trainer.links.channels.edges import make_edges
 from pipemorph_trainer.links.channels.failover import Failover
-from pipemorph_trainer.links.channels.fault_injection import Severer, Shaper, shaping
+from pipemorph_trainer.links.channels.fault_injection import Severer, shaping
 from pipemorph_trainer.links.channels.message import Direction
 from pipemorph_trainer.links.channels.shared_queue import SharedQueue
 from pipemorph_trainer.links.channels.staging import StagedIncoming, StagedOutgoing, Staging
+from pipemorph_trainer.links.engine import EngineOptions, make_engine, make_engine_link
 from pipemorph_trainer.links.link import LinkEnd, Neighbourhood
 from pipemorph_trainer.links.peer_socket import PeerSocket
 from pipemorph_trainer.links.poller import Poller
-from pipemorph_trainer.links.recorder import LinkRecorder
 from pipemorph_trainer.topology import addresses
 from pipemorph_trainer.topology.accelerator import accelerator_of
 from pipemorph_trainer.topology.coordinate import Coordinate
-from pipemorph_trainer.topology.gpu_affinity import near
 from pipemorph_trainer.topology.groups import Groups
-from pipemorph_trainer.topology.machine import this_machine
+from pipemorph_trainer.topology.machine import Machine, this_machine
 
 if TYPE_CHECKING:
     import pipemorph_trainer._engine as _engine
 
 log = logging.getLogger("pipemorph.trainer")
 
+SETUP_SECONDS = 120.0
+"""How long one connection between two neighbours may take."""
+
 
 @dataclass(frozen=True)
-class EngineOptions:
-    """How to make the engine; ``transport`` is auto, tcp, shm or rdma. The rest is as in
-    :class:`pipemorph.api.spec.Transport`."""
+class LinkConfig:
+    """What all links of a rank have in common, among themselves and with its executor.
 
-    job: str
-    transport: str = "auto"
-    queues: int = 8
-    require: str | None = None
-    rdma: Rdma = field(default_factory=Rdma)
+    ``secret``: what both ends of a connection have to know. ``deadline``: longest wait for one
+    message, seconds. ``begin_wait(what)`` and ``end_wait()`` are called around a send that waits.
+    ``half_duplex``: both directions of a direct path share one communicator and one queue.
+    ``max_sends``: of a direct path, outstanding at a time; None: as few as is usual. ``engine``:
+    how to make the engine; None: there is none.
+
+    Raises :class:`PipelineError` for half duplex on CUDA.
+    """
+
+    secret: bytes
+    faults: Sequence[Fault]
+    device: torch.device
+    deadline: float
+    poller: Poller
+    op_clock: OpClock
+    begin_wait: Callable[[str], None]
+    end_wait: Callable[[], None]
+    half_duplex: bool = False
+    max_sends: int | None = None
+    engine: EngineOptions | None = None
+
+    def __post_init__(self) -> None:
+        if self.half_duplex and self.cuda:
+            # Receives are posted ahead of sends here; on one NCCL stream that would deadlock.
+            raise PipelineError(
+                "transport.directDuplex is half, which is for comparisons on the CPU; use full "
+                "on CUDA"
+            )
+
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def faults_of(self, link: int, replica: int) -> list[Fault]:
+        return [f for f in self.faults if f.link == link and f.replica == replica]
+
+    def dial(self, host: str, port: int, *, rank: int, peer: int) -> PeerSocket:
+        return peer_socket.dial(
+            host, port, rank=rank, peer_rank=peer, secret=self.secret, timeout=SETUP_SECONDS
+        )
+
+    def accept(self, listener: socket.socket, *, rank: int, peer: int) -> PeerSocket:
+        return peer_socket.accept(
+            listener, rank=rank, peer_rank=peer, secret=self.secret, timeout=SETUP_SECONDS
+        )
+
+    def told_of_sends(self, end: LinkEnd) -> dict[str, Callable[..., None]]:
+        """What a channel calls around a send that waits: on the direct path, for the one two
+        before it."""
+
+        def on_block(iteration: int, microbatch: int) -> None:
+            self.begin_wait(end.taking(iteration, microbatch))
+
+        return {"on_block": on_block, "on_unblock": self.end_wait}
+
+    def direct_channels(
+        self, end: LinkEnd, groups: Mapping[Direction, dist.ProcessGroup]
+    ) -> tuple[DirectIncoming, DirectOutgoing]:
+        """Both directions of the direct path of a link, over one group each."""
+        usual = OUTSTANDING_ON_DEVICE if self.cuda else MAX_OUTSTANDING
+        return (
+            DirectIncoming(
+                group=groups[end.receives], peer=end.peer_rank, direction=end.receives,
+                socket=end.socket, poller=self.poller, op_clock=self.op_clock,
+                peer_clock=end.peer_clock, recorder=end.recorder, device=self.device,
+                accelerator=accelerator_of(self.device) if self.cuda else None,
+                posted=POSTED_ON_DEVICE if self.cuda else None,
+            ),
+            DirectOutgoing(
+                group=groups[end.sends], peer=end.peer_rank, direction=end.sends,
+                socket=end.socket, shaper=end.shaper, deadline=self.deadline,
+                device=self.device, asks=self.cuda, **self.told_of_sends(end),
+                max_outstanding=usual if self.max_sends is None else self.max_sends,
+            ),
+        )  # fmt: skip
 
 
-def engine_module() -> Any | None:
-    """The compiled engine, None where it is not built."""
-    try:
-        import pipemorph_trainer._engine as _engine
-    except ImportError:
-        return None
-    return _engine
+class _Peer(NamedTuple):
+    """Where a rank is, and what it listens on."""
+
+    machine: Machine
+    address: str
+    port: int = 0
+    engine_port: int | None = None
+    queue: str | None = None
 
 
-def _shared_queue(coordinate: Coordinate, faults: Sequence[Fault]) -> SharedQueue | None:
-    """The queue of the link to the next stage, made by the lower stage where it is needed."""
-    own = [f for f in faults if f.link == coordinate.stage and f.replica == coordinate.replica]
-    return SharedQueue.create() if shaping(own) and not coordinate.last else None
+class Rendezvous:
+    """Connects one rank with both its neighbours, in the steps of :meth:`meet`."""
+
+    def __init__(
+        self, coordinate: Coordinate, config: LinkConfig, master_addr: str, groups: Groups
+    ) -> None:
+        self._coordinate, self._config, self._groups = coordinate, config, groups
+        self._mine = _Peer(this_machine(), addresses.own_address(master_addr))
+        self._peers: list[_Peer] = []
+        self._engine: _engine.Engine | None = None
+        self._staging: Staging | None = None
+        self._queue: SharedQueue | None = None
+        self._edges: dict[int, dict[Direction, dist.ProcessGroup]] = {}
+
+    def meet(self) -> Neighbourhood:
+        """Collective: every rank calls it. Raises :class:`PipelineError` naming the neighbour that
+        did not come."""
+        rank, config = self._coordinate.rank, self._config
+        host = self.find_host()
+        with peer_socket.listen(host) as listener:
+            self.make_shared(host)
+            self.exchange_addresses(listener.getsockname()[1])
+            self._edges = make_edges(self._coordinate, config.device, config.deadline, self._groups)
+            up_socket = down_socket = None
+            if not self._coordinate.last:
+                peer = rank + 1
+                port = self._peers[peer].port
+                down_socket = config.dial(self._address(peer), port, rank=rank, peer=peer)
+            if not self._coordinate.first:
+                up_socket = config.accept(listener, rank=rank, peer=rank - 1)
+        # From the first link to the last, so that nobody waits for a neighbour out of turn.
+        stage = self._coordinate.stage
+        upstream = downstream = None
+        if up_socket is not None:
+            upstream = self.make_end(stage - 1, Direction.FORWARD, up_socket)
+        if down_socket is not None:
+            downstream = self.make_end(stage, Direction.BACKWARD, down_socket)
+        if self._engine is not None:
+            for reason in self._engine.refused():
+                log.warning("%s: engine refused a connection: %s", self._coordinate, reason)
+        return Neighbourhood(upstream, downstream, self._engine, self._staging)
+
+    def find_host(self) -> str:
+        """Tell all ranks where this one is. Returns where to listen: nobody else has to get in."""
+        self._gather(self._mine)
+        if all(self._mine.machine.shares_loopback(peer.machine) for peer in self._peers):
+            return "127.0.0.1"
+        return addresses.everywhere(self._mine.address)
+
+    def make_shared(self, host: str) -> None:
+        """What the links of this rank share: the engine, staging, and the queue of half duplex."""
+        config = self._config
+        self._engine = make_engine(
+            config.engine, self._coordinate,
+            secret=config.secret, host=host, device=config.device,
+        )  # fmt: skip
+        if self._engine is not None:
+            config.poller.watch_eventfd(self._engine.bell_fd)
+            accelerator = accelerator_of(config.device)
+            if accelerator is not None:
+                self._staging = Staging(
+                    accelerator, wake=config.poller.wake, deadline=config.deadline
+                )
+        # The lower stage makes the queue, where a fault needs one.
+        own = config.faults_of(self._coordinate.stage, self._coordinate.replica)
+        if config.half_duplex and shaping(own) and not self._coordinate.last:
+            self._queue = SharedQueue.create()
+
+    def exchange_addresses(self, port: int) -> None:
+        """Tell all ranks what this one listens on, and hear the same of them."""
+        self._mine = self._mine._replace(
+            port=port,
+            engine_port=self._engine.port if self._engine is not None else None,
+            queue=self._queue.name if self._queue is not None else None,
+        )
+        self._gather(self._mine)
+
+    def make_end(self, link: int, receives: Direction, control: PeerSocket) -> LinkEnd:
+        """This rank's end of a link whose control socket is connected."""
+        config, replica = self._config, self._coordinate.replica
+        lower = receives is Direction.BACKWARD
+        queue = self._queue if lower else None
+        peer = self._peers[control.peer_rank]
+        if not lower and peer.queue is not None:
+            queue = SharedQueue.open(peer.queue, link)
+        faults = config.faults_of(link, replica)
+        end = LinkEnd(
+            link, receives, control, replica=replica, faults=faults, queue=queue,
+            direct_transport="nccl" if config.cuda else "gloo",
+        )  # fmt: skip
+        end.same_host = self._mine.machine.shares_clock(peer.machine)
+        if self._engine is not None and peer.engine_port is not None:
+            end.engine_link = make_engine_link(
+                self._engine, link, end.peer_rank, self._address(end.peer_rank), peer.engine_port,
+                dials=lower, timeout=SETUP_SECONDS,
+            )  # fmt: skip
+        direct = config.direct_channels(end, self._edges[link])
+        cut = partial(self._cut, end, direct[0]) if end.engine_link is not None else None
+        # One end cuts, and it is the lower stage's.
+        end.severer = Severer(faults if lower else [], cut)
+        if end.engine_link is None:
+            end.add(Path.DIRECT, *direct)
+        else:
+            delegated = self._delegated_channels(end, end.engine_link)
+            end.add(Path.DELEGATED, *delegated)
+            name = f"{self._coordinate}, link {link}"
+            end.failover = Failover(name, control, direct, delegated)
+            end.add(Path.DIRECT, end.failover.incoming, end.failover.outgoing)
+        end.select(Path.DIRECT)
+        config.poller.watch_socket(control.fileno())
+        return end
+
+    def _delegated_channels(
+        self, end: LinkEnd, engine_link: _engine.Link
+    ) -> tuple[DelegatedIncoming, DelegatedOutgoing]:
+        config = self._config
+        assert config.engine is not None
+        receiver: dict[str, Any] = {
+            "link": engine_link, "direction": end.receives, "peer_clock": end.peer_clock,
+            "recorder": end.recorder,
+        }  # fmt: skip
+        sender: dict[str, Any] = {
+            "link": engine_link, "direction": end.sends, "shaper": end.shaper,
+            "queues": config.engine.queues, **config.told_of_sends(end),
+        }  # fmt: skip
+        if self._staging is None:
+            return DelegatedIncoming(**receiver), DelegatedOutgoing(**sender)
+        name = f"link {end.link} (delegated)"
+        return (
+            StagedIncoming(staging=self._staging, name=name, **receiver),
+            StagedOutgoing(staging=self._staging, name=name, **sender),
+        )
+
+    def _cut(self, end: LinkEnd, direct: DirectIncoming, what: str) -> None:
+        """Break a connection of a link, as a fault trace says."""
+        assert end.engine_link is not None
+        log.warning(
+            "%s: fault trace cuts the %s connection of link %d", self._coordinate, what, end.link
+        )
+        if what == "direct":
+            direct.abandon()
+        elif what == "data":
+            end.engine_link.sever_data_path()
+        else:
+            end.engine_link.sever_control()
+
+    def _address(self, rank: int) -> str:
+        peer = self._peers[rank]
+        return "127.0.0.1" if self._mine.machine.shares_loopback(peer.machine) else peer.address
+
+    def _gather(self, mine: _Peer) -> None:
+        found: list[Any] = [None] * (self._coordinate.stages * self._coordinate.replicas)
+        dist.all_gather_object(found, mine)
+        self._peers = found
 
 
 def meet(
-    coordinate: Coordinate,
-    *,
-    secret: bytes,
-    master_addr: str,
-    faults: Sequence[Fault],
-    poller: Poller,
-    op_clock: OpClock,
-    device: torch.device,
-    engine_options: EngineOptions | None,
-    deadline: float,
-    setup_seconds: float = 120.0,
-    on_block: Callable[[LinkEnd, int, int], None],
-    on_unblock: Callable[[], None],
-    half_duplex: bool = False,
-    max_sends: int | None = None,
-    groups: Groups,
+    coordinate: Coordinate, config: LinkConfig, *, master_addr: str, groups: Groups
 ) -> Neighbourhood:
-    """Connect to both neighbours. Collective: every rank calls it.
-
-    ``half_duplex``: both directions of a direct path share one communicator and one queue.
-    ``max_sends``: of a direct path, outstanding at a time; None: as few as is usual.
-    ``groups``: where the groups of the direct paths are made.
-    Raises :class:`PipelineError` naming the neighbour that did not come.
-    """
-    module = engine_module() if engine_options is not None else None
-    hosts: list[Any] = [None] * (coordinate.stages * coordinate.replicas)
-    here = this_machine()
-    own_address = addresses.own_address(master_addr)
-    dist.all_gather_object(hosts, (here, own_address))
-    one_loopback = all(here.shares_loopback(machine) for machine, _ in hosts)
-    bind = "127.0.0.1" if one_loopback else addresses.everywhere(own_address)
-    listener = peer_socket.listen(bind)
-    engine = None
-    if module is not None and engine_options is not None:
-        engine = module.Engine(
-            job=f"{engine_options.job}/{coordinate.replica}",
-            rank=coordinate.rank,
-            secret=secret,
-            host=bind,
-            queues=engine_options.queues,
-            transport=engine_options.transport,
-            require=engine_options.require,
-            rdma_devices=engine_options.rdma.devices,
-            gid_index=(
-                -1 if engine_options.rdma.gid_index is None else engine_options.rdma.gid_index
-            ),
-            traffic_class=engine_options.rdma.traffic_class,
-            service_level=engine_options.rdma.service_level,
-            **near(device),
-        )
-        if engine.rails_trouble is not None:
-            wanted = engine_options.transport == "rdma"
-            log.log(
-                logging.WARNING if wanted else logging.DEBUG,
-                "%s: RDMA rails in use: %s; %s",
-                coordinate,
-                ", ".join(engine.rails) or "none",
-                engine.rails_trouble,
-            )
-        poller.watch_eventfd(engine.bell_fd)
-    accelerator = accelerator_of(device)
-    staging = None
-    if engine is not None and accelerator is not None:
-        staging = Staging(accelerator, wake=poller.wake, deadline=deadline)
-    ports: list[Any] = [None] * len(hosts)
-    if half_duplex and device.type == "cuda":
-        # Receives are posted ahead of sends here; on one NCCL stream that would deadlock.
-        raise PipelineError(
-            "transport.directDuplex is half, which is for comparisons on the CPU; use full on CUDA"
-        )
-    queue = _shared_queue(coordinate, faults) if half_duplex else None
-    mine = (
-        listener.getsockname()[1],
-        engine.port if engine is not None else None,
-        queue.name if queue is not None else None,
-    )
-    dist.all_gather_object(ports, mine)
-
-    def address(rank: int) -> str:
-        machine, towards_rank_0 = hosts[rank]
-        return "127.0.0.1" if here.shares_loopback(machine) else str(towards_rank_0)
-
-    def connect(peer: int, *, dials: bool) -> PeerSocket:
-        if dials:
-            return peer_socket.dial(
-                address(peer), ports[peer][0],
-                rank=coordinate.rank, peer_rank=peer, secret=secret, timeout=setup_seconds,
-            )  # fmt: skip
-        return peer_socket.accept(
-            listener, rank=coordinate.rank, peer_rank=peer, secret=secret, timeout=setup_seconds
-        )
-
-    def end(link: int, peer: int, receives: Direction, socket: PeerSocket) -> LinkEnd:
-        own = [f for f in faults if f.link == link and f.replica == coordinate.replica]
-        recorder = LinkRecorder(link, coordinate.replica, receives)
-        shared = queue if receives is Direction.BACKWARD else None
-        if receives is Direction.FORWARD and ports[peer][2] is not None:
-            shared = SharedQueue.open(ports[peer][2], link)
-        shaper = Shaper(own, Direction(1 - receives), shared)
-        clock = PeerClock()
-        engine_link = None
-        if engine is not None and ports[peer][1] is not None:
-            engine_link = _engine_link(
-                engine, link, peer, address(peer), ports[peer][1],
-                dials=receives is Direction.BACKWARD, timeout=setup_seconds,
-            )  # fmt: skip
-
-        def cut(what: str) -> None:
-            assert engine_link is not None
-            log.warning("%s: fault trace cuts the %s connection of link %d", coordinate, what, link)
-            if what == "direct":
-                direct[0].abandon()
-            elif what == "data":
-                engine_link.sever_data_path()
-            else:
-                engine_link.sever_control()
-
-        # One end cuts, and it is the lower stage's.
-        severs = own if receives is Direction.BACKWARD else []
-        made = LinkEnd(
-            link=link,
-            peer_rank=peer,
-            peer_stage=coordinate.stage + (1 if receives is Direction.BACKWARD else -1),
-            receives=receives,
-            socket=socket,
-            recorder=recorder,
-            shaper=shaper,
-            severer=Severer(severs, cut if engine_link is not None else None),
-            peer_clock=clock,
-            direct_transport="nccl" if device.type == "cuda" else "gloo",
-        )
-        made.engine_link = engine_link
-        made.same_host = here.shares_clock(hosts[peer][0])
-        groups = edge_groups[link]
-        direct = (
-            DirectIncoming(
-                group=groups[receives], peer=peer, direction=receives, socket=socket, poller=poller,
-                op_clock=op_clock, peer_clock=clock, recorder=recorder, device=device,
-                accelerator=accelerator if device.type == "cuda" else None,
-                posted=POSTED_ON_DEVICE if device.type == "cuda" else None,
-            ),
-            DirectOutgoing(
-                group=groups[made.sends], peer=peer, direction=made.sends, socket=socket,
-                shaper=shaper, on_block=partial(on_block, made), on_unblock=on_unblock,
-                deadline=deadline, device=device, asks=device.type == "cuda",
-                max_outstanding=direct_sends,
-            ),
-        )  # fmt: skip
-        if engine_link is not None and engine_options is not None:
-            receiver: dict[str, Any] = {
-                "link": engine_link, "direction": receives, "peer_clock": clock,
-                "recorder": recorder,
-            }  # fmt: skip
-            sender: dict[str, Any] = {
-                "link": engine_link, "direction": made.sends, "shaper": shaper,
-                "queues": engine_options.queues, "on_block": partial(on_block, made),
-                "on_unblock": on_unblock,
-            }  # fmt: skip
-            delegated: tuple[DelegatedIncoming, DelegatedOutgoing]
-            if staging is None:
-                delegated = DelegatedIncoming(**receiver), DelegatedOutgoing(**sender)
-            else:
-                name = f"link {link} (delegated)"
-                delegated = (
-                    StagedIncoming(staging=staging, name=name, **receiver),
-                    StagedOutgoing(staging=staging, name=name, **sender),
-                )
-            made.add(Path.DELEGATED, *delegated)
-            made.failover = Failover(f"{coordinate}, link {link}", socket, direct, delegated)
-            made.add(Path.DIRECT, made.failover.incoming, made.failover.outgoing)
-        else:
-            made.add(Path.DIRECT, *direct)
-        made.select(Path.DIRECT)
-        poller.watch_socket(socket.fileno())
-        return made
-
-    direct_sends = OUTSTANDING_ON_DEVICE if device.type == "cuda" else MAX_OUTSTANDING
-    if max_sends is not None:
-        direct_sends = max_sends
-    edge_groups = make_edges(coordinate, device, deadline, groups)
-    up_socket = down_socket = None
-    with listener:
-        if not coordinate.last:
-            down_socket = connect(coordinate.rank + 1, dials=True)
-        if not coordinate.first:
-            up_socket = connect(coordinate.rank - 1, dials=False)
-    # From the first link to the last, so that nobody waits for a neighbour out of turn.
-    upstream = downstream = None
-    if up_socket is not None:
-        upstream = end(coordinate.stage - 1, coordinate.rank - 1, Direction.FORWARD, up_socket)
-    if down_socket is not None:
-        downstream = end(coordinate.stage, coordinate.rank + 1, Direction.BACKWARD, down_socket)
-    if engine is not None:
-        for reason in engine.refused():
-            log.warning("%s: engine refused a connection: %s", coordinate, reason)
-    return Neighbourhood(upstream, downstream, engine, staging)
-
-
-def _engine_link(
-    engine: _engine.Engine, link: int, peer: int, host: str, port: int,
-    *, dials: bool, timeout: float,
-) -> _engine.Link:  # fmt: skip
-    try:
-        if dials:
-            return engine.connect(
-                peer_rank=peer, link_id=link, host=host, port=port, timeout=timeout
-            )
-        return engine.accept(peer_rank=peer, link_id=link, timeout=timeout)
-    except RuntimeError as error:
-        raise PipelineError(f"engine link {link} to rank {peer}: {error}") from error
+    """Connect a rank to both neighbours; ``groups``: where the groups of direct paths are made.
+    ``master_addr``: of rank 0. Collective, see :meth:`Rendezvous.meet`."""
+    return Rendezvous(coordinate, config, master_addr, groups).meet()

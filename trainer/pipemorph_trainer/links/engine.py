@@ -1,0 +1,93 @@
+"""The transfer engine of a rank: whether it is built, how it is made, and its links."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pipemorph.api.spec import Rdma
+from pipemorph_trainer.errors import PipelineError
+from pipemorph_trainer.topology.coordinate import Coordinate
+from pipemorph_trainer.topology.gpu_affinity import near
+
+if TYPE_CHECKING:
+    import pipemorph_trainer._engine as _engine
+
+log = logging.getLogger("pipemorph.trainer")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How to make the engine; ``transport`` is auto, tcp, shm or rdma. The rest is as in
+    :class:`pipemorph.api.spec.Transport`."""
+
+    job: str
+    transport: str = "auto"
+    queues: int = 8
+    require: str | None = None
+    rdma: Rdma = field(default_factory=Rdma)
+
+
+def engine_module() -> Any | None:
+    """The compiled engine, None where it is not built."""
+    try:
+        import pipemorph_trainer._engine as _engine
+    except ImportError:
+        return None
+    return _engine
+
+
+def make_engine(
+    options: EngineOptions | None,
+    coordinate: Coordinate,
+    *,
+    secret: bytes,
+    host: str,
+    device: torch.device,
+) -> _engine.Engine | None:
+    """A rank's engine, listening at ``host``; None without options, or where it is not built."""
+    module = engine_module() if options is not None else None
+    if module is None or options is None:
+        return None
+    rdma = options.rdma
+    engine: _engine.Engine = module.Engine(
+        job=f"{options.job}/{coordinate.replica}",
+        rank=coordinate.rank,
+        secret=secret,
+        host=host,
+        queues=options.queues,
+        transport=options.transport,
+        require=options.require,
+        rdma_devices=rdma.devices,
+        gid_index=-1 if rdma.gid_index is None else rdma.gid_index,
+        traffic_class=rdma.traffic_class,
+        service_level=rdma.service_level,
+        **near(device),
+    )
+    if engine.rails_trouble is not None:
+        log.log(
+            logging.WARNING if options.transport == "rdma" else logging.DEBUG,
+            "%s: RDMA rails in use: %s; %s",
+            coordinate,
+            ", ".join(engine.rails) or "none",
+            engine.rails_trouble,
+        )
+    return engine
+
+
+def make_engine_link(
+    engine: _engine.Engine, link: int, peer: int, host: str, port: int,
+    *, dials: bool, timeout: float,
+) -> _engine.Link:  # fmt: skip
+    """Connect one link to rank ``peer``. Raises :class:`PipelineError` naming both."""
+    try:
+        if dials:
+            return engine.connect(
+                peer_rank=peer, link_id=link, host=host, port=port, timeout=timeout
+            )
+        return engine.accept(peer_rank=peer, link_id=link, timeout=timeout)
+    except RuntimeError as error:
+        raise PipelineError(f"engine link {link} to rank {peer}: {error}") from error
