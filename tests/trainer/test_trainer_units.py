@@ -46,8 +46,13 @@ from pipemorph_trainer.links.channels.fault_injection import DIRECT_QUEUE, Shape
 from pipemorph_trainer.links.channels.message import ALL_PRESENT, Direction, Note, TensorMeta
 from pipemorph_trainer.links.poller import Poller
 from pipemorph_trainer.links.recorder import LinkRecorder
-from pipemorph_trainer.plans.agreement import CANDIDATES, RankRow, agree, bubble_fraction
-from pipemorph_trainer.plans.plan_book import PlanBook
+from pipemorph_trainer.plans.commit import (
+    CANDIDATES,
+    PlanBook,
+    RankRow,
+    agree,
+    bubble_fraction,
+)
 from pipemorph_trainer.signals import LastWord
 from pipemorph_trainer.telemetry.trace import TraceWriter
 from pipemorph_trainer.topology import addresses
@@ -87,7 +92,7 @@ def test_rows_survive_the_collective() -> None:
 
 def test_a_plan_that_does_not_fit_is_not_offered() -> None:
     job = Job(3, 4)
-    book = PlanBook(make_plan(job, 0, "1f1b"), reserve=lambda plan: None)
+    book = PlanBook(make_plan(job, 0, "1f1b"), Coordinate(1, 1, 3, 0, 1), [], no_offload="")
     with pytest.raises(InputError, match="plan 1 has 2 stages and 4 microbatches; the job runs 3"):
         book.prepare(make_plan(Job(2, 4), 1, "1f1b"))
     with pytest.raises(InputError, match="plan 2 has 1 paths; expected 2"):

@@ -26,8 +26,7 @@ from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
 from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.link import Neighbourhood
 from pipemorph_trainer.links.poller import Poller
-from pipemorph_trainer.plans.agreement import RankRow, Rounds
-from pipemorph_trainer.plans.stage_plans import StagePlans
+from pipemorph_trainer.plans.commit import PlanBook, Rounds
 from pipemorph_trainer.state.gradients import Replicas
 from pipemorph_trainer.telemetry.reporter import Reporter
 from pipemorph_trainer.telemetry.trace import TraceWriter
@@ -62,7 +61,7 @@ class Iterations:
         neighbours: Neighbourhood,
         stage: OwnStage,
         replicas: Replicas | None,
-        plans: StagePlans,
+        plans: PlanBook,
         control: ControlClient,
         reporter: Reporter,
         trace: TraceWriter,
@@ -106,13 +105,7 @@ class Iterations:
             refuses=True,
         )
         self._token = TokenPass(self._coordinate, neighbours, self._executor.mail)
-        self.rounds = Rounds(
-            plans.book.in_force.version,
-            world=world,
-            waiting=waiting,
-            wait=wait,
-            report=self._report,
-        )
+        self.rounds = Rounds(plans, world=world, waiting=waiting, wait=wait, report=self._report)
         """What became of the iterations that have run; to be told when they are over."""
         self._deadline = deadline
         self._warm = stage.module is None
@@ -175,17 +168,12 @@ class Iterations:
 
     def install(self, plan: Plan) -> None:
         """Prepare a plan here. Raises :class:`InputError` if it does not fit this job."""
-        self._plans.install(plan)
-        self._reporter.prepared = self._plans.book.newest
+        self._plans.prepare(plan)
+        self._reporter.prepared = self._plans.newest
 
     def _begin(self, iteration: int) -> Plan:
         """Commit what all ranks agreed on two iterations ago, and select the links' paths."""
-        began = monotonic()
-        self.rounds.finish(iteration - 2)
-        agreed = self.rounds.agreed
-        if self._plans.book.commit(agreed):
-            log.info("%s: plan %d from iteration %d on", self._coordinate, agreed, iteration)
-        plan = self._plans.book.in_force
+        plan = self.rounds.begin(iteration, at=monotonic())
         for end in self._neighbours.ends:
             end.select(plan.paths[end.link])
             end.shaper.begin(iteration, self._training_began)
@@ -193,7 +181,6 @@ class Iterations:
         self._reporter.state = "training"
         self._reporter.begin_iteration(iteration, plan.version)
         self._executor.mail.iteration = iteration
-        self.rounds.begin(iteration, plan_version=plan.version, at=began)
         return plan
 
     def _end(
@@ -205,21 +192,14 @@ class Iterations:
             outcome.ops = self._device_times.resolve(outcome.ops)
             outcome.copies = self._device_times.resolve_copies(outcome.copies)
             self._waiting.end()
-        ops = outcome.ops
         self._prepare()
-        row = RankRow(
-            self._plans.book.versions(),
-            ops[0].start,
-            ops[-1].end,
-            sum(op.end - op.start for op in ops),
-        )
-        self.rounds.offer(iteration, row, loss)
+        self.rounds.offer(iteration, outcome.ops, loss)
         if profiling() or not self._warm:
             # Not warm: their self-tests take unlike times, and the next waits are ordinary ones.
             self.rounds.wait(iteration)
         self._reporter.publish(
             # Ops of a first iteration are fused, and slower than they will ever be again.
-            profile=self._stage.profile(ops, outcome.copies) if self._warm else None,
+            profile=self._stage.profile(outcome.ops, outcome.copies) if self._warm else None,
             offloaded=self._stage.offloaded(outcome.copies),
         )
         self._trace.iteration(iteration, plan.version, origin, outcome)

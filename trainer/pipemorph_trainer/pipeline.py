@@ -32,7 +32,7 @@ from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.link import LinkEnd
 from pipemorph_trainer.links.poller import Poller
 from pipemorph_trainer.links.rendezvous import LinkConfig, meet
-from pipemorph_trainer.plans.stage_plans import StagePlans
+from pipemorph_trainer.plans.commit import PlanBook
 from pipemorph_trainer.preparation import prepare
 from pipemorph_trainer.settings import DuplexChoice, EngineChoice, PathChoice
 from pipemorph_trainer.signals import LastWord
@@ -195,7 +195,7 @@ class Pipeline:
             self.coordinate, config, master_addr=context.master_addr, groups=self._world.groups
         )
         self._wait_for.who_is_gone = self._neighbours.gone
-        self._plans = StagePlans(
+        self._plans = PlanBook(
             plan, self.coordinate, self._neighbours.ends, no_offload=prepared.no_offload
         )
         for end in self._neighbours.ends:
@@ -325,7 +325,7 @@ class Pipeline:
     @property
     def plan(self) -> Plan:
         """The plan in force."""
-        return self._plans.book.in_force
+        return self._plans.in_force
 
     def install(self, plan: Plan) -> None:
         """Prepare a plan here, as one that came in a directive. It runs on all ranks from the
@@ -423,7 +423,7 @@ class Pipeline:
 
     def _on_broken(self, end: LinkEnd, why: str) -> None:
         """A direct path goes on delegated: nothing was granted there for it yet."""
-        self._plans.reserve(self._plans.book.in_force)
+        self._plans.reserve(self._plans.in_force)
         self._reporter.publish(message=f"{self.coordinate}: {end}: the direct path broke: {why}")
 
     # --- taking down --------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from pipemorph_trainer.executor.offload import ActivationStore
 from pipemorph_trainer.executor.split import Mode
 from pipemorph_trainer.executor.stages.emulated import EmulatedStage
 from pipemorph_trainer.links.engine import EngineOptions
-from pipemorph_trainer.plans.stage_plans import check_offload, check_stages
+from pipemorph_trainer.plans.checks import check_offload, check_stages
 from pipemorph_trainer.settings import Settings, engine_options
 from pipemorph_trainer.start import Start
 from pipemorph_trainer.state.weights import check_stage, held_by
