@@ -6,8 +6,6 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
-from pathlib import Path as FilePath
 from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -18,33 +16,20 @@ from torch import Tensor, nn
 from pipemorph.api.spec import Checkpoint, Fault
 from pipemorph.errors import InputError, PipeMorphError
 from pipemorph.planning import Dispatch, Plan, Policy
-from pipemorph_trainer.agent import AgentHandle
-from pipemorph_trainer.agent.messages import ControlClient, NoControl
+from pipemorph_trainer.agent.messages import ControlClient
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.errors import BatchError, PipelineError
 from pipemorph_trainer.executor.dispatch import Inputs
 from pipemorph_trainer.executor.inputs import check_grad_mode
-from pipemorph_trainer.executor.local_stage import LossFn, OwnStage, device_of
+from pipemorph_trainer.executor.local_stage import LossFn
 from pipemorph_trainer.executor.stages.emulated import EmulatedStage
-from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
-from pipemorph_trainer.iteration import Iterations
-from pipemorph_trainer.links.channels.arrival import OpClock
-from pipemorph_trainer.links.link import LinkEnd
-from pipemorph_trainer.links.poller import Poller
-from pipemorph_trainer.links.rendezvous import LinkConfig, meet
-from pipemorph_trainer.plans.commit import PlanBook
-from pipemorph_trainer.preparation import prepare
+from pipemorph_trainer.parts import Parts
 from pipemorph_trainer.settings import DuplexChoice, EngineChoice, PathChoice
 from pipemorph_trainer.signals import LastWord
-from pipemorph_trainer.start import join, level, warnings
-from pipemorph_trainer.state.gradients import Replicas, clip_global_norm
-from pipemorph_trainer.telemetry.metrics import metered
-from pipemorph_trainer.telemetry.reporter import Reporter, join_agent
-from pipemorph_trainer.telemetry.trace import TraceWriter
-from pipemorph_trainer.topology.accelerator import accelerator_of
+from pipemorph_trainer.state.gradients import clip_global_norm
 
 if TYPE_CHECKING:
-    from pipemorph_trainer.state.checkpoint import Checkpoints
+    pass
 
 log = logging.getLogger("pipemorph.trainer")
 
@@ -138,120 +123,29 @@ class Pipeline:
             "checkpoint": checkpoint,
             "host_memory": host_memory,
         }
-        self.device = device_of(stage if isinstance(stage, nn.Module) else None)
-        accelerator = accelerator_of(self.device)
-        if accelerator is not None:
-            # What is allocated without naming a device belongs to the stage's.
-            accelerator.enter_thread()
-        directed = context.ingest_url is not None
-        if control is not None:
-            directed = not isinstance(control, NoControl)
-        prepared, start = prepare(
+        self._parts = Parts(
             stage,
             context,
             given,
-            plan,
-            split,
-            device=self.device,
-            accelerator=accelerator,
-            directed=directed,
-        )
-        self._world, starts = join(context, self.device, start)
-        assert prepared is not None, "a rank that refuses gets no further than join()"
-        settings, plan = prepared.settings, prepared.plan
-        self.coordinate = self._world.coordinate
-
-        self._waiting = Waiting(str(self.coordinate))
-        self._wait_for = CollectiveWait(self._waiting, settings.deadline_seconds)
-        self._replicas: Replicas | None = None
-        if isinstance(stage, nn.Module) and self._world.replicas is not None:
-            self._waiting.begin("the parameters and buffers of replica 0")
-            level(self._world, starts, stage, self._wait_for)
-            self._waiting.end()
-            self._replicas = Replicas(stage, self._world, self._wait_for)
-        if self.coordinate.rank == 0:
-            for line in warnings(starts):
-                log.warning(line)
-        self._poller = Poller()
-        op_clock = OpClock()
-        self._agent: AgentHandle | None = None
-        if control is None:
-            control, self._agent = join_agent(context, self._world)
-        self._control = metered(control, context, self.coordinate, plan)
-        config = LinkConfig(
-            secret=self._world.secret,
-            faults=settings.faults,
-            device=self.device,
-            deadline=settings.deadline_seconds,
-            poller=self._poller,
-            op_clock=op_clock,
-            begin_wait=self._waiting.begin,
-            end_wait=self._waiting.end,
-            half_duplex=settings.direct_duplex == "half",
-            max_sends=settings.direct_sends,
-            engine=prepared.engine,
-        )
-        self._neighbours = meet(
-            self.coordinate, config, master_addr=context.master_addr, groups=self._world.groups
-        )
-        self._wait_for.who_is_gone = self._neighbours.gone
-        self._plans = PlanBook(
-            plan, self.coordinate, self._neighbours.ends, no_offload=prepared.no_offload
-        )
-        for end in self._neighbours.ends:
-            if end.failover is not None:
-                end.failover.on_broken = partial(self._on_broken, end)
-        self._stage = OwnStage(
-            stage,
-            self.coordinate,
+            plan=plan,
+            split=split,
             loss_fn=loss_fn,
-            microbatches=plan.schedule.microbatches,
-            split=prepared.split,
-            device=self.device,
-            accelerator=accelerator,
-            store=prepared.store,
+            optimizer=optimizer,
+            control=control,
         )
-        rails = self._neighbours.engine.rails if self._neighbours.engine is not None else None
-        self._reporter = Reporter(self.coordinate, self._control, self._neighbours.ends, rails)
-        emulated = isinstance(stage, EmulatedStage)
-        self._trace = TraceWriter(
-            context.trace_dir, self.coordinate, emulated=emulated, limit=context.trace_bytes
-        )
-        self._iterations = Iterations(
-            world=self._world,
-            neighbours=self._neighbours,
-            stage=self._stage,
-            replicas=self._replicas,
-            plans=self._plans,
-            control=self._control,
-            reporter=self._reporter,
-            trace=self._trace,
-            poller=self._poller,
-            op_clock=op_clock,
-            waiting=self._waiting,
-            wait=self._wait_for,
-            deadline=settings.deadline_seconds,
-        )
+        self.device, self.coordinate = self._parts.device, self._parts.coordinate
         self._last_word = LastWord(self.current_wait, self._leave_traces)
         self._last_activity = monotonic()
         self._closed = False
         self._failure: str | None = None
         self._switch_interval = sys.getswitchinterval()
-        self._checkpoint = settings.checkpoint
-        self._checkpoints: Checkpoints | None = None
-        if self._checkpoint is not None:
-            # To import it takes longer than torch itself does.
-            from pipemorph_trainer.state.checkpoint import Checkpoints
-
-            folder = FilePath(self._checkpoint.directory)
-            self._checkpoints = Checkpoints(folder, self._world, self._stage.keeper, optimizer)
-        self.start_iteration = self._resume()
+        self.start_iteration = self._parts.resume()
         self.iteration = self._over = self.start_iteration
         sys.setswitchinterval(SWITCH_SECONDS)
         self._last_word.install()
         resumed = f"resumed from the checkpoint of iteration {self.start_iteration}"
         tell = self.start_iteration > 0 and self.coordinate.rank == 0
-        self._reporter.publish(message=resumed if tell else None)
+        self._parts.reporter.publish(message=resumed if tell else None)
 
     # --- what a user calls --------------------------------------------------------------
 
@@ -300,32 +194,33 @@ class Pipeline:
         """
         if self._closed:
             raise PipelineError(f"{self.coordinate}: clip_grad_norm_() after close()")
-        module = self._stage.module
+        parts = self._parts
+        module = parts.stage.module
         parameters = [] if module is None else list(module.parameters())
-        self._waiting.begin(f"the gradient norm of iteration {self.iteration - 1} of all stages")
+        parts.waiting.begin(f"the gradient norm of iteration {self.iteration - 1} of all stages")
         try:
-            norm = clip_global_norm(parameters, max_norm, self._world.stages, self._wait_for)
+            norm = clip_global_norm(parameters, max_norm, parts.world.stages, parts.wait_for)
         except PipelineError as error:
             self._fail(error)
             raise
-        self._waiting.end()
+        self._parts.waiting.end()
         self._last_activity = monotonic()
         return norm
 
     def current_wait(self) -> str:
         """What this rank waits for, or what it failed of, in words; callable from any thread."""
-        return self._failure or self._waiting.describe()
+        return self._failure or self._parts.waiting.describe()
 
     @property
     def split(self) -> str:
         """How this stage splits its backward: module, graph, fused or emulated. Known after
         the first step."""
-        return self._stage.runner.split
+        return self._parts.stage.runner.split
 
     @property
     def plan(self) -> Plan:
         """The plan in force."""
-        return self._plans.in_force
+        return self._parts.plans.in_force
 
     def install(self, plan: Plan) -> None:
         """Prepare a plan here, as one that came in a directive. It runs on all ranks from the
@@ -333,7 +228,7 @@ class Pipeline:
 
         Raises :class:`InputError` if it does not fit this job.
         """
-        self._iterations.install(plan)
+        self._parts.iterations.install(plan)
 
     def close(self) -> None:
         """Finish: wait for all ranks, say goodbye, give everything back. Idempotent.
@@ -345,7 +240,7 @@ class Pipeline:
             return
         try:
             self._end_iteration(self._last_activity)
-            self._iterations.rounds.finish_all()
+            self._parts.iterations.rounds.finish_all()
         except BaseException as error:
             self._fail(error)
             raise
@@ -358,8 +253,8 @@ class Pipeline:
                 "the manifest; step from pipe.start_iteration to spec.trainer.iterations, or "
                 "lower that"
             )
-        self._reporter.state = "failed" if early else "finished"
-        self._reporter.publish(message=early or None)
+        self._parts.reporter.state = "failed" if early else "finished"
+        self._parts.reporter.publish(message=early or None)
         self._release(goodbye=True)
         if early:
             raise InputError(early)
@@ -385,46 +280,34 @@ class Pipeline:
         self._end_iteration(monotonic())
         inputs, shapes, refusal = Inputs(), None, None
         try:
-            inputs, shapes = self._stage.inputs(args, kwargs, target)
+            inputs, shapes = self._parts.stage.inputs(args, kwargs, target)
         except Exception as error:  # noqa: BLE001  whatever it is, all ranks are told
             refusal = error
-        loss = self._iterations.run(iteration, inputs, shapes, refusal)
-        if self._agent is not None:
-            self._agent.tend()
+        loss = self._parts.iterations.run(iteration, inputs, shapes, refusal)
+        if self._parts.agent is not None:
+            self._parts.agent.tend()
         self.iteration = iteration + 1
         self._last_activity = monotonic()
         return torch.tensor(loss, dtype=torch.float32)
-
-    def _resume(self) -> int:
-        if self._checkpoints is None or self._checkpoint is None:
-            return 0
-        return self._checkpoints.resume() if self._checkpoint.resume else 0
 
     def _end_iteration(self, at: float) -> None:
         """The last iteration ended at ``at``: told and saved once, though a step is refused."""
         if self.iteration > self._over:
             self._over = self.iteration
-            self._iterations.rounds.end(self.iteration - 1, at)
+            self._parts.iterations.rounds.end(self.iteration - 1, at)
             self._save_if_due()
 
     def _save_if_due(self) -> None:
         """Between two iterations, so after the optimizer's step."""
-        if self._checkpoints is None or self._checkpoint is None:
+        parts, asked = self._parts, self._parts.settings.checkpoint
+        if parts.checkpoints is None or asked is None or self.iteration % asked.every:
             return
-        if self.iteration % self._checkpoint.every == 0:
-            self._waiting.begin(f"all ranks to save the checkpoint of iteration {self.iteration}")
-            if self._replicas is not None:
-                # The replicas' ranks each write a part of it.
-                self._replicas.share_buffers()
-            self._checkpoints.save(self.iteration)
-            self._waiting.end()
-
-    # --- what the links tell ------------------------------------------------------------------
-
-    def _on_broken(self, end: LinkEnd, why: str) -> None:
-        """A direct path goes on delegated: nothing was granted there for it yet."""
-        self._plans.reserve(self._plans.in_force)
-        self._reporter.publish(message=f"{self.coordinate}: {end}: the direct path broke: {why}")
+        parts.waiting.begin(f"all ranks to save the checkpoint of iteration {self.iteration}")
+        if parts.replicas is not None:
+            # The replicas' ranks each write a part of it.
+            parts.replicas.share_buffers()
+        parts.checkpoints.save(self.iteration)
+        parts.waiting.end()
 
     # --- taking down --------------------------------------------------------------------------
 
@@ -433,14 +316,14 @@ class Pipeline:
         if self._closed or self._forked():
             return
         self._closed = True
-        self._reporter.state = "failed"
+        self._parts.reporter.state = "failed"
         text = str(error) if isinstance(error, PipeMorphError) else repr(error)
         if not text.startswith(str(self.coordinate)):
             text = f"{self.coordinate}: {text}"
         # Asked to stop while it is taken down, a rank says this: the interpreter has not yet.
         self._failure = text
         try:
-            self._reporter.publish(message=text)
+            self._parts.reporter.publish(message=text)
         finally:
             self._release(goodbye=False)
 
@@ -450,24 +333,9 @@ class Pipeline:
         return os.getpid() != self._process
 
     def _leave_traces(self) -> None:
-        self._trace.close(self._neighbours.ends, self.iteration)
+        self._parts.leave_traces(self.iteration)
 
     def _release(self, *, goodbye: bool) -> None:
-        self._leave_traces()
-        self._stage.close()
-        for end in self._neighbours.ends:
-            end.close(goodbye=goodbye)
-        self._control.close()
-        if self._agent is not None:
-            self._agent.close()
-        if self._neighbours.staging is not None:
-            self._neighbours.staging.close(abandon=not goodbye)
-        if self._neighbours.engine is not None:
-            self._poller.forget(self._neighbours.engine.bell_fd)
-            # After a failure there is nobody to flush to.
-            self._neighbours.engine.close(5.0 if goodbye else 0.2)
-        self._world.leave(clean=goodbye)
-        if not any(end.receiving for end in self._neighbours.ends):
-            self._poller.close()
+        self._parts.close(goodbye=goodbye, iterations=self.iteration)
         self._last_word.remove()
         sys.setswitchinterval(self._switch_interval)

@@ -28,7 +28,7 @@ def train(context: TrainerContext, killed: bool) -> list[int]:
     with Pipeline(
         module, context=context, loss_fn=nn.functional.mse_loss, microbatches=4, policy="1f1b"
     ) as pipe:
-        line = pipe._control
+        line = pipe._parts.control
         assert isinstance(line, AgentClient)
         lost = []
         for losses in range(2 if killed else 1):
@@ -42,9 +42,9 @@ def train(context: TrainerContext, killed: bool) -> list[int]:
                 assert time.monotonic() < deadline, f"no line to agent {losses + 1} within 60 s"
             lost.append(line.reconnects)
             if context.rank == 0 and killed and losses == 0:
-                assert pipe._agent is not None
-                pipe._agent.process.kill()
-                pipe._agent.process.wait(20)
+                assert pipe._parts.agent is not None
+                pipe._parts.agent.process.kill()
+                pipe._parts.agent.process.wait(20)
         return lost
 
 

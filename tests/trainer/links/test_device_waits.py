@@ -26,7 +26,7 @@ from torch import Tensor
 from trainer_jobs import Job, assert_same, make_plan, reference, train
 
 from pipemorph.planning import Path, Plan
-from pipemorph_trainer import TrainerContext, iteration, pipeline
+from pipemorph_trainer import TrainerContext, iteration, parts
 from pipemorph_trainer.agent.messages import NoControl
 from pipemorph_trainer.errors import PipelineError, WaitTimeoutError
 from pipemorph_trainer.executor import dispatch
@@ -362,7 +362,7 @@ def directed(context: TrainerContext, job: Job, moved: Plan) -> Any:
     driver = Driver(device, context.rank)
     # Asked for at every op: five iterations may take less time than is left between two looks.
     iteration.PLAN_POLL_SECONDS = 0.0
-    for module in (rendezvous, pipeline):
+    for module in (rendezvous, parts):
         vars(module)["accelerator_of"] = lambda _: device
     post, wait = DirectIncoming._post, DirectIncoming._wait
     given: dict[int, SimulatedEvent] = {}

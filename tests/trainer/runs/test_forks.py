@@ -51,7 +51,7 @@ def forking(context: TrainerContext) -> list[float]:
             if child == 0:  # as one that calls sys.exit(), in the block and at its end
                 pipe.__exit__(SystemExit, SystemExit(0), None)
                 pipe.close()
-                pipe._world.leave(clean=False)
+                pipe._parts.world.leave(clean=False)
                 os._exit(7)
             assert ended_by(child) == 7
     return losses

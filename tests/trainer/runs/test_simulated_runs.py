@@ -18,7 +18,7 @@ from trainer_jobs import Job, Record, assert_same, make_plan, reference, train
 
 from pipemorph.errors import InputError
 from pipemorph.planning import OpKind, Path
-from pipemorph_trainer import TrainerContext, pipeline, start
+from pipemorph_trainer import TrainerContext, parts, pipeline, start
 from pipemorph_trainer.devices import own_device
 from pipemorph_trainer.executor.device_times import LAUNCHED_AHEAD, DeviceTimes, LossCopy
 from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
@@ -30,7 +30,7 @@ def simulate(context: TrainerContext, job: Job, seed: int) -> tuple[Record, int,
     """Train on a simulated device; also the bytes copied and the threads that were there."""
     device = SimulatedDevice(prompt=True)
     driver = Driver(device, seed + context.rank)
-    for module in (rendezvous, pipeline):
+    for module in (rendezvous, parts):
         vars(module)["accelerator_of"] = lambda _: device
     record = train(context, job)
     threads = [thread.name for thread in threading.enumerate()]
@@ -74,7 +74,7 @@ def test_switching_between_paths() -> None:
 def _fail_in_mid_run(context: TrainerContext, job: Job) -> None:
     device = SimulatedDevice(prompt=True)
     Driver(device, context.rank)
-    for module in (rendezvous, pipeline):
+    for module in (rendezvous, parts):
         vars(module)["accelerator_of"] = lambda _: device
     if context.rank == 1:
         copy = device.copy
@@ -112,7 +112,7 @@ def _plain(context: TrainerContext) -> tuple[list[str], list[str]]:
             kinds.append(type(end._outgoing[Path.DELEGATED]).__name__)
         return neighbours
 
-    pipeline.meet = met  # type: ignore[assignment]
+    parts.meet = met  # type: ignore[assignment]
     names: list[str] = []
     step = pipeline.Pipeline.step
 

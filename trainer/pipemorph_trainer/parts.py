@@ -1,0 +1,194 @@
+"""The parts of a pipeline, built in their order: the one place that knows all of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from pipemorph.planning import Plan
+from pipemorph_trainer.agent import AgentHandle
+from pipemorph_trainer.agent.messages import ControlClient, NoControl
+from pipemorph_trainer.context import TrainerContext
+from pipemorph_trainer.executor.local_stage import LossFn, OwnStage, device_of
+from pipemorph_trainer.executor.stages.emulated import EmulatedStage
+from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
+from pipemorph_trainer.iteration import Iterations
+from pipemorph_trainer.links.channels.arrival import OpClock
+from pipemorph_trainer.links.link import LinkEnd
+from pipemorph_trainer.links.poller import Poller
+from pipemorph_trainer.links.rendezvous import LinkConfig, meet
+from pipemorph_trainer.plans.commit import PlanBook
+from pipemorph_trainer.preparation import Preparation, prepare
+from pipemorph_trainer.start import join, level, warnings
+from pipemorph_trainer.state.gradients import Replicas
+from pipemorph_trainer.telemetry.metrics import metered
+from pipemorph_trainer.telemetry.reporter import Reporter, join_agent
+from pipemorph_trainer.telemetry.trace import TraceWriter
+from pipemorph_trainer.topology.accelerator import accelerator_of
+
+if TYPE_CHECKING:
+    from pipemorph_trainer.state.checkpoint import Checkpoints
+
+log = logging.getLogger("pipemorph.trainer")
+
+
+class Parts:
+    """What a pipeline is made of; each part needs only those that were built before it.
+
+    The arguments are those of :class:`pipemorph_trainer.Pipeline`; ``given``: those that a job
+    replaces, by name. Collective; raises as the pipeline does.
+    """
+
+    def __init__(
+        self,
+        stage: nn.Module | EmulatedStage,
+        context: TrainerContext,
+        given: Mapping[str, Any],
+        *,
+        plan: Plan | None,
+        split: str,
+        loss_fn: LossFn | None,
+        optimizer: torch.optim.Optimizer | None,
+        control: ControlClient | None,
+    ) -> None:
+        module = stage if isinstance(stage, nn.Module) else None
+        self.device = device_of(module)
+        accelerator = accelerator_of(self.device)
+        if accelerator is not None:
+            # What is allocated without naming a device belongs to the stage's.
+            accelerator.enter_thread()
+        directed = context.ingest_url is not None
+        if control is not None:
+            directed = not isinstance(control, NoControl)
+        prepared, start = prepare(
+            stage, context, given, plan, split,
+            device=self.device, accelerator=accelerator, directed=directed,
+        )  # fmt: skip
+        self.world, starts = join(context, self.device, start)
+        assert prepared is not None, "a rank that refuses gets no further than join()"
+        self.settings = prepared.settings
+        self.coordinate = self.world.coordinate
+
+        self.waiting = Waiting(str(self.coordinate))
+        self.wait_for = CollectiveWait(self.waiting, self.settings.deadline_seconds)
+        self.replicas: Replicas | None = None
+        if module is not None and self.world.replicas is not None:
+            self.waiting.begin("the parameters and buffers of replica 0")
+            level(self.world, starts, module, self.wait_for)
+            self.waiting.end()
+            self.replicas = Replicas(module, self.world, self.wait_for)
+        if self.coordinate.rank == 0:
+            for line in warnings(starts):
+                log.warning(line)
+
+        self.poller, op_clock = Poller(), OpClock()
+        self.agent: AgentHandle | None = None
+        if control is None:
+            control, self.agent = join_agent(context, self.world)
+        self.control = metered(control, context, self.coordinate, prepared.plan)
+        config = self._link_config(prepared, op_clock)
+        self.neighbours = meet(
+            self.coordinate, config, master_addr=context.master_addr, groups=self.world.groups
+        )
+        self.wait_for.who_is_gone = self.neighbours.gone
+        ends = self.neighbours.ends
+        self.plans = PlanBook(prepared.plan, self.coordinate, ends, no_offload=prepared.no_offload)
+        for end in ends:
+            if end.failover is not None:
+                end.failover.on_broken = partial(self._on_broken, end)
+        self.stage = OwnStage(
+            stage,
+            self.coordinate,
+            loss_fn=loss_fn,
+            microbatches=prepared.plan.schedule.microbatches,
+            split=prepared.split,
+            device=self.device,
+            accelerator=accelerator,
+            store=prepared.store,
+        )
+        rails = self.neighbours.engine.rails if self.neighbours.engine is not None else None
+        self.reporter = Reporter(self.coordinate, self.control, ends, rails)
+        self.trace = TraceWriter(
+            context.trace_dir, self.coordinate, emulated=module is None, limit=context.trace_bytes
+        )
+        self.iterations = Iterations(
+            world=self.world,
+            neighbours=self.neighbours,
+            stage=self.stage,
+            replicas=self.replicas,
+            plans=self.plans,
+            control=self.control,
+            reporter=self.reporter,
+            trace=self.trace,
+            poller=self.poller,
+            op_clock=op_clock,
+            waiting=self.waiting,
+            wait=self.wait_for,
+            deadline=self.settings.deadline_seconds,
+        )
+        self.checkpoints = self._open_checkpoints(optimizer)
+
+    def _link_config(self, prepared: Preparation, op_clock: OpClock) -> LinkConfig:
+        return LinkConfig(
+            secret=self.world.secret,
+            faults=self.settings.faults,
+            device=self.device,
+            deadline=self.settings.deadline_seconds,
+            poller=self.poller,
+            op_clock=op_clock,
+            begin_wait=self.waiting.begin,
+            end_wait=self.waiting.end,
+            half_duplex=self.settings.direct_duplex == "half",
+            max_sends=self.settings.direct_sends,
+            engine=prepared.engine,
+        )
+
+    def _open_checkpoints(self, optimizer: torch.optim.Optimizer | None) -> Checkpoints | None:
+        if self.settings.checkpoint is None:
+            return None
+        # To import it takes longer than torch itself does.
+        from pipemorph_trainer.state.checkpoint import Checkpoints
+
+        folder = FilePath(self.settings.checkpoint.directory)
+        return Checkpoints(folder, self.world, self.stage.keeper, optimizer)
+
+    def _on_broken(self, end: LinkEnd, why: str) -> None:
+        """A direct path goes on delegated: nothing was granted there for it yet."""
+        self.plans.reserve(self.plans.in_force)
+        self.reporter.publish(message=f"{self.coordinate}: {end}: the direct path broke: {why}")
+
+    def resume(self) -> int:
+        """Load the newest checkpoint, if that is wanted. Returns the iteration to go on with."""
+        asked = self.settings.checkpoint
+        if self.checkpoints is None or asked is None or not asked.resume:
+            return 0
+        return self.checkpoints.resume()
+
+    def leave_traces(self, iterations: int) -> None:
+        """Write what is left to write; ``iterations``: how many are done. Idempotent."""
+        self.trace.close(self.neighbours.ends, iterations)
+
+    def close(self, *, goodbye: bool, iterations: int) -> None:
+        """Give everything back. ``goodbye``: all is well, and the neighbours are told so."""
+        self.leave_traces(iterations)
+        self.stage.close()
+        for end in self.neighbours.ends:
+            end.close(goodbye=goodbye)
+        self.control.close()
+        if self.agent is not None:
+            self.agent.close()
+        if self.neighbours.staging is not None:
+            self.neighbours.staging.close(abandon=not goodbye)
+        if self.neighbours.engine is not None:
+            self.poller.forget(self.neighbours.engine.bell_fd)
+            # After a failure there is nobody to flush to.
+            self.neighbours.engine.close(5.0 if goodbye else 0.2)
+        self.world.leave(clean=goodbye)
+        if not any(end.receiving for end in self.neighbours.ends):
+            self.poller.close()
