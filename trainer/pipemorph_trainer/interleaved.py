@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from pipemorph.api.spec import Fault
 from pipemorph.errors import InputError
+from pipemorph.planning.formats.torch_csv import dump_csv
 from pipemorph.planning.simulation.interleaved import InterleavedSchedule, validate_interleaved
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.errors import PipelineError, first_sentence
@@ -30,7 +31,7 @@ from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.interleaved import meet_chunks
 from pipemorph_trainer.links.poller import Poller
 from pipemorph_trainer.links.rendezvous import LinkConfig
-from pipemorph_trainer.start import Start, join
+from pipemorph_trainer.start import Start, digest, join
 from pipemorph_trainer.state.weights import check_stage
 from pipemorph_trainer.topology.addresses import own_address
 from pipemorph_trainer.topology.coordinate import Coordinate
@@ -77,7 +78,11 @@ class InterleavedPipeline:
         self._order = schedule.ranks[context.rank]
         self._last = len(placement) - 1
         self._rank = context.rank
-        start = Start(stages=len(schedule.ranks), microbatches=schedule.microbatches)
+        start = Start(
+            stages=len(schedule.ranks),
+            microbatches=schedule.microbatches,
+            plan=digest(dump_csv(schedule)),
+        )
         self._world, _ = join(context, torch.device("cpu"), start)
         self._waiting = Waiting(f"rank {context.rank}")
         self._poller = Poller()

@@ -13,6 +13,7 @@ from torch import nn
 from pipemorph.control.first_plan import initial_plan
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan
+from pipemorph.wire import PlanMessage
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.executor.local_stage import mode_of, open_store
 from pipemorph_trainer.executor.offload import ActivationStore
@@ -21,7 +22,7 @@ from pipemorph_trainer.executor.stages.emulated import EmulatedStage
 from pipemorph_trainer.links.engine import EngineOptions
 from pipemorph_trainer.plans.checks import check_offload, check_stages
 from pipemorph_trainer.settings import Settings, engine_options
-from pipemorph_trainer.start import Start
+from pipemorph_trainer.start import Start, digest
 from pipemorph_trainer.state.weights import check_stage, held_by
 from pipemorph_trainer.topology.accelerator import Accelerator
 from pipemorph_trainer.topology.world import coordinate_of
@@ -87,8 +88,9 @@ def prepare(
             check_directory(FilePath(settings.checkpoint.directory))
     except InputError as error:
         return None, Start(refusal=str(error))
+    first = digest(PlanMessage.of(plan).model_dump_json(exclude_defaults=True))
     held = () if isinstance(stage, EmulatedStage) else held_by(stage)
     return (
         Preparation(settings, plan, mode, store, no_offload, engine),
-        Start(stages=settings.stages, microbatches=microbatches, held=held),
+        Start(stages=settings.stages, microbatches=microbatches, plan=first, held=held),
     )

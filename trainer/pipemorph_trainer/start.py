@@ -7,6 +7,7 @@ whether two stages begin with one matrix.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 from collections.abc import Iterator, Sequence
@@ -42,9 +43,16 @@ class Start:
     refusal: str = ""
     stages: int = 0
     microbatches: int = 0
+    plan: str = ""
+    """The :func:`digest` of what it begins with: plan 0, or an interleaved schedule."""
     held: tuple[Held, ...] = ()
     secret: bytes = b""
     """Rank 0's is everybody's, where the host gave none."""
+
+
+def digest(plan: str) -> str:
+    """Of a plan in words, short enough for a message: 12 hex digits, equal for equal words."""
+    return hashlib.sha256(plan.encode()).hexdigest()[:12]
 
 
 def exchange(mine: Start, group: dist.ProcessGroup) -> list[Start]:
@@ -77,6 +85,12 @@ def check_starts(starts: Sequence[Start]) -> None:
                     f"rank {rank} was given {what}={mine} and rank 0 {what}={first}; give every "
                     "rank the same"
                 )
+        if start.plan != starts[0].plan:
+            raise InputError(
+                f"rank {rank} begins with plan {start.plan} and rank 0 with plan {starts[0].plan}; "
+                "two builds may plan differently: install the same build of PipeMorph on both, and "
+                "give both the same plan or policy"
+            )
     stages = starts[0].stages
     for rank in range(stages, len(starts)):
         first_rank = rank % stages

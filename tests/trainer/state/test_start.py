@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import resource
 from dataclasses import fields, replace
 from pathlib import Path
@@ -241,6 +242,32 @@ def test_a_rank_that_cannot_take_part_says_why_instead_of_raising(tmp_path: Path
     ):
         found, start = prepared(**({"stage": linear(0)} | options))
         assert found is None and told in start.refusal, start
+
+
+def plan_differently(context: TrainerContext) -> str:
+    """Rank 1 is of a build that plans otherwise; what it says to that."""
+    if context.rank == 1:
+        plan = Settings.plan
+        Settings.plan = lambda self: plan(  # type: ignore[method-assign]
+            replace(self, policy=Policy.ZERO_BUBBLE)
+        )
+    with pytest.raises(InputError) as refused:
+        Pipeline(linear(0), context=context, microbatches=4, policy="1f1b")
+    return str(refused.value)
+
+
+def test_builds_that_plan_differently_do_not_begin() -> None:
+    """Each rank derives plan 0 by itself: the same settings may give another order elsewhere."""
+    said = run_ranks(2, plan_differently)
+    assert said[0] == said[1], "the same on every rank"
+    pattern = (
+        r"rank 1 begins with plan ([0-9a-f]{12}) and rank 0 with plan ([0-9a-f]{12}); .* install "
+        "the same build of PipeMorph on both"
+    )
+    found = re.match(pattern, said[0])
+    assert found is not None and found[1] != found[2], said[0]
+    one, again = (prepared(linear(0))[1].plan for _ in range(2))
+    assert one == again != ""
 
 
 def one_refuses(context: TrainerContext) -> None:
