@@ -46,7 +46,7 @@ def test_strangers_that_say_little_or_nothing_hold_nobody_up() -> None:
         began = time.monotonic()
         with joined(lambda: accepted.append(accept(listener))):
             # More than are heard at once, some of them in the middle of what they say.
-            for i in range(peer_socket._MOST_STRANGERS + 20):
+            for i in range(peer_socket._MOST_CLIENTS + 20):
                 stranger = stack.enter_context(socket.create_connection(here))
                 if i % 2:
                     stranger.sendall(b"x" * 20)

@@ -7,9 +7,9 @@ proves to both ends that the other holds the attempt's secret, without sending i
     rank  → agent  {"rank": R, "nonce": M, "proof": hmac("rank", N, M, R)}
     agent → rank   {"proof": hmac("agent", N, M, R)}    or   {"refused": "why"}
 
-After it telemetry goes up and plans come down. It keeps strangers and other jobs out; it
-does not encrypt: telemetry is not secret, and a network that rewrites packets is outside
-its model.
+After it telemetry goes up and plans come down. It keeps out clients without the secret,
+and other jobs; it does not encrypt: telemetry is not secret, and a network that rewrites packets is
+outside its model.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from pipemorph_trainer.agent.messages import RankTelemetry
 log = logging.getLogger("pipemorph.agent")
 
 HELLO_SECONDS = 60.0
-"""A stranger that says nothing is shown out after this. A rank answers between two ops, and
+"""A client that does not authenticate is closed after this. A rank answers between two ops, and
 before its first one it may be building a model."""
 
 
@@ -119,7 +119,7 @@ class RankServer:
 
 
 def _who(rank: int | None) -> str:
-    return "a stranger" if rank is None else f"rank {rank}"
+    return "an unauthenticated client" if rank is None else f"rank {rank}"
 
 
 async def _read(reader: asyncio.StreamReader, limit: int) -> bytes:

@@ -34,8 +34,8 @@ _TOKEN = struct.Struct("<IIII")
 _POSITION = struct.Struct("<qI")
 _HELLO = struct.Struct("<II16s32s")
 _NONCE_BYTES = 16
-_STRANGER_SECONDS = 10.0
-_MOST_STRANGERS = 256
+_CLIENT_SECONDS = 10.0
+_MOST_CLIENTS = 256
 _MOST_LOGGED = 100
 _STEP, _NOTE, _SHAPES, _GOODBYE, _TAKEN, _MISSING = 1, 2, 3, 4, 5, 6
 _READ = 1 << 16
@@ -245,13 +245,13 @@ def dial(
     return PeerSocket(sock, peer_rank)
 
 
-class _Stranger:
+class _Client:
     """A connection that has not proved yet whose it is."""
 
     def __init__(self, sock: socket.socket, where: str) -> None:
         sock.setblocking(False)
         self.sock, self.where = sock, where
-        self.until = time.monotonic() + _STRANGER_SECONDS
+        self.until = time.monotonic() + _CLIENT_SECONDS
         self._nonce = os.urandom(_NONCE_BYTES)
         self._hello = b""
         self.refused: str | None = None
@@ -297,23 +297,23 @@ def accept(
     turned away meanwhile.
     """
     deadline = time.monotonic() + timeout
-    strangers: list[_Stranger] = []  # oldest first
+    clients: list[_Client] = []  # oldest first
     refused, last = 0, ""
     with ExitStack() as at_end, selectors.DefaultSelector() as news:
         listener.setblocking(False)
         news.register(listener, selectors.EVENT_READ)
-        at_end.callback(_close_all, strangers)
+        at_end.callback(_close_all, clients)
         while True:
             now = time.monotonic()
-            for stranger in list(strangers):
-                if stranger.refused is None and stranger.until <= now:
-                    stranger.refused = "it did not say who it is"
-                if stranger.refused is None:
+            for client in list(clients):
+                if client.refused is None and client.until <= now:
+                    client.refused = "it did not say who it is"
+                if client.refused is None:
                     continue
-                strangers.remove(stranger)
-                news.unregister(stranger.sock)
-                stranger.sock.close()
-                refused, last = refused + 1, f"{stranger.where}: {stranger.refused}"
+                clients.remove(client)
+                news.unregister(client.sock)
+                client.sock.close()
+                refused, last = refused + 1, f"{client.where}: {client.refused}"
                 if refused <= _MOST_LOGGED:
                     log.warning("rank %d refused a connection %s", rank, last)
             if now >= deadline:
@@ -322,25 +322,25 @@ def accept(
                 raise PipelineError(
                     f"rank {rank} waited {timeout:.0f} s for rank {peer_rank} to connect{told}"
                 )
-            until = min([deadline, *(stranger.until for stranger in strangers)])
+            until = min([deadline, *(client.until for client in clients)])
             for key, _ in news.select(max(0.0, until - now)):
                 if key.fileobj is not listener:
                     if key.data.proves(rank, peer_rank, secret):
-                        strangers.remove(key.data)
+                        clients.remove(key.data)
                         return PeerSocket(key.data.sock, peer_rank)
-                elif (newest := _next_stranger(listener, rank, peer_rank)) is not None:
+                elif (newest := _next_client(listener, rank, peer_rank)) is not None:
                     news.register(newest.sock, selectors.EVENT_READ, newest)
-                    strangers.append(newest)
-                    if len(strangers) > _MOST_STRANGERS:
-                        strangers[0].refused = "it made room for others"
+                    clients.append(newest)
+                    if len(clients) > _MOST_CLIENTS:
+                        clients[0].refused = "it made room for others"
 
 
-def _close_all(strangers: list[_Stranger]) -> None:
-    for stranger in strangers:
-        stranger.sock.close()
+def _close_all(clients: list[_Client]) -> None:
+    for client in clients:
+        client.sock.close()
 
 
-def _next_stranger(listener: socket.socket, rank: int, peer_rank: int) -> _Stranger | None:
+def _next_client(listener: socket.socket, rank: int, peer_rank: int) -> _Client | None:
     try:
         sock, (host, port, *_) = listener.accept()
     except (BlockingIOError, ConnectionAbortedError):
@@ -349,4 +349,4 @@ def _next_stranger(listener: socket.socket, rank: int, peer_rank: int) -> _Stran
         raise PipelineError(
             f"rank {rank} cannot take the connection of rank {peer_rank}: {error}"
         ) from error
-    return _Stranger(sock, f"from {in_url(host)}:{port}")
+    return _Client(sock, f"from {in_url(host)}:{port}")
