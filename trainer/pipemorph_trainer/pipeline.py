@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +26,6 @@ from pipemorph_trainer.parts import Parts
 from pipemorph_trainer.settings import DuplexChoice, EngineChoice, PathChoice
 from pipemorph_trainer.signals import LastWord
 from pipemorph_trainer.state.gradients import clip_global_norm
-
-if TYPE_CHECKING:
-    pass
-
-log = logging.getLogger("pipemorph.trainer")
 
 SWITCH_SECONDS = 1e-3
 """How soon a receiver thread gets the interpreter; the default of 5 ms is half an op. Shorter
@@ -109,30 +103,17 @@ class Pipeline:
         self.context = context
         self._process = os.getpid()
         given = {
-            "stages": stages,
-            "microbatches": microbatches,
+            "stages": stages, "microbatches": microbatches,
             "policy": None if policy is None else Policy(policy),
             "dispatch": None if dispatch is None else Dispatch(dispatch),
-            "path": path,
-            "faults": faults,
-            "deadline_seconds": deadline_seconds,
-            "engine": engine,
-            "queues": queues,
-            "direct_duplex": direct_duplex,
-            "direct_sends": direct_sends,
-            "checkpoint": checkpoint,
-            "host_memory": host_memory,
-        }
+            "path": path, "faults": faults, "deadline_seconds": deadline_seconds,
+            "engine": engine, "queues": queues, "direct_duplex": direct_duplex,
+            "direct_sends": direct_sends, "checkpoint": checkpoint, "host_memory": host_memory,
+        }  # fmt: skip
         self._parts = Parts(
-            stage,
-            context,
-            given,
-            plan=plan,
-            split=split,
-            loss_fn=loss_fn,
-            optimizer=optimizer,
-            control=control,
-        )
+            stage, context, given,
+            plan=plan, split=split, loss_fn=loss_fn, optimizer=optimizer, control=control,
+        )  # fmt: skip
         self.device, self.coordinate = self._parts.device, self._parts.coordinate
         self._last_word = LastWord(self.current_wait, self._leave_traces)
         self._last_activity = monotonic()

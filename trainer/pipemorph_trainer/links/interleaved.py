@@ -125,7 +125,8 @@ def meet_chunks(
     }
 
     def make_end(link: int, receives: Direction, control: PeerSocket) -> LinkEnd:
-        end = LinkEnd(link, receives, control, faults=config.faults_of(link, 0))
+        faults = [f for f in config.faults if f.link == link]
+        end = LinkEnd(link, receives, control, faults=faults)
         edge = dict.fromkeys(Direction, edges[link])
         end.add(Path.DIRECT, *config.direct_channels(end, edge))
         end.select(Path.DIRECT)
