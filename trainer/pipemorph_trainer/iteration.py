@@ -22,7 +22,7 @@ from pipemorph_trainer.executor.local_stage import OwnStage
 from pipemorph_trainer.executor.loss import SharedLoss
 from pipemorph_trainer.executor.profiling import profiling
 from pipemorph_trainer.executor.token import TokenPass
-from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
+from pipemorph_trainer.executor.waiting import CollectiveWait
 from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.link import Neighbourhood
 from pipemorph_trainer.links.poller import Poller
@@ -48,7 +48,7 @@ class Iterations:
         plans: what may run; plans that come from ``control`` go there.
         reporter, trace: what is told of each iteration, and written of it.
         poller: what the executor waits on; ``op_clock``: when ops run, for the links.
-        waiting: what is waited for, in words; ``wait``: for collectives.
+        wait: for collectives, and says in words what is waited for.
         deadline: longest wait for one message, seconds. In the first iteration of a module it is
             that times the stages: its first messages come behind the first F and B of every
             stage, in which a module is compiled, tuned or loaded.
@@ -67,7 +67,6 @@ class Iterations:
         trace: TraceWriter,
         poller: Poller,
         op_clock: OpClock,
-        waiting: Waiting,
         wait: CollectiveWait,
         deadline: float,
     ) -> None:
@@ -75,7 +74,7 @@ class Iterations:
         self._neighbours, self._stage, self._plans = neighbours, stage, plans
         self._replicas = replicas
         self._control, self._reporter, self._trace = control, reporter, trace
-        self._waiting, self._wait_for = waiting, wait
+        self._waiting, self._wait_for = wait.waiting, wait
         self._device_times: DeviceTimes | None = None
         if stage.accelerator is not None:
             self._device_times = DeviceTimes(stage.accelerator)
@@ -83,19 +82,18 @@ class Iterations:
             world=world,
             microbatches=stage.microbatches,
             accelerator=stage.accelerator,
-            waiting=waiting,
             wait=wait,
         )
         gate = None
         if world.replicas is not None and self._coordinate.last and stage.module is not None:
-            gate = refusals.Gate(world.replicas, waiting, wait)
+            gate = refusals.Gate(world.replicas, wait)
         self._executor = Executor(
             coordinate=self._coordinate,
             runner=stage.runner,
             neighbours=neighbours,
             poller=poller,
             op_clock=op_clock,
-            waiting=waiting,
+            waiting=wait.waiting,
             deadline=deadline,
             boundary=self._between_ops,
             on_last_forward=self._loss.post,
@@ -105,7 +103,7 @@ class Iterations:
             refuses=True,
         )
         self._token = TokenPass(self._coordinate, neighbours, self._executor.mail)
-        self.rounds = Rounds(plans, world=world, waiting=waiting, wait=wait, report=self._report)
+        self.rounds = Rounds(plans, world=world, wait=wait, report=self._report)
         """What became of the iterations that have run; to be told when they are over."""
         self._deadline = deadline
         self._warm = stage.module is None
@@ -156,7 +154,7 @@ class Iterations:
 
     def _refused(self, iteration: int, refusal: Exception | None) -> BatchError:
         """Make ready for the next step() after a refused one."""
-        told = refusals.tell(self._world, self._waiting, self._wait_for, iteration, refusal)
+        told = refusals.tell(self._world, self._wait_for, iteration, refusal)
         self._executor.forget_refused()
         self._token.restart()
         self.rounds.drop(iteration)

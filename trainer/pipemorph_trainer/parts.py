@@ -103,51 +103,32 @@ class Parts:
             if end.failover is not None:
                 end.failover.on_broken = partial(self._on_broken, end)
         self.stage = OwnStage(
-            stage,
-            self.coordinate,
-            loss_fn=loss_fn,
+            stage, self.coordinate, loss_fn=loss_fn, split=prepared.split, store=prepared.store,
             microbatches=prepared.plan.schedule.microbatches,
-            split=prepared.split,
-            device=self.device,
-            accelerator=accelerator,
-            store=prepared.store,
-        )
+            device=self.device, accelerator=accelerator,
+        )  # fmt: skip
         rails = self.neighbours.engine.rails if self.neighbours.engine is not None else None
         self.reporter = Reporter(self.coordinate, self.control, ends, rails)
         self.trace = TraceWriter(
             context.trace_dir, self.coordinate, emulated=module is None, limit=context.trace_bytes
         )
         self.iterations = Iterations(
-            world=self.world,
-            neighbours=self.neighbours,
-            stage=self.stage,
-            replicas=self.replicas,
-            plans=self.plans,
-            control=self.control,
-            reporter=self.reporter,
-            trace=self.trace,
-            poller=self.poller,
-            op_clock=op_clock,
-            waiting=self.waiting,
-            wait=self.wait_for,
-            deadline=self.settings.deadline_seconds,
-        )
+            world=self.world, neighbours=self.neighbours, stage=self.stage,
+            replicas=self.replicas, plans=self.plans, control=self.control,
+            reporter=self.reporter, trace=self.trace, poller=self.poller, op_clock=op_clock,
+            wait=self.wait_for, deadline=self.settings.deadline_seconds,
+        )  # fmt: skip
         self.checkpoints = self._open_checkpoints(optimizer)
 
     def _link_config(self, prepared: Preparation, op_clock: OpClock) -> LinkConfig:
+        settings = self.settings
         return LinkConfig(
-            secret=self.world.secret,
-            faults=self.settings.faults,
-            device=self.device,
-            deadline=self.settings.deadline_seconds,
-            poller=self.poller,
-            op_clock=op_clock,
-            begin_wait=self.waiting.begin,
-            end_wait=self.waiting.end,
-            half_duplex=self.settings.direct_duplex == "half",
-            max_sends=self.settings.direct_sends,
+            secret=self.world.secret, faults=settings.faults, device=self.device,
+            deadline=settings.deadline_seconds, poller=self.poller, op_clock=op_clock,
+            begin_wait=self.waiting.begin, end_wait=self.waiting.end,
+            half_duplex=settings.direct_duplex == "half", max_sends=settings.direct_sends,
             engine=prepared.engine,
-        )
+        )  # fmt: skip
 
     def _open_checkpoints(self, optimizer: torch.optim.Optimizer | None) -> Checkpoints | None:
         if self.settings.checkpoint is None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipemorph_trainer.executor.device_times import LossCopy
-from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
+from pipemorph_trainer.executor.waiting import CollectiveWait
 from pipemorph_trainer.topology.accelerator import Accelerator
 from pipemorph_trainer.topology.world import World
 
@@ -27,13 +27,11 @@ class SharedLoss:
         world: World,
         microbatches: int,
         accelerator: Accelerator | None,
-        waiting: Waiting,
         wait: CollectiveWait,
     ) -> None:
         # Not its groups: a world that is left has the last references to them.
         self._world, self._microbatches = world, microbatches
-        self._accelerator = accelerator
-        self._waiting, self._wait_for = waiting, wait
+        self._accelerator, self._wait_for = accelerator, wait
         self._loss = torch.zeros(2, dtype=torch.float64)
         self._work: Any = None
         self._copy: LossCopy | None = None
@@ -66,11 +64,11 @@ class SharedLoss:
     def wait(self, iteration: int) -> float:
         """The mean over microbatches and replicas. Raises :class:`PipelineError` if it does
         not come."""
-        self._waiting.begin(f"the loss of iteration {iteration} from the last stage")
+        self._wait_for.waiting.begin(f"the loss of iteration {iteration} from the last stage")
         if self._copy is not None:
             self._share(self._copy.take())
         self._wait_for(self._work)
-        self._waiting.end()
+        self._wait_for.waiting.end()
         self.refused = bool(self._loss[1])
         return float(self._loss[0]) / self._world.coordinate.replicas
 

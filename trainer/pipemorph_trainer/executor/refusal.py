@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from pipemorph.errors import PipeMorphError
 from pipemorph_trainer.errors import BatchError, ShapeError
-from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
+from pipemorph_trainer.executor.waiting import CollectiveWait
 from pipemorph_trainer.topology.coordinate import Coordinate
 from pipemorph_trainer.topology.world import World
 
@@ -40,8 +40,8 @@ class Gate:
     backward, :meth:`passed`; at the end :meth:`refuse` if the step is refused.
     """
 
-    def __init__(self, group: dist.ProcessGroup, waiting: Waiting, wait: CollectiveWait) -> None:
-        self._group, self._waiting, self._wait_for = group, waiting, wait
+    def __init__(self, group: dist.ProcessGroup, wait: CollectiveWait) -> None:
+        self._group, self._wait_for = group, wait
         self._refused = torch.zeros(1)
         self._work: Any = None
         self._over = False
@@ -56,9 +56,7 @@ class Gate:
 
     def passed(self) -> bool:
         """Whether all replicas have accepted. Waits for them."""
-        self._waiting.begin("the other replicas to run their first forward")
-        self._wait_for(self._work)
-        self._waiting.end()
+        self._wait_for(self._work, "the other replicas to run their first forward")
         self._over = True
         return not self._refused
 
@@ -76,9 +74,7 @@ class Gate:
         )
 
 
-def tell(
-    world: World, waiting: Waiting, wait: CollectiveWait, iteration: int, error: Exception | None
-) -> BatchError:
+def tell(world: World, wait: CollectiveWait, iteration: int, error: Exception | None) -> BatchError:
     """The error that all ranks raise of a refused step. Collective.
 
     ``error``: why this rank refused it, None if others did.
@@ -87,9 +83,8 @@ def tell(
     mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
     mine[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8) if said else mine[:0]
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(world.control))]
-    waiting.begin(f"all ranks to say why iteration {iteration} is refused")
-    wait(dist.all_gather(everyone, mine, group=world.control, async_op=True))
-    waiting.end()
+    work = dist.all_gather(everyone, mine, group=world.control, async_op=True)
+    wait(work, f"all ranks to say why iteration {iteration} is refused")
     texts = [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in everyone]
     reasons = [text for text in texts if text]
     more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""

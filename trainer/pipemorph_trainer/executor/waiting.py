@@ -48,7 +48,7 @@ class CollectiveWait:
     """Waits for collectives on CPU tensors, each at most ``deadline`` seconds."""
 
     def __init__(self, waiting: Waiting, deadline: float) -> None:
-        self._waiting, self._deadline = waiting, deadline
+        self.waiting, self._deadline = waiting, deadline
         self.who_is_gone: Callable[[], str | None] = lambda: None
         """Asked when a connection failed, which by itself names nobody."""
 
@@ -56,22 +56,27 @@ class CollectiveWait:
         """Seconds that each collective may take from now on."""
         self._deadline = deadline
 
-    def __call__(self, work: Any) -> None:
-        """Wait for one. Raises :class:`PipelineError` naming what is waited for."""
+    def __call__(self, work: Any, what: str | None = None) -> None:
+        """Wait for one. ``what``: what for; None: as was said to :attr:`waiting`. Raises
+        :class:`PipelineError` naming it."""
+        if what is not None:
+            self.waiting.begin(what)
         began = time.monotonic()
         try:
             work.wait(timedelta(seconds=self._deadline))
         except RuntimeError as error:
             raise self._failed(error, time.monotonic() - began) from error
+        if what is not None:
+            self.waiting.end()
 
     def _failed(self, error: RuntimeError, seconds: float) -> PipelineError:
         if seconds >= self._deadline:
             return WaitTimeoutError(
-                f"{self._waiting.describe()}; the deadline is {self._deadline:g} s"
+                f"{self.waiting.describe()}; the deadline is {self._deadline:g} s"
             )
         gone = self.who_is_gone()
         if gone is not None:
-            return PeerLostError(f"{self._waiting.describe()}; {gone}")
+            return PeerLostError(f"{self.waiting.describe()}; {gone}")
         return PipelineError(
-            f"{self._waiting.describe()}; a connection failed: {first_sentence(error)}"
+            f"{self.waiting.describe()}; a connection failed: {first_sentence(error)}"
         )

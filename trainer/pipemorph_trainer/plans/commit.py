@@ -24,7 +24,7 @@ from pipemorph.planning import Path, Plan
 from pipemorph.wire import IterationSample
 from pipemorph_trainer.executor.receives import SPARE
 from pipemorph_trainer.executor.timed import TimedOp
-from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
+from pipemorph_trainer.executor.waiting import CollectiveWait
 from pipemorph_trainer.links.channels.message import Batch, TensorMeta
 from pipemorph_trainer.links.link import LinkEnd
 from pipemorph_trainer.plans.checks import check_offload, check_paths, check_plan
@@ -187,14 +187,12 @@ class Rounds:
         book: PlanBook,
         *,
         world: World,
-        waiting: Waiting,
         wait: CollectiveWait,
         report: Callable[[IterationSample], None],
     ) -> None:
         # Not its group: a world that is left has the last reference to it.
         self._book, self._world = book, world
-        self._waiting, self._wait_for = waiting, wait
-        self._report = report
+        self._wait_for, self._report = wait, report
         self._open: dict[int, _Round] = {}
         self._agreed = book.in_force.version
 
@@ -226,9 +224,7 @@ class Rounds:
     def wait(self, iteration: int) -> None:
         """Wait until the collective of an iteration is through, for which ranks need no more than
         to get to the end of it as well."""
-        self._waiting.begin(f"all ranks to finish iteration {iteration}")
-        self._wait_for(self._open[iteration].work)
-        self._waiting.end()
+        self._wait_for(self._open[iteration].work, f"all ranks to finish iteration {iteration}")
 
     def end(self, iteration: int, at: float) -> None:
         """The next step() has begun, or nothing follows.
@@ -244,10 +240,8 @@ class Rounds:
         if found is None or found.work is None:
             return
         del self._open[iteration]
-        self._waiting.begin(f"all ranks to finish iteration {iteration}")
-        self._wait_for(found.work)
+        self._wait_for(found.work, f"all ranks to finish iteration {iteration}")
         rows = found.rows()
-        self._waiting.end()
         self._agreed = agree(rows, self._agreed)
         self._report(
             IterationSample(
