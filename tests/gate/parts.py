@@ -34,7 +34,10 @@ class Part:
     """Variables that it gets beside those of this process."""
     status: int | None = None
     seconds: float = 0.0
+    processor_seconds: float = 0.0
+    """Of the command and of the children that were waited for, theirs included."""
     process: subprocess.Popen[bytes] | None = None
+    _ended: threading.Event = field(default_factory=threading.Event)
 
     @property
     def log(self) -> Path:
@@ -48,17 +51,22 @@ class Part:
             self.process = subprocess.Popen(
                 self.command, cwd=ROOT, stdout=where, stderr=where, env=env
             )
-            self.status = self.process.wait()
+            _, ended, used = os.wait4(self.process.pid, 0)
+            self.process.returncode = os.waitstatus_to_exitcode(ended)
+        self.processor_seconds = used.ru_utime + used.ru_stime
         self.seconds = time.monotonic() - began
+        self.status = self.process.returncode
+        self._ended.set()
 
     def stop(self) -> None:
-        if self.process is not None and self.process.poll() is None:
+        """End it if it still runs, and wait for that in the thread that runs it."""
+        if self.process is not None and self.process.returncode is None:
             self.process.terminate()
-            self.process.wait()
+            self._ended.wait()
 
     def result(self) -> PartResult:
         read = results.read(_report_log(self.out, self.name)) if self.is_pytest else None
-        return PartResult(self.name, self.status, self.seconds, read)
+        return PartResult(self.name, self.status, self.seconds, self.processor_seconds, read)
 
 
 def pytest(

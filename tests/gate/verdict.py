@@ -26,6 +26,7 @@ class PartResult:
     status: int | None
     """Its exit status; None if it was never started."""
     seconds: float
+    processor_seconds: float = 0.0
     results: Results | None = None
 
     def died(self) -> str | None:
@@ -79,9 +80,11 @@ class Verdict:
 
     def _lines(self) -> Iterator[str]:
         yield f"{' parts ':=^100}"
+        yield f"{'':23} {'by the clock':>12} {'processors':>12}"
         for part in self.parts:
             how = "ok" if part.status == 0 else "FAILED" if part.status else "not run"
-            yield f"{part.name:14} {how:8} {part.seconds:6.0f} s   {_counts(part.results)}".rstrip()
+            took = f"{part.seconds:10.0f} s {part.processor_seconds:10.0f} s"
+            yield f"{part.name:14} {how:8} {took}   {_counts(part.results)}".rstrip()
         tests = {test.nodeid: (part.name, test) for part, test in _tests(self.parts)}
         yield f"\n{f' the {SLOWEST} slowest tests ':=^100}"
         for name, test in sorted(tests.values(), key=lambda t: -t[1].seconds)[:SLOWEST]:

@@ -151,7 +151,7 @@ def test_tests_that_one_part_looks_for_in_one_folder_are_in_it(markers, folder):
 
 def _part(name: str, *tests: results.TestResult, status: int = 1) -> PartResult:
     found = results.Results({test.nodeid: test for test in tests}, complete=True)
-    return PartResult(name, status, 1.0, found)
+    return PartResult(name, status, 1.0, 0.5, found)
 
 
 def _failed(nodeid: str, text: str = "") -> results.TestResult:
@@ -184,6 +184,18 @@ def test_a_command_that_is_not_pytest_is_judged_by_its_exit():
     assert Verdict([PartResult("lint", 0, 1.0)], {}).good
     assert not Verdict([PartResult("lint", 2, 1.0)], {}).good
     assert not Verdict([PartResult("lint", None, 0.0)], {}).good
+
+
+def test_the_table_says_what_each_part_cost_its_children_included(tmp_path):
+    """A part that waits, and whose child computes."""
+    compute = "import time\nwhile time.process_time() < 0.5: pass"
+    waits = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {compute!r}])"
+    part = parts.Part("costs", [sys.executable, "-c", waits], tmp_path, is_pytest=False)
+    part.run()
+    assert 0.5 <= part.processor_seconds <= 10
+    result = part.result()
+    [line] = [line for line in Verdict([result], {}).table().splitlines() if "costs" in line]
+    assert f"{result.seconds:.0f} s" in line and f"{result.processor_seconds:.0f} s" in line
 
 
 def test_the_slowest_tests_are_listed_longest_first():
