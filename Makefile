@@ -43,8 +43,8 @@ endif
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py --out demo-out
 
-# Lint runs beside the first tests; tests/all.py says what runs when, what runs again, and what the
-# table at the end means. A part of it is run with .venv/bin/python -m pytest.
+# Lint runs beside the first tests; tests/gate/plan.py says what runs when, and docs/testbeds.md what
+# runs again and what the table at the end means. A part of it is run with .venv/bin/python -m pytest.
 test: $(STAMP)
 	$(BIN)/python tests/all.py make --no-print-directory lint
 

@@ -1,17 +1,16 @@
 """Runs all that CI checks and says how it ended: ``make test``.
 
-What waits runs beside what computes, in three lanes: the tests on nodes and then those in guests;
-those of Kubernetes' API level and then most others, whose deadlines leave time for that; and at
-low priority what no clock decides, the linters and the tests marked ``untimed``. At last, with the
-machine to themselves, the tests marked ``quiet``, which compare times. Every test is in exactly one
-part, since the parts' marker expressions exclude each other and leave nothing out but tests marked
+What waits runs beside what computes: lanes take part after part, those of low priority (what no
+clock decides: the linters and the tests marked ``untimed``) among them, until none is left. At
+last, with the machine to themselves, the tests marked ``quiet``, which compare times.
+:mod:`gate.plan` says what the parts are. Every test is in exactly one, but for tests marked
 ``soak``, which ``make soak`` runs. What is not shown while it runs goes to build/tests and is shown
-at the end of its phase.
+when all parts beside it are done.
 
 At the very end each test that failed is run once more, alone; :mod:`gate` says which failures that
 excuses and prints the table.
 
-    python tests/all.py make lint      (what follows is run first at low priority)
+    python tests/all.py make lint      (what follows is run as well, at low priority)
 """
 
 from __future__ import annotations
@@ -19,12 +18,9 @@ from __future__ import annotations
 import shutil
 import sys
 
-from gate import parts
+from gate import parts, plan
 
 OUT = parts.ROOT / "build" / "tests"
-NICE = 15
-"""A low priority, but not the lowest: that would come to nothing while the first run on a machine
-builds Kubernetes."""
 REPEATABLE = "--hypothesis-profile=repeatable"
 
 
@@ -32,40 +28,23 @@ def main(lint: list[str]) -> int:
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir(parents=True)
 
-    def tests(name: str, expression: str, *options: str, nice: int = 0) -> parts.Part:
-        chosen = f"not soak and {expression}"
-        return parts.pytest(name, OUT, "-m", chosen, REPEATABLE, *options, nice=nice)
+    def tests(chosen: plan.Selection) -> parts.Part:
+        options = (*chosen.arguments, REPEATABLE)
+        return parts.pytest(chosen.name, OUT, *options, nice=chosen.nice)
 
-    # Collecting takes a while: what is in one folder is looked for only there.
-    cluster, rdma = "tests/cluster", "tests/rdma"
-
-    low = [tests("untimed", "untimed", "-o", "timeout=1200", nice=NICE)]
+    beside, alone = ([tests(chosen) for chosen in group] for group in (plan.BESIDE, plan.ALONE))
     if lint:
-        command = ["nice", "-n", str(NICE), *lint]
-        low.insert(0, parts.Part("lint", command, OUT, is_pytest=False))
-    phases = [
-        [
-            [
-                tests("nodes", "node and not quiet", cluster),
-                tests("guests", "rdma and not quiet", rdma),
-            ],
-            [
-                tests("api", "cluster and not (node or quiet)", cluster),
-                tests("patient", "not (untimed or cluster or node or rdma or quiet)"),
-            ],
-            low,
-        ],
-        # A cluster lives as long as its part, and one that idles would disturb the others.
-        [[tests("quiet-nodes", "quiet and node", cluster), tests("quiet", "quiet and not node")]],
-    ]
-    every = [part for lanes in phases for lane in lanes for part in lane]
+        command = ["nice", "-n", str(plan.NICE), *lint]
+        # Third: beside those that wait the longest.
+        beside.insert(2, parts.Part("lint", command, OUT, is_pytest=False))
+    every = [*beside, *alone]
     try:
-        for lanes in phases:
-            shown, *beside = [part for lane in lanes for part in lane]
+        for group, lanes in ((beside, plan.LANES), (alone, 1)):
+            shown, *others = group
             shown.shown = True
-            print(f"beside or after {shown.name}: {', '.join(p.name for p in beside)}", flush=True)
-            parts.run_beside(lanes)
-            for part in beside:
+            print(f"beside or after {shown.name}: {', '.join(p.name for p in others)}", flush=True)
+            parts.run_beside(group, lanes)
+            for part in others:
                 print(f"\n{f' {part.name} ':-^100}\n{part.log.read_text(errors='replace')}")
     finally:
         for part in every:

@@ -14,7 +14,7 @@ import sys
 import pytest
 from gate import AlwaysRed
 from testbed import packages
-from testbed.tools import cache_root
+from testbed.tools import cache_root, locked
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 ENVIRONMENT = {
@@ -32,6 +32,7 @@ BUILDS = {
     ),
     "tsan": ("sanitize-tsan", "PIPEMORPH_SANITIZE=thread", "CMAKE_BUILD_TYPE=RelWithDebInfo"),
 }
+BUILD_DEADLINE = 1200.0
 SIMULATION = "sim_"
 """What the names of the simulation's tests begin with."""
 SCHEDULES = {"plain": 100_000, "asan": 10_000, "tsan": 2_000}
@@ -81,13 +82,15 @@ def build(name: str, *settings: str) -> pathlib.Path:
         pytest.fail("found no cmake, which builds the C++ suite: `make setup`", pytrace=False)
     ninja = _tool("ninja")
     generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []
-    run(
-        *(cmake, "-S", ROOT, "-B", folder, *generator),
-        *("-DPIPEMORPH_MODULE=OFF", "-DPIPEMORPH_TESTS=ON", "-DPIPEMORPH_WERROR=ON"),
-        *(f"-D{s}" for s in settings),
-        *compiler_cache(),
-    )
-    run(cmake, "--build", folder, "--parallel", "2")
+    # Two parts of `make test` need the same builds.
+    with locked(folder.with_suffix(".lock"), print, BUILD_DEADLINE):
+        run(
+            *(cmake, "-S", ROOT, "-B", folder, *generator),
+            *("-DPIPEMORPH_MODULE=OFF", "-DPIPEMORPH_TESTS=ON", "-DPIPEMORPH_WERROR=ON"),
+            *(f"-D{s}" for s in settings),
+            *compiler_cache(),
+        )
+        run(cmake, "--build", folder, "--parallel", "2")
     return folder
 
 

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -92,14 +94,16 @@ def _report_log(out: Path, name: str) -> Path:
     return out / f"{name}.jsonl"
 
 
-def run_beside(lanes: Sequence[Sequence[Part]]) -> None:
-    """Run lanes side by side, and the parts of each in turn."""
+def run_beside(parts: Sequence[Part], lanes: int) -> None:
+    """Run parts, ``lanes`` of them at a time: each lane takes the next when it is free."""
+    waiting = deque(parts)
 
-    def run_in_turn(lane: Sequence[Part]) -> None:
-        for part in lane:
-            part.run()
+    def take_the_next() -> None:
+        with suppress(IndexError):
+            while True:
+                waiting.popleft().run()
 
-    threads = [threading.Thread(target=run_in_turn, args=[lane], daemon=True) for lane in lanes]
+    threads = [threading.Thread(target=take_the_next, daemon=True) for _ in range(lanes)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-import time
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
-from gate import AlwaysRed, always_red, final, parts, results, same_bits
+from _pytest.mark.expression import Expression
+from gate import AlwaysRed, always_red, final, parts, plan, results, same_bits
 from gate.verdict import MOST_UNSTABLE, PartResult, SecondRun, Verdict
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -27,6 +28,8 @@ def test_fails_once():
     assert not first, "not yet"
 """
 
+PLAN = (*plan.BESIDE, *plan.ALONE)
+
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
@@ -42,7 +45,7 @@ def run(tmp_path, monkeypatch):
         for name, source in suites.items():
             (tmp_path / f"test_{name}.py").write_text(source)
             made.append(parts.pytest(name, out, f"test_{name}.py"))
-        parts.run_beside([made])
+        parts.run_beside(made, 1)
         return parts.judge([part.result() for part in made], out)
 
     return judged
@@ -137,16 +140,61 @@ def test_a_part_without_tests_fails_the_run(run):
     assert not run(empty="").good
 
 
+MARKERS = ("cluster", "node", "quiet", "rdma", "soak", "untimed")
+
+
+def test_every_test_is_in_exactly_one_part():
+    """Whatever its markers, in whatever folder: but for soak, and for untimed together with what
+    `tests/conftest.py` refuses."""
+    folders = {f"tests/{path.relative_to(TESTS).parts[0]}" for path in TESTS.rglob("test_*.py")}
+    assert folders >= {folder for part in PLAN for folder in (*part.folders, *part.but)} - {"tests"}
+    for folder, count in product(folders, range(len(MARKERS) + 1)):
+        for markers in combinations(MARKERS, count):
+            if "untimed" in markers and {*markers} & {"cluster", "node", "quiet", "rdma"}:
+                continue
+            if {"cluster", "node"} & {*markers} and folder != plan.CLUSTER:
+                continue
+            if "rdma" in markers and folder != plan.RDMA:
+                continue
+            found = [
+                part.name
+                for part in PLAN
+                if part.looks_into(folder)
+                and Expression.compile(part.markers).evaluate(lambda name, **_: name in markers)  # noqa: B023
+            ]
+            assert len(found) == ("soak" not in markers), (folder, markers, found)
+
+
 @pytest.mark.parametrize(
-    ("markers", "folder"), [(("cluster", "node"), "cluster"), (("rdma",), "rdma")]
+    ("markers", "folder"), [(("cluster", "node"), plan.CLUSTER), (("rdma",), plan.RDMA)]
 )
 def test_tests_that_one_part_looks_for_in_one_folder_are_in_it(markers, folder):
-    here = [path for path in TESTS.rglob("test_*.py") if path.is_relative_to(TESTS / folder)]
+    inside = TESTS.parent / folder
+    here = [path for path in TESTS.rglob("test_*.py") if path.is_relative_to(inside)]
     others = [path for path in TESTS.rglob("test_*.py") if path not in here]
     for marker in markers:
         used = [path for path in TESTS.rglob("test_*.py") if f".mark.{marker}" in path.read_text()]
         assert set(used) & set(here), f"no test is marked {marker}"
-        assert not set(used) & set(others) - {Path(__file__)}, f"tests/all.py leaves out {marker}"
+        assert not set(used) & set(others) - {Path(__file__)}, f"gate/plan.py leaves out {marker}"
+
+
+def test_pytest_takes_the_folders_and_markers_of_a_part(run, tmp_path):
+    """That of a part with everything: the folder left out, the markers, and the time limit."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    soak\n    untimed\n")
+    source = "import pytest\n@pytest.mark.untimed\ndef test_it(request): assert "
+    limit = "float(request.config.getini('timeout')) == 7\n"
+    for folder, text in {"here": source + limit, "left_out": source + "0\n"}.items():
+        (tmp_path / "tests" / folder).mkdir(parents=True)
+        (tmp_path / "tests" / folder / f"test_{folder}.py").write_text(text)
+    slow = "@pytest.mark.soak\ndef test_long(): assert 0\ndef test_other(): assert 0\n"
+    (tmp_path / "tests/here/test_more.py").write_text(f"import pytest\n{slow}")
+    chosen = plan.Selection("p", "untimed", but=("tests/left_out",), timeout=7)
+    part = parts.pytest(chosen.name, tmp_path / "out", *chosen.arguments)
+    part.run()
+    found = part.result().results
+    assert [(test.nodeid, test.outcome) for test in found or ()] == [
+        ("tests/here/test_here.py::test_it", "passed")
+    ]
 
 
 def _part(name: str, *tests: results.TestResult, status: int = 1) -> PartResult:
@@ -239,22 +287,22 @@ def test_a_test_that_only_quotes_the_exception_may_be_run_again():
     assert final.why_final("    with pytest.raises(AlwaysRed): ...\nE   assert 1 == 2") is None
 
 
-def test_lanes_run_side_by_side(tmp_path):
-    """Each of two parts waits for the file that the other makes."""
+def test_parts_run_side_by_side_and_a_free_lane_takes_the_next(tmp_path):
+    """The first of three parts in two lanes waits for a file that the third makes."""
     wait = (
         "import pathlib, sys, time\n"
-        "mine, other = map(pathlib.Path, sys.argv[1:])\n"
-        "mine.touch(); end = time.monotonic() + 60\n"
-        "while not other.exists():\n"
-        "    assert time.monotonic() < end, 'the other part did not start'\n"
+        "end = time.monotonic() + 60\n"
+        "while not pathlib.Path(sys.argv[1]).exists():\n"
+        "    assert time.monotonic() < end, 'the third part did not start'\n"
         "    time.sleep(0.01)\n"
     )
-    files = [str(tmp_path / name) for name in "ab"]
     made = [
-        parts.Part(name, [sys.executable, "-c", wait, *ordered], tmp_path, is_pytest=False)
-        for name, ordered in (("a", files), ("b", files[::-1]))
+        parts.Part(name, [sys.executable, "-c", *command], tmp_path, is_pytest=False)
+        for name, command in (
+            ("first", [wait, str(tmp_path / "made")]),
+            ("second", ["pass"]),
+            ("third", [f"import pathlib; pathlib.Path({str(tmp_path / 'made')!r}).touch()"]),
+        )
     ]
-    began = time.monotonic()
-    parts.run_beside([[part] for part in made])
-    assert [part.status for part in made] == [0, 0], made[0].log.read_text()
-    assert time.monotonic() - began < 60
+    parts.run_beside(made, 2)
+    assert [part.status for part in made] == [0, 0, 0], made[0].log.read_text()
