@@ -1,4 +1,6 @@
-"""`pipemorph doctor` on a machine that has RDMA devices, healthy and not."""
+"""`pipemorph doctor` on a machine that has RDMA devices, healthy and not.
+
+With the files of such a machine `tests/core/discovery/test_doctor.py` shows the same."""
 
 import json
 import sys
@@ -7,7 +9,7 @@ from typing import Any
 import pytest
 from guests import Fabric, Guest
 
-pytestmark = pytest.mark.rdma
+pytestmark = [pytest.mark.rdma, pytest.mark.soak]
 
 # Importing torch takes minutes on an emulated processor, and is not what this is about.
 DOCTOR = """

@@ -2,6 +2,9 @@
 
 Each test of a fault has the kernel's word that it happened: a counter of the device or of the
 filter that drops, its GID table, its list of queue pairs, or what it says of a process.
+
+What is marked ``soak`` shows again, of a real device, what the suite of the engine shows with fake
+verbs, in its simulation and over TCP (`tests/engine`).
 """
 
 import signal
@@ -103,7 +106,7 @@ def test_cable_pulled_in_mid_message_and_put_back(fabric: Fabric):
         assert link.b.stats()["messages_received"] == 16
 
 
-@pytest.mark.parametrize("ends", ["b", "ab"])
+@pytest.mark.parametrize("ends", ["b", pytest.param("ab", marks=pytest.mark.soak)])
 def test_cable_pulled_out_of_the_card(fabric: Fabric, ends: str):
     """Nobody has told these devices to go down: the emulated card loses its carrier, as by a cable
     that is pulled (at both ends) or by half of a switch (at one; the other sees only silence)."""
@@ -138,6 +141,7 @@ def test_cable_pulled_out_of_the_card(fabric: Fabric, ends: str):
         assert (b["messages_received"], b["bytes_received"]) == (16, 32 * MIB)
 
 
+@pytest.mark.soak
 def test_all_cables_pulled_out_of_both_machines(fabric: Fabric):
     downed = [rail.counter("link_downed") for rail in fabric.rails]
     with linked(fabric) as link:
@@ -163,6 +167,7 @@ def test_all_cables_pulled_out_of_both_machines(fabric: Fabric):
         assert link.b.stats()["messages_received"] == 22
 
 
+@pytest.mark.soak
 def test_lost_acknowledgements_repeat_nothing(fabric: Fabric):
     """What the receiver's rail sends is dropped: the data arrives, and the sender cannot know."""
     sender = fabric.rail(fabric.a, 0)
@@ -212,6 +217,7 @@ def test_all_rails_down_falls_back_to_tcp_and_returns(fabric: Fabric):
         assert sum(p["chunks"] for p in s["paths"][2:]) == carried
 
 
+@pytest.mark.soak
 def test_a_rail_that_flaps_twice(fabric: Fabric):
     rail = fabric.rail(fabric.b, 1)
     downed = rail.counter("link_downed")
@@ -264,7 +270,13 @@ def test_the_gid_is_looked_up_again_when_it_changes(fabric: Fabric):
         assert other_end.watched() - sent >= carried // 4096
 
 
-@pytest.mark.parametrize("deadlines", [(4.0, 8.0), (8.0, 4.0)], ids=["first", "after its peer"])
+@pytest.mark.parametrize(
+    "deadlines",
+    [
+        pytest.param((4.0, 8.0), id="first"),
+        pytest.param((8.0, 4.0), id="after its peer", marks=pytest.mark.soak),
+    ],
+)
 def test_required_rdma_refuses_to_fall_back(fabric: Fabric, deadlines: tuple[float, float]):
     """Either end gives up first, and each names the trouble of its own rails."""
     rails = [fabric.rail(fabric.a, n) for n in (0, 1)]
@@ -286,6 +298,7 @@ def test_required_rdma_refuses_to_fall_back(fabric: Fabric, deadlines: tuple[flo
         assert link.a.stats()["fallbacks"] == 0
 
 
+@pytest.mark.soak
 def test_a_killed_peer_is_not_taken_for_a_dead_path(fabric: Fabric):
     with linked(fabric, peer_deadline=5.0) as link:
         link.reserve(4, 2 * MIB)
@@ -302,6 +315,7 @@ def test_a_killed_peer_is_not_taken_for_a_dead_path(fabric: Fabric):
         assert fabric.b.queue_pairs() == 0
 
 
+@pytest.mark.soak
 def test_a_stopped_peer_is_noticed_by_its_silence(fabric: Fabric):
     with linked(fabric, peer_deadline=4.0) as link:
         link.reserve(4, 2 * MIB)
@@ -317,6 +331,7 @@ def test_a_stopped_peer_is_noticed_by_its_silence(fabric: Fabric):
         assert fabric.b.queue_pairs() == 2
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("end", ["a", "b"])
 def test_an_end_stopped_for_less_than_the_deadline_goes_on(fabric: Fabric, end: str):
     """Nor is a rail given up, though nothing completes for longer than one may be silent, 2 s:

@@ -34,7 +34,7 @@ def test_packets_are_of_the_traffic_class_that_is_given(fabric: Fabric):
 def test_a_slow_rail_leaves_short_queues_to_the_fast_one(fabric: Fabric):
     """One message after the other, each of a few chunks: what the slow rail takes of a message, the
     message waits for. By the chunk in turns it would carry a part of every one."""
-    rounds, chunks, chunk = 100, 8, 16 * KIB
+    rounds, chunks, chunk = 40, 8, 16 * KIB
     slow = fabric.rail(fabric.a, 0)
     with linked(fabric, chunk_bytes=chunk) as link:
         link.reserve(4, MIB)
