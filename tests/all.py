@@ -42,7 +42,8 @@ def main(lint: list[str]) -> int:
         for group, lanes in ((beside, plan.LANES), (alone, 1)):
             shown, *others = group
             shown.shown = True
-            print(f"beside or after {shown.name}: {', '.join(p.name for p in others)}", flush=True)
+            names = ", ".join(part.name for part in others) or "nothing"
+            print(f"beside or after {shown.name}: {names}", flush=True)
             parts.run_beside(group, lanes)
             for part in others:
                 print(f"\n{f' {part.name} ':-^100}\n{part.log.read_text(errors='replace')}")

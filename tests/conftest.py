@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from gate.plan import QUIET
 from hypothesis import HealthCheck, settings
 
 HERE = Path(__file__).parent
@@ -19,20 +20,6 @@ UNTIMED = (
     "project/test_gate.py",
 )
 """Pure computation that takes a while, marked ``untimed`` as a whole."""
-QUIET = (
-    "engine/test_bench_link.py",
-    "engine/test_engine_benchmarks.py",
-    "project/test_planning_speed.py",
-    "project/test_slow_link_benchmark.py",
-    "trainer/agent/test_agent.py",
-    "trainer/runs/test_offload_run.py",
-    "trainer/links/test_cuda_staging.py",
-    "trainer/runs/test_examples.py",
-    "trainer/runs/test_run.py",
-    "trainer/telemetry/test_telemetry.py",
-)
-"""What compares times, marked ``quiet`` as a whole."""
-
 # How long an example takes is a matter of the machine.
 settings.register_profile(
     "any machine",

@@ -38,6 +38,7 @@ def idle():
 
 
 @pytest.mark.slow
+@pytest.mark.quiet
 @pytest.mark.timeout(300)
 def test_idle_links_cost_no_core_and_as_much_memory_as_the_formula_says(tmp_path, idle):
     report = tmp_path / "idle.json"

@@ -9,6 +9,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+QUIET = (
+    "project/test_planning_speed.py",
+    "trainer/links/test_cuda_staging.py",
+    "trainer/runs/test_offload_run.py",
+    "trainer/runs/test_run.py",
+    "trainer/telemetry/test_telemetry.py",
+)
+"""What compares times, marked ``quiet`` as a whole by ``tests/conftest.py``."""
+PARTLY_QUIET = (
+    "core/ingest/test_ingest_connections.py",
+    "engine/test_engine_benchmarks.py",
+    "trainer/agent/test_agent.py",
+)
+"""The files with tests that say ``@pytest.mark.quiet`` themselves."""
 NICE = 15
 """A low priority, but not the lowest: that would come to nothing while the first run on a machine
 builds Kubernetes."""
@@ -24,6 +38,8 @@ class Selection:
     expression: str
     folders: tuple[str, ...] = ("tests",)
     but: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    """All that have such tests, where they are known: then it looks nowhere else."""
     nice: int = 0
     timeout: int | None = None
     """The time limit of a test, in seconds, where the usual one is too short."""
@@ -38,7 +54,7 @@ class Selection:
         """As pytest takes them."""
         limit = () if self.timeout is None else ("-o", f"timeout={self.timeout}")
         return (
-            *("-m", self.markers, *limit, *self.folders),
+            *("-m", self.markers, *limit, *(self.files or self.folders)),
             *(f"--ignore={folder}" for folder in self.but),
         )
 
@@ -48,15 +64,16 @@ class Selection:
 
 
 CLUSTER, RDMA, TRAINER, ENGINE = "tests/cluster", "tests/rdma", "tests/trainer", "tests/engine"
-PATIENT = "not (untimed or cluster or node or rdma or quiet)"
+TESTBEDS = "cluster or node or rdma"
+PATIENT = f"not (untimed or quiet or {TESTBEDS})"
 
 BESIDE = (
-    Selection("nodes", "node and not quiet", (CLUSTER,)),
-    Selection("api", "cluster and not (node or quiet)", (CLUSTER,)),
+    Selection("nodes", "node", (CLUSTER,)),
+    Selection("api", "cluster and not node", (CLUSTER,)),
     Selection("untimed-engine", "untimed", (ENGINE,), nice=NICE, timeout=1200),
-    Selection("untimed", "untimed", but=(ENGINE,), nice=NICE, timeout=1200),
-    Selection("guests", "rdma and not quiet", (RDMA,)),
-    Selection("trainer", PATIENT, (TRAINER,)),
+    Selection("untimed", "untimed", but=(ENGINE, TRAINER), nice=NICE, timeout=1200),
+    Selection("guests", "rdma", (RDMA,)),
+    Selection("trainer", f"not (quiet or {TESTBEDS})", (TRAINER,)),
     Selection("rest", PATIENT, but=(TRAINER, ENGINE)),
     Selection("engine", PATIENT, (ENGINE,)),
 )
@@ -64,8 +81,10 @@ BESIDE = (
 the longest, beside what computes at low priority and so leaves the processors to it. One part for
 each testbed, since two at once would only disturb each other."""
 ALONE = (
-    # A cluster lives as long as its part, and one that idles would disturb the others.
-    Selection("quiet-nodes", "quiet and node", (CLUSTER,)),
-    Selection("quiet", "quiet and not node"),
+    Selection(
+        "quiet",
+        f"quiet and not ({TESTBEDS})",
+        files=tuple(f"tests/{file}" for file in sorted((*QUIET, *PARTLY_QUIET))),
+    ),
 )
 """One after the other, with the machine to themselves, when all others are done."""

@@ -178,6 +178,12 @@ def test_tests_that_one_part_looks_for_in_one_folder_are_in_it(markers, folder):
         assert not set(used) & set(others) - {Path(__file__)}, f"gate/plan.py leaves out {marker}"
 
 
+def test_the_files_with_quiet_tests_are_known():
+    marked = {path for path in TESTS.rglob("test_*.py") if ".mark.quiet" in path.read_text()}
+    assert {TESTS / file for file in plan.PARTLY_QUIET} == marked - {Path(__file__)}
+    assert not {*plan.PARTLY_QUIET} & {*plan.QUIET}
+
+
 def test_pytest_takes_the_folders_and_markers_of_a_part(run, tmp_path):
     """That of a part with everything: the folder left out, the markers, and the time limit."""
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    soak\n    untimed\n")

@@ -316,6 +316,7 @@ def test_a_rank_that_comes_late_gets_the_plan_in_force(
     assert until(line(1).newest_plan, "the plan at rank 1") == plan(1)
 
 
+@pytest.mark.quiet
 def test_from_a_delayed_message_to_the_plan_takes_less_than_200_ms(
     ingest: Ingest, line: Callable[[int], AgentClient], record_property: Callable[..., None]
 ) -> None:
@@ -445,6 +446,7 @@ def test_an_impostor_without_the_secret_gives_no_plans() -> None:
         player.join(DEADLINE)
 
 
+@pytest.mark.quiet
 def test_training_goes_on_while_the_ingest_is_away(
     ingest: Ingest, line: Callable[[int], AgentClient]
 ) -> None:
@@ -501,6 +503,7 @@ def test_a_rotated_token_is_read_again(
     until(lambda: len(ingest.reports) > count, "a report with the new token")
 
 
+@pytest.mark.quiet
 def test_a_lost_agent_costs_no_time(
     ingest: Ingest, token_file: Path, agent: AgentHandle, line: Callable[[int], AgentClient]
 ) -> None:
