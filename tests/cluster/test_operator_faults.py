@@ -33,7 +33,7 @@ class Killer:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_killed_in_the_middle_of_every_transition(jobs: Jobs, seed: int) -> None:
     killer = Killer(jobs, seed)
     name = "killed"

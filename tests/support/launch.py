@@ -7,10 +7,12 @@ is killed and the test is told what all of them last said.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import pickle
 import re
@@ -40,6 +42,8 @@ _context.set_forkserver_preload(
         "pipemorph_trainer.pipeline",
     ]
 )
+# It would end by itself. Waited for, what it and the ranks computed is counted as the tests'.
+atexit.register(multiprocessing.forkserver._forkserver._stop)  # type: ignore[attr-defined]
 
 
 class Missing(NamedTuple):
