@@ -82,8 +82,24 @@ def cut_at(
     return train(context, job), again
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_wherever_in_an_iteration_it_breaks(rank: int) -> None:
+MOMENTS = ((0, 0), (0, 3), (1, 0), (1, 5), (1, 11))
+"""Iterations, and their ops."""
+
+
+@pytest.mark.parametrize(
+    ("rank", "moments"),
+    [
+        # The rank in the middle cuts both links, with both of their ends.
+        (1, MOMENTS),
+        (0, MOMENTS[1::2]),
+        (2, MOMENTS[1::2]),
+        pytest.param(0, MOMENTS[::2], marks=pytest.mark.soak),
+        pytest.param(2, MOMENTS[::2], marks=pytest.mark.soak),
+    ],
+)
+def test_wherever_in_an_iteration_it_breaks(
+    rank: int, moments: tuple[tuple[int, int], ...]
+) -> None:
     """Also in the first one, whose shapes are being exchanged. Forwards, backwards and the
     messages of both on the way are lost somewhere among these."""
     resent = 0
@@ -91,7 +107,7 @@ def test_wherever_in_an_iteration_it_breaks(rank: int) -> None:
     wanted = reference(job)
     ends = {0: {(0, 0), (1, 0)}, 2: {(1, 1), (2, 1)}}
     ends[1] = ends[0] | ends[2]
-    for iteration, op in ((0, 0), (0, 3), (1, 0), (1, 5), (1, 11)):
+    for iteration, op in moments:
         values, outputs = run(job, cut_at, rank, iteration, op)
         assert given_up(outputs) == ends[rank], (iteration, op)
         assert_same([record for record, _ in values], wanted)  # type: ignore[misc]

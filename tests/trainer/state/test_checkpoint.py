@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import resource
+import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -63,14 +66,36 @@ def entry(
     return pipe.start_iteration, losses
 
 
+@pytest.fixture(scope="module")
+def cut_short(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[bool], tuple[Path, list[float]]]:
+    """The checkpoints of a run of two stages that ended after iteration 4 of 8, and the losses of
+    one that did not; emulated or not."""
+
+    @cache
+    def made(emulated: bool) -> tuple[Path, list[float]]:
+        folder = tmp_path_factory.mktemp("cut_short")
+        whole = run_ranks(2, entry, str(folder / "whole"), 8, emulated)
+        cut = run_ranks(2, entry, str(folder / "cut"), 5, emulated)
+        assert cut[0] == (0, whole[0][1][:5])
+        return folder / "cut", whole[0][1]
+
+    return made
+
+
 @pytest.mark.parametrize(("stages", "emulated"), [(2, False), (4, False), (1, False), (2, True)])
-def test_resume_goes_on_to_the_bit(stages: int, emulated: bool, tmp_path: Path) -> None:
-    whole = run_ranks(2, entry, str(tmp_path / "whole"), 8, emulated)
-    cut = run_ranks(2, entry, str(tmp_path / "cut"), 5, emulated)
-    assert cut[0] == (0, whole[0][1][:5])
+def test_resume_goes_on_to_the_bit(
+    stages: int,
+    emulated: bool,
+    cut_short: Callable[[bool], tuple[Path, list[float]]],
+    tmp_path: Path,
+) -> None:
+    folder, losses = cut_short(emulated)
+    shutil.copytree(folder, tmp_path / "cut")
     # Saved after iterations 2 and 4; iteration 4 was not: resumed from there, run again.
     resumed = run_ranks(stages, entry, str(tmp_path / "cut"), 8, emulated)
-    assert all(result == (4, whole[0][1][4:]) for result in resumed)
+    assert all(result == (4, losses[4:]) for result in resumed)
 
 
 def accumulating(context: TrainerContext, folder: str, until: int) -> tuple[int, list[float]]:
