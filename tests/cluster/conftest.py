@@ -23,9 +23,6 @@ ARCHIVES = pytest.StashKey[dict[str, Path]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "cluster: needs a Kubernetes API server; makes its own")
-    config.addinivalue_line("markers", "kwok: plays many nodes; with cluster")
-    config.addinivalue_line("markers", "node: runs real pods (Linux, root, containerd)")
     config.stash[BUILD_FAILED] = {}
 
 

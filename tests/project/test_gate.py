@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+import tomllib
 from itertools import combinations, product
 from pathlib import Path
 
@@ -176,6 +178,15 @@ def test_tests_that_one_part_looks_for_in_one_folder_are_in_it(markers, folder):
         used = [path for path in TESTS.rglob("test_*.py") if f".mark.{marker}" in path.read_text()]
         assert set(used) & set(here), f"no test is marked {marker}"
         assert not set(used) & set(others) - {Path(__file__)}, f"gate/plan.py leaves out {marker}"
+
+
+def test_pytest_knows_the_markers_of_parts_whatever_folder_it_looks_into():
+    """A part whose expression has a marker that only another folder's conftest.py names ends."""
+    settings = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())
+    known = settings["tool"]["pytest"]["ini_options"]["markers"]
+    assert {*MARKERS} <= {line.partition(":")[0] for line in known}
+    words = {word for part in PLAN for word in re.findall(r"\w+", part.markers)}
+    assert words - {"not", "and", "or"} <= {*MARKERS}
 
 
 def test_the_files_with_quiet_tests_are_known():

@@ -16,10 +16,6 @@ SKIP = "PIPEMORPH_TEST_SKIP"
 MISSING = pytest.StashKey[str]()
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "rdma: real verbs in two virtual machines (Linux, QEMU)")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give time for the boot, which the first test of a run is charged with."""
     for item in items:
