@@ -151,7 +151,7 @@ def test_ranks_train_on_while_the_operator_is_replaced(release: NodeCluster, job
     with Witness(jobs, "real") as witness:
         jobs.wait("real", _at_iteration(5), START)
         _check_ranks(release, jobs, "real")
-        assert condition(jobs.get("real"), "PreflightPassed")["status"] == "True"
+        jobs.wait("real", "PreflightPassed=True", 90.0)
         ranks = jobs.pods("real")
         node = release.nodes[0]
         veth = node.veth_of(jobs.namespace, ranks[3]["metadata"]["name"])
