@@ -146,7 +146,7 @@ def test_a_slow_link_is_worked_round_and_forgotten(release: NodeCluster, jobs: J
 
 def test_ranks_train_on_while_the_operator_is_replaced(release: NodeCluster, jobs: Jobs) -> None:
     """A limit on a real link; both processes die, and are upgraded, in the middle of training."""
-    before = {node.name: addresses(node) for node in release.nodes}
+    before = [len(addresses(node)) for node in release.nodes]
     jobs.apply(manifest("real", iterations=100_000))
     with Witness(jobs, "real") as witness:
         jobs.wait("real", _at_iteration(5), START)
@@ -183,7 +183,8 @@ def test_ranks_train_on_while_the_operator_is_replaced(release: NodeCluster, job
     assert [p["metadata"]["uid"] for p in now] == [p["metadata"]["uid"] for p in ranks]
     assert [p["status"]["containerStatuses"][0]["restartCount"] for p in now] == [0] * 4
     jobs.delete("real")
-    assert {node.name: addresses(node) for node in release.nodes} == before
+    # Not the same ones: both processes have new pods.
+    assert [len(addresses(node)) for node in release.nodes] == before
 
 
 def test_a_gpt_trains_to_completion(release: NodeCluster, jobs: Jobs) -> None:
