@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -34,7 +35,7 @@ from pipemorph.wire import (
     WireTime,
 )
 from pipemorph_trainer.agent import AgentHandle, connect, start_agent
-from pipemorph_trainer.agent.client import QUEUED_MESSAGES, AgentClient
+from pipemorph_trainer.agent.client import FLUSH_SECONDS, QUEUED_MESSAGES, AgentClient
 from pipemorph_trainer.agent.messages import RankTelemetry
 from pipemorph_trainer.context import TrainerContext
 
@@ -548,6 +549,22 @@ def test_the_last_report_is_sent_when_rank_zero_ends(
     assert ingest.reports[-1].state == "finished"
 
 
+def test_a_run_that_is_over_before_its_agent_has_started_is_reported(
+    ingest: Ingest, token_file: Path, agent: AgentHandle
+) -> None:
+    """As the agent of a short run on a busy machine: it takes longer than a flush usually may."""
+    agent.process.send_signal(signal.SIGSTOP)
+    client = connect(context(ingest, token_file), agent.host, agent.port, wait=0.0)
+    client.publish(telemetry(0, iteration=0, finished_iteration=finished(0)))
+    goes_on = threading.Timer(1.5 * FLUSH_SECONDS, agent.process.send_signal, [signal.SIGCONT])
+    goes_on.start()
+    client.close()
+    goes_on.join()
+    agent.close(DEADLINE)
+    assert client.dropped == 0
+    assert [i.index for report in ingest.reports for i in report.iterations] == [0]
+
+
 def test_a_last_report_that_fails_is_sent_once_more(
     ingest: Ingest, agent: AgentHandle, line: Callable[[int], AgentClient]
 ) -> None:
@@ -644,7 +661,7 @@ def test_a_full_queue_drops_finished_iterations_last() -> None:
             done = finished(index) if index % 4 == 0 else None
             client.publish(telemetry(0, iteration=index, finished_iteration=done))
         kept = [json.loads(payload[4:]) for _, payload in client._queue]
-        client.close()
+    client.close()
     assert len(kept) == QUEUED_MESSAGES and client.dropped >= QUEUED_MESSAGES
     left = [m["iteration"] for m in kept if m["finished_iteration"] is not None]
     assert left == list(range(0, 2 * QUEUED_MESSAGES, 4))

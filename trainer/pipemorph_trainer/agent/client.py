@@ -39,6 +39,9 @@ HANDSHAKE_SECONDS = 60.0
 PATIENCE = 3
 """Failures in a row before a line that has never been up is worth a warning."""
 FLUSH_SECONDS = 1.0
+FIRST_FLUSH_SECONDS = 15.0
+"""For a line that has not been up yet: a short run may be over before the agent has started, and
+its reports would lack every iteration."""
 RECEIVE_BYTES = 1 << 16
 
 _IN_PROGRESS = {0, errno.EINPROGRESS, errno.EWOULDBLOCK, errno.EALREADY}
@@ -104,6 +107,7 @@ class AgentClient:
         self._retry_after = FIRST_RETRY_SECONDS
         self._give_up_at = 0.0
         self._failures = 0
+        self._was_ready = False
         self.dropped = 0
         self.reconnects = 0
 
@@ -131,8 +135,12 @@ class AgentClient:
         return plan
 
     def close(self) -> None:
-        """Flush what is queued (at most a second) and close. Idempotent."""
-        deadline = self._clock() + FLUSH_SECONDS
+        """Flush the queue and close. Idempotent.
+
+        Takes at most :data:`FLUSH_SECONDS`, or :data:`FIRST_FLUSH_SECONDS` while the agent has not
+        answered for the first time.
+        """
+        deadline = self._clock() + (FLUSH_SECONDS if self._was_ready else FIRST_FLUSH_SECONDS)
         while (self._queue or self._sending) and self._clock() < deadline:
             self._pump()
             if self._phase is _Phase.DOWN or not (self._queue or self._sending):
@@ -223,6 +231,7 @@ class AgentClient:
             self._reader.limit = frames.MAX_FRAME_BYTES
             self._retry_after = FIRST_RETRY_SECONDS
             self._failures = 0
+            self._was_ready = True
             self._phase = _Phase.READY
         else:
             plan = frames.decode(PlanMessage, payload).plan()
