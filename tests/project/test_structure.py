@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FORBIDDEN_IN_CORE = {"torch", "kubernetes", "kopf", "pipemorph_trainer", "pipemorph_operator"}
@@ -49,3 +52,68 @@ def test_agent_and_command_start_without_torch() -> None:
         [sys.executable, "-c", code], check=False, timeout=60, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr or "torch was imported"
+
+
+PACKAGES = {
+    "pipemorph": ROOT / "pipemorph",
+    "pipemorph_trainer": ROOT / "trainer/pipemorph_trainer",
+    "pipemorph_operator": ROOT / "operator/pipemorph_operator",
+}
+MOST_FILES = 14
+"""Beside its subfolders: more than that has no order that one sees at a look."""
+
+
+def module_file(module: str) -> Path | None:
+    """The file of a module of ours, None for a name that is not a module. A package's own
+    ``__init__`` only hands names on, and is left out as well."""
+    package, *rest = module.split(".")
+    if package not in PACKAGES:
+        return None
+    path = PACKAGES[package].joinpath(*rest).with_suffix(".py") if rest else None
+    return path if path is not None and path.is_file() else None
+
+
+def imported_files(path: Path) -> set[Path]:
+    """The modules of ours that a file imports, late and type-checking imports included."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return {file for name in names if (file := module_file(name)) is not None}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_folder_has_a_circle_of_imports(package: str) -> None:
+    """Files and subfolders of a folder stand on floors: each above all that it imports."""
+    root = PACKAGES[package]
+    files = [p for p in root.rglob("*.py") if p.name != "__init__.py"]
+    assert len(files) > 20, "looked in the wrong place"
+    arrows = {path: imported_files(path) for path in files}
+    for folder in {root, *(p for p in root.rglob("*") if p.is_dir() and p.name != "__pycache__")}:
+        rooms: dict[str, set[str]] = {}
+        for path, targets in arrows.items():
+            if not path.is_relative_to(folder):
+                continue
+            room = path.relative_to(folder).parts[0]
+            inside = {t.relative_to(folder).parts[0] for t in targets if t.is_relative_to(folder)}
+            rooms.setdefault(room, set()).update(inside - {room})
+        try:
+            graphlib.TopologicalSorter(rooms).prepare()
+        except graphlib.CycleError as error:
+            shown = " imports ".join(reversed(error.args[1]))
+            pytest.fail(f"{folder.relative_to(ROOT)}: {shown}", pytrace=False)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_folder_is_crowded(package: str) -> None:
+    root = PACKAGES[package]
+    folders = {root, *(p for p in root.rglob("*") if p.is_dir() and p.name != "__pycache__")}
+    crowded = {
+        str(folder.relative_to(ROOT)): count
+        for folder in folders
+        if (count := len([p for p in folder.glob("*.py") if p.name != "__init__.py"])) > MOST_FILES
+    }
+    assert not crowded, f"more than {MOST_FILES} files beside each other: {crowded}"

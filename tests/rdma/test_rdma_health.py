@@ -13,7 +13,7 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController
 from pipemorph.control.observe.rail_health import RailHealth
 from pipemorph.wire import LinkHealthReport, RailSample, TransportSample
-from pipemorph_trainer.links.channels.message import Direction
+from pipemorph_trainer.links.message import Direction
 from pipemorph_trainer.telemetry.rails import read
 from pipemorph_trainer.telemetry.transports import TransportWatch
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from pipemorph_trainer.links.channels.arrival import PeerClock
 from pipemorph_trainer.links.channels.fault_injection import Shaper
-from pipemorph_trainer.links.channels.message import Batch, Direction, TensorMeta
 from pipemorph_trainer.links.channels.staging import StagedIncoming, StagedOutgoing, Staging
 from pipemorph_trainer.links.engine import engine_module
+from pipemorph_trainer.links.message import Batch, Direction, TensorMeta
 from pipemorph_trainer.links.recorder import LinkRecorder
 
 TIMEOUT = 60.0

@@ -43,7 +43,7 @@ from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
 from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
 from pipemorph_trainer.links import peer_socket
 from pipemorph_trainer.links.channels.fault_injection import DIRECT_QUEUE, Shaper
-from pipemorph_trainer.links.channels.message import ALL_PRESENT, Direction, Note, TensorMeta
+from pipemorph_trainer.links.message import ALL_PRESENT, Direction, Note, TensorMeta
 from pipemorph_trainer.links.poller import Poller
 from pipemorph_trainer.links.recorder import LinkRecorder
 from pipemorph_trainer.plans.commit import (

@@ -37,3 +37,7 @@ class BatchError(ShapeError, InputError):
     Raised by ``step`` on every rank of the job. No gradient has changed, and the next ``step``
     may go on.
     """
+
+
+class SplitError(RuntimeError):
+    """A stage cannot do what was asked of it; the message names the module or parameter."""

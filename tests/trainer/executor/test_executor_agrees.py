@@ -36,8 +36,8 @@ from pipemorph_trainer.executor import dispatch, mailbox
 from pipemorph_trainer.executor.dispatch import Executor, Inputs
 from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.links.channels.arrival import OpClock
-from pipemorph_trainer.links.channels.message import Direction, TensorMeta
 from pipemorph_trainer.links.link import Neighbourhood
+from pipemorph_trainer.links.message import Direction, TensorMeta
 from pipemorph_trainer.topology.coordinate import Coordinate
 
 ENDING, DECIDING = 0, 1

@@ -19,7 +19,7 @@ from pipemorph_trainer.executor import receives
 from pipemorph_trainer.links.channels import direct
 from pipemorph_trainer.links.channels.arrival import OpClock, PeerClock
 from pipemorph_trainer.links.channels.direct import DirectIncoming
-from pipemorph_trainer.links.channels.message import (
+from pipemorph_trainer.links.message import (
     ALL_PRESENT,
     Batch,
     Direction,

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from pipemorph.planning import OpKind
 from pipemorph_trainer.executor.device_times import DeviceTimes, LossCopy
 from pipemorph_trainer.executor.timed import TimedOp
-from pipemorph_trainer.links.channels.message import TensorMeta
+from pipemorph_trainer.links.message import TensorMeta
 from pipemorph_trainer.topology.accelerator import CudaAccelerator
 
 pytestmark = [

@@ -37,7 +37,7 @@ from pipemorph_trainer.links.channels import direct, edges
 from pipemorph_trainer.links.channels.arrival import OpClock, PeerClock
 from pipemorph_trainer.links.channels.direct import DirectIncoming, DirectOutgoing
 from pipemorph_trainer.links.channels.fault_injection import Shaper
-from pipemorph_trainer.links.channels.message import (
+from pipemorph_trainer.links.message import (
     ALL_PRESENT,
     Batch,
     Direction,

@@ -24,8 +24,8 @@ from pipemorph.api.spec import Fault
 from pipemorph_trainer.errors import PipelineError, WaitTimeoutError
 from pipemorph_trainer.links.channels.copy_stream import JOIN_SECONDS
 from pipemorph_trainer.links.channels.fault_injection import Shaper
-from pipemorph_trainer.links.channels.message import Direction, TensorMeta
 from pipemorph_trainer.links.channels.staging import AHEAD
+from pipemorph_trainer.links.message import Direction, TensorMeta
 
 pytestmark = pytest.mark.needs_engine
 

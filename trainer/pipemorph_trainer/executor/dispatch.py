@@ -29,7 +29,8 @@ from pipemorph_trainer.executor.stages.interface import Grads, Runner
 from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
 from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.links.channels.arrival import OpClock
-from pipemorph_trainer.links.channels.message import (
+from pipemorph_trainer.links.link import LinkEnd, Neighbourhood
+from pipemorph_trainer.links.message import (
     RECEIVE_ALL,
     Batch,
     Receives,
@@ -37,7 +38,6 @@ from pipemorph_trainer.links.channels.message import (
     gradients_of,
     words,
 )
-from pipemorph_trainer.links.link import LinkEnd, Neighbourhood
 from pipemorph_trainer.links.poller import Poller
 from pipemorph_trainer.topology.coordinate import Coordinate
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn, tensor_split
 from pipemorph.errors import InputError
 from pipemorph_trainer.errors import ShapeError
 from pipemorph_trainer.executor.dispatch import Inputs
-from pipemorph_trainer.links.channels.message import TensorMeta
+from pipemorph_trainer.links.message import TensorMeta
 from pipemorph_trainer.topology.coordinate import Coordinate
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from pipemorph.planning import Dispatch, OpKind, Plan, Schedule
-from pipemorph_trainer.links.channels.message import RECEIVE_ALL, Receives
+from pipemorph_trainer.links.message import RECEIVE_ALL, Receives
 
 SPARE = 4
 """Messages ahead of their ops beyond a link's slackness: those that a delay keeps on their way."""

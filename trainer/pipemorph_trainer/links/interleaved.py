@@ -21,8 +21,8 @@ from torch import Tensor
 
 from pipemorph.planning import Path
 from pipemorph_trainer.links import peer_socket
-from pipemorph_trainer.links.channels.message import Batch, Direction, TensorMeta
 from pipemorph_trainer.links.link import LinkEnd, Neighbourhood
+from pipemorph_trainer.links.message import Batch, Direction, TensorMeta
 from pipemorph_trainer.links.peer_socket import PeerSocket
 from pipemorph_trainer.links.rendezvous import LinkConfig
 from pipemorph_trainer.topology.addresses import everywhere

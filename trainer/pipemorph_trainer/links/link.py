@@ -13,9 +13,9 @@ from pipemorph_trainer.links.channels.delegated import DelegatedIncoming
 from pipemorph_trainer.links.channels.direct import DirectOutgoing
 from pipemorph_trainer.links.channels.failover import Failover, FailoverOutgoing
 from pipemorph_trainer.links.channels.fault_injection import Severer, Shaper
-from pipemorph_trainer.links.channels.message import Direction, Incoming, Outgoing
 from pipemorph_trainer.links.channels.shared_queue import SharedQueue
 from pipemorph_trainer.links.channels.staging import StagedIncoming, StagedOutgoing, Staging
+from pipemorph_trainer.links.message import Direction, Incoming, Outgoing
 from pipemorph_trainer.links.peer_socket import PeerSocket
 from pipemorph_trainer.links.recorder import LinkRecorder, Transport
 

@@ -24,7 +24,7 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 from pipemorph_trainer.errors import PipelineError
-from pipemorph_trainer.links.channels.message import Direction, Note, Position, TensorMeta
+from pipemorph_trainer.links.message import Direction, Note, Position, TensorMeta
 from pipemorph_trainer.topology.addresses import in_url
 
 log = logging.getLogger("pipemorph.trainer")

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from pipemorph.planning.ir import Path
 from pipemorph.wire import LinkSample, WireTime
-from pipemorph_trainer.links.channels.message import Direction
+from pipemorph_trainer.links.message import Direction
 
 Transport = Literal["gloo", "nccl", "tcp", "shm", "rdma"]
 ENOUGH_EXACT = 3

@@ -32,11 +32,11 @@ from pipemorph_trainer.links.channels.direct import (
 from pipemorph_trainer.links.channels.edges import make_edges
 from pipemorph_trainer.links.channels.failover import Failover
 from pipemorph_trainer.links.channels.fault_injection import Severer, shaping
-from pipemorph_trainer.links.channels.message import Direction
 from pipemorph_trainer.links.channels.shared_queue import SharedQueue
 from pipemorph_trainer.links.channels.staging import StagedIncoming, StagedOutgoing, Staging
 from pipemorph_trainer.links.engine import EngineOptions, make_engine, make_engine_link
 from pipemorph_trainer.links.link import LinkEnd, Neighbourhood
+from pipemorph_trainer.links.message import Direction
 from pipemorph_trainer.links.peer_socket import PeerSocket
 from pipemorph_trainer.links.poller import Poller
 from pipemorph_trainer.topology import addresses

@@ -25,8 +25,8 @@ from pipemorph.wire import IterationSample
 from pipemorph_trainer.executor.receives import SPARE
 from pipemorph_trainer.executor.timed import TimedOp
 from pipemorph_trainer.executor.waiting import CollectiveWait
-from pipemorph_trainer.links.channels.message import Batch, TensorMeta
 from pipemorph_trainer.links.link import LinkEnd
+from pipemorph_trainer.links.message import Batch, TensorMeta
 from pipemorph_trainer.plans.checks import check_offload, check_paths, check_plan
 from pipemorph_trainer.topology.coordinate import Coordinate
 from pipemorph_trainer.topology.world import World

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipemorph_trainer.executor.split.torch_private import version
+from pipemorph_trainer.executor.torch_private import version
 from pipemorph_trainer.state.weights import bytes_of, comparable
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from pipemorph.wire import TransportSample
-from pipemorph_trainer.links.channels.message import Direction
+from pipemorph_trainer.links.message import Direction
 
 if TYPE_CHECKING:
     from pipemorph_trainer.links.link import LinkEnd

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from pipemorph_trainer.errors import SplitError
 from pipemorph_trainer.executor.offload.copies import copies_for
 from pipemorph_trainer.executor.offload.pool import Block, HostPool, aligned
-from pipemorph_trainer.executor.split.report import SplitError
-from pipemorph_trainer.executor.split.torch_private import holders, version
+from pipemorph_trainer.executor.torch_private import holders, version
 from pipemorph_trainer.topology.accelerator import Accelerator
 
 _PLAIN = (Tensor, nn.Parameter)

@@ -3,6 +3,7 @@
 :class:`StageRunner` is the one entry. See ``docs/split-backward.md``.
 """
 
+from pipemorph_trainer.errors import SplitError
 from pipemorph_trainer.executor.split.report import (
     Attempt,
     Mode,
@@ -10,7 +11,6 @@ from pipemorph_trainer.executor.split.report import (
     OpTimes,
     OrderError,
     Split,
-    SplitError,
     SplitReport,
 )
 from pipemorph_trainer.executor.split.runner import StageRunner

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 from torch import nn
 
+from pipemorph_trainer.errors import SplitError
 from pipemorph_trainer.executor.split.graph_split import GraphSplit
 from pipemorph_trainer.executor.split.linears import find_layers
 from pipemorph_trainer.executor.split.module_split import ModuleSplit
-from pipemorph_trainer.executor.split.report import Split, SplitError, SplitReport
+from pipemorph_trainer.executor.split.report import Split, SplitReport
 from pipemorph_trainer.executor.split.self_test import graph_refusal, nothing_to_defer, trainable
 from pipemorph_trainer.executor.split.splitters import FusedSplit, Splitter
-from pipemorph_trainer.executor.split.torch_private import missing
+from pipemorph_trainer.executor.torch_private import missing
 
 
 def asked_for(split: Split, stage: nn.Module) -> tuple[Splitter, SplitReport]:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from pipemorph_trainer.executor.split.report import SplitError
-from pipemorph_trainer.executor.split.torch_private import version
+from pipemorph_trainer.errors import SplitError
+from pipemorph_trainer.executor.torch_private import version
 
 
 @dataclass(slots=True)

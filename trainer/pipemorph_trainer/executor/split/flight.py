@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pipemorph_trainer.executor.split.report import SplitError
+from pipemorph_trainer.errors import SplitError
 from pipemorph_trainer.executor.split.snapshot import Snapshot
 
 if TYPE_CHECKING:

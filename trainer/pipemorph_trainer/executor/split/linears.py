@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipemorph_trainer.executor.split.deferred import DeferredLinear, Layer, LinearCall, Sink
-from pipemorph_trainer.executor.split.torch_private import compiled, tensor_hooked
+from pipemorph_trainer.executor.torch_private import compiled, tensor_hooked
 
 
 def opaque_modules(stage: nn.Module) -> dict[str, str]:

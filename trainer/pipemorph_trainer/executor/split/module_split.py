@@ -13,7 +13,7 @@ from pipemorph_trainer.executor.split.deferred import Layer, LinearWork, Sink, r
 from pipemorph_trainer.executor.split.flight import Flight, Grads, StageCall
 from pipemorph_trainer.executor.split.linears import Patch
 from pipemorph_trainer.executor.split.report import Split
-from pipemorph_trainer.executor.split.torch_private import version
+from pipemorph_trainer.executor.torch_private import version
 
 log = logging.getLogger(__name__)
 

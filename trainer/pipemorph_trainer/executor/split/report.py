@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from pipemorph_trainer.errors import SplitError
+
 Split = Literal["module", "graph", "fused"]
 """How a stage runs B and W apart.
 
@@ -22,10 +24,6 @@ _NUMBER = re.compile(r"(?<![A-Za-z])\d+(?![A-Za-z])")
 """Of a layer, and not in the name of a class."""
 REASONS_SHOWN = 3
 """Reasons that :meth:`SplitReport.line` gives; ``record`` has all."""
-
-
-class SplitError(RuntimeError):
-    """A stage cannot do what was asked of it; the message names the module or parameter."""
 
 
 class OrderError(SplitError):

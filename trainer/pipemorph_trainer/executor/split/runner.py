@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from pipemorph_trainer.errors import SplitError
 from pipemorph_trainer.executor.split.asked import asked_for
 from pipemorph_trainer.executor.split.flight import (
     Flight,
@@ -17,7 +18,7 @@ from pipemorph_trainer.executor.split.flight import (
     StageCall,
     find_clone_inputs,
 )
-from pipemorph_trainer.executor.split.report import Mode, OrderError, Split, SplitError, SplitReport
+from pipemorph_trainer.executor.split.report import Mode, OrderError, Split, SplitReport
 from pipemorph_trainer.executor.split.self_test import SelfTest
 from pipemorph_trainer.executor.split.snapshot import copy_tensors
 from pipemorph_trainer.executor.split.splitters import FusedSplit, Splitter

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from pipemorph_trainer.errors import SplitError
 from pipemorph_trainer.executor.split.flight import StageCall, find_clone_inputs
 from pipemorph_trainer.executor.split.graph_split import GraphSplit
 from pipemorph_trainer.executor.split.linears import find_layers, opaque_modules
@@ -19,24 +20,23 @@ from pipemorph_trainer.executor.split.report import (
     OffloadAttempt,
     OpTimes,
     Split,
-    SplitError,
     SplitReport,
     grouped,
     in_words,
 )
 from pipemorph_trainer.executor.split.snapshot import Snapshot
 from pipemorph_trainer.executor.split.splitters import FusedSplit, Splitter
-from pipemorph_trainer.executor.split.torch_private import (
-    holders_unknown,
-    missing,
-    module_backward_hooked,
-)
 from pipemorph_trainer.executor.split.trial import (
     Outcome,
     Sample,
     activation_bytes,
     differences,
     run_trial,
+)
+from pipemorph_trainer.executor.torch_private import (
+    holders_unknown,
+    missing,
+    module_backward_hooked,
 )
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from pipemorph_trainer.links.channels.message import NOTHING, Note
+from pipemorph_trainer.links.message import NOTHING, Note
 from pipemorph_trainer.links.recorder import LinkRecorder
 
 JUST_AFTER = 0.001

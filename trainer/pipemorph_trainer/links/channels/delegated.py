@@ -17,7 +17,7 @@ from torch import Tensor
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.links.channels.arrival import PeerClock, now, record_arrival
 from pipemorph_trainer.links.channels.fault_injection import Shaper
-from pipemorph_trainer.links.channels.message import NOTHING, Batch, Direction, Note, presence
+from pipemorph_trainer.links.message import NOTHING, Batch, Direction, Note, presence
 from pipemorph_trainer.links.recorder import LinkRecorder
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from torch import Tensor
 from pipemorph_trainer.errors import PipelineError, WaitTimeoutError, first_sentence
 from pipemorph_trainer.links.channels.arrival import OpClock, PeerClock, now, record_arrival
 from pipemorph_trainer.links.channels.fault_injection import DIRECT_QUEUE, Shaper
-from pipemorph_trainer.links.channels.message import (
+from pipemorph_trainer.links.message import (
     ALL_PRESENT,
     NOTHING,
     Batch,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from pipemorph_trainer.links.channels.message import Direction
+from pipemorph_trainer.links.message import Direction
 from pipemorph_trainer.topology.groups import Groups
 
 if TYPE_CHECKING:

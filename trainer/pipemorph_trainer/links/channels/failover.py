@@ -23,7 +23,7 @@ from torch import Tensor
 from pipemorph_trainer.errors import PipelineError, WaitTimeoutError
 from pipemorph_trainer.links.channels.delegated import DelegatedIncoming, DelegatedOutgoing
 from pipemorph_trainer.links.channels.direct import DirectIncoming, DirectOutgoing
-from pipemorph_trainer.links.channels.message import Batch, Position
+from pipemorph_trainer.links.message import Batch, Position
 from pipemorph_trainer.links.peer_socket import PeerSocket
 
 log = logging.getLogger("pipemorph.trainer")

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipemorph.api.spec import Fault
-from pipemorph_trainer.links.channels.message import Direction
 from pipemorph_trainer.links.channels.shared_queue import SharedQueue
+from pipemorph_trainer.links.message import Direction
 
 log = logging.getLogger("pipemorph.trainer")
 

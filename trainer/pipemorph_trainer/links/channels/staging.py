@@ -35,7 +35,7 @@ from pipemorph_trainer.links.channels.delegated import (
     bytes_of,
     key_of,
 )
-from pipemorph_trainer.links.channels.message import NOTHING, Batch, Note, TensorMeta, presence
+from pipemorph_trainer.links.message import NOTHING, Batch, Note, TensorMeta, presence
 from pipemorph_trainer.topology.accelerator import Accelerator, Event
 
 if TYPE_CHECKING:
