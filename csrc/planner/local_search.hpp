@@ -1,4 +1,4 @@
-// Local search on the order itself: shift ops along the critical path. See shifting.py.
+// Local search on the order itself: shift ops along the critical path. See local_search.py.
 #pragma once
 
 #include "planner/costs.hpp"

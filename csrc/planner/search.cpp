@@ -168,7 +168,7 @@ class Search {
         return found_.makespan < listed;
     }
 
-    // As short, with fewer microbatches in flight, and not brittle. See slim.py.
+    // As short, with fewer microbatches in flight, and not brittle. See reduce_memory.py.
     void slim() {
         Tuning tuning = tuned_ ? tuning_ : in_order();
         late_ = costs_.delay;
