@@ -1,4 +1,4 @@
-"""Every figure the README quotes, one after another: ``python benchmarks/all.py``.
+"""Every figure that docs/benchmarks.md quotes, one after another: ``python benchmarks/all.py``.
 
 About forty minutes on two cores. Leaves ``NAME.json`` and ``NAME.md`` in the folder given with
 --out. Goes on when one of them fails. Exits 1 if any did, or if a goal does not hold, and says

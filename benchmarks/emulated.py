@@ -13,7 +13,7 @@ of ranks, and as the published baseline behaves; with one queue per direction it
 Simulated is given twice. *Nominal*: the op times above and a network that takes no time but the
 delay. *Measured costs*: op, hop and boundary times as traced in the undisturbed zero-bubble
 iterations of this run (``calibrate.py``), from which all other cells are predicted.
-Exits 1 if a promise of the README is not kept.
+Exits 1 if a promise of docs/benchmarks.md is not kept.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def calibrate_all(traces: FilePath, times: list[float], iterations: int) -> Cost
 
 
 def promises(rows: list[Row]) -> list[tuple[str, bool]]:
-    """What the README says about these figures, and whether it holds."""
+    """What docs/benchmarks.md says about these figures, and whether it holds."""
     at = {(row.variant, row.delay_ms): row for row in rows}
     ours, own = at["pipemorph", 60.0].measured, at["pipemorph", 0.0].measured
     direct = at[BASELINE, 60.0].measured

@@ -486,7 +486,7 @@ def run(options: argparse.Namespace) -> dict[str, Result]:
 
 
 def table(found: dict[str, Result]) -> str:
-    """What the README quotes, with what it was measured beside."""
+    """What docs/benchmarks.md quotes, with what it was measured beside."""
     pods, jobs = found["pods"], found["jobs"]
 
     def shares(section: Result) -> str:

@@ -13,7 +13,7 @@ nothing runs but the planner. ``--quick`` takes seconds, and shows that it runs.
    under a cap, the search goes on to the end of its effort: that is the slowest it gets.
 
 ``--plot`` draws both; without it the picture lands beside the JSON. Exits 1 if a promise of the
-README is not kept.
+docs/benchmarks.md is not kept.
 """
 
 from __future__ import annotations

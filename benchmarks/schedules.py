@@ -10,7 +10,7 @@ the planner and the simulator; ``emulated.py`` measures the same schedules in th
    the paper's algorithm and for this planner, with and without in-flight caps.
 4. Time to plan.
 
-Exits 1 if a promise of the README is not kept.
+Exits 1 if a promise of docs/benchmarks.md is not kept.
 """
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ def changes(row: Row) -> list[Change]:
 
 
 def goals(rows: list[Row]) -> list[tuple[str, bool]]:
-    """What the README says of this, with what was measured, and whether it holds."""
+    """What docs/benchmarks.md says of this, with what was measured, and whether it holds."""
     by_name = {row.variant: row for row in rows}
     ours, base = by_name[OURS], by_name[BASELINE]
     last = f"{DELAYS_MS[-1]:g}"

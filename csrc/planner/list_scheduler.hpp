@@ -1,4 +1,5 @@
-// The planner's list scheduler: run what is most urgent, as if ahead of time. See list_scheduler.py.
+// The planner's list scheduler: run what is most urgent, as if ahead of time. See
+// list_scheduler.py.
 #pragma once
 
 #include "planner/costs.hpp"

@@ -171,7 +171,7 @@ def test_short_pipelines(stages: int, microbatches: int) -> None:
 
 
 def test_14b_profile() -> None:
-    """What the figures of the README rest on: 60 ms on the last of seven links."""
+    """What the figures of docs/benchmarks.md rest on: 60 ms on the last of seven links."""
 
     def iteration(policy: Policy, path: Path, delay: float, *, half: bool = False) -> float:
         links = [

@@ -106,7 +106,7 @@ def test_the_searchs_execution_is_the_simulators(problem: Problem, seed: int) ->
 
 
 def test_near_the_proven_optimum() -> None:
-    """The figures of the README, from the optima kept in ``planner_facts.json``."""
+    """The figures of docs/benchmarks.md, from the optima kept in ``planner_facts.json``."""
     facts = json.loads(FACTS.read_text())["problems"]
     cases = problem_set()
     assert len(cases) >= 200
