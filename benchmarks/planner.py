@@ -12,7 +12,7 @@ nothing runs but the planner. ``--quick`` takes seconds, and shows that it runs.
    planners, and how it grows with S·N. Where the bound is not reached, as with several slow links
    under a cap, the search goes on to the end of its effort: that is the slowest it gets.
 
-``--plot`` draws both; without it the picture lands beside the JSON. Exits 1 if a promise of the
+``--plot`` draws both; without it the picture lands beside the JSON. Exits 1 if a promise of
 docs/benchmarks.md is not kept.
 """
 
