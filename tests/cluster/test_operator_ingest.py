@@ -289,7 +289,7 @@ def test_adaptation_can_be_switched_off_while_it_runs(jobs: Jobs) -> None:
     ranks.run(4)
     jobs.patch("switch", {"adaptation": {"enabled": False}})
     # The ingest sees it apart from the operator.
-    edited = f"{jobs.namespace}/switch: adaptation was edited"
+    edited = f"{jobs.namespace}/switch: spec.adaptation changed"
     log = jobs.installation.ingest.process.log
     wait_for("the ingest to take it up", lambda: edited in log.read_text(), DEADLINE)
     ranks.delays[1] = SLOW

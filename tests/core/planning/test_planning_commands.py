@@ -128,7 +128,7 @@ def test_reads_standard_input(example: Any, capsys: Any, monkeypatch: Any) -> No
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a: \xff")))
     fails(capsys, "standard input: is not UTF-8 text (byte 3)", "plan", "-")
     monkeypatch.setattr(sys, "stdin", None)
-    fails(capsys, "standard input: cannot be read: it is closed", "plan", "-")
+    fails(capsys, "standard input: cannot be read: is closed", "plan", "-")
 
 
 def test_text_and_png(example: Any, capsys: Any, tmp_path: Path) -> None:

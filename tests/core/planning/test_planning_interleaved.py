@@ -166,7 +166,7 @@ def test_overlapped_ops_run_one_after_another() -> None:
         (problem(8, 9, ranks=4), "microbatches is 9; policy 1f1b-interleaved on 4 ranks runs 2"),
         (problem(7, 8, policy="zero-bubble-v"), "stages has 7 entries for 3 ranks"),
         (problem(8, 8, ranks=8, policy="zero-bubble-v"), "stages has 8 entries for 8 ranks"),
-        (problem(8, 8, ranks=4, warmup=(1,) * 8), "policy 1f1b-interleaved has its own"),
+        (problem(8, 8, ranks=4, warmup=(1,) * 8), "policy 1f1b-interleaved sets its own"),
         (problem(8, 8, ranks=4, policy="pipemorph"), "ranks is 4; policy pipemorph has one stage"),
         (
             problem(8, 8, ranks=4).model_copy(
