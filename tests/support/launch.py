@@ -93,10 +93,11 @@ _held: list[socket.socket] = []
 
 def free_port() -> int:
     """A port that nobody else is given while this process lives. A store may have it: it asks to
-    share, and it alone listens."""
+    share, and it alone listens. It listens at all addresses, so it is held at all of them: somebody
+    else's listener at another address of this machine would be in its way."""
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind(("127.0.0.1", 0))
+    holder.bind(("", 0))
     _held.append(holder)
     return int(holder.getsockname()[1])
 

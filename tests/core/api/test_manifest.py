@@ -193,7 +193,7 @@ ENV = "spec/template/spec/containers/1/env/0/name"
             "fast",
             'spec.schedule.policy: is "fast"; expected one of pipemorph, zero-bubble, 1f1b,',
         ),
-        ("spec/emulation/stageTimes", [], "spec.emulation.stageTimes: is []; expected a non-empty value"),
+        ("spec/emulation/stageTimes", [], "spec.emulation.stageTimes: is []; expected a non-empty"),
         ("spec/faults/0/link", 3, "spec.faults[0].link: is 3; the job has 3 links, numbered from"),
         ("spec/faults/0/replica", 2, "spec.faults[0].replica: is 2; the job has 2 replicas,"),
         ("spec/faults/0/toIteration", 10, "spec.faults[0].toIteration: is 10, which is not after"),
