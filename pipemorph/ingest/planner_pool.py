@@ -19,8 +19,8 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide.findings import NoPlan
 from pipemorph.control.decide.replan import Proposal, Replan, propose
 from pipemorph.control.first_plan import check_schedule, planning_rules, schedule_for_others
+from pipemorph.control.planner_worker import HEADER_BYTES, Asked, Found, answer, frame
 from pipemorph.errors import InputError
-from pipemorph.ingest.planner_worker import HEADER_BYTES, Asked, Found, answer, frame
 from pipemorph.planning import Schedule
 
 log = logging.getLogger("pipemorph.ingest")
@@ -125,7 +125,7 @@ class ProcessPlanner:
         return await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "pipemorph.ingest.planner_worker",
+            "pipemorph.control.planner_worker",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )

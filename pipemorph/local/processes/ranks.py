@@ -78,9 +78,6 @@ class RankProcess:
             file.seek(max(self.log_start if start is None else start, end - (64 << 10)))
             return file.read().decode(errors="replace").splitlines()
 
-    def log_size(self) -> int:
-        return self.log.stat().st_size
-
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the rank, not to its child processes."""
         if self.running:

@@ -1,4 +1,4 @@
-"""``python -m pipemorph.ingest.planner_worker``: a worker process of the planner pool.
+"""``python -m pipemorph.control.planner_worker``: a worker process of the planner pool.
 
 Reads pickled pairs of a function and its argument from standard input and writes the pickled
 results to standard output, each preceded by its length in 8 bytes. Exits at the end of its input.
