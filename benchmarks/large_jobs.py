@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -23,8 +22,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests/cluster"), str(ROOT / "operator")]
 
-from operator_support import CHART, RELEASE, SYSTEM, Installation, Jobs, manifest  # noqa: E402
-from testbed import Cluster, tools, wait_for  # noqa: E402
+from operator_support import Jobs, manifest, own_installation  # noqa: E402
+from testbed import tools, wait_for  # noqa: E402
 
 from pipemorph.planning.problem import MAX_CELLS  # noqa: E402
 
@@ -100,21 +99,10 @@ def main() -> int:
     options = parser.parse_args()
     tools.ensure(tools.API_TOOLS, lambda text: print(text, file=sys.stderr, flush=True))
     with (
-        tempfile.TemporaryDirectory(prefix="bench-") as folder,
-        Cluster.own(Path(folder) / "cluster") as cluster,
+        own_installation() as (cluster, installation),
+        cluster.namespace("bench") as namespace,
     ):
-        cluster.helm("install", RELEASE, str(CHART), "--namespace", SYSTEM, "--create-namespace")
-        cluster.wait("crds", "pipemorphjobs.pipemorph.io", "Established")
-        (Path(folder) / "operator").mkdir()
-        installation = Installation(cluster, Path(folder) / "operator")
-        installation.operator.start()
-        installation.ingest.start()
-        try:
-            with cluster.namespace("bench") as namespace:
-                found = measure(Jobs(installation, namespace), options.jobs)
-        finally:
-            installation.operator.process.stop()
-            installation.ingest.process.stop()
+        found = measure(Jobs(installation, namespace), options.jobs)
     before, meanwhile, seconds = found
     for what, waits in (("before", before), ("meanwhile", meanwhile)):
         waits.sort()

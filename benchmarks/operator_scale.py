@@ -35,7 +35,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,7 +46,7 @@ sys.path[:0] = [str(ROOT / "tests/cluster"), str(ROOT / "operator")]
 
 import yaml  # noqa: E402
 from agent_reports import PERIOD, Reports, parsed  # noqa: E402
-from operator_support import CHART, RELEASE, SYSTEM, Installation, Jobs, manifest  # noqa: E402
+from operator_support import SYSTEM, Installation, Jobs, manifest, own_installation  # noqa: E402
 from testbed import Cluster, tools, wait_for  # noqa: E402
 
 from pipemorph.control import JobController  # noqa: E402
@@ -452,36 +451,23 @@ def run(options: argparse.Namespace) -> dict[str, Result]:
         say(f"{name}: " + ", ".join(f"{k} {v:.4g}" for k, v in result.items()))
 
     tools.ensure(tools.API_TOOLS, say)
-    with (
-        tempfile.TemporaryDirectory(prefix="bench-") as folder,
-        Cluster.own(Path(folder) / "cluster") as cluster,
-    ):
-        cluster.helm("install", RELEASE, str(CHART), "--namespace", SYSTEM, "--create-namespace")
-        cluster.wait("crds", "pipemorphjobs.pipemorph.io", "Established")
-        (Path(folder) / "operator").mkdir()
-        installation = Installation(cluster, Path(folder) / "operator")
-        installation.operator.start()
-        installation.ingest.start()
-        try:
-            section("pods", pods(installation, options.ranks))
-            hasten_controllers(cluster)
-            installation.operator.restart()
-            with cluster.namespace("bench") as namespace:
-                jobs = Jobs(installation, namespace)
-                section("jobs", many(installation, jobs, options.jobs))
-                made = {stages: sized(jobs, stages, n) for stages, n in CONNECTIONS.items()}
-                for stages, some in made.items():
-                    section(f"capacity {stages}", full(installation, jobs, stages, some, 15.0))
-                for name, stages, over in (
-                    ("reports", STEADY_STAGES, SPREAD),
-                    ("storm", STORM_STAGES, 0.0),
-                ):
-                    most = PART_OF_CAPACITY * out[f"capacity {stages}"]["jobs_at_agents_rate"]
-                    some = dict(list(made[stages].items())[: max(1, int(most))])
-                    section(name, steady(installation, jobs, stages, some, over))
-        finally:
-            installation.operator.process.stop()
-            installation.ingest.process.stop()
+    with own_installation() as (cluster, installation):
+        section("pods", pods(installation, options.ranks))
+        hasten_controllers(cluster)
+        installation.operator.restart()
+        with cluster.namespace("bench") as namespace:
+            jobs = Jobs(installation, namespace)
+            section("jobs", many(installation, jobs, options.jobs))
+            made = {stages: sized(jobs, stages, n) for stages, n in CONNECTIONS.items()}
+            for stages, some in made.items():
+                section(f"capacity {stages}", full(installation, jobs, stages, some, 15.0))
+            for name, stages, over in (
+                ("reports", STEADY_STAGES, SPREAD),
+                ("storm", STORM_STAGES, 0.0),
+            ):
+                most = PART_OF_CAPACITY * out[f"capacity {stages}"]["jobs_at_agents_rate"]
+                some = dict(list(made[stages].items())[: max(1, int(most))])
+                section(name, steady(installation, jobs, stages, some, over))
     return out
 
 

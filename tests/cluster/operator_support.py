@@ -11,9 +11,10 @@ import json
 import socket
 import ssl
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,26 @@ class Installation:
             return answer.status, json.loads(answer.read() or b"{}")
         finally:
             connection.close()
+
+
+@contextmanager
+def own_installation() -> Iterator[tuple[Cluster, Installation]]:
+    """A cluster of its own with the chart installed and both processes running, for benchmarks."""
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-") as folder,
+        Cluster.own(Path(folder) / "cluster") as cluster,
+    ):
+        cluster.helm("install", RELEASE, str(CHART), "--namespace", SYSTEM, "--create-namespace")
+        cluster.wait("crds", "pipemorphjobs.pipemorph.io", "Established")
+        (Path(folder) / "operator").mkdir()
+        installation = Installation(cluster, Path(folder) / "operator")
+        installation.operator.start()
+        installation.ingest.start()
+        try:
+            yield cluster, installation
+        finally:
+            installation.operator.process.stop()
+            installation.ingest.process.stop()
 
 
 class _Tunnel(http.client.HTTPSConnection):
