@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import random
 
-from pipemorph.planning import Path
+from pipemorph.planning import Route
 from pipemorph.wire import (
     IterationSample,
     LinkHealthReport,
@@ -130,7 +130,7 @@ def _window(draw: random.Random, link: int, direction: str, slow: bool) -> LinkS
         {
             "link": link,
             "direction": direction,
-            "path": Path.DIRECT,
+            "route": Route.DIRECT,
             "transport": "gloo",
             "iteration": _ITERATION,
             "bytes": MESSAGES << 24,

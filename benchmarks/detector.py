@@ -53,7 +53,7 @@ class Cusum:
         self._detector = DelayDetector()
 
     def observe(self, value: float, mark: int) -> None:
-        self._detector.observe(value, mark=mark, path="direct")
+        self._detector.observe(value, mark=mark, route="direct")
 
     @property
     def slow(self) -> bool:

@@ -6,7 +6,7 @@ that four policies make for 0, 30 and 60 ms on the last link. Plans are given to
 how they come about by themselves is shown by ``benchmarks/slow_link.py``.
 
 All variants run in the same processes, in rounds, so that what disturbs the machine disturbs
-all of them. Zero-bubble runs on two kinds of direct path: with one queue per pair of ranks a
+all of them. Zero-bubble runs on two kinds of direct route: with one queue per pair of ranks a
 send waits for what the neighbour sends, as on the NCCL stream torch.distributed gives a pair
 of ranks, and as the published baseline behaves; with one queue per direction it does better.
 
@@ -26,12 +26,12 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path as FilePath
+from pathlib import Path
 
 from calibrate import Costs, calibrate
 from ranks import run_ranks
 
-from pipemorph.planning import Path, Plan, Policy, StageTimes, plan, predict, problem_for
+from pipemorph.planning import Plan, Policy, Route, StageTimes, plan, predict, problem_for
 
 STAGES, MICROBATCHES = 8, 24
 TIMES_MS = (10.0, 10.5, 5.5)
@@ -86,10 +86,10 @@ def make(
     stages = [
         StageTimes(forward=forward, backward_input=backward_input, backward_weight=backward_weight)
     ] * STAGES
-    slow = Path.DELEGATED if variant.delegated and delay_ms else Path.DIRECT
-    paths = [slow if link == SLOW_LINK else Path.DIRECT for link in range(STAGES - 1)]
+    slow = Route.DELEGATED if variant.delegated and delay_ms else Route.DIRECT
+    routes = [slow if link == SLOW_LINK else Route.DIRECT for link in range(STAGES - 1)]
     delays = [delay_ms / 1e3 if link == SLOW_LINK else 0.0 for link in range(STAGES - 1)]
-    real = problem_for(MICROBATCHES, stages, delays, paths, half_duplex=variant.half_duplex)
+    real = problem_for(MICROBATCHES, stages, delays, routes, half_duplex=variant.half_duplex)
     # Made before anything is known of the link: pure latency, no queue to mind.
     unaware = problem_for(MICROBATCHES, stages, [0.0] * (STAGES - 1))
     problem = real if variant.adapted and delay_ms else unaware
@@ -103,13 +103,13 @@ def make(
         )
         hops = [delay + costs.hop for delay in delays]
         full = problem_for(
-            MICROBATCHES, [timed] * STAGES, hops, paths, half_duplex=variant.half_duplex
+            MICROBATCHES, [timed] * STAGES, hops, routes, half_duplex=variant.half_duplex
         )
         as_measured = predict(planned.schedule, full) + costs.boundary
-    return planned.to_plan(0, paths), predict(planned.schedule, real), as_measured
+    return planned.to_plan(0, routes), predict(planned.schedule, real), as_measured
 
 
-def rank_main(rounds: int, iterations: int, message_bytes: int, traces: FilePath) -> None:
+def rank_main(rounds: int, iterations: int, message_bytes: int, traces: Path) -> None:
     """What every rank runs; rank 0 prints one line of JSON per measurement."""
     from pipemorph.api.spec import Fault
     from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
@@ -142,7 +142,7 @@ def rank_main(rounds: int, iterations: int, message_bytes: int, traces: FilePath
 
 
 def measure(
-    rounds: int, iterations: int, message_bytes: int, traces: FilePath
+    rounds: int, iterations: int, message_bytes: int, traces: Path
 ) -> dict[tuple[str, float], list[float]]:
     """Iteration times in seconds by variant and delay, round after round."""
     arguments = {
@@ -159,7 +159,7 @@ def measure(
     return found
 
 
-def calibrate_all(traces: FilePath, times: list[float], iterations: int) -> Costs:
+def calibrate_all(traces: Path, times: list[float], iterations: int) -> Costs:
     """Median costs over all rounds."""
     rounds = [
         # The first iteration of a round is traced but not in its times.
@@ -208,16 +208,16 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=4, help="per variant and round")
     parser.add_argument("--message-bytes", type=int, default=1 << 16)
-    parser.add_argument("--json", type=FilePath, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--traces", type=FilePath, help=argparse.SUPPRESS)
+    parser.add_argument("--traces", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
         rank_main(args.rounds, args.iterations, args.message_bytes, args.traces)
         return 0
     with tempfile.TemporaryDirectory(prefix="pipemorph-bench-") as scratch:
-        found = measure(args.rounds, args.iterations, args.message_bytes, FilePath(scratch))
-        costs = calibrate_all(FilePath(scratch), found[CALIBRATION, 0.0], args.iterations)
+        found = measure(args.rounds, args.iterations, args.message_bytes, Path(scratch))
+        costs = calibrate_all(Path(scratch), found[CALIBRATION, 0.0], args.iterations)
     rows = []
     for variant in VARIANTS:
         for delay_ms in DELAYS_MS:

@@ -1,14 +1,14 @@
-"""A GPT on GPUs: step times per path, and how much of the copying is hidden behind ops.
+"""A GPT on GPUs: step times per route, and how much of the copying is hidden behind ops.
 
 One command: ``python benchmarks/gpu.py [--stages N] [--json FILE]``, on a machine with a CUDA
 device; exits 2 in words where there is none. With a GPU per stage it compares four runs:
 
 * *no messages*: the plan's length with the op times each rank measures alone, all ranks at once
-  and links that take no time. What a path cannot beat;
+  and links that take no time. What a route cannot beat;
 * *direct*: NCCL;
 * *delegated tcp* and *shm*: everything through host memory and the engine.
 
-With fewer GPUs the ranks share them: then there is no direct path, processes take turns on a GPU,
+With fewer GPUs the ranks share them: then there is no direct route, processes take turns on a GPU,
 and *no messages* is how long all ranks take for their ops at once. That shows what staging costs,
 not what it hides from the network.
 
@@ -23,7 +23,7 @@ import json
 import statistics
 import sys
 import time
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ranks import run_ranks
@@ -77,14 +77,14 @@ def rank_main(args: argparse.Namespace) -> None:
     }
     ways = [("direct", "auto")] if own else []
     ways += [("delegated", "tcp"), ("delegated", "shm")]
-    for path, engine in ways:
+    for route, engine in ways:
         pipe = Pipeline(
             module(),
             context=context,
             loss_fn=loss_fn,
             microbatches=args.microbatches,
             policy=args.policy,
-            path=path,  # type: ignore[arg-type]
+            route=route,  # type: ignore[arg-type]
             engine=engine,  # type: ignore[arg-type]
         )
         plan = pipe.plan
@@ -92,7 +92,7 @@ def rank_main(args: argparse.Namespace) -> None:
             run = steps(pipe, x, target, args.iterations)
         everybody: list[Any] = [None] * args.stages
         dist.all_gather_object(everybody, run)
-        name = path if path == "direct" else f"{path} {engine}"
+        name = route if route == "direct" else f"{route} {engine}"
         found["runs"][name] = {
             "seconds": statistics.median(everybody[0]["seconds"]),
             "loss": everybody[0]["loss"],
@@ -245,7 +245,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--policy", default="zero-bubble")
-    parser.add_argument("--json", type=FilePath)
+    parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 
@@ -277,7 +277,7 @@ def main() -> int:
         f"{args.policy}\n"
     )
     floor = found["no_messages"]
-    print("| path | step | beside no messages | copying per step | hidden |")
+    print("| route | step | beside no messages | copying per step | hidden |")
     print("|---|---:|---:|---:|---:|")
     print(f"| no messages | {floor * 1e3:.1f} ms | 1.00× | | |")
     for name, run in found["runs"].items():

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipemorph.planning import Link, Problem, StageTimes, link_on
-from pipemorph.planning import Path as LinkPath
+from pipemorph.planning import Link, Problem, Route, StageTimes, link_on
 
 FACTS = Path(__file__).with_name("planner_facts.json")
 SEED = 1
@@ -90,8 +89,8 @@ def harder_problems(stages: int, microbatches: int, index: int) -> dict[str, Pro
     messages, backwards that may be fused, activations that may go to host memory."""
     problem = sized_problem("multi-link", "S+2", stages, microbatches, index)
 
-    def linked(path: LinkPath, *, half_duplex: bool = False) -> Problem:
-        links = (link_on(path, each.delay, half_duplex=half_duplex) for each in problem.links)
+    def linked(route: Route, *, half_duplex: bool = False) -> Problem:
+        links = (link_on(route, each.delay, half_duplex=half_duplex) for each in problem.links)
         return problem.model_copy(update={"links": tuple(links)})
 
     fused = [
@@ -108,9 +107,9 @@ def harder_problems(stages: int, microbatches: int, index: int) -> dict[str, Pro
     ]
     return {
         "nothing else": problem,
-        "delegated paths": linked(LinkPath.DELEGATED),
-        "direct paths": linked(LinkPath.DIRECT),
-        "direct paths, half duplex": linked(LinkPath.DIRECT, half_duplex=True),
+        "delegated routes": linked(Route.DELEGATED),
+        "direct routes": linked(Route.DIRECT),
+        "direct routes, half duplex": linked(Route.DIRECT, half_duplex=True),
         "a fused backward, 0.8 of B + W": problem.model_copy(update={"stages": tuple(fused)}),
         "offload, device limit S+2": problem.model_copy(update={"stages": tuple(offloading)}),
     }

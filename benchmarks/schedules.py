@@ -23,14 +23,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 
 from pipemorph.planning import (
     Link,
-    Path,
     Policy,
     Problem,
+    Route,
     StageTimes,
     link_on,
     lower_bound,
@@ -43,13 +43,13 @@ from pipemorph.planning.simulation.online import Rules, dispatch
 
 DELAYS_MS = (0.0, 30.0, 60.0)
 LLM_14B = StageTimes(forward=10, backward_input=10.5, backward_weight=5.5)
-# (name, policy, path of every link, one queue for both directions)
+# (name, policy, route of every link, one queue for both directions)
 VARIANTS = (
-    ("1F1B, queue per direction", Policy.ONE_F_ONE_B, Path.DIRECT, False),
-    ("zero-bubble, queue per pair of ranks", Policy.ZERO_BUBBLE, Path.DIRECT, True),
-    ("zero-bubble, queue per direction", Policy.ZERO_BUBBLE, Path.DIRECT, False),
-    ("zero-bubble, delegated", Policy.ZERO_BUBBLE, Path.DELEGATED, False),
-    ("pipemorph, delegated", Policy.PIPEMORPH, Path.DELEGATED, False),
+    ("1F1B, queue per direction", Policy.ONE_F_ONE_B, Route.DIRECT, False),
+    ("zero-bubble, queue per pair of ranks", Policy.ZERO_BUBBLE, Route.DIRECT, True),
+    ("zero-bubble, queue per direction", Policy.ZERO_BUBBLE, Route.DIRECT, False),
+    ("zero-bubble, delegated", Policy.ZERO_BUBBLE, Route.DELEGATED, False),
+    ("pipemorph, delegated", Policy.PIPEMORPH, Route.DELEGATED, False),
 )
 CAPS: dict[str, Callable[[int], int | None]] = {
     "none": lambda stages: None,
@@ -81,14 +81,14 @@ def paper_example() -> dict[str, float]:
 def slow_last_link() -> dict[str, list[float]]:
     """Iteration time in milliseconds per variant and delay."""
     found = {}
-    for name, policy, path, half_duplex in VARIANTS:
+    for name, policy, route, half_duplex in VARIANTS:
         found[name] = [
             plan(
                 Problem(
                     microbatches=24,
                     stages=(LLM_14B,) * 8,
                     links=tuple(
-                        link_on(path, c, half_duplex=half_duplex) for c in (*[0.0] * 6, delay)
+                        link_on(route, c, half_duplex=half_duplex) for c in (*[0.0] * 6, delay)
                     ),
                 ),
                 policy,
@@ -231,7 +231,7 @@ def show(found: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=FilePath, metavar="FILE", help="also write the figures")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures")
     parser.add_argument("--problems", type=int, default=200, help="per cap (default: 200)")
     args = parser.parse_args()
     found = {

@@ -10,7 +10,7 @@ change: iterations from the first slow one to the first under the new plan. Each
 hold or not. If one does not, pipemorph is measured once more and both figures are shown; with
 --check the exit status is 1 if a goal fails again.
 
-Zero-bubble is run on two kinds of direct path. With one queue per pair of ranks, a send waits
+Zero-bubble is run on two kinds of direct route. With one queue per pair of ranks, a send waits
 for what the neighbour sends: torch.distributed gives a pair of ranks one NCCL stream, and the
 paper's baseline behaves like it. With one queue per direction it does better than published.
 """
@@ -30,8 +30,7 @@ from typing import Any
 
 import yaml
 
-from pipemorph.planning import Path as LinkPath
-from pipemorph.planning import Policy, StageTimes, plan, predict, problem_for
+from pipemorph.planning import Policy, Route, StageTimes, plan, predict, problem_for
 
 STAGES, MICROBATCHES = 8, 24
 TIMES = {"forward": 10.0, "backwardInput": 10.5, "backwardWeight": 5.5}
@@ -51,12 +50,12 @@ DEADLINE_SECONDS = 300
 class Variant:
     name: str
     policy: str
-    path: str
+    route: str
     duplex: str = "full"
 
     @property
     def slug(self) -> str:
-        return f"{self.policy}-{self.path}-{self.duplex}"
+        return f"{self.policy}-{self.route}-{self.duplex}"
 
 
 VARIANTS = (
@@ -74,7 +73,7 @@ class Row:
     seconds: dict[str, float]
     """Settled iteration time per delay in milliseconds (as text, for JSON)."""
     simulated: dict[str, float]
-    """What the simulator says of the schedule and paths that were settled on."""
+    """What the simulator says of the schedule and routes that were settled on."""
     adaptations: list[dict[str, Any]]
     iterations: list[float]
 
@@ -97,7 +96,7 @@ def manifest(variant: Variant) -> dict[str, Any]:
                 "policy": variant.policy,
                 "stageTimes": [TIMES] * STAGES,
             },
-            "transport": {"path": variant.path, "directDuplex": variant.duplex},
+            "transport": {"route": variant.route, "directDuplex": variant.duplex},
             "emulation": {
                 "stageTimes": [TIMES],
                 "messageBytes": MESSAGE_BYTES,
@@ -144,13 +143,13 @@ def simulated(variant: Variant) -> dict[str, float]:
     policy = Policy(variant.policy)
     predicted = {}
     for delay_ms in DELAYS_MS:
-        delegated = variant.path == "delegated" or (variant.path == "auto" and delay_ms > 0)
-        paths = [LinkPath.DELEGATED if delegated else LinkPath.DIRECT] * (STAGES - 1)
+        delegated = variant.route == "delegated" or (variant.route == "auto" and delay_ms > 0)
+        routes = [Route.DELEGATED if delegated else Route.DIRECT] * (STAGES - 1)
         problem = problem_for(
             MICROBATCHES,
             [times] * STAGES,
             [0.0] * (STAGES - 2) + [delay_ms / 1e3],
-            paths,
+            routes,
             half_duplex=variant.duplex == "half",
         )
         predicted[f"{delay_ms:g}"] = predict(plan(problem, policy).schedule, problem)

@@ -26,12 +26,12 @@ import sys
 import tempfile
 from bisect import bisect_right
 from dataclasses import asdict, dataclass, field
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from pipemorph.planning import Dispatch, Path, Policy, StageTimes, link_on, plan, problem_for
+from pipemorph.planning import Dispatch, Policy, Route, StageTimes, link_on, plan, problem_for
 from pipemorph.planning import predict as predict_static
 from pipemorph.planning.simulation.simulator import simulate_changing
 
@@ -50,22 +50,22 @@ DEADLINE_SECONDS = 240
 class Variant:
     name: str
     policy: Policy = Policy.PIPEMORPH
-    path: str = "direct"
+    route: str = "direct"
     dispatch: Dispatch = Dispatch.STATIC
     adaptive: bool = False
 
     @property
     def slug(self) -> str:
-        how = "adaptive" if self.adaptive else self.path
+        how = "adaptive" if self.adaptive else self.route
         return f"{self.policy.value}-{how}-{self.dispatch.value}"
 
 
 BASELINE = Variant("1F1B, direct", Policy.ONE_F_ONE_B)
 STATIC, ONLINE = Variant("static"), Variant("online", dispatch=Dispatch.ONLINE)
-STATIC_DELEGATED = Variant("static, delegated", path="delegated")
-ONLINE_DELEGATED = Variant("online, delegated", path="delegated", dispatch=Dispatch.ONLINE)
-ADAPTIVE = Variant("adaptive", path="auto", adaptive=True)
-BOTH = Variant("adaptive and online", path="auto", dispatch=Dispatch.ONLINE, adaptive=True)
+STATIC_DELEGATED = Variant("static, delegated", route="delegated")
+ONLINE_DELEGATED = Variant("online, delegated", route="delegated", dispatch=Dispatch.ONLINE)
+ADAPTIVE = Variant("adaptive", route="auto", adaptive=True)
+BOTH = Variant("adaptive and online", route="auto", dispatch=Dispatch.ONLINE, adaptive=True)
 VARIANTS = (BASELINE, STATIC, ONLINE, STATIC_DELEGATED, ONLINE_DELEGATED, ADAPTIVE, BOTH)
 
 
@@ -118,15 +118,15 @@ STAGE = StageTimes(**TIMES_MS)
 
 def simulate_run(variant: Variant, trace: Trace) -> float:
     """Mean time of the settled iterations in milliseconds."""
-    delegated = variant.path == "delegated"
-    path = Path.DELEGATED if delegated else Path.DIRECT
+    delegated = variant.route == "delegated"
+    route = Route.DELEGATED if delegated else Route.DIRECT
     quiet = problem_for(MICROBATCHES, [STAGE] * STAGES, [0.0] * (STAGES - 1))
     schedule = plan(quiet, variant.policy).schedule
     now, took, seen = 0.0, [], []
     for index in range(ITERATIONS):
         if variant.adaptive and index >= 2:
-            schedule, path = _adapted(schedule, path, seen[index - 2])
-        links = [link_on(path if i == SLOW_LINK else Path.DIRECT, 0.0) for i in range(STAGES - 1)]
+            schedule, route = _adapted(schedule, route, seen[index - 2])
+        links = [link_on(route if i == SLOW_LINK else Route.DIRECT, 0.0) for i in range(STAGES - 1)]
         problem = quiet.model_copy(update={"links": tuple(links)})
         delays: list[float] = []
 
@@ -143,23 +143,23 @@ def simulate_run(variant: Variant, trace: Trace) -> float:
     return statistics.mean(took[SETTLE:])
 
 
-def _adapted(schedule: Any, path: Path, delay: float) -> tuple[Any, Path]:
+def _adapted(schedule: Any, route: Route, delay: float) -> tuple[Any, Route]:
     """The plan for ``delay`` if it is predicted to save enough, else the present one."""
     problems = {
         choice: problem_for(
             MICROBATCHES,
             [STAGE] * STAGES,
             [delay if i == SLOW_LINK else 0.0 for i in range(STAGES - 1)],
-            [choice if i == SLOW_LINK else Path.DIRECT for i in range(STAGES - 1)],
+            [choice if i == SLOW_LINK else Route.DIRECT for i in range(STAGES - 1)],
         )
-        for choice in Path
+        for choice in Route
     }
-    present = predict_static(schedule, problems[path])
+    present = predict_static(schedule, problems[route])
     planned = {choice: plan(problem) for choice, problem in problems.items()}
     best = min(planned, key=lambda choice: planned[choice].makespan)
     if planned[best].makespan <= present * (1 - MIN_GAIN):
         return planned[best].schedule, best
-    return schedule, path
+    return schedule, route
 
 
 # --- emulated ------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def manifest(variant: Variant, trace: Trace) -> dict[str, Any]:
                 "stageTimes": [times] * STAGES,
             },
             "adaptation": {"enabled": variant.adaptive, "minGain": MIN_GAIN},
-            "transport": {"path": variant.path},
+            "transport": {"route": variant.route},
             "emulation": {
                 "stageTimes": [times],
                 "messageBytes": 1 << 16,
@@ -199,7 +199,7 @@ def manifest(variant: Variant, trace: Trace) -> dict[str, Any]:
     }
 
 
-def emulate(variant: Variant, trace: Trace, out: FilePath, row: Row) -> None:
+def emulate(variant: Variant, trace: Trace, out: Path, row: Row) -> None:
     """One ``pipemorph run``. Raises RuntimeError if it does not complete or saw no delay."""
     out.mkdir(parents=True, exist_ok=True)
     job = out / "job.yaml"
@@ -276,7 +276,7 @@ def promises(rows: list[Row]) -> list[tuple[str, bool]]:
     return kept
 
 
-def draw(rows: list[Row], trace: Trace, out: FilePath) -> None:
+def draw(rows: list[Row], trace: Trace, out: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -327,11 +327,11 @@ def draw(rows: list[Row], trace: Trace, out: FilePath) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=FilePath, help="write the figures here")
-    parser.add_argument("--png", type=FilePath, help="draw here; default: beside --json")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--png", type=Path, help="draw here; default: beside --json")
     parser.add_argument("--simulated", type=int, default=20, metavar="N", help="random traces")
     parser.add_argument("--no-emulation", action="store_true", help="simulate only")
-    parser.add_argument("--keep", type=FilePath, help="keep the runs here")
+    parser.add_argument("--keep", type=Path, help="keep the runs here")
     args = parser.parse_args()
     rows = [Row(variant.name) for variant in VARIANTS]
     for seed in range(args.simulated):
@@ -339,7 +339,7 @@ def main() -> int:
             row.simulated.append(simulate_run(variant, Trace.random(seed)))
     trace = Trace.random(0)
     with tempfile.TemporaryDirectory(prefix="pipemorph-bench-") as scratch:
-        base = args.keep or FilePath(scratch)
+        base = args.keep or Path(scratch)
         for variant, row in zip(VARIANTS, rows, strict=True):
             row.simulated_first = row.simulated[0]
             if not args.no_emulation:

@@ -8,10 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipemorph.planning import (
-    Path as LinkPath,
-)
-from pipemorph.planning import (
     Policy,
+    Route,
     Simulation,
     StageTimes,
     plan,
@@ -29,8 +27,8 @@ PANEL = STAGES * (ROW + GAP) + 48
 def panels() -> list[tuple[str, Simulation]]:
     times = [StageTimes(forward=10, backward_input=10, backward_weight=10)] * STAGES
     delays = [0.0] * (STAGES - 2) + [DELAY_MS]
-    direct = problem_for(MICROBATCHES, times, delays, [LinkPath.DIRECT] * (STAGES - 1))
-    moved = [LinkPath.DIRECT] * (STAGES - 2) + [LinkPath.DELEGATED]
+    direct = problem_for(MICROBATCHES, times, delays, [Route.DIRECT] * (STAGES - 1))
+    moved = [Route.DIRECT] * (STAGES - 2) + [Route.DELEGATED]
     delegated = problem_for(MICROBATCHES, times, delays, moved)
     before = simulate(plan(direct, Policy.ZERO_BUBBLE).schedule, direct)
     after = simulate(plan(delegated, Policy.PIPEMORPH).schedule, delegated)

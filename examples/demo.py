@@ -51,7 +51,7 @@ def manifest(policy: str, stages: int) -> dict[str, Any]:
     spec["faults"] = [fault]
     if policy != OURS:
         # As a pipeline without PipeMorph: torch.distributed only, and nothing is planned anew.
-        spec["transport"] = {"path": "direct"}
+        spec["transport"] = {"route": "direct"}
         spec["adaptation"] = {"enabled": False}
     return job
 

@@ -22,7 +22,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from pipemorph.planning.ir import Dispatch, Path, Plan, Policy, Schedule
+from pipemorph.planning.ir import Dispatch, Plan, Policy, Route, Schedule
 
 PROTOCOL_VERSION = 1
 MAX_REPORT_BYTES = 64 * 1024
@@ -67,7 +67,7 @@ class LinkSample(WireModel):
     link: Count
     replica: Count = 0
     direction: Literal["forward", "backward"]
-    path: Path
+    route: Route
     transport: Literal["gloo", "nccl", "tcp", "shm", "rdma"]
     iteration: Count
     """Iteration in which the window's last message was sent."""
@@ -190,7 +190,7 @@ class PlanMessage(WireModel):
     policy: Policy
     microbatches: Annotated[int, Field(ge=1)]
     stages: list[str]
-    paths: list[Path]
+    routes: list[Route]
     in_flight_limits: list[int | None]
     warmup: list[int]
     dispatch: Dispatch = Dispatch.STATIC
@@ -204,7 +204,7 @@ class PlanMessage(WireModel):
             policy=plan.policy,
             microbatches=plan.schedule.microbatches,
             stages=plan.schedule.encode(),
-            paths=list(plan.paths),
+            routes=list(plan.routes),
             in_flight_limits=list(plan.in_flight_limits),
             warmup=list(plan.warmup),
             dispatch=plan.dispatch,
@@ -216,7 +216,7 @@ class PlanMessage(WireModel):
             version=self.version,
             policy=self.policy,
             schedule=Schedule.decode(self.microbatches, self.stages),
-            paths=tuple(self.paths),
+            routes=tuple(self.routes),
             in_flight_limits=tuple(self.in_flight_limits),
             dispatch=self.dispatch,
             warmup=tuple(self.warmup),

@@ -106,7 +106,7 @@ R_INITIAL_PLAN = "InitialPlan"
 R_RETURNED = "ReturnedToInitialPlan"
 R_DELEGATED = "LinksDelegated"
 R_DIRECT = "AllLinksDirect"
-R_FIXED_PATH = "PathFixedBySpec"
+R_FIXED_ROUTE = "RouteFixedBySpec"
 
 # --- exit codes of a rank -----------------------------------------------------------------
 

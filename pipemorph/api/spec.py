@@ -169,7 +169,7 @@ class Adaptation(SpecModel):
         description="Time without samples after which a link is Unknown.",
     )
     allow_delegation: bool = Field(
-        default=True, description="Whether a slow link may move to the delegated path."
+        default=True, description="Whether a slow link may move to the delegated route."
     )
     allow_offload: bool = Field(
         default=False,
@@ -219,14 +219,14 @@ class Rdma(SpecModel):
 class Transport(SpecModel):
     """How stages exchange data."""
 
-    path: Literal["auto", "direct", "delegated"] = Field(
+    route: Literal["auto", "direct", "delegated"] = Field(
         default="auto",
         description="auto: direct, but delegated to the engine while a link is slow; direct and "
         "delegated: fixed for all links.",
     )
     direct_duplex: Literal["full", "half"] = Field(
         default="full",
-        description="Direct path: full gives each direction of a link its own communicator and "
+        description="Direct route: full gives each direction of a link its own communicator and "
         "queue; half gives both directions one, as torch.distributed does with NCCL, so that a "
         "send waits for the neighbour's sends. half is for comparisons, on CPU.",
     )
@@ -255,10 +255,10 @@ class Transport(SpecModel):
             raise FieldError(
                 "require", f"is {self.require}, but engine is {self.engine}; use engine rdma"
             )
-        if self.path == "direct":
+        if self.route == "direct":
             raise FieldError(
                 "require",
-                f"is {self.require}, but path is direct, which never uses the engine; use path "
+                f"is {self.require}, but route is direct, which never uses the engine; use route "
                 "auto or delegated",
             )
         return self
@@ -328,7 +328,7 @@ class Fault(SpecModel):
     )
     sever: Literal["data", "control", "direct"] | None = Field(
         default=None,
-        description="Cuts the engine's data or control connection, or the direct path, once.",
+        description="Cuts the engine's data or control connection, or the direct route, once.",
     )
 
     @model_validator(mode="after")

@@ -221,10 +221,10 @@ class TrainingStatus(StatusModel):
         max_length=MAX_STAGES,
         description="Warm-up per stage, by the newest plan.",
     )
-    paths: list[str] = Field(
+    routes: list[str] = Field(
         default_factory=list,
         max_length=MAX_STAGES,
-        description="Path per link, by the newest plan.",
+        description="Route per link, by the newest plan.",
     )
     offloaded_microbatches: list[int] = Field(
         default_factory=list,

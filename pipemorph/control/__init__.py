@@ -8,7 +8,7 @@ what each was worth, ``snapshot`` what outlives the host.
 """
 
 from pipemorph.control.controller import JobController
-from pipemorph.control.first_plan import initial_paths, initial_plan
+from pipemorph.control.first_plan import initial_plan, initial_routes
 from pipemorph.control.history import AdaptationRecord, Decision
 from pipemorph.control.observe.link_health import Health, LinkHealth
 from pipemorph.control.view import JobView
@@ -20,6 +20,6 @@ __all__ = [
     "JobController",
     "JobView",
     "LinkHealth",
-    "initial_paths",
     "initial_plan",
+    "initial_routes",
 ]

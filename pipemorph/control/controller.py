@@ -4,7 +4,7 @@ A report updates the links' health, the stages' op times and the record of itera
 situation has changed since it was last judged (a link became slow, or slower, or well again;
 op times turned out other than planned with), the present plan and the alternatives are
 predicted on what is measured now. A new plan is wanted only if it is predicted to save
-``adaptation.minGain`` of an iteration; when the last slow link is well, the plan and paths of
+``adaptation.minGain`` of an iteration; when the last slow link is well, the plan and routes of
 the start come back. Every look at it is recorded with its reason, also when nothing changes.
 
 Only policy ``pipemorph`` adapts. The other policies are what they are called, undisturbed or
@@ -303,7 +303,7 @@ class JobController:
             return
         self._issue(pending, proposal, proposal.chosen, now)
         if asked.cause in ("profile", "memory") and not any(asked.situation.slow):
-            self._baseline = replace(self._wanted, version=0, paths=self._first.paths)
+            self._baseline = replace(self._wanted, version=0, routes=self._first.routes)
 
     def _issue(self, pending: Pending, proposal: Proposal, chosen: Option, now: float) -> None:
         """Make the chosen option the wanted plan, under a new plan version."""
@@ -342,7 +342,7 @@ class JobController:
             links=[link.record() for link in pending.links if link.health is not Health.HEALTHY],
             warmup_before=list(asked.current.warmup),
             warmup_after=list(plan.warmup),
-            paths=list(plan.paths),
+            routes=list(plan.routes),
             predicted_seconds_before=proposal.current.seconds if proposal.current else None,
             predicted_seconds_after=chosen.seconds,
             peak_memory_before=self._reported.stages.peak_memory(),

@@ -12,9 +12,9 @@ from pipemorph.control.observe.stage_profile import expected_times, in_flight_li
 from pipemorph.errors import InputError, one_line
 from pipemorph.planning import (
     Link,
-    Path,
     Plan,
     Problem,
+    Route,
     Schedule,
     StageTimes,
     plan,
@@ -31,10 +31,10 @@ def planning_rules(spec: JobSpec) -> JobSpec:
     return spec.model_copy(update={"template": None, "placement": None})
 
 
-def initial_paths(spec: JobSpec) -> tuple[Path, ...]:
-    """Path per link before anything is known: ``auto`` starts direct."""
-    path = Path.DELEGATED if spec.transport.path == "delegated" else Path.DIRECT
-    return (path,) * (spec.parallelism.stages - 1)
+def initial_routes(spec: JobSpec) -> tuple[Route, ...]:
+    """Route per link before anything is known: ``auto`` starts direct."""
+    route = Route.DELEGATED if spec.transport.route == "delegated" else Route.DIRECT
+    return (route,) * (spec.parallelism.stages - 1)
 
 
 def initial_problem(spec: JobSpec) -> Problem:
@@ -124,7 +124,7 @@ def initial_plan(spec: JobSpec) -> Plan:
         version=0,
         policy=spec.schedule.policy_kind,
         schedule=initial_schedule(spec),
-        paths=initial_paths(spec),
+        routes=initial_routes(spec),
         in_flight_limits=in_flight_limits(spec),
         dispatch=spec.schedule.dispatch_kind,
     )

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from pipemorph.planning.ir import Path
+from pipemorph.planning.ir import Route
 from pipemorph.wire import IterationSample
 
 AFTER = 8
@@ -53,7 +53,7 @@ class AdaptationRecord(BaseModel):
     links: list[dict[str, Any]]
     warmup_before: list[int]
     warmup_after: list[int]
-    paths: list[Path]
+    routes: list[Route]
     predicted_seconds_before: float | None
     predicted_seconds_after: float
     iteration_seconds_before: float | None = None

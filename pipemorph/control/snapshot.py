@@ -55,7 +55,7 @@ class Snapshot(BaseModel):
         directive = self.directive.plan if self.directive else None
         found = [saved.plan() if saved else first for saved in (directive, self.baseline)]
         stages = first.schedule.stage_count
-        if any((p.schedule.stage_count, len(p.paths)) != (stages, stages - 1) for p in found):
+        if any((p.schedule.stage_count, len(p.routes)) != (stages, stages - 1) for p in found):
             raise InputError("the saved state is of a job with another number of stages")
         return found[0], found[1]
 

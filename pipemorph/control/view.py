@@ -9,7 +9,7 @@ from pipemorph.control.observe.link_health import LinkHealth
 from pipemorph.control.observe.rail_health import RailsView
 from pipemorph.control.observe.reports import Reported
 from pipemorph.control.observe.transports import TransportsView
-from pipemorph.planning import Path, Plan
+from pipemorph.planning import Plan, Route
 from pipemorph.planning.offload import offloaded
 
 
@@ -25,7 +25,7 @@ class JobView:
     loss: float | None
     links: tuple[LinkHealth, ...]
     warmup: tuple[int, ...]
-    paths: tuple[Path, ...]
+    routes: tuple[Route, ...]
     wanted_plan_version: int
     observed_plan_version: int
     applied_plan_version: int
@@ -48,7 +48,7 @@ class JobView:
             loss=newest.loss if newest else None,
             links=reported.links.states(now),
             warmup=wanted.warmup,
-            paths=wanted.paths,
+            routes=wanted.routes,
             offloaded=tuple(offloaded(wanted.schedule, wanted.device_limits)),
             wanted_plan_version=wanted.version,
             observed_plan_version=reported.observed_plan_version,

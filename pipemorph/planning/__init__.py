@@ -1,6 +1,6 @@
 """Schedules: representation, validation, planning and simulation."""
 
-from pipemorph.planning.ir import Dispatch, Op, OpKind, Path, Plan, Policy, Schedule
+from pipemorph.planning.ir import Dispatch, Op, OpKind, Plan, Policy, Route, Schedule
 from pipemorph.planning.planner import PlannedSchedule, link_on, plan, plan_for, problem_for
 from pipemorph.planning.problem import Link, Problem, StageTimes, load_problem, parse_problem
 from pipemorph.planning.simulation.lower_bound import lower_bound
@@ -12,11 +12,11 @@ __all__ = [
     "Link",
     "Op",
     "OpKind",
-    "Path",
     "Plan",
     "PlannedSchedule",
     "Policy",
     "Problem",
+    "Route",
     "Schedule",
     "ScheduleError",
     "Simulation",

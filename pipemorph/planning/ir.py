@@ -54,7 +54,7 @@ class Dispatch(StrEnum):
     ONLINE = "online"
 
 
-class Path(StrEnum):
+class Route(StrEnum):
     """How a link sends data: direct by torch.distributed, or delegated to the transfer engine."""
 
     DIRECT = "direct"
@@ -146,19 +146,19 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Plan:
-    """A schedule, its in-flight caps and the path of each link, with a version.
+    """A schedule, its in-flight caps and the route of each link, with a version.
 
     ``version``: version of its directive; 0 for the initial plan, which every rank derives from the
     job spec, and for a plan that is not issued yet. ``in_flight_limits[i]``: ``K_i``, None for no
-    limit. ``paths[i]``: path of link *i*. ``device_limits[i]``: most microbatches whose activations
-    may be on the device of stage *i* at a time; the others are in host memory
+    limit. ``routes[i]``: route of link *i*. ``device_limits[i]``: most microbatches whose
+    activations may be on the device of stage *i* at a time; the others are in host memory
     (:mod:`pipemorph.planning.offload`); None: no offload.
     """
 
     version: int
     policy: Policy
     schedule: Schedule
-    paths: tuple[Path, ...]
+    routes: tuple[Route, ...]
     in_flight_limits: tuple[int | None, ...]
     dispatch: Dispatch = Dispatch.STATIC
     warmup: tuple[int, ...] = field(default=())
@@ -183,7 +183,7 @@ class Plan:
     @property
     def delegated(self) -> tuple[int, ...]:
         """Links whose bytes the engine carries."""
-        return tuple(i for i, path in enumerate(self.paths) if path is Path.DELEGATED)
+        return tuple(i for i, route in enumerate(self.routes) if route is Route.DELEGATED)
 
     @property
     def fused(self) -> tuple[int, ...]:
@@ -196,8 +196,8 @@ class Plan:
 
     def runs_as(self, other: Plan) -> bool:
         """Whether ranks do the same under both: versions differ, and caps that nothing reaches."""
-        return (self.schedule, self.paths, self.device_limits) == (
+        return (self.schedule, self.routes, self.device_limits) == (
             other.schedule,
-            other.paths,
+            other.routes,
             other.device_limits,
         )

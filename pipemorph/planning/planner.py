@@ -8,7 +8,7 @@ from functools import cached_property
 from time import perf_counter
 
 from pipemorph.errors import InputError
-from pipemorph.planning.ir import Path, Policy, Schedule
+from pipemorph.planning.ir import Policy, Route, Schedule
 from pipemorph.planning.policies.classic import gpipe, one_f_one_b, zero_bubble
 from pipemorph.planning.problem import Link, Problem, StageTimes
 from pipemorph.planning.search.backend import lower_bound, search
@@ -19,7 +19,7 @@ from pipemorph.planning.simulation.lower_bound import SAME
 from pipemorph.planning.simulation.simulator import Simulation, predict, run_static, timed
 from pipemorph.planning.validator import validate
 
-# Sends in flight at which a direct path blocks compute, and engine queues per link.
+# Sends in flight at which a direct route blocks compute, and engine queues per link.
 DIRECT_QUEUES, DIRECT_OUTSTANDING = 1, 2
 DELEGATED_QUEUES = 8
 
@@ -118,7 +118,7 @@ def plan_for(
     microbatches: int,
     stages: Sequence[StageTimes],
     delays: Sequence[float],
-    paths: Sequence[Path] | None = None,
+    routes: Sequence[Route] | None = None,
     *,
     policy: Policy = Policy.PIPEMORPH,
     queues: int = DELEGATED_QUEUES,
@@ -126,11 +126,11 @@ def plan_for(
 ) -> PlannedSchedule:
     """Plan for measured op times and link delays; used by the adaptation controller.
 
-    ``stages`` and ``delays`` share one unit (seconds in the controller). ``paths[i]``: path of link
-    *i*, see :func:`link_on`; None plans for pure latency.
+    ``stages`` and ``delays`` share one unit (seconds in the controller). ``routes[i]``: route of
+    link *i*, see :func:`link_on`; None plans for pure latency.
     """
     problem = problem_for(
-        microbatches, stages, delays, paths, queues=queues, half_duplex=half_duplex
+        microbatches, stages, delays, routes, queues=queues, half_duplex=half_duplex
     )
     return plan(problem, policy)
 
@@ -139,32 +139,32 @@ def problem_for(
     microbatches: int,
     stages: Sequence[StageTimes],
     delays: Sequence[float],
-    paths: Sequence[Path] | None = None,
+    routes: Sequence[Route] | None = None,
     *,
     queues: int = DELEGATED_QUEUES,
     half_duplex: bool = False,
 ) -> Problem:
     """The problem that :func:`plan_for` plans, to predict other schedules for it."""
-    if paths is None:
+    if routes is None:
         links = [Link(delay=delay) for delay in delays]
     else:
         links = [
-            link_on(path, delay, queues=queues, half_duplex=half_duplex)
-            for path, delay in zip(paths, delays, strict=True)
+            link_on(route, delay, queues=queues, half_duplex=half_duplex)
+            for route, delay in zip(routes, delays, strict=True)
         ]
     return Problem(microbatches=microbatches, stages=tuple(stages), links=tuple(links))
 
 
 def link_on(
-    path: Path, delay: float, *, queues: int = DELEGATED_QUEUES, half_duplex: bool = False
+    route: Route, delay: float, *, queues: int = DELEGATED_QUEUES, half_duplex: bool = False
 ) -> Link:
-    """The link model of a path with ``delay``.
+    """The link model of a route with ``delay``.
 
     Direct: one queue per direction (``half_duplex``: one for both), and the third send in flight
     blocks compute until the first has arrived, like a framework's in-order send queue. Delegated:
     ``queues`` queues, round robin; sends never block compute.
     """
-    if path is Path.DIRECT:
+    if route is Route.DIRECT:
         return Link(
             delay=delay,
             queues=DIRECT_QUEUES,

@@ -111,9 +111,9 @@ class Link(_Model):
     limits the forward messages that stage *i+1* has not begun to use; online dispatch delays a
     forward until a slot is free. Static dispatch ignores it.
 
-    A direct path is ``queues=1, outstanding=2``, plus ``half_duplex`` if a pair of ranks has one
-    communicator for both directions. A delegated path has ``queues=8`` and no limit on sends, since
-    the engine takes them over (paper, "delegation").
+    A direct route is ``queues=1, outstanding=2``, plus ``half_duplex`` if a pair of ranks has one
+    communicator for both directions. A delegated route has ``queues=8`` and no limit on sends,
+    since the engine takes them over (paper, "delegation").
     """
 
     delay: Time = 0.0

@@ -26,8 +26,7 @@ from testbed.processes import Process
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import initial_plan
-from pipemorph.planning import Path as LinkPath
-from pipemorph.planning import Plan, StageTimes, problem_for, simulate
+from pipemorph.planning import Plan, Route, StageTimes, problem_for, simulate
 from pipemorph.planning.offload import device_peak
 from pipemorph.wire import (
     Directive,
@@ -374,7 +373,7 @@ class Ranks:
         self.attempt = attempt
         self.delays = [0.0] * (spec.parallelism.stages - 1)
         self.avoidable = False
-        """Whether the delegated path knows nothing of the delays."""
+        """Whether the delegated route knows nothing of the delays."""
         self.plan: Plan = initial_plan(spec)
         self.next: Directive | None = None
         self.iteration = self.sequence = self.observed = 0
@@ -406,12 +405,12 @@ class Ranks:
         if self.next is not None:
             self.plan, self.next = self.next.plan.plan(), None
         felt = [
-            0.002 + (delay if path is LinkPath.DIRECT or not self.avoidable else 0.0)
-            for delay, path in zip(self.delays, self.plan.paths, strict=True)
+            0.002 + (delay if route is Route.DIRECT or not self.avoidable else 0.0)
+            for delay, route in zip(self.delays, self.plan.routes, strict=True)
         ]
         stages = self.spec.parallelism.stages
         problem = problem_for(
-            self.spec.schedule.microbatches, [STEP] * stages, felt, self.plan.paths, queues=8
+            self.spec.schedule.microbatches, [STEP] * stages, felt, self.plan.routes, queues=8
         )
         result = simulate(self.plan.schedule, problem)
         for _ in range(3):
@@ -451,7 +450,7 @@ class Ranks:
     def _sample(self, link: int, direction: Any, wire: float) -> LinkSample:
         times = dict.fromkeys(("min", "p50", "p99", "mean"), wire)
         return LinkSample(
-            link=link, direction=direction, path=self.plan.paths[link], transport="gloo",
+            link=link, direction=direction, route=self.plan.routes[link], transport="gloo",
             iteration=self.iteration, bytes=1 << 20,
             wire=WireTime(count=2, exact=2, **times), queue_p50=0.0,
         )  # fmt: skip

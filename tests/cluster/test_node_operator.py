@@ -33,7 +33,7 @@ from testbed.node_cluster import NodeCluster
 from testbed.waiting import patience
 
 from pipemorph.manifest import parse_job
-from pipemorph.planning import Path, Policy, StageTimes, plan, predict, problem_for
+from pipemorph.planning import Policy, Route, StageTimes, plan, predict, problem_for
 
 pytest_plugins = ("node_fixtures",)
 pytestmark = [pytest.mark.node, pytest.mark.multiprocess, pytest.mark.timeout(600)]
@@ -350,7 +350,7 @@ def _cost_with_the_plan_of_the_start(*, link: int, delay_ms: float) -> float:
     well = [0.0] * (len(stages) - 1)
     slow = [delay_ms / 1e3 if i == link else 0.0 for i in range(len(well))]
     first, after = (
-        problem_for(spec.schedule.microbatches, stages, delays, [Path.DIRECT] * len(delays))
+        problem_for(spec.schedule.microbatches, stages, delays, [Route.DIRECT] * len(delays))
         for delays in (well, slow)
     )
     schedule = plan(first, Policy("pipemorph")).schedule

@@ -150,7 +150,7 @@ def test_a_name_that_starts_with_a_digit_runs(jobs: Jobs) -> None:
         ("schedule.inFlightLimit", 9),
         ("trainer.args", {"x": 2}),
         ("trainer.iterations", 101),
-        ("transport", {"path": "direct"}),
+        ("transport", {"route": "direct"}),
         ("checkpoint", {"directory": "/x", "every": 1}),
         ("faults", [{"link": 0, "delayMs": 1}]),
         ("managedBy", "other.io/x"),

@@ -66,12 +66,12 @@ def test_a_link_whose_delay_the_engine_avoids_is_offloaded_and_comes_back(jobs: 
     ranks.delays[1] = 4 * SLOW
     moved = ranks.until("LinksDelegated=True")
     assert condition(moved, "LinksDelegated")[1] == "LinksDelegated"
-    assert moved["status"]["training"]["paths"] == ["direct", "delegated", "direct"]
+    assert moved["status"]["training"]["routes"] == ["direct", "delegated", "direct"]
     ranks.delays[1] = 0.0
     # A fault that is avoided looks like one that is over: the link may be tried and moved again,
     # and a plan that moves it be on its way as well.
     back = ranks.until("LinksDelegated=False", "AllLinksDirect")
-    assert back["status"]["training"]["paths"] == ["direct"] * 3
+    assert back["status"]["training"]["routes"] == ["direct"] * 3
     for reason in ("LinksDelegated", "AllLinksDirect"):
         jobs.expect_event("moved", reason)
 

@@ -24,7 +24,7 @@ TRAIN_DEADLINE = 400.0
 SPEC: dict[str, Any] = {
     "parallelism": {"stages": STAGES},
     "schedule": {"microbatches": MICROBATCHES, "policy": "pipemorph"},
-    "transport": {"engine": "rdma", "path": "delegated", "deadlineSeconds": 300.0},
+    "transport": {"engine": "rdma", "route": "delegated", "deadlineSeconds": 300.0},
     # The test says how many, not the job.
     "trainer": {"module": "none", "threads": 1, "iterations": 1000},
 }

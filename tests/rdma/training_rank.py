@@ -117,7 +117,7 @@ class Rank:
         links = {}
         for end in self.pipe._parts.neighbours.ends:
             assert end.engine_link is not None
-            links[end.link] = {"path": end.path.value, **stats_of(end.engine_link)}
+            links[end.link] = {"route": end.route.value, **stats_of(end.engine_link)}
         return {"iteration": self.pipe.iteration, "inside": self.inside, "links": links}
 
     def serve(self, todo: "queue.Queue[dict[str, Any]]") -> int:

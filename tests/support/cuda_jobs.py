@@ -1,6 +1,6 @@
 """The jobs of ``trainer_jobs.py`` with their stages on a GPU, and what was seen while they ran.
 
-Every rank takes the GPU of its local rank, or shares one where there are fewer: the delegated path
+Every rank takes the GPU of its local rank, or shares one where there are fewer: the delegated route
 does not mind, NCCL does.
 """
 

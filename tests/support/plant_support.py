@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import AdaptationRecord, Health, JobController, initial_plan
 from pipemorph.control.decide.replan import propose
-from pipemorph.planning import OpKind, Path, Plan, StageTimes, problem_for, simulate, validate
+from pipemorph.planning import OpKind, Plan, Route, StageTimes, problem_for, simulate, validate
 from pipemorph.planning.offload import device_peak
 from pipemorph.wire import (
     IterationSample,
@@ -66,9 +66,9 @@ class Plant:
         self.seconds: list[float] = []
         self.versions: list[int] = []
         self.overhead = 0.0
-        """What the delegated path adds to the normal wire time."""
+        """What the delegated route adds to the normal wire time."""
         self.avoided = False
-        """Whether the delegated path knows nothing of the delays."""
+        """Whether the delegated route knows nothing of the delays."""
         self.split: Literal["module", "emulated"] = "emulated"
         self.decides = True
         """Whether decisions are made as soon as they are asked for."""
@@ -84,14 +84,14 @@ class Plant:
         if self.prepared is not None and self.iteration >= self.prepared[0]:
             self.plan, self.prepared = self.prepared[1], None
         felt = [
-            BASE + (delay if path is Path.DIRECT else self.overhead + delay * (not self.avoided))
-            for delay, path in zip(self.delays, self.plan.paths, strict=True)
+            BASE + (delay if route is Route.DIRECT else self.overhead + delay * (not self.avoided))
+            for delay, route in zip(self.delays, self.plan.routes, strict=True)
         ]
         problem = problem_for(
             self.spec.schedule.microbatches,
             self.ops,
             felt,
-            self.plan.paths,
+            self.plan.routes,
             queues=8,
         ).under(self.plan)
         result = simulate(self.plan.schedule, problem)
@@ -142,7 +142,7 @@ class Plant:
         return LinkSample(
             link=link,
             direction=direction,
-            path=self.plan.paths[link],
+            route=self.plan.routes[link],
             transport="gloo",
             iteration=self.iteration,
             bytes=1 << 20,

@@ -15,10 +15,10 @@ from pipemorph.api.spec import Fault
 from pipemorph.planning import (
     Dispatch,
     Link,
-    Path,
     Plan,
     Policy,
     Problem,
+    Route,
     StageTimes,
     plan,
 )
@@ -80,7 +80,7 @@ class Job:
     microbatches: int
     policy: str = "pipemorph"
     dispatch: str = "static"
-    path: str = "direct"
+    route: str = "direct"
     engine: str = "auto"
     dtype: torch.dtype = torch.float32
     iterations: int = 3
@@ -101,7 +101,7 @@ def make_plan(
     version: int,
     policy: str,
     *,
-    paths: Sequence[Path] | None = None,
+    routes: Sequence[Route] | None = None,
     dispatch: str = "static",
     warmup: Sequence[int] | None = None,
     device_limit: int | None = None,
@@ -117,7 +117,7 @@ def make_plan(
         warmup=tuple(warmup) if warmup is not None else None,
     )
     return plan(problem).to_plan(
-        version, paths or (Path.DIRECT,) * (job.stages - 1), Dispatch(dispatch)
+        version, routes or (Route.DIRECT,) * (job.stages - 1), Dispatch(dispatch)
     )
 
 
@@ -165,7 +165,7 @@ def train(context: TrainerContext, job: Job) -> Record:
         stages=job.stages,
         policy=job.policy,
         dispatch=job.dispatch,
-        path=job.path,  # type: ignore[arg-type]
+        route=job.route,  # type: ignore[arg-type]
         engine=job.engine,  # type: ignore[arg-type]
         plan=job.initial,
         faults=job.faults,

@@ -61,14 +61,14 @@ class Scale(nn.Module):
         return out if len(out) > 1 else out[0]
 
 
-def reshaping(context: TrainerContext, path: str) -> list[float]:
+def reshaping(context: TrainerContext, route: str) -> list[float]:
     losses = []
     with Pipeline(
         Scale(),
         context=context,
         loss_fn=lambda output, target: (output[0].sum() + output[1].sum() * 0) / target.sum(),
         microbatches=2,
-        path=path,  # type: ignore[arg-type]
+        route=route,  # type: ignore[arg-type]
     ) as pipe:
         for size in (3, 3, 5, 70_000, 3):
             x = torch.ones(4, size)
@@ -77,9 +77,9 @@ def reshaping(context: TrainerContext, path: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("path", ["direct", "delegated"])
-def test_shapes_may_change_between_steps(path: str) -> None:
-    for losses in run_ranks(3, reshaping, path):
+@pytest.mark.parametrize("route", ["direct", "delegated"])
+def test_shapes_may_change_between_steps(route: str) -> None:
+    for losses in run_ranks(3, reshaping, route):
         assert losses == pytest.approx([1.5**3 * n for n in (3, 3, 5, 70_000, 3)])
 
 

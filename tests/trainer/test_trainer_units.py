@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from trainer_jobs import Job, make_plan
 from pipemorph.api.spec import Fault
 from pipemorph.errors import InputError
 from pipemorph.local.results.traces import TraceIndex
-from pipemorph.planning import OpKind, Path
+from pipemorph.planning import OpKind, Route
 from pipemorph.wire import StageProfile
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.errors import PeerLostError, PipelineError, ShapeError, first_sentence
@@ -95,8 +95,8 @@ def test_a_plan_that_does_not_fit_is_not_offered() -> None:
     book = PlanBook(make_plan(job, 0, "1f1b"), Coordinate(1, 1, 3, 0, 1), [], no_offload="")
     with pytest.raises(InputError, match="plan 1 has 2 stages and 4 microbatches; the job runs 3"):
         book.prepare(make_plan(Job(2, 4), 1, "1f1b"))
-    with pytest.raises(InputError, match="plan 2 has 1 paths; expected 2"):
-        book.prepare(make_plan(job, 2, "1f1b", paths=(Path.DIRECT,)))
+    with pytest.raises(InputError, match="plan 2 has 1 routes; expected 2"):
+        book.prepare(make_plan(job, 2, "1f1b", routes=(Route.DIRECT,)))
     assert book.versions() == (0,)
     book.prepare(make_plan(job, 3, "gpipe"))
     assert book.versions() == (0, 3)
@@ -120,7 +120,7 @@ def test_a_delay_holds_each_message_on_its_queue() -> None:
     assert shaper.hold(DIRECT_QUEUE, 100, 10.0) == (10.0, 0.0)
     shaper.begin(2, 0.0)
     assert shaper.hold(DIRECT_QUEUE, 100, 10.0) == pytest.approx((10.0, 10.06))
-    # The direct path has one queue: the next message starts when the first is through.
+    # The direct route has one queue: the next message starts when the first is through.
     assert shaper.hold(DIRECT_QUEUE, 100, 10.01) == pytest.approx((10.06, 10.12))
     # Another queue is free.
     assert shaper.hold(3, 100, 10.02) == pytest.approx((10.02, 10.08))
@@ -181,15 +181,15 @@ def test_a_window_prefers_what_was_seen_when_it_happened() -> None:
     assert sample is not None and sample.wire.exact == 1
 
 
-def test_a_change_of_path_closes_the_window() -> None:
+def test_a_change_of_route_closes_the_window() -> None:
     recorder = LinkRecorder(0, 0, Direction.BACKWARD)
     recorder.add(0.001, 0.0, 1, exact=True)
-    left = recorder.begin(Path.DELEGATED, "shm", 4)
-    assert left is not None and left.path is Path.DIRECT
+    left = recorder.begin(Route.DELEGATED, "shm", 4)
+    assert left is not None and left.route is Route.DIRECT
     recorder.add(0.001, 0.0, 1, exact=True)
     sample = recorder.drain()
     assert sample is not None
-    assert (sample.path, sample.transport, sample.iteration) == (Path.DELEGATED, "shm", 4)
+    assert (sample.route, sample.transport, sample.iteration) == (Route.DELEGATED, "shm", 4)
 
 
 # --- the control socket --------------------------------------------------------------------
@@ -347,7 +347,7 @@ def test_an_emulated_op_takes_its_time_without_using_the_cpu() -> None:
 
 
 def test_a_full_disk_ends_the_traces_and_not_the_training(
-    tmp_path: FilePath, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("ops-rank1.jsonl", "faults-rank1.json"):
         (tmp_path / name).symlink_to("/dev/full")
@@ -362,7 +362,7 @@ def test_a_full_disk_ends_the_traces_and_not_the_training(
 
 
 def test_a_trace_has_a_bound_and_says_what_it_dropped(
-    tmp_path: FilePath, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     limit = 1 << 16
     trace = TraceWriter(tmp_path, Coordinate(1, 1, 2, 0, 1), emulated=False, limit=limit)

@@ -20,7 +20,7 @@ class PipelineError(PipeMorphError):
 
 
 class WaitTimeoutError(PipelineError):
-    """A message did not come within its deadline. Names the message, the link and the path."""
+    """A message did not come within its deadline. Names the message, the link and the route."""
 
 
 class PeerLostError(PipelineError):

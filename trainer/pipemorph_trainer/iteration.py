@@ -170,10 +170,10 @@ class Iterations:
         self._reporter.prepared = self._plans.newest
 
     def _begin(self, iteration: int) -> Plan:
-        """Commit what all ranks agreed on two iterations ago, and select the links' paths."""
+        """Commit what all ranks agreed on two iterations ago, and select the links' routes."""
         plan = self.rounds.begin(iteration, at=monotonic())
         for end in self._neighbours.ends:
-            end.select(plan.paths[end.link])
+            end.select(plan.routes[end.link])
             end.shaper.begin(iteration, self._training_began)
         self._stage.prepare(plan)
         self._reporter.state = "training"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -136,13 +136,13 @@ class Parts:
         # To import it takes longer than torch itself does.
         from pipemorph_trainer.state.checkpoint import Checkpoints
 
-        folder = FilePath(self.settings.checkpoint.directory)
+        folder = Path(self.settings.checkpoint.directory)
         return Checkpoints(folder, self.world, self.stage.keeper, optimizer)
 
     def _on_broken(self, end: LinkEnd, why: str) -> None:
-        """A direct path goes on delegated: nothing was granted there for it yet."""
+        """A direct route goes on delegated: nothing was granted there for it yet."""
         self.plans.reserve(self.plans.in_force)
-        self.reporter.publish(message=f"{self.coordinate}: {end}: the direct path broke: {why}")
+        self.reporter.publish(message=f"{self.coordinate}: {end}: the direct route broke: {why}")
 
     def resume(self) -> int:
         """Load the newest checkpoint, if that is wanted. Returns the iteration to go on with."""

@@ -23,7 +23,7 @@ from pipemorph_trainer.executor.inputs import check_grad_mode
 from pipemorph_trainer.executor.local_stage import LossFn
 from pipemorph_trainer.executor.stages.emulated import EmulatedStage
 from pipemorph_trainer.parts import Parts
-from pipemorph_trainer.settings import DuplexChoice, EngineChoice, PathChoice
+from pipemorph_trainer.settings import DuplexChoice, EngineChoice, RouteChoice
 from pipemorph_trainer.signals import LastWord
 from pipemorph_trainer.state.gradients import clip_global_norm
 
@@ -58,8 +58,8 @@ class Pipeline:
             self-test at its end finds what gives the same bits. ``module`` or ``graph``: that
             one, from the start and untested. ``fused`` or ``off``: not at all, and untested.
         stages: pipeline stages; default: all ranks. RANK = replica × stages + stage.
-        policy, dispatch, path: how to schedule (default: ``pipemorph``, ``static``) and how
-            messages travel. ``path="auto"``, the default, is direct until a directive moves a
+        policy, dispatch, route: how to schedule (default: ``pipemorph``, ``static``) and how
+            messages travel. ``route="auto"``, the default, is direct until a directive moves a
             link.
         direct_duplex: ``half`` gives both directions of a direct link one queue, as a pair of
             ranks has in torch.distributed; for comparisons, on gloo. Default: ``full``.
@@ -68,7 +68,7 @@ class Pipeline:
         plan: run exactly this plan instead of one made from ``policy``.
         faults: a fault trace, applied in the transport (see :class:`pipemorph.api.spec.Fault`).
         deadline_seconds: longest wait for one message; default: 300.
-        engine: data path of the transfer engine: auto (the default), tcp, shm or rdma.
+        engine: transport of delegated links: auto (the default), tcp, shm or rdma.
         queues: engine queues per direction of a link; default: 8.
         control: where plans come from and telemetry goes; default: the job's agent, if any.
 
@@ -87,7 +87,7 @@ class Pipeline:
         stages: int | None = None,
         policy: Policy | str | None = None,
         dispatch: Dispatch | str | None = None,
-        path: PathChoice | None = None,
+        route: RouteChoice | None = None,
         plan: Plan | None = None,
         faults: Sequence[Fault] | None = None,
         deadline_seconds: float | None = None,
@@ -106,7 +106,7 @@ class Pipeline:
             "stages": stages, "microbatches": microbatches,
             "policy": None if policy is None else Policy(policy),
             "dispatch": None if dispatch is None else Dispatch(dispatch),
-            "path": path, "faults": faults, "deadline_seconds": deadline_seconds,
+            "route": route, "faults": faults, "deadline_seconds": deadline_seconds,
             "engine": engine, "queues": queues, "direct_duplex": direct_duplex,
             "direct_sends": direct_sends, "checkpoint": checkpoint, "host_memory": host_memory,
         }  # fmt: skip

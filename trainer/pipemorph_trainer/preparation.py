@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ def prepare(
             # To import it takes longer than torch itself does.
             from pipemorph_trainer.state.checkpoint import check_directory
 
-            check_directory(FilePath(settings.checkpoint.directory))
+            check_directory(Path(settings.checkpoint.directory))
     except InputError as error:
         return None, Start(refusal=str(error))
     first = digest(PlanMessage.of(plan).model_dump_json(exclude_defaults=True))

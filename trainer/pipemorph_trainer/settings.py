@@ -11,10 +11,10 @@ from pipemorph.errors import InputError
 from pipemorph.planning import (
     Dispatch,
     Link,
-    Path,
     Plan,
     Policy,
     Problem,
+    Route,
     StageTimes,
 )
 from pipemorph.planning import (
@@ -23,7 +23,7 @@ from pipemorph.planning import (
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.links.engine import EngineOptions, engine_module
 
-PathChoice = Literal["auto", "direct", "delegated"]
+RouteChoice = Literal["auto", "direct", "delegated"]
 EngineChoice = Literal["auto", "tcp", "shm", "rdma"]
 DuplexChoice = Literal["full", "half"]
 
@@ -39,7 +39,7 @@ class Settings:
     dispatch: Dispatch = Dispatch.STATIC
     faults: Sequence[Fault] = ()
     deadline_seconds: float = 300.0
-    path: PathChoice = "auto"
+    route: RouteChoice = "auto"
     engine: EngineChoice = "auto"
     queues: int = 8
     direct_duplex: DuplexChoice = "full"
@@ -63,7 +63,7 @@ class Settings:
             dispatch=spec.schedule.dispatch_kind,
             faults=spec.faults,
             deadline_seconds=spec.transport.deadline_seconds,
-            path=spec.transport.path,
+            route=spec.transport.route,
             engine=spec.transport.engine,
             queues=spec.transport.queues,
             direct_duplex=spec.transport.direct_duplex,
@@ -104,7 +104,7 @@ class Settings:
             links=(Link(),) * (self.stages - 1),
             policy=self.policy,
         )
-        first = Path.DELEGATED if self.path == "delegated" else Path.DIRECT
+        first = Route.DELEGATED if self.route == "delegated" else Route.DIRECT
         return plan_schedule(problem).to_plan(0, (first,) * (self.stages - 1), self.dispatch)
 
 
@@ -115,7 +115,7 @@ MANIFEST = {
     "dispatch": "schedule.dispatch",
     "faults": "faults",
     "deadline_seconds": "transport.deadlineSeconds",
-    "path": "transport.path",
+    "route": "transport.route",
     "engine": "transport.engine",
     "queues": "transport.queues",
     "direct_duplex": "transport.directDuplex",
@@ -131,19 +131,19 @@ def engine_options(
     """How to make the engine; None where it is not needed.
 
     The engine runs where a link is delegated by the ``first`` plan, or a later one may delegate
-    it. ``directed``: later plans are directives, which keep to the job's path. Raises
+    it. ``directed``: later plans are directives, which keep to the job's route. Raises
     :class:`InputError` where the first plan needs the engine and it is not built.
     """
     if settings.stages == 1:
         return None
-    delegates = Path.DELEGATED in first.paths
-    if not delegates and settings.path == "direct" and directed:
+    delegates = Route.DELEGATED in first.routes
+    if not delegates and settings.route == "direct" and directed:
         return None
     if engine_module() is None:
         if delegates:
             raise InputError(
                 "the plan delegates links but the transfer engine is not built; run "
-                "`pip install -e .`, or use path direct"
+                "`pip install -e .`, or use route direct"
             )
         return None
     name = context.job.metadata.name if context.job else "job"

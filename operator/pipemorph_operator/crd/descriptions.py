@@ -25,7 +25,7 @@ DESCRIPTIONS: dict[str, str] = {
     "spec.trainer": "What runs in every rank. Immutable.",
     "spec.trainer.seed": "Seed for the module to use; nothing else is seeded.",
     "spec.adaptation": "When to change to a new plan.",
-    "spec.adaptation.enabled": "Whether the schedule and paths may change at all.",
+    "spec.adaptation.enabled": "Whether the schedule and routes may change at all.",
     "spec.transport": "How stages exchange data. Immutable.",
     "spec.transport.rdma": "How the transfer engine uses RDMA devices.",
     "spec.emulation": "Emulated stages, which hold the interpreter for a set time instead of "

@@ -15,7 +15,7 @@ from pipemorph.api.status import (
     TrainingStatus,
 )
 from pipemorph.control import AdaptationRecord, Health, JobController, JobView, LinkHealth
-from pipemorph.planning import Path
+from pipemorph.planning import Route
 from pipemorph_operator import names
 from pipemorph_operator.cluster.facts import format_time
 from pipemorph_operator.ingest.rails import fallen_link, rails_healthy, rails_status
@@ -68,7 +68,7 @@ def _summarize(
         bubble_fraction=_round(view.bubble_fraction),
         loss=view.loss,
         warmup=list(view.warmup),
-        paths=[path.value for path in view.paths],
+        routes=[route.value for route in view.routes],
         offloaded_microbatches=list(view.offloaded),
         wanted_plan_version=view.wanted_plan_version,
         observed_plan_version=view.observed_plan_version,
@@ -178,10 +178,10 @@ def _schedule_adapted(source: Source, view: JobView) -> Verdict:
 
 
 def _links_delegated(source: Source, view: JobView) -> Verdict:
-    moved = [i for i, path in enumerate(view.paths) if path is Path.DELEGATED]
-    if source.controller.spec.transport.path != "auto":
-        fixed = source.controller.spec.transport.path
-        return "False", names.R_FIXED_PATH, f"transport.path is {fixed} for all links"
+    moved = [i for i, route in enumerate(view.routes) if route is Route.DELEGATED]
+    if source.controller.spec.transport.route != "auto":
+        fixed = source.controller.spec.transport.route
+        return "False", names.R_FIXED_ROUTE, f"transport.route is {fixed} for all links"
     if moved and view.applied_plan_version < view.wanted_plan_version:
         return "False", names.R_ADAPTING, f"links {_list(moved)} will be delegated to the engine"
     if moved:

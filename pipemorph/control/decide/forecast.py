@@ -1,7 +1,7 @@
 """What could be run, and how long an iteration would take: the planner asked twice.
 
 Both the present plan and every alternative are predicted on the *same* measured op times,
-delays and paths, so that what the model leaves out falls out of the comparison.
+delays and routes, so that what the model leaves out falls out of the comparison.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pipemorph.control.memory_limits import Excess, Room, excess
 from pipemorph.errors import InputError
 from pipemorph.planning import (
     Dispatch,
-    Path,
     Plan,
     Policy,
     Problem,
+    Route,
     StageTimes,
     plan,
     predict,
@@ -66,13 +66,13 @@ class Forecast:
         warmup = spec.schedule.warmup
         self._warmup = tuple(warmup) if warmup is not None else None
 
-    def problem(self, paths: tuple[Path, ...]) -> Problem:
-        """The planning problem with bytes travelling over ``paths``."""
+    def problem(self, routes: tuple[Route, ...]) -> Problem:
+        """The planning problem with bytes travelling over ``routes``."""
         problem = problem_for(
             self._spec.schedule.microbatches,
             self._situation.stages,
             self._situation.wire_times,
-            paths,
+            routes,
             queues=self._spec.transport.queues,
             half_duplex=self._spec.transport.direct_duplex == "half",
         )
@@ -80,18 +80,18 @@ class Forecast:
 
     def of(self, plan: Plan) -> Option:
         """Predicted time of a (valid) plan under its own limits."""
-        problem = self.problem(plan.paths).under(plan)
+        problem = self.problem(plan.routes).under(plan)
         if plan.dispatch is Dispatch.STATIC:
             return Option(plan, predict(plan.schedule, problem))
         return Option(plan, simulate(plan.schedule, problem, plan.dispatch).makespan)
 
-    def fresh(self, paths: tuple[Path, ...]) -> list[Option]:
+    def fresh(self, routes: tuple[Route, ...]) -> list[Option]:
         """Plans made for this situation: split and on the device, and where they are shorter
         with fused backwards and with offload. Raises :class:`InputError` if there is none."""
-        problem, dispatch = self.problem(paths), self._spec.schedule.dispatch_kind
+        problem, dispatch = self.problem(routes), self._spec.schedule.dispatch_kind
         if not has_variants(problem):
-            return [self.of(plan(problem, Policy.PIPEMORPH).to_plan(0, paths, dispatch))]
-        made = [(found.to_plan(0, paths, dispatch), found.makespan) for found in variants(problem)]
+            return [self.of(plan(problem, Policy.PIPEMORPH).to_plan(0, routes, dispatch))]
+        made = [(found.to_plan(0, routes, dispatch), found.makespan) for found in variants(problem)]
         if dispatch is Dispatch.STATIC:
             return [Option(*each) for each in made]
         return [self.of(each) for each, _ in made]
@@ -101,15 +101,15 @@ class Forecast:
         rooms = self._situation.rooms
         return excess(plan, rooms) if rooms else None
 
-    def path_choices(
-        self, current: tuple[Path, ...], initial: tuple[Path, ...]
-    ) -> list[tuple[Path, ...]]:
+    def route_choices(
+        self, current: tuple[Route, ...], initial: tuple[Route, ...]
+    ) -> list[tuple[Route, ...]]:
         """Ways for the bytes to travel that the spec allows, each once.
 
         ``auto`` may move slow links, and only those: a healthy link is quickest direct. A
         link nobody has heard of lately stays where it is.
         """
-        if self._spec.transport.path != "auto" or not self._spec.adaptation.allow_delegation:
+        if self._spec.transport.route != "auto" or not self._spec.adaptation.allow_delegation:
             return [initial]
         situation = self._situation
         back = tuple(
@@ -117,8 +117,8 @@ class Forecast:
             for now, first, unknown in zip(current, initial, situation.unknown, strict=True)
         )
         moved = tuple(
-            Path.DELEGATED if slow else path
-            for path, slow in zip(back, situation.slow, strict=True)
+            Route.DELEGATED if slow else route
+            for route, slow in zip(back, situation.slow, strict=True)
         )
         return list(dict.fromkeys([current, back, moved]))
 

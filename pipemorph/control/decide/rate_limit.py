@@ -14,7 +14,7 @@ HOLD, BACKOFF, MOST_FLAPS = 2, 4, 4
 """Iterations a link must have been well before its old plan comes back; times BACKOFF for each
 time it turned slow soon after, at most MOST_FLAPS times. Going back in vain costs a few
 iterations at several times their length, staying costs each a few per cent: hence the factor.
-It also settles a fault that only the direct path has, which ends the moment it is avoided."""
+It also settles a fault that only the direct route has, which ends the moment it is avoided."""
 SOON = 10
 """A link that is slow again within this many holds has flapped."""
 

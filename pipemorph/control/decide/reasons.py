@@ -31,7 +31,7 @@ def why_not(spec: JobSpec) -> str | None:
     if not spec.adaptation.enabled:
         return "adaptation is disabled in the spec"
     if spec.schedule.policy_kind is not Policy.PIPEMORPH:
-        return f"policy {spec.schedule.policy} keeps its schedule and paths"
+        return f"policy {spec.schedule.policy} keeps its schedule and routes"
     return None
 
 

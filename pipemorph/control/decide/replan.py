@@ -14,7 +14,7 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide import findings
 from pipemorph.control.decide.forecast import Forecast, Option, Situation, best, runnable
 from pipemorph.errors import InputError
-from pipemorph.planning import Path, Plan
+from pipemorph.planning import Plan, Route
 
 Cause = Literal["slow", "worse", "eased", "recovered", "steady", "profile", "memory", "restart"]
 """Why the situation deserves another judgement than the last one."""
@@ -83,10 +83,10 @@ def propose(asked: Replan) -> Proposal:
 def _options(asked: Replan, forecast: Forecast) -> list[Option]:
     """All that could run. Raises :class:`InputError` where nothing can."""
     options = []
-    for paths in forecast.path_choices(asked.current.paths, asked.baseline.paths):
+    for routes in forecast.route_choices(asked.current.routes, asked.baseline.routes):
         if forecast.excess(asked.baseline) is None:
-            options.append(forecast.of(replace(asked.baseline, paths=paths)))
-        options += forecast.fresh(paths)
+            options.append(forecast.of(replace(asked.baseline, routes=routes)))
+        options += forecast.fresh(routes)
     return options
 
 
@@ -107,7 +107,7 @@ def _choose(
     gain = 1 - quickest.seconds / current.seconds if current.seconds > 0 else 0.0
     if gain >= asked.spec.adaptation.min_gain and gain > 0:
         return _if_it_pays(asked, current, quickest)
-    # Not quicker; but a link that is well again need not stay off its direct path.
+    # Not quicker; but a link that is well again need not stay off its direct route.
     may_ease = asked.cause in ("steady", "recovered")
     lighter = [
         option
@@ -194,7 +194,7 @@ def _weighed(situation: Situation, options: Sequence[Option]) -> Iterator[findin
 def _keeps_slow(option: Option, situation: Situation) -> bool:
     """Whether every slow link is delegated."""
     return all(
-        path is Path.DELEGATED
-        for path, slow in zip(option.plan.paths, situation.slow, strict=True)
+        route is Route.DELEGATED
+        for route, slow in zip(option.plan.routes, situation.slow, strict=True)
         if slow
     )

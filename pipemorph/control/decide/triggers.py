@@ -10,7 +10,7 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide.forecast import Situation
 from pipemorph.control.decide.rate_limit import Pacing
 from pipemorph.control.decide.replan import Cause
-from pipemorph.control.first_plan import initial_paths, initial_problem
+from pipemorph.control.first_plan import initial_problem, initial_routes
 from pipemorph.control.memory_limits import Room, excess
 from pipemorph.control.observe.link_health import Health, LinkHealth
 from pipemorph.control.observe.stage_profile import expected_times
@@ -28,8 +28,8 @@ MATERIAL_OP = 0.2
 """Change of an op time, as a fraction of it, that is worth another look."""
 
 STEADY = 4
-"""Holds after which a delay that has not moved is looked at once more: on a path first used
-while the link was slow, what is left may be the path's own normal time."""
+"""Holds after which a delay that has not moved is looked at once more: on a route first used
+while the link was slow, what is left may be the route's own normal time."""
 
 
 class Progress(NamedTuple):
@@ -136,7 +136,7 @@ class Judgement:
 
     def _is_steady(self, now: Situation, wanted: Plan, progress: Progress, hold: int) -> bool:
         since = self._after
-        if since is None or self._of_steady or wanted.paths == initial_paths(self.spec):
+        if since is None or self._of_steady or wanted.routes == initial_routes(self.spec):
             return False
         waited = progress.last - since
         return any(now.slow) and waited >= STEADY * hold

@@ -72,7 +72,7 @@ class Thresholds:
 
 @dataclass
 class _Base:
-    """Normal wire time over one path, seconds, and its spread (mean absolute deviation)."""
+    """Normal wire time over one route, seconds, and its spread (mean absolute deviation)."""
 
     value: float
     noise: float = 0.0
@@ -91,7 +91,7 @@ class DelayDetector:
     def __init__(self, thresholds: Thresholds | None = None) -> None:
         self.thresholds = thresholds or Thresholds()
         self.level = Level.LEARNING
-        self.path: str | None = None
+        self.route: str | None = None
         self.changed_at: int | None = None
         """Mark of the first window of the present level: that after the last window which still
         showed the level before."""
@@ -106,26 +106,26 @@ class DelayDetector:
         self._side = 0
         self._alarmed_at = 0.0  # The delay at the last alarm.
         self._carried = (0.0, 0.0, 0.0)
-        """Base, delay and noise of the path before this one."""
+        """Base, delay and noise of the route before this one."""
 
     # --- what is believed -----------------------------------------------------------------
 
     @property
     def base(self) -> float | None:
-        """Normal wire time on the present path; None while it is learned."""
-        known = self._bases.get(self.path) if self.path is not None else None
+        """Normal wire time on the present route; None while it is learned."""
+        known = self._bases.get(self.route) if self.route is not None else None
         return known.value if known is not None else None
 
     @property
     def base_is_exact(self) -> bool:
         """False where no arrival was ever observed when it happened: the base is a bound."""
-        known = self._bases.get(self.path) if self.path is not None else None
+        known = self._bases.get(self.route) if self.route is not None else None
         return known is not None and known.exact
 
     @property
     def threshold(self) -> float:
-        """Least delay that counts, on the present path."""
-        known = self._bases.get(self.path) if self.path is not None else None
+        """Least delay that counts, on the present route."""
+        known = self._bases.get(self.route) if self.route is not None else None
         return self.thresholds.of(known.value, known.noise) if known else self.thresholds.min_delay
 
     @property
@@ -138,8 +138,8 @@ class DelayDetector:
 
     @property
     def wire_time(self) -> float:
-        """One-way time of a message as it is now: base and delay. While a path's base is
-        learned, that of the path before."""
+        """One-way time of a message as it is now: base and delay. While a route's base is
+        learned, that of the route before."""
         base = self.base
         return (self._carried[0] if base is None else base) + self.delay
 
@@ -165,11 +165,11 @@ class DelayDetector:
 
     # --- evidence -------------------------------------------------------------------------
 
-    def is_late(self, value: float, *, path: str, slack: float = 0.0) -> bool | None:
+    def is_late(self, value: float, *, route: str, slack: float = 0.0) -> bool | None:
         """Whether a window is above the threshold; None where there is nothing to judge it by, or
         the link is slow already. ``slack``: by so much ``value`` may be above the truth."""
-        known = self._bases.get(path)
-        if self.level is not Level.HEALTHY or known is None or path != self.path:
+        known = self._bases.get(route)
+        if self.level is not Level.HEALTHY or known is None or route != self.route:
             return None
         return value - slack - known.value > self.thresholds.of(known.value, known.noise)
 
@@ -178,21 +178,21 @@ class DelayDetector:
         value: float,
         *,
         mark: int,
-        path: str,
+        route: str,
         exact: bool = True,
         slack: float = 0.0,
         weight: float = 1.0,
     ) -> None:
-        """One window: its median wire time, the iteration it belongs to (``mark``), its path.
+        """One window: its median wire time, the iteration it belongs to (``mark``), its route.
 
         ``exact=False``: ``value`` is an upper bound, at most ``slack`` (one op of the
         receiver) above the truth. It then says only what lies outside that interval.
         ``weight``: what it counts for towards an alarm, where something else than this link may
         have made it late.
         """
-        if path != self.path:
-            self._switch(path)
-        known = self._bases.get(path)
+        if route != self.route:
+            self._switch(route)
+        known = self._bases.get(route)
         if known is not None and self.changed_at is None:
             self.changed_at = mark  # Restored: known of it is the time since now.
         if known is None:
@@ -218,7 +218,7 @@ class DelayDetector:
 
         For a link that was slow before anything could be learned about it. True if taken.
         """
-        known = self._bases.get(self.path) if self.path is not None else None
+        known = self._bases.get(self.route) if self.route is not None else None
         if known is None or not known.exact or self.level is not Level.HEALTHY:
             return False
         limit = self.thresholds.of(base, known.noise)
@@ -230,11 +230,11 @@ class DelayDetector:
         self._become(Level.SLOW, self.changed_at)
         return True
 
-    def restore_base(self, path: str, base: float) -> None:
+    def restore_base(self, route: str, base: float) -> None:
         """Start from a base learned earlier (a host that was restarted)."""
-        self._bases[path] = _Base(base)
-        if self.path is None:
-            self.path = path
+        self._bases[route] = _Base(base)
+        if self.route is None:
+            self.route = route
             self.level = Level.HEALTHY
 
     def restore_slow(self, delay: float) -> None:
@@ -249,26 +249,26 @@ class DelayDetector:
         self.level = Level.SLOW
 
     def bases(self) -> dict[str, float]:
-        """Normal wire time per path, to be kept by a host."""
-        return {path: known.value for path, known in self._bases.items()}
+        """Normal wire time per route, to be kept by a host."""
+        return {route: known.value for route, known in self._bases.items()}
 
     # --- the parts ------------------------------------------------------------------------
 
-    def _switch(self, path: str) -> None:
+    def _switch(self, route: str) -> None:
         """The bytes travel another way: another base. The level stays until windows tell."""
-        before = self._bases.get(self.path) if self.path is not None else None
+        before = self._bases.get(self.route) if self.route is not None else None
         if before is not None:
             self._carried = (before.value, self.delay, before.noise)
-        if path not in self._bases:
+        if route not in self._bases:
             self._learning.clear()
         elif self.level is Level.SLOW and self.base is not None:
-            shift = self._bases[path].value - self.base
+            shift = self._bases[route].value - self.base
             self._since = deque((value + shift for value in self._since), RECENT)
-        self.path = path
+        self.route = route
         self._sum, self._suspected_at, self._turned_at = 0.0, None, None
 
     def _learn(self, value: float, exact: bool, mark: int) -> None:
-        assert self.path is not None
+        assert self.route is not None
         if not self._learning:
             self._suspected_at = mark
         self._learning.append((value, exact))
@@ -281,19 +281,19 @@ class DelayDetector:
         level = median(true) if true else min(v for v, _ in self._learning)
         self._learning.clear()
         if self.level is Level.SLOW:
-            # Another path of a slow link. Either this path avoids what is wrong, and all of it
+            # Another route of a slow link. Either this route avoids what is wrong, and all of it
             # is its base; or the delay came along, and the rest is.
             usual, delay, noise = self._carried
             came_along = values[int(0.8 * len(values))] - usual > delay / 4
             base = max(min(usual, level), level - delay) if came_along else level
-            self._bases[self.path] = _Base(base, noise, exact=bool(true), guessed=came_along)
+            self._bases[self.route] = _Base(base, noise, exact=bool(true), guessed=came_along)
             self._since = deque([level] * LEARN, RECENT)
             if not came_along:
                 self._since.clear()
                 self._become(Level.HEALTHY, self._suspected_at)
         else:
             spread = median(abs(v - level) for v in true) if true else 0.0
-            self._bases[self.path] = _Base(level, spread, exact=bool(true))
+            self._bases[self.route] = _Base(level, spread, exact=bool(true))
             self.changed_at = self._suspected_at
             self.level = Level.HEALTHY
         self._suspected_at = None

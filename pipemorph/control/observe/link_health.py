@@ -86,7 +86,7 @@ class _Window(NamedTuple):
     series: _Series
     value: float
     mark: int
-    path: str
+    route: str
     exact: bool
     slack: float
 
@@ -115,7 +115,7 @@ class LinkBook:
         any_late = False
         for window in windows:
             late = window.series.detector.is_late(
-                window.value, path=window.path, slack=window.slack
+                window.value, route=window.route, slack=window.slack
             )
             if late is not None:
                 window.series.judged_at = now
@@ -127,7 +127,7 @@ class LinkBook:
             window.series.detector.observe(
                 window.value,
                 mark=window.mark,
-                path=window.path,
+                route=window.route,
                 exact=window.exact,
                 slack=window.slack,
                 weight=weight,
@@ -138,8 +138,8 @@ class LinkBook:
         series = self._series.get(key)
         if series is None:
             series = self._series[key] = _Series(DelayDetector(self._thresholds), now)
-            for path, base in self._known_bases.get(key, {}).items():
-                series.detector.restore_base(path, base)
+            for route, base in self._known_bases.get(key, {}).items():
+                series.detector.restore_base(route, base)
             if (delay := self._known_delays.get(key)) is not None:
                 series.detector.restore_slow(delay)
         series.seen_at = max(series.seen_at, now)
@@ -150,7 +150,7 @@ class LinkBook:
             # Of upper bounds the least is the closest.
             sample.wire.p50 if exact else sample.wire.min,
             sample.iteration,
-            sample.path.value,
+            sample.route.value,
             exact,
             0.0 if exact else op_time(receiver),
         )
@@ -169,11 +169,11 @@ class LinkBook:
         Messages between stages of one job are alike, so a link's normal wire time should be
         about that of its peers: the lower quartile, since several may be slow at once.
         """
-        by_path: dict[str | None, list[DelayDetector]] = {}
+        by_route: dict[str | None, list[DelayDetector]] = {}
         for series in self._series.values():
             if series.detector.base is not None:
-                by_path.setdefault(series.detector.path, []).append(series.detector)
-        for detectors in by_path.values():
+                by_route.setdefault(series.detector.route, []).append(series.detector)
+        for detectors in by_route.values():
             # Two directions of one link are no majority against each other.
             if len(detectors) < 4:
                 continue

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipemorph.api.spec import JobSpec
-from pipemorph.control.first_plan import initial_paths
+from pipemorph.control.first_plan import initial_routes
 from pipemorph.control.observe.stage_profile import (
     Footprint,
     StageBook,
@@ -23,7 +23,7 @@ from pipemorph.control.observe.stage_profile import (
 )
 from pipemorph.document import read_text
 from pipemorph.errors import InputError, one_line
-from pipemorph.planning.ir import Path as LinkPath
+from pipemorph.planning.ir import Route
 from pipemorph.planning.planner import link_on
 from pipemorph.planning.problem import Problem, StageTimes, describe
 
@@ -78,12 +78,12 @@ def measured_problem(path: str) -> Measured:
         source += " (EMULATED)"
     stages = tuple(map(_with_memory, stages, StageBook(spec).footprints))
     try:
-        delays, paths = _links(report, spec)
+        delays, routes = _links(report, spec)
         iterations = [_finite(each["seconds"]) for each in report["iterations"]]
         half = spec.transport.direct_duplex == "half"
         links = [
-            link_on(path, delay, queues=spec.transport.queues, half_duplex=half)
-            for path, delay in zip(paths, delays, strict=True)
+            link_on(route, delay, queues=spec.transport.queues, half_duplex=half)
+            for route, delay in zip(routes, delays, strict=True)
         ]
         problem = Problem(
             microbatches=spec.schedule.microbatches,
@@ -138,17 +138,17 @@ def _with_memory(stage: StageTimes, known: Footprint) -> StageTimes:
     return stage.model_copy(update=memory)
 
 
-def _links(report: dict[str, Any], spec: JobSpec) -> tuple[list[float], list[LinkPath]]:
-    """Delay in ms and path of each link, as of the last plan."""
-    paths = list(initial_paths(spec))
-    delays = [0.0] * len(paths)
+def _links(report: dict[str, Any], spec: JobSpec) -> tuple[list[float], list[Route]]:
+    """Delay in ms and route of each link, as of the last plan."""
+    routes = list(initial_routes(spec))
+    delays = [0.0] * len(routes)
     applied = [a for a in report["adaptations"] if a.get("applied_at_iteration") is not None]
     if applied:
-        paths = [LinkPath(path) for path in applied[-1]["paths"]]
+        routes = [Route(route) for route in applied[-1]["routes"]]
         for link in applied[-1]["links"]:
             where = int(link["link"])
             delays[where] = max(delays[where], float(link["delay"]) * 1e3)
-    return delays, paths
+    return delays, routes
 
 
 def _from_timeline(path: Path, spec: JobSpec) -> tuple[StageTimes, ...] | None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from pipemorph.planning.ir import Dispatch, Op, OpKind, Path, Plan, Policy, Schedule
+from pipemorph.planning.ir import Dispatch, Op, OpKind, Plan, Policy, Route, Schedule
 from pipemorph.planning.offload import Residency
 from pipemorph.planning.problem import Problem, StageTimes
 from pipemorph.planning.search.backend import search
@@ -45,14 +45,14 @@ class Variant:
     policy: Policy = Policy.PIPEMORPH
 
     def to_plan(
-        self, version: int, paths: Sequence[Path], dispatch: Dispatch = Dispatch.STATIC
+        self, version: int, routes: Sequence[Route], dispatch: Dispatch = Dispatch.STATIC
     ) -> Plan:
-        """The plan the ranks run, with ``paths[i]`` for link *i*."""
+        """The plan the ranks run, with ``routes[i]`` for link *i*."""
         return Plan(
             version=version,
             policy=self.policy,
             schedule=self.schedule,
-            paths=tuple(paths),
+            routes=tuple(routes),
             in_flight_limits=self.problem.in_flight_limits(),
             dispatch=dispatch,
             device_limits=self.problem.device_limits(),

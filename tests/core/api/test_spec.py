@@ -46,7 +46,7 @@ def test_defaults_are_those_of_the_documentation() -> None:
     assert spec.adaptation.enabled
     assert (spec.adaptation.min_gain, spec.adaptation.min_delay_ms) == (0.05, 2.0)
     assert spec.adaptation.stale_after_seconds == 30
-    assert (spec.transport.path, spec.transport.queues) == ("auto", 8)
+    assert (spec.transport.route, spec.transport.queues) == ("auto", 8)
 
 
 def test_a_job_survives_json_by_alias() -> None:
@@ -107,7 +107,7 @@ def test_every_field_is_documented() -> None:
     ("transport", "said"),
     [
         ({"require": "rdma", "engine": "tcp"}, "engine is tcp; use engine rdma"),
-        ({"require": "rdma", "path": "direct"}, "never uses the engine"),
+        ({"require": "rdma", "route": "direct"}, "never uses the engine"),
         ({"rdma": {"devices": ["mlx5 0"]}}, "pattern"),
         ({"rdma": {"serviceLevel": 16}}, "less than or equal to 15"),
     ],

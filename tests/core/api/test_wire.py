@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from pipemorph.planning import Dispatch, Path, Policy, Problem, StageTimes, plan
+from pipemorph.planning import Dispatch, Policy, Problem, Route, StageTimes, plan
 from pipemorph.planning.ir import Plan, Schedule
 from pipemorph.wire import (
     Directive,
@@ -38,8 +38,8 @@ def test_a_plan_survives_the_wire(
         stages=(times,) * stages,
         links=[{}] * (stages - 1),  # type: ignore[arg-type]
     )
-    paths = [Path.DELEGATED if i % 2 else Path.DIRECT for i in range(stages - 1)]
-    before = plan(problem, policy).to_plan(7, paths, dispatch)
+    routes = [Route.DELEGATED if i % 2 else Route.DIRECT for i in range(stages - 1)]
+    before = plan(problem, policy).to_plan(7, routes, dispatch)
     envelope = DirectiveEnvelope(
         directive=Directive(plan_version=7, issued_at=1.5, reason="r", plan=PlanMessage.of(before))
     )
@@ -57,7 +57,7 @@ def test_device_limits_survive_the_wire_and_are_left_out_where_nothing_is_offloa
         version=3,
         policy=Policy.PIPEMORPH,
         schedule=schedule,
-        paths=(Path.DIRECT,),
+        routes=(Route.DIRECT,),
         in_flight_limits=(2, 1),
         device_limits=(1, None),
     )

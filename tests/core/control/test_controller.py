@@ -14,7 +14,7 @@ from pipemorph.control import Health, JobController, initial_plan
 from pipemorph.control.decide.rate_limit import HOLD
 from pipemorph.control.observe.reports import ReplayedReport, ReportMismatch, WrongAttempt
 from pipemorph.errors import InputError
-from pipemorph.planning import Path, StageTimes
+from pipemorph.planning import Route, StageTimes
 from pipemorph.wire import (
     LinkHealthReport,
     PlanMessage,
@@ -25,9 +25,9 @@ def test_version_0_is_the_same_everywhere_and_needs_nothing_measured() -> None:
     first, second = initial_plan(spec()), initial_plan(spec())
     assert first == second
     assert first.version == 0
-    assert set(first.paths) == {Path.DIRECT}
-    fixed = spec(transport={"path": "delegated"}, schedule={"warmup": [7, 5, 3, 1]})
-    assert set(initial_plan(fixed).paths) == {Path.DELEGATED}
+    assert set(first.routes) == {Route.DIRECT}
+    fixed = spec(transport={"route": "delegated"}, schedule={"warmup": [7, 5, 3, 1]})
+    assert set(initial_plan(fixed).routes) == {Route.DELEGATED}
     assert initial_plan(fixed).warmup == (7, 5, 3, 1)
     bare = JobSpec.model_validate(
         {
@@ -38,7 +38,7 @@ def test_version_0_is_the_same_everywhere_and_needs_nothing_measured() -> None:
     )
     assert initial_plan(bare).warmup == (3, 2, 1)
     single = spec(stages=1, schedule={"stageTimes": [OP]})
-    assert initial_plan(single).paths == ()
+    assert initial_plan(single).routes == ()
 
 
 def test_an_undisturbed_job_is_left_alone() -> None:
@@ -68,7 +68,7 @@ def test_a_slow_link_is_planned_around_within_two_iterations_and_back(
     assert record.detected_at_iteration == 6
     assert record.applied_at_iteration == 8
     assert plant.seconds[8] <= 1.3 * undisturbed
-    assert record.paths[link] is Path.DELEGATED
+    assert record.routes[link] is Route.DELEGATED
     assert record.iteration_seconds_before == pytest.approx(disturbed)
     assert record.iteration_seconds_after == pytest.approx(plant.seconds[8])
     assert record.predicted_seconds_before == pytest.approx(disturbed, rel=0.05)
@@ -91,7 +91,7 @@ def test_a_slow_link_is_planned_around_within_two_iterations_and_back(
     assert len(plant.controller.records) == 2
     assert back.detectable_at == 18
     assert back.warmup_after == list(initial_plan(job).warmup)
-    assert set(back.paths) == {Path.DIRECT}
+    assert set(back.routes) == {Route.DIRECT}
     assert plant.plan.schedule == initial_plan(job).schedule
     assert plant.seconds[-1] == pytest.approx(undisturbed)
     assert back.applied_at_iteration is not None
@@ -119,7 +119,7 @@ def test_the_first_plan_is_a_return_whatever_showed_that_it_is_the_best_again(
     plant.run(12)
     back = plant.controller.records[-1]
     assert "not those planned with" in back.reason
-    assert set(back.paths) == {Path.DIRECT}
+    assert set(back.routes) == {Route.DIRECT}
     assert back.kind == "return"
 
 
@@ -185,18 +185,18 @@ def test_only_policy_pipemorph_adapts(fields: dict[str, Any], reason: str) -> No
     "fields",
     [
         {"adaptation": {"allowDelegation": False}},
-        {"transport": {"path": "direct"}},
-        {"transport": {"path": "delegated"}},
+        {"transport": {"route": "direct"}},
+        {"transport": {"route": "delegated"}},
     ],
 )
-def test_paths_stay_where_the_spec_fixes_them(fields: dict[str, Any]) -> None:
+def test_routes_stay_where_the_spec_fixes_them(fields: dict[str, Any]) -> None:
     job = spec(**fields)
     plant = Plant(job)
     plant.run(4)
     plant.delays[0] = 0.030
     plant.run(20)
     for record in plant.controller.records:
-        assert tuple(record.paths) == initial_plan(job).paths
+        assert tuple(record.routes) == initial_plan(job).routes
 
 
 def test_in_flight_limits_hold_in_every_plan() -> None:
@@ -205,7 +205,7 @@ def test_in_flight_limits_hold_in_every_plan() -> None:
     plant.run(4)
     plant.delays[6] = 0.060
     plant.run(8)
-    assert plant.controller.records[-1].paths[6] is Path.DELEGATED
+    assert plant.controller.records[-1].routes[6] is Route.DELEGATED
     assert max(plant.plan.schedule.in_flight_peak()) <= 10
 
 
@@ -225,10 +225,10 @@ def test_two_links_at_once_and_one_of_them_well_again() -> None:
     plant.run(4)
     plant.delays[2] = plant.delays[5] = 0.040
     plant.run(10)
-    assert [i for i, p in enumerate(plant.plan.paths) if p is Path.DELEGATED] == [2, 5]
+    assert [i for i, r in enumerate(plant.plan.routes) if r is Route.DELEGATED] == [2, 5]
     plant.delays[5] = 0.0
     plant.run(12)
-    assert [i for i, p in enumerate(plant.plan.paths) if p is Path.DELEGATED] == [2]
+    assert [i for i, r in enumerate(plant.plan.routes) if r is Route.DELEGATED] == [2]
     assert plant.health()[5] is Health.HEALTHY
 
 
@@ -262,7 +262,7 @@ def test_a_fault_that_delegation_avoids_does_not_swing_to_and_fro(overhead: floa
 
 @pytest.mark.parametrize("overhead", [0.0, 0.003, 0.010])
 def test_recovery_is_seen_whatever_delegation_adds(overhead: float) -> None:
-    """After a delay that varied, the base of the delegated path was only guessed."""
+    """After a delay that varied, the base of the delegated route was only guessed."""
     plant = Plant(spec())
     plant.overhead = overhead
     plant.run(4)
@@ -272,7 +272,7 @@ def test_recovery_is_seen_whatever_delegation_adds(overhead: float) -> None:
     plant.delays[2] = 0.0
     plant.run(60)
     assert plant.health()[2] is Health.HEALTHY
-    assert set(plant.plan.paths) == {Path.DIRECT}
+    assert set(plant.plan.routes) == {Route.DIRECT}
     assert plant.plan.schedule == initial_plan(plant.spec).schedule
 
 
@@ -284,7 +284,7 @@ def test_jitter_does_not_make_a_plan_of_every_draw() -> None:
         plant.run(1)
     assert plant.health()[6] is Health.SLOW
     assert 1 <= len(plant.controller.records) <= 4
-    assert plant.plan.paths[6] is Path.DELEGATED
+    assert plant.plan.routes[6] is Route.DELEGATED
 
 
 def test_uneven_stages_are_planned_for_after_warm_up_once() -> None:
@@ -458,7 +458,7 @@ def test_a_link_that_nobody_watched_for_a_while_is_not_taken_for_well(
         lambda s: s.pop("plan_version"),
         lambda s: s.update(format=2),
         lambda s: s.update(plan_version=-1),
-        lambda s: s["directive"]["plan"].update(paths=["direct"]),
+        lambda s: s["directive"]["plan"].update(routes=["direct"]),
     ],
 )
 def test_saved_state_that_is_damaged_is_refused(damage: Callable[[Any], object]) -> None:

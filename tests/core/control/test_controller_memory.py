@@ -22,9 +22,9 @@ from pipemorph.control.observe.stage_profile import StageBook
 from pipemorph.planning import (
     Dispatch,
     OpKind,
-    Path,
     Plan,
     Policy,
+    Route,
     Schedule,
     StageTimes,
     validate,
@@ -278,8 +278,8 @@ def test_backwards_are_fused_where_that_is_measured_to_be_shorter_and_why() -> N
 
 
 def test_a_planner_that_holds_too_much_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fresh(self: Forecast, paths: tuple[Path, ...]) -> list[Option]:
-        return [Option(replace(first, paths=paths), 0.001)]
+    def fresh(self: Forecast, routes: tuple[Route, ...]) -> list[Option]:
+        return [Option(replace(first, routes=routes), 0.001)]
 
     job = plant(tight(host=None))
     first = job.plan

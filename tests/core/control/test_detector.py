@@ -24,14 +24,19 @@ class Run:
         self.changes: list[tuple[int, Level]] = []
 
     def feed(
-        self, values: Iterable[float], *, path: str = "direct", exact: bool = True, slack: float = 0
+        self,
+        values: Iterable[float],
+        *,
+        route: str = "direct",
+        exact: bool = True,
+        slack: float = 0,
     ) -> int:
         """Feed values; return at how many of them the level first changed, 0 for never."""
         began = self.window
         first = 0
         for value in values:
             was = self.detector.level
-            self.detector.observe(value, mark=self.window, path=path, exact=exact, slack=slack)
+            self.detector.observe(value, mark=self.window, route=route, exact=exact, slack=slack)
             self.window += 1
             if self.detector.level is not was:
                 self.changes.append((self.window, self.detector.level))
@@ -159,12 +164,12 @@ def jittered(rng: random.Random, count: int, base: float = BASE) -> list[float]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_jitter_on_a_path_first_used_while_slow_is_no_recovery(seed: int) -> None:
+def test_jitter_on_a_route_first_used_while_slow_is_no_recovery(seed: int) -> None:
     rng = random.Random(seed)
     run = learned(rng)
     run.feed(jittered(rng, 10))
     assert run.changes[-1][1] is Level.SLOW
-    assert run.feed(jittered(rng, 400), path="delegated") == 0
+    assert run.feed(jittered(rng, 400), route="delegated") == 0
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -234,12 +239,12 @@ def test_a_base_that_was_only_a_bound_is_put_right_by_the_first_true_value() -> 
     assert run.detector.base == pytest.approx(BASE)
 
 
-def test_another_path_of_a_healthy_link_is_no_alarm() -> None:
+def test_another_route_of_a_healthy_link_is_no_alarm() -> None:
     rng = random.Random(9)
     run = learned(rng)
     for _ in range(3):
-        assert run.feed(noisy(rng, 50, 0.018), path="delegated") == 0
-        assert run.feed(noisy(rng, 50), path="direct") == 0
+        assert run.feed(noisy(rng, 50, 0.018), route="delegated") == 0
+        assert run.feed(noisy(rng, 50), route="direct") == 0
     assert run.detector.bases() == {
         "direct": pytest.approx(BASE, abs=0.001),
         "delegated": pytest.approx(0.018, abs=0.001),
@@ -247,22 +252,22 @@ def test_another_path_of_a_healthy_link_is_no_alarm() -> None:
 
 
 @pytest.mark.parametrize("base", [0.003, 0.006, 0.012])
-def test_recovery_is_seen_on_a_path_first_used_while_slow(base: float) -> None:
+def test_recovery_is_seen_on_a_route_first_used_while_slow(base: float) -> None:
     rng = random.Random(10)
     run = learned(rng)
     run.feed(noisy(rng, 20, BASE + 0.060))
-    assert run.feed(noisy(rng, 40, base + 0.060), path="delegated") == 0
+    assert run.feed(noisy(rng, 40, base + 0.060), route="delegated") == 0
     assert run.detector.delay == pytest.approx(0.060, abs=0.004)
-    assert run.feed(noisy(rng, 40, base), path="delegated") > 0
+    assert run.feed(noisy(rng, 40, base), route="delegated") > 0
     assert run.detector.level is Level.HEALTHY
-    assert run.feed(noisy(rng, 100), path="direct") == 0
+    assert run.feed(noisy(rng, 100), route="direct") == 0
 
 
-def test_a_fault_the_other_path_avoids_shows_as_recovery_there() -> None:
+def test_a_fault_the_other_route_avoids_shows_as_recovery_there() -> None:
     rng = random.Random(11)
     run = learned(rng)
     run.feed(noisy(rng, 20, BASE + 0.060))
-    run.feed(noisy(rng, 60, 0.007), path="delegated")
+    run.feed(noisy(rng, 60, 0.007), route="delegated")
     assert run.detector.level is Level.HEALTHY
 
 
@@ -317,8 +322,8 @@ def test_any_values_leave_it_sane_and_bounded(
     windows: list[tuple[float, str, bool, float]],
 ) -> None:
     detector = DelayDetector()
-    for i, (value, path, exact, slack) in enumerate(windows):
-        detector.observe(value, mark=i, path=path, exact=exact, slack=slack)
+    for i, (value, route, exact, slack) in enumerate(windows):
+        detector.observe(value, mark=i, route=route, exact=exact, slack=slack)
         assert detector.delay >= 0
         assert 0 <= detector.confidence <= 1
         assert (detector.level is Level.SLOW) or detector.delay == 0

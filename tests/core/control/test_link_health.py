@@ -10,7 +10,7 @@ import pytest
 
 from pipemorph.control.observe.detector import Thresholds
 from pipemorph.control.observe.link_health import FEW_LINKS, Health, LinkBook
-from pipemorph.planning import Path
+from pipemorph.planning import Route
 from pipemorph.wire import LinkSample, WireTime
 
 BASE = 0.006
@@ -44,7 +44,7 @@ class Job:
         value = max(1e-4, self.rng.gauss(BASE, 0.0005)) + late
         direction_name: Any = ("forward", "backward")[direction]
         return LinkSample(
-            link=link, direction=direction_name, path=Path.DIRECT, transport="gloo",
+            link=link, direction=direction_name, route=Route.DIRECT, transport="gloo",
             iteration=self.windows, bytes=1, queue_p50=0.0,
             wire=WireTime(count=2, exact=2, min=value, p50=value, p99=value, mean=value),
         )  # fmt: skip

@@ -247,7 +247,7 @@ def window(link: int, transport: str, direction: str = "forward") -> LinkSample:
     wire = WireTime(count=1, exact=1, min=0.01, p50=0.01, p99=0.01, mean=0.01)
     return LinkSample.model_validate(
         {
-            "link": link, "direction": direction, "path": "direct", "transport": transport,
+            "link": link, "direction": direction, "route": "direct", "transport": transport,
             "iteration": 1, "bytes": 1, "wire": wire, "queue_p50": 0.0,
         }
     )  # fmt: skip

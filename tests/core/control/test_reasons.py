@@ -28,15 +28,17 @@ from pipemorph.control.decide.forecast import Option
 from pipemorph.control.decide.replan import Proposal
 from pipemorph.control.memory_limits import Excess
 from pipemorph.control.observe.link_health import Health, LinkHealth
-from pipemorph.planning import Path, Plan, Policy, Schedule
+from pipemorph.planning import Plan, Policy, Route, Schedule
 
 CAUSES = ("slow", "worse", "eased", "recovered", "steady", "profile", "memory", "restart")
 
 
 def plan(warmup: tuple[int, ...], delegated: tuple[int, ...] = ()) -> Plan:
-    paths = tuple(Path.DELEGATED if i in delegated else Path.DIRECT for i in range(len(warmup) - 1))
+    routes = tuple(
+        Route.DELEGATED if i in delegated else Route.DIRECT for i in range(len(warmup) - 1)
+    )
     none = (None,) * len(warmup)
-    return Plan(0, Policy.PIPEMORPH, Schedule(1, ((),) * len(warmup)), paths, none, warmup=warmup)
+    return Plan(0, Policy.PIPEMORPH, Schedule(1, ((),) * len(warmup)), routes, none, warmup=warmup)
 
 
 def slow(link: int = 0, delay: float = 0.0065, confidence: float = 0.96) -> LinkHealth:

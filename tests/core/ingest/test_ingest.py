@@ -72,7 +72,7 @@ def body(sequence: int = 1, **changes: Any) -> dict[str, Any]:
 SAMPLE = {
     "link": 0,
     "direction": "forward",
-    "path": "direct",
+    "route": "direct",
     "transport": "gloo",
     "iteration": 0,
     "bytes": 1,

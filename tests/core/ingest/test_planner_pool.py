@@ -44,7 +44,7 @@ def report(sequence: int, wire: float, *, first: float = 0.002, **changes: Any) 
     times = [dict.fromkeys(("min", "p50", "p99", "mean"), w) for w in (first, wire, 0.002)]
     links = [
         {
-            "link": link, "direction": direction, "path": "direct", "transport": "gloo",
+            "link": link, "direction": direction, "route": "direct", "transport": "gloo",
             "iteration": sequence, "bytes": 1, "queue_p50": 0.0,
             "wire": {"count": 2, "exact": 2, **times[link]},
         }

@@ -72,7 +72,7 @@ def record(**fields: Any) -> AdaptationRecord:
         "links": [{"link": 0, "health": "slow", "delay": 0.03}],
         "warmup_before": [2, 1],
         "warmup_after": [3, 1],
-        "paths": ["delegated"],
+        "routes": ["delegated"],
         "predicted_seconds_before": 2.0,
         "predicted_seconds_after": 1.0,
     }
@@ -337,7 +337,7 @@ def test_timeline_and_report_of_a_run(tmp_path: Path) -> None:
     report = json.loads(folder.report.read_text())
     assert report["completed"] is True and report["emulated"] is True
     assert report["attempts"][0]["end"] == "completed"
-    assert report["adaptations"][0]["paths"] == ["delegated"]
+    assert report["adaptations"][0]["routes"] == ["delegated"]
     assert said == [f"timeline: {folder.timeline}, {folder.picture}"]
 
 

@@ -218,10 +218,10 @@ def report(**changes: Any) -> dict[str, Any]:
         "adaptations": [
             {
                 "applied_at_iteration": 4,
-                "paths": ["delegated"],
+                "routes": ["delegated"],
                 "links": [{"link": 0, "delay": 0.01}, {"link": 0, "delay": 0.02}],
             },
-            {"applied_at_iteration": None, "paths": ["direct"], "links": []},
+            {"applied_at_iteration": None, "routes": ["direct"], "links": []},
         ],
         "spec": {
             "parallelism": {"stages": 2},
@@ -250,7 +250,7 @@ def timeline() -> dict[str, Any]:
 
 
 def test_a_report_is_a_problem(tmp_path: Path, capsys: Any) -> None:
-    """Op times from its timeline, delays and paths from its last plan in force."""
+    """Op times from its timeline, delays and routes from its last plan in force."""
     from pipemorph.local.results.measured import measured_problem
 
     file = tmp_path / "report.json"
@@ -272,9 +272,9 @@ def test_a_report_is_a_problem(tmp_path: Path, capsys: Any) -> None:
     assert "measured today: 500.0 ms" in out and "EMULATED" in out
 
 
-def applied(paths: Any = ("direct",), delay: float = 0.02) -> dict[str, Any]:
+def applied(routes: Any = ("direct",), delay: float = 0.02) -> dict[str, Any]:
     links = [{"link": 0, "delay": delay}]
-    return {"applied_at_iteration": 3, "paths": list(paths), "links": links}
+    return {"applied_at_iteration": 3, "routes": list(routes), "links": links}
 
 
 def op(kind: str = "F", **changes: Any) -> dict[str, Any]:
@@ -294,7 +294,7 @@ def op(kind: str = "F", **changes: Any) -> dict[str, Any]:
         (report(iterations=[{"index": 1}]), None, "report.json: is not a valid report"),
         (report(iterations=[{"seconds": float("nan")}]), None, "is not a valid report"),
         (report(iterations={}, adaptations=[3]), None, "is not a valid report"),
-        (report(adaptations=[applied(paths=["direct"] * 5)]), None, "is not a valid report"),
+        (report(adaptations=[applied(routes=["direct"] * 5)]), None, "is not a valid report"),
         (report(adaptations=[applied(delay=1e400)]), None, "is not a valid report"),
         (report(), {"traceEvents": [{"ph": "X"}]}, "timeline.json: is not a valid timeline"),
         (report(), {"events": []}, "is not a valid timeline of a run"),

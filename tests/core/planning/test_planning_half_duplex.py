@@ -10,9 +10,9 @@ from pipemorph.errors import InputError
 from pipemorph.planning import (
     Dispatch,
     Link,
-    Path,
     Policy,
     Problem,
+    Route,
     StageTimes,
     link_on,
     parse_problem,
@@ -93,7 +93,7 @@ def test_zero_bubble_pays_both_directions_on_a_shared_stream() -> None:
     times = StageTimes(forward=10, backward_input=10.5, backward_weight=5.5)
 
     def iteration(delay: float, *, half: bool) -> float:
-        links = [Link()] * 6 + [link_on(Path.DIRECT, delay, half_duplex=half)]
+        links = [Link()] * 6 + [link_on(Route.DIRECT, delay, half_duplex=half)]
         problem = Problem(microbatches=24, stages=(times,) * 8, links=tuple(links))
         return predict(make_plan(problem, Policy.ZERO_BUBBLE).schedule, problem)
 

@@ -17,9 +17,9 @@ from pipemorph.planning import (
     Dispatch,
     Link,
     OpKind,
-    Path,
     Policy,
     Problem,
+    Route,
     StageTimes,
     TimedOp,
     link_on,
@@ -173,18 +173,18 @@ def test_short_pipelines(stages: int, microbatches: int) -> None:
 def test_14b_profile() -> None:
     """What the figures of docs/benchmarks.md rest on: 60 ms on the last of seven links."""
 
-    def iteration(policy: Policy, path: Path, delay: float, *, half: bool = False) -> float:
+    def iteration(policy: Policy, route: Route, delay: float, *, half: bool = False) -> float:
         links = [
-            *[link_on(path, 0.0, half_duplex=half)] * 6,
-            link_on(path, delay, half_duplex=half),
+            *[link_on(route, 0.0, half_duplex=half)] * 6,
+            link_on(route, delay, half_duplex=half),
         ]
         problem = Problem(microbatches=24, stages=(LLM_14B,) * 8, links=tuple(links))
         return plan(problem, policy).makespan
 
-    adapted = iteration(Policy.PIPEMORPH, Path.DELEGATED, 60)
-    assert adapted <= 1.15 * iteration(Policy.PIPEMORPH, Path.DIRECT, 0)
-    assert 3 * adapted <= iteration(Policy.ZERO_BUBBLE, Path.DIRECT, 60, half=True)
-    assert 2 * adapted <= iteration(Policy.ZERO_BUBBLE, Path.DIRECT, 60)
+    adapted = iteration(Policy.PIPEMORPH, Route.DELEGATED, 60)
+    assert adapted <= 1.15 * iteration(Policy.PIPEMORPH, Route.DIRECT, 0)
+    assert 3 * adapted <= iteration(Policy.ZERO_BUBBLE, Route.DIRECT, 60, half=True)
+    assert 2 * adapted <= iteration(Policy.ZERO_BUBBLE, Route.DIRECT, 60)
 
 
 def test_certified_on_the_profiles_people_run() -> None:
@@ -226,10 +226,10 @@ def test_gpipe_refuses_a_warmup_that_is_not_its_own() -> None:
 def test_plan_for_takes_any_unit_and_carries_over_to_a_plan() -> None:
     """Seconds in, seconds out; the same order as for milliseconds."""
     seconds = StageTimes(forward=0.010, backward_input=0.010, backward_weight=0.010)
-    paths = (Path.DELEGATED, Path.DIRECT, Path.DIRECT)
-    planned = plan_for(12, [seconds] * 4, [0.02, 0, 0], paths)
+    routes = (Route.DELEGATED, Route.DIRECT, Route.DIRECT)
+    planned = plan_for(12, [seconds] * 4, [0.02, 0, 0], routes)
     assert planned.makespan == pytest.approx(0.410)
-    directive = planned.to_plan(7, paths)
+    directive = planned.to_plan(7, routes)
     assert directive.version == 7
     assert directive.schedule is planned.schedule
     assert directive.dispatch is Dispatch.STATIC

@@ -17,10 +17,10 @@ from pipemorph.planning import (
     Dispatch,
     Link,
     OpKind,
-    Path,
     Plan,
     Policy,
     Problem,
+    Route,
     Schedule,
     ScheduleError,
     StageTimes,
@@ -131,7 +131,7 @@ def test_offload_is_never_worse_than_none(problem: Problem, seed: int) -> None:
 def test_a_slow_link_that_memory_has_no_room_for_is_what_offload_is_for() -> None:
     without, planned = plan(on_device(TIGHT)), plan(TIGHT)
     assert planned.makespan < 0.8 * without.makespan
-    made = planned.to_plan(1, [Path.DIRECT] * 3)
+    made = planned.to_plan(1, [Route.DIRECT] * 3)
     # Online dispatch fills its caps: they are what the plan needs, not what there is room for.
     first = made.in_flight_limits[0]
     assert first is not None and planned.schedule.in_flight_peak()[0] <= first < 10
@@ -246,12 +246,12 @@ def test_a_fixed_warmup_above_the_device_limit_needs_offload() -> None:
 
 def test_plans_run_as_each_other_whatever_their_versions_and_caps() -> None:
     schedule = Schedule.decode(2, ["F0 F1 B0 W0 B1 W1", "F0 BW0 F1 BW1"])
-    first = Plan(0, Policy.PIPEMORPH, schedule, (Path.DIRECT,), (None, None))
+    first = Plan(0, Policy.PIPEMORPH, schedule, (Route.DIRECT,), (None, None))
     assert first.runs_as(replace(first, version=3, in_flight_limits=(2, 1)))
-    assert not first.runs_as(replace(first, paths=(Path.DELEGATED,)))
+    assert not first.runs_as(replace(first, routes=(Route.DELEGATED,)))
     assert not first.runs_as(replace(first, device_limits=(1, None)))
     other = Schedule.decode(2, ["F0 B0 W0 F1 B1 W1", "F0 BW0 F1 BW1"])
     assert not first.runs_as(replace(first, schedule=other))
     assert (first.fused, first.offloading, first.delegated) == ((1,), (), ())
-    moved = replace(first, paths=(Path.DELEGATED,), device_limits=(1, None))
+    moved = replace(first, routes=(Route.DELEGATED,), device_limits=(1, None))
     assert (moved.offloading, moved.delegated) == ((0,), (0,))

@@ -318,7 +318,7 @@ def test_a_summary_is_status_as_the_crd_has_it() -> None:
     training = dumped["training"]
     assert training["iteration"] == 12
     assert training["lastReportTime"] == "1970-01-01T00:16:40Z"
-    assert training["paths"] == ["direct"] * 3
+    assert training["routes"] == ["direct"] * 3
     assert len(training["warmup"]) == 4
 
 

@@ -21,8 +21,7 @@ import pytest
 from aiohttp import web
 from launch import ended, free_port
 
-from pipemorph.planning.ir import Path as LinkPath
-from pipemorph.planning.ir import Plan, Policy, Schedule
+from pipemorph.planning.ir import Plan, Policy, Route, Schedule
 from pipemorph.wire import (
     MAX_REPORT_BYTES,
     Directive,
@@ -173,7 +172,7 @@ def plan(version: int, stages: int = 2, microbatches: int = 2) -> Plan:
         version=version,
         policy=Policy.PIPEMORPH,
         schedule=Schedule.decode(microbatches, [ops] * stages),
-        paths=(LinkPath.DIRECT,) * (stages - 1),
+        routes=(Route.DIRECT,) * (stages - 1),
         in_flight_limits=(None,) * stages,
     )
 
@@ -191,7 +190,7 @@ def sample(link: int = 0, p50: float = 0.001, iteration: int = 0, replica: int =
         link=link,
         replica=replica,
         direction="forward",
-        path=LinkPath.DIRECT,
+        route=Route.DIRECT,
         transport="gloo",
         iteration=iteration,
         bytes=4096,

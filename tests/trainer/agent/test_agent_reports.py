@@ -13,7 +13,7 @@ import pytest
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController
 from pipemorph.ingest import BearerAuthenticator, IngestServer, MemoryStore
-from pipemorph.planning.ir import Path as LinkPath
+from pipemorph.planning.ir import Route
 from pipemorph.wire import (
     MAX_REPORT_BYTES,
     IterationSample,
@@ -68,7 +68,7 @@ class Job:
     def _window(self, link: int, replica: int, direction: str) -> LinkSample:
         wire = 0.0012345678901234 + self.delays.get((link, replica, direction), 0.0)
         return LinkSample(
-            link=link, replica=replica, direction=direction, path=LinkPath.DELEGATED,  # type: ignore[arg-type]
+            link=link, replica=replica, direction=direction, route=Route.DELEGATED,  # type: ignore[arg-type]
             transport="rdma", iteration=self.ticks, bytes=123456789, queue_p50=1.2345678901234e-5,
             wire=WireTime(count=16, exact=16, min=wire, p50=wire, p99=wire, mean=wire),
             rtt_min=1.2345678901234e-5,

@@ -47,7 +47,7 @@ def stage_1(clocks: Clocks, incoming: Any) -> tuple[Mailbox, Any]:
     socket = SimpleNamespace(lost=None, pump=lambda: None)
     end = SimpleNamespace(
         link=0, peer_rank=0, peer_stage=0, socket=socket, incoming=incoming, attend=lambda: None,
-        path=None, engine_link=None, all_taken=lambda: incoming.ready_at(0) is not None,
+        route=None, engine_link=None, all_taken=lambda: incoming.ready_at(0) is not None,
         sends=SimpleNamespace(letter="B"),
     )  # fmt: skip
     made = Mailbox(

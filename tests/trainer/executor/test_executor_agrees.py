@@ -22,10 +22,10 @@ from pipemorph.planning import (
     Link,
     Op,
     OpKind,
-    Path,
     Plan,
     Policy,
     Problem,
+    Route,
     StageTimes,
     plan,
     simulate,
@@ -307,7 +307,7 @@ def test_op_by_op(dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch) -> None:
         problem = random_problem(rng)
         policy = rng.choice((Policy.ONE_F_ONE_B, Policy.ZERO_BUBBLE, Policy.PIPEMORPH))
         planned = plan(problem.with_delays([0.0] * len(problem.links)), policy)
-        chosen = planned.to_plan(1, (Path.DIRECT,) * len(problem.links), dispatch)
+        chosen = planned.to_plan(1, (Route.DIRECT,) * len(problem.links), dispatch)
         expected = simulate(planned.schedule, problem, dispatch)
         found = execute(chosen, problem, monkeypatch)
         assert found == [[tuple(op) for op in ops] for ops in expected.stages], problem
@@ -327,7 +327,7 @@ def test_op_by_op_with_activations_in_host_memory(
         problem = random_problem(rng, offloads=True)
         policy = rng.choice((Policy.ONE_F_ONE_B, Policy.ZERO_BUBBLE, Policy.PIPEMORPH))
         planned = plan(problem.with_delays([0.0] * len(problem.links)), policy)
-        chosen = planned.to_plan(1, (Path.DIRECT,) * len(problem.links), dispatch)
+        chosen = planned.to_plan(1, (Route.DIRECT,) * len(problem.links), dispatch)
         # Policy pipemorph offloads where it pays only.
         limited = planned.problem.with_delays([link.delay for link in problem.links])
         assert chosen.device_limits == limited.device_limits()
@@ -349,7 +349,7 @@ def test_the_paper_example(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = quiet.with_delays([20, 0, 0])
     took = {}
     for mode in Dispatch:
-        found = execute(planned.to_plan(1, (Path.DIRECT,) * 3, mode), slow, monkeypatch)
+        found = execute(planned.to_plan(1, (Route.DIRECT,) * 3, mode), slow, monkeypatch)
         took[mode] = max(ops[-1][3] for ops in found)
     assert took == {Dispatch.STATIC: 440, Dispatch.ONLINE: 410}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,7 +66,7 @@ def gpt(context: TrainerContext, plan: Plan, limit: int | None) -> list[Any]:
     module = GPTStage(arguments, context.rank, context.world_size, context.world_size)
     found: list[Any] = []
     with Pipeline(
-        module, context=context, loss_fn=loss_fn, plan=plan, path="direct", host_memory=limit
+        module, context=context, loss_fn=loss_fn, plan=plan, route="direct", host_memory=limit
     ) as pipe:
         for iteration in range(2):
             tokens = torch.randint(
@@ -125,7 +125,7 @@ def emulated(context: TrainerContext, plan: Plan, copy: float) -> list[float]:
         return [float(pipe.step()) for _ in range(3)]
 
 
-def test_emulated_copies_take_their_time_and_are_traced(tmp_path: FilePath) -> None:
+def test_emulated_copies_take_their_time_and_are_traced(tmp_path: Path) -> None:
     job = Job(2, 6)
     offloads = make_plan(job, 0, "gpipe", device_limit=2)
     plain = make_plan(job, 0, "gpipe")

@@ -14,7 +14,17 @@ import torch
 from test_executor_agrees import random_problem
 from torch import Tensor
 
-from pipemorph.planning import Dispatch, Link, OpKind, Path, Plan, Policy, Problem, StageTimes, plan
+from pipemorph.planning import (
+    Dispatch,
+    Link,
+    OpKind,
+    Plan,
+    Policy,
+    Problem,
+    Route,
+    StageTimes,
+    plan,
+)
 from pipemorph_trainer.executor import receives
 from pipemorph_trainer.links.channels import direct
 from pipemorph_trainer.links.channels.arrival import OpClock, PeerClock
@@ -38,8 +48,8 @@ def random_plan(rng: random.Random, dispatch: Dispatch) -> Plan:
     while problem.stage_count < 2:
         problem = random_problem(rng)
     policy = rng.choice((Policy.ONE_F_ONE_B, Policy.ZERO_BUBBLE, Policy.PIPEMORPH))
-    paths = (Path.DIRECT,) * (problem.stage_count - 1)
-    return plan(problem, policy).to_plan(1, paths, dispatch)
+    routes = (Route.DIRECT,) * (problem.stage_count - 1)
+    return plan(problem, policy).to_plan(1, routes, dispatch)
 
 
 def reachable(chosen: Plan, stage: int, sent_up: int, sent_down: int) -> tuple[int, int]:
@@ -113,7 +123,7 @@ def test_windows_hold_nobody_up_for_ever() -> None:
     one = StageTimes(forward=1, backward_input=1, backward_weight=1)
     problem = Problem(microbatches=16, stages=(one, one), links=(Link(),))
     orders = [
-        plan(problem, policy).to_plan(1, (Path.DIRECT,), Dispatch.STATIC).schedule.stages[stage]
+        plan(problem, policy).to_plan(1, (Route.DIRECT,), Dispatch.STATIC).schedule.stages[stage]
         for stage, policy in enumerate((Policy.GPIPE, Policy.ONE_F_ONE_B))
     ]
     schedule = type(chosen.schedule)(16, tuple(orders))
@@ -121,7 +131,7 @@ def test_windows_hold_nobody_up_for_ever() -> None:
     assert receives.ends(schedule, (16,))
 
 
-# --- the direct path's receiving end --------------------------------------------------------------
+# --- the direct route's receiving end -------------------------------------------------------------
 
 
 class Wire:

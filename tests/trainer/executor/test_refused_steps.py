@@ -137,9 +137,9 @@ ONE_REPLICA = (
 @pytest.mark.parametrize(
     "options",
     [
-        {"policy": "1f1b", "path": "direct"},
+        {"policy": "1f1b", "route": "direct"},
         pytest.param(
-            {"policy": "pipemorph", "path": "delegated", "dispatch": "online"},
+            {"policy": "pipemorph", "route": "delegated", "dispatch": "online"},
             marks=pytest.mark.needs_engine,
         ),
     ],
@@ -160,4 +160,4 @@ def test_a_replica_refuses_for_all() -> None:
         None,
     )
     # All forwards first: the loss is on its way before the first backward.
-    check(4, 2, steps, policy="gpipe", path="direct")
+    check(4, 2, steps, policy="gpipe", route="direct")

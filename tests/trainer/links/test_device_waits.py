@@ -25,7 +25,7 @@ from staging_rig import rigged
 from torch import Tensor
 from trainer_jobs import Job, assert_same, make_plan, reference, train
 
-from pipemorph.planning import Path, Plan
+from pipemorph.planning import Plan, Route
 from pipemorph_trainer import TrainerContext, iteration, parts
 from pipemorph_trainer.agent.messages import NoControl
 from pipemorph_trainer.errors import PipelineError, WaitTimeoutError
@@ -69,7 +69,7 @@ def until(what: Callable[[], object], why: str) -> None:
         time.sleep(0.001)
 
 
-# --- receives of the direct path ------------------------------------------------------------------
+# --- receives of the direct route -----------------------------------------------------------------
 
 
 class Receive:
@@ -222,7 +222,7 @@ def test_memory_for_sends_is_page_locked_before_receives_are_posted() -> None:
     assert sorted(order[2:]) == ["receive from above", "receive from below"], order
 
 
-# --- sends of the direct path ---------------------------------------------------------------------
+# --- sends of the direct route --------------------------------------------------------------------
 
 
 class Send:
@@ -396,8 +396,8 @@ def directed(context: TrainerContext, job: Job, moved: Plan) -> Any:
 @pytest.mark.needs_engine
 @pytest.mark.multiprocess
 def test_a_directive_that_moves_a_link_in_mid_run() -> None:
-    job = Job(3, 6, policy="1f1b", path="auto", iterations=5)
-    moved = make_plan(job, 2, "1f1b", paths=(Path.DELEGATED, Path.DIRECT))
+    job = Job(3, 6, policy="1f1b", route="auto", iterations=5)
+    moved = make_plan(job, 2, "1f1b", routes=(Route.DELEGATED, Route.DIRECT))
     found = run_ranks(3, directed, job, moved, timeout=100)
     assert_same([record for record, _ in found], reference(job))
     assert [record.versions[-1] for record, _ in found] == [2, 2, 2]

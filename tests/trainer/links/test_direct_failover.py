@@ -1,4 +1,4 @@
-"""A direct path that breaks costs nothing but the connection: no message, no bit, no restart."""
+"""A direct route that breaks costs nothing but the connection: no message, no bit, no restart."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipemorph_trainer.links.channels import direct, failover
 # Several runs in a test, each with a deadline of its own.
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
-GIVEN_UP = re.compile(r"rank (\d) \(stage \d\), link (\d): the direct path is given up: (.*);")
+GIVEN_UP = re.compile(r"rank (\d) \(stage \d\), link (\d): the direct route is given up: (.*);")
 ITERATIONS = 4
 
 
@@ -32,7 +32,7 @@ def run(job: Job, entry: Any, *args: Any) -> tuple[list[Record], list[str]]:
 
 
 def given_up(outputs: list[str]) -> set[tuple[int, int]]:
-    """``(rank, link)`` of every end that gave its path up, each at most once."""
+    """``(rank, link)`` of every end that gave its route up, each at most once."""
     found = [m for output in outputs for m in GIVEN_UP.findall(output)]
     ends = [(int(rank), int(link)) for rank, link, _ in found]
     assert len(ends) == len(set(ends)), f"an end gave up twice: {found}"
@@ -47,7 +47,7 @@ def hurried(context: TrainerContext, job: Job) -> Record:
 
 
 @pytest.mark.parametrize("dispatch", ["static", "online"])
-def test_a_trace_that_cuts_every_direct_path_changes_no_bit(dispatch: str) -> None:
+def test_a_trace_that_cuts_every_direct_route_changes_no_bit(dispatch: str) -> None:
     faults = [Fault(link=link, from_iteration=1 + link, sever="direct") for link in (0, 1)]
     job = Job(3, 8, dispatch=dispatch, faults=faults, iterations=ITERATIONS)
     records, outputs = run(job, hurried)
@@ -58,7 +58,7 @@ def test_a_trace_that_cuts_every_direct_path_changes_no_bit(dispatch: str) -> No
 def cut_at(
     context: TrainerContext, job: Job, rank: int, iteration: int, op: int
 ) -> tuple[Record, int]:
-    """Train; ``rank`` cuts all its direct paths before its ``op``-th op of ``iteration``.
+    """Train; ``rank`` cuts all its direct routes before its ``op``-th op of ``iteration``.
 
     Also returns how many messages were sent a second time.
     """

@@ -1,6 +1,6 @@
 """Runs on GPUs: results equal a sequential run on the same GPU to the bit.
 
-One GPU is enough for the delegated path: the ranks share it. NCCL wants one per rank.
+One GPU is enough for the delegated route: the ranks share it. NCCL wants one per rank.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from cuda_jobs import ENVIRON, gpus, reference_on_gpu, train_on_gpu
 from launch import run_ranks
 from trainer_jobs import Job, Record, assert_same, make_plan
 
-from pipemorph.planning import Path
+from pipemorph.planning import Route
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,19 +43,19 @@ def check(job: Job, *, strict: bool = False) -> list[Record]:
 @pytest.mark.parametrize("dispatch", ["static", "online"])
 @pytest.mark.parametrize("policy", ["1f1b", "zero-bubble", "pipemorph"])
 def test_delegated(policy: str, dispatch: str, engine: str) -> None:
-    job = Job(3, 6, policy=policy, dispatch=dispatch, path="delegated", engine=engine)
+    job = Job(3, 6, policy=policy, dispatch=dispatch, route="delegated", engine=engine)
     records = check(job)
     assert {record.split for record in records} <= {"module", "graph"}
 
 
 def test_bfloat16() -> None:
-    check(Job(2, 4, dtype=torch.bfloat16, path="delegated", engine="tcp"))
+    check(Job(2, 4, dtype=torch.bfloat16, route="delegated", engine="tcp"))
 
 
 def test_no_step_waits_for_the_device_but_at_its_end() -> None:
     """torch raises at a hidden synchronisation: ``.item()``, a pageable copy, a comparison.
     What the trainer does on purpose are waits for events, which it does not count."""
-    check(Job(3, 6, path="delegated", engine="tcp", iterations=3), strict=True)
+    check(Job(3, 6, route="delegated", engine="tcp", iterations=3), strict=True)
 
 
 needs_two = pytest.mark.skipif(gpus() < 2, reason="NCCL needs a GPU per rank; here are fewer")
@@ -70,9 +70,9 @@ def test_direct(policy: str, dispatch: str) -> None:
 
 @needs_two
 def test_switching_between_direct_and_delegated() -> None:
-    job = Job(2, 6, policy="1f1b", path="auto", iterations=8)
-    there = make_plan(job, 3, "zero-bubble", paths=(Path.DELEGATED,))
-    back = make_plan(job, 7, "1f1b", paths=(Path.DIRECT,))
+    job = Job(2, 6, policy="1f1b", route="auto", iterations=8)
+    there = make_plan(job, 3, "zero-bubble", routes=(Route.DELEGATED,))
+    back = make_plan(job, 7, "1f1b", routes=(Route.DIRECT,))
     job = job.with_(switches=((0, there, (0, 1)), (3, back, (0, 1))))
     records = check(job)
     assert all(record.versions == [0, 0, 3, 3, 3, 7, 7, 7] for record in records)

@@ -58,7 +58,7 @@ def held(pipe: Pipeline) -> Held:
     )
 
 
-def endure(context: TrainerContext, path: str) -> tuple[Held, Held]:
+def endure(context: TrainerContext, route: str) -> tuple[Held, Held]:
     job = Job(2, 2)
     module = make_stage(context.rank, job.stages, job.dtype)
     tokens, target = make_batch(0, job.batch * job.microbatches)
@@ -67,7 +67,7 @@ def endure(context: TrainerContext, path: str) -> tuple[Held, Held]:
         context=context,
         loss_fn=loss_fn,
         microbatches=job.microbatches,
-        path=path,  # type: ignore[arg-type]
+        route=route,  # type: ignore[arg-type]
     ) as pipe:
         for iteration in range(ITERATIONS):
             if iteration == SETTLED:
@@ -78,11 +78,11 @@ def endure(context: TrainerContext, path: str) -> tuple[Held, Held]:
     return before, after
 
 
-@pytest.mark.parametrize("path", ["direct", "delegated"])
-def test_hundreds_of_iterations_hold_what_sixty_do(path: str) -> None:
-    if path == "delegated" and engine_module() is None:
+@pytest.mark.parametrize("route", ["direct", "delegated"])
+def test_hundreds_of_iterations_hold_what_sixty_do(route: str) -> None:
+    if route == "delegated" and engine_module() is None:
         pytest.fail("the engine is not built")
-    for rank, (before, after) in enumerate(run_ranks(2, endure, path)):
+    for rank, (before, after) in enumerate(run_ranks(2, endure, route)):
         assert abs(after.entries - before.entries) < MESSAGES, f"rank {rank}: {before} {after}"
         assert after.resident - before.resident < RESIDENT_BYTES, f"rank {rank}: {before} {after}"
         assert after.files < before.files + 4, f"rank {rank}: {before} {after}"

@@ -22,7 +22,7 @@ from pipemorph_trainer import Pipeline, TrainerContext
 
 pytestmark = pytest.mark.multiprocess
 
-PATHS = ["direct", pytest.param("delegated", marks=pytest.mark.needs_engine)]
+ROUTES = ["direct", pytest.param("delegated", marks=pytest.mark.needs_engine)]
 
 
 class Breaks(nn.Module):
@@ -55,7 +55,7 @@ def entry(context: TrainerContext, job: Job, broken: int, at: int, how: str) -> 
         loss_fn=loss_fn,
         microbatches=job.microbatches,
         policy=job.policy,
-        path=job.path,  # type: ignore[arg-type]
+        route=job.route,  # type: ignore[arg-type]
         deadline_seconds=job.deadline,
     )
     done = threading.Event()
@@ -109,7 +109,7 @@ def stopped(context: TrainerContext) -> None:
     module = Stops() if context.rank == 1 else nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     pipe = Pipeline(
         module, context=context, loss_fn=nn.functional.mse_loss, microbatches=4, policy="1f1b",
-        path="delegated", engine="tcp", deadline_seconds=300.0,
+        route="delegated", engine="tcp", deadline_seconds=300.0,
     )  # fmt: skip
     with pipe:
         pipe.step(torch.ones(8, 4), target=torch.zeros(8, 4))
@@ -158,7 +158,7 @@ def killed(context: TrainerContext, job: Job, neighbour: str, folder: Path) -> N
         loss_fn=loss_fn,
         microbatches=job.microbatches,
         policy=job.policy,
-        path=job.path,  # type: ignore[arg-type]
+        route=job.route,  # type: ignore[arg-type]
         deadline_seconds=job.deadline,
     ) as pipe:
 
@@ -178,10 +178,10 @@ def killed(context: TrainerContext, job: Job, neighbour: str, folder: Path) -> N
 
 
 @pytest.mark.parametrize("neighbour", ["waits", "computes"])
-@pytest.mark.parametrize("path", PATHS)
-def test_a_killed_peer_ends_the_others(path: str, neighbour: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_killed_peer_ends_the_others(route: str, neighbour: str, tmp_path: Path) -> None:
     """Also one that had something for it first: where that is refused, it names that message."""
-    results = Ranks(3, killed, LONG.with_(path=path), neighbour, tmp_path).wait()
+    results = Ranks(3, killed, LONG.with_(route=route), neighbour, tmp_path).wait()
     assert results[1].exitcode == -signal.SIGKILL
     for rank in (0, 2):
         assert results[rank].exitcode == 1, results[rank]
@@ -194,9 +194,9 @@ def test_a_killed_peer_ends_the_others(path: str, neighbour: str, tmp_path: Path
     assert "rank 1 (stage 1) is gone" in results[0].error, results[0].error[-1500:]
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_a_hanging_peer_runs_into_the_deadline(path: str) -> None:
-    ranks = Ranks(3, entry, LONG.with_(path=path, deadline=4.0), 1, LATE, "hang")
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_hanging_peer_runs_into_the_deadline(route: str) -> None:
+    ranks = Ranks(3, entry, LONG.with_(route=route, deadline=4.0), 1, LATE, "hang")
     ranks.wait_for_end([0, 2])
     ranks.signal(1, signal.SIGKILL)
     results = ranks.wait()
@@ -251,7 +251,7 @@ def test_a_peer_that_is_killed_before_a_collective_is_named() -> None:
 @pytest.mark.parametrize("what", ["data", "control"])
 def test_a_severed_engine_connection_changes_nothing(what: str) -> None:
     faults = [Fault(link=link, from_iteration=1, sever=what) for link in (0, 1)]  # type: ignore[arg-type]
-    job = Job(3, 6, path="delegated", engine="tcp", faults=faults, iterations=4)
+    job = Job(3, 6, route="delegated", engine="tcp", faults=faults, iterations=4)
     records = run_ranks(3, train, job)
     assert_same(records, reference(job))
 

@@ -23,7 +23,7 @@ def job(engine: str) -> dict[str, Any]:
         "spec": {
             "parallelism": {"stages": 2},
             "schedule": {"microbatches": MICROBATCHES},
-            "transport": {"path": "delegated", "engine": engine, "deadlineSeconds": 120.0},
+            "transport": {"route": "delegated", "engine": engine, "deadlineSeconds": 120.0},
             "trainer": {"module": "forking_rank", "iterations": ITERATIONS},
         },
     }

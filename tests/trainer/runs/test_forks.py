@@ -36,7 +36,7 @@ def forking(context: TrainerContext) -> list[float]:
     module = nn.Linear(4, 4)
     torch.nn.init.eye_(module.weight)
     with Pipeline(
-        module, context=context, loss_fn=nn.functional.mse_loss, microbatches=2, path="direct",
+        module, context=context, loss_fn=nn.functional.mse_loss, microbatches=2, route="direct",
         deadline_seconds=30.0,
     ) as pipe:  # fmt: skip
         for _ in range(3):

@@ -9,12 +9,12 @@ from launch import run_ranks
 from trainer_jobs import Job, Record, assert_same, make_plan, reference, train
 
 from pipemorph.api.spec import Fault
-from pipemorph.planning import Path
+from pipemorph.planning import Route
 
 pytestmark = pytest.mark.multiprocess
 
 POLICIES = ("gpipe", "1f1b", "zero-bubble", "pipemorph")
-PATHS = [
+ROUTES = [
     pytest.param("direct", "auto", id="direct"),
     pytest.param("delegated", "tcp", id="tcp", marks=pytest.mark.needs_engine),
     pytest.param("delegated", "shm", id="shm", marks=pytest.mark.needs_engine),
@@ -28,19 +28,19 @@ def check(job: Job) -> list[Record]:
     return records
 
 
-@pytest.mark.parametrize(("path", "engine"), PATHS)
+@pytest.mark.parametrize(("route", "engine"), ROUTES)
 @pytest.mark.parametrize("dispatch", ["static", "online"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_policies(policy: str, dispatch: str, path: str, engine: str) -> None:
-    records = check(Job(4, 6, policy=policy, dispatch=dispatch, path=path, engine=engine))
+def test_policies(policy: str, dispatch: str, route: str, engine: str) -> None:
+    records = check(Job(4, 6, policy=policy, dispatch=dispatch, route=route, engine=engine))
     # The split is what makes this worth testing: B and W ran apart.
     assert {record.split for record in records} <= {"module", "graph"}
 
 
-@pytest.mark.parametrize(("path", "engine"), PATHS)
+@pytest.mark.parametrize(("route", "engine"), ROUTES)
 @pytest.mark.parametrize("stages", [1, 2, 3])
-def test_bfloat16(stages: int, path: str, engine: str) -> None:
-    check(Job(stages, 4, dtype=torch.bfloat16, path=path, engine=engine))
+def test_bfloat16(stages: int, route: str, engine: str) -> None:
+    check(Job(stages, 4, dtype=torch.bfloat16, route=route, engine=engine))
 
 
 @pytest.mark.parametrize("dispatch", ["static", "online"])
@@ -49,26 +49,25 @@ def test_policies_in_bfloat16(policy: str, dispatch: str) -> None:
     check(Job(3, 6, policy=policy, dispatch=dispatch, dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize(("path", "engine"), PATHS)
+@pytest.mark.parametrize(("route", "engine"), ROUTES)
 @pytest.mark.parametrize("dispatch", ["static", "online"])
-def test_under_delays(dispatch: str, path: str, engine: str) -> None:
+def test_under_delays(dispatch: str, route: str, engine: str) -> None:
     faults = [
         Fault(link=0, delay_ms=5.0, from_iteration=1),
         Fault(link=1, delay_ms=10.0, to_iteration=2),
         Fault(link=1, bandwidth_mbps=1.0),
     ]
-    check(
-        Job(3, 6, policy="zero-bubble", dispatch=dispatch, path=path, engine=engine, faults=faults)
-    )
+    job = Job(3, 6, policy="zero-bubble", dispatch=dispatch, route=route, engine=engine)
+    check(job.with_(faults=faults))
 
 
 @pytest.mark.needs_engine
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("engine", ["tcp", "shm"])
-def test_plan_and_path_switch_in_mid_run(engine: str, dtype: torch.dtype) -> None:
-    job = Job(3, 6, policy="1f1b", path="auto", engine=engine, iterations=8, dtype=dtype)
-    second = make_plan(job, 3, "zero-bubble", paths=(Path.DIRECT, Path.DELEGATED))
-    third = make_plan(job, 7, "gpipe", paths=(Path.DELEGATED, Path.DIRECT), dispatch="online")
+def test_plan_and_route_switch_in_mid_run(engine: str, dtype: torch.dtype) -> None:
+    job = Job(3, 6, policy="1f1b", route="auto", engine=engine, iterations=8, dtype=dtype)
+    second = make_plan(job, 3, "zero-bubble", routes=(Route.DIRECT, Route.DELEGATED))
+    third = make_plan(job, 7, "gpipe", routes=(Route.DELEGATED, Route.DIRECT), dispatch="online")
     job = job.with_(switches=((0, second, (0, 2)), (1, second, (1,)), (3, third, (0, 1, 2))))
     records = check(job)
     # Prepared by all at the end of iteration 1 and 3: in force two iterations later.

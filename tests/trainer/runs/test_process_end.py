@@ -81,7 +81,7 @@ from pipemorph_trainer import Pipeline, TrainerContext
 context = TrainerContext.from_env()
 with Pipeline(
     nn.Linear(4, 4), context=context, loss_fn=nn.functional.mse_loss, microbatches=2,
-    path="direct", deadline_seconds=5.0,
+    route="direct", deadline_seconds=5.0,
 ) as pipe:
     pipe.step(torch.ones(4, 4), target=torch.zeros(4, 4))
     if context.rank == 1:

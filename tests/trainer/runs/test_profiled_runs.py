@@ -21,7 +21,7 @@ def profiled(context: TrainerContext, job: Job) -> list[tuple[int, int]]:
     counts = []
     with Pipeline(
         module, context=context, loss_fn=loss_fn, microbatches=job.microbatches,
-        stages=job.stages, path=job.path,  # type: ignore[arg-type]
+        stages=job.stages, route=job.route,  # type: ignore[arg-type]
     ) as pipe:  # fmt: skip
         for iteration in range(job.iterations):
             tokens, target = make_batch(iteration, job.batch * job.microbatches)
@@ -37,10 +37,10 @@ def profiled(context: TrainerContext, job: Job) -> list[tuple[int, int]]:
     return counts
 
 
-@pytest.mark.parametrize("path", ["direct", "delegated"])
-def test_a_profiler_may_stop_after_any_iteration(path: str) -> None:
+@pytest.mark.parametrize("route", ["direct", "delegated"])
+def test_a_profiler_may_stop_after_any_iteration(route: str) -> None:
     """What is still under way then is written to when it is through, in memory that was given
-    back: sends of the direct path let the process crash, the agreement let records get lost."""
-    job = Job(2, 8, path=path, iterations=4)
+    back: sends of the direct route let the process crash, the agreement let records get lost."""
+    job = Job(2, 8, route=route, iterations=4)
     for counts in run_ranks(2, profiled, job):
         assert counts == [(3 * job.microbatches, 1)] * job.iterations

@@ -142,7 +142,7 @@ def test_the_plan_changes_at_most_two_iterations_after_the_change_shows(
 def test_every_field_of_an_adaptation_is_there(adapted: Done) -> None:
     fields = {
         "plan_version", "detected_at", "applied_at_iteration", "reason", "links", "warmup_before",
-        "warmup_after", "paths", "iteration_seconds_before", "iteration_seconds_after",
+        "warmup_after", "routes", "iteration_seconds_before", "iteration_seconds_after",
         "bubble_before", "bubble_after", "peak_memory_before", "peak_memory_after",
     }  # fmt: skip
     for adaptation in adapted.report["adaptations"]:
@@ -165,7 +165,7 @@ def test_the_plan_of_the_start_comes_back(adapted: Done) -> None:
     returns = [a for a in after if a["kind"] == "return" and a["applied_at_iteration"]]
     assert returns, adapted
     back = returns[-1]
-    assert set(back["paths"]) == {"direct"}
+    assert set(back["routes"]) == {"direct"}
     assert back["warmup_after"] == report["adaptations"][0]["warmup_before"]
     seconds = [i["seconds"] for i in report["iterations"]]
     assert median(seconds[-3:]) < 1.5 * median(seconds[1:SLOW_FROM])

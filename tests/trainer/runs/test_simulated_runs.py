@@ -17,7 +17,7 @@ from simulated_device import Driver, SimulatedDevice
 from trainer_jobs import Job, Record, assert_same, make_plan, reference, train
 
 from pipemorph.errors import InputError
-from pipemorph.planning import OpKind, Path
+from pipemorph.planning import OpKind, Route
 from pipemorph_trainer import TrainerContext, parts, pipeline, start
 from pipemorph_trainer.devices import own_device
 from pipemorph_trainer.executor.device_times import LAUNCHED_AHEAD, DeviceTimes, LossCopy
@@ -51,7 +51,7 @@ def simulate(context: TrainerContext, job: Job, seed: int) -> tuple[Record, int,
     ],
 )
 def test_delegated_runs(policy: str, engine: str, dispatch: str) -> None:
-    job = Job(3, 6, policy=policy, dispatch=dispatch, path="delegated", engine=engine)
+    job = Job(3, 6, policy=policy, dispatch=dispatch, route="delegated", engine=engine)
     found = run_ranks(3, simulate, job, 7, timeout=100)
     assert_same([record for record, _, _ in found], reference(Job(3, 6)))
     for _, nbytes, threads in found:
@@ -61,9 +61,9 @@ def test_delegated_runs(policy: str, engine: str, dispatch: str) -> None:
 
 @pytest.mark.needs_engine
 @pytest.mark.multiprocess
-def test_switching_between_paths() -> None:
-    job = Job(3, 6, policy="1f1b", path="auto", iterations=6)
-    moved = make_plan(job, 2, "zero-bubble", paths=(Path.DELEGATED, Path.DIRECT))
+def test_switching_between_routes() -> None:
+    job = Job(3, 6, policy="1f1b", route="auto", iterations=6)
+    moved = make_plan(job, 2, "zero-bubble", routes=(Route.DELEGATED, Route.DIRECT))
     job = job.with_(switches=((0, moved, (0, 1, 2)),))
     found = run_ranks(3, simulate, job, 11, timeout=100)
     records = [record for record, _, _ in found]
@@ -91,7 +91,7 @@ def _fail_in_mid_run(context: TrainerContext, job: Job) -> None:
 @pytest.mark.needs_engine
 @pytest.mark.multiprocess
 def test_a_device_that_fails_ends_the_run_in_words() -> None:
-    job = Job(3, 6, path="delegated", engine="tcp", iterations=20)
+    job = Job(3, 6, route="delegated", engine="tcp", iterations=20)
     ranks = Ranks(3, _fail_in_mid_run, job).wait(100)
     assert all(rank.exitcode == 1 for rank in ranks), [rank.exitcode for rank in ranks]
     assert "CUDA error: uncorrectable ECC error" in ranks[1].error
@@ -108,8 +108,8 @@ def _plain(context: TrainerContext) -> tuple[list[str], list[str]]:
         neighbours = meet(*args, **options)
         assert neighbours.staging is None
         for end in neighbours.ends:
-            kinds.append(type(end._incoming[Path.DELEGATED]).__name__)
-            kinds.append(type(end._outgoing[Path.DELEGATED]).__name__)
+            kinds.append(type(end._incoming[Route.DELEGATED]).__name__)
+            kinds.append(type(end._outgoing[Route.DELEGATED]).__name__)
         return neighbours
 
     parts.meet = met  # type: ignore[assignment]
@@ -122,7 +122,7 @@ def _plain(context: TrainerContext) -> tuple[list[str], list[str]]:
         return loss
 
     vars(pipeline)["Pipeline"].step = stepping
-    train(context, Job(2, 4, path="delegated"))
+    train(context, Job(2, 4, route="delegated"))
     return names, kinds
 
 

@@ -182,7 +182,7 @@ def test_arguments_that_the_manifest_contradicts_are_errors() -> None:
     two = {"parallelism": {"stages": 2}, "faults": [{"link": 0, "delayMs": 5}]}
     context = context_of(job(checkpoint=checkpoint, **two))
     same: dict[str, Any] = {
-        "microbatches": 4, "stages": 2, "policy": Policy.PIPEMORPH, "path": None, "queues": 8,
+        "microbatches": 4, "stages": 2, "policy": Policy.PIPEMORPH, "route": None, "queues": 8,
         "faults": (Fault(link=0, delay_ms=5),), "checkpoint": Checkpoint(directory="/x", every=2),
     }  # fmt: skip
     assert Settings.choose(context, same) == Settings.choose(context, {})

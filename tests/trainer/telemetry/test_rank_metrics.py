@@ -11,7 +11,7 @@ import pytest
 from launch import free_port
 
 from pipemorph.errors import InputError
-from pipemorph.planning import Op, OpKind, Path, Plan, Policy, Schedule
+from pipemorph.planning import Op, OpKind, Plan, Policy, Route, Schedule
 from pipemorph.wire import LinkSample, RailSample, StageProfile, TransportSample, WireTime
 from pipemorph_trainer.agent.messages import NoControl, Offloaded, RankTelemetry
 from pipemorph_trainer.context import TrainerContext
@@ -42,10 +42,10 @@ def telemetry(iteration: int, plan_version: int = 2, **fields: Any) -> RankTelem
     )  # fmt: skip
 
 
-def sample(path: Path, wire: float, size: int = 1000) -> LinkSample:
+def sample(route: Route, wire: float, size: int = 1000) -> LinkSample:
     times = dict.fromkeys(("min", "p50", "p99", "mean"), wire)
     return LinkSample(
-        link=1, direction="forward", path=path, transport="gloo", iteration=0, bytes=size,
+        link=1, direction="forward", route=route, transport="gloo", iteration=0, bytes=size,
         wire=WireTime(count=4, exact=4, **times), queue_p50=0.001,
     )  # fmt: skip
 
@@ -62,7 +62,7 @@ def plan_of(version: int, warmup: int) -> Plan:
     for i in range(4):
         ops += backwards[2 * i : 2 * i + 2] + forwards[warmup + i : warmup + i + 1]
     return Plan(
-        version, Policy.PIPEMORPH, Schedule(4, (tuple(ops),) * 2), (Path.DIRECT,), (None, None)
+        version, Policy.PIPEMORPH, Schedule(4, (tuple(ops),) * 2), (Route.DIRECT,), (None, None)
     )
 
 
@@ -74,10 +74,10 @@ def test_telemetry_becomes_metrics() -> None:
         stage=1, forward=0.1, backward_input=0.05, backward_weight=0.05, split="module",
         peak_memory=77,
     )  # fmt: skip
-    metrics.hear(telemetry(5, links=[sample(Path.DIRECT, 0.004)]))
+    metrics.hear(telemetry(5, links=[sample(Route.DIRECT, 0.004)]))
     clock.now += 1.0
     metrics.hear(telemetry(6))
-    metrics.hear(telemetry(6, profile=profile, links=[sample(Path.DELEGATED, 0.06, 500)]))
+    metrics.hear(telemetry(6, profile=profile, links=[sample(Route.DELEGATED, 0.06, 500)]))
     assert read(metrics, "iteration") == 6
     assert read(metrics, "iteration_seconds") == 1.0
     assert read(metrics, "bubble_fraction") == pytest.approx(0.2)
@@ -85,12 +85,12 @@ def test_telemetry_becomes_metrics() -> None:
     assert read(metrics, "prepared_plan_version") == 3
     assert read(metrics, "in_flight_peak") == 1
     assert read(metrics, "peak_memory_bytes") == 77
-    direct = {"link": "1", "direction": "forward", "path": "direct"}
+    direct = {"link": "1", "direction": "forward", "route": "direct"}
     assert read(metrics, "link_wire_seconds", **direct) == 0.004
     assert read(metrics, "link_bytes_total", **direct) == 1000
-    assert read(metrics, "link_wire_seconds", **direct | {"path": "delegated"}) == 0.06
-    assert read(metrics, "link_bytes_total", **direct | {"path": "delegated"}) == 500
-    assert read(metrics, "link_messages_total", **direct | {"path": "delegated"}) == 4
+    assert read(metrics, "link_wire_seconds", **direct | {"route": "delegated"}) == 0.06
+    assert read(metrics, "link_bytes_total", **direct | {"route": "delegated"}) == 500
+    assert read(metrics, "link_messages_total", **direct | {"route": "delegated"}) == 4
     assert read(metrics, "reroutes_total", link="1") == 1
 
 

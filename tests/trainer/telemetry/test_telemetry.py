@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from pathlib import Path as FilePath
+from pathlib import Path
 from statistics import median, median_low
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from launch import run_ranks
 
 from pipemorph.api.spec import Fault
-from pipemorph.planning import Path, Plan
+from pipemorph.planning import Plan, Route
 from pipemorph.wire import LinkSample
 from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
 from pipemorph_trainer.agent.messages import RankTelemetry
@@ -20,7 +20,7 @@ from pipemorph_trainer.agent.messages import RankTelemetry
 pytestmark = pytest.mark.multiprocess
 
 HEAD_OF_LINE_MS = 300.0
-PATHS = ["direct", pytest.param("delegated", marks=pytest.mark.needs_engine)]
+ROUTES = ["direct", pytest.param("delegated", marks=pytest.mark.needs_engine)]
 OPS = ("forward", "backward_input", "backward_weight")
 TIMES = (0.004, 0.005, 0.002)
 MICROBATCHES, ITERATIONS = 8, 4
@@ -45,7 +45,7 @@ class Recorder:
 
 
 def entry(
-    context: TrainerContext, path: str, faults: list[Fault], policy: str = "zero-bubble"
+    context: TrainerContext, route: str, faults: list[Fault], policy: str = "zero-bubble"
 ) -> tuple[list[RankTelemetry], list[float]]:
     control = Recorder()
     losses = []
@@ -54,7 +54,7 @@ def entry(
         context=context,
         microbatches=MICROBATCHES,
         policy=policy,
-        path=path,  # type: ignore[arg-type]
+        route=route,  # type: ignore[arg-type]
         faults=faults,
         control=control,
         deadline_seconds=30,
@@ -69,10 +69,10 @@ def samples(messages: list[RankTelemetry], direction: str) -> list[LinkSample]:
     return [s for m in messages for s in m.links if s.direction == direction]
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_an_injected_delay_is_what_is_measured(path: str) -> None:
+@pytest.mark.parametrize("route", ROUTES)
+def test_an_injected_delay_is_what_is_measured(route: str) -> None:
     delay = Fault(link=0, delay_ms=30.0, from_iteration=1, to_iteration=3)
-    told = run_ranks(2, entry, path, [delay])
+    told = run_ranks(2, entry, route, [delay])
     for rank, direction in ((1, "forward"), (0, "backward")):
         found = samples(told[rank][0], direction)
         held = [s for s in found if s.iteration in (1, 2)]
@@ -80,7 +80,7 @@ def test_an_injected_delay_is_what_is_measured(path: str) -> None:
         assert sum(s.wire.count for s in held) == 2 * MICROBATCHES
         # Held on its queue for 30 ms, to the microsecond; queueing is told apart. A receiver that
         # a busy machine has stopped sees a message late, and none early.
-        assert {sample.path for sample in held} == {path}
+        assert {sample.route for sample in held} == {route}
         least = [sample.wire.min for sample in held]
         for value in (min(least), median(least)):
             assert value == pytest.approx(0.030, abs=1e-4), held
@@ -88,7 +88,7 @@ def test_an_injected_delay_is_what_is_measured(path: str) -> None:
         assert sum(s.wire.exact for s in held) > MICROBATCHES
         assert sum(s.wire.count for s in free) == 2 * MICROBATCHES
         assert min(s.wire.min for s in free) < 0.010
-    if path == "direct":
+    if route == "direct":
         queued = [s.queue_p50 for s in samples(told[1][0], "forward") if s.iteration in (1, 2)]
         assert max(queued) > 0.020, "a slow direct link must queue"
 
@@ -136,12 +136,12 @@ def test_losses_come_from_the_messages() -> None:
     assert len(set(runs[0])) == ITERATIONS
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_traces_and_the_record_of_faults(path: str, tmp_path: FilePath) -> None:
+@pytest.mark.parametrize("route", ROUTES)
+def test_traces_and_the_record_of_faults(route: str, tmp_path: Path) -> None:
     faults = [Fault(link=0, delay_ms=10.0, from_iteration=1, to_iteration=2)]
-    if path == "delegated":
+    if route == "delegated":
         faults.append(Fault(link=0, from_iteration=2, sever="data"))
-    run_ranks(2, entry, path, faults, context={"trace_dir": tmp_path})
+    run_ranks(2, entry, route, faults, context={"trace_dir": tmp_path})
     for rank in range(2):
         lines = [
             json.loads(line)
@@ -164,7 +164,7 @@ def test_traces_and_the_record_of_faults(path: str, tmp_path: FilePath) -> None:
         assert (delay["first_iteration"], delay["last_iteration"]) == (1, 1)
         cuts = [entry for entry in record["faults"] if "sever" in entry]
         assert [cut["applied"] for cut in cuts] == (
-            [True] if path == "delegated" and not rank else []
+            [True] if route == "delegated" and not rank else []
         )
 
 
@@ -184,7 +184,7 @@ class Switching(Recorder):
 def switching(context: TrainerContext) -> list[int]:
     from trainer_jobs import Job, make_plan
 
-    control = Switching(make_plan(Job(2, MICROBATCHES), 5, "gpipe", paths=(Path.DIRECT,)))
+    control = Switching(make_plan(Job(2, MICROBATCHES), 5, "gpipe", routes=(Route.DIRECT,)))
     versions = []
     with Pipeline(
         EmulatedStage(*TIMES, message_bytes=4096),
@@ -204,18 +204,18 @@ def test_a_directive_in_mid_iteration_is_in_force_two_iterations_later() -> None
     assert versions[0] in ([0, 0, 0, 5, 5, 5], [0, 0, 0, 0, 5, 5])
 
 
-def fourth_forward(context: TrainerContext, path: str) -> float:
+def fourth_forward(context: TrainerContext, route: str) -> float:
     """Seconds from the end of stage 0's F0 to the start of its F3, in an iteration for which the
-    neighbour has granted what a delegated path needs."""
+    neighbour has granted what a delegated route needs."""
     with Pipeline(
         EmulatedStage(*TIMES, message_bytes=4096),
         context=context,
         microbatches=6,
         policy="gpipe",
-        path=path,  # type: ignore[arg-type]
+        route=route,  # type: ignore[arg-type]
         faults=[Fault(link=0, delay_ms=HEAD_OF_LINE_MS)],
     ) as pipe:
-        for _ in range(1 if path == "direct" else 2):
+        for _ in range(1 if route == "direct" else 2):
             pipe.step()
     assert context.trace_dir is not None
     trace = (context.trace_dir / f"ops-rank{context.rank}.jsonl").read_text()
@@ -223,13 +223,13 @@ def fourth_forward(context: TrainerContext, path: str) -> float:
     return float(forwards[3][2] - forwards[0][3])
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("route", ROUTES)
 def test_a_slow_direct_link_blocks_compute_and_a_delegated_one_does_not(
-    path: str, tmp_path: FilePath
+    route: str, tmp_path: Path
 ) -> None:
     """Head of line: the third send waits for the first before F3 can start."""
-    gap = run_ranks(2, fourth_forward, path, context={"trace_dir": tmp_path})[0]
-    if path == "direct":
+    gap = run_ranks(2, fourth_forward, route, context={"trace_dir": tmp_path})[0]
+    if route == "direct":
         assert gap >= 0.95e-3 * HEAD_OF_LINE_MS
     else:
         assert gap < 0.8e-3 * HEAD_OF_LINE_MS

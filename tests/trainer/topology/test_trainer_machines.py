@@ -36,7 +36,7 @@ def test_where_the_kernel_does_not_say_names_have_to_do(tmp_path: Path) -> None:
 
 
 def meet(
-    context: TrainerContext, changed: str | None, path: str = "direct"
+    context: TrainerContext, changed: str | None, route: str = "direct"
 ) -> tuple[list[str], list[bool], float]:
     """What this rank dialled, whether each neighbour reads its clock, and its loss. Rank 1 is
     where ``changed`` is another."""
@@ -57,7 +57,7 @@ def meet(
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     with Pipeline(
         module, context=context, loss_fn=nn.functional.mse_loss, microbatches=4, policy="1f1b",
-        path=path, engine="tcp",
+        route=route, engine="tcp",
     ) as pipe:  # fmt: skip
         loss = pipe.step(torch.ones(8, 4), target=torch.zeros(8, 4))
         return dialled, [end.same_host for end in pipe._parts.neighbours.ends], float(loss)
@@ -81,8 +81,8 @@ def test_neighbours_meet_where_they_are(changed: str | None, address: str, one_c
 
 
 @pytest.mark.ipv6
-@pytest.mark.parametrize("path", ["direct", "delegated"])
-def test_neighbours_meet_over_ipv6(path: str) -> None:
+@pytest.mark.parametrize("route", ["direct", "delegated"])
+def test_neighbours_meet_over_ipv6(route: str) -> None:
     context = {"secret": b"secret", "master_addr": "::1"}
-    zero, one = run_ranks(2, meet, "network", path, context=context)
+    zero, one = run_ranks(2, meet, "network", route, context=context)
     assert zero == (["::1"], [True], one[2])

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pipemorph.wire import LinkSample, WireModel
 
 WINDOWS_PER_LINK = 8
-"""Windows kept per link, direction and path while no report gets through."""
+"""Windows kept per link, direction and route while no report gets through."""
 LINKS_PER_REPORT = 512
 CHANGED_SHARE = SLOWEST_SHARE = 1 / 8
 """Of a report's bytes: for about 25 series each."""
@@ -31,7 +31,7 @@ FADING = 1 / 4
 differs from it by 2 ms after nine reports, as many as a detector needs to be sure of a recovery."""
 
 LinkKey = tuple[int, int, str, str]
-"""link, replica, direction, path"""
+"""link, replica, direction, route"""
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Budget:
 
 @dataclass
 class _Series:
-    """Windows of one direction of one link over one path that wait, oldest first."""
+    """Windows of one direction of one link over one route that wait, oldest first."""
 
     waiting: deque[LinkSample] = field(default_factory=lambda: deque(maxlen=WINDOWS_PER_LINK))
     told_at: int = 0
@@ -148,4 +148,4 @@ def _slowness(window: LinkSample) -> float:
 
 
 def _key(sample: LinkSample) -> LinkKey:
-    return (sample.link, sample.replica, sample.direction, sample.path.value)
+    return (sample.link, sample.replica, sample.direction, sample.route.value)

@@ -3,7 +3,7 @@
 Communication is not in the plan. An F waits for the F upstream, a B for the B downstream,
 and each for its own message only. Sends are handed over when an op ends. Every kind runs in
 microbatch order, so that gradients add up in one order whatever the schedule, the delays or
-the paths: results are the same to the bit.
+the routes: results are the same to the bit.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipemorph.planning import OpKind, Path
+from pipemorph.planning import OpKind, Route
 from pipemorph_trainer.errors import PeerLostError, PipelineError, WaitTimeoutError
 from pipemorph_trainer.executor.profiling import profiling
 from pipemorph_trainer.executor.waiting import Waiting
@@ -123,7 +123,7 @@ class Mailbox:
 
         Where messages go without the engine, they may be had from it all the same.
         """
-        if end.path is not Path.DELEGATED or end.engine_link is None:
+        if end.route is not Route.DELEGATED or end.engine_link is None:
             return
         if (why := end.engine_link.error) is not None:
             raise self._named(end, PipelineError(why))

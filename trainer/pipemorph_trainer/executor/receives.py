@@ -7,7 +7,7 @@ once this stage has sent everything that its sender needs from it, which is also
 at which the message can be on its way.
 
 A message that is here before its op takes memory of this stage. So a link is received on at most
-its slackness and a few messages ahead, as many as the delegated path has slots for.
+its slackness and a few messages ahead, as many as the delegated route has slots for.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Links between stages of which a rank has several: to other ranks, or to itself.
 
-Link *s* joins stage *s* and *s+1*, wherever they are. Between two ranks it is a direct path of
+Link *s* joins stage *s* and *s+1*, wherever they are. Between two ranks it is a direct route of
 its own, with its own group and socket, so that the messages of two links between the same ranks
 cannot be mistaken for each other. Within a rank a message is handed over as it is.
 """
@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import Tensor
 
-from pipemorph.planning import Path
+from pipemorph.planning import Route
 from pipemorph_trainer.links import peer_socket
 from pipemorph_trainer.links.link import LinkEnd, Neighbourhood
 from pipemorph_trainer.links.message import Batch, Direction, TensorMeta
@@ -128,8 +128,8 @@ def meet_chunks(
         faults = [f for f in config.faults if f.link == link]
         end = LinkEnd(link, receives, control, faults=faults)
         edge = dict.fromkeys(Direction, edges[link])
-        end.add(Path.DIRECT, *config.direct_channels(end, edge))
-        end.select(Path.DIRECT)
+        end.add(Route.DIRECT, *config.direct_channels(end, edge))
+        end.select(Route.DIRECT)
         config.poller.watch_socket(control.fileno())
         return end
 
@@ -173,9 +173,9 @@ def _join_locally(link: int, rank: int, neighbours: dict[int, Neighbourhood]) ->
     forward, backward = LocalLane(), LocalLane()
     below = LinkEnd(link, Direction.BACKWARD, control)
     above = LinkEnd(link, Direction.FORWARD, control)
-    below.add(Path.DIRECT, backward, forward)
-    above.add(Path.DIRECT, forward, backward)
-    below.select(Path.DIRECT)
-    above.select(Path.DIRECT)
+    below.add(Route.DIRECT, backward, forward)
+    above.add(Route.DIRECT, forward, backward)
+    below.select(Route.DIRECT)
+    above.select(Route.DIRECT)
     neighbours[link].downstream = below
     neighbours[link + 1].upstream = above

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipemorph.api.spec import Fault
-from pipemorph.planning import Path
+from pipemorph.planning import Route
 from pipemorph_trainer.links.channels.arrival import PeerClock
 from pipemorph_trainer.links.channels.delegated import DelegatedIncoming
 from pipemorph_trainer.links.channels.direct import DirectOutgoing
@@ -27,7 +27,7 @@ END_SECONDS = 1.0
 
 
 class LinkEnd:
-    """This rank's end of one link: what it receives and what it sends, on either path."""
+    """This rank's end of one link: what it receives and what it sends, on either route."""
 
     def __init__(
         self,
@@ -54,25 +54,25 @@ class LinkEnd:
         self.peer_clock = PeerClock()
         self.engine_link: _engine.Link | None = None
         self.failover: Failover | None = None
-        """None where a direct path that breaks has nothing to go on with."""
+        """None where a direct route that breaks has nothing to go on with."""
         self.same_host = True
         """Whether the neighbour reads the same clock."""
         self._direct_transport = direct_transport
-        self._incoming: dict[Path, Incoming] = {}
-        self._outgoing: dict[Path, Outgoing] = {}
+        self._incoming: dict[Route, Incoming] = {}
+        self._outgoing: dict[Route, Outgoing] = {}
         self._staged_outgoing: StagedOutgoing | None = None
-        self._selected = Path.DIRECT
+        self._selected = Route.DIRECT
         self.incoming: Incoming
         self.outgoing: Outgoing
 
-    def add(self, path: Path, incoming: Incoming, outgoing: Outgoing) -> None:
-        self._incoming[path], self._outgoing[path] = incoming, outgoing
+    def add(self, route: Route, incoming: Incoming, outgoing: Outgoing) -> None:
+        self._incoming[route], self._outgoing[route] = incoming, outgoing
         if isinstance(outgoing, StagedOutgoing):
             self._staged_outgoing = outgoing
 
     @property
     def delegated(self) -> DelegatedIncoming | None:
-        found = self._incoming.get(Path.DELEGATED)
+        found = self._incoming.get(Route.DELEGATED)
         return found if isinstance(found, DelegatedIncoming) else None
 
     @property
@@ -86,19 +86,19 @@ class LinkEnd:
         if outgoing is not None:
             outgoing.expect(messages)
 
-    def has(self, path: Path) -> bool:
-        return path in self._incoming
+    def has(self, route: Route) -> bool:
+        return route in self._incoming
 
-    def select(self, path: Path) -> None:
-        """Use this path from the next :meth:`Incoming.begin` on."""
-        self._selected = path
-        self.incoming, self.outgoing = self._incoming[path], self._outgoing[path]
+    def select(self, route: Route) -> None:
+        """Use this route from the next :meth:`Incoming.begin` on."""
+        self._selected = route
+        self.incoming, self.outgoing = self._incoming[route], self._outgoing[route]
 
     @property
-    def path(self) -> Path:
-        """The path that carries: a direct one that broke is delegated, whatever was selected."""
+    def route(self) -> Route:
+        """The route that carries: a direct one that broke is delegated, whatever was selected."""
         if self.failover is not None and self.failover.broken is not None:
-            return Path.DELEGATED
+            return Route.DELEGATED
         return self._selected
 
     def attend(self) -> None:
@@ -108,14 +108,14 @@ class LinkEnd:
             self.failover.attend()
 
     def allow(self, deadline: float) -> None:
-        """Seconds that a send of the direct path may take from now on."""
-        outgoing = self._outgoing.get(Path.DIRECT)
+        """Seconds that a send of the direct route may take from now on."""
+        outgoing = self._outgoing.get(Route.DIRECT)
         if isinstance(outgoing, DirectOutgoing | FailoverOutgoing):
             outgoing.allow(deadline)
 
     def finish_sends(self) -> None:
-        """Wait until nothing of the direct path is under way."""
-        outgoing = self._outgoing[Path.DIRECT]
+        """Wait until nothing of the direct route is under way."""
+        outgoing = self._outgoing[Route.DIRECT]
         if isinstance(outgoing, DirectOutgoing | FailoverOutgoing):
             outgoing.finish()
 
@@ -125,14 +125,14 @@ class LinkEnd:
 
     @property
     def transport(self) -> Transport:
-        if self.path is Path.DIRECT or self.engine_link is None:
+        if self.route is Route.DIRECT or self.engine_link is None:
             return self._direct_transport
         # What carries now: a link of rails may have fallen back.
         found: Transport = self.engine_link.stats().transport
         return found
 
     def __str__(self) -> str:
-        return f"link {self.link} ({self.path.value}, {self.transport})"
+        return f"link {self.link} ({self.route.value}, {self.transport})"
 
     def is_lost(self) -> bool:
         """Whether the neighbour is. Asked where another of its connections broke, so the end of

@@ -97,7 +97,7 @@ def presence(tensors: Sequence[Tensor | None] | None) -> int:
 class Note(NamedTuple):
     """Sent with every message. Times are the sender's wall clock, seconds.
 
-    ``posted_at``: handed to the path; ``started_at``: left its queue; ``not_before``: the
+    ``posted_at``: handed to the channel; ``started_at``: left its queue; ``not_before``: the
     receiver must not use it earlier (an injected fault), 0 without a fault. Bit *k* of
     ``present`` says that tensor *k* exists: a gradient may be None.
     """
@@ -169,7 +169,7 @@ class Batch:
 
 
 class Incoming(Protocol):
-    """One direction of one link on one path, at its receiving end."""
+    """One direction of one link on one route, at its receiving end."""
 
     def begin(self, batch: Batch) -> None:
         """Expect these messages. Posts receives as ``batch.receives`` says; does not block."""
@@ -196,7 +196,7 @@ class Incoming(Protocol):
 
 
 class Outgoing(Protocol):
-    """One direction of one link on one path, at its sending end."""
+    """One direction of one link on one route, at its sending end."""
 
     def begin(self, batch: Batch) -> None:
         """These messages follow."""
@@ -205,7 +205,7 @@ class Outgoing(Protocol):
         """Wall-clock time from which :meth:`send` does not block, 0 for now."""
 
     def send(self, microbatch: int, tensors: list[Tensor | None] | None) -> None:
-        """Hand a message over; None for an empty one. The direct path blocks while two are
+        """Hand a message over; None for an empty one. The direct route blocks while two are
         outstanding."""
 
     def close(self) -> None:

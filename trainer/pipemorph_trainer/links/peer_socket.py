@@ -80,7 +80,7 @@ class PeerSocket:
         self.taken: dict[int, Position] = {}
         """Per direction, the first direct message that the neighbour has not taken yet."""
         self.missing_from: Position | None = None
-        """The first message that the neighbour misses of a direct path it has given up."""
+        """The first message that the neighbour misses of a direct route it has given up."""
         self.goodbye = False
         self.lost: str | None = None
         """Why nothing more can come, None while the connection is up."""
@@ -103,7 +103,7 @@ class PeerSocket:
         self._send(_TAKEN, direction, _POSITION.pack(*after))
 
     def send_position(self, missing_from: Position) -> None:
-        """The direct path is given up here; what came over it ends before this message."""
+        """The direct route is given up here; what came over it ends before this message."""
         self._send(_MISSING, 0, _POSITION.pack(*missing_from))
 
     def _send(self, kind: int, direction: int, body: bytes) -> None:

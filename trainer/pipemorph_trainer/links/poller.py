@@ -1,4 +1,4 @@
-"""One place to wait: arrivals on either path, notes from neighbours, a moment in time."""
+"""One place to wait: arrivals on either route, notes from neighbours, a moment in time."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Literal, NamedTuple
 
-from pipemorph.planning.ir import Path
+from pipemorph.planning.ir import Route
 from pipemorph.wire import LinkSample, WireTime
 from pipemorph_trainer.links.message import Direction
 
@@ -32,17 +32,17 @@ class LinkRecorder:
             "forward" if direction is Direction.FORWARD else "backward"
         )
         self._messages: list[_Message] = []
-        self._path: Path = Path.DIRECT
+        self._route: Route = Route.DIRECT
         self._transport: Transport = "gloo"
         self._iteration = 0
         self.rtt_min: float | None = None
 
-    def begin(self, path: Path, transport: Transport, iteration: int) -> LinkSample | None:
-        """Samples of one window share a path: returns what was left over when it changes."""
+    def begin(self, route: Route, transport: Transport, iteration: int) -> LinkSample | None:
+        """Samples of one window share a route: returns what was left over when it changes."""
         left = None
-        if path is not self._path or transport != self._transport:
+        if route is not self._route or transport != self._transport:
             left = self.drain()
-            self._path, self._transport = path, transport
+            self._route, self._transport = route, transport
         self._iteration = iteration
         return left
 
@@ -67,7 +67,7 @@ class LinkRecorder:
             link=self._link,
             replica=self._replica,
             direction=self._direction,
-            path=self._path,
+            route=self._route,
             transport=self._transport,
             iteration=self._iteration,
             bytes=sum(m.nbytes for m in messages),

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from pipemorph.api.spec import Fault
-from pipemorph.planning import Path
+from pipemorph.planning import Route
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.links import peer_socket
 from pipemorph_trainer.links.channels.arrival import OpClock
@@ -60,8 +60,8 @@ class LinkConfig:
 
     ``secret``: what both ends of a connection have to know. ``deadline``: longest wait for one
     message, seconds. ``begin_wait(what)`` and ``end_wait()`` are called around a send that waits.
-    ``half_duplex``: both directions of a direct path share one communicator and one queue.
-    ``max_sends``: of a direct path, outstanding at a time; None: as few as is usual. ``engine``:
+    ``half_duplex``: both directions of a direct route share one communicator and one queue.
+    ``max_sends``: of a direct route, outstanding at a time; None: as few as is usual. ``engine``:
     how to make the engine; None: there is none.
 
     Raises :class:`PipelineError` for half duplex on CUDA.
@@ -105,7 +105,7 @@ class LinkConfig:
         )
 
     def told_of_sends(self, end: LinkEnd) -> dict[str, Callable[..., None]]:
-        """What a channel calls around a send that waits: on the direct path, for the one two
+        """What a channel calls around a send that waits: on the direct route, for the one two
         before it."""
 
         def on_block(iteration: int, microbatch: int) -> None:
@@ -116,7 +116,7 @@ class LinkConfig:
     def direct_channels(
         self, end: LinkEnd, groups: Mapping[Direction, dist.ProcessGroup]
     ) -> tuple[DirectIncoming, DirectOutgoing]:
-        """Both directions of the direct path of a link, over one group each."""
+        """Both directions of the direct route of a link, over one group each."""
         usual = OUTSTANDING_ON_DEVICE if self.cuda else MAX_OUTSTANDING
         return (
             DirectIncoming(
@@ -246,14 +246,14 @@ class Rendezvous:
         # One end cuts, and it is the lower stage's.
         end.severer = Severer(faults if lower else [], cut)
         if end.engine_link is None:
-            end.add(Path.DIRECT, *direct)
+            end.add(Route.DIRECT, *direct)
         else:
             delegated = self._delegated_channels(end, end.engine_link)
-            end.add(Path.DELEGATED, *delegated)
+            end.add(Route.DELEGATED, *delegated)
             name = f"{self._coordinate}, link {link}"
             end.failover = Failover(name, control, direct, delegated)
-            end.add(Path.DIRECT, end.failover.incoming, end.failover.outgoing)
-        end.select(Path.DIRECT)
+            end.add(Route.DIRECT, end.failover.incoming, end.failover.outgoing)
+        end.select(Route.DIRECT)
         config.poller.watch_socket(control.fileno())
         return end
 
@@ -304,6 +304,6 @@ class Rendezvous:
 def meet(
     coordinate: Coordinate, config: LinkConfig, *, master_addr: str, groups: Groups
 ) -> Neighbourhood:
-    """Connect a rank to both neighbours; ``groups``: where the groups of direct paths are made.
+    """Connect a rank to both neighbours; ``groups``: where the groups of direct routes are made.
     ``master_addr``: of rank 0. Collective, see :meth:`Rendezvous.meet`."""
     return Rendezvous(coordinate, config, master_addr, groups).meet()

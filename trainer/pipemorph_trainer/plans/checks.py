@@ -18,9 +18,9 @@ def check_plan(plan: Plan, current: Plan) -> None:
             f"plan {plan.version} has {have.stage_count} stages and {have.microbatches} "
             f"microbatches; the job runs {want.stage_count} and {want.microbatches}"
         )
-    if len(plan.paths) != have.stage_count - 1:
+    if len(plan.routes) != have.stage_count - 1:
         raise InputError(
-            f"plan {plan.version} has {len(plan.paths)} paths; expected {have.stage_count - 1}"
+            f"plan {plan.version} has {len(plan.routes)} routes; expected {have.stage_count - 1}"
         )
     if plan.dispatch is Dispatch.ONLINE:
         validate(have)
@@ -50,11 +50,11 @@ def check_offload(plan: Plan, coordinate: Coordinate, no_offload: str) -> None:
         )
 
 
-def check_paths(plan: Plan, ends: Iterable[LinkEnd]) -> None:
-    """Raise :class:`InputError` if a plan delegates a link that has only a direct path."""
+def check_routes(plan: Plan, ends: Iterable[LinkEnd]) -> None:
+    """Raise :class:`InputError` if a plan delegates a link that has only a direct route."""
     for end in ends:
-        if end.link < len(plan.paths) and not end.has(plan.paths[end.link]):
+        if end.link < len(plan.routes) and not end.has(plan.routes[end.link]):
             raise InputError(
                 f"plan {plan.version} delegates link {end.link}, which has no engine link; "
-                "build the transfer engine or plan for the direct path"
+                "build the transfer engine or plan for the direct route"
             )

@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from pipemorph.planning import Path, Plan
+from pipemorph.planning import Plan, Route
 from pipemorph.wire import IterationSample
 from pipemorph_trainer.executor.receives import SPARE
 from pipemorph_trainer.executor.timed import TimedOp
 from pipemorph_trainer.executor.waiting import CollectiveWait
 from pipemorph_trainer.links.link import LinkEnd
 from pipemorph_trainer.links.message import Batch, TensorMeta
-from pipemorph_trainer.plans.checks import check_offload, check_paths, check_plan
+from pipemorph_trainer.plans.checks import check_offload, check_plan, check_routes
 from pipemorph_trainer.topology.coordinate import Coordinate
 from pipemorph_trainer.topology.world import World
 
@@ -53,7 +53,7 @@ class PlanBook:
         self._metas: dict[int, tuple[TensorMeta, ...]] = {}
         """What is received on each link, as far as shapes are known."""
         check_plan(first, first)
-        check_paths(first, ends)
+        check_routes(first, ends)
         self._plans = {first.version: first}
         self.in_force = first
 
@@ -64,7 +64,7 @@ class PlanBook:
     def prepare(self, plan: Plan) -> None:
         """Make a plan ready to run. Raises :class:`InputError` if it does not fit the job or this
         rank; then it is never committed, since this rank does not offer it."""
-        check_paths(plan, self._ends)
+        check_routes(plan, self._ends)
         check_offload(plan, self._coordinate, self._no_offload)
         if plan.version <= self.in_force.version or plan.version in self._plans:
             return
@@ -109,8 +109,8 @@ class PlanBook:
 
     def _reserve(self, end: LinkEnd, plan: Plan) -> None:
         metas = self._metas.get(end.link)
-        # On a device slots are page-locked, which must not wait until a direct path breaks.
-        delegated = Path.DELEGATED in (plan.paths[end.link], end.path) or end.staged
+        # On a device slots are page-locked, which must not wait until a direct route breaks.
+        delegated = Route.DELEGATED in (plan.routes[end.link], end.route) or end.staged
         if not metas or end.delegated is None or not delegated:
             return
         slack = plan.warmup[end.link] - plan.warmup[end.link + 1]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("pipemorph.metrics")
 
 _RANK = ["name", "stage", "replica"]
-_LINK = [*_RANK, "link", "direction", "path"]
+_LINK = [*_RANK, "link", "direction", "route"]
 MOST_PORTS = 64
 """Of a rank, that have series: a host may show hundreds of virtual functions."""
 
@@ -55,7 +55,7 @@ class RankMetrics:
         self._began: tuple[int, float] | None = None
         self._microbatches = 0
         self._seconds = 0.0
-        self._paths: dict[tuple[int, str], str] = {}
+        self._routes: dict[tuple[int, str], str] = {}
 
         def gauge(name: str, text: str, labels: list[str] = _RANK) -> Gauge:
             return Gauge(f"pipemorph_rank_{name}", text, labels, registry=self.registry)
@@ -99,7 +99,7 @@ class RankMetrics:
         )
         self._bytes = counter("link_bytes", "Payload sent.", _LINK)
         self._messages = counter("link_messages", "Messages sent.", _LINK)
-        self._reroutes = counter("reroutes", "Changes of a link's path.", [*_RANK, "link"])
+        self._reroutes = counter("reroutes", "Changes of a link's route.", [*_RANK, "link"])
         of_link = [*_RANK, "link"]
         self._carries = gauge(
             "link_transport",
@@ -158,16 +158,16 @@ class RankMetrics:
             self._offload_seconds.labels(**self._who).inc(offloaded.seconds)
             self._host_memory.labels(**self._who).set(offloaded.host_bytes)
         for sample in telemetry.links:
-            path = sample.path.value
-            where = {"link": str(sample.link), "direction": sample.direction, "path": path}
+            route = sample.route.value
+            where = {"link": str(sample.link), "direction": sample.direction, "route": route}
             self._bytes.labels(**self._who, **where).inc(sample.bytes)
             self._messages.labels(**self._who, **where).inc(sample.wire.count)
             self._queue.labels(**self._who, **where).set(sample.queue_p50)
             if sample.wire.count:
                 self._wire.labels(**self._who, **where).set(sample.wire.p50)
-            before = self._paths.setdefault((sample.link, sample.direction), path)
-            if before != path:
-                self._paths[sample.link, sample.direction] = path
+            before = self._routes.setdefault((sample.link, sample.direction), route)
+            if before != route:
+                self._routes[sample.link, sample.direction] = route
                 self._reroutes.labels(**self._who, link=where["link"]).inc()
         for end in telemetry.transports:
             self._hear_transport(end)

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from time import monotonic
 from typing import Literal
 
-from pipemorph.planning import Path
+from pipemorph.planning import Route
 from pipemorph.wire import IterationSample, LinkSample, StageProfile
 from pipemorph_trainer.agent import AgentHandle, connect, start_agent
 from pipemorph_trainer.agent.messages import ControlClient, NoControl, Offloaded, RankTelemetry
@@ -45,10 +45,10 @@ class Reporter:
         self.prepared = 0
 
     def begin_iteration(self, iteration: int, applied: int) -> None:
-        """A new iteration: its samples carry its index and the links' paths."""
+        """A new iteration: its samples carry its index and the links' routes."""
         self.iteration, self.applied = iteration, applied
         for end in self._ends:
-            left = end.recorder.begin(end.path, end.transport, iteration)
+            left = end.recorder.begin(end.route, end.transport, iteration)
             if left is not None:
                 self._left_over.append(left)
 
@@ -72,7 +72,7 @@ class Reporter:
         for end in self._ends:
             if not end.recorder:
                 continue
-            if end.path is Path.DELEGATED or not end.same_host:
+            if end.route is Route.DELEGATED or not end.same_host:
                 end.refresh_clock()
             sample = end.recorder.drain()
             if sample is not None:

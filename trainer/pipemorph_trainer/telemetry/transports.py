@@ -1,4 +1,4 @@
-"""What the engine says of this rank's links, for link health reports: on what path a link is,
+"""What the engine says of this rank's links, for link health reports: what carries a link,
 and that it has fallen back. A link that runs over TCP in place of its rails looks like a slow one;
 only the engine knows which it is.
 """

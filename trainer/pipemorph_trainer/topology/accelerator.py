@@ -1,7 +1,7 @@
 """Streams, events and page-locked memory of a device, behind one narrow interface.
 
 Everything that moves bytes between device and host beside the ops goes through an
-:class:`Accelerator`: messages of the delegated path and offloaded activations. It is the only
+:class:`Accelerator`: messages of the delegated route and offloaded activations. It is the only
 place that says ``torch.cuda`` for that, so the logic around it is tested on machines without a
 GPU, where a simulated accelerator runs the same copies late and in any order.
 

@@ -1,4 +1,4 @@
-"""What the receiving ends of both paths share: clocks, and when a sample can be trusted."""
+"""What the receiving ends of both routes share: clocks, and when a sample can be trusted."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def record_arrival(
 ) -> None:
     """Add a message's wire time: whole and allowed at the receiver, less start on its queue.
 
-    ``started_at``: when the path saw the first byte leave, if that is after the note's time.
+    ``started_at``: when the first byte was seen to leave, if that is after the note's time.
     A message that a fault holds back was on its way for exactly as long as it was held.
     """
     start, usable = max(note.started_at, started_at), arrived_at - clock.offset

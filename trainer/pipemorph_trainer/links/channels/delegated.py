@@ -1,4 +1,4 @@
-"""The delegated path: messages leave through host memory and the transfer engine.
+"""The delegated route: messages leave through host memory and the transfer engine.
 
 Sends are handed over and forgotten, K queues per direction take them in turn, and receivers
 grant slots ahead; compute never waits for a send. Tensors of a device are staged around this:

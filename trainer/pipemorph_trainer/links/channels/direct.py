@@ -1,4 +1,4 @@
-"""The direct path: torch.distributed point-to-point, in order, with a bounded send queue.
+"""The direct route: torch.distributed point-to-point, in order, with a bounded send queue.
 
 One queue per direction and at most two sends outstanding; a third holds up compute until
 the first is through. That is how a framework behaves whose sends share a stream: a link
@@ -102,7 +102,7 @@ class DirectIncoming:
         self._posted: queue.SimpleQueue[_Posted | RuntimeError | None] = queue.SimpleQueue()
         self._arrived: dict[tuple[int, int], tuple[list[Tensor], float, bool]] = {}
         self.error: str | None = None
-        """Why nothing more comes on this path, None while it is up."""
+        """Why nothing more comes on this route, None while it is up."""
         self._came = Position(-1, 0)
         self._batch: Batch | None = None
         self._nbytes = 0

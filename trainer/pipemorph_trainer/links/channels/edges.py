@@ -1,4 +1,4 @@
-"""The process groups of direct paths: made, connected, and made to survive a break."""
+"""The process groups of direct routes: made, connected, and made to survive a break."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""A direct path that broke goes on delegated, in the middle of an iteration.
+"""A direct route that broke goes on delegated, in the middle of an iteration.
 
-A direct path is one connection; when it breaks while both ranks live, what was under way on it
+A direct route is one connection; when it breaks while both ranks live, what was under way on it
 is lost, and nobody but the receiver knows how much that is. So each sender keeps its messages
 until the receiver has begun to use them, which the receiver says on the control socket. Whoever
-sees the path fail gives it up for good and tells the neighbour which message it misses first; the
+sees the route fail gives it up for good and tells the neighbour which message it misses first; the
 neighbour does the same, and each sends what the other misses through the engine. Every message
 is delivered once, under the key it always had, and the iteration goes on.
 
-This is for links that have an engine beside the direct path; without one a broken path ends
-the run. The path stays given up until the ranks start again: torch.distributed makes groups on
+This is for links that have an engine beside the direct route; without one a broken route ends
+the run. The route stays given up until the ranks start again: torch.distributed makes groups on
 all ranks at once, and those that are computing cannot come.
 """
 
@@ -37,7 +37,7 @@ class _Kept(NamedTuple):
 
 
 class Failover:
-    """One end of a link whose direct path may be given up. Belongs to the main thread."""
+    """One end of a link whose direct route may be given up. Belongs to the main thread."""
 
     def __init__(
         self,
@@ -51,21 +51,21 @@ class Failover:
         self.incoming = FailoverIncoming(self, direct[0], delegated[0])
         self.outgoing = FailoverOutgoing(self, direct[1], delegated[1])
         self.broken: str | None = None
-        """Why the direct path was given up, None while it is in use."""
+        """Why the direct route was given up, None while it is in use."""
         self.answered = False
         """Whether the neighbour has said what it misses, and has been sent it."""
         self.on_broken: Callable[[str], None] = lambda why: None
-        """Called once, before the neighbour is told: grants what the delegated path needs."""
+        """Called once, before the neighbour is told: grants what the delegated route needs."""
 
     def give_up(self, why: str) -> None:
-        """Leave the direct path. Raises :class:`PipelineError` if the neighbour is gone too."""
+        """Leave the direct route. Raises :class:`PipelineError` if the neighbour is gone too."""
         if self.broken is not None:
             return
         self.socket.pump()
         if self.socket.lost is not None:
             raise PipelineError(why)
         self.broken = why
-        log.warning("%s: the direct path is given up: %s; it goes on delegated", self.name, why)
+        log.warning("%s: the direct route is given up: %s; it goes on delegated", self.name, why)
         position = self.incoming.leave()
         self.outgoing.leave()
         self.on_broken(why)
@@ -84,7 +84,7 @@ class Failover:
 
 
 class FailoverIncoming:
-    """Receiving end: direct, and delegated for what did not come before the path broke."""
+    """Receiving end: direct, and delegated for what did not come before the route broke."""
 
     def __init__(
         self, failover: Failover, direct: DirectIncoming, delegated: DelegatedIncoming
@@ -143,7 +143,7 @@ class FailoverIncoming:
 
 
 class FailoverOutgoing:
-    """Sending end: keeps what went over the direct path until it is taken."""
+    """Sending end: keeps what went over the direct route until it is taken."""
 
     def __init__(
         self, failover: Failover, direct: DirectOutgoing, delegated: DelegatedOutgoing
@@ -153,7 +153,7 @@ class FailoverOutgoing:
         self._kept: dict[Position, _Kept] = {}
 
     def allow(self, deadline: float) -> None:
-        """Seconds that a send of the direct path may take from now on."""
+        """Seconds that a send of the direct route may take from now on."""
         self._direct.allow(deadline)
 
     def begin(self, batch: Batch) -> None:
@@ -206,7 +206,7 @@ class FailoverOutgoing:
             self._delegated.begin(self._batch)
 
     def finish(self) -> None:
-        """Wait until every send over the direct path is through."""
+        """Wait until every send over the direct route is through."""
         if self._failover.broken is None:
             self._direct.finish()
 

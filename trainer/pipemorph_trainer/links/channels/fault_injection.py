@@ -20,7 +20,7 @@ from pipemorph_trainer.links.message import Direction
 log = logging.getLogger("pipemorph.trainer")
 
 DIRECT_QUEUE = -1
-"""The direct path's only queue; the delegated path's are numbered from 0."""
+"""The direct route's only queue; the delegated route's are numbered from 0."""
 
 
 @dataclass
@@ -36,8 +36,8 @@ class _Count:
 class Shaper:
     """Holds the messages of one direction of one link, as the fault trace says.
 
-    One :class:`Shaper` serves both paths of its direction: a bandwidth limit is shared by
-    all queues, a delay occupies one. ``shared`` is the direct path's queue where both
+    One :class:`Shaper` serves both routes of its direction: a bandwidth limit is shared by
+    all queues, a delay occupies one. ``shared`` is the direct route's queue where both
     directions have one together.
     """
 
@@ -57,7 +57,7 @@ class Shaper:
 
     def begin(self, iteration: int, training_began: float) -> None:
         """Note which faults hold in this iteration; times bound by seconds are looked up
-        per message. Path changes leave no trace on the queues' bookkeeping."""
+        per message. Route changes leave no trace on the queues' bookkeeping."""
         self._iteration = iteration
         self._began = training_began
         self._active = [

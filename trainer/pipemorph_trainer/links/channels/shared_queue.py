@@ -1,6 +1,6 @@
 """One queue for both directions of a link, between two processes of one machine.
 
-Only fault traces need it: where a direct path is half-duplex, a held message of one
+Only fault traces need it: where a direct route is half-duplex, a held message of one
 direction holds up the other one's, so both senders must see when their queue is free.
 """
 
@@ -46,7 +46,7 @@ class SharedQueue:
             return SharedQueue(os.open(name, os.O_RDWR))
         except OSError as error:
             raise PipelineError(
-                f"link {link}: a fault trace on a half-duplex direct path needs both ranks on "
+                f"link {link}: a fault trace on a half-duplex direct route needs both ranks on "
                 f"one machine; the neighbour's queue cannot be opened ({error.strerror})"
             ) from error
 

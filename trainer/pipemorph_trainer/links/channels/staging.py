@@ -1,4 +1,4 @@
-"""The delegated path of a device: messages cross host memory without the host waiting for them.
+"""The delegated route of a device: messages cross host memory without the host waiting for them.
 
 *Out:* an event on the compute stream says when a message's tensors are complete; a side stream
 waits for it and copies them to page-locked memory; behind the copies is another event, and once
