@@ -44,11 +44,12 @@ from planner_problems import (
 )
 
 from pipemorph.planning import Policy, Problem, plan, validate
-from pipemorph.planning.policies.classic import as_schedule, paper_warmup
-from pipemorph.planning.search import backend
+from pipemorph.planning.policies.classic import paper_warmup
 from pipemorph.planning.search.exact import solve
+from pipemorph.planning.simulation import core
 from pipemorph.planning.simulation.costs import Costs
-from pipemorph.planning.simulation.online import Rules, dispatch
+from pipemorph.planning.simulation.lower_bound import lower_bound
+from pipemorph.planning.simulation.online import Rules
 
 SIZES = ((8, 32), (16, 64), (32, 128), (64, 256))
 REPETITIONS = {8: 15, 16: 9, 32: 5, 64: 5}
@@ -61,9 +62,9 @@ PROMISED_MS = {(8, 32): 10.0, (64, 256): 150.0}
 
 
 def papers_algorithm(problem: Problem) -> float:
-    ran = dispatch(Costs.of(problem), Rules.of(problem, paper_warmup(problem)))
+    ran = core.online(Costs.of(problem), Rules.of(problem, paper_warmup(problem)))
     # As for every policy of plan: a schedule that was checked.
-    validate(as_schedule(ran.runs, problem), problem.in_flight_limits())
+    validate(core.decode(ran.codes, problem.microbatches), problem.in_flight_limits())
     return ran.makespan
 
 
@@ -138,9 +139,7 @@ def planning_times(
                         makespan = planner(problem)
                         taken[name].append(1e3 * (time.process_time() - began))
                         if name == "pipemorph":
-                            above.append(
-                                100 * max(0.0, makespan / backend.lower_bound(problem) - 1)
-                            )
+                            above.append(100 * max(0.0, makespan / lower_bound(problem) - 1))
                 found.append(
                     {
                         "stages": stages,
@@ -365,7 +364,7 @@ def main() -> int:
         "times": times,
         "harder": harder_times(sizes),
         "growth": growth(times),
-        "compiled": backend.compiled is not None,
+        "compiled": core.compiled is not None,
     }
     show(found)
     print()

@@ -38,8 +38,9 @@ from pipemorph.planning import (
     simulate,
 )
 from pipemorph.planning.policies.classic import paper_warmup
+from pipemorph.planning.simulation.core import online
 from pipemorph.planning.simulation.costs import Costs
-from pipemorph.planning.simulation.online import Rules, dispatch
+from pipemorph.planning.simulation.online import Rules
 
 DELAYS_MS = (0.0, 30.0, 60.0)
 LLM_14B = StageTimes(forward=10, backward_input=10.5, backward_weight=5.5)
@@ -125,7 +126,7 @@ def distance(problems: int) -> dict[str, dict[str, dict[str, float]]]:
         for _ in range(problems):
             problem = random_problem(rng, cap)
             bound = lower_bound(problem)
-            paper = dispatch(Costs.of(problem), Rules.of(problem, paper_warmup(problem)))
+            paper = online(Costs.of(problem), Rules.of(problem, paper_warmup(problem)))
             gaps["paper"].append(100 * (paper.makespan / bound - 1))
             gaps["pipemorph"].append(100 * (plan(problem).makespan / bound - 1))
         found[name] = {

@@ -1,6 +1,8 @@
 // The Python module `pipemorph.planning._planner`. Its contract is `_planner.pyi`.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/function.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -8,7 +10,9 @@
 #include <algorithm>
 #include <array>
 
+#include "planner/in_order.hpp"
 #include "planner/lower_bound.hpp"
+#include "planner/online.hpp"
 #include "planner/search.hpp"
 
 namespace nb = nanobind;
@@ -17,30 +21,39 @@ using namespace nb::literals;
 namespace pipemorph::planner {
 namespace {
 
-using CostsTuple =
-    std::tuple<int, std::array<std::vector<double>, kKinds>, std::vector<double>, std::vector<int>,
-               std::vector<int>, std::vector<bool>, std::vector<int>, std::vector<int>>;
+using CostsTuple = std::tuple<int, std::array<std::vector<double>, kKinds + 1>, std::vector<double>,
+                              std::vector<int>, std::vector<int>, std::vector<bool>,
+                              std::vector<double>, std::vector<int>>;
+using Ran = std::tuple<std::vector<nb::bytes>, std::vector<std::vector<double>>,
+                       std::vector<std::vector<double>>, std::vector<std::vector<double>>,
+                       std::vector<std::vector<double>>, std::vector<std::vector<double>>>;
 
 void expect(bool holds, const char* message) {
     if (!holds) throw nb::value_error(message);
 }
 
-Costs to_costs(CostsTuple given) {
+Costs to_costs(CostsTuple given, std::vector<int> caps = {}, std::vector<int> warmup = {}) {
     Costs costs;
-    auto& [n, took, delay, queues, outstanding, half_duplex, caps, warmup] = given;
+    auto& [n, took, delay, queues, outstanding, half_duplex, copy, device_limits] = given;
     costs.microbatches = n;
-    costs.stages = static_cast<int>(caps.size());
-    for (int kind = 0; kind < kKinds; ++kind) costs.took[kind] = std::move(took[kind]);
+    costs.stages = static_cast<int>(took[kForward].size());
+    for (int kind = 0; kind <= kKinds; ++kind) costs.took[kind] = std::move(took[kind]);
     costs.delay = std::move(delay);
     costs.queues = std::move(queues);
     costs.outstanding = std::move(outstanding);
     costs.half_duplex = std::move(half_duplex);
+    costs.copy = std::move(copy);
+    costs.device_limits = std::move(device_limits);
     costs.caps = std::move(caps);
     costs.warmup = std::move(warmup);
-    const size_t stages = costs.caps.size(), links = stages - 1;
+    const size_t stages = costs.took[kForward].size(), links = stages - 1;
     expect(n >= 1 && stages >= 1, "expected at least one microbatch and one stage");
+    if (costs.caps.empty()) costs.caps.assign(stages, n);
     for (const auto& times : costs.took)
-        expect(times.size() == stages, "op times and in-flight caps differ in their stages");
+        expect(times.size() == stages, "expected an op time of each kind per stage");
+    expect(costs.caps.size() == stages, "expected an in-flight cap per stage");
+    expect(costs.copy.size() == stages && costs.device_limits.size() == stages,
+           "expected a copy time and a device limit per stage");
     expect(costs.warmup.empty() || costs.warmup.size() == stages, "expected a warm-up per stage");
     expect(costs.delay.size() == links && costs.queues.size() == links &&
                costs.outstanding.size() == links && costs.half_duplex.size() == links,
@@ -50,6 +63,101 @@ Costs to_costs(CostsTuple given) {
                std::all_of(costs.warmup.begin(), costs.warmup.end(), in_range),
            "expected caps and warm-up counts from 1 to the number of microbatches");
     return costs;
+}
+
+// Every stage on one rank, and per kind no more ops than microbatches: what the core indexes by.
+Order to_ranks(const std::vector<nb::bytes>& ranks, const std::vector<std::vector<int>>& stages_of,
+               const Costs& costs) {
+    expect(ranks.size() == stages_of.size(), "expected ops for every rank");
+    std::vector<int> seen(costs.stages);
+    for (const auto& stages : stages_of)
+        for (const int stage : stages) {
+            expect(stage >= 0 && stage < costs.stages, "expected stages of the problem");
+            ++seen[stage];
+        }
+    expect(std::all_of(seen.begin(), seen.end(), [](int times) { return times == 1; }),
+           "expected each stage on one rank");
+    Order order;
+    for (size_t rank = 0; rank < ranks.size(); ++rank) {
+        const auto* data = static_cast<const unsigned char*>(ranks[rank].data());
+        order.emplace_back(data, data + ranks[rank].size());
+        std::vector<std::array<int, kKinds>> done(stages_of[rank].size());
+        for (const unsigned char code : order.back()) {
+            expect(size_t{code} >> 2 < done.size(), "expected ops of the rank's own stages");
+            auto& ops = done[code >> 2];
+            const int kind = code & 3;
+            ++ops[kind == kFused ? kBackward : kind];
+            if (kind == kFused) ++ops[kWeight];
+            expect(*std::max_element(ops.begin(), ops.end()) <= costs.microbatches,
+                   "expected each kind at most once per microbatch");
+        }
+    }
+    return order;
+}
+
+std::pair<std::vector<std::vector<double>>, std::vector<std::vector<double>>> arrivals_of(
+    const Core& core) {
+    std::vector<std::vector<double>> found[2];
+    for (const int kind : {kForward, kBackward})
+        for (int stage = 0; stage < core.costs().stages; ++stage) {
+            auto& row = found[kind].emplace_back();
+            for (int m = 0; m < core.costs().microbatches; ++m)
+                row.push_back(core.arrival(kind, stage, m));
+        }
+    return {std::move(found[kForward]), std::move(found[kBackward])};
+}
+
+Ran in_order(const CostsTuple& given, const std::vector<nb::bytes>& ranks,
+             const std::vector<std::vector<int>>& stages_of, DelayAt delay_at) {
+    const Costs costs = to_costs(given);
+    const Order order = to_ranks(ranks, stages_of, costs);
+    InOrder execution(costs, stages_of);
+    if (delay_at)
+        execution.run(order, std::move(delay_at));
+    else
+        execution.run(order);
+    std::vector<nb::bytes> codes;
+    std::vector<std::vector<double>> start, end, free;
+    for (int rank = 0; rank < execution.core().ranks(); ++rank) {
+        codes.emplace_back(order[rank].data(), execution.ran(rank));
+        for (auto* times : {&start, &end, &free}) times->emplace_back();
+        for (int position = 0; position < execution.ran(rank); ++position) {
+            start.back().push_back(execution.start(rank, position));
+            end.back().push_back(execution.end(rank, position));
+            free.back().push_back(execution.free(rank, position));
+        }
+    }
+    auto [above, below] = arrivals_of(execution.core());
+    return {std::move(codes), std::move(start), std::move(end),
+            std::move(free),  std::move(above), std::move(below)};
+}
+
+double makespan(const CostsTuple& given, const std::vector<nb::bytes>& ranks,
+                const std::vector<std::vector<int>>& stages_of) {
+    const Costs costs = to_costs(given);
+    const Order order = to_ranks(ranks, stages_of, costs);
+    const nb::gil_scoped_release release;
+    return InOrder(costs, stages_of).run(order);
+}
+
+Ran online(const CostsTuple& given, std::vector<int> caps, std::vector<int> warmup,
+           bool exact_warmup, std::vector<bool> fused, std::vector<int> slots, DelayAt delay_at) {
+    const Costs costs = to_costs(given, std::move(caps), std::move(warmup));
+    expect(!costs.warmup.empty(), "expected a warm-up per stage");
+    expect(fused.size() == costs.caps.size(), "expected for every stage whether it is fused");
+    expect(slots.empty() || slots.size() == costs.delay.size(), "expected slots for every link");
+    const Rules rules{costs.warmup, costs.caps, exact_warmup, std::move(fused), std::move(slots)};
+    FirstReady execution(costs, rules);
+    execution.run(std::move(delay_at));
+    auto [above, below] = arrivals_of(execution.core());
+    Ran all{{}, {}, {}, {}, std::move(above), std::move(below)};
+    for (const auto& ran : execution.ran()) {
+        std::get<0>(all).emplace_back(ran.codes.data(), ran.codes.size());
+        std::get<1>(all).push_back(ran.start);
+        std::get<2>(all).push_back(ran.end);
+        std::get<3>(all).push_back(ran.free);
+    }
+    return all;
 }
 
 Order to_order(const std::vector<nb::bytes>& stages, const Costs& costs) {
@@ -68,11 +176,11 @@ Order to_order(const std::vector<nb::bytes>& stages, const Costs& costs) {
     return order;
 }
 
-std::tuple<std::vector<nb::bytes>, double, double> run(const CostsTuple& given,
-                                                       const std::vector<int>& paper_warmup,
-                                                       const std::vector<nb::bytes>& start,
-                                                       long listing_effort, long shifting_effort) {
-    const Costs costs = to_costs(given);
+std::tuple<std::vector<nb::bytes>, double, double> run_search(
+    const CostsTuple& given, std::vector<int> caps, std::vector<int> warmup,
+    const std::vector<int>& paper_warmup, const std::vector<nb::bytes>& start, long listing_effort,
+    long shifting_effort) {
+    const Costs costs = to_costs(given, std::move(caps), std::move(warmup));
     const Order from = to_order(start, costs);
     expect(paper_warmup.size() == costs.caps.size(), "expected a paper warm-up per stage");
     Found found;
@@ -85,18 +193,42 @@ std::tuple<std::vector<nb::bytes>, double, double> run(const CostsTuple& given,
     return {std::move(order), found.makespan, found.bound};
 }
 
-double lower_bound(const CostsTuple& given) {
-    const Costs costs = to_costs(given);
+double lower_bound(const CostsTuple& given, std::vector<int> caps) {
+    const Costs costs = to_costs(given, std::move(caps));
     const nb::gil_scoped_release release;
     return machine_bound(costs, heads(costs, costs.caps), tails(costs, costs.caps));
+}
+
+// Per kind and stage, the earliest start of each op and the least time from it to the end.
+std::pair<std::vector<std::vector<std::vector<double>>>,
+          std::vector<std::vector<std::vector<double>>>>
+windows(const CostsTuple& given, std::vector<int> caps) {
+    const Costs costs = to_costs(given, std::move(caps));
+    const auto rows = [&](const Times& times) {
+        std::vector<std::vector<std::vector<double>>> found(kKinds);
+        for (int kind = 0; kind < kKinds; ++kind)
+            for (int stage = 0; stage < costs.stages; ++stage) {
+                const double* row = times.row(kind, stage);
+                found[kind].emplace_back(row, row + costs.microbatches);
+            }
+        return found;
+    };
+    return {rows(heads(costs, costs.caps)), rows(tails(costs, costs.caps))};
 }
 
 }  // namespace
 }  // namespace pipemorph::planner
 
 NB_MODULE(_planner, module) {
-    module.doc() = "The search of the pipemorph policy, compiled.";
-    module.def("search", &pipemorph::planner::run, "costs"_a, "paper_warmup"_a, "start"_a,
-               "listing_effort"_a, "shifting_effort"_a);
-    module.def("lower_bound", &pipemorph::planner::lower_bound, "costs"_a);
+    namespace planner = pipemorph::planner;
+    module.doc() = "Executes schedules, and the search of the pipemorph policy.";
+    module.def("in_order", &planner::in_order, "costs"_a, "ranks"_a, "stages_of"_a,
+               "delay_at"_a.none());
+    module.def("makespan", &planner::makespan, "costs"_a, "ranks"_a, "stages_of"_a);
+    module.def("online", &planner::online, "costs"_a, "caps"_a, "warmup"_a, "exact_warmup"_a,
+               "fused"_a, "slots"_a, "delay_at"_a.none());
+    module.def("search", &planner::run_search, "costs"_a, "caps"_a, "warmup"_a, "paper_warmup"_a,
+               "start"_a, "listing_effort"_a, "shifting_effort"_a);
+    module.def("lower_bound", &planner::lower_bound, "costs"_a, "caps"_a);
+    module.def("windows", &planner::windows, "costs"_a, "caps"_a);
 }

@@ -2,7 +2,9 @@
 // pipemorph/planning/simulation/costs.py.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
+#include <functional>
 #include <limits>
 #include <vector>
 
@@ -10,29 +12,35 @@ namespace pipemorph::planner {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
-// Kinds of ops, and indices of what is kept per kind.
-enum Kind : unsigned char { kForward, kBackward, kWeight };
+// Kinds of ops, and indices of what is kept per kind. A fused backward counts as a B and a W.
+enum Kind : unsigned char { kForward, kBackward, kWeight, kFused };
 constexpr int kKinds = 3;
 
 // Times in the problem's unit; `queues` and `outstanding` are 0 for "no bound"; `caps` are N
-// where there is none.
+// where there is none. The search uses neither fused backwards nor offload.
 struct Costs {
     int microbatches = 0;
     int stages = 0;
-    std::vector<double> took[kKinds];  // per stage
-    std::vector<double> delay;         // per link, as those below
+    std::vector<double> took[kKinds + 1];  // per kind and stage
+    std::vector<double> delay;             // per link, as the next three
     std::vector<int> queues;
     std::vector<int> outstanding;
     std::vector<bool> half_duplex;
-    std::vector<int> caps;    // per stage
-    std::vector<int> warmup;  // per stage: exactly so many F before the first B; empty: free
+    std::vector<int> caps;           // per stage
+    std::vector<int> warmup;         // per stage: the number of F before the first B; empty: free
+    std::vector<double> copy;        // per stage: copying activations to the host, or back
+    std::vector<int> device_limits;  // per stage: microbatches on the device; 0: no offload
 
     bool shares_queues() const {
-        for (const bool half : half_duplex)
-            if (half) return true;
-        return false;
+        return std::find(half_duplex.begin(), half_duplex.end(), true) != half_duplex.end();
+    }
+    bool offloads() const {
+        return std::any_of(device_limits.begin(), device_limits.end(), [](int d) { return d > 0; });
     }
 };
+
+// (link, time of send) -> delay, for delays that change within an iteration.
+using DelayAt = std::function<double(int, double)>;
 
 // One number per op.
 struct Times {
@@ -51,21 +59,8 @@ struct Times {
     }
 };
 
-// Per stage, the kinds of its ops in run order: each kind runs in microbatch order, so this is
-// the whole schedule.
+// Per rank, its ops in run order: the kind, plus 4 times the position of the op's stage among the
+// stages of the rank. Each kind of a stage runs in microbatch order, so this is the whole schedule.
 using Order = std::vector<std::vector<unsigned char>>;
-
-// Message `m` over a link whose directions are independent, sent at `end`: when compute may go
-// on, and when it arrives, which is put into `arrivals`. See links.py.
-inline double send(const Costs& costs, const std::vector<double>& delay, int link, double* arrivals,
-                   int m, double end) {
-    double free = end;
-    const int bound = costs.outstanding[link], queues = costs.queues[link];
-    if (bound && m >= bound && arrivals[m - bound] > free) free = arrivals[m - bound];
-    double leaves = free;
-    if (queues && m >= queues && arrivals[m - queues] > leaves) leaves = arrivals[m - queues];
-    arrivals[m] = leaves + delay[link];
-    return free;
-}
 
 }  // namespace pipemorph::planner

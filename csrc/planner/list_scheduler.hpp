@@ -1,12 +1,17 @@
-// The planner's list scheduler: run what is most urgent, as if ahead of time. See
-// list_scheduler.py.
+// The planner's list scheduler: every stage runs its most urgent ready op.
+//
+// The urgency of an op is its tail, the least time from its start to the end of the iteration.
+// Under in-flight caps a W that frees a slot can then precede a B that delays no other op; with the
+// fixed order B, F, W (online.hpp) it cannot. Tuning adjusts urgency per stage; the search tries
+// several.
 #pragma once
 
-#include "planner/costs.hpp"
+#include "planner/core.hpp"
 
 namespace pipemorph::planner {
 
-// One stage's tuning: what is added to the urgency of each kind, and patience.
+// One stage's tuning: what is added to the urgency of each kind; and patience: the stage waits if
+// the input of a more urgent op arrives within this fraction of the op that it would start.
 struct Bias {
     double of[kKinds] = {0, 0, 0};
     double patience = 0;
@@ -20,30 +25,24 @@ struct Tuning {
     bool by_kind = false;     // urgency is the bias alone, whatever must follow
 };
 
-// Makespan, or kNever if it gave up. Keeps its memory between runs.
-class Lister {
+// Keeps its memory between runs. The directions of every link count as independent.
+class MostUrgent {
   public:
-    explicit Lister(const Costs& costs);
+    explicit MostUrgent(const Costs& costs);
 
+    // The makespan; kNever once it cannot stay below `bound`, or on a deadlock, which needs a
+    // warm-up above a cap or increasing along the stages.
     double run(const Times& tail, const Tuning& tuning, double bound);
 
     const Order& order() const { return order_; }
     long ops_run() const { return ops_run_; }
 
   private:
-    void set_wake(int stage, double at);
-
     const Costs& costs_;
+    Core core_;
     Order order_;
     long ops_run_ = 0;
-    Times arrivals_;
-    std::vector<int> done_[kKinds];
-    std::vector<double> left_;
-    std::vector<bool> idle_, queued_;
-    // A tournament for the stage that decides next: wake_ are its leaves.
-    int leaves_ = 1;
-    std::vector<double> wake_;
-    std::vector<int> winner_;
+    std::vector<double> left_;  // per stage, the time of the ops that have not run
 };
 
 }  // namespace pipemorph::planner

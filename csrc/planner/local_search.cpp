@@ -14,19 +14,19 @@ struct Block {
 
 // A critical path, from its end. Where an op waited for its stage and its message alike, the
 // generator says which is followed.
-void trace(const Costs& costs, const Executor& executor, const Order& order, Rng& rng,
+void trace(const Costs& costs, const InOrder& executor, const Order& order, Rng& rng,
            std::vector<Block>& blocks) {
     const int last = costs.stages - 1;
     blocks.clear();
     int stage = 0;
-    for (int i = 1; i < costs.stages; ++i)
-        if (executor.end(i) > executor.end(stage)) stage = i;
     int position = kKinds * costs.microbatches - 1, end = position;
+    for (int i = 1; i < costs.stages; ++i)
+        if (executor.end(i, position) > executor.end(stage, position)) stage = i;
     while (true) {
         const double start = executor.start(stage, position);
         const int kind = order[stage][position], m = executor.microbatch(stage, position);
         const bool received = kind == kForward ? stage > 0 : kind == kBackward && stage < last;
-        const bool message = received && executor.arrival(kind, stage, m) == start;
+        const bool message = received && executor.core().arrival(kind, stage, m) == start;
         bool machine = position > 0 && executor.free(stage, position - 1) == start;
         if (machine && message && rng.below(2)) machine = false;
         if (machine) {
@@ -65,12 +65,12 @@ void move(std::vector<unsigned char>& kinds, int from, int to) {
 
 }  // namespace
 
-double shift(const Costs& costs, const Times& tail, Executor& executor, Rng& rng, double unit,
+double shift(const Costs& costs, const Times& tail, InOrder& executor, Rng& rng, double unit,
              double bound, long effort, Order& order, double makespan) {
     Order present = order;
     std::vector<Block> blocks;
     const double all = static_cast<double>(effort);
-    double length = executor.run(present, costs.delay, nullptr, kNever);
+    double length = executor.run(present);
     effort -= executor.ops_run();
     trace(costs, executor, present, rng, blocks);
     while (effort > 0 && makespan > bound * (1 + kSame) && !blocks.empty()) {

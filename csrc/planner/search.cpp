@@ -4,7 +4,7 @@
 #include <cmath>
 #include <iterator>
 
-#include "planner/evaluate.hpp"
+#include "planner/in_order.hpp"
 #include "planner/list_scheduler.hpp"
 #include "planner/local_search.hpp"
 #include "planner/lower_bound.hpp"
@@ -168,7 +168,10 @@ class Search {
         return found_.makespan < listed;
     }
 
-    // As short, with fewer microbatches in flight, and not brittle. See reduce_memory.py.
+    // As short, with fewer microbatches in flight: slackness costs memory. But a plan without it
+    // slows down when messages are late, so a candidate must stand slightly late messages about as
+    // well. First the warm-up of the paper's rules, then lower caps: halfway to the fewest, then
+    // all the way, or a quarter of the way if half is too much.
     void slim() {
         Tuning tuning = tuned_ ? tuning_ : in_order();
         late_ = costs_.delay;
@@ -242,8 +245,8 @@ class Search {
     Effort effort_;
     double unit_;
     Times tails_;
-    Lister lister_;
-    Executor executor_;
+    MostUrgent lister_;
+    InOrder executor_;
     Rng dice_;
     Found found_;
     Tuning tuning_;

@@ -1,4 +1,4 @@
-// The pipemorph policy's search. The same, op by op, as pipemorph/planning/search/reference.py.
+// The pipemorph policy's search; its steps: pipemorph/planning/search/search.py.
 #pragma once
 
 #include "planner/costs.hpp"

@@ -74,7 +74,7 @@ class Timeline:
         unit: float = MILLISECOND,
     ) -> Timeline:
         """A simulated iteration of ranks with several stages: one row per rank."""
-        bubbles, messages = explain_interleaved(ran, problem)
+        bubbles, messages = explain_interleaved(ran)
         rows = ran.by_rank()
         return Timeline(
             [

@@ -1,28 +1,62 @@
-"""The compiled search (``csrc/planner``). Times in any one unit."""
+"""The compiled event core and search (``csrc/planner``). Times in any one unit."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 Costs = tuple[
     int,  # microbatches
-    tuple[Sequence[float], Sequence[float], Sequence[float]],  # F, B and W per stage
+    tuple[Sequence[float], ...],  # time of F, B, W and BW per stage
     Sequence[float],  # delay per link
-    Sequence[int],  # queues per link, 0 for no bound
-    Sequence[int],  # sends outstanding per link, 0 for no bound
+    Sequence[int],  # queues per link, 0 for no limit
+    Sequence[int],  # outstanding sends per link, 0 for no limit
     Sequence[bool],  # per link: both directions share the queues
-    Sequence[int],  # in-flight cap per stage
-    Sequence[int],  # warm-up per stage, or none at all
+    Sequence[float],  # copy time per stage
+    Sequence[int],  # device limit per stage, 0 for no offload
 ]
+
+Rows = list[list[float]]
+
+Ran = tuple[list[bytes], Rows, Rows, Rows, Rows, Rows]
+"""The fields of :class:`pipemorph.planning.simulation.core.Ran`."""
+
+def in_order(
+    costs: Costs,
+    ranks: Sequence[bytes],
+    stages_of: Sequence[Sequence[int]],
+    delay_at: Callable[[int, float], float] | None,
+) -> Ran:
+    """See :func:`pipemorph.planning.simulation.core.in_order`. Raises ValueError if the arguments
+    do not fit together, as the others do."""
+
+def makespan(costs: Costs, ranks: Sequence[bytes], stages_of: Sequence[Sequence[int]]) -> float:
+    """The end of the last op; infinity if ranks wait for each other. Releases the interpreter's
+    lock, as :func:`search` does."""
+
+def online(
+    costs: Costs,
+    caps: Sequence[int],
+    warmup: Sequence[int],
+    exact_warmup: bool,
+    fused: Sequence[bool],
+    slots: Sequence[int],
+    delay_at: Callable[[int, float], float] | None,
+) -> Ran:
+    """See :func:`pipemorph.planning.simulation.core.online`. ``slots``: empty for no limit."""
 
 def search(
     costs: Costs,
+    caps: Sequence[int],
+    warmup: Sequence[int],
     paper_warmup: Sequence[int],
     start: Sequence[bytes],
     listing_effort: int,
     shifting_effort: int,
 ) -> tuple[list[bytes], float, float]:
-    """Order (0 F, 1 B, 2 W per op and stage), makespan and lower bound. ``start``: an order to
-    do no worse than, or empty. Runs without the interpreter's lock. Raises ValueError where the
-    lengths do not fit together."""
+    """Order per stage, makespan and lower bound. ``warmup``: exact number of F before the first B,
+    or empty. ``start``: an order that the result must not be longer than, or empty."""
 
-def lower_bound(costs: Costs) -> float:
-    """What no schedule can beat."""
+def lower_bound(costs: Costs, caps: Sequence[int]) -> float:
+    """Lower bound of the makespan of all schedules."""
+
+def windows(costs: Costs, caps: Sequence[int]) -> tuple[list[Rows], list[Rows]]:
+    """Per kind (F, B, W), stage and microbatch: the earliest start of the op, and the least time
+    from its start to the end of the iteration."""

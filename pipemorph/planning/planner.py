@@ -11,12 +11,10 @@ from pipemorph.errors import InputError
 from pipemorph.planning.ir import Policy, Route, Schedule
 from pipemorph.planning.policies.classic import gpipe, one_f_one_b, zero_bubble
 from pipemorph.planning.problem import Link, Problem, StageTimes
-from pipemorph.planning.search.backend import lower_bound, search
-from pipemorph.planning.search.order import to_schedule
+from pipemorph.planning.search.search import search
 from pipemorph.planning.search.variants import Variant, best_variant, has_variants
-from pipemorph.planning.simulation.costs import Costs
-from pipemorph.planning.simulation.lower_bound import SAME
-from pipemorph.planning.simulation.simulator import Simulation, predict, run_static, timed
+from pipemorph.planning.simulation.lower_bound import SAME, lower_bound
+from pipemorph.planning.simulation.simulator import Simulation, predict, simulate
 from pipemorph.planning.validator import validate
 
 # Sends in flight at which a direct route blocks compute, and engine queues per link.
@@ -39,8 +37,7 @@ class PlannedSchedule(Variant):
     @cached_property
     def simulation(self) -> Simulation:
         """Simulation of the static order under the problem's times; computed on first use."""
-        costs = Costs.of(self.problem)
-        return timed(self.schedule, run_static(self.schedule, costs), costs)
+        return simulate(self.schedule, self.problem)
 
     @property
     def gap(self) -> float:
@@ -69,8 +66,7 @@ def plan(
         problem, schedule, makespan = best.problem, best.schedule, best.makespan
     elif policy is Policy.PIPEMORPH:
         found = search(problem)
-        schedule = to_schedule(found.order, problem.microbatches)
-        makespan, bound = found.makespan, found.bound
+        schedule, makespan, bound = found.schedule, found.makespan, found.bound
     elif policy is Policy.EXACT:
         if has_variants(problem):
             raise InputError(

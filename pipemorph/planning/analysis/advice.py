@@ -20,8 +20,8 @@ from pipemorph.planning.ir import Dispatch, Policy
 from pipemorph.planning.offload import device_peak, host_peak
 from pipemorph.planning.planner import PlannedSchedule, plan
 from pipemorph.planning.problem import Problem, describe
-from pipemorph.planning.search.backend import lower_bound
 from pipemorph.planning.search.variants import offloading_variants
+from pipemorph.planning.simulation.lower_bound import lower_bound
 from pipemorph.planning.simulation.simulator import Simulation, simulate
 
 DEVICE_BUFFERS = 2

@@ -67,7 +67,7 @@ class Explanation(NamedTuple):
 
 def explain(simulation: Simulation, problem: Problem) -> Explanation:
     """Explain all idle time of ``simulation``, an execution under ``problem``."""
-    delivery = deliver(simulation, problem)
+    delivery = deliver(simulation)
     arrivals = _Arrivals(simulation, delivery)
     end = simulation.makespan
     limits = problem.in_flight_limits()
@@ -170,35 +170,22 @@ def _split(start: float, end: float, state: _State) -> list[Bubble]:
     return pieces
 
 
-def explain_interleaved(ran: InterleavedSimulation, problem: Problem) -> Explanation:
+def explain_interleaved(ran: InterleavedSimulation) -> Explanation:
     """Same for ranks with several stages: ``bubbles[rank]``. Causes are fill, drain, dependency and
     link only: caps and orders belong to stages, but idle time to ranks."""
-    last = problem.stage_count - 1
-    messages: list[Message] = []
-    made: dict[tuple[int, bool, int], float] = {}
-    for stage, ops in enumerate(ran.simulation.stages):
-        for kind, m, _, end in ops:
-            if kind is OpKind.W:
-                continue
-            forward = kind is OpKind.F
-            to = stage + 1 if forward else stage - 1
-            if forward and stage == last:
-                made[stage, False, m] = end
-            elif to >= 0:
-                made[to, forward, m] = end
-                link = min(stage, to)
-                away = ran.placement[stage] != ran.placement[to]
-                delay = problem.links[link].delay if away else 0.0
-                if away:
-                    messages.append(Message(link, forward, m, end, end + delay))
+    arrivals = _Arrivals(ran.simulation, delivery := deliver(ran.simulation))
+    messages = [
+        message
+        for message in delivery.messages
+        if ran.placement[message.link] != ran.placement[message.link + 1]
+    ]
     bubbles = []
     for ops_of_rank in ran.by_rank():
         idle: list[Bubble] = []
         now = 0.0
         for stage, op in ops_of_rank:
             if op.start > now:
-                known = made.get((stage, op.kind is OpKind.F, op.microbatch), -INF)
-                state = _State(op, -INF if op.kind is OpKind.W else known, -INF, INF, INF)
+                state = _State(op, arrivals.of(stage, op)[0], -INF, INF, INF)
                 first = op is ops_of_rank[0][1]
                 idle += (
                     [Bubble(0.0, op.start, Cause.FILL)] if first else _split(now, op.start, state)

@@ -76,7 +76,7 @@ def report_interleaved(
         "in_flight_peak": list(schedule.in_flight_peak()),
         "in_flight_limit": list(problem.in_flight_limits()),
         "planning_ms": round(planning_seconds * 1e3, 3),
-        "bubbles": _bubbles(explain_interleaved(ran, problem)),
+        "bubbles": _bubbles(explain_interleaved(ran)),
         "ranks": list(ran.placement),
         "order": dump_csv(ran.schedule).splitlines(),
         "stages": _stages(ran.simulation),

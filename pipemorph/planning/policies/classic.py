@@ -8,8 +8,9 @@ from math import ceil
 from pipemorph.errors import InputError
 from pipemorph.planning.ir import Op, OpKind, Schedule
 from pipemorph.planning.problem import Problem
+from pipemorph.planning.simulation.core import decode, online
 from pipemorph.planning.simulation.costs import Costs
-from pipemorph.planning.simulation.online import Rules, dispatch
+from pipemorph.planning.simulation.online import Rules
 
 
 def gpipe(problem: Problem) -> Schedule:
@@ -51,7 +52,7 @@ def zero_bubble(problem: Problem) -> Schedule:
     """
     warmup = problem.warmup or zero_bubble_warmup(problem)
     rules = Rules.of(problem, warmup, exact_warmup=True)
-    return as_schedule(dispatch(Costs.of(problem).without_delay(), rules).runs, problem)
+    return decode(online(Costs.of(problem).without_delay(), rules).codes, problem.microbatches)
 
 
 def zero_bubble_warmup(problem: Problem) -> tuple[int, ...]:
@@ -71,15 +72,6 @@ def fit_warmup(wanted: Sequence[int], problem: Problem) -> tuple[int, ...]:
         most = max(1, min(most, x))
         fitted.append(most)
     return tuple(fitted)
-
-
-def as_schedule(
-    runs: Sequence[Sequence[tuple[OpKind, int, float, float]]], problem: Problem
-) -> Schedule:
-    """A schedule with the order in which ops ran."""
-    return Schedule(
-        problem.microbatches, tuple(tuple(Op(run[0], run[1]) for run in stage) for stage in runs)
-    )
 
 
 def paper_warmup(problem: Problem) -> tuple[int, ...]:

@@ -19,16 +19,18 @@ from typing import TYPE_CHECKING, Any
 from pipemorph.errors import InputError
 from pipemorph.planning.ir import Op, Schedule
 from pipemorph.planning.problem import Problem
-from pipemorph.planning.search.backend import search
-from pipemorph.planning.search.order import BACKWARD, FORWARD, KINDS, to_schedule
+from pipemorph.planning.search.search import search
+from pipemorph.planning.simulation import core
+from pipemorph.planning.simulation.core import KINDS
 from pipemorph.planning.simulation.costs import Costs
-from pipemorph.planning.simulation.lower_bound import SAME, hard_caps, heads, tails
-from pipemorph.planning.simulation.simulator import makespan_of, run_static
+from pipemorph.planning.simulation.lower_bound import SAME, hard_caps, windows
+from pipemorph.planning.simulation.simulator import makespan_of
 from pipemorph.planning.validator import validate
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
+FORWARD, BACKWARD = 0, 1
 TIME_LIMIT = 60.0
 """Default time limit of the solver, seconds."""
 
@@ -64,9 +66,9 @@ def solve(
     cp = _solver_module()
     began = perf_counter()
     first = search(problem)
-    schedule, bound = to_schedule(first.order, problem.microbatches), first.bound
+    schedule, bound = first.schedule, first.bound
     costs = Costs.of(problem)
-    makespan = makespan_of(schedule, run_static(schedule, costs), costs)
+    makespan = makespan_of(schedule, costs)
     left = time_limit - (perf_counter() - began)
     if makespan > bound * (1 + SAME) and left > 0:
         model = _Model(cp, problem, costs, schedule, makespan)
@@ -74,7 +76,7 @@ def solve(
         bound = max(bound, proven_bound)
         if found is not None:
             validate(found, problem.in_flight_limits())
-            shorter = makespan_of(found, run_static(found, costs), costs)
+            shorter = makespan_of(found, costs)
             if shorter < makespan:
                 schedule, makespan = found, shorter
         if bound > makespan * (1 + SAME):
@@ -126,7 +128,7 @@ class _Model:
             )
         ]
         self.delay = [self._int(delay) for delay in costs.delay]
-        self.start = self._starts(caps)
+        self.start = self._starts()
         self.end: Any = self.model.new_int_var(0, self.horizon, "makespan")
         self._stages(caps)
         self._links()
@@ -137,9 +139,9 @@ class _Model:
         # Round up values that are whole except for rounding errors.
         return math.floor(time * self.scale + 1e-6)
 
-    def _starts(self, caps: Sequence[int]) -> list[list[list[Any]]]:
+    def _starts(self) -> list[list[list[Any]]]:
         """``start[stage][kind][microbatch]``, between its head and the horizon less its tail."""
-        head, tail = heads(self.costs, caps), tails(self.costs, caps)
+        head, tail = windows(self.problem)
         slack = 0 if self.exact else 4 * self.n * self.problem.stage_count
         return [
             [
@@ -234,7 +236,7 @@ class _Model:
         return self.model.new_fixed_size_interval_var(start, took, "")
 
     def _hint(self, schedule: Schedule) -> None:
-        starts = run_static(schedule, self.costs)
+        starts = core.static(schedule, self.costs).start
         for i, (ops, begin) in enumerate(zip(schedule.stages, starts, strict=True)):
             for op, at in zip(ops, begin, strict=True):
                 var = self.start[i][KINDS.index(op.kind)][op.microbatch]

@@ -1,6 +1,6 @@
 """The pipemorph policy with offload and fused backwards.
 
-The search (``search.backend``) finds the order of split backwards under in-flight caps. This module
+The search (``search.search``) finds the order of split backwards under in-flight caps. This module
 runs it several times: with activations in host memory and a higher cap, or with the backwards of
 some stages fused. For the search
 
@@ -22,9 +22,8 @@ from typing import NamedTuple
 from pipemorph.planning.ir import Dispatch, Op, OpKind, Plan, Policy, Route, Schedule
 from pipemorph.planning.offload import Residency
 from pipemorph.planning.problem import Problem, StageTimes
-from pipemorph.planning.search.backend import search
-from pipemorph.planning.search.order import to_schedule
 from pipemorph.planning.search.rng import Rng
+from pipemorph.planning.search.search import search
 from pipemorph.planning.simulation.lower_bound import SAME
 from pipemorph.planning.simulation.simulator import predict
 
@@ -228,8 +227,7 @@ def _plan(problem: Problem, choice: _Choice) -> Variant:
         _search_times(stage, cap, fused, copies=choice.copies)
         for stage, cap, fused in zip(problem.stages, choice.caps, choice.fused, strict=True)
     ]
-    order = search(problem.model_copy(update={"stages": tuple(asked)})).order
-    found = to_schedule(order, problem.microbatches)
+    found = search(problem.model_copy(update={"stages": tuple(asked)})).schedule
     fused = Schedule(
         problem.microbatches,
         tuple(

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
-from pipemorph.planning.ir import Op, OpKind, Schedule
-from pipemorph.planning.offload import copying
+from pipemorph.planning.ir import OpKind
 from pipemorph.planning.problem import Problem
 
+if TYPE_CHECKING:
+    from pipemorph.planning._planner import Costs as PackedCosts
+
 INF = float("inf")
+
+DelayAt = Callable[[int, float], float]
+"""(link, time of send) → delay, in the problem's unit."""
 
 
 class Costs(NamedTuple):
@@ -78,24 +83,18 @@ class Costs(NamedTuple):
             return self.backward_input[stage]
         return self.backward_weight[stage] if kind is OpKind.W else self.whole_backward[stage]
 
-    def durations(self, schedule: Schedule) -> list[list[float]]:
-        """Time of every op with its copies, in the order of the schedule."""
-        return [self._durations(i, ops) for i, ops in enumerate(schedule.stages)]
-
-    def last_duration(self, stage: int, ops: Sequence[Op]) -> float:
-        """Time of a stage's last op, with its copy."""
-        if self.device_limits[stage] is None:
-            return self.op_time(stage, ops[-1].kind)
-        return self._durations(stage, ops)[-1]
-
-    def _durations(self, stage: int, ops: Sequence[Op]) -> list[float]:
-        times = {kind: self.op_time(stage, kind) for kind in OpKind}
-        took = [times[kind] for kind, _ in ops]
-        if self.device_limits[stage] is not None:
-            for position, copies in enumerate(copying(ops, self.device_limits[stage])):
-                if copies:
-                    took[position] += self.offload_copy[stage]
-        return took
+    def packed(self) -> PackedCosts:
+        """As the compiled core takes them."""
+        return (
+            self.microbatches,
+            (self.forward, self.backward_input, self.backward_weight, self.whole_backward),
+            self.delay,
+            self.queues,
+            self.outstanding,
+            self.half_duplex,
+            self.offload_copy,
+            [limit or 0 for limit in self.device_limits],
+        )
 
     def without_delay(self) -> Costs:
         """The same stages with links without delay, for policies that ignore delays."""

@@ -15,7 +15,8 @@ from typing import NamedTuple
 from pipemorph.errors import InputError
 from pipemorph.planning.ir import Op, OpKind, Schedule
 from pipemorph.planning.problem import Problem
-from pipemorph.planning.simulation.costs import INF, Costs
+from pipemorph.planning.simulation.core import CODE, MAX_STAGES_PER_RANK, in_order
+from pipemorph.planning.simulation.costs import Costs
 from pipemorph.planning.simulation.simulator import Simulation, TimedOp
 from pipemorph.planning.validator import ScheduleError, check_cap, check_stage
 
@@ -122,6 +123,10 @@ def validate_interleaved(
     for rank, ops in enumerate(schedule.ranks):
         if not ops:
             raise InputError(f"rank {rank} has no ops; expected at least those of one stage")
+        if (count := len({op.stage for op in ops})) > MAX_STAGES_PER_RANK:
+            raise InputError(
+                f"rank {rank} has {count} stages; at most {MAX_STAGES_PER_RANK} are supported"
+            )
     per_stage = schedule.per_stage()
     for stage, ops_of_stage in enumerate(per_stage.stages):
         check_stage(stage, ops_of_stage, schedule.microbatches)
@@ -135,9 +140,9 @@ def validate_interleaved(
         backward_input=no_time,
         backward_weight=no_time,
         delay=no_time[1:],
-        queues=[],
-        outstanding=[],
-        half_duplex=[],
+        queues=[0] * len(no_time[1:]),
+        outstanding=[0] * len(no_time[1:]),
+        half_duplex=[False] * len(no_time[1:]),
         whole_backward=no_time,
         offload_copy=no_time,
         device_limits=[None] * per_stage.stage_count,
@@ -174,52 +179,21 @@ def simulate_interleaved(schedule: InterleavedSchedule, problem: Problem) -> Int
     delay = [
         0.0 if placement[i] == placement[i + 1] else costs.delay[i] for i in range(len(costs.delay))
     ]
-    starts = _run(schedule, costs._replace(delay=delay))
-    stages: list[list[TimedOp]] = [[] for _ in placement]
-    for ops, begin in zip(schedule.ranks, starts, strict=True):
-        for (stage, kind, m), start in zip(ops, begin, strict=True):
-            stages[stage].append(TimedOp(kind, m, start, start + costs.op_time(stage, kind)))
-    simulation = Simulation(schedule.microbatches, tuple(map(tuple, stages)))
-    return InterleavedSimulation(schedule, simulation)
+    return InterleavedSimulation(schedule, _run(schedule, costs._replace(delay=delay)))
 
 
-def _run(schedule: InterleavedSchedule, costs: Costs) -> list[list[float]]:
-    """Start of every op, per rank. Raises :class:`ScheduleError` that names an op in a deadlock.
-
-    A rank advances as long as the arrival of its next message is known.
-    """
-    n, stages = costs.microbatches, costs.stage_count
-    last = stages - 1
-    from_above = [[INF] * n for _ in range(stages)]
-    from_below = [[INF] * n for _ in range(stages)]
-    from_above[0] = [0.0] * n
-    starts: list[list[float]] = [[] for _ in schedule.ranks]
-    free = [0.0] * len(schedule.ranks)
-    moved = True
-    while moved:
-        moved = False
-        for rank, ops in enumerate(schedule.ranks):
-            done, now = starts[rank], free[rank]
-            for stage, kind, m in ops[len(done) :]:
-                arrival = 0.0
-                if kind is not OpKind.W:
-                    arrival = (from_above if kind is OpKind.F else from_below)[stage][m]
-                if arrival == INF:
-                    break
-                now = max(now, arrival)
-                done.append(now)
-                moved = True
-                now += costs.op_time(stage, kind)
-                if kind is OpKind.F:
-                    if stage == last:
-                        from_below[stage][m] = now
-                    else:
-                        from_above[stage + 1][m] = now + costs.delay[stage]
-                elif kind is not OpKind.W and stage:
-                    from_below[stage - 1][m] = now + costs.delay[stage - 1]
-            free[rank] = now
+def _run(schedule: InterleavedSchedule, costs: Costs) -> Simulation:
+    """The execution, by stage. Raises :class:`ScheduleError` that names an op in a deadlock."""
+    stages_of = [sorted({op.stage for op in ops}) for ops in schedule.ranks]
+    codes = [
+        bytes([4 * mine.index(op.stage) + CODE[op.kind] for op in ops])
+        for ops, mine in zip(schedule.ranks, stages_of, strict=True)
+    ]
+    ran = in_order(costs, codes, stages_of)
+    stages: list[list[TimedOp]] = [[] for _ in range(costs.stage_count)]
+    free: list[list[float]] = [[] for _ in stages]
     for rank, ops in enumerate(schedule.ranks):
-        position = len(starts[rank])
+        position = len(ran.start[rank])
         if position < len(ops):
             op = ops[position]
             source = op.stage - 1 if op.kind is OpKind.F else op.stage + 1
@@ -229,4 +203,7 @@ def _run(schedule: InterleavedSchedule, costs: Costs) -> list[list[float]]:
                 f"{op} waits forever for microbatch {op.microbatch} of stage {source}",
                 place="rank",
             )
-    return starts
+        for op, *times in zip(ops, ran.start[rank], ran.end[rank], ran.free[rank], strict=True):
+            stages[op.stage].append(TimedOp(op.kind, op.microbatch, *times[:2]))
+            free[op.stage].append(times[2])
+    return Simulation(costs.microbatches, tuple(map(tuple, stages)), free, ran.above, ran.below)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heappush
+from operator import itemgetter
 from typing import NamedTuple
 
 from pipemorph.planning.ir import OpKind
-from pipemorph.planning.problem import Problem
-from pipemorph.planning.simulation.costs import Costs
-from pipemorph.planning.simulation.links import Wires
 from pipemorph.planning.simulation.simulator import Simulation
 
 
@@ -36,30 +33,21 @@ class Delivery(NamedTuple):
     held: list[dict[int, float]]
 
 
-def deliver(simulation: Simulation, problem: Problem) -> Delivery:
-    """Compute the messages of a simulation by replaying its sends in order of time."""
-    costs = Costs.of(problem)
-    wires = Wires(costs)
-    last = costs.stage_count - 1
-    sends = [
-        (op.end, stage, position)
-        for stage, ops in enumerate(simulation.stages)
-        for position, op in enumerate(ops)
-        if (stage < last if op.kind is OpKind.F else stage > 0 and op.kind is not OpKind.W)
-    ]
-    heapify(sends)
-    messages: list[Message] = []
-    held: list[dict[int, float]] = [{} for _ in simulation.stages]
-    while sends:
-        now, stage, position = heappop(sends)
-        kind, m, _, end = simulation.stages[stage][position]
-        forward = kind is OpKind.F
-        clear = wires.forward_clear(stage, m) if forward else wires.backward_clear(stage, m)
-        if clear > now:
-            held[stage][position] = clear
-            heappush(sends, (clear, stage, position))
-            continue
-        send = wires.send_forward if forward else wires.send_backward
-        arrived = send(stage, m, now)
-        messages.append(Message(stage if forward else stage - 1, forward, m, end, arrived))
-    return Delivery(messages, held)
+def deliver(simulation: Simulation) -> Delivery:
+    """The messages of a simulation, in the order of their sends."""
+    last = len(simulation.stages) - 1
+    sent: list[tuple[float, Message]] = []
+    held: list[dict[int, float]] = []
+    for stage, ops in enumerate(simulation.stages):
+        free = simulation.free[stage]
+        blocked: dict[int, float] = {}
+        held.append(blocked)
+        for position, (op, at) in enumerate(zip(ops, free, strict=True)):
+            kind, m, _, end = op
+            if at > end:
+                blocked[position] = at
+            if kind is OpKind.F and stage < last:
+                sent.append((at, Message(stage, True, m, end, simulation.above[stage + 1][m])))
+            elif kind in (OpKind.B, OpKind.BW) and stage:
+                sent.append((at, Message(stage - 1, False, m, end, simulation.below[stage - 1][m])))
+    return Delivery([message for _, message in sorted(sent, key=itemgetter(0))], held)

@@ -55,7 +55,7 @@ def test_no_op_runs_before_its_message_is_here(
     """The replay of the sends agrees with the execution: an op that waited began on arrival."""
     schedule = plan(problem, policy).schedule
     simulation = simulate(schedule, problem, Dispatch.ONLINE if online else Dispatch.STATIC)
-    delivery = deliver(simulation, problem)
+    delivery = deliver(simulation)
     assert len(delivery.messages) == 2 * (problem.stage_count - 1) * problem.microbatches
     started = {
         (i, op.kind is OpKind.F, op.microbatch): op.start

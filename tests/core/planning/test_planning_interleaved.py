@@ -95,7 +95,7 @@ def test_plans_keep_the_rules_and_never_beat_the_bound(
     ran = found.simulation
     assert found.lower_bound <= ran.makespan
     # Ranks run one op at a time, and each op after what it needs; all idle time has a cause.
-    for row, idle in zip(ran.by_rank(), explain_interleaved(ran, found.problem)[0], strict=True):
+    for row, idle in zip(ran.by_rank(), explain_interleaved(ran)[0], strict=True):
         pieces = [(op.start, op.end) for _, op in row if op.end > op.start]
         at = 0.0
         for start, end in sorted(pieces + [(b.start, b.end) for b in idle]):

@@ -32,9 +32,9 @@ from pipemorph.planning import (
     validate_online,
 )
 from pipemorph.planning.policies.classic import adapted_warmup, initial_warmup, paper_warmup
+from pipemorph.planning.simulation.core import decode, online
 from pipemorph.planning.simulation.costs import Costs
-from pipemorph.planning.simulation.online import Rules, dispatch
-from pipemorph.planning.simulation.simulator import from_runs
+from pipemorph.planning.simulation.online import Rules
 
 TEN = StageTimes(forward=10, backward_input=10, backward_weight=10)
 LLM_14B = StageTimes(forward=10, backward_input=10.5, backward_weight=5.5)
@@ -108,7 +108,7 @@ def most_in_flight(ops: Sequence[TimedOp]) -> int:
 @given(problem=problems(half_duplex=True))
 @settings(max_examples=examples(100), deadline=None)
 def test_pipemorph_is_never_worse_than_the_papers_algorithm(problem: Problem) -> None:
-    paper = dispatch(Costs.of(problem), Rules.of(problem, paper_warmup(problem)))
+    paper = online(Costs.of(problem), Rules.of(problem, paper_warmup(problem)))
     assert plan(problem, Policy.PIPEMORPH).makespan <= paper.makespan * (1 + 1e-9)
 
 
@@ -242,8 +242,8 @@ def test_plans_stand_messages_that_are_a_little_late(times: StageTimes, delay: f
     """Holding fewer microbatches must not make a plan brittle."""
     problem = uniform(times, 8, 32, {6: delay}, None)
     late = problem.with_delays([link.delay + 4.0 for link in problem.links])
-    ran = dispatch(Costs.of(problem), Rules.of(problem, paper_warmup(problem)))
-    fattest = from_runs(ran.runs, 32).schedule()
+    ran = online(Costs.of(problem), Rules.of(problem, paper_warmup(problem)))
+    fattest = decode(ran.codes, 32)
     leaner = plan(problem).schedule
     assert sum(leaner.in_flight_peak()) <= sum(fattest.in_flight_peak())
     assert predict(leaner, late) <= 1.02 * predict(fattest, late)

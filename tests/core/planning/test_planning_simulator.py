@@ -26,9 +26,9 @@ from pipemorph.planning import (
     simulate,
     validate,
 )
+from pipemorph.planning.simulation.core import decode, online, static
 from pipemorph.planning.simulation.costs import Costs
-from pipemorph.planning.simulation.online import Rules, dispatch
-from pipemorph.planning.simulation.simulator import from_runs, run_static
+from pipemorph.planning.simulation.online import Rules
 
 TEN = StageTimes(forward=10, backward_input=10, backward_weight=10)
 
@@ -44,7 +44,7 @@ def test_static_equals_the_fixpoint_of_its_constraints(problem: Problem, seed: i
             validate(schedule)
         except ScheduleError:
             with pytest.raises(ScheduleError, match="waits forever"):
-                run_static(schedule, Costs.of(problem))
+                static(schedule, Costs.of(problem))
             continue
         assert_runs_as_the_fixpoint(schedule, problem)
 
@@ -117,8 +117,8 @@ def test_online_inside_the_condition_never_deadlocks(problem: Problem, seed: int
     fused = [rng.random() < 0.3 for _ in problem.stages]
     rules = Rules.of(problem, warmup, fused=fused, slots=slots)
     costs = Costs.of(problem)
-    ran = dispatch(costs, rules)
-    schedule = from_runs(ran.runs, problem.microbatches).schedule()
+    ran = online(costs, rules)
+    schedule = decode(ran.codes, problem.microbatches)
     validate(schedule, problem.in_flight_limits())
     reached = zip(schedule.warmup(), warmup, strict=True)
     assert all(x >= min(y, problem.microbatches) for x, y in reached)
@@ -131,7 +131,7 @@ def test_online_outside_the_condition_can_deadlock() -> None:
     """Rising warm-up: stage 1 wants two forwards before stage 0 may send the second."""
     problem = Problem(microbatches=3, stages=(TEN,) * 2, links=(Link(),))
     with pytest.raises(InputError, match="waits forever"):
-        dispatch(Costs.of(problem), Rules(warmup=(1, 2), caps=(1, 3)))
+        online(Costs.of(problem), Rules(warmup=(1, 2), caps=(1, 3), fused=(False,) * 2))
     with pytest.raises(ScheduleError):
         Rules.of(problem, [1, 2])
 

@@ -1,0 +1,58 @@
+#include "planner/core.hpp"
+
+namespace pipemorph::planner {
+
+std::vector<std::vector<int>> one_stage_each(int stages) {
+    std::vector<std::vector<int>> stages_of(stages);
+    for (int i = 0; i < stages; ++i) stages_of[i] = {i};
+    return stages_of;
+}
+
+Core::Core(const Costs& costs, std::vector<std::vector<int>> stages_of)
+    : costs_(costs),
+      delay_(&costs.delay),
+      stages_of_(std::move(stages_of)),
+      rank_of_(costs.stages),
+      arrivals_(costs.stages, costs.microbatches),
+      shared_(costs.delay.size()),
+      agenda_(ranks()),
+      running_(stages_of_.size()),
+      idle_(stages_of_.size()),
+      now_(stages_of_.size()) {
+    for (int rank = 0; rank < ranks(); ++rank)
+        for (const int stage : stages_of_[rank]) rank_of_[stage] = rank;
+    for (auto& done : done_) done.resize(costs.stages);
+    for (auto& sent : sent_) sent.resize(costs.stages);
+    for (int stage = 0; stage < costs.stages; ++stage)
+        for (const int kind : {kForward, kBackward, kWeight, kFused}) {
+            Way its{.stage = stage, .kind = kind, .took = costs.took[kind][stage]};
+            const int counted = kind == kFused ? kBackward : kind;
+            its.done = &done_[counted][stage];
+            if (kind != kWeight) its.input = arrivals_.row(counted, stage);
+            its.to = kind == kForward ? stage + 1 : kind == kWeight ? -1 : stage - 1;
+            if (its.to > last_stage()) {
+                its.to = -1;
+                its.output = arrivals_.row(kBackward, stage);
+            } else if (its.to >= 0) {
+                its.link = std::min(stage, its.to);
+                its.outstanding = costs.outstanding[its.link];
+                its.queues = costs.queues[its.link];
+                its.half_duplex = costs.half_duplex[its.link];
+                its.output = arrivals_.row(counted, its.to);
+            }
+            ways_.push_back(its);
+        }
+    if (costs.offloads())
+        for (const int limit : costs.device_limits) residency_.emplace_back(limit);
+}
+
+void Core::reset() {
+    for (const int kind : {kForward, kBackward})
+        std::fill(arrivals_.of[kind].begin(), arrivals_.of[kind].end(), kNever);
+    std::fill(arrivals_.row(kForward, 0), arrivals_.row(kForward, 0) + costs_.microbatches, 0.0);
+    for (auto& done : done_) std::fill(done.begin(), done.end(), 0);
+    for (auto& residency : residency_) residency.clear();
+    std::fill(idle_.begin(), idle_.end(), false);
+}
+
+}  // namespace pipemorph::planner

@@ -1,0 +1,318 @@
+// The event core: everything that executes a schedule is this, with a chooser.
+//
+// A rank runs one op at a time. At the end of an op its message is handed to the link; the rank
+// goes on once the link has taken it. A chooser says what an idle rank runs next: the next op of a
+// given order (in_order.hpp), the first op that is ready (online.hpp) or the most urgent one
+// (list_scheduler.hpp). pipemorph/planning/simulation/reference.py is the same, short and slow.
+#pragma once
+
+#include <set>
+
+#include "planner/costs.hpp"
+
+namespace pipemorph::planner {
+
+struct Op {
+    int stage, kind, microbatch;
+};
+
+// What a rank does next. Without an op it waits until `until`, or until a message wakes it.
+struct Choice {
+    bool found = false;
+    Op op{};
+    double until = kNever;
+    bool give_up = false;  // ends the execution
+};
+
+// Which microbatches' activations are on a stage's device. The rules are those of
+// pipemorph/planning/offload.py. Limit 0: no offload.
+class Residency {
+  public:
+    explicit Residency(int limit) : limit_(limit) {}
+
+    bool fits(int kind, int m) const {
+        return !limit_ || resident_ < limit_ || (kind != kForward && !on_host_.count(m));
+    }
+
+    // Records an op; whether it copies.
+    bool run(int kind, int m) {
+        if (!limit_) return false;
+        if (kind == kForward) {
+            if (++resident_ < limit_) return false;
+            --resident_;
+            on_host_.insert(m);
+            return true;
+        }
+        const bool back = kind != kWeight && on_host_.erase(m);
+        resident_ += back;
+        resident_ -= kind != kBackward;
+        return back;
+    }
+
+    void clear() {
+        resident_ = 0;
+        on_host_.clear();
+    }
+
+  private:
+    int limit_, resident_ = 0;
+    std::set<int> on_host_;
+};
+
+// When each rank acts next: a tournament, in which the earliest wins. At the same time the end of
+// an op comes first, since others may wait for its message, then the lower rank.
+class Agenda {
+  public:
+    explicit Agenda(int ranks) : ranks_(ranks) {
+        while (leaves_ < ranks) leaves_ *= 2;
+        at_.resize(leaves_);
+        ends_.resize(leaves_);
+        winner_.resize(2 * static_cast<size_t>(leaves_));
+    }
+
+    // Every rank at 0.
+    void reset() {
+        std::fill(at_.begin(), at_.end(), kNever);
+        std::fill(at_.begin(), at_.begin() + ranks_, 0.0);
+        std::fill(ends_.begin(), ends_.end(), false);
+        for (int i = 0; i < leaves_; ++i) winner_[leaves_ + i] = i;
+        for (int node = leaves_ - 1; node; --node) winner_[node] = winner_[2 * node];
+    }
+
+    int first() const { return winner_[1]; }
+    double at(int rank) const { return at_[rank]; }
+    bool ends(int rank) const { return ends_[rank]; }
+
+    // `kEnds`: whether there are ends of ops on the agenda at all.
+    template <bool kEnds = true>
+    void set(int rank, double at, bool ends) {
+        at_[rank] = at;
+        if (kEnds) ends_[rank] = ends;
+        for (unsigned node = (leaves_ + rank) / 2u; node; node /= 2) {
+            const int a = winner_[2 * node], b = winner_[2 * node + 1];
+            const bool tie = kEnds && at_[b] == at_[a];
+            winner_[node] = (tie ? ends_[b] > ends_[a] : at_[b] < at_[a]) ? b : a;
+        }
+    }
+
+  private:
+    int ranks_, leaves_ = 1;
+    std::vector<double> at_;
+    std::vector<unsigned char> ends_;
+    std::vector<int> winner_;
+};
+
+// Stage i on rank i.
+std::vector<std::vector<int>> one_stage_each(int stages);
+
+// One iteration. Keeps its memory between runs.
+class Core {
+  public:
+    Core(const Costs& costs, std::vector<std::vector<int>> stages_of);
+    Core(const Core&) = delete;
+    Core& operator=(const Core&) = delete;
+
+    // Before a run: `delay` in place of the problem's, kept by the caller until the run is over, or
+    // delays that change.
+    void set_delay(const std::vector<double>& delay) { delay_ = &delay; }
+    void set_delay_at(DelayAt delay_at) { delay_at_ = std::move(delay_at); }
+
+    const Costs& costs() const { return costs_; }
+    int ranks() const { return static_cast<int>(stages_of_.size()); }
+    int last_stage() const { return costs_.stages - 1; }
+    int done(int kind, int stage) const { return *way(kind, stage).done; }
+    // Of the forward from above and of the gradient from below; kNever until it is sent.
+    double arrival(int kind, int stage, int m) const { return way(kind, stage).input[m]; }
+    bool fits(int stage, int kind, int m) const {
+        return residency_.empty() || residency_[stage].fits(kind, m);
+    }
+    // The op that `code` of an order stands for, now.
+    Op decode(int rank, unsigned char code) const {
+        const Way& its = way(code & 3, stages_of_[rank][code >> 2]);
+        return {its.stage, its.kind, *its.done};
+    }
+    // When the link takes the op's message; 0 where nothing limits it or there is none.
+    double clear(const Op& op) const { return clear(way(op.kind, op.stage), op.microbatch); }
+    // Wakes the rank of a stage at `at`, if it waits for longer.
+    template <bool kEnds = true>
+    void wake(int stage, double at) {
+        const int rank = rank_of_[stage];
+        if (idle_[rank] && at < agenda_.at(rank)) agenda_.set<kEnds>(rank, at, false);
+    }
+
+    // In order of time. `chooser` has choose(core, rank, now) and is told of each op, by
+    // began(core, rank, op, now, end) and ended(rank, free). With kForesees, ranks know when the
+    // messages of ops in progress will arrive, for which the directions of all links count as
+    // independent. False if the chooser gave up.
+    template <class Chooser>
+    bool run_in_time(Chooser& chooser) {
+        constexpr bool kEnds = !Chooser::kForesees;
+        reset();
+        agenda_.reset();
+        for (auto& history : shared_) history.clear();
+        while (true) {
+            const int rank = agenda_.first();
+            const double now = agenda_.at(rank);
+            if (now == kNever) return true;
+            if (kEnds && agenda_.ends(rank)) {
+                const Op& op = running_[rank];
+                const Way& its = way(op.kind, op.stage);
+                if (const double free = clear(its, op.microbatch); free > now) {
+                    agenda_.set<kEnds>(rank, free, true);
+                    continue;
+                }
+                chooser.ended(rank, now);
+                if (const double arrival = send(its, op.microbatch, now); its.to >= 0)
+                    wake<kEnds>(its.to, arrival);
+                agenda_.set<kEnds>(rank, now, false);
+                continue;
+            }
+            const Choice choice = chooser.choose(*this, rank, now);
+            if (choice.give_up) return false;
+            if (!choice.found) {
+                idle_[rank] = true;
+                agenda_.set<kEnds>(rank, choice.until, false);
+                continue;
+            }
+            idle_[rank] = false;
+            const Op& op = choice.op;
+            const Way& its = way(op.kind, op.stage);
+            const double end = now + begin(its, op.microbatch);
+            chooser.began(*this, rank, op, now, end);
+            if constexpr (!kEnds) {
+                const double free = std::max(end, clear(its, op.microbatch));
+                if (const double arrival = announce(its, op.microbatch, free); its.to >= 0)
+                    wake<kEnds>(its.to, arrival);
+                agenda_.set<kEnds>(rank, free, false);
+            } else {
+                running_[rank] = op;
+                agenda_.set<kEnds>(rank, end, true);
+            }
+        }
+    }
+
+    // The same for a given order and independent directions, faster: a rank runs on as long as its
+    // next message's arrival is known. Arrivals follow from the sender alone, so the order in which
+    // ranks are visited is free. `row_of(rank)` is where the rank stands in its order: a Row, as in
+    // in_order.hpp. False as soon as `gives_up(op, now)`.
+    template <class RowOf, class GivesUp>
+    bool run_as_known(RowOf row_of, GivesUp gives_up) {
+        reset();
+        todo_.clear();
+        for (int rank = ranks() - 1; rank >= 0; --rank) todo_.push_back(rank);
+        std::fill(now_.begin(), now_.end(), 0.0);
+        for (auto& sent : sent_) std::fill(sent.begin(), sent.end(), false);
+        while (!todo_.empty()) {
+            const int rank = todo_.back();
+            todo_.pop_back();
+            idle_[rank] = true;  // here: not in todo_
+            const std::vector<int>& stages = stages_of_[rank];
+            double now = now_[rank];
+            auto& kept = row_of(rank);
+            auto row = kept;
+            for (; !row.finished(); ++row) {
+                const unsigned char code = row.code();
+                const Way& its = way(code & 3, stages[code >> 2]);
+                const int m = *its.done;
+                if (its.input) {
+                    if (its.input[m] == kNever) break;
+                    now = std::max(now, its.input[m]);
+                }
+                if (gives_up(its.kind, its.stage, m, now)) {
+                    kept = row;
+                    return false;
+                }
+                const double end = now + begin(its, m);
+                const double free = std::max(end, clear(its, m));
+                announce(its, m, free);
+                row.record(its.kind, its.stage, m, now, end, free);
+                now = free;
+                if (its.to >= 0) sent_[its.to < its.stage][its.stage] = true;
+            }
+            kept = row;
+            now_[rank] = now;
+            for (const int stage : stages)
+                for (const bool up : {true, false}) {
+                    if (!sent_[up][stage]) continue;
+                    sent_[up][stage] = false;
+                    const int to = rank_of_[up ? stage - 1 : stage + 1];
+                    if (!idle_[to]) continue;
+                    idle_[to] = false;
+                    todo_.push_back(to);
+                }
+        }
+        return true;
+    }
+
+  private:
+    // All about the ops of one kind of a stage, in one place for the inner loops.
+    struct Way {
+        int stage, kind;
+        int to = -1, link = 0;  // the stage that gets the messages, -1 for none
+        int outstanding = 0, queues = 0;
+        bool half_duplex = false;
+        double took = 0.0;
+        int* done = nullptr;
+        // Arrivals by microbatch: of what the ops wait for, and of what they send. The last stage
+        // has its gradient at the end of its F.
+        double *input = nullptr, *output = nullptr;
+    };
+
+    const Way& way(int kind, int stage) const { return ways_[4 * stage + kind]; }
+    void reset();
+
+    double clear(const Way& its, int m) const {
+        return its.outstanding && m >= its.outstanding ? its.output[m - its.outstanding] : 0.0;
+    }
+
+    // Counts the op as run; its duration.
+    double begin(const Way& its, int m) {
+        ++*its.done;
+        if (its.kind == kFused) ++done_[kWeight][its.stage];
+        if (residency_.empty() || !residency_[its.stage].run(its.kind, m)) return its.took;
+        return its.took + costs_.copy[its.stage];
+    }
+
+    // Hands a message to the link at `now`: its arrival. Messages of a direction leave in
+    // microbatch order; with half duplex both directions share the queues, first come, first
+    // served.
+    double send(const Way& its, int m, double now) {
+        if (its.to < 0 || !(its.half_duplex || delay_at_)) return announce(its, m, now);
+        const double delay = delay_at_ ? delay_at_(its.link, now) : (*delay_)[its.link];
+        if (!its.half_duplex) return its.output[m] = leaves(its, m, now) + delay;
+        auto& history = shared_[its.link];
+        const size_t queues = its.queues;
+        double busy = now;
+        if (queues && history.size() >= queues) busy = history[history.size() - queues];
+        history.push_back(std::max(now, busy) + delay);
+        return its.output[m] = history.back();
+    }
+    // The same ahead of time, for links with independent directions: arrivals follow from the
+    // sender alone.
+    double announce(const Way& its, int m, double free) {
+        if (its.to >= 0) return its.output[m] = leaves(its, m, free) + (*delay_)[its.link];
+        if (its.output) its.output[m] = free;
+        return kNever;
+    }
+    double leaves(const Way& its, int m, double now) const {
+        return its.queues && m >= its.queues ? std::max(now, its.output[m - its.queues]) : now;
+    }
+
+    const Costs& costs_;
+    const std::vector<double>* delay_;
+    DelayAt delay_at_;
+    std::vector<std::vector<int>> stages_of_;
+    std::vector<int> rank_of_;
+    Times arrivals_;
+    std::vector<int> done_[kKinds];
+    std::vector<Way> ways_;                    // into arrivals_ and done_
+    std::vector<Residency> residency_;         // empty: no stage offloads
+    std::vector<std::vector<double>> shared_;  // arrivals over each half-duplex link
+    Agenda agenda_;
+    std::vector<Op> running_;
+    std::vector<unsigned char> idle_, sent_[2];
+    std::vector<double> now_;
+    std::vector<int> todo_;
+};
+
+}  // namespace pipemorph::planner

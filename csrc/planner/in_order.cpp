@@ -1,0 +1,65 @@
+#include "planner/in_order.hpp"
+
+namespace pipemorph::planner {
+
+InOrder::InOrder(const Costs& costs) : InOrder(costs, one_stage_each(costs.stages)) {}
+
+InOrder::InOrder(const Costs& costs, const std::vector<std::vector<int>>& stages_of)
+    : core_(costs, stages_of), rows_(stages_of.size()) {
+    size_t stride = 0;  // ops of a rank, at most
+    for (const auto& stages : stages_of)
+        stride = std::max(stride, kKinds * costs.microbatches * stages.size());
+    for (auto* times : {&start_, &end_, &free_}) times->resize(stride * rows_.size());
+    microbatch_.resize(start_.size());
+    for (auto& positions : position_of_)
+        positions.resize(static_cast<size_t>(costs.stages) * costs.microbatches);
+    for (size_t rank = 0; rank < rows_.size(); ++rank) {
+        Row& row = rows_[rank];
+        row.microbatches = costs.microbatches;
+        row.start = start_.data() + rank * stride;
+        row.end = end_.data() + rank * stride;
+        row.free = free_.data() + rank * stride;
+        row.microbatch = microbatch_.data() + rank * stride;
+        for (int kind = 0; kind < kKinds; ++kind) row.position_of[kind] = position_of_[kind].data();
+    }
+}
+
+double InOrder::run(const Order& order, const std::vector<double>& delay, const Times* tail,
+                    double limit) {
+    begin(order);
+    core_.set_delay(delay);
+    if (core_.costs().shares_queues()) return finish(core_.run_in_time(*this));
+    const auto row_of = [&](int rank) -> Row& { return rows_[rank]; };
+    if (!tail)
+        return finish(core_.run_as_known(row_of, [](int, int, int, double) { return false; }));
+    return finish(core_.run_as_known(row_of, [&](int kind, int stage, int m, double now) {
+        return now + tail->row(kind, stage)[m] >= limit;
+    }));
+}
+
+double InOrder::run(const Order& order, DelayAt delay_at) {
+    begin(order);
+    core_.set_delay_at(std::move(delay_at));
+    const double makespan = finish(core_.run_in_time(*this));
+    core_.set_delay_at(nullptr);
+    return makespan;
+}
+
+void InOrder::begin(const Order& order) {
+    for (size_t rank = 0; rank < rows_.size(); ++rank) {
+        rows_[rank].codes = order[rank].data();
+        rows_[rank].size = static_cast<int>(order[rank].size());
+        rows_[rank].position = 0;
+    }
+}
+
+double InOrder::finish(bool finished) const {
+    double makespan = 0.0;
+    for (const Row& row : rows_) {
+        if (!finished || !row.finished()) return kNever;
+        if (row.size) makespan = std::max(makespan, row.end[row.size - 1]);
+    }
+    return makespan;
+}
+
+}  // namespace pipemorph::planner

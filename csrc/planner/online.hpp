@@ -1,0 +1,44 @@
+// Online dispatch: every rank runs its first ready op of B, F, W. Run before the iteration, its
+// order is the paper's "full schedule". See pipemorph/planning/simulation/online.py.
+#pragma once
+
+#include "planner/core.hpp"
+
+namespace pipemorph::planner {
+
+// What the stages may run; one entry per stage, `slots` per link.
+struct Rules {
+    std::vector<int> warmup;    // only F until this many have run
+    std::vector<int> caps;      // F only while fewer microbatches are in flight
+    bool exact_warmup = false;  // no further F before the first backward
+    std::vector<bool> fused;    // one BW in place of B and W
+    std::vector<int> slots;     // F only while fewer of its messages are unused; empty: no limit
+};
+
+class FirstReady {
+  public:
+    struct Ran {
+        std::vector<unsigned char> codes;
+        std::vector<double> start, end, free;
+    };
+
+    FirstReady(const Costs& costs, const Rules& rules);
+
+    void run(DelayAt delay_at = nullptr);
+
+    const Core& core() const { return core_; }
+    const std::vector<Ran>& ran() const { return ran_; }
+
+    // As the core's chooser.
+    static constexpr bool kForesees = false;
+    Choice choose(const Core& core, int stage, double now) const;
+    void began(Core& core, int stage, const Op& op, double now, double end);
+    void ended(int stage, double free) { ran_[stage].free.push_back(free); }
+
+  private:
+    const Rules& rules_;
+    Core core_;
+    std::vector<Ran> ran_;
+};
+
+}  // namespace pipemorph::planner

@@ -1,0 +1,115 @@
+"""The search of the pipemorph policy: the best order found for split backwards.
+
+1. B before F before W, as in the paper; if that is not at the lower bound, the paper's algorithm
+   with its warm-up, so that the result is never worse.
+2. The list scheduler by urgency, with a few tunings that suit most problems.
+3. A local search that adjusts urgency and caps stage by stage.
+4. A local search on the order, along the critical path.
+5. The same makespan with fewer microbatches in flight, if possible.
+
+The search stops at the lower bound. Its effort is limited in ops, not in time, so that every
+machine finds the same plan. It is compiled (``csrc/planner``). Where nothing is compiled the result
+is the order of step 1, which is valid but often longer, and a warning says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+from pipemorph.planning.ir import Schedule
+from pipemorph.planning.policies.classic import paper_warmup, zero_bubble_warmup
+from pipemorph.planning.problem import Problem
+from pipemorph.planning.simulation import core
+from pipemorph.planning.simulation.costs import Costs
+from pipemorph.planning.simulation.lower_bound import hard_caps, lower_bound
+from pipemorph.planning.simulation.online import Rules
+
+# Effort of the two local searches in executed ops; the one with the list scheduler has at least
+# FEWEST_LISTINGS runs.
+LISTING_EFFORT = 120_000
+FEWEST_LISTINGS = 12
+SHIFTING_EFFORT = 240_000
+
+log = logging.getLogger(__name__)
+
+
+class Found(NamedTuple):
+    """The best order found, as the core's codes, its makespan and a lower bound of all."""
+
+    order: list[bytes]
+    makespan: float
+    bound: float
+    microbatches: int
+
+    @property
+    def schedule(self) -> Schedule:
+        return core.decode(self.order, self.microbatches)
+
+
+def search(
+    problem: Problem,
+    *,
+    listing_effort: int | None = None,
+    shifting_effort: int = SHIFTING_EFFORT,
+) -> Found:
+    """The best order found for a problem. Times in the problem's unit.
+
+    ``listing_effort`` and ``shifting_effort``: ops that the two local searches may execute.
+    """
+    costs, n = Costs.of(problem), problem.microbatches
+    warmup = problem.warmup or paper_warmup(problem)
+    if core.compiled is None:
+        warn_of_no_build()
+        order = _start(problem, costs, warmup)
+        return Found(order, core.makespan(costs, order), lower_bound(problem), n)
+    if listing_effort is None:
+        listing_effort = max(LISTING_EFFORT, FEWEST_LISTINGS * 3 * n * costs.stage_count)
+    order, makespan, bound = core.compiled.search(
+        costs.packed(),
+        hard_caps(problem),
+        problem.warmup or (),
+        warmup,
+        () if _plain(costs) else _start(problem, costs, warmup),
+        listing_effort,
+        shifting_effort,
+    )
+    return Found(order, makespan, bound, n)
+
+
+@cache
+def warn_of_no_build() -> None:
+    """Log it, once per process."""
+    log.warning(
+        "the compiled planner (pipemorph.planning._planner) is missing: plans keep the paper's"
+        " order and may be longer than those of other installations, and planning is slow;"
+        " install a wheel, or build from source with a C++20 compiler"
+    )
+
+
+def _plain(costs: Costs) -> bool:
+    """Whether the list scheduler in the paper's order gives exactly the result of online dispatch.
+
+    Not if a send can block or a queue is shared, nor if ops take no time, so that ops and the
+    messages they wait for are simultaneous.
+    """
+    times = (*costs.forward, *costs.backward_input, *costs.backward_weight)
+    return min(times) > 0 and not any(costs.outstanding) and not any(costs.half_duplex)
+
+
+def _start(problem: Problem, costs: Costs, warmup: Sequence[int]) -> list[bytes]:
+    """The order of the paper's algorithm. If both directions share a link, which the list scheduler
+    does not model, or its order with the warm-up of zero-bubble if that is shorter."""
+    paper = _in_order(problem, costs, warmup)
+    if problem.warmup is not None or not any(costs.half_duplex):
+        return paper
+    other = _in_order(problem, costs, zero_bubble_warmup(problem))
+    return min(paper, other, key=lambda order: core.makespan(costs, order))
+
+
+def _in_order(problem: Problem, costs: Costs, warmup: Sequence[int]) -> list[bytes]:
+    """The order of running ready ops, B before F before W."""
+    rules = Rules.of(problem, warmup, exact_warmup=problem.warmup is not None)
+    return list(core.online(costs, rules).codes)

@@ -1,0 +1,144 @@
+"""The event core: executes schedules, compiled if built, else by the slow reference in Python.
+
+Everything that executes a schedule is this: the simulator, online dispatch, the list schedules of
+the policies, schedules with several stages per rank. An op starts when its rank is free and its
+message has arrived: F waits for the F upstream, B for the B downstream (on the last stage, for its
+own F). Messages are sent at the end of an op and travel as described by
+:class:`~pipemorph.planning.problem.Link`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from pipemorph.errors import InputError
+from pipemorph.planning.ir import Op, OpKind, Schedule
+from pipemorph.planning.simulation import reference
+from pipemorph.planning.simulation.costs import Costs, DelayAt
+from pipemorph.planning.simulation.online import Rules
+from pipemorph.planning.validator import ScheduleError
+
+try:
+    from pipemorph.planning import _planner
+except ImportError:  # Sources without a build, as in an image without compiler.
+    _planner = None  # type: ignore[assignment, unused-ignore]
+compiled = _planner
+
+KINDS = (OpKind.F, OpKind.B, OpKind.W, OpKind.BW)
+CODE = {kind: code for code, kind in enumerate(KINDS)}
+MAX_STAGES_PER_RANK = 64
+"""An op's code is a byte: its kind, plus 4 times the position of its stage on the rank."""
+
+Rows = Sequence[Sequence[float]]
+"""Per rank or stage, one time per op or microbatch."""
+
+
+class Ran(NamedTuple):
+    """One executed iteration; times in the problem's unit.
+
+    ``codes[rank]``: the ops in run order, as :data:`CODE` of their kinds (plus 4 times the position
+    of the stage among the rank's own). ``start``, ``end`` and ``free``: per rank and op;
+    ``free`` is when the rank could go on, later than ``end`` if a send blocked it. ``above[stage]
+    [m]``: arrival of the forward of microbatch *m* from the stage above; ``below``: of the
+    gradient from the stage below; infinity if it was not sent.
+    """
+
+    codes: Sequence[bytes]
+    start: Rows
+    end: Rows
+    free: Rows
+    above: Rows
+    below: Rows
+
+    @property
+    def makespan(self) -> float:
+        return max(ends[-1] for ends in self.end)
+
+
+def encode(ops: Iterable[Op]) -> bytes:
+    """A stage's ops, as in :class:`Ran`."""
+    return bytes([CODE[kind] for kind, _ in ops])
+
+
+def decode(codes: Sequence[bytes | bytearray], microbatches: int) -> Schedule:
+    """The schedule of one stage per rank. Its stages share the op objects."""
+    ops = [[Op(kind, m) for m in range(microbatches)] for kind in KINDS]
+    stages = []
+    for kinds in codes:
+        turn = [iter(each) for each in ops]
+        stages.append(tuple([next(turn[kind]) for kind in kinds]))
+    return Schedule(microbatches, tuple(stages))
+
+
+def in_order(
+    costs: Costs,
+    codes: Sequence[bytes],
+    stages_of: Sequence[Sequence[int]] | None = None,
+    delay_at: DelayAt | None = None,
+) -> Ran:
+    """Executes each rank's ops in their order; a rank that waits forever stops early.
+
+    ``stages_of[rank]``: the stages of a rank, by default stage *i* on rank *i*. ``delay_at``:
+    delays that change within the iteration, in place of those of ``costs``.
+    """
+    stages_of = stages_of or [[i] for i in range(costs.stage_count)]
+    if compiled is None:
+        return Ran(*reference.in_order(costs, codes, stages_of, delay_at))
+    return Ran(*compiled.in_order(costs.packed(), codes, stages_of, delay_at))
+
+
+def makespan(costs: Costs, codes: Sequence[bytes]) -> float:
+    """End of the last op of a static order; infinity if stages wait for each other."""
+    stages_of = [[i] for i in range(costs.stage_count)]
+    if compiled is not None:
+        return compiled.makespan(costs.packed(), codes, stages_of)
+    ran = in_order(costs, codes)
+    finished = all(len(row) == len(ops) for row, ops in zip(ran.end, codes, strict=True))
+    return ran.makespan if finished else float("inf")
+
+
+def online(costs: Costs, rules: Rules, delay_at: DelayAt | None = None) -> Ran:
+    """Runs one iteration in which each stage picks its next op by ``rules``.
+
+    A stage picks when it becomes free and when a message arrives. Raises :class:`InputError` on a
+    deadlock.
+    """
+    if compiled is None:
+        ran = Ran(*reference.online(costs, rules, delay_at))
+    else:
+        ran = Ran(
+            *compiled.online(
+                costs.packed(),
+                rules.caps,
+                rules.warmup,
+                rules.exact_warmup,
+                rules.fused,
+                rules.slots or (),
+                delay_at,
+            )
+        )
+    for i, codes in enumerate(ran.codes):
+        counts = [codes.count(code) for code in range(4)]
+        if counts[2] + counts[3] < costs.microbatches:
+            raise InputError(
+                f"stage {i} waits forever after {counts[0]} F, {counts[1] + counts[3]} B and"
+                f" {counts[2] + counts[3]} W: warm-up {list(rules.warmup)}, caps"
+                f" {list(rules.caps)}"
+            )
+    return ran
+
+
+def static(schedule: Schedule, costs: Costs, delay_at: DelayAt | None = None) -> Ran:
+    """:func:`in_order` for a whole schedule.
+
+    Raises :class:`ScheduleError` that names an op in a deadlock.
+    """
+    ran = in_order(costs, [encode(ops) for ops in schedule.stages], None, delay_at)
+    for i, ops in enumerate(schedule.stages):
+        position = len(ran.start[i])
+        if position < len(ops):
+            raise ScheduleError(
+                i, position, f"{ops[position]} waits forever for a message of its neighbour"
+            )
+    return ran

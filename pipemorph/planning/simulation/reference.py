@@ -1,0 +1,193 @@
+"""The event core in Python: short and slow.
+
+Tests compare the compiled core (``csrc/planner``) with it, and it executes schedules where nothing
+is compiled. It proceeds in order of time. An event is ``(time, phase, rank)``: at equal times ends
+of ops come first, since another rank may wait for their message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from typing import Any, NamedTuple
+
+from pipemorph.planning.ir import OpKind
+from pipemorph.planning.offload import Residency
+from pipemorph.planning.simulation.costs import INF, Costs, DelayAt
+from pipemorph.planning.simulation.online import Rules
+
+F, B, W, BW = range(4)
+KINDS = (OpKind.F, OpKind.B, OpKind.W, OpKind.BW)
+_END, _CHOOSE = 0, 1
+
+
+class _Op(NamedTuple):
+    code: int
+    stage: int
+    kind: int
+    microbatch: int
+
+
+_Chooser = Callable[[int, float], tuple[_Op | None, float]]
+"""(rank, now) → the op that it starts now; or None, and when to ask again."""
+
+
+class _Core:
+    """The state of an iteration. The arguments are those of :func:`in_order`."""
+
+    def __init__(
+        self, costs: Costs, stages_of: Sequence[Sequence[int]], delay_at: DelayAt | None
+    ) -> None:
+        n, stages = costs.microbatches, costs.stage_count
+        self.costs, self.delay_at = costs, delay_at
+        self.last = stages - 1
+        self.ranks = len(stages_of)
+        self.rank_of = {stage: rank for rank, mine in enumerate(stages_of) for stage in mine}
+        self.done = [[0] * stages for _ in range(3)]
+        self.arrival = [[[INF] * n for _ in range(stages)] for _ in (F, B)]
+        self.arrival[F][0] = [0.0] * n
+        self.residency = [Residency(limit) for limit in costs.device_limits]
+        # Arrivals over each half-duplex link, both directions in the order of their sends.
+        self.shared: list[list[float]] = [[] for _ in costs.delay]
+        self.codes = [bytearray() for _ in stages_of]
+        self.start: list[list[float]] = [[] for _ in stages_of]
+        self.end: list[list[float]] = [[] for _ in stages_of]
+        self.free: list[list[float]] = [[] for _ in stages_of]
+
+    def op(self, code: int, stage: int) -> _Op:
+        """The next op of its kind on a stage."""
+        kind = code % 4
+        return _Op(code, stage, kind, self.done[B if kind == BW else kind][stage])
+
+    def arrived(self, op: _Op) -> float:
+        """When the input of an op is there."""
+        if op.kind == W:
+            return 0.0
+        return self.arrival[B if op.kind == BW else op.kind][op.stage][op.microbatch]
+
+    def fits(self, stage: int, kind: int, m: int) -> bool:
+        return self.residency[stage].fits(KINDS[kind], m)
+
+    def clear(self, op: _Op) -> float:
+        """When the link takes the message of an op."""
+        to, link, row = self._way(op)
+        bound = self.costs.outstanding[link] if to is not None else 0
+        return row[op.microbatch - bound] if bound and op.microbatch >= bound else 0.0
+
+    def run(self, choose: _Chooser) -> tuple[Any, ...]:
+        """Run until nothing can; the fields of :class:`~pipemorph.planning.simulation.core.Ran`."""
+        running: list[_Op | None] = [None] * self.ranks
+        events = [(0.0, _CHOOSE, rank) for rank in range(self.ranks)]
+        while events:
+            now, phase, rank = heappop(events)
+            op = running[rank]
+            if phase == _END:
+                assert op is not None
+                if (clear := self.clear(op)) > now:
+                    heappush(events, (clear, _END, rank))
+                    continue
+                self.free[rank].append(now)
+                if (sent := self._send(op, now)) is not None:
+                    heappush(events, (sent[1], _CHOOSE, sent[0]))
+                running[rank] = None
+                heappush(events, (now, _CHOOSE, rank))
+            elif op is None:
+                op, again = choose(rank, now)
+                if op is not None:
+                    running[rank] = op
+                    heappush(events, (self._begin(rank, op, now), _END, rank))
+                    # A neighbour may wait until this op uses its message.
+                    if op.kind == F and op.stage:
+                        heappush(events, (now, _CHOOSE, self.rank_of[op.stage - 1]))
+                elif again < INF:
+                    heappush(events, (again, _CHOOSE, rank))
+        codes = [bytes(row) for row in self.codes]
+        return (codes, self.start, self.end, self.free, *self.arrival)
+
+    def _begin(self, rank: int, op: _Op, now: float) -> float:
+        """Record an op; returns its end."""
+        for kind in (B, W) if op.kind == BW else (op.kind,):
+            self.done[kind][op.stage] += 1
+        took = self.costs.op_time(op.stage, KINDS[op.kind])
+        if self.residency[op.stage].run(KINDS[op.kind], op.microbatch):
+            took += self.costs.offload_copy[op.stage]
+        self.codes[rank].append(op.code)
+        self.start[rank].append(now)
+        self.end[rank].append(now + took)
+        return now + took
+
+    def _way(self, op: _Op) -> tuple[int | None, int, list[float]]:
+        """Receiving stage (None: the op sends nothing), link, arrivals of its direction."""
+        to = op.stage + 1 if op.kind == F else op.stage - 1
+        if op.kind == W or not 0 <= to <= self.last:
+            return None, 0, []
+        return to, min(op.stage, to), self.arrival[F if op.kind == F else B][to]
+
+    def _send(self, op: _Op, now: float) -> tuple[int, float] | None:
+        """Hand over the message of an op; returns the receiving rank and the arrival.
+
+        Messages of a direction leave in microbatch order; with half duplex both directions share
+        the queues, first come, first served.
+        """
+        if op.kind == F and op.stage == self.last:
+            self.arrival[B][op.stage][op.microbatch] = now
+        to, link, row = self._way(op)
+        if to is None:
+            return None
+        queues = self.costs.queues[link]
+        delay = self.costs.delay[link] if self.delay_at is None else self.delay_at(link, now)
+        history = self.shared[link] if self.costs.half_duplex[link] else row[: op.microbatch]
+        busy = history[-queues] if queues and len(history) >= queues else now
+        row[op.microbatch] = arrival = max(now, busy) + delay
+        self.shared[link].append(arrival)
+        return self.rank_of[to], arrival
+
+
+def in_order(
+    costs: Costs,
+    codes: Sequence[bytes],
+    stages_of: Sequence[Sequence[int]],
+    delay_at: DelayAt | None,
+) -> tuple[Any, ...]:
+    """See :func:`pipemorph.planning.simulation.core.in_order`."""
+    core = _Core(costs, stages_of, delay_at)
+
+    def choose(rank: int, now: float) -> tuple[_Op | None, float]:
+        position = len(core.codes[rank])
+        if position == len(codes[rank]):
+            return None, INF
+        code = codes[rank][position]
+        op = core.op(code, stages_of[rank][code // 4])
+        ready = core.arrived(op)
+        return (op, now) if ready <= now else (None, ready)
+
+    return core.run(choose)
+
+
+def online(costs: Costs, rules: Rules, delay_at: DelayAt | None) -> tuple[Any, ...]:
+    """See :func:`pipemorph.planning.simulation.core.online`: the first ready op of B, F, W."""
+    core = _Core(costs, [[i] for i in range(costs.stage_count)], delay_at)
+    n, slots = costs.microbatches, rules.slots
+
+    def choose(i: int, now: float) -> tuple[_Op | None, float]:
+        f, b, w = (core.done[kind][i] for kind in (F, B, W))
+        backward = core.op(BW if rules.fused[i] else B, i)
+        backward_at = core.arrived(backward) if b < f and f >= rules.warmup[i] else INF
+        if not core.fits(i, backward.kind, b):
+            backward_at = INF
+        held = rules.exact_warmup and b == 0 and f >= rules.warmup[i]
+        full = slots is not None and i < core.last and f - core.done[F][i + 1] >= slots[i]
+        forward_at = INF
+        if f < n and f - w < rules.caps[i] and not held and not full and core.fits(i, F, f):
+            forward = core.op(F, i)
+            # An F waits for a free send before it starts, so that another op may run first.
+            forward_at = core.arrived(forward)
+            if forward_at < INF:
+                forward_at = max(forward_at, core.clear(forward))
+        if backward_at <= now:
+            return backward, now
+        if forward_at <= now:
+            return core.op(F, i), now
+        return (core.op(W, i), now) if w < b else (None, min(forward_at, backward_at))
+
+    return core.run(choose)

@@ -1,0 +1,141 @@
+"""The event core: the compiled one and the reference in Python give the same times, to the bit."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from gate import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_strategies import offloading, random_order, random_schedule
+
+from pipemorph.planning import Problem, validate
+from pipemorph.planning.ir import OpKind
+from pipemorph.planning.simulation import core, reference
+from pipemorph.planning.simulation.core import CODE, Ran
+from pipemorph.planning.simulation.costs import Costs, DelayAt
+from pipemorph.planning.simulation.online import Rules
+
+
+def uneven(rng: random.Random, problem: Problem) -> Costs:
+    """The problem's costs with times whose sums depend on the order of their terms."""
+    costs = Costs.of(problem)
+    if rng.random() < 0.5:
+        return costs
+    return costs._replace(
+        forward=[rng.uniform(0.1, 9) for _ in costs.forward],
+        backward_input=[rng.uniform(0.1, 9) for _ in costs.forward],
+        whole_backward=[rng.uniform(0.1, 9) for _ in costs.forward],
+        delay=[rng.uniform(0, 9) for _ in costs.delay],
+    )
+
+
+def changing(rng: random.Random) -> DelayAt | None:
+    """Delays that change within the iteration, or None."""
+    if rng.random() < 0.7:
+        return None
+    every, low, high = rng.uniform(1, 9), rng.uniform(0, 3), rng.uniform(3, 20)
+    return lambda link, sent: (high if int(sent / every + link) % 2 else low) + sent / 7
+
+
+def same(compiled: Ran, plain: Ran) -> None:
+    for field in Ran._fields:
+        assert list(getattr(compiled, field)) == list(getattr(plain, field)), field
+
+
+def test_the_compiled_core_was_built() -> None:
+    """Without it plans are longer, and everything that plans is slow."""
+    assert core.compiled is not None, "pipemorph.planning._planner is missing: run make setup"
+
+
+@given(problem=offloading(half_duplex=True), seed=st.integers(0, 2**32))
+@settings(max_examples=examples(150), deadline=None)
+def test_a_given_order(problem: Problem, seed: int) -> None:
+    """Also one that deadlocks: both stop at the same ops."""
+    rng = random.Random(seed)
+    schedule = random_schedule(rng, problem.stage_count, problem.microbatches)
+    costs, delay_at = uneven(rng, problem), changing(rng)
+    # Orders that exceed a device limit are no valid plans; the core executes them all the same.
+    codes = [core.encode(ops) for ops in schedule.stages]
+    ran = core.in_order(costs, codes, None, delay_at)
+    stages_of = [[i] for i in range(problem.stage_count)]
+    same(ran, Ran(*reference.in_order(costs, codes, stages_of, delay_at)))
+    finished = all(len(row) == len(ops) for row, ops in zip(ran.end, codes, strict=True))
+    if delay_at is None:
+        assert core.makespan(costs, codes) == (ran.makespan if finished else float("inf"))
+
+
+@given(problem=offloading(half_duplex=True), seed=st.integers(0, 2**32))
+@settings(max_examples=examples(150), deadline=None)
+def test_online_dispatch(problem: Problem, seed: int) -> None:
+    rng = random.Random(seed)
+    costs, delay_at = uneven(rng, problem), changing(rng)
+    most = problem.microbatches
+    warmup: list[int] = []
+    for limit in problem.in_flight_limits():
+        most = rng.randint(1, min(most, limit or most))
+        warmup.append(most)
+    exact = rng.random() < 0.5
+    slots = None
+    if rng.random() < 0.5:
+        needed = [max(1, warmup[i] - warmup[i + 1]) for i in range(len(problem.links))]
+        slots = [rng.choice([None, x, x + 1]) for x in needed]
+    fused = [rng.random() < 0.3 for _ in problem.stages]
+    rules = Rules.of(problem, warmup, exact_warmup=exact, fused=fused, slots=slots)
+    ran = core.online(costs, rules, delay_at)
+    same(ran, Ran(*reference.online(costs, rules, delay_at)))
+    schedule = core.decode(ran.codes, problem.microbatches)
+    validate(schedule, problem.in_flight_limits(), problem.device_limits())
+    assert not exact or all(
+        x == min(y, problem.microbatches) for x, y in zip(schedule.warmup(), warmup, strict=True)
+    )
+
+
+@given(problem=offloading(max_stages=6), seed=st.integers(0, 2**32))
+@settings(max_examples=examples(100), deadline=None)
+def test_several_stages_per_rank(problem: Problem, seed: int) -> None:
+    """Stages on any rank, their ops in any order that each stage allows."""
+    rng = random.Random(seed)
+    costs, n = uneven(rng, problem), problem.microbatches
+    left = list(range(problem.stage_count))
+    rng.shuffle(left)
+    stages_of = []
+    while left:
+        count = rng.randint(1, len(left))
+        stages_of.append([left.pop() for _ in range(count)])
+    codes = []
+    for mine in stages_of:
+        rows = [list(random_order(rng, n, fused=rng.random() < 0.3)) for _ in mine]
+        row = bytearray()
+        while any(rows):
+            place = rng.choice([i for i, ops in enumerate(rows) if ops])
+            row.append(4 * place + CODE[rows[place].pop(0).kind])
+        codes.append(bytes(row))
+    ran = core.in_order(costs, codes, stages_of)
+    same(ran, Ran(*reference.in_order(costs, codes, stages_of, None)))
+    assert ran == core.in_order(costs, codes, stages_of, lambda link, _: costs.delay[link])
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    """The compiled core indexes by them: it must not read beyond its memory."""
+    problem = Problem.model_validate(
+        {
+            "microbatches": 1,
+            "stages": [{"forward": 1, "backward_input": 1, "backward_weight": 1}] * 2,
+            "links": [{}],
+        }
+    )
+    costs = Costs.of(problem)
+    good = bytes([CODE[OpKind.F], CODE[OpKind.BW]])
+    for codes, stages_of, words in (
+        ([good], [[0], [1]], "ops for every rank"),
+        ([good, good], [[0], [2]], "stages of the problem"),
+        ([good, good], [[0], [0]], "each stage on one rank"),
+        ([good, bytes([4])], [[0], [1]], "own stages"),
+        ([good, good + good], [[0], [1]], "at most once per microbatch"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            core.in_order(costs, codes, stages_of)
+    with pytest.raises(ValueError, match="one link fewer"):
+        core.in_order(costs._replace(delay=[]), [good, good])
