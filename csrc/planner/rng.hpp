@@ -1,4 +1,4 @@
-// A small generator of its own, so that every implementation rolls the same. See rng.py.
+// A small generator of its own, so that every implementation rolls the same.
 #pragma once
 
 #include <cstdint>

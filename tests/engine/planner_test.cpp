@@ -1,0 +1,127 @@
+// The planner's event core and search, here for the sanitizers: what times they give is compared
+// with the reference in Python (tests/core/planning).
+#include "check.hpp"
+#include "planner/in_order.hpp"
+#include "planner/lower_bound.hpp"
+#include "planner/online.hpp"
+#include "planner/rng.hpp"
+#include "planner/search.hpp"
+
+using namespace pipemorph::planner;
+
+namespace {
+
+Costs random_costs(Rng& rng, bool split) {
+    Costs costs;
+    const int n = costs.microbatches = 1 + rng.below(8);
+    costs.stages = 1 + rng.below(5);
+    for (int i = 0; i < costs.stages; ++i) {
+        for (auto& took : costs.took) took.push_back(rng.below(8) / 2.0);
+        costs.caps.push_back(rng.below(2) ? n : 1 + rng.below(n));
+        costs.copy.push_back(split ? 0.0 : rng.below(3));
+        costs.device_limits.push_back(split ? 0 : rng.below(n + 1));
+        if (!i) continue;
+        costs.delay.push_back(rng.below(10));
+        costs.queues.push_back(rng.below(4));
+        costs.outstanding.push_back(rng.below(3));
+        costs.half_duplex.push_back(costs.queues.back() && rng.below(3) == 0);
+    }
+    return costs;
+}
+
+// Ops of one stage in any order that the stage allows; it may wait for others for ever.
+std::vector<unsigned char> random_ops(Rng& rng, int n, bool fused) {
+    std::vector<unsigned char> ops;
+    for (int f = 0, b = 0, w = 0; w < n;) {
+        const int kind = rng.below(kKinds);
+        if (kind == kForward && f < n) {
+            ++f;
+        } else if (kind == kBackward && b < f) {
+            ++b;
+            w += fused;
+        } else if (kind == kWeight && w < b) {
+            ++w;
+        } else {
+            continue;
+        }
+        const int code = fused && kind == kBackward ? int{kFused} : kind;
+        ops.push_back(static_cast<unsigned char>(code));
+    }
+    return ops;
+}
+
+}  // namespace
+
+TEST(planner_both_ways_to_execute_an_order_agree) {
+    Rng rng;
+    int finished = 0;
+    for (int round = 0; round < 400; ++round) {
+        Costs costs = random_costs(rng, false);
+        for (size_t link = 0; link < costs.delay.size(); ++link) costs.half_duplex[link] = false;
+        // All stages on two ranks, one after the other, or each on its own.
+        std::vector<std::vector<int>> stages_of = one_stage_each(costs.stages);
+        if (rng.below(2)) {
+            stages_of.assign(2, {});
+            for (int i = 0; i < costs.stages; ++i) stages_of[i % 2].push_back(i);
+        }
+        Order order;
+        for (const auto& stages : stages_of) {
+            auto& row = order.emplace_back();
+            for (size_t place = 0; place < stages.size(); ++place)
+                for (const int code : random_ops(rng, costs.microbatches, rng.below(3) == 0))
+                    row.push_back(static_cast<unsigned char>(4 * place + code));
+        }
+        InOrder known(costs, stages_of), in_time(costs, stages_of);
+        const double makespan = known.run(order);
+        CHECK(in_time.run(order, [&](int link, double) { return costs.delay[link]; }) == makespan);
+        for (int rank = 0; rank < known.core().ranks(); ++rank) {
+            CHECK(known.ran(rank) == in_time.ran(rank));
+            for (int position = 0; position < known.ran(rank); ++position) {
+                CHECK(known.start(rank, position) == in_time.start(rank, position));
+                CHECK(known.free(rank, position) == in_time.free(rank, position));
+            }
+        }
+        finished += makespan < kNever;
+    }
+    CHECK(finished > 50 && finished < 400);
+}
+
+TEST(planner_online_dispatch_runs_every_op) {
+    Rng rng;
+    for (int round = 0; round < 400; ++round) {
+        const Costs costs = random_costs(rng, false);
+        Rules rules;
+        int most = costs.microbatches;
+        for (int i = 0; i < costs.stages; ++i) {
+            most = 1 + rng.below(std::min(most, costs.caps[i]));
+            rules.warmup.push_back(most);
+            rules.fused.push_back(rng.below(3) == 0);
+        }
+        rules.caps = costs.caps;
+        rules.exact_warmup = rng.below(2);
+        if (rng.below(2))
+            for (int i = 0; i + 1 < costs.stages; ++i)
+                rules.slots.push_back(std::max(1, rules.warmup[i] - rules.warmup[i + 1]));
+        FirstReady execution(costs, rules);
+        execution.run();
+        for (int i = 0; i < costs.stages; ++i) {
+            const size_t ops = (rules.fused[i] ? 2 : kKinds) * costs.microbatches;
+            CHECK(execution.ran()[i].codes.size() == ops);
+            CHECK(execution.ran()[i].free.size() == ops);
+        }
+    }
+}
+
+TEST(planner_search_finds_the_order_it_claims) {
+    Rng rng;
+    for (int round = 0; round < 150; ++round) {
+        const Costs costs = random_costs(rng, true);
+        std::vector<int> paper;
+        for (int i = 0, most = costs.microbatches; i < costs.stages; ++i)
+            paper.push_back(most = std::max(1, std::min({most, costs.caps[i], costs.stages - i})));
+        const Found found = search(costs, paper, {}, {2000, 2000});
+        CHECK(found.order.size() == static_cast<size_t>(costs.stages));
+        CHECK(InOrder(costs).run(found.order) == found.makespan);
+        CHECK(found.bound <= found.makespan * (1 + kSame));
+    }
+}
