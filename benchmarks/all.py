@@ -27,6 +27,7 @@ NAMES = (
     "gpt_losses",
     "slow_link",
     "traces",
+    "replay",
     "operator_scale",
     "large_jobs",
 )

@@ -20,6 +20,7 @@ COMMANDS = {
     "bench": "pipemorph.commands.bench",
     "doctor": "pipemorph.commands.doctor",
     "plan": "pipemorph.commands.plan",
+    "replay": "pipemorph.commands.replay",
     "run": "pipemorph.commands.run",
     "simulate": "pipemorph.commands.simulate",
 }

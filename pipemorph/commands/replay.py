@@ -1,0 +1,91 @@
+"""``pipemorph replay TRACE PROBLEM``: the control loop through a trace of link states."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any, get_args
+
+from pipemorph.commands.emit import emit
+from pipemorph.errors import InputError
+from pipemorph.planning import Dispatch
+from pipemorph.planning.problem import load_problem
+from pipemorph.replay.contenders import Replay, replay
+from pipemorph.replay.trace import load_trace
+from pipemorph.replay.trainer import Telemetry
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "replay",
+        help="replay a trace of link delays: what adapting is worth",
+        description="Drive the real detector, controller and planner, with a simulated trainer, "
+        "through TRACE, and compare with fixed schedules and with an oracle that knows the trace. "
+        "Nothing is measured on hardware.",
+    )
+    parser.add_argument("trace", metavar="TRACE", help="JSON lines; see examples/traces")
+    parser.add_argument("problem", metavar="PROBLEM", help="YAML or JSON file, as of `plan`")
+    parser.add_argument(
+        "--telemetry",
+        choices=get_args(Telemetry),
+        default="exact",
+        help="how arrivals are observed: as they happen; or at the end of the receiver's op, which "
+        "it knows (python) or does not (device) (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dispatch",
+        choices=[d.value for d in Dispatch],
+        default=Dispatch.STATIC.value,
+        help="of the adaptive contender (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--iterations", type=int, metavar="N", help="default: to the end of the trace, and 20 more"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the noise (default: %(default)s)")
+    parser.add_argument(
+        "--output", choices=["text", "json"], default="text", help="default: %(default)s"
+    )
+    parser.add_argument("--out", metavar="FILE", help="write to FILE, not to stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.iterations is not None and args.iterations < 1:
+        raise InputError(f"--iterations is {args.iterations}; expected at least 1")
+    problem = load_problem(args.problem)
+    trace = load_trace(args.trace, len(problem.links))
+    found = replay(
+        problem,
+        trace,
+        telemetry=args.telemetry,
+        dispatch=Dispatch(args.dispatch),
+        iterations=args.iterations,
+        seed=args.seed,
+    )
+    text = json.dumps(found.fields()) if args.output == "json" else table(found)
+    emit((text + "\n").encode(), args.out)
+    return 0
+
+
+def table(found: Replay) -> str:
+    """One line per contender, then one per change of plan."""
+    lines = [
+        f"{found.iterations} iterations, simulated",
+        "",
+        f"{'':12} {'seconds':>9} {'it/min':>8} {'of the oracle’s gain':>21}",
+    ]
+    for name, seconds in found.seconds.items():
+        share = found.share(name)
+        shown = "" if share is None else f"{100 * share:.1f}%"
+        lines.append(f"{name:12} {seconds:9.1f} {60 * found.iterations / seconds:8.1f} {shown:>21}")
+    lines += ["", f"{len(found.changes)} changes of plan"]
+    for change in found.changes:
+        at = "never in force" if change.iteration is None else f"iteration {change.iteration}"
+        lines.append(
+            f"  {at}: promised {_percent(change.promised)}, measured"
+            f" {_percent(change.measured)}: {change.reason}"
+        )
+    return "\n".join(lines)
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.1f}%"

@@ -1,0 +1,162 @@
+"""Ways to train through the same trace, from 1F1B to an oracle that knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from pipemorph.control import AdaptationRecord
+from pipemorph.planning import Dispatch, Plan, Policy, Problem, Route, plan
+from pipemorph.replay.trace import TAIL, LinkTrace
+from pipemorph.replay.trainer import AdaptiveTrainer, Links, Telemetry, in_seconds, job_spec
+
+
+class Change(NamedTuple):
+    """One change of plan: ``iteration`` is the first that it was in effect for, None if never.
+    ``promised`` and ``measured`` are fractions of an iteration that it saves."""
+
+    iteration: int | None
+    reason: str
+    promised: float | None
+    measured: float | None
+
+    @staticmethod
+    def of(record: AdaptationRecord) -> Change:
+        return Change(
+            record.applied_at_iteration,
+            record.reason,
+            _saved(record.predicted_seconds_before, record.predicted_seconds_after),
+            _saved(record.iteration_seconds_before, record.iteration_seconds_after),
+        )
+
+
+@dataclass(frozen=True)
+class Replay:
+    """``seconds``: of training, per contender in the order of :data:`CONTENDERS`."""
+
+    iterations: int
+    seconds: dict[str, float]
+    changes: list[Change]
+
+    def share(self, name: str) -> float | None:
+        """What a contender gains over ``static``, of what the oracle does. None where the oracle
+        gains nothing."""
+        most = self.seconds["static"] - self.seconds["oracle"]
+        return (self.seconds["static"] - self.seconds[name]) / most if most > 0 else None
+
+    def fields(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "contenders": {
+                name: {
+                    "seconds": seconds,
+                    "iterations_per_minute": 60 * self.iterations / seconds if seconds else None,
+                    "share_of_oracle_gain": self.share(name),
+                }
+                for name, seconds in self.seconds.items()
+            },
+            "changes": [change._asdict() for change in self.changes],
+        }
+
+
+def replay(
+    problem: Problem,
+    trace: LinkTrace,
+    *,
+    telemetry: Telemetry = "exact",
+    dispatch: Dispatch = Dispatch.STATIC,
+    iterations: int | None = None,
+    seed: int = 0,
+) -> Replay:
+    """Train through ``trace`` in every way. ``problem`` is in milliseconds.
+
+    ``dispatch``: of ``adaptive``. ``iterations``: how many; by default until the last line of the
+    trace, and :data:`~pipemorph.replay.trace.TAIL` more. Raises :class:`InputError` for a problem
+    that a replay does not know.
+    """
+    spec = job_spec(problem, dispatch)
+    problem = in_seconds(problem)
+    links = Links(problem, trace)
+    well = links.under((Route.DIRECT,) * len(problem.links))
+    fixed = {
+        name: _plan(well, policy)
+        for name, policy in (
+            ("1f1b", Policy.ONE_F_ONE_B),
+            ("zero-bubble", Policy.ZERO_BUBBLE),
+            ("static", Policy.PIPEMORPH),
+        )
+    }
+    if iterations is None:
+        iterations = _iterations(trace, links, fixed["static"])
+
+    def keep(made: Plan) -> Callable[[int, float], float]:
+        return lambda iteration, now: links.run(made, iteration, now).makespan
+
+    seconds = {name: _train(iterations, keep(made)) for name, made in fixed.items()}
+    adaptive = AdaptiveTrainer(spec, links, telemetry, seed)
+    seconds["adaptive"] = _train(iterations, lambda _, __: adaptive.step().seconds)
+    oracle = _Oracle(problem, links, fixed["static"])
+    seconds["oracle"] = _train(iterations, oracle.step)
+    return Replay(iterations, seconds, [Change.of(each) for each in adaptive.controller.records])
+
+
+class _Oracle:
+    """Knows the trace: runs the best plan for the delays of the iteration that begins, directly
+    or with the slow links delegated, at once and at no cost."""
+
+    def __init__(self, problem: Problem, links: Links, static: Plan) -> None:
+        self._problem, self._links, self._static = problem, links, static
+        self._made = cache(self._make)
+
+    def step(self, iteration: int, now: float) -> float:
+        quick = self._links.run(self._static, iteration, now).makespan
+        times = [quick]
+        for plan_for in self._plans(iteration, now, quick):
+            times.append(self._links.run(plan_for, iteration, now).makespan)
+        return min(times)
+
+    def _plans(self, iteration: int, now: float, lasts: float) -> list[Plan]:
+        # Delays that change within the iteration: plan for their mean.
+        moments = [self._links.added(iteration, now + lasts * k / 16) for k in range(16)]
+        added = tuple(
+            fmean(each.get(link, 0.0) for each in moments)
+            for link in range(len(self._problem.links))
+        )
+        if not any(added):
+            return []
+        return [self._made(added, route) for route in Route]
+
+    def _make(self, added: tuple[float, ...], slow: Route) -> Plan:
+        problem = self._links.under([slow if more else Route.DIRECT for more in added])
+        late = [link.delay + more for link, more in zip(problem.links, added, strict=True)]
+        routes = tuple(slow if more else Route.DIRECT for more in added)
+        return plan(problem.with_delays(late)).to_plan(0, routes)
+
+
+def _plan(problem: Problem, policy: Policy) -> Plan:
+    return plan(problem, policy).to_plan(0, (Route.DIRECT,) * len(problem.links))
+
+
+def _train(iterations: int, step: Callable[[int, float], float]) -> float:
+    """Seconds of training; ``step`` gets the iteration and the seconds before it."""
+    now = 0.0
+    for iteration in range(iterations):
+        now += step(iteration, now)
+    return now
+
+
+def _iterations(trace: LinkTrace, links: Links, static: Plan) -> int:
+    if trace.unit == "iterations":
+        return int(trace.last) + TAIL
+    now, count = 0.0, 0
+    while now < trace.last:
+        now += links.run(static, count, now).makespan
+        count += 1
+    return count + TAIL
+
+
+def _saved(before: float | None, after: float | None) -> float | None:
+    return 1 - after / before if before and after is not None else None

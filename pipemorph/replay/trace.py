@@ -1,0 +1,102 @@
+"""Traces of link states: one JSON object a line, each replacing the state before it."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pipemorph.document import read_text
+from pipemorph.errors import InputError, one_line
+
+MAX_BYTES = 16 << 20
+"""Largest trace file."""
+TAIL = 20
+"""Iterations that are run after the last line of a trace."""
+
+
+class _LinkState(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    delay_ms: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False, strict=False)]
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    at_iteration: Annotated[int, Field(ge=0, le=10_000_000)] | None = None
+    at_seconds: Annotated[float, Field(ge=0, le=1e9, strict=False)] | None = None
+    links: dict[Annotated[str, Field(pattern=r"^\d{1,4}$")], _LinkState]
+
+
+@dataclass(frozen=True)
+class LinkTrace:
+    """``delays[k][link]`` holds from ``since[k]`` on, in seconds; links that it does not name are
+    well. ``unit``: what ``since`` counts, iterations or seconds of training."""
+
+    unit: Literal["iterations", "seconds"]
+    since: tuple[float, ...]
+    delays: tuple[Mapping[int, float], ...]
+
+    def at(self, moment: float) -> Mapping[int, float]:
+        """The delays at an iteration or a second of training."""
+        index = bisect_right(self.since, moment) - 1
+        return self.delays[index] if index >= 0 else {}
+
+    @property
+    def last(self) -> float:
+        return self.since[-1]
+
+
+def load_trace(path: str, links: int) -> LinkTrace:
+    """Read a trace for a job with so many links. Raises :class:`InputError` that names the line."""
+    return parse_trace(read_text(path, MAX_BYTES), links, path)
+
+
+def parse_trace(text: str, links: int, name: str = "the trace") -> LinkTrace:
+    """The same for text."""
+    units: list[Literal["iterations", "seconds"]] = []
+    since: list[float] = []
+    delays: list[Mapping[int, float]] = []
+    for number, raw in enumerate(text.splitlines(), 1):
+        if not raw.strip():
+            continue
+        where = f"{name}, line {number}"
+        line = _line(raw, where)
+        if (line.at_iteration is None) == (line.at_seconds is None):
+            raise InputError(f"{where}: expected either at_iteration or at_seconds")
+        at = line.at_seconds if line.at_iteration is None else float(line.at_iteration)
+        assert at is not None
+        units.append("seconds" if line.at_iteration is None else "iterations")
+        if units[-1] != units[0]:
+            raise InputError(f"{where}: the lines before it are by {units[0]}; use one unit")
+        if since and at <= since[-1]:
+            raise InputError(f"{where}: is at {at:g}, the line before it at {since[-1]:g}")
+        for link in line.links:
+            if int(link) >= links:
+                raise InputError(f"{where}: there is no link {link}; the problem has {links}")
+        since.append(at)
+        delays.append({int(k): v.delay_ms / 1e3 for k, v in line.links.items()})
+    if not since:
+        raise InputError(f"{name} has no lines")
+    return LinkTrace(units[0], tuple(since), tuple(delays))
+
+
+def _line(raw: str, where: str) -> _Line:
+    try:
+        data: Any = json.loads(raw)
+    except (ValueError, RecursionError):
+        raise InputError(f"{where}: is not JSON") from None
+    links = data.get("links") if isinstance(data, dict) else None
+    if isinstance(links, dict) and any(isinstance(v, dict) and "gbps" in v for v in links.values()):
+        raise InputError(f"{where}: gbps is not supported yet; state the delay as delay_ms")
+    try:
+        return _Line.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first["loc"])) or "the line"
+        raise InputError(f"{where}: {field}: {one_line(first['msg'])}") from None

@@ -1,0 +1,278 @@
+"""A trainer in simulation: runs iterations under a trace and reports them as ranks would.
+
+The messages of an iteration are those of the simulator. Their wire times are measured with noise,
+in windows, and go to the real controller; a directive is in effect two iterations after the one in
+which it arrived, as the ranks commit it.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Literal
+
+from pipemorph.api.spec import JobSpec
+from pipemorph.control import JobController, initial_plan
+from pipemorph.control.controller import COMMIT_AHEAD
+from pipemorph.control.decide.replan import propose
+from pipemorph.errors import InputError
+from pipemorph.planning import Dispatch, OpKind, Plan, Problem, Route, Simulation, link_on
+from pipemorph.planning.simulation.messages import Message, deliver
+from pipemorph.planning.simulation.simulator import simulate_changing
+from pipemorph.replay.trace import LinkTrace
+from pipemorph.wire import IterationSample, LinkHealthReport, LinkSample, StageProfile, WireTime
+
+Telemetry = Literal["exact", "python", "device"]
+"""How arrivals are observed. exact: as they happen. python: a receiver that computes sees a message
+at the end of its op, and says so. device: the same, and it never knows that it was idle, as on the
+direct route of CUDA."""
+
+WINDOW = 0.05
+"""Seconds of one window of link samples."""
+NOISE = 0.05
+"""Relative standard deviation of a measured wire time."""
+OUTLIERS, OUTLIER = 0.01, 4.0
+"""Share of messages that are measured far too long, and by what factor."""
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One finished iteration. ``seconds``: its time; ``version``: of the plan it ran."""
+
+    seconds: float
+    version: int
+
+
+class Links:
+    """The links of a job in seconds: their own delay, and what a trace adds to it."""
+
+    def __init__(self, problem: Problem, trace: LinkTrace) -> None:
+        self._base = [link.delay for link in problem.links]
+        self._half = [link.half_duplex for link in problem.links]
+        self._problem, self._trace = problem, trace
+
+    def under(self, routes: Sequence[Route]) -> Problem:
+        """The problem with links as they are without a fault, for messages on ``routes``."""
+        links = [
+            link_on(route, base, half_duplex=half)
+            for route, base, half in zip(routes, self._base, self._half, strict=True)
+        ]
+        return self._problem.model_copy(update={"links": tuple(links)})
+
+    def added(self, iteration: int, now: float) -> Mapping[int, float]:
+        """Delays added to the links, seconds."""
+        return self._trace.at(float(iteration) if self._trace.unit == "iterations" else now)
+
+    def delay_at(self, iteration: int, began: float) -> Callable[[int, float], float]:
+        """(link, seconds since the iteration began) → delay of a message sent then."""
+
+        def delay(link: int, sent: float) -> float:
+            return self._base[link] + self.added(iteration, began + sent).get(link, 0.0)
+
+        return delay
+
+    def run(self, plan: Plan, iteration: int, began: float) -> Simulation:
+        """An iteration of ``plan`` that begins ``began`` seconds after training did."""
+        problem = self.under(plan.routes).under(plan)
+        delay_at = self.delay_at(iteration, began)
+        return simulate_changing(plan.schedule, problem, delay_at, plan.dispatch)
+
+
+def job_spec(problem: Problem, dispatch: Dispatch) -> JobSpec:
+    """The spec of a job of this problem (milliseconds), as its user would write it.
+
+    Raises :class:`InputError` for what a replay does not know.
+    """
+    for i, stage in enumerate(problem.stages):
+        if stage.device_limit is not None:
+            raise InputError(f"stages[{i}].device_limit is set; a replay does not offload")
+    caps = problem.in_flight_limits()
+    half = {link.half_duplex for link in problem.links}
+    if len(half) > 1:
+        raise InputError("some links have half_duplex; a replay needs all of them, or none")
+    times = [
+        {
+            "forward": stage.forward,
+            "backwardInput": stage.backward_input,
+            "backwardWeight": stage.backward_weight,
+            "fusedBackward": stage.fused_backward,
+        }
+        for stage in problem.stages
+    ]
+    schedule = {
+        "microbatches": problem.microbatches,
+        "stageTimes": times,
+        "dispatch": dispatch.value,
+        "warmup": list(problem.warmup) if problem.warmup else None,
+    }
+    if any(cap is not None for cap in caps):
+        schedule["inFlightLimit"] = [cap or problem.microbatches for cap in caps]
+    return JobSpec.model_validate(
+        {
+            "parallelism": {"stages": problem.stage_count},
+            "schedule": schedule,
+            "trainer": {"module": "replay", "iterations": 1_000_000},
+            "transport": {"directDuplex": "half" if True in half else "full"},
+        }
+    )
+
+
+def in_seconds(problem: Problem) -> Problem:
+    """A problem file's milliseconds as seconds."""
+    stages = tuple(
+        stage.model_copy(
+            update={
+                name: value / 1e3
+                for name in ("forward", "backward_input", "backward_weight", "fused_backward")
+                if (value := getattr(stage, name)) is not None
+            }
+        )
+        for stage in problem.stages
+    )
+    links = tuple(link.model_copy(update={"delay": link.delay / 1e3}) for link in problem.links)
+    return problem.model_copy(update={"stages": stages, "links": links})
+
+
+class AdaptiveTrainer:
+    """The product as it ships. ``controller`` has the records of what it changed and why."""
+
+    def __init__(self, spec: JobSpec, links: Links, telemetry: Telemetry, seed: int) -> None:
+        self.controller = JobController(spec)
+        self._links, self._telemetry = links, telemetry
+        self._rng = random.Random(seed)
+        self._plan = initial_plan(spec)
+        self._prepared: tuple[int, Plan] | None = None
+        self._observed = self._sequence = self._iteration = 0
+        self._now = 0.0
+
+    def step(self) -> Iteration:
+        """Run the next iteration."""
+        index, began = self._iteration, self._now
+        if self._prepared is not None and index >= self._prepared[0]:
+            self._plan, self._prepared = self._prepared[1], None
+        ran = self._links.run(self._plan, index, began)
+        for end, samples in self._windows(ran, index, began):
+            self._send(began + end, links=samples)
+        self._now = began + ran.makespan
+        self._iteration += 1
+        finished = IterationSample(
+            index=index,
+            seconds=ran.makespan,
+            loss=None,
+            plan_version=self._plan.version,
+            bubble_fraction=ran.bubble_fraction,
+        )
+        profiles = [self._profile(i, ran) for i in range(len(ran.stages))]
+        self._send(self._now, iterations=[finished], stages=profiles)
+        return Iteration(ran.makespan, self._plan.version)
+
+    def _windows(
+        self, ran: Simulation, iteration: int, began: float
+    ) -> list[tuple[float, list[LinkSample]]]:
+        """Per window, its end since the iteration began and the samples of all links."""
+        delay_at = self._links.delay_at(iteration, began)
+        seen: dict[int, dict[tuple[int, bool], list[tuple[float, bool]]]] = {}
+        held: dict[tuple[int, bool], list[float]] = {}
+        for message in deliver(ran).messages:
+            stamp, exact = self._observe(ran, message)
+            leaves = message.arrived - delay_at(message.link, message.sent)
+            wire = delay_at(message.link, max(0.0, leaves)) * self._rng.gauss(1.0, NOISE)
+            if self._rng.random() < OUTLIERS:
+                wire *= OUTLIER
+            where = (message.link, message.forward)
+            rows = seen.setdefault(int(stamp / WINDOW), {}).setdefault(where, [])
+            rows.append((max(0.0, wire) + stamp - message.arrived, exact))
+            held.setdefault(where, []).append(max(0.0, leaves - message.sent))
+        return [
+            (
+                min((window + 1) * WINDOW, ran.makespan),
+                [
+                    self._sample(link, forward, rows, median(held[link, forward]))
+                    for (link, forward), rows in sorted(links.items())
+                ],
+            )
+            for window, links in sorted(seen.items())
+        ]
+
+    def _observe(self, ran: Simulation, message: Message) -> tuple[float, bool]:
+        """When the receiver sees a message, and whether it knows that this was when it came."""
+        if self._telemetry == "exact":
+            return message.arrived, True
+        stage = message.link + 1 if message.forward else message.link
+        ops = ran.stages[stage]
+        running = ops[max(0, bisect_right(ops, message.arrived, key=lambda op: op.start) - 1)]
+        if running.start <= message.arrived < running.end:
+            return running.end, False
+        return message.arrived, self._telemetry == "python"
+
+    def _sample(
+        self, link: int, forward: bool, rows: Sequence[tuple[float, bool]], queued: float
+    ) -> LinkSample:
+        exact = [wire for wire, known in rows if known]
+        values = sorted(exact or [wire for wire, _ in rows])
+        return LinkSample(
+            link=link,
+            direction="forward" if forward else "backward",
+            route=self._plan.routes[link],
+            transport="gloo" if self._plan.routes[link] is Route.DIRECT else "tcp",
+            iteration=self._iteration,
+            bytes=len(rows) << 20,
+            wire=WireTime(
+                count=len(rows),
+                exact=len(exact),
+                min=values[0],
+                p50=median(values),
+                p99=values[-1],
+                mean=fmean(values),
+            ),
+            queue_p50=queued,
+        )
+
+    def _profile(self, stage: int, ran: Simulation) -> StageProfile:
+        """What the stage's rank measures. While it fuses, that is one time for B and W."""
+        took: dict[OpKind, list[float]] = {}
+        for op in ran.stages[stage]:
+            took.setdefault(op.kind, []).append(op.end - op.start)
+        fused = took.get(OpKind.BW)
+        return StageProfile(
+            stage=stage,
+            forward=median(took[OpKind.F]),
+            backward_input=median(fused or took[OpKind.B]),
+            backward_weight=0.0 if fused else median(took[OpKind.W]),
+            split="emulated",
+            peak_memory=0,
+        )
+
+    def _send(
+        self,
+        now: float,
+        *,
+        links: Sequence[LinkSample] = (),
+        iterations: Sequence[IterationSample] = (),
+        stages: Sequence[StageProfile] = (),
+    ) -> None:
+        self._sequence += 1
+        report = LinkHealthReport(
+            job="replay",
+            namespace="default",
+            attempt=0,
+            sequence=self._sequence,
+            sent_at=now,
+            state="training",
+            iteration=self._iteration,
+            observed_plan_version=self._observed,
+            applied_plan_version=self._plan.version,
+            links=list(links),
+            iterations=list(iterations),
+            stages=list(stages),
+        )
+        self.controller.report(report, now)
+        if (asked := self.controller.replan) is not None:
+            self.controller.settle(asked, propose(asked), now)
+        directive = self.controller.directive(self._observed)
+        if directive is not None:
+            self._observed = directive.plan_version
+            self._prepared = (self._iteration + COMMIT_AHEAD, directive.plan.plan())

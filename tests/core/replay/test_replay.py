@@ -1,0 +1,126 @@
+"""The control loop through traces: what it gains, and that it does nothing without a fault."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from pipemorph.cli import main
+from pipemorph.errors import InputError
+from pipemorph.planning import Dispatch, Link, Problem, StageTimes
+from pipemorph.replay.contenders import Replay, replay
+from pipemorph.replay.trace import parse_trace
+from pipemorph.replay.trainer import Telemetry
+
+TIMES = StageTimes(forward=10, backward_input=10.5, backward_weight=5.5)
+PROBLEM = Problem(microbatches=12, stages=(TIMES,) * 4, links=(Link(delay=1),) * 3)
+FAULT = parse_trace(
+    '{"at_iteration": 12, "links": {"1": {"delay_ms": 40}}}\n{"at_iteration": 52, "links": {}}', 3
+)
+WELL = parse_trace('{"at_iteration": 40, "links": {}}', 3)
+
+
+@pytest.mark.parametrize("telemetry", get_args(Telemetry))
+def test_a_fault_is_found_and_planned_for(telemetry: Telemetry) -> None:
+    found = replay(PROBLEM, FAULT, telemetry=telemetry)
+    assert found.iterations == 72
+    assert list(found.seconds) == ["1f1b", "zero-bubble", "static", "adaptive", "oracle"]
+    adaptive = found.share("adaptive")
+    assert found.share("static") == 0
+    assert found.share("oracle") == 1
+    # Two of 40 iterations are over before a directive can be in force.
+    assert adaptive is not None
+    assert 0.8 < adaptive < 1
+    first, last = found.changes[0], found.changes[-1]
+    assert "link 1 is slow" in first.reason
+    assert first.iteration is not None
+    assert 14 <= first.iteration <= 16
+    assert "recovered" in last.reason
+    assert last.iteration is not None
+    assert last.iteration >= 54
+
+
+def test_the_promise_is_what_is_measured() -> None:
+    """The simulated trainer runs what the controller predicts with, and the delay is known."""
+    change = replay(PROBLEM, FAULT).changes[0]
+    assert change.promised is not None
+    assert change.measured is not None
+    assert change.promised > 0.1
+    assert change.measured == pytest.approx(change.promised, abs=0.05)
+
+
+@pytest.mark.parametrize("telemetry", get_args(Telemetry))
+def test_nothing_changes_without_a_fault(telemetry: Telemetry) -> None:
+    found = replay(PROBLEM, WELL, telemetry=telemetry, iterations=200)
+    assert found.changes == []
+    assert found.seconds["adaptive"] == found.seconds["static"] == found.seconds["oracle"]
+    assert found.share("adaptive") is None
+
+
+def test_a_trace_by_seconds_lasts_until_its_end() -> None:
+    trace = parse_trace(
+        '{"at_seconds": 2.0, "links": {"2": {"delay_ms": 30}}}\n'
+        '{"at_seconds": 9.5, "links": {"0": {"delay_ms": 30}}}\n'
+        '{"at_seconds": 16.0, "links": {}}',
+        3,
+    )
+    found = replay(PROBLEM, trace)
+    assert found.seconds["static"] > 16
+    adaptive = found.share("adaptive")
+    assert adaptive is not None
+    # Each fault lasts about 13 iterations, two of which are over before a directive is in force.
+    assert adaptive > 0.7
+    assert found == replay(PROBLEM, trace), "the same seed, another result"
+
+
+def test_online_dispatch_of_the_adaptive_contender() -> None:
+    found = replay(PROBLEM, FAULT, dispatch=Dispatch.ONLINE)
+    adaptive = found.share("adaptive")
+    assert adaptive is not None
+    assert adaptive > 0.8
+
+
+def test_problems_that_a_replay_does_not_know() -> None:
+    offload = TIMES.model_copy(update={"device_limit": 2, "offload_copy": 1.0})
+    with pytest.raises(InputError, match=r"stages\[0\].device_limit is set"):
+        replay(PROBLEM.model_copy(update={"stages": (offload, *PROBLEM.stages[1:])}), WELL)
+    mixed = (Link(delay=1, queues=1, half_duplex=True), *PROBLEM.links[1:])
+    with pytest.raises(InputError, match="some links have half_duplex"):
+        replay(PROBLEM.model_copy(update={"links": mixed}), WELL)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, problem = tmp_path / "trace.jsonl", tmp_path / "problem.json"
+    trace.write_text(
+        '{"at_iteration": 8, "links": {"1": {"delay_ms": 40}}}\n{"at_iteration": 30, "links": {}}'
+    )
+    problem.write_text(PROBLEM.model_dump_json(exclude_none=True))
+    assert main(["replay", str(trace), str(problem), "--output", "json"]) == 0
+    fields = json.loads(capsys.readouterr().out)
+    assert set(fields) == {"contenders", "changes"}
+    assert set(fields["contenders"]["adaptive"]) == {
+        "seconds",
+        "iterations_per_minute",
+        "share_of_oracle_gain",
+    }
+    assert set(fields["changes"][0]) == {"iteration", "reason", "promised", "measured"}
+    assert main(["replay", str(trace), str(problem)]) == 0
+    said = capsys.readouterr().out
+    assert "50 iterations, simulated" in said
+    assert "link 1 is slow" in said
+    trace.write_text('{"at_iteration": 8, "links": {"7": {"delay_ms": 40}}}')
+    assert main(["replay", str(trace), str(problem)]) == 2
+    assert "there is no link 7; the problem has 3" in capsys.readouterr().err
+
+
+def test_iterations_must_be_positive(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", "trace", "problem", "--iterations", "0"]) == 2
+    assert "--iterations is 0; expected at least 1" in capsys.readouterr().err
+
+
+def test_fields_without_time() -> None:
+    nothing = Replay(1, dict.fromkeys(("static", "adaptive", "oracle"), 0.0), [])
+    assert nothing.fields()["contenders"]["adaptive"]["iterations_per_minute"] is None

@@ -1,0 +1,74 @@
+"""Traces of link states: what they say at a moment, and what is wrong with one that is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipemorph.errors import InputError
+from pipemorph.replay.trace import load_trace, parse_trace
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "traces"
+
+
+def test_each_line_replaces_the_state_before() -> None:
+    trace = parse_trace(
+        '{"at_iteration": 2, "links": {"0": {"delay_ms": 20}, "1": {"delay_ms": 5}}}\n\n'
+        '{"at_iteration": 4, "links": {"1": {"delay_ms": 30.5}}}\n'
+        '{"at_iteration": 9, "links": {}}\n',
+        2,
+    )
+    assert trace.unit == "iterations"
+    assert [trace.at(k) for k in (0, 1)] == [{}, {}]
+    assert [trace.at(k) for k in (2, 3)] == [{0: 0.02, 1: 0.005}] * 2
+    assert [trace.at(k) for k in (4, 8)] == [{1: 0.0305}] * 2
+    assert [trace.at(k) for k in (9, 99)] == [{}, {}]
+
+
+def test_a_trace_by_seconds() -> None:
+    trace = parse_trace('{"at_seconds": 4.2, "links": {"0": {"delay_ms": 1}}}', 1)
+    assert trace.unit == "seconds"
+    assert trace.at(4.19) == {}
+    assert trace.at(4.2) == {0: 0.001}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "T has no lines"),
+        ("nonsense", "T, line 1: is not JSON"),
+        ("[]", "T, line 1: the line: "),
+        ('{"links": {}}', "T, line 1: expected either at_iteration or at_seconds"),
+        ('{"at_iteration": 1, "at_seconds": 1, "links": {}}', "line 1: expected either"),
+        ('{"at_iteration": 1}', "line 1: links: Field required"),
+        ('{"at_iteration": -1, "links": {}}', "line 1: at_iteration: "),
+        ('{"at_iteration": 1, "links": {"2": {"delay_ms": 1}}}', "line 1: there is no link 2; the"),
+        ('{"at_iteration": 1, "links": {"x": {"delay_ms": 1}}}', "line 1: links.x"),
+        ('{"at_iteration": 1, "links": {"0": {"delay_ms": NaN}}}', "line 1: links.0.delay_ms: "),
+        (
+            '{"at_iteration": 1, "links": {"0": {"gbps": 2}}}',
+            "gbps is not supported yet; state the",
+        ),
+        (
+            '{"at_iteration": 1, "links": {}}\n{"at_iteration": 1, "links": {}}',
+            "T, line 2: is at 1, the line before it at 1",
+        ),
+        (
+            '{"at_iteration": 1, "links": {}}\n{"at_seconds": 2, "links": {}}',
+            "line 2: the lines before it are by iterations; use one unit",
+        ),
+    ],
+)
+def test_what_is_refused(text: str, words: str) -> None:
+    with pytest.raises(InputError) as refused:
+        parse_trace(text, 2, "T")
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_examples() -> None:
+    traces = sorted(EXAMPLES.glob("*.jsonl"))
+    assert len(traces) >= 3
+    for path in traces:
+        assert load_trace(str(path), 7).last > 0
