@@ -12,7 +12,7 @@ from pipemorph_trainer.executor.split.linears import find_layers
 from pipemorph_trainer.executor.split.module_split import ModuleSplit
 from pipemorph_trainer.executor.split.report import Split, SplitReport
 from pipemorph_trainer.executor.split.self_test import graph_refusal, nothing_to_defer, trainable
-from pipemorph_trainer.executor.split.splitters import FusedSplit, Splitter
+from pipemorph_trainer.executor.split.splitters import Splitter
 from pipemorph_trainer.executor.torch_private import missing
 
 
@@ -24,7 +24,7 @@ def asked_for(split: Split, stage: nn.Module) -> tuple[Splitter, SplitReport]:
     sizes = trainable(stage)
     report = SplitReport(split, "as asked for, without a self-test", tested=False, sizes=sizes)
     if split == "fused":
-        return FusedSplit(), report
+        return Splitter(), report
     if split == "graph":
         _refuse_if(split, graph_refusal(stage))
         # Only a graph could tell which parameters are found below several of its nodes.

@@ -13,7 +13,7 @@ Every gradient goes through the parameter's own accumulation node, so its hooks 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from pipemorph_trainer.executor.split.flight import Flight, Grads, Root, StageCall
+from pipemorph_trainer.executor.split.flight import Flight, Grads, Root
 from pipemorph_trainer.executor.split.report import Split
+from pipemorph_trainer.executor.split.splitters import Splitter
 
 
 class _Marker:
@@ -131,27 +132,17 @@ class _Pending:
     output_parameters: list[nn.Parameter] | None = None
 
 
-class GraphSplit:
+class GraphSplit(Splitter):
     """B and W by cutting the graph. Holds all activations until W."""
 
     split: Split = "graph"
 
     def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
         self._named = {name: p for name, p in stage.named_parameters() if p.requires_grad}
         self._names = {id(p): name for name, p in self._named.items()}
-        self.deferred: set[str] = set()
         self.in_b: set[str] = set()
         """Parameters found below several nodes, computed in B."""
-
-    def forward(
-        self,
-        call: StageCall,
-        microbatch: int,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any] | None,
-        target: Any,
-    ) -> Flight:
-        return call(microbatch, args, kwargs, target)
 
     def backward_input(self, flight: Flight, output_grads: Sequence[Tensor | None] | None) -> Grads:
         tensors, grads = flight.roots(output_grads)
@@ -203,20 +194,10 @@ class GraphSplit:
             self.deferred.update(self._names[id(p)] for p in pending.output_parameters or ())
         flight.work = None
 
-    def backward(self, flight: Flight, output_grads: Sequence[Tensor | None] | None) -> Grads:
-        tensors, grads = flight.roots(output_grads)
-        flight.outputs = ()
-        if tensors:
-            torch.autograd.backward(tensors, grads)
-        return flight.take_input_grads()
-
-    def held_bytes(self, flight: Flight) -> int:
-        """Bytes of the gradients kept for W. The activations are held as well."""
+    def _kept(self, flight: Flight) -> Sequence[Tensor]:
+        # The activations are held as well.
         pending: _Pending = flight.work
-        tensors = [g for grads in pending.grads.values() for g in grads if g is not None]
-        return sum(
-            {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
-        )
+        return [g for grads in pending.grads.values() for g in grads if g is not None]
 
 
 def _keep(into: dict[Node, tuple[Tensor | None, ...]], node: Node) -> Any:

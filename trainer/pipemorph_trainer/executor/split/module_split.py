@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipemorph_trainer.executor.split.deferred import Layer, LinearWork, Sink, run_weight_work
-from pipemorph_trainer.executor.split.flight import Flight, Grads, StageCall
+from pipemorph_trainer.executor.split.flight import Flight, Grads
 from pipemorph_trainer.executor.split.linears import Patch
 from pipemorph_trainer.executor.split.report import Split
+from pipemorph_trainer.executor.split.splitters import Splitter
 from pipemorph_trainer.executor.torch_private import version
 
 log = logging.getLogger(__name__)
 
 
-class ModuleSplit:
+class ModuleSplit(Splitter):
     """B frees every activation but the inputs of the deferred Linears.
 
     On the first stage B has no input gradient to make, and still runs the backward of what
@@ -28,9 +29,8 @@ class ModuleSplit:
     split: Split = "module"
 
     def __init__(self, layers: list[Layer]) -> None:
+        super().__init__()
         self.layers = layers
-        self.deferred: set[str] = set()
-        """Names of the parameters that W has computed so far."""
         self._sink = Sink()
         self._patch = Patch(layers, self._sink)
         self._ran: set[int] = set()
@@ -38,16 +38,9 @@ class ModuleSplit:
         for layer in layers:
             self._names.update(layer.parameter_names())
 
-    def forward(
-        self,
-        call: StageCall,
-        microbatch: int,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any] | None,
-        target: Any,
-    ) -> Flight:
+    def forward(self, *args: Any) -> Flight:
         with self._patch():
-            return call(microbatch, args, kwargs, target)
+            return super().forward(*args)
 
     def backward_input(self, flight: Flight, output_grads: Sequence[Tensor | None] | None) -> Grads:
         tensors, grads = flight.roots(output_grads)
@@ -81,12 +74,8 @@ class ModuleSplit:
         self.backward_weight(flight)
         return grads
 
-    def held_bytes(self, flight: Flight) -> int:
-        """Bytes a microbatch holds between its B and its W."""
-        tensors = [t for item in flight.work for t in (item.x, item.grad, item.bias_grad)]
-        return sum(
-            {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
-        )
+    def _kept(self, flight: Flight) -> Sequence[Tensor]:
+        return [t for item in flight.work for t in (item.x, item.grad, item.bias_grad)]
 
     def _grad_marks(self) -> list[tuple[Layer, nn.Parameter, int | None]]:
         """How often each deferred parameter's ``.grad`` was written; None where there is none."""

@@ -21,7 +21,7 @@ from pipemorph_trainer.executor.split.flight import (
 from pipemorph_trainer.executor.split.report import Mode, OrderError, Split, SplitReport
 from pipemorph_trainer.executor.split.self_test import SelfTest
 from pipemorph_trainer.executor.split.snapshot import copy_tensors
-from pipemorph_trainer.executor.split.splitters import FusedSplit, Splitter
+from pipemorph_trainer.executor.split.splitters import Splitter
 from pipemorph_trainer.executor.split.trial import Sample
 
 if TYPE_CHECKING:
@@ -82,13 +82,13 @@ class StageRunner:
             loss_fn=loss_fn,
             microbatches=microbatches,
         )
-        self._splitter: Splitter = FusedSplit()
+        self._splitter: Splitter = Splitter()
         if mode != "auto":
             self._splitter, self.report = asked_for(mode, module)
         self._samples: list[Sample] = []
         """Copies of the first microbatches, until the self-test."""
         self._has_run = False
-        self._plain = FusedSplit()
+        self._plain = Splitter()
         if not is_last:
             # What torch imports when it is first given gradients takes seconds: here on all ranks
             # at once, in the first iteration on one after the other.

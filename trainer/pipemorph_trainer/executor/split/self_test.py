@@ -25,7 +25,7 @@ from pipemorph_trainer.executor.split.report import (
     in_words,
 )
 from pipemorph_trainer.executor.split.snapshot import Snapshot
-from pipemorph_trainer.executor.split.splitters import FusedSplit, Splitter
+from pipemorph_trainer.executor.split.splitters import Splitter
 from pipemorph_trainer.executor.split.trial import (
     Outcome,
     Sample,
@@ -100,7 +100,7 @@ class SelfTest:
             if self._mode in ("module", "graph"):
                 raise SplitError(f"split {self._mode!r} was asked for; {why}") from error
             offload = None if self._store is None else OffloadAttempt(reason=why)
-            return FusedSplit(), SplitReport(
+            return Splitter(), SplitReport(
                 "fused", why, tested=False, sizes=self._sizes, offload=offload
             )
         chosen: Splitter | None = None
@@ -115,17 +115,15 @@ class SelfTest:
             chosen = graph or chosen
         if chosen is None and self._mode in ("module", "graph"):
             raise SplitError(f"split {self._mode!r} was asked for; {self._attempts[-1].reason}")
-        splitter = chosen or FusedSplit()
+        splitter = chosen or Splitter()
         offload = None if self._store is None else self._try_offload(splitter, self._store)
         return splitter, self._report(splitter, offload)
 
     def _baseline(self) -> None:
-        self._reference = find_clone_inputs(
-            self._call, lambda: self._trial(FusedSplit(), fused=True)
-        )
+        self._reference = find_clone_inputs(self._call, lambda: self._trial(Splitter(), fused=True))
         if self._call.clone_inputs:
             self._notes.append("the stage writes to its input in place; it gets a copy")
-        again = self._trial(FusedSplit(), fused=True)
+        again = self._trial(Splitter(), fused=True)
         self._loose = tuple(differences(self._reference, again))
         self._times = OpTimes(
             forward=again.seconds["F"],
@@ -199,7 +197,7 @@ class SelfTest:
         machine does now and then decides nothing."""
         ratios = []
         for _ in range(ROUNDS):
-            whole = self._trial(FusedSplit(), fused=True).seconds["BW"]
+            whole = self._trial(Splitter(), fused=True).seconds["BW"]
             apart = self._trial(splitter).seconds
             ratios.append((apart["B"] + apart["W"]) / whole)
         return median(ratios)
@@ -253,13 +251,12 @@ class SelfTest:
 
     def _share(self, splitter: Splitter) -> float:
         total = sum(self._sizes.values())
-        return sum(self._sizes[name] for name in _deferred(splitter)) / total if total else 0.0
+        return sum(self._sizes[name] for name in splitter.deferred) / total if total else 0.0
 
     def _small(self, splitter: Splitter) -> bool:
         return self._mode == "auto" and self._share(splitter) < SMALL_SHARE
 
     def _report(self, splitter: Splitter, offload: OffloadAttempt | None) -> SplitReport:
-        deferred = _deferred(splitter)
         times = next(
             (a.times for a in self._attempts if a.split == splitter.split and a.times), self._times
         )
@@ -274,7 +271,7 @@ class SelfTest:
             attempts=tuple(self._attempts),
             times=times,
             sizes=self._sizes,
-            deferred=tuple(name for name in self._sizes if name in deferred),
+            deferred=tuple(name for name in self._sizes if name in splitter.deferred),
             not_deferred=self._not_deferred(splitter),
             irreproducible=self._loose,
             notes=tuple(self._notes),
@@ -293,7 +290,6 @@ class SelfTest:
         return "; ".join(f"not {a.split}: {a.reason}" for a in self._attempts)
 
     def _not_deferred(self, splitter: Splitter) -> dict[str, str]:
-        deferred = _deferred(splitter)
         if splitter.split == "fused":
             return dict(self._refused)
         if isinstance(splitter, GraphSplit):
@@ -304,7 +300,7 @@ class SelfTest:
         return {
             name: why.get(name, "did not run in the self-test; deferred when it does")
             for name in self._sizes
-            if name not in deferred
+            if name not in splitter.deferred
         }
 
 
@@ -340,10 +336,6 @@ def graph_refusal(stage: nn.Module) -> str:
 def _first_line(error: Exception) -> str:
     first = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {first[0]}"
-
-
-def _deferred(splitter: Splitter) -> set[str]:
-    return splitter.deferred if isinstance(splitter, (ModuleSplit, GraphSplit)) else set()
 
 
 def _differs(wrong: Sequence[str]) -> str:

@@ -1,9 +1,9 @@
-"""The three ways to run a backward; see :data:`pipemorph_trainer.executor.split.report.Split`."""
+"""The ways to run a backward; see :data:`pipemorph_trainer.executor.split.report.Split`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,37 +12,19 @@ from pipemorph_trainer.executor.split.flight import Flight, Grads, StageCall
 from pipemorph_trainer.executor.split.report import Split
 
 
-class Splitter(Protocol):
-    """Runs F, B and W of one stage. Order is the caller's business.
+class Splitter:
+    """Runs F, B and W of one stage, here unsplit: B is the whole backward, W is empty. Order is
+    the caller's business.
 
     Tensors handed to :meth:`forward` and :meth:`backward_input` may be kept until
     :meth:`backward_weight` of the same microbatch and must not change before.
     """
 
-    split: Split
-
-    def forward(
-        self,
-        call: StageCall,
-        microbatch: int,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any] | None,
-        target: Any,
-    ) -> Flight: ...
-
-    def backward_input(
-        self, flight: Flight, output_grads: Sequence[Tensor | None] | None
-    ) -> Grads: ...
-
-    def backward_weight(self, flight: Flight) -> None: ...
-
-    def backward(self, flight: Flight, output_grads: Sequence[Tensor | None] | None) -> Grads: ...
-
-
-class FusedSplit:
-    """B is the whole backward, W is empty."""
-
     split: Split = "fused"
+
+    def __init__(self) -> None:
+        self.deferred: set[str] = set()
+        """Names of the parameters that W has computed so far."""
 
     def forward(
         self,
@@ -55,14 +37,22 @@ class FusedSplit:
         return call(microbatch, args, kwargs, target)
 
     def backward_input(self, flight: Flight, output_grads: Sequence[Tensor | None] | None) -> Grads:
+        return self.backward(flight, output_grads)
+
+    def backward_weight(self, flight: Flight) -> None:
+        """Nothing is left to do."""
+
+    def backward(self, flight: Flight, output_grads: Sequence[Tensor | None] | None) -> Grads:
         tensors, grads = flight.roots(output_grads)
         flight.outputs = ()
         if tensors:
             torch.autograd.backward(tensors, grads)
         return flight.take_input_grads()
 
-    def backward_weight(self, flight: Flight) -> None:
-        """Nothing is left to do."""
+    def held_bytes(self, flight: Flight) -> int:
+        """Bytes of the tensors that are kept from the microbatch's B to its W."""
+        kept = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in self._kept(flight)}
+        return sum(storage.nbytes() for storage in kept.values())
 
-    def backward(self, flight: Flight, output_grads: Sequence[Tensor | None] | None) -> Grads:
-        return self.backward_input(flight, output_grads)
+    def _kept(self, flight: Flight) -> Sequence[Tensor]:
+        return ()
