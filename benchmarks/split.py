@@ -22,10 +22,10 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipemorph_trainer.executor.split import Sample, StageRunner
+from pipemorph_trainer.examples.gpt import Block
+from pipemorph_trainer.executor.split import StageRunner
 
 MICROBATCHES = 4
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
@@ -34,41 +34,6 @@ Clock = Callable[[], float]
 
 Times = dict[str, float]
 """Seconds per op kind, summed over the microbatches of one round."""
-
-
-class Attention(nn.Module):
-    """Causal self-attention with one projection for q, k and v."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        q, k, v = (
-            part.view(batch, length, self.heads, -1).transpose(1, 2)
-            for part in self.qkv(x).split(width, dim=-1)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(batch, length, width))
-
-
-class Block(nn.Module):
-    """Pre-norm GPT block."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
 
 
 def stages() -> dict[str, tuple[nn.Module, Tensor]]:
@@ -138,7 +103,6 @@ def measure(module: nn.Module, x: Tensor, rounds: int, clock: Clock) -> dict[str
             runner = StageRunner(
                 module, is_first=False, is_last=False, microbatches=MICROBATCHES, mode=mode
             )
-            runner.self_test([Sample((x,))])
         except RuntimeError:
             continue  # no Linear: there is no module split
         ways[mode] = lambda runner=runner: runner_round(runner, x, clock)

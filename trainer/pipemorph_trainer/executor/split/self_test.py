@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from pipemorph_trainer.errors import SplitError
 from pipemorph_trainer.executor.split.flight import StageCall, find_clone_inputs
 from pipemorph_trainer.executor.split.graph_split import GraphSplit
 from pipemorph_trainer.executor.split.linears import find_layers, opaque_modules
 from pipemorph_trainer.executor.split.module_split import ModuleSplit
 from pipemorph_trainer.executor.split.report import (
     Attempt,
-    Mode,
     OffloadAttempt,
     OpTimes,
     Split,
@@ -68,13 +66,11 @@ class SelfTest:
     def __init__(
         self,
         call: StageCall,
-        mode: Mode,
         samples: Sequence[Sample],
         store: ActivationStore | None = None,
     ) -> None:
         self._call = call
         self._store = store
-        self._mode = mode
         self._samples = [*samples, *samples][:2]
         self._snapshot = Snapshot(call.module)
         self._notes: list[str] = []
@@ -85,8 +81,7 @@ class SelfTest:
         self._sizes = trainable(call.module)
 
     def run(self) -> tuple[Splitter, SplitReport]:
-        """A stage that cannot be run on the samples once more stays unsplit. Raises
-        :class:`SplitError` if ``mode`` asks for a split that does not pass."""
+        """A stage that cannot be run on the samples once more stays unsplit."""
         try:
             return self._run()
         finally:
@@ -95,26 +90,20 @@ class SelfTest:
     def _run(self) -> tuple[Splitter, SplitReport]:
         try:
             self._baseline()
-        except Exception as error:  # whatever it is: the stage has run in training
+        except Exception as error:  # noqa: BLE001 - whatever it is: the stage has run in training
             why = f"the self-test could not run the stage: {_first_line(error)}"
-            if self._mode in ("module", "graph"):
-                raise SplitError(f"split {self._mode!r} was asked for; {why}") from error
             offload = None if self._store is None else OffloadAttempt(reason=why)
             return Splitter(), SplitReport(
                 "fused", why, tested=False, sizes=self._sizes, offload=offload
             )
-        chosen: Splitter | None = None
-        if self._mode in ("auto", "module"):
-            chosen = self._try_module()
-        if self._mode in ("auto", "graph") and (chosen is None or self._small(chosen)):
+        chosen = self._try_module()
+        if chosen is None or self._share(chosen) < SMALL_SHARE:
             graph = self._try_graph()
             if graph is not None and chosen is not None:
                 self._notes.append(
                     f"a module split would defer only {self._share(chosen):.1%} of the parameters"
                 )
             chosen = graph or chosen
-        if chosen is None and self._mode in ("module", "graph"):
-            raise SplitError(f"split {self._mode!r} was asked for; {self._attempts[-1].reason}")
         splitter = chosen or Splitter()
         offload = None if self._store is None else self._try_offload(splitter, self._store)
         return splitter, self._report(splitter, offload)
@@ -186,10 +175,9 @@ class SelfTest:
             )
         if not splitter.deferred:
             return self._refuse("graph", "every parameter is used in several places")
-        if self._mode == "auto":
-            ratio = self._overhead(splitter)
-            if self._times.backward > MEASURABLE and ratio > MAX_OVERHEAD:
-                return self._refuse("graph", f"B + W take {ratio:.1f} times the unsplit backward")
+        ratio = self._overhead(splitter)
+        if self._times.backward > MEASURABLE and ratio > MAX_OVERHEAD:
+            return self._refuse("graph", f"B + W take {ratio:.1f} times the unsplit backward")
         return self._accept(splitter, outcome)
 
     def _overhead(self, splitter: Splitter) -> float:
@@ -233,16 +221,11 @@ class SelfTest:
             return None, [_first_line(error)]
         return outcome, wrong
 
-    def _op_times(self, outcome: Outcome) -> OpTimes:
-        return replace(
-            self._times,
-            backward_input=outcome.seconds["B"],
-            backward_weight=outcome.seconds["W"],
-        )
-
     def _accept(self, splitter: Splitter, outcome: Outcome) -> Splitter:
         self._held[splitter.split] = outcome.held_bytes
-        self._attempts.append(Attempt(splitter.split, accepted=True, times=self._op_times(outcome)))
+        took = outcome.seconds
+        times = replace(self._times, backward_input=took["B"], backward_weight=took["W"])
+        self._attempts.append(Attempt(splitter.split, accepted=True, times=times))
         return splitter
 
     def _refuse(self, split: Split, reason: str) -> Splitter | None:
@@ -252,9 +235,6 @@ class SelfTest:
     def _share(self, splitter: Splitter) -> float:
         total = sum(self._sizes.values())
         return sum(self._sizes[name] for name in splitter.deferred) / total if total else 0.0
-
-    def _small(self, splitter: Splitter) -> bool:
-        return self._mode == "auto" and self._share(splitter) < SMALL_SHARE
 
     def _report(self, splitter: Splitter, offload: OffloadAttempt | None) -> SplitReport:
         times = next(
@@ -285,8 +265,6 @@ class SelfTest:
             refused = [a for a in self._attempts if not a.accepted]
             because = f"; not {refused[0].split}: {refused[0].reason}" if refused else ""
             return f"defers {self._share(splitter):.0%} of the trainable parameters{because}"
-        if self._mode == "fused":
-            return "asked for"
         return "; ".join(f"not {a.split}: {a.reason}" for a in self._attempts)
 
     def _not_deferred(self, splitter: Splitter) -> dict[str, str]:
