@@ -7,7 +7,7 @@ bit those of a sequential run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from time import time
 from types import TracebackType
 from typing import Any
@@ -23,8 +23,9 @@ from pipemorph.planning.simulation.interleaved import InterleavedSchedule, valid
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.errors import PipelineError, first_sentence
 from pipemorph_trainer.executor.dispatch import Executor, Inputs, Outcome
-from pipemorph_trainer.executor.inputs import check_grad_mode, signature, split
+from pipemorph_trainer.executor.inputs import check_grad_mode, of_stage
 from pipemorph_trainer.executor.split import StageRunner
+from pipemorph_trainer.executor.split.flight import LossFn
 from pipemorph_trainer.executor.timed import TimedOp
 from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.links.channels.arrival import OpClock
@@ -35,8 +36,6 @@ from pipemorph_trainer.start import Start, digest, join
 from pipemorph_trainer.state.weights import check_stage
 from pipemorph_trainer.topology.addresses import own_address
 from pipemorph_trainer.topology.coordinate import Coordinate
-
-LossFn = Callable[[Any, Any], Tensor]
 
 
 class InterleavedPipeline:
@@ -105,19 +104,22 @@ class InterleavedPipeline:
         self._links = meet_chunks(
             placement, context.rank, config, address=address, groups=self._world.groups
         )
+        self._coordinates = {
+            stage: Coordinate(context.rank, stage, len(placement), 0, 1) for stage in sorted(stages)
+        }
         self._runners: dict[int, StageRunner] = {}
         self._executors: dict[int, Executor] = {}
-        for stage, module in sorted(stages.items()):
+        for stage, coordinate in self._coordinates.items():
             runner = StageRunner(
-                module,
-                is_first=stage == 0,
-                is_last=stage == self._last,
-                loss_fn=loss_fn if stage == self._last else None,
+                stages[stage],
+                is_first=coordinate.first,
+                is_last=coordinate.last,
+                loss_fn=loss_fn if coordinate.last else None,
                 microbatches=schedule.microbatches,
             )
             self._runners[stage] = runner
             self._executors[stage] = Executor(
-                coordinate=Coordinate(context.rank, stage, len(placement), 0, 1),
+                coordinate=coordinate,
                 runner=runner,
                 neighbours=self._links.neighbours[stage],
                 poller=self._poller,
@@ -185,8 +187,15 @@ class InterleavedPipeline:
             raise
 
     def _step(self, args: tuple[Any, ...], target: Any) -> Tensor:
-        inputs = self._inputs(args, target)
-        handshake = self._shapes_changed(args)
+        inputs: dict[int, Inputs] = {}
+        shapes = None
+        for stage, coordinate in self._coordinates.items():
+            inputs[stage], found = of_stage(
+                coordinate, self.schedule.microbatches, args, {}, target,
+                needs_target=self._needs_target,
+            )  # fmt: skip
+            shapes = shapes or found
+        handshake = self._shapes_changed(shapes)
         self._generation += handshake
         outcomes: dict[int, Outcome] = {}
 
@@ -238,23 +247,8 @@ class InterleavedPipeline:
 
     # --- one iteration --------------------------------------------------------------------
 
-    def _inputs(self, args: tuple[Any, ...], target: Any) -> dict[int, Inputs]:
-        """Microbatches of what each stage of this rank uses."""
-        found = {stage: Inputs() for stage in self._executors}
-        if 0 in found:
-            if not args:
-                raise InputError(f"rank {self._rank}: step() got no input; stage 0 needs the batch")
-            found[0].args, _ = split(args, {}, self.schedule.microbatches)
-        if self._last in found and target is not None:
-            targets, _ = split((target,), {}, self.schedule.microbatches, "target")
-            found[self._last].targets = [each[0] for each in targets]
-        elif self._last in found and self._needs_target:
-            raise InputError(f"rank {self._rank}: step() got no target; loss_fn needs it")
-        return found
-
-    def _shapes_changed(self, args: tuple[Any, ...]) -> bool:
+    def _shapes_changed(self, shapes: Any) -> bool:
         """Whether stage 0's shapes differ from the last iteration's; the same on all ranks."""
-        shapes = signature(args) if 0 in self._executors else None
         changed = torch.tensor([float(self.iteration == 0 or shapes != self._shapes)])
         self._shapes = shapes
         self._collective(changed, dist.ReduceOp.MAX, f"all ranks to begin {self.iteration}")

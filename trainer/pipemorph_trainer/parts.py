@@ -15,7 +15,8 @@ from pipemorph.planning import Plan
 from pipemorph_trainer.agent import AgentHandle
 from pipemorph_trainer.agent.messages import ControlClient, NoControl
 from pipemorph_trainer.context import TrainerContext
-from pipemorph_trainer.executor.local_stage import LossFn, OwnStage, device_of
+from pipemorph_trainer.executor.local_stage import OwnStage, device_of
+from pipemorph_trainer.executor.split.flight import LossFn
 from pipemorph_trainer.executor.stages.emulated import EmulatedStage
 from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
 from pipemorph_trainer.iteration import Iterations

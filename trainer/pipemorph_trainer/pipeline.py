@@ -20,7 +20,7 @@ from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.errors import BatchError, PipelineError
 from pipemorph_trainer.executor.dispatch import Inputs
 from pipemorph_trainer.executor.inputs import check_grad_mode
-from pipemorph_trainer.executor.local_stage import LossFn
+from pipemorph_trainer.executor.split.flight import LossFn
 from pipemorph_trainer.executor.stages.emulated import EmulatedStage
 from pipemorph_trainer.parts import Parts
 from pipemorph_trainer.settings import DuplexChoice, EngineChoice, RouteChoice

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, Plan
@@ -17,6 +17,7 @@ from pipemorph_trainer.executor.dispatch import Inputs
 from pipemorph_trainer.executor.inputs import of_stage
 from pipemorph_trainer.executor.offload import ActivationStore
 from pipemorph_trainer.executor.split import Mode, SplitReport, StageRunner
+from pipemorph_trainer.executor.split.flight import LossFn
 from pipemorph_trainer.executor.stage_profile import (
     Footprint,
     footprint,
@@ -29,8 +30,6 @@ from pipemorph_trainer.executor.stages.interface import Runner
 from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
 from pipemorph_trainer.topology.accelerator import Accelerator
 from pipemorph_trainer.topology.coordinate import Coordinate
-
-LossFn = Callable[[Any, Any], Tensor]
 
 
 class OwnStage:
