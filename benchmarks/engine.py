@@ -153,9 +153,33 @@ def play(side: Side, contender: str) -> None:
     if side.rank == 0:
         transfers.engine_send(link, side.round, side.tensors, side.count, window)
         return
-    if way == "posted":
-        transfers.engine_post(link, side.round, side.tensors, side.count, window)
-    transfers.engine_receive(link, side.round, side.tensors, side.count, window, way=way)
+    if way == "copied":
+        transfers.engine_receive(link, side.round, side.tensors, side.count, window)
+    else:
+        receive_in_place(link, side.round, side.tensors, side.count, posted=way == "posted")
+
+
+def receive_in_place(
+    link: Link, run: int, tensors: list[torch.Tensor], count: int, *, posted: bool
+) -> None:
+    """The other end of ``transfers.engine_send``, without a copy by the receiver: ``posted``
+    messages go straight into the tensor that was named ahead, others are left in their slot."""
+    ahead = iter(range(count))
+
+    def post() -> None:
+        i = next(ahead, None)
+        if posted and i is not None:
+            into = transfers.memory(tensors[i % len(tensors)])
+            link.post_receive((0, run, i, transfers.FORWARD, 0), into)
+
+    for _ in tensors:
+        post()
+    for i in range(count):
+        message = link.receive((0, run, i, transfers.FORWARD, 0), TIMEOUT)
+        if len(message.view()) != message.nbytes:
+            raise RuntimeError(f"message {i} shows {len(message.view())} of {message.nbytes} bytes")
+        message.release()
+        post()
 
 
 def ping(side: Side, contender: str) -> list[float]:

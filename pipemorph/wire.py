@@ -24,7 +24,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from pipemorph.planning.ir import Dispatch, Plan, Policy, Route, Schedule
 
-PROTOCOL_VERSION = 1
 MAX_REPORT_BYTES = 64 * 1024
 MAX_WAIT_SECONDS = 30.0
 MAX_SEQUENCE = 2**53 - 1

@@ -252,7 +252,7 @@ def _stream(bench: Bench, word: dict[str, Any], _: str) -> None:
     began = time.perf_counter()
     bench.words.say({"go": True})
     if bench.link is not None:
-        transfers.engine_receive(bench.link, bench.run, tensors, count, window, way="copied")
+        transfers.engine_receive(bench.link, bench.run, tensors, count, window)
     else:
         transfers.gloo_receive(tensors, count, window, CONNECTOR)
     seconds = time.perf_counter() - began

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
 TIMEOUT = 120.0
 FORWARD, BACKWARD = 0, 1
-Way = Literal["posted", "copied", "view"]
-"""How a message is delivered: straight into the tensor that was named ahead, copied from its slot
-by the receiver, or not at all: left in its slot, as a view."""
 
 
 def memory(tensor: torch.Tensor) -> Any:
@@ -55,34 +52,14 @@ def engine_send(
         link.wait_sent(ticket, TIMEOUT)
 
 
-def engine_post(
+def engine_receive(
     link: Link, run: int, tensors: Sequence[torch.Tensor], count: int, window: int
 ) -> None:
-    """Name the tensors of the first ``window`` messages."""
-    for i in range(min(window, count)):
-        link.post_receive((0, run, i, FORWARD, 0), memory(tensors[i % len(tensors)]))
-
-
-def engine_receive(
-    link: Link,
-    run: int,
-    tensors: Sequence[torch.Tensor],
-    count: int,
-    window: int,
-    *,
-    way: Way,
-) -> None:
-    """The other end of :func:`engine_send`; for ``posted``, :func:`engine_post` went before."""
+    """The other end of :func:`engine_send`."""
     for i in range(count):
         message = link.receive((0, run, i, FORWARD, 0), TIMEOUT)
-        if way == "copied":
-            message.copy_into(memory(tensors[i % len(tensors)]))
-        elif len(message.view()) != message.nbytes:
-            raise RuntimeError(f"message {i} shows {len(message.view())} of {message.nbytes} bytes")
+        message.copy_into(memory(tensors[i % len(tensors)]))
         message.release()
-        if way == "posted" and i + window < count:
-            j = i + window
-            link.post_receive((0, run, j, FORWARD, 0), memory(tensors[j % len(tensors)]))
         if window == 1:
             link.send((0, run, i, BACKWARD, 0), b"")
 
