@@ -43,6 +43,23 @@ class Layers(nn.Module):
 def entry(
     context: TrainerContext, folder: str, until: int, emulated: bool, anonymous: bool = False
 ) -> tuple[int, list[float]]:
+    return train(context, folder, until, emulated=emulated, anonymous=anonymous)
+
+
+def accumulating(context: TrainerContext, folder: str, until: int) -> tuple[int, list[float]]:
+    return train(context, folder, until, accumulated=4)
+
+
+def train(
+    context: TrainerContext,
+    folder: str,
+    until: int,
+    *,
+    emulated: bool = False,
+    anonymous: bool = False,
+    accumulated: int = 1,
+) -> tuple[int, list[float]]:
+    """Train with a checkpoint every two steps, and one of the optimizer every ``accumulated``."""
     stages = context.world_size
     module: nn.Module = Layers(context.rank, stages)
     if anonymous:
@@ -61,8 +78,9 @@ def entry(
             generator = torch.Generator().manual_seed(iteration)
             x = torch.randn(MICROBATCHES, WIDTH, generator=generator)
             losses.append(float(pipe.step(x, target=x.flip(1))))
-            optimizer.step()
-            optimizer.zero_grad()
+            if iteration % accumulated == accumulated - 1:
+                optimizer.step()
+                optimizer.zero_grad()
     return pipe.start_iteration, losses
 
 
@@ -96,29 +114,6 @@ def test_resume_goes_on_to_the_bit(
     # Saved after iterations 2 and 4; iteration 4 was not: resumed from there, run again.
     resumed = run_ranks(stages, entry, str(tmp_path / "cut"), 8, emulated)
     assert all(result == (4, losses[4:]) for result in resumed)
-
-
-def accumulating(context: TrainerContext, folder: str, until: int) -> tuple[int, list[float]]:
-    """Four steps to one of the optimizer, and a checkpoint every two."""
-    module = Layers(context.rank, context.world_size)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
-    losses = []
-    with Pipeline(
-        module,
-        context=context,
-        loss_fn=lambda output, target: (output - target).square().mean(),
-        microbatches=MICROBATCHES,
-        optimizer=optimizer,
-        checkpoint=Checkpoint(directory=folder, every=2),
-    ) as pipe:
-        for iteration in range(pipe.start_iteration, until):
-            generator = torch.Generator().manual_seed(iteration)
-            x = torch.randn(MICROBATCHES, WIDTH, generator=generator)
-            losses.append(float(pipe.step(x, target=x.flip(1))))
-            if iteration % 4 == 3:
-                optimizer.step()
-                optimizer.zero_grad()
-    return pipe.start_iteration, losses
 
 
 # Before the optimizer's first step, when it has no moments yet, and after it.
