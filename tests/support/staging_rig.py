@@ -13,9 +13,9 @@ from simulated_device import SimulatedDevice
 from torch import Tensor
 
 from pipemorph_trainer.links.channels.arrival import PeerClock
-from pipemorph_trainer.links.channels.fault_injection import Shaper
 from pipemorph_trainer.links.channels.staging import StagedIncoming, StagedOutgoing, Staging
 from pipemorph_trainer.links.engine import engine_module
+from pipemorph_trainer.links.faults import LinkFaults
 from pipemorph_trainer.links.message import Batch, Direction, TensorMeta
 from pipemorph_trainer.links.recorder import LinkRecorder
 
@@ -109,7 +109,7 @@ def rigged(
             name="link 4",
             link=low,
             direction=Direction.FORWARD,
-            shaper=Shaper([], Direction.FORWARD),
+            hold=LinkFaults([], Direction.FORWARD).hold,
             queues=8,
             on_block=lambda iteration, microbatch: None,
             on_unblock=lambda: None,

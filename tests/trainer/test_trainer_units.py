@@ -42,8 +42,8 @@ from pipemorph_trainer.executor.stages.emulated import Accelerator
 from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
 from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
 from pipemorph_trainer.links import peer_socket
-from pipemorph_trainer.links.channels.fault_injection import DIRECT_QUEUE, Shaper
-from pipemorph_trainer.links.message import ALL_PRESENT, Direction, Note, TensorMeta
+from pipemorph_trainer.links.faults import LinkFaults
+from pipemorph_trainer.links.message import ALL_PRESENT, DIRECT_QUEUE, Direction, Note, TensorMeta
 from pipemorph_trainer.links.poller import Poller
 from pipemorph_trainer.links.recorder import LinkRecorder
 from pipemorph_trainer.plans.commit import (
@@ -115,45 +115,45 @@ def test_bubble_fraction_is_idle_time_over_all_ranks() -> None:
 
 
 def test_a_delay_holds_each_message_on_its_queue() -> None:
-    shaper = Shaper([Fault(link=0, delay_ms=60.0, from_iteration=2)], Direction.FORWARD)
-    shaper.begin(1, 0.0)
-    assert shaper.hold(DIRECT_QUEUE, 100, 10.0) == (10.0, 0.0)
-    shaper.begin(2, 0.0)
-    assert shaper.hold(DIRECT_QUEUE, 100, 10.0) == pytest.approx((10.0, 10.06))
+    faults = LinkFaults([Fault(link=0, delay_ms=60.0, from_iteration=2)], Direction.FORWARD)
+    faults.begin(1, 0.0)
+    assert faults.hold(DIRECT_QUEUE, 100, 10.0) == (10.0, 0.0)
+    faults.begin(2, 0.0)
+    assert faults.hold(DIRECT_QUEUE, 100, 10.0) == pytest.approx((10.0, 10.06))
     # The direct route has one queue: the next message starts when the first is through.
-    assert shaper.hold(DIRECT_QUEUE, 100, 10.01) == pytest.approx((10.06, 10.12))
+    assert faults.hold(DIRECT_QUEUE, 100, 10.01) == pytest.approx((10.06, 10.12))
     # Another queue is free.
-    assert shaper.hold(3, 100, 10.02) == pytest.approx((10.02, 10.08))
-    (record,) = shaper.record()
+    assert faults.hold(3, 100, 10.02) == pytest.approx((10.02, 10.08))
+    (record,) = faults.record()
     assert record["messages_held"] == 3
     assert record["hold_seconds"] == pytest.approx(0.18)
     assert (record["first_iteration"], record["last_iteration"]) == (2, 2)
 
 
 def test_what_is_queued_stays_queued_when_the_fault_ends() -> None:
-    shaper = Shaper([Fault(link=0, delay_ms=60.0, to_iteration=1)], Direction.FORWARD)
-    shaper.begin(0, 0.0)
-    shaper.hold(0, 100, 10.0)
-    shaper.begin(1, 0.0)
-    assert shaper.hold(0, 100, 10.01) == pytest.approx((10.06, 10.06))
-    assert shaper.hold(0, 100, 10.2) == (10.2, 0.0)
+    faults = LinkFaults([Fault(link=0, delay_ms=60.0, to_iteration=1)], Direction.FORWARD)
+    faults.begin(0, 0.0)
+    faults.hold(0, 100, 10.0)
+    faults.begin(1, 0.0)
+    assert faults.hold(0, 100, 10.01) == pytest.approx((10.06, 10.06))
+    assert faults.hold(0, 100, 10.2) == (10.2, 0.0)
 
 
 def test_bandwidth_is_shared_by_all_queues() -> None:
-    shaper = Shaper([Fault(link=0, bandwidth_mbps=8.0)], Direction.BACKWARD)
-    shaper.begin(0, 0.0)
-    assert shaper.hold(0, 100_000, 5.0) == pytest.approx((5.0, 5.1))
-    assert shaper.hold(1, 100_000, 5.0) == pytest.approx((5.1, 5.2))
+    faults = LinkFaults([Fault(link=0, bandwidth_mbps=8.0)], Direction.BACKWARD)
+    faults.begin(0, 0.0)
+    assert faults.hold(0, 100_000, 5.0) == pytest.approx((5.0, 5.1))
+    assert faults.hold(1, 100_000, 5.0) == pytest.approx((5.1, 5.2))
 
 
 def test_faults_by_seconds_are_looked_up_per_message() -> None:
-    shaper = Shaper(
+    faults = LinkFaults(
         [Fault(link=0, delay_ms=10.0, from_seconds=1.0, to_seconds=2.0)], Direction.FORWARD
     )
-    shaper.begin(0, 100.0)
-    assert shaper.hold(0, 1, 100.5)[1] == 0.0
-    assert shaper.hold(0, 1, 101.5)[1] == pytest.approx(101.51)
-    assert shaper.hold(0, 1, 102.5)[1] == 0.0
+    faults.begin(0, 100.0)
+    assert faults.hold(0, 1, 100.5)[1] == 0.0
+    assert faults.hold(0, 1, 101.5)[1] == pytest.approx(101.51)
+    assert faults.hold(0, 1, 102.5)[1] == 0.0
 
 
 # --- windows --------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from pipemorph_trainer.executor.split.flight import LossFn
 from pipemorph_trainer.executor.timed import TimedOp
 from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.links.channels.arrival import OpClock
+from pipemorph_trainer.links.faults import FaultTrace
 from pipemorph_trainer.links.interleaved import meet_chunks
 from pipemorph_trainer.links.poller import Poller
 from pipemorph_trainer.links.rendezvous import LinkConfig
@@ -89,7 +90,7 @@ class InterleavedPipeline:
         op_clock = OpClock()
         config = LinkConfig(
             secret=self._world.secret,
-            faults=faults,
+            faults=FaultTrace(faults),
             device=torch.device("cpu"),
             deadline=deadline_seconds,
             poller=self._poller,
@@ -211,7 +212,7 @@ class InterleavedPipeline:
             executor.allow(self._deadline * (self._last + 1 if self.iteration == 0 else 1))
         self._training_began = self._training_began or time()
         for end in self._links.ends:
-            end.shaper.begin(self.iteration, self._training_began)
+            end.faults.begin(self.iteration, self._training_began)
         if not handshake:
             for stage in self._executors:
                 begin(stage)

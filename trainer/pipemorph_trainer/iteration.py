@@ -174,7 +174,7 @@ class Iterations:
         plan = self.rounds.begin(iteration, at=monotonic())
         for end in self._neighbours.ends:
             end.select(plan.routes[end.link])
-            end.shaper.begin(iteration, self._training_began)
+            end.faults.begin(iteration, self._training_began)
         self._stage.prepare(plan)
         self._reporter.state = "training"
         self._reporter.begin_iteration(iteration, plan.version)
@@ -231,7 +231,7 @@ class Iterations:
         now = time()
         for end in self._neighbours.ends:
             # In the very iteration, however short it is.
-            end.severer.at(self._reporter.iteration, now - self._training_began)
+            end.faults.cut_due(now)
         if monotonic() - self._polled_at < PLAN_POLL_SECONDS:
             return
         self._polled_at = monotonic()

@@ -21,6 +21,7 @@ from pipemorph_trainer.executor.stages.emulated import EmulatedStage
 from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
 from pipemorph_trainer.iteration import Iterations
 from pipemorph_trainer.links.channels.arrival import OpClock
+from pipemorph_trainer.links.faults import FaultTrace
 from pipemorph_trainer.links.link import LinkEnd
 from pipemorph_trainer.links.poller import Poller
 from pipemorph_trainer.links.rendezvous import LinkConfig, meet
@@ -124,10 +125,11 @@ class Parts:
     def _link_config(self, prepared: Preparation, op_clock: OpClock) -> LinkConfig:
         settings = self.settings
         return LinkConfig(
-            secret=self.world.secret, faults=settings.faults, device=self.device,
+            secret=self.world.secret, device=self.device,
             deadline=settings.deadline_seconds, poller=self.poller, op_clock=op_clock,
             begin_wait=self.waiting.begin, end_wait=self.waiting.end,
-            half_duplex=settings.direct_duplex == "half", max_sends=settings.direct_sends,
+            faults=FaultTrace(settings.faults, settings.direct_duplex == "half"),
+            max_sends=settings.direct_sends,
             engine=prepared.engine,
         )  # fmt: skip
 

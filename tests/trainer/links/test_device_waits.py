@@ -36,7 +36,7 @@ from pipemorph_trainer.links import rendezvous
 from pipemorph_trainer.links.channels import direct, edges
 from pipemorph_trainer.links.channels.arrival import OpClock, PeerClock
 from pipemorph_trainer.links.channels.direct import DirectIncoming, DirectOutgoing
-from pipemorph_trainer.links.channels.fault_injection import Shaper
+from pipemorph_trainer.links.faults import LinkFaults
 from pipemorph_trainer.links.message import (
     ALL_PRESENT,
     Batch,
@@ -258,7 +258,7 @@ def sending(
     socket: Any = SimpleNamespace(send_note=lambda *_: None)
     outgoing = DirectOutgoing(
         group=group, peer=1, direction=Direction.FORWARD, socket=socket,
-        shaper=Shaper([], Direction.FORWARD),
+        hold=LinkFaults([], Direction.FORWARD).hold,
         on_block=lambda iteration, microbatch: blocked.append((iteration, microbatch)),
         on_unblock=lambda: None, deadline=deadline, device=torch.device("cpu"),
         max_outstanding=most, asks=True,

@@ -57,7 +57,6 @@ def told(monkeypatch: pytest.MonkeyPatch, transport: dict[str, Any]) -> dict[str
     plan = of_job.plan()
     config = rendezvous.LinkConfig(
         secret=b"the job's secret",
-        faults=(),
         device=torch.device("cpu"),
         deadline=5.0,
         poller=Poller(),

@@ -23,8 +23,8 @@ from torch import Tensor
 from pipemorph.api.spec import Fault
 from pipemorph_trainer.errors import PipelineError, WaitTimeoutError
 from pipemorph_trainer.links.channels.copy_stream import JOIN_SECONDS
-from pipemorph_trainer.links.channels.fault_injection import Shaper
 from pipemorph_trainer.links.channels.staging import AHEAD
+from pipemorph_trainer.links.faults import LinkFaults
 from pipemorph_trainer.links.message import Direction, TensorMeta
 
 pytestmark = pytest.mark.needs_engine
@@ -169,8 +169,7 @@ def test_times_on_the_queue_begin_when_the_bytes_are_there() -> None:
     """Not when the op was launched: that is not the link's time."""
     with rigged() as rig:
         held = Fault(link=4, delay_ms=50.0, from_iteration=0)
-        rig.outgoing._shaper = Shaper([held], Direction.FORWARD)
-        rig.outgoing._shaper.begin(0, time.time())
+        rig.outgoing._hold = LinkFaults([held], Direction.FORWARD).hold
         rig.begin(rig.batch(META))
         rig.outgoing.send(0, [rig.sender.tensor(values(1, 64))])
         launched = time.time()

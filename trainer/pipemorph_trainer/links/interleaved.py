@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pipemorph.planning import Route
 from pipemorph_trainer.links import peer_socket
+from pipemorph_trainer.links.faults import LinkFaults
 from pipemorph_trainer.links.link import LinkEnd, Neighbourhood
 from pipemorph_trainer.links.message import Batch, Direction, TensorMeta
 from pipemorph_trainer.links.peer_socket import PeerSocket
@@ -125,7 +126,7 @@ def meet_chunks(
     }
 
     def make_end(link: int, receives: Direction, control: PeerSocket) -> LinkEnd:
-        faults = [f for f in config.faults if f.link == link]
+        faults = LinkFaults(config.faults.of(link, 0), Direction(1 - receives))
         end = LinkEnd(link, receives, control, faults=faults)
         edge = dict.fromkeys(Direction, edges[link])
         end.add(Route.DIRECT, *config.direct_channels(end, edge))

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipemorph.api.spec import Fault
 from pipemorph.planning import Route
 from pipemorph_trainer.links.channels.arrival import PeerClock
 from pipemorph_trainer.links.channels.delegated import DelegatedIncoming
 from pipemorph_trainer.links.channels.direct import DirectOutgoing
 from pipemorph_trainer.links.channels.failover import Failover, FailoverOutgoing
-from pipemorph_trainer.links.channels.fault_injection import Severer, Shaper
-from pipemorph_trainer.links.channels.shared_queue import SharedQueue
 from pipemorph_trainer.links.channels.staging import StagedIncoming, StagedOutgoing, Staging
+from pipemorph_trainer.links.faults import LinkFaults
 from pipemorph_trainer.links.message import Direction, Incoming, Outgoing
 from pipemorph_trainer.links.peer_socket import PeerSocket
 from pipemorph_trainer.links.recorder import LinkRecorder, Transport
@@ -36,12 +33,11 @@ class LinkEnd:
         socket: PeerSocket,
         *,
         replica: int = 0,
-        faults: Sequence[Fault] = (),
-        queue: SharedQueue | None = None,
+        faults: LinkFaults | None = None,
         direct_transport: Transport = "gloo",
     ) -> None:
-        """``socket``: to the neighbour. ``faults``: of this link and replica. ``queue``: that of
-        both directions, where they have one together. Channels are added afterwards."""
+        """``socket``: to the neighbour. ``faults``: what is injected here, by default nothing.
+        Channels are added afterwards."""
         self.link = link
         self.peer_rank = socket.peer_rank
         self.peer_stage = link if receives is Direction.FORWARD else link + 1
@@ -49,8 +45,7 @@ class LinkEnd:
         self.sends = Direction(1 - receives)
         self.socket = socket
         self.recorder = LinkRecorder(link, replica, receives)
-        self.shaper = Shaper(faults, self.sends, queue)
-        self.severer = Severer([], None)
+        self.faults = faults or LinkFaults([], self.sends)
         self.peer_clock = PeerClock()
         self.engine_link: _engine.Link | None = None
         self.failover: Failover | None = None
@@ -170,7 +165,7 @@ class LinkEnd:
             incoming.close(abandon=not goodbye)
         if goodbye:
             self.socket.close(goodbye=True)
-        self.shaper.close()
+        self.faults.close()
 
     @property
     def receiving(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, Protocol
@@ -116,6 +116,13 @@ class Note(NamedTuple):
     @staticmethod
     def unpack(data: bytes) -> Note:
         return Note(*_NOTE.unpack(data[:NOTE_BYTES]))
+
+
+DIRECT_QUEUE = -1
+"""The direct route's only queue; the delegated route's are numbered from 0."""
+Hold = Callable[[int, int, float], tuple[float, float]]
+"""``hold(queue, nbytes, now)``: when a message that is handed to ``queue`` now leaves it, and until
+when its receiver has to hold it back, 0 for not at all. Only a fault trace holds messages."""
 
 
 class Position(NamedTuple):

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from pipemorph.api.spec import Fault
 from pipemorph.planning import Route
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.links import peer_socket
@@ -31,10 +30,9 @@ from pipemorph_trainer.links.channels.direct import (
 )
 from pipemorph_trainer.links.channels.edges import make_edges
 from pipemorph_trainer.links.channels.failover import Failover
-from pipemorph_trainer.links.channels.fault_injection import Severer, shaping
-from pipemorph_trainer.links.channels.shared_queue import SharedQueue
 from pipemorph_trainer.links.channels.staging import StagedIncoming, StagedOutgoing, Staging
 from pipemorph_trainer.links.engine import EngineOptions, make_engine, make_engine_link
+from pipemorph_trainer.links.faults import FaultTrace, LinkFaults, SharedQueue
 from pipemorph_trainer.links.link import LinkEnd, Neighbourhood
 from pipemorph_trainer.links.message import Direction
 from pipemorph_trainer.links.peer_socket import PeerSocket
@@ -60,27 +58,25 @@ class LinkConfig:
 
     ``secret``: what both ends of a connection have to know. ``deadline``: longest wait for one
     message, seconds. ``begin_wait(what)`` and ``end_wait()`` are called around a send that waits.
-    ``half_duplex``: both directions of a direct route share one communicator and one queue.
     ``max_sends``: of a direct route, outstanding at a time; None: as few as is usual. ``engine``:
     how to make the engine; None: there is none.
 
-    Raises :class:`PipelineError` for half duplex on CUDA.
+    Raises :class:`PipelineError` for faults in half duplex on CUDA.
     """
 
     secret: bytes
-    faults: Sequence[Fault]
     device: torch.device
     deadline: float
     poller: Poller
     op_clock: OpClock
     begin_wait: Callable[[str], None]
     end_wait: Callable[[], None]
-    half_duplex: bool = False
+    faults: FaultTrace = field(default_factory=FaultTrace)
     max_sends: int | None = None
     engine: EngineOptions | None = None
 
     def __post_init__(self) -> None:
-        if self.half_duplex and self.cuda:
+        if self.faults.half_duplex and self.cuda:
             # Receives are posted ahead of sends here; on one NCCL stream that would deadlock.
             raise PipelineError(
                 "transport.directDuplex is half, which is for comparisons on the CPU; use full "
@@ -90,9 +86,6 @@ class LinkConfig:
     @property
     def cuda(self) -> bool:
         return self.device.type == "cuda"
-
-    def faults_of(self, link: int, replica: int) -> list[Fault]:
-        return [f for f in self.faults if f.link == link and f.replica == replica]
 
     def dial(self, host: str, port: int, *, rank: int, peer: int) -> PeerSocket:
         return peer_socket.dial(
@@ -128,7 +121,7 @@ class LinkConfig:
             ),
             DirectOutgoing(
                 group=groups[end.sends], peer=end.peer_rank, direction=end.sends,
-                socket=end.socket, shaper=end.shaper, deadline=self.deadline,
+                socket=end.socket, hold=end.faults.hold, deadline=self.deadline,
                 device=self.device, asks=self.cuda, **self.told_of_sends(end),
                 max_outstanding=usual if self.max_sends is None else self.max_sends,
             ),
@@ -208,10 +201,8 @@ class Rendezvous:
                 self._staging = Staging(
                     accelerator, wake=config.poller.wake, deadline=config.deadline
                 )
-        # The lower stage makes the queue, where a fault needs one.
-        own = config.faults_of(self._coordinate.stage, self._coordinate.replica)
-        if config.half_duplex and shaping(own) and not self._coordinate.last:
-            self._queue = SharedQueue.create()
+        # The lower stage makes the queue of a link.
+        self._queue = config.faults.make_queue(self._coordinate.stage, self._coordinate.replica)
 
     def exchange_addresses(self, port: int) -> None:
         """Tell all ranks what this one listens on, and hear the same of them."""
@@ -230,9 +221,9 @@ class Rendezvous:
         peer = self._peers[control.peer_rank]
         if not lower and peer.queue is not None:
             queue = SharedQueue.open(peer.queue, link)
-        faults = config.faults_of(link, replica)
+        faults = LinkFaults(config.faults.of(link, replica), Direction(1 - receives), queue)
         end = LinkEnd(
-            link, receives, control, replica=replica, faults=faults, queue=queue,
+            link, receives, control, replica=replica, faults=faults,
             direct_transport="nccl" if config.cuda else "gloo",
         )  # fmt: skip
         end.same_host = self._mine.machine.shares_clock(peer.machine)
@@ -242,12 +233,10 @@ class Rendezvous:
                 dials=lower, timeout=SETUP_SECONDS,
             )  # fmt: skip
         direct = config.direct_channels(end, self._edges[link])
-        cut = partial(self._cut, end, direct[0]) if end.engine_link is not None else None
-        # One end cuts, and it is the lower stage's.
-        end.severer = Severer(faults if lower else [], cut)
         if end.engine_link is None:
             end.add(Route.DIRECT, *direct)
         else:
+            faults.cut = partial(self._cut, end, direct[0])
             delegated = self._delegated_channels(end, end.engine_link)
             end.add(Route.DELEGATED, *delegated)
             name = f"{self._coordinate}, link {link}"
@@ -267,7 +256,7 @@ class Rendezvous:
             "recorder": end.recorder,
         }  # fmt: skip
         sender: dict[str, Any] = {
-            "link": engine_link, "direction": end.sends, "shaper": end.shaper,
+            "link": engine_link, "direction": end.sends, "hold": end.faults.hold,
             "queues": config.engine.queues, **config.told_of_sends(end),
         }  # fmt: skip
         if self._staging is None:

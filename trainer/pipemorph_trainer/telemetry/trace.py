@@ -145,7 +145,7 @@ class TraceWriter:
             with contextlib.suppress(OSError):
                 self._file.close()
             self._file = None
-        faults = [entry for end in ends for entry in (*end.shaper.record(), *end.severer.record())]
+        faults = [entry for end in ends for entry in end.faults.record()]
         self._write("faults", {"iterations": iterations, "faults": faults}, "the fault trace")
 
     def _write(self, kind: str, record: dict[str, Any], what: str) -> None:

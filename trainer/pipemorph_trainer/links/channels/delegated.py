@@ -16,8 +16,7 @@ from torch import Tensor
 
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.links.channels.arrival import PeerClock, now, record_arrival
-from pipemorph_trainer.links.channels.fault_injection import Shaper
-from pipemorph_trainer.links.message import NOTHING, Batch, Direction, Note, presence
+from pipemorph_trainer.links.message import NOTHING, Batch, Direction, Hold, Note, presence
 from pipemorph_trainer.links.recorder import LinkRecorder
 
 if TYPE_CHECKING:
@@ -147,13 +146,13 @@ class DelegatedOutgoing:
         *,
         link: _engine.Link,
         direction: Direction,
-        shaper: Shaper,
+        hold: Hold,
         queues: int,
         on_block: Callable[[int, int], None],
         on_unblock: Callable[[], None],
     ) -> None:
         self.link, self.direction = link, direction
-        self._shaper = shaper
+        self._hold = hold
         self._on_block, self._on_unblock = on_block, on_unblock
         self._queues = queues
         self._turn = 0
@@ -176,7 +175,7 @@ class DelegatedOutgoing:
     def note(self, batch: Batch, microbatch: int, present: int) -> bytes:
         """The note of a message that is handed to the next queue in turn now."""
         posted = now()
-        started, not_before = self._shaper.hold(self._turn, batch.nbytes, posted)
+        started, not_before = self._hold(self._turn, batch.nbytes, posted)
         self._turn = (self._turn + 1) % self._queues
         return Note(
             batch.generation, batch.iteration, microbatch, present, posted, started, not_before

@@ -36,12 +36,13 @@ from torch import Tensor
 
 from pipemorph_trainer.errors import PipelineError, WaitTimeoutError, first_sentence
 from pipemorph_trainer.links.channels.arrival import OpClock, PeerClock, now, record_arrival
-from pipemorph_trainer.links.channels.fault_injection import DIRECT_QUEUE, Shaper
 from pipemorph_trainer.links.message import (
     ALL_PRESENT,
+    DIRECT_QUEUE,
     NOTHING,
     Batch,
     Direction,
+    Hold,
     Note,
     Position,
     presence,
@@ -317,7 +318,7 @@ class DirectOutgoing:
         peer: int,
         direction: Direction,
         socket: PeerSocket,
-        shaper: Shaper,
+        hold: Hold,
         on_block: Callable[[int, int], None],
         on_unblock: Callable[[], None],
         deadline: float,
@@ -332,7 +333,7 @@ class DirectOutgoing:
         # What dist.isend and dist.irecv look up at every call.
         self._peer_in_group = dist.get_group_rank(group, peer)
         self.direction = direction
-        self._socket, self._shaper = socket, shaper
+        self._socket, self._hold = socket, hold
         self._on_block, self._on_unblock = on_block, on_unblock
         self._deadline = deadline
         self._device = device
@@ -362,7 +363,7 @@ class DirectOutgoing:
         if len(self._outstanding) >= self._max_outstanding:
             self._finish_oldest()
         posted = now()
-        started, not_before = self._shaper.hold(DIRECT_QUEUE, self._nbytes, posted)
+        started, not_before = self._hold(DIRECT_QUEUE, self._nbytes, posted)
         present = presence(tensors)
         payload: list[Tensor] = []
         if tensors is None:

@@ -1,0 +1,234 @@
+"""The fault trace of a job: messages that it holds, and connections that it cuts.
+
+A delay ``d`` holds every message for ``d`` on its queue: the queue is busy for that long,
+and the receiver does not hand the message over before. That is bookkeeping at the sender
+(one number per queue) and a time in the message's note; nothing sleeps and nothing in the
+transports knows of it. Both directions of the link are held.
+
+Nothing else knows of faults: a link end has its :class:`LinkFaults`, and channels are given its
+:meth:`LinkFaults.hold`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from pipemorph.api.spec import Fault
+from pipemorph_trainer.errors import PipelineError
+from pipemorph_trainer.links.message import DIRECT_QUEUE, Direction
+
+log = logging.getLogger("pipemorph.trainer")
+
+_FREE_AT = struct.Struct("d")
+
+
+@dataclass(frozen=True)
+class FaultTrace:
+    """What a job does to its links. ``half_duplex``: both directions of a direct route share one
+    queue, as those of a pair of ranks may in torch.distributed; for comparisons."""
+
+    faults: Sequence[Fault] = ()
+    half_duplex: bool = False
+
+    def of(self, link: int, replica: int) -> list[Fault]:
+        return [f for f in self.faults if f.link == link and f.replica == replica]
+
+    def make_queue(self, link: int, replica: int) -> SharedQueue | None:
+        """The queue of both directions of a link, where it needs one."""
+        needed = self.half_duplex and _shaping(self.of(link, replica))
+        return SharedQueue.create() if needed else None
+
+
+@dataclass
+class _Count:
+    """What one fault did in one direction of its link."""
+
+    messages: int = 0
+    hold_seconds: float = 0.0
+    first_iteration: int | None = None
+    last_iteration: int | None = None
+
+
+class LinkFaults:
+    """What the fault trace does at one end of one link.
+
+    It holds the messages that this end sends, on both routes: a bandwidth limit is shared by all
+    queues, a delay occupies one. ``shared`` is the direct route's queue where both directions have
+    one together. The lower end, which sends forward, cuts connections as well.
+    """
+
+    def __init__(
+        self, faults: Sequence[Fault], sends: Direction, shared: SharedQueue | None = None
+    ) -> None:
+        self._faults = _shaping(faults)
+        self._shared = shared
+        self._counts = [_Count() for _ in self._faults]
+        self._direction = sends
+        self._queues: dict[int, float] = {}
+        self._wire_free = 0.0
+        self._iteration = 0
+        self._began = 0.0
+        self._cuts = [f for f in faults if f.sever is not None and sends is Direction.FORWARD]
+        self._cut_record: list[dict[str, Any]] = []
+        self.cut: Callable[[str], None] | None = None
+        """Cuts the named connection of the link; None where it has no engine connection."""
+
+    def begin(self, iteration: int, training_began: float) -> None:
+        """A new iteration. Changes of the route leave no trace on the queues' bookkeeping."""
+        self._iteration, self._began = iteration, training_began
+
+    def hold(self, queue: int, nbytes: int, now: float) -> tuple[float, float]:
+        """``(started_at, not_before)`` of a message handed to ``queue`` at ``now``.
+
+        ``not_before`` is 0 where no fault holds and the queue is free.
+        """
+        if self._shared is None or queue != DIRECT_QUEUE:
+            return self._hold(queue, nbytes, now)
+        with self._shared.locked():
+            self._queues[queue] = self._shared.free_at
+            held = self._hold(queue, nbytes, now)
+            self._shared.free_at = self._queues[queue]
+        return held
+
+    def _hold(self, queue: int, nbytes: int, now: float) -> tuple[float, float]:
+        active = [i for i, fault in enumerate(self._faults) if self._is_active(fault, now)]
+        start = max(now, self._queues.get(queue, 0.0))
+        if not active:
+            return start, (start if start > now else 0.0)
+        delay, rate = 0.0, 0.0
+        for i in active:
+            fault = self._faults[i]
+            delay += (fault.delay_ms or 0.0) / 1e3
+            if fault.bandwidth_mbps is not None:
+                limit = fault.bandwidth_mbps * 1e6 / 8
+                rate = limit if not rate else min(rate, limit)
+        left = start
+        if rate:
+            start = max(start, self._wire_free)
+            left = self._wire_free = start + nbytes / rate
+        done = left + delay
+        self._queues[queue] = done
+        for i in active:
+            count = self._counts[i]
+            count.messages += 1
+            count.hold_seconds += done - start
+            count.last_iteration = self._iteration
+            if count.first_iteration is None:
+                count.first_iteration = self._iteration
+        return start, done
+
+    def cut_due(self, now: float) -> None:
+        """Cut what is due. Called between ops, so that cuts fall into a running iteration."""
+        for fault in [f for f in self._cuts if self._has_begun(f, now)]:
+            self._cuts.remove(fault)
+            if self.cut is None:
+                log.warning("fault trace: link %d has no engine connection to cut", fault.link)
+            else:
+                self.cut(str(fault.sever))
+            applied = {"applied": self.cut is not None, "iteration": self._iteration}
+            self._cut_record.append(fault.model_dump(exclude_none=True) | applied)
+
+    def close(self) -> None:
+        """Give the shared queue back. Idempotent."""
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
+
+    def record(self) -> list[dict[str, Any]]:
+        """One entry per fault: what it was and what it did in this direction."""
+        held = [
+            {
+                **fault.model_dump(exclude_none=True),
+                "direction": self._direction.word,
+                "messages_held": count.messages,
+                "hold_seconds": count.hold_seconds,
+                "first_iteration": count.first_iteration,
+                "last_iteration": count.last_iteration,
+            }
+            for fault, count in zip(self._faults, self._counts, strict=True)
+        ]
+        return [*held, *self._cut_record]
+
+    def _has_begun(self, fault: Fault, now: float) -> bool:
+        if _by_seconds(fault):
+            return now - self._began >= (fault.from_seconds or 0.0)
+        return self._iteration >= (fault.from_iteration or 0)
+
+    def _is_active(self, fault: Fault, now: float) -> bool:
+        if _by_seconds(fault):
+            ended = fault.to_seconds is not None and now - self._began >= fault.to_seconds
+        else:
+            ended = fault.to_iteration is not None and self._iteration >= fault.to_iteration
+        return not ended and self._has_begun(fault, now)
+
+
+def _shaping(faults: Sequence[Fault]) -> list[Fault]:
+    """The faults that hold messages, as against those that cut connections."""
+    return [f for f in faults if f.delay_ms or f.bandwidth_mbps]
+
+
+def _by_seconds(fault: Fault) -> bool:
+    return fault.from_seconds is not None or fault.to_seconds is not None
+
+
+class SharedQueue:
+    """When the queue of both directions of a link is free (wall clock, seconds), in anonymous
+    memory that two processes of one machine map.
+
+    The lower stage makes it and tells the upper stage :attr:`name`. Nothing is left behind,
+    however the processes end.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._memory = mmap.mmap(fd, mmap.PAGESIZE)
+
+    @staticmethod
+    def create() -> SharedQueue:
+        fd = os.memfd_create("pipemorph-queue")
+        os.ftruncate(fd, mmap.PAGESIZE)
+        return SharedQueue(fd)
+
+    @property
+    def name(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    @staticmethod
+    def open(name: str, link: int) -> SharedQueue:
+        """Map the lower stage's queue. Raises :class:`PipelineError` where it is out of reach."""
+        try:
+            return SharedQueue(os.open(name, os.O_RDWR))
+        except OSError as error:
+            raise PipelineError(
+                f"link {link}: a fault trace on a half-duplex direct route needs both ranks on "
+                f"one machine; the neighbour's queue cannot be opened ({error.strerror})"
+            ) from error
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the queue, so that reading and setting :attr:`free_at` is one step."""
+        fcntl.lockf(self._fd, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._fd, fcntl.LOCK_UN)
+
+    @property
+    def free_at(self) -> float:
+        return float(_FREE_AT.unpack_from(self._memory)[0])
+
+    @free_at.setter
+    def free_at(self, value: float) -> None:
+        _FREE_AT.pack_into(self._memory, 0, value)
+
+    def close(self) -> None:
+        self._memory.close()
+        os.close(self._fd)
