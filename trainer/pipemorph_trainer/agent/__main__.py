@@ -40,7 +40,7 @@ async def serve(config: AgentConfig) -> None:
     # A first agent reports at once that ranks start. One that follows it would say so as well,
     # wrongly, until rank 0 has told it where training is.
     informed = asyncio.Event()
-    if not config.reports_before:
+    if not config.again:
         informed.set()
 
     def on_telemetry(telemetry: RankTelemetry) -> None:
@@ -70,7 +70,6 @@ async def serve(config: AgentConfig) -> None:
         token_file=config.token_file,
         merger=merger,
         on_directive=on_directive,
-        reports_before=config.reports_before,
     )
     await ranks.start(socket.socket(fileno=config.listen_fd))
     reporting = asyncio.create_task(report())

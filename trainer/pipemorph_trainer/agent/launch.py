@@ -26,9 +26,6 @@ BACKLOG = 4096
 LAST_REPORT_SECONDS = 5.0
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 1.0, 60.0
 """Between two starts of the agent."""
-REPORTS_OF_AN_AGENT = 10**9
-"""More than one can send: at 20 a second it takes a year and a half. 2**53 has room for millions
-of agents."""
 AGENT = (sys.executable, "-m", "pipemorph_trainer.agent")
 
 
@@ -46,9 +43,8 @@ class AgentConfig(BaseModel):
     token_file: Path | None
     listen_fd: int
     parent: int
-    reports_before: int = 0
-    """An upper bound on the sequence numbers that agents of this attempt have used: the ingest
-    takes none twice. Above 0, this is not the first agent."""
+    again: bool = False
+    """Whether another agent ran before this one."""
 
 
 class AgentHandle:
@@ -105,9 +101,7 @@ class AgentHandle:
             return
         self._pause = min(2 * self._pause, LAST_PAUSE_SECONDS)
         self._hang_up()
-        self._config = self._config.model_copy(
-            update={"reports_before": self._config.reports_before + REPORTS_OF_AN_AGENT}
-        )
+        self._config = self._config.model_copy(update={"again": True})
         try:
             self.process = self._start()
         except OSError as error:

@@ -55,14 +55,15 @@ class Uplink:
         token_file: Path | None,
         merger: TelemetryMerger,
         on_directive: Callable[[Directive], None],
-        reports_before: int = 0,
     ) -> None:
         self._base = f"{base_url.rstrip('/')}/v1/jobs/{namespace}/{job}"
         self._attempt = attempt
         self._token_file = token_file
         self._merger = merger
         self._on_directive = on_directive
-        self._sequence = reports_before
+        # Above those of an earlier agent of the attempt, which sent far less than one report per
+        # millisecond. The ingest takes no number twice.
+        self._sequence = time.time_ns() // 1_000_000
         self._plan_version = 0
         self._news = asyncio.Event()
         self._post_lock = asyncio.Lock()
@@ -160,8 +161,8 @@ class Uplink:
                 f"{self._base}/reports", data=body, headers=headers, timeout=timeout
             ) as answer:
                 if answer.status == HTTPStatus.CONFLICT:
-                    # Reports of this attempt were counted before, by an agent in other pods. This
-                    # one was not taken; the next goes on above theirs.
+                    # The clock of an earlier agent was ahead. This report was not taken; the next
+                    # goes on above its.
                     self._sequence = max(self._sequence, _last_taken(await answer.read()))
                 envelope = await _envelope(answer)
             self._merger.delivered(selection)
