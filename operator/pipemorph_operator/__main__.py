@@ -15,14 +15,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import kopf
 
 from pipemorph.errors import InputError
 from pipemorph.ingest import ProcessPlanner
 from pipemorph.log_level import log_level
 from pipemorph_operator import health_server
-from pipemorph_operator.cluster.client import ApiRefused, Cluster, path
+from pipemorph_operator.cluster.client import REQUEST_ERRORS, Cluster, path, reason_of
 from pipemorph_operator.cluster.wait_for_crd import until_listed
 from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.health_server import Heartbeat, LoopMonitor
@@ -53,9 +52,9 @@ async def work(queue: WorkQueue[Key], reconciler: Reconciler) -> None:
         again: float | None = None
         try:
             again = await reconciler.reconcile(*key)
-        except (ApiRefused, aiohttp.ClientError, TimeoutError, OSError) as error:
+        except REQUEST_ERRORS as error:
             failed = True
-            log.warning("%s/%s: will retry: %s", *key, error or type(error).__name__)
+            log.warning("%s/%s: will retry: %s", *key, reason_of(error))
         except Exception:
             # An unexpected error in one job must not stop the others.
             failed = True
@@ -79,8 +78,8 @@ async def resync(
         looked.beat()
         try:
             listed = [found async for found in _everything(cluster, namespaces)]
-        except (ApiRefused, aiohttp.ClientError, TimeoutError, OSError) as error:
-            log.warning("resync could not list the jobs: %s", error or type(error).__name__)
+        except REQUEST_ERRORS as error:
+            log.warning("resync could not list the jobs: %s", reason_of(error))
             continue
         keys = watchdog.look(listed)
         if look % RESYNC_LOOKS == 0:

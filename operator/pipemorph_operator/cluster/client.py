@@ -65,6 +65,15 @@ class ApiRefused(Exception):
         return "NamespaceTerminating" in self.causes
 
 
+REQUEST_ERRORS = (ApiRefused, aiohttp.ClientError, TimeoutError, OSError)
+"""What a request raises if it fails."""
+
+
+def reason_of(error: Exception) -> str:
+    """The error's message, or its type if it has none."""
+    return str(error) or type(error).__name__
+
+
 def path(
     kind: str, namespace: str | None, name: str | None = None, *, api_version: str | None = None
 ) -> str:

@@ -11,9 +11,7 @@ import asyncio
 import contextlib
 import logging
 
-import aiohttp
-
-from pipemorph_operator.cluster.client import ApiRefused, Cluster
+from pipemorph_operator.cluster.client import REQUEST_ERRORS, Cluster, reason_of
 from pipemorph_operator.names import API_GROUP, API_VERSION, PLURAL
 
 log = logging.getLogger("pipemorph.operator")
@@ -41,8 +39,8 @@ async def _missing(cluster: Cluster) -> str:
         # The same two requests as kopf's: versions of the group, then kinds of our version.
         groups = (await cluster.get("/apis") or {}).get("groups") or ()
         kinds = (await cluster.get(f"/apis/{API_VERSION}") or {}).get("resources") or ()
-    except (ApiRefused, aiohttp.ClientError, TimeoutError, OSError) as error:
-        return f"cannot list the API server's resources: {error or type(error).__name__}"
+    except REQUEST_ERRORS as error:
+        return f"cannot list the API server's resources: {reason_of(error)}"
     versions = {version["groupVersion"] for group in groups for version in group["versions"]}
     if API_VERSION in versions and PLURAL in {kind["name"] for kind in kinds}:
         return ""

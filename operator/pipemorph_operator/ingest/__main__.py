@@ -20,7 +20,7 @@ from pipemorph.errors import InputError
 from pipemorph.ingest import ConnectionLimits, IngestServer, Planner, ProcessPlanner
 from pipemorph.log_level import log_level
 from pipemorph_operator import health_server
-from pipemorph_operator.cluster.client import Cluster, path
+from pipemorph_operator.cluster.client import Cluster, path, reason_of
 from pipemorph_operator.health_server import Heartbeat, LoopMonitor
 from pipemorph_operator.ingest.auth import PodTokenAuthenticator
 from pipemorph_operator.ingest.store import ClusterStore
@@ -78,7 +78,7 @@ async def follow(
 
     def lost(error: Exception) -> None:
         alive.beat()  # An unreachable API server must not fail this process's liveness probe.
-        log.warning("the watch of jobs failed: %s", str(error) or type(error).__name__)
+        log.warning("the watch of jobs failed: %s", reason_of(error))
 
     async for kind, body in cluster.watch(path("PipeMorphJob", namespace), lost, alive.beat):
         try:

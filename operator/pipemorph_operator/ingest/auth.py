@@ -17,11 +17,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-import aiohttp
-
 from pipemorph.ingest import Identity, Refused
 from pipemorph_operator import names
-from pipemorph_operator.cluster.client import ApiRefused, path
+from pipemorph_operator.cluster.client import REQUEST_ERRORS, path, reason_of
 from pipemorph_operator.ingest import token_claims
 from pipemorph_operator.metrics import REFUSED, TOKEN_REVIEWS
 
@@ -153,10 +151,10 @@ class PodTokenAuthenticator:
             self._good.pop(key, None)
             _keep(self._bad, key, (self._clock() + refusal.keep, refusal), MOST_KEPT_BAD)
             return refusal
-        except (ApiRefused, aiohttp.ClientError, TimeoutError, OSError) as error:
+        except REQUEST_ERRORS as error:
             # Reject if it cannot be checked: the agent retries while its ranks keep training.
-            why = str(error) or type(error).__name__
-            return _Refusal(401, "unreachable", f"the token could not be checked: {why}", 0.0)
+            message = f"the token could not be checked: {reason_of(error)}"
+            return _Refusal(401, "unreachable", message, 0.0)
         until = self._clock() + KEPT_SECONDS * random.uniform(0.75, 1.0)
         _keep(self._good, key, (until, answer), MOST_KEPT)
         return answer

@@ -11,11 +11,9 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-import aiohttp
-
 from pipemorph.api.status import Condition
 from pipemorph_operator import names
-from pipemorph_operator.cluster.client import ApiRefused, Cluster
+from pipemorph_operator.cluster.client import REQUEST_ERRORS, Cluster, reason_of
 from pipemorph_operator.cluster.events import Event, emit
 
 log = logging.getLogger("pipemorph.ingest")
@@ -91,6 +89,5 @@ class EventSender:
     async def _emit(self, where: str, job: Mapping[str, Any], event: Event) -> None:
         try:
             await emit(self._cluster, job, event, names.INGEST_OWNER)
-        except (ApiRefused, aiohttp.ClientError, TimeoutError, OSError) as error:
-            why = str(error) or type(error).__name__
-            log.warning("%s: event %s was not written: %s", where, event.reason, why)
+        except REQUEST_ERRORS as error:
+            log.warning("%s: event %s was not written: %s", where, event.reason, reason_of(error))

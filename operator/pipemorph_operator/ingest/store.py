@@ -14,8 +14,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
-
 from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import Condition, ControlState, JobStatus, TrainingStatus, condition
 from pipemorph.control import JobController, JobView
@@ -26,7 +24,7 @@ from pipemorph.planning import Schedule
 from pipemorph.wire import LinkHealthReport
 from pipemorph_operator import names
 from pipemorph_operator.children.attempt import audience
-from pipemorph_operator.cluster.client import ApiRefused, Cluster
+from pipemorph_operator.cluster.client import REQUEST_ERRORS, ApiRefused, Cluster, reason_of
 from pipemorph_operator.cluster.job import read_job
 from pipemorph_operator.ingest import snapshot_codec, write_budget
 from pipemorph_operator.ingest.auth import Expected
@@ -346,8 +344,8 @@ class ClusterStore:
                 return
             except Overtaken:
                 return  # Another ingest writes the final status.
-            except (ApiRefused, aiohttp.ClientError, TimeoutError, OSError) as error:
-                why = str(error) or type(error).__name__
+            except REQUEST_ERRORS as error:
+                why = reason_of(error)
                 log.warning("%s/%s: writing the final status failed: %s", *tracked.key, why)
                 if isinstance(error, ApiRefused) and error.status in GONE:
                     return
@@ -387,14 +385,7 @@ class ClusterStore:
                 if state_changed and training.adaptations and tracked.control is not None:
                     tracked.control = snapshot_codec.pack(tracked.controller.snapshot())
                 await self._write(tracked)
-            except (
-                ApiRefused,
-                aiohttp.ClientError,
-                TimeoutError,
-                OSError,
-                Overtaken,
-                snapshot_codec.TooLarge,
-            ) as error:
+            except (*REQUEST_ERRORS, Overtaken, snapshot_codec.TooLarge) as error:
                 tracked.reports.pending = True
                 tracked.written_at = self._monotonic()
                 log.warning("%s/%s: writing status failed: %s", *key, error)

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipemorph_operator.cluster.client import Cluster, path
+from pipemorph_operator.cluster.client import Cluster, path, reason_of
 from pipemorph_operator.cluster.facts import JobFacts
 from pipemorph_operator.names import LABEL_JOB
 from pipemorph_operator.reconcile.workqueue import WorkQueue
@@ -51,7 +51,7 @@ class OwnedJobs:
         """Watch the Jobs of a namespace, or of all (None), forever."""
 
         def lost(error: Exception) -> None:
-            log.warning("the watch of Jobs failed: %s", str(error) or type(error).__name__)
+            log.warning("the watch of Jobs failed: %s", reason_of(error))
 
         async for kind, body in cluster.watch(path("Job", namespace), lost, labels=LABEL_JOB):
             try:

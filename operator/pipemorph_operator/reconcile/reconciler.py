@@ -14,13 +14,11 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-import aiohttp
-
 from pipemorph.api.status import JobStatus
 from pipemorph_operator import names
 from pipemorph_operator.children import gang
 from pipemorph_operator.children.objects import secret
-from pipemorph_operator.cluster.client import ApiRefused, Cluster, path, path_of
+from pipemorph_operator.cluster.client import REQUEST_ERRORS, ApiRefused, Cluster, path, path_of
 from pipemorph_operator.cluster.events import emit
 from pipemorph_operator.cluster.facts import JobFacts, PodFacts, why_no_pod
 from pipemorph_operator.cluster.job import current_name, dump, operator_part
@@ -89,7 +87,7 @@ class Reconciler:
             if decision.needs_pods:
                 seen = await self._look_at_pods(seen)
                 decision = decide(seen, config)
-        except (ApiRefused, aiohttp.ClientError, TimeoutError, OSError):
+        except REQUEST_ERRORS:
             raise
         except Exception as error:
             await self._report_error(seen, error)
