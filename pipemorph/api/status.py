@@ -12,7 +12,7 @@ Times are RFC 3339 text at the top level and seconds elsewhere, sizes are bytes.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
@@ -30,6 +30,16 @@ ConditionStatus = Literal["True", "False", "Unknown"]
 JobState = Literal[
     "Pending", "Queued", "Starting", "Running", "Restarting", "Suspended", "Complete", "Failed"
 ]
+
+
+def _number(description: str) -> Any:
+    """A number from 0, by default 0."""
+    return Field(default=0, ge=0, description=description)
+
+
+def _at_most(items: int, description: str) -> Any:
+    """A list with at most so many items, by default empty."""
+    return Field(default_factory=list, max_length=items, description=description)
 
 
 class StatusModel(BaseModel):
@@ -61,11 +71,11 @@ class Condition(StatusModel):
 class PodCounts(StatusModel):
     """Ranks of the current attempt."""
 
-    wanted: int = Field(default=0, ge=0, description="Stages × replicas.")
-    active: int = Field(default=0, ge=0, description="Pending or running pods.")
-    ready: int = Field(default=0, ge=0, description="Running pods.")
-    succeeded: int = Field(default=0, ge=0, description="Ranks that finished.")
-    failed: int = Field(default=0, ge=0, description="Pods that failed.")
+    wanted: int = _number("Stages × replicas.")
+    active: int = _number("Pending or running pods.")
+    ready: int = _number("Running pods.")
+    succeeded: int = _number("Ranks that finished.")
+    failed: int = _number("Pods that failed.")
 
 
 class AttemptRecord(StatusModel):
@@ -85,10 +95,8 @@ class NodeRecord(StatusModel):
     """A node that was at an end of a slow link when an attempt ended."""
 
     name: str = Field(max_length=253, description="Name of the node.")
-    attempts: list[int] = Field(
-        default_factory=list,
-        max_length=MAX_ATTEMPTS_KEPT,
-        description="Attempts at whose end one of its links was slow.",
+    attempts: list[int] = _at_most(
+        MAX_ATTEMPTS_KEPT, "Attempts at whose end one of its links was slow."
     )
     excluded: bool = Field(default=False, description="Whether the next attempt avoids it.")
 
@@ -97,7 +105,7 @@ class SlowLink(StatusModel):
     """A slow link, with its measurements."""
 
     link: int = Field(ge=0, description="Between stage link and stage link + 1.")
-    replica: int = Field(default=0, ge=0, description="Replica where it is slowest.")
+    replica: int = _number("Replica where it is slowest.")
     direction: str = Field(max_length=16, description="The slower direction: forward or backward.")
     delay_ms: float = Field(ge=0, description="One-way time above normal, milliseconds.")
     wire_time_ms: float = Field(ge=0, description="One-way time now, milliseconds.")
@@ -108,13 +116,13 @@ class FallenLink(StatusModel):
     """A link that fell back from the agreed transport, as one of its ends reports."""
 
     link: int = Field(ge=0, description="Between stage link and stage link + 1.")
-    replica: int = Field(default=0, ge=0, description="Replica of the link.")
+    replica: int = _number("Replica of the link.")
     direction: str = Field(
         max_length=16, description="Direction in which that end sends: forward or backward."
     )
     agreed: str = Field(max_length=16, description="Transport agreed on, such as rdma.")
     transport: str = Field(max_length=16, description="Transport in use now, such as tcp.")
-    fallbacks: int = Field(default=0, ge=0, description="Number of fallbacks.")
+    fallbacks: int = _number("Number of fallbacks.")
     message: Text = Field(default="", description="The engine's reason.")
 
 
@@ -122,7 +130,7 @@ class SickPort(StatusModel):
     """An RDMA port of a rank's host with a problem."""
 
     stage: int = Field(ge=0, description="Stage of the rank that sees it.")
-    replica: int = Field(default=0, ge=0, description="Replica of that rank.")
+    replica: int = _number("Replica of that rank.")
     device: str = Field(max_length=64, description="RDMA device, such as mlx5_0.")
     port: int = Field(ge=1, description="Port of the device.")
     state: str = Field(max_length=32, description="State of the port, such as ACTIVE or DOWN.")
@@ -132,20 +140,14 @@ class SickPort(StatusModel):
 class RailsStatus(StatusModel):
     """Health of the ranks' RDMA ports, by state and counters."""
 
-    ports: int = Field(default=0, ge=0, description="Ports reported.")
+    ports: int = _number("Ports reported.")
     expected_ports: int | None = Field(
         default=None, ge=0, description="Ports of all ranks, once every rank has reported."
     )
-    sick_count: int = Field(default=0, ge=0, description="Ports with a problem.")
-    sick_ports: list[SickPort] = Field(
-        default_factory=list, max_length=MAX_SICK_PORTS, description="Some of them, by stage."
-    )
-    congested_count: int = Field(
-        default=0, ge=0, description="Ports with a high rate of congestion notifications."
-    )
-    unavailable_count: int = Field(
-        default=0, ge=0, description="Ports whose state or counters cannot be read in the pod."
-    )
+    sick_count: int = _number("Ports with a problem.")
+    sick_ports: list[SickPort] = _at_most(MAX_SICK_PORTS, "Some of them, by stage.")
+    congested_count: int = _number("Ports with a high rate of congestion notifications.")
+    unavailable_count: int = _number("Ports whose state or counters cannot be read in the pod.")
 
 
 class AdaptationSummary(StatusModel):
@@ -159,15 +161,9 @@ class AdaptationSummary(StatusModel):
     applied_at_iteration: int | None = Field(
         default=None, ge=0, description="First iteration under the new plan."
     )
-    links: list[int] = Field(
-        default_factory=list, max_length=MAX_STAGES, description="Slow links that caused it."
-    )
-    warmup_before: list[int] = Field(
-        default_factory=list, max_length=MAX_STAGES, description="Warm-up per stage before."
-    )
-    warmup_after: list[int] = Field(
-        default_factory=list, max_length=MAX_STAGES, description="Warm-up per stage after."
-    )
+    links: list[int] = _at_most(MAX_STAGES, "Slow links that caused it.")
+    warmup_before: list[int] = _at_most(MAX_STAGES, "Warm-up per stage before.")
+    warmup_after: list[int] = _at_most(MAX_STAGES, "Warm-up per stage after.")
     iteration_seconds_before: float | None = Field(
         default=None, description="Median iteration time of the old plan under the disturbance."
     )
@@ -176,39 +172,30 @@ class AdaptationSummary(StatusModel):
     )
     bubble_before: float | None = Field(default=None, description="Bubble fraction before.")
     bubble_after: float | None = Field(default=None, description="Bubble fraction after.")
-    peak_memory_before: list[int] = Field(
-        default_factory=list,
-        max_length=MAX_STAGES,
-        description="Peak bytes per stage before; 0 where not reported.",
+    peak_memory_before: list[int] = _at_most(
+        MAX_STAGES, "Peak bytes per stage before; 0 where not reported."
     )
-    peak_memory_after: list[int] = Field(
-        default_factory=list,
-        max_length=MAX_STAGES,
-        description="Peak bytes per stage after; 0 where not reported.",
+    peak_memory_after: list[int] = _at_most(
+        MAX_STAGES, "Peak bytes per stage after; 0 where not reported."
     )
-    offloaded_microbatches: list[int] = Field(
-        default_factory=list,
-        max_length=MAX_STAGES,
-        description="Microbatches per iteration whose activations the new plan moves to host "
+    offloaded_microbatches: list[int] = _at_most(
+        MAX_STAGES,
+        "Microbatches per iteration whose activations the new plan moves to host "
         "memory, per stage.",
     )
-    fused_stages: list[int] = Field(
-        default_factory=list,
-        max_length=MAX_STAGES,
-        description="Stages whose backwards the new plan fuses.",
-    )
+    fused_stages: list[int] = _at_most(MAX_STAGES, "Stages whose backwards the new plan fuses.")
 
 
 class TrainingStatus(StatusModel):
     """Summary of the ranks' reports. Written by the ingest every few seconds."""
 
-    attempt: int = Field(default=0, ge=0, description="Attempt of the reports.")
+    attempt: int = _number("Attempt of the reports.")
     state: str = Field(
         default="starting", max_length=32, description="starting, training, finished or failed."
     )
     message: Text | None = Field(default=None, description="Message of the ranks, if any.")
     last_report_time: Timestamp | None = Field(default=None, description="Newest report.")
-    iteration: int = Field(default=0, ge=0, description="Iteration in progress at stage 0.")
+    iteration: int = _number("Iteration in progress at stage 0.")
     iteration_seconds: float | None = Field(
         default=None, ge=0, description="Median time of the newest iterations."
     )
@@ -216,59 +203,31 @@ class TrainingStatus(StatusModel):
         default=None, ge=0, le=1, description="Idle time over stages × iteration time."
     )
     loss: float | None = Field(default=None, description="Loss of the newest iteration.")
-    warmup: list[int] = Field(
-        default_factory=list,
-        max_length=MAX_STAGES,
-        description="Warm-up per stage, by the newest plan.",
-    )
-    routes: list[str] = Field(
-        default_factory=list,
-        max_length=MAX_STAGES,
-        description="Route per link, by the newest plan.",
-    )
-    offloaded_microbatches: list[int] = Field(
-        default_factory=list,
-        max_length=MAX_STAGES,
-        description="Microbatches per iteration whose activations go to host memory, per stage, "
+    warmup: list[int] = _at_most(MAX_STAGES, "Warm-up per stage, by the newest plan.")
+    routes: list[str] = _at_most(MAX_STAGES, "Route per link, by the newest plan.")
+    offloaded_microbatches: list[int] = _at_most(
+        MAX_STAGES,
+        "Microbatches per iteration whose activations go to host memory, per stage, "
         "by the newest plan.",
     )
-    wanted_plan_version: int = Field(
-        default=0, ge=0, description="Version of the newest plan of this attempt."
-    )
-    observed_plan_version: int = Field(
-        default=0, ge=0, description="Newest version that the ranks have received."
-    )
-    applied_plan_version: int = Field(default=0, ge=0, description="Version of the plan in effect.")
-    slow_link_count: int = Field(default=0, ge=0, description="Number of slow links.")
-    slow_links: list[SlowLink] = Field(
-        default_factory=list,
-        max_length=MAX_SLOW_LINKS,
-        description="The slowest links, slowest first.",
-    )
-    unknown_link_count: int = Field(default=0, ge=0, description="Links without recent samples.")
-    transports: list[str] = Field(
-        default_factory=list,
-        max_length=MAX_STAGES,
-        description="Transport of each link, as reported: gloo, nccl, tcp, shm or rdma; joined "
+    wanted_plan_version: int = _number("Version of the newest plan of this attempt.")
+    observed_plan_version: int = _number("Newest version that the ranks have received.")
+    applied_plan_version: int = _number("Version of the plan in effect.")
+    slow_link_count: int = _number("Number of slow links.")
+    slow_links: list[SlowLink] = _at_most(MAX_SLOW_LINKS, "The slowest links, slowest first.")
+    unknown_link_count: int = _number("Links without recent samples.")
+    transports: list[str] = _at_most(
+        MAX_STAGES,
+        "Transport of each link, as reported: gloo, nccl, tcp, shm or rdma; joined "
         "by + if replicas or directions differ, empty if unknown.",
     )
-    fallen_link_count: int = Field(
-        default=0, ge=0, description="Links that fell back from the agreed transport."
-    )
-    fallen_links: list[FallenLink] = Field(
-        default_factory=list, max_length=MAX_FALLEN_LINKS, description="Ends of some such links."
-    )
-    link_fallbacks: int = Field(
-        default=0, ge=0, description="Times an end of a link lost its last rail."
-    )
-    link_failbacks: int = Field(default=0, ge=0, description="Times a link recovered a rail.")
+    fallen_link_count: int = _number("Links that fell back from the agreed transport.")
+    fallen_links: list[FallenLink] = _at_most(MAX_FALLEN_LINKS, "Ends of some such links.")
+    link_fallbacks: int = _number("Times an end of a link lost its last rail.")
+    link_failbacks: int = _number("Times a link recovered a rail.")
     rails: RailsStatus | None = Field(default=None, description="Health of the ranks' RDMA ports.")
-    peak_memory: list[int] = Field(
-        default_factory=list,
-        max_length=MAX_STAGES,
-        description="Peak bytes per stage; 0 where not reported.",
-    )
-    adaptations: int = Field(default=0, ge=0, description="Plan changes so far.")
+    peak_memory: list[int] = _at_most(MAX_STAGES, "Peak bytes per stage; 0 where not reported.")
+    adaptations: int = _number("Plan changes so far.")
     last_adaptation: AdaptationSummary | None = Field(
         default=None, description="The newest plan change, with figures before and after."
     )
@@ -311,10 +270,8 @@ class JobStatus(StatusModel):
         description="When that Job was last started or resumed; a change means that its queue"
         " suspended it in between.",
     )
-    ran_seconds: int = Field(
-        default=0,
-        ge=0,
-        description="Seconds the job ran before startTime, counted by spec.activeDeadlineSeconds.",
+    ran_seconds: int = _number(
+        "Seconds the job ran before startTime, counted by spec.activeDeadlineSeconds."
     )
     attempt_start_time: Timestamp | None = Field(
         default=None, description="When the attempt in progress started."
@@ -322,23 +279,11 @@ class JobStatus(StatusModel):
     completion_time: Timestamp | None = Field(
         default=None, description="When the job reached Complete or Failed."
     )
-    restarts: int = Field(
-        default=0, ge=0, description="Restarts counted against failurePolicy.maxRestarts."
-    )
-    disruptions: int = Field(
-        default=0, ge=0, description="Restarts not counted: evictions, preemptions, lost nodes."
-    )
+    restarts: int = _number("Restarts counted against failurePolicy.maxRestarts.")
+    disruptions: int = _number("Restarts not counted: evictions, preemptions, lost nodes.")
     pods: PodCounts | None = Field(default=None, description="Ranks of the current attempt.")
-    attempts: list[AttemptRecord] = Field(
-        default_factory=list,
-        max_length=MAX_ATTEMPTS_KEPT,
-        description="Ended attempts, newest last.",
-    )
-    nodes: list[NodeRecord] = Field(
-        default_factory=list,
-        max_length=MAX_NODES_KEPT,
-        description="Nodes that were at an end of a slow link.",
-    )
+    attempts: list[AttemptRecord] = _at_most(MAX_ATTEMPTS_KEPT, "Ended attempts, newest last.")
+    nodes: list[NodeRecord] = _at_most(MAX_NODES_KEPT, "Nodes that were at an end of a slow link.")
     conditions: list[Condition] = Field(
         default_factory=list,
         max_length=16,
