@@ -1,8 +1,8 @@
-"""How many microbatches a stage may hold, on its device and in host memory: hard limits.
+"""Hard limits of the microbatches that a stage may hold, on its device and in host memory.
 
-``schedule.inFlightLimit`` counts microbatches and is known from the start;
-``schedule.activationMemory`` and ``adaptation.hostMemory`` are bytes, which become counts once it
-is known what one microbatch holds.
+``schedule.inFlightLimit`` counts microbatches and is known from the start.
+``schedule.activationMemory`` and ``adaptation.hostMemory`` are in bytes; they become counts once
+the activation size of a microbatch is known.
 """
 
 from __future__ import annotations
@@ -16,23 +16,26 @@ from pipemorph.planning.offload import host_limit, host_peak
 
 
 class Room(NamedTuple):
-    """What a stage has room for. ``device``: microbatches, None for any number; ``by_memory``:
-    whether that is for ``activationMemory``; ``host``: microbatches in host memory, 0 where the
-    stage must not offload, or it is not known what that takes."""
+    """Memory limits of a stage, in microbatches.
+
+    ``device``: on the device, None for no limit; ``by_memory``: whether ``device`` follows from
+    ``activationMemory``; ``host``: in host memory, 0 if the stage must not offload or the sizes are
+    unknown.
+    """
 
     device: int | None = None
     by_memory: bool = False
     host: int = 0
 
     def limits(self, microbatches: int) -> tuple[int | None, int | None]:
-        """The most a plan may be given: ``(K, D)``, D None where offload is of no use."""
+        """The largest limits for a plan: ``(K, D)``; D is None if offload has no use."""
         if self.device is None or not self.host or self.device >= microbatches:
             return self.device, None
         return min(microbatches, self.device - 1 + self.host), self.device
 
 
 class Excess(NamedTuple):
-    """A plan can hold more on a stage than a field of the spec has room for, in microbatches."""
+    """A stage of a plan can hold more microbatches than a field of the spec allows."""
 
     stage: int
     held: int
@@ -49,9 +52,10 @@ def stated_limits(spec: JobSpec) -> tuple[int | None, ...]:
 
 
 def room(spec: JobSpec, stage: int, activation_bytes: int | None, copy: float | None) -> Room:
-    """Room of one stage, given what one microbatch holds and what a copy of it takes, if known.
+    """Limits of one stage. ``activation_bytes``: of one microbatch, ``copy``: seconds to copy them,
+    if known.
 
-    ``device`` is 0 where not even one microbatch fits into ``activationMemory``.
+    ``device`` is 0 if not even one microbatch fits into ``activationMemory``.
     """
     device = stated_limits(spec)[stage]
     memory, by_memory = spec.schedule.activation_memory, False
@@ -72,7 +76,7 @@ def room(spec: JobSpec, stage: int, activation_bytes: int | None, copy: float | 
 
 
 def excess(plan: Plan, rooms: Sequence[Room]) -> Excess | None:
-    """Where a plan can hold more than there is room for; None if nowhere."""
+    """The first stage on which a plan can exceed its limits; None if there is none."""
     schedule = plan.schedule
     n = schedule.microbatches
     peaks = schedule.in_flight_peak()

@@ -26,13 +26,13 @@ log = logging.getLogger("pipemorph.planner")
 
 
 def frame(value: object) -> bytes:
-    """As it goes through the pipe."""
+    """A pickled value, preceded by its length."""
     data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     return len(data).to_bytes(HEADER_BYTES, "big") + data
 
 
 def answer(function: Callable[[Asked], Found], asked: Asked) -> Found | InputError:
-    """What the function returns; a fault of it is one more reason to have no plan."""
+    """The function's result. Any exception becomes an :class:`InputError`: there is no plan."""
     try:
         return function(asked)
     except InputError as error:

@@ -1,1 +1,1 @@
-"""Whether another plan is worth its cost, and which."""
+"""Decides whether another plan is worth its cost, and which one."""

@@ -1,6 +1,6 @@
-"""What a decision found, as values. :mod:`pipemorph.control.decide.reasons` writes the sentences.
+"""Findings of a decision, as data. :mod:`pipemorph.control.decide.reasons` turns them into text.
 
-Times in seconds; stages in rising order.
+Times are in seconds; stages are in ascending order.
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ from pipemorph.control.memory_limits import Excess
 
 @dataclass(frozen=True)
 class NoPlan:
-    """The planner has no answer."""
+    """The planner found no plan, for the reason ``why``."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class MustNotRun:
-    """The plan that was chosen fails the last check."""
+    """The chosen plan fails the final check."""
 
     why: str | Excess
 
 
 @dataclass(frozen=True)
 class MustNotStay:
-    """The current plan holds more than there is room for: the best other one comes, at any cost."""
+    """The current plan exceeds a memory limit: the best other plan replaces it, at any cost."""
 
     excess: Excess
 
 
 @dataclass(frozen=True)
 class AtBaseline:
-    """The current plan is the one for links that are well."""
+    """The current plan is already the one for healthy links."""
 
 
 @dataclass(frozen=True)
 class TooLittle:
-    """The best other plan saves a fraction ``gain`` of an iteration of ``seconds``, and ``least``
-    is what it takes."""
+    """The best other plan saves too little: a fraction ``gain`` of an iteration of ``seconds``,
+    which is less than the required ``least``."""
 
     seconds: float
     gain: float
@@ -48,8 +48,8 @@ class TooLittle:
 
 @dataclass(frozen=True)
 class Saves:
-    """What the best other plan saves over the iterations left, and what the change ``cost`` before,
-    or, where there was none (not ``cost_seen``), is taken to cost."""
+    """Seconds that the best other plan saves over the remaining ``iterations``, and the ``cost`` of
+    the change: measured at earlier changes if ``cost_seen``, else assumed."""
 
     seconds: float
     iterations: int
@@ -67,8 +67,8 @@ class Saves:
 
 @dataclass(frozen=True)
 class OffloadWeighed:
-    """Offload on some stages: what it costs per microbatch, there and back, and what an iteration
-    saves by it. None: there is no plan without."""
+    """Offload on some stages. ``copies``: time per microbatch, both ways; ``saves``: time saved per
+    iteration, None if there is no plan without offload."""
 
     stages: tuple[int, ...]
     copies: float
@@ -77,7 +77,7 @@ class OffloadWeighed:
 
 @dataclass(frozen=True)
 class FusedWeighed:
-    """Fused backwards on some stages, and what an iteration saves by them."""
+    """Fused backwards on some stages. ``saves``: time saved per iteration."""
 
     stages: tuple[int, ...]
     saves: float
@@ -85,7 +85,7 @@ class FusedWeighed:
 
 @dataclass(frozen=True)
 class MemoryBinds:
-    """``activationMemory`` is what limits the plans on some stages, to ``least`` to ``most``
+    """``activationMemory`` limits the plans on some stages, to between ``least`` and ``most``
     microbatches."""
 
     stages: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What happened to rails and transports, in words, for a display and report.json. Bounded."""
+"""Events of rails and transports as text, for the display and report.json. Bounded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ KEPT_EVENTS = 256
 
 @dataclass(frozen=True)
 class Event:
-    """``at``: the controller's wall clock, seconds. ``number`` only grows."""
+    """One event. ``number`` only grows; ``at``: the controller's wall clock, seconds."""
 
     number: int
     at: float

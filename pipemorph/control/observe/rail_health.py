@@ -1,23 +1,22 @@
-"""Are the RDMA ports of a job's ranks well? Pure: what their drivers count, no clock.
+"""Health of the RDMA ports of a job's ranks, from their drivers' counters. Pure, without a clock.
 
-Soft state: the newest of each port, rebuilt from reports, which repeat every port now and then.
-Adaptation does not go by it (what counts there is measured in band); it is for people, who see a
-port that was down for a moment here before any link is slow.
+Soft state: the newest sample of each port, rebuilt from reports, which repeat every port once a
+minute. It informs people, who see here a port that was down for a moment. Adaptation relies on
+measured wire times only.
 
-What is judged, and from which documentation. Counters of ``counters/``: the kernel's
-Documentation/ABI/stable/sysfs-class-infiniband, after PortCounters of the InfiniBand
-Architecture Specification, chapter 16. Of ``hw_counters/``: the mlx5 vendor's description of its
-port counters, and the kernel's drivers/infiniband/sw/rxe/rxe_hw_counters.c. The thresholds are
-ours: a cable within its specified bit error rate shows a symbol error every few minutes, and a
-lossy RoCE fabric a retransmission now and then; ten in a minute are more than that.
+Sources. Counters of ``counters/``: the kernel's Documentation/ABI/stable/sysfs-class-infiniband,
+after PortCounters of the InfiniBand Architecture Specification, chapter 16. Counters of
+``hw_counters/``: the mlx5 vendor's description of its port counters, and the kernel's
+drivers/infiniband/sw/rxe/rxe_hw_counters.c. The thresholds are PipeMorph's: a cable within its
+specified bit error rate has a symbol error every few minutes, and a lossy RoCE fabric an occasional
+retransmission; ten per minute are more than that.
 
-- *Breaks*, where one is one too many: the port lost its link and got it back, retrained, or a
-  queue pair gave up.
-- *Errors*: damaged, dropped, late or missing packets that the hardware sent again.
-- *Congestion*: marks and notifications of ECN (DCQCN). The network does what it was built for,
-  only with too much to carry: said, but no sickness of the port.
+- *Breaks*, of which one is too many: the port lost its link and recovered it, or retrained, or a
+  queue pair ran out of retries.
+- *Errors*: damaged, dropped, late or missing packets, which the hardware sent again.
+- *Congestion*: marks and notifications of ECN (DCQCN). They mean load, not a fault of the port.
 
-``port_xmit_wait`` counts ticks, not events, and grows under any load: it is a metric only.
+``port_xmit_wait`` counts ticks, not events, and grows under any load; it is only a metric.
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ CONGESTION = frozenset({"np_cnp_sent", "rp_cnp_handled", "np_ecn_marked_roce_pac
 JUDGED = BREAKS | ERRORS | CONGESTION
 
 BREAK_SECONDS = 300.0
-"""A break is told of for so long: a cable that lets go every few minutes is one story."""
+"""How long a break is shown: a cable that fails every few minutes stays visible."""
 ERROR_SECONDS = 60.0
 LEAST_ERRORS = 10
 LEAST_CONGESTION = 1000
-"""Growth of one counter within :data:`ERROR_SECONDS` that is worth a word."""
+"""Least growth of one counter within :data:`ERROR_SECONDS` that is reported."""
 SILENT_SECONDS = 200.0
-"""Ranks repeat what they know every minute; a port not heard of for three is not known."""
+"""Ranks report every port once a minute; a port without reports for longer is unknown."""
 MOST_PORTS = 65_536
 MOST_PORTS_PER_RANK = 256
 SHOWN = 32
-"""Ports that a view names."""
+"""Most ports that a view lists."""
 ACTIVE = "ACTIVE"
 UNAVAILABLE = "unavailable"
 
@@ -61,7 +60,7 @@ PortKey = tuple[int, int, str, int]
 
 
 class RailHealth(StrEnum):
-    """State of all rails together. UNKNOWN: not heard of, not all yet, or not visible."""
+    """State of all rails together. UNKNOWN: some ports were not reported or cannot be read."""
 
     HEALTHY = "healthy"
     CONGESTED = "congested"
@@ -72,7 +71,7 @@ class RailHealth(StrEnum):
 
 @dataclass(frozen=True)
 class RailTrouble:
-    """What is wrong with one port. ``state`` as its driver says it."""
+    """What is wrong with one port. ``state``: as its driver reports it."""
 
     stage: int
     replica: int
@@ -100,8 +99,8 @@ class RailTrouble:
 
 @dataclass(frozen=True)
 class RailsView:
-    """The rails of a job. ``expected``: ports that the ranks say they see, None until every
-    rank has looked. ``sick`` and ``congested`` name at most :data:`SHOWN` ports."""
+    """The rails of a job. ``expected``: number of ports that the ranks see, None until every rank
+    has looked. ``sick`` and ``congested`` list at most :data:`SHOWN` ports."""
 
     health: RailHealth = RailHealth.UNKNOWN
     ports: int = 0
@@ -111,9 +110,9 @@ class RailsView:
     congested_count: int = 0
     congested: tuple[RailTrouble, ...] = ()
     unreadable: int = 0
-    """Ports without a state, or without a single counter that can be read."""
+    """Ports without a state, or without any counter that can be read."""
     silent: int = 0
-    """Ports that have not been heard of lately."""
+    """Ports without a report in the last :data:`SILENT_SECONDS`."""
 
 
 @dataclass
@@ -128,15 +127,15 @@ class _Port:
 
 
 class RailBook:
-    """All ports of a job. Bounded; a view costs what is wrong and not what there is.
+    """All ports of a job. Bounded. The cost of a view depends on the number of ports with problems.
 
-    ``named``: devices of the spec, such as ``mlx5_0`` or ``mlx5_0:2``.
+    ``named``: devices in the spec, such as ``mlx5_0`` or ``mlx5_0:2``.
     """
 
     def __init__(self, *, named: Iterable[str] = (), events: Events | None = None) -> None:
         self._named = frozenset(named)
         self._events = events or Events()
-        self._ports: OrderedDict[PortKey, _Port] = OrderedDict()  # longest silent first
+        self._ports: OrderedDict[PortKey, _Port] = OrderedDict()  # oldest report first
         self._of_rank: Counter[tuple[int, int]] = Counter()
         self._active: Counter[tuple[int, int]] = Counter()
         self._suspects: dict[PortKey, _Port] = {}
@@ -145,7 +144,7 @@ class RailBook:
     def observe(
         self, samples: Iterable[RailSample], expected: int | None, now: float, iteration: int
     ) -> None:
-        """Take in what a report says of its ports. ``now``: wall clock, seconds."""
+        """Process the ports of a report. ``now``: wall clock, seconds."""
         self._expected = expected
         for sample in samples:
             key = (sample.stage, sample.replica, sample.device, sample.port)
@@ -160,7 +159,7 @@ class RailBook:
     def _add(self, key: PortKey, now: float) -> _Port | None:
         rank = key[:2]
         if len(self._ports) >= MOST_PORTS or self._of_rank[rank] >= MOST_PORTS_PER_RANK:
-            return None  # It is missed in the view, since it is expected.
+            return None  # The view counts it as missing, since it is expected.
         self._of_rank[rank] += 1
         port = self._ports[key] = _Port("", {}, unreadable=False, used=None, seen_at=now)
         return port
@@ -171,7 +170,7 @@ class RailBook:
         read = {name: n for name, n in sample.counters.items() if isinstance(n, int)}
         for name, value in read.items():
             before = port.counters.get(name)
-            # Less than before: the driver was loaded again, or somebody cleared it.
+            # A smaller value means that the driver was reloaded or the counter cleared.
             if name in JUDGED and before is not None and value > before:
                 grown = port.grown.setdefault(name, deque(maxlen=64))
                 grown.append((now, value - before))
@@ -191,8 +190,8 @@ class RailBook:
             self._suspects.pop(key, None)
 
     def _counts(self, key: PortKey, port: _Port) -> bool:
-        """Whether a port that is not active is missed: not one that nobody has used, beside
-        another that works. Most cards have two ports and one cable."""
+        """Whether an inactive port is a fault. An unused port beside one that works is not: most
+        cards have two ports and one cable."""
         device, number = key[2], key[3]
         return bool(
             port.used
@@ -203,7 +202,7 @@ class RailBook:
         )
 
     def view(self, now: float) -> RailsView:
-        """The rails as they are now."""
+        """The current state of the rails."""
         sick: list[RailTrouble] = []
         congested: list[RailTrouble] = []
         unreadable = 0
@@ -247,7 +246,7 @@ class RailBook:
 
 
 def _troubles(port: _Port, now: float) -> tuple[list[str], list[str]]:
-    """What a port's counters say: what is broken, what is crowded. Forgets what is long ago."""
+    """Texts for breaks and errors, and for congestion, of one port. Drops expired growth."""
     broken: list[str] = []
     crowded: list[str] = []
     for name in sorted(port.grown):
@@ -268,8 +267,8 @@ def _troubles(port: _Port, now: float) -> tuple[list[str], list[str]]:
 
 
 def _growth(name: str, total: int, span: float) -> str:
-    """To the power of ten: a text that is another one every few seconds would be a write of
-    status every few seconds."""
+    """Text for the growth of a counter, rounded down to a power of ten: each change of the text is
+    a write of status."""
     least = 10 ** (len(str(total)) - 1)
     return f"{name} grew by {'at least ' if least > 1 else ''}{least} within {span:g} s"
 

@@ -1,4 +1,4 @@
-"""Reports taken in: whether one is of this job and news, and what those of an attempt say."""
+"""Checks reports and collects what the reports of one attempt say."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pipemorph.wire import LinkHealthReport
 
 
 class ReportRefused(PipeMorphError):
-    """Base of the reasons below; the message is one line."""
+    """Base class of the refusals below. The message is one line."""
 
 
 class WrongAttempt(ReportRefused):
-    """The report is of another attempt of the job than the one in progress."""
+    """The report belongs to another attempt than the current one."""
 
 
 class ReplayedReport(ReportRefused):
@@ -32,7 +32,7 @@ class ReplayedReport(ReportRefused):
 
 
 class ReportMismatch(ReportRefused):
-    """The report names something the job does not have. ``field`` says where."""
+    """The report names a link, stage or replica that the job does not have, in ``field``."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -40,8 +40,8 @@ class ReportMismatch(ReportRefused):
 
 
 def check(report: LinkHealthReport, cut: Parallelism, *, attempt: int, after: int) -> None:
-    """Raise a :class:`~pipemorph.control.observe.reports.ReportRefused` unless the report is of
-    ``attempt``, its sequence number above ``after``, and all it names in a job cut like this."""
+    """Raise :class:`~pipemorph.control.observe.reports.ReportRefused` unless the report belongs to
+    ``attempt``, has a sequence number above ``after``, and fits the parallelism ``cut``."""
     if report.attempt != attempt:
         raise WrongAttempt(f"attempt {report.attempt} is not {attempt}, the one in progress")
     if report.sequence <= after:
@@ -66,10 +66,10 @@ def _within(field: str, value: int, count: int, what: str) -> None:
 
 
 class Reported:
-    """One attempt as its reports have it: the newest of what is said once, and a book of each
-    thing that is measured.
+    """State of one attempt, from its reports: the newest progress, and the history of each
+    measurement.
 
-    ``footprints`` are those of an earlier attempt, which still hold.
+    ``footprints``: from an earlier attempt; they remain valid.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Reported:
         self._heard = False
 
     def take(self, report: LinkHealthReport, now: float) -> None:
-        """Take in a report that passed :func:`check`. ``now``: wall clock, seconds."""
+        """Process a report that passed :func:`check`. ``now``: wall clock, seconds."""
         self.sequence = report.sequence
         self.state, self.message = report.state, report.message
         self.iteration = report.iteration
@@ -111,8 +111,8 @@ class Reported:
         self.transports.observe(report.links, report.transports, now, report.iteration)
 
     def fell_silent(self, now: float) -> bool:
-        """Whether the last link of a job in training has fallen silent: true once, until there
-        are samples again."""
+        """Whether all links of a training job have become silent. True once, until there are new
+        samples."""
         if self.state != "training" or not self._heard:
             return False
         if self.links.is_silent(now):

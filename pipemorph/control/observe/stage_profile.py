@@ -1,4 +1,4 @@
-"""Op times and memory of the stages: what was measured lately, else what the spec says."""
+"""Op times and memory of the stages: recent measurements, or else the values of the spec."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pipemorph.planning.problem import StageTimes
 from pipemorph.wire import StageProfile
 
 WINDOWS = 9
-"""Profiles a median is taken over: a few iterations, so that one pause does not show."""
+"""Profiles in a median: a few iterations, so that one pause has no effect."""
 
 FUSING_PAYS = 0.02
-"""How much shorter than its parts, as a fraction of them, a fused backward must be measured to be
-planned with. Less is no better than what op times are measured with."""
+"""Least saving of a fused backward, as a fraction of its parts, for the planner to use it. Less is
+within the error of measured op times."""
 
 
 def expected_times(spec: JobSpec) -> tuple[StageTimes, ...] | None:
-    """Op times the spec states, seconds; None if it states none.
+    """Op times of the spec in seconds; None if it has none.
 
     ``schedule.stageTimes``, else those of the emulation, which are exact.
     """
@@ -50,17 +50,17 @@ def _stated(spec: JobSpec) -> list[StageTime] | None:
 
 
 def in_flight_limits(spec: JobSpec) -> tuple[int | None, ...]:
-    """``K_i`` per stage as the spec alone has it; None for no cap. Nothing is offloaded before
-    there is a measurement, and what a microbatch holds is only known of emulated ones."""
+    """``K_i`` per stage from the spec alone; None for no cap. Nothing is offloaded before there is
+    a measurement, and only emulated stages have a known activation size."""
     emulated = spec.emulation
     size = emulated.activation_bytes if emulated is not None else None
     return tuple(room(spec, stage, size, None).device for stage in range(spec.parallelism.stages))
 
 
 class _Windows:
-    """Newest profiles of one stage of one replica: op times only, as a host has many jobs.
+    """Newest profiles of one stage of one replica. Only op times, since a host has many jobs.
 
-    ``fused``: of whole backwards, which are as noisy as their parts are.
+    ``fused``: times of fused backwards, which are as noisy as their parts.
     """
 
     __slots__ = ("fused", "ops", "peak_memory")
@@ -71,7 +71,7 @@ class _Windows:
         self.peak_memory = 0
 
     def add(self, profile: StageProfile, expected: StageTimes | None) -> None:
-        """A profile whose backwards were fused says nothing of B and W: those stay."""
+        """Add a profile. If its backwards were fused, the last times of B and W are kept."""
         backward, weight = profile.backward_input, profile.backward_weight
         if profile.fused_backward is not None:
             self.fused.append(profile.fused_backward)
@@ -87,9 +87,9 @@ class _Windows:
 
 
 class Footprint:
-    """What one microbatch of a stage holds, and what a copy of that takes in seconds. Bytes are the
-    most that was measured, of any replica, so that limits made of them only get tighter; the
-    time is the newest."""
+    """Activation bytes of one microbatch of a stage, and seconds to copy them. The bytes are the
+    maximum measured on any replica, so limits based on them only get tighter; the time is the
+    newest."""
 
     __slots__ = ("activation_bytes", "offload_copy")
 
@@ -98,7 +98,7 @@ class Footprint:
         self.offload_copy: float | None = None
 
     def add(self, profile: StageProfile) -> bool:
-        """Take in what was measured; whether it changes anything."""
+        """Process a measurement; return whether it changed anything."""
         changed = False
         if profile.activation_bytes and profile.activation_bytes > (self.activation_bytes or 0):
             self.activation_bytes, changed = profile.activation_bytes, True
@@ -109,7 +109,7 @@ class Footprint:
 
 
 class _Memory(NamedTuple):
-    """Fields of a stage's times that are of memory: limits, and what they are made of."""
+    """The memory fields of a stage's times: limits, and the values they follow from."""
 
     in_flight_limit: int | None
     device_limit: int | None
@@ -118,9 +118,9 @@ class _Memory(NamedTuple):
 
 
 class StageBook:
-    """Medians of measured op times, per stage: the slowest replica's, since all wait for it.
+    """Medians of measured op times per stage, of the slowest replica, since all wait for it.
 
-    ``footprints`` are those of an earlier attempt, which still hold.
+    ``footprints``: from an earlier attempt; they remain valid.
     """
 
     def __init__(self, spec: JobSpec, footprints: Sequence[Footprint] = ()) -> None:
@@ -159,7 +159,7 @@ class StageBook:
 
     @property
     def rooms(self) -> tuple[Room, ...]:
-        """What each stage has room for, as far as is known; another object once that changes."""
+        """Memory limits of each stage, as far as known. A new object after each change."""
         return self._rooms
 
     @property
@@ -168,8 +168,8 @@ class StageBook:
         return all(self._stages)
 
     def times(self) -> tuple[StageTimes, ...] | None:
-        """Seconds per op and stage, under the limits of their rooms; None while neither measured
-        nor stated."""
+        """Seconds per op and stage, with the limits of :attr:`rooms`; None if neither measured nor
+        in the spec."""
         if self._times is None:
             if self.measured:
                 self._times = tuple(self._stage(stage) for stage in range(len(self._stages)))
@@ -191,7 +191,7 @@ class StageBook:
         if whole is not None and whole > (1 - FUSING_PAYS) * (backward_input + backward_weight):
             whole = None
         known = self._memory(stage)
-        # Not checked again: every profile was, and this is done once per iteration and stage.
+        # Without validation: profiles are validated, and this runs once per iteration and stage.
         return StageTimes.model_construct(
             forward=forward,
             backward_input=backward_input,
@@ -209,7 +209,7 @@ class StageBook:
         return _Memory(in_flight, device, known.activation_bytes, known.offload_copy)
 
     def longest_op(self, stage: int) -> float:
-        """Longest op of a stage with a copy, seconds; infinite while nothing is known."""
+        """Longest op of a stage, including a copy, in seconds; infinite if unknown."""
         copy = self.footprints[stage].offload_copy if self._rooms[stage].host else None
         replicas = self._stages[stage].values()
         if replicas:
@@ -222,7 +222,7 @@ class StageBook:
         return float("inf")
 
     def peak_memory(self) -> list[int | None]:
-        """Newest peak per stage, bytes, the highest replica's; None where not reported."""
+        """Newest peak memory per stage in bytes, of the highest replica; None if not reported."""
         return [
             max((w.peak_memory for w in replicas.values()), default=None)
             for replicas in self._stages

@@ -1,7 +1,7 @@
-"""What carries each link now, and which links run over less than they were made for.
+"""Tracks the transport that carries each link, and the links that fell back to a slower one.
 
-The engine moves a link from its rails to TCP when the last of them is lost, and back when one
-returns. That is by design, and must never be silent: it looks just like a slow link.
+The engine moves a link from its rails to TCP when the last rail is lost, and back when one returns.
+This must be visible to the user, since otherwise it looks like a slow link.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ EndKey = tuple[int, int, str]
 
 @dataclass(frozen=True)
 class FallenLink:
-    """One end of an engine link that runs over less than was agreed on. ``direction`` is the
-    one that this end sends; ``trouble`` why, in the engine's words."""
+    """One end of an engine link that does not use the agreed transport. ``direction``: the one that
+    this end sends; ``trouble``: the engine's reason."""
 
     link: int
     replica: int
@@ -53,8 +53,11 @@ class FallenLink:
 
 @dataclass(frozen=True)
 class TransportsView:
-    """``links``: what carries each, such as ``rdma``, ``rdma+tcp`` where replicas or directions
-    differ, empty where not known. Counts are of all ends since they were made."""
+    """Transports of a job's links.
+
+    ``links``: the transport of each link, such as ``rdma``; ``rdma+tcp`` if replicas or directions
+    differ; empty if unknown. Counts are over all ends since they were made.
+    """
 
     links: tuple[str, ...] = ()
     fallen_count: int = 0
@@ -64,7 +67,7 @@ class TransportsView:
 
 
 class TransportBook:
-    """All links of a job: one entry per link, replica and direction."""
+    """Transports of a job, per link, replica and direction."""
 
     def __init__(self, links: int, *, events: Events | None = None) -> None:
         self._links = links
@@ -81,7 +84,7 @@ class TransportBook:
         now: float,
         iteration: int,
     ) -> None:
-        """Take in a report. ``now``: wall clock, seconds."""
+        """Process a report. ``now``: wall clock, seconds."""
         for window in links:
             self._carries[window.link, window.replica, window.direction] = window.transport
         for end in ends:
@@ -96,8 +99,8 @@ class TransportBook:
                 self._fallen[key] = end
             elif was:
                 del self._fallen[key]
-            # Between two reports it may have fallen back and returned. What was before the
-            # first one that this controller got is history.
+            # It may have fallen back and returned between two reports. Fallbacks before the first
+            # report to this controller do not count.
             again = before is not None and end.fallbacks > before.fallbacks
             if (fell and not was) or again:
                 text = _fallen(end).text(replicas=True) + ("" if fell else ", and is back")
@@ -111,7 +114,7 @@ class TransportBook:
                 )
 
     def view(self) -> TransportsView:
-        """As last reported."""
+        """The transports as last reported."""
         seen: list[set[str]] = [set() for _ in range(self._links)]
         for (link, _, _), transport in self._carries.items():
             seen[link].add(transport)
@@ -120,14 +123,14 @@ class TransportBook:
             links=tuple("+".join(sorted(found)) for found in seen),
             fallen_count=len({(end.link, end.replica) for end in fallen}),
             fallen=tuple(fallen[:SHOWN]),
-            # What any number of ends can say together must still fit into 64 bits.
+            # Bounded, so that status can store the sum over many ends.
             fallbacks=min(self._fallbacks, MOST_COUNTED),
             failbacks=min(self._failbacks, MOST_COUNTED),
         )
 
 
 def _fallen(end: TransportSample) -> FallenLink:
-    # When it has returned already, what it fell back to was TCP all the same.
+    # A link that has returned already fell back to TCP: there is nothing else.
     return FallenLink(
         end.link,
         end.replica,
