@@ -1,10 +1,10 @@
-"""A last word on SIGTERM: what this rank was waiting for.
+"""On SIGTERM, prints what this rank was waiting for.
 
-The main thread may be deep in a C++ wait, where no Python handler runs. So the signal wakes
-a small thread over a socket (``signal.set_wakeup_fd``), which says it and ends the process.
+The main thread may be in a C++ wait, where no Python handler runs. So the signal wakes a thread
+over a socket (``signal.set_wakeup_fd``), which prints the message and ends the process.
 
-Only this process, and only while the handler is ours: a script may set its own, which then runs
-as in any other script, and a forked child starts with the default.
+This applies to this process only, and only while our handler is installed: a script may set its
+own, which then runs as in any other script, and a forked child starts with the default.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from typing import Any
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
 _CALLED = b"\0"
-"""What the handler writes; no signal has this number."""
+"""The byte that the handler writes; no signal has this number."""
 
 
 class LastWord:
-    """Installed from the main thread, and only where SIGTERM has no handler yet."""
+    """The handler of SIGTERM. Installed only from the main thread, and only if there is none
+    yet."""
 
     def __init__(self, describe: Callable[[], str], last: Callable[[], None]) -> None:
         self._describe, self._last = describe, last
@@ -51,8 +52,8 @@ class LastWord:
         threading.Thread(target=self._listen, name="pipemorph-last-word", daemon=True).start()
 
     def _terminate(self, *_: Any) -> None:
-        """The handler of SIGTERM; a script's handler may call it, as the one that it replaced."""
-        with contextlib.suppress(BlockingIOError):  # full: then the thread is awake
+        """The handler of SIGTERM. A script's handler may call it as the previous handler."""
+        with contextlib.suppress(BlockingIOError):  # Full: the thread is awake already.
             self._writer.send(_CALLED)
 
     def _listen(self) -> None:
@@ -66,14 +67,14 @@ class LastWord:
             print(f"terminated: {self._describe()}", file=sys.stderr, flush=True)
         try:
             self._last()
-        except OSError as error:  # a full disk, say: the process has to end all the same
+        except OSError as error:  # Such as a full disk: the process must end anyway.
             with contextlib.suppress(OSError, ValueError):
                 print(f"terminated: {error}", file=sys.stderr, flush=True)
         finally:
             os._exit(EXIT_TERMINATED)
 
     def remove(self) -> None:
-        """Give SIGTERM back, unless the script has taken it. Idempotent."""
+        """Uninstall the handler, unless the script has replaced it. Idempotent."""
         if not self._installed:
             return
         self._installed = False
@@ -87,10 +88,10 @@ class LastWord:
 
 
 class _Forks:
-    """Keeps a forked child from speaking for its parent: it inherits the handler and the socket,
-    over which SIGTERM to the child would end the parent.
+    """Removes the handler in forked children: they inherit it with its socket, so that SIGTERM to
+    the child would end the parent.
 
-    SIGTERM is held back in the thread that forks until the child has let go of them.
+    SIGTERM is blocked in the forking thread until the child has removed both.
     """
 
     def __init__(self) -> None:
@@ -114,5 +115,5 @@ class _Forks:
 
 @cache
 def _forks() -> _Forks:
-    """Made once: what is registered for forks stays."""
+    """The one instance, since a registration for forks is permanent."""
     return _Forks()

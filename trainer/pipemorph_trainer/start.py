@@ -1,8 +1,8 @@
-"""What the ranks tell each other once, before anything of the pipeline is set up.
+"""The first exchange between all ranks, before the pipeline is set up.
 
-Every rank brings a :class:`Start`, also one that cannot take part: then all end with its reason
-instead of waiting for it. The same round tells whether replicas begin with the same weights, and
-whether two stages begin with one matrix.
+Every rank sends a :class:`Start`, even one that cannot take part: then all end with its reason
+instead of waiting for it. The exchange also shows whether replicas begin with the same weights, and
+whether two stages begin with the same matrix.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from pipemorph_trainer.topology.groups import Groups, destroy_at_exit
 from pipemorph_trainer.topology.world import World, coordinate_of
 
 SETUP_SECONDS = 300.0
-"""How long ranks may take to find each other."""
+"""Longest time for the ranks to connect to each other."""
 MOST_NAMES = 3
-"""Parameters that a message names; it counts the others."""
+"""Most parameters that a message names; it counts the others."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """What one rank brings. ``refusal``: why it cannot take part; empty if it can, and only then
-    do the other fields count."""
+    """What one rank sends to the others. ``refusal``: why it cannot take part, else empty; the
+    other fields are only valid if it is empty."""
 
     refusal: str = ""
     stages: int = 0
     microbatches: int = 0
     plan: str = ""
-    """The :func:`digest` of what it begins with: plan 0, or an interleaved schedule."""
+    """The :func:`digest` of its first plan: plan 0, or an interleaved schedule."""
     held: tuple[Held, ...] = ()
     secret: bytes = b""
-    """Rank 0's is everybody's, where the host gave none."""
+    """All ranks use that of rank 0 if the host provides no secret."""
 
 
 def digest(plan: str) -> str:
-    """Of a plan in words, short enough for a message: 12 hex digits, equal for equal words."""
+    """Hash of a plan's text, short enough for a message: 12 hex digits."""
     return hashlib.sha256(plan.encode()).hexdigest()[:12]
 
 
 def exchange(mine: Start, group: dist.ProcessGroup) -> list[Start]:
-    """The starts of all ranks, in their order. Collective over ``group``, which has all ranks.
+    """Exchange the starts of all ranks; returns them in rank order. Collective over ``group``.
 
-    Raises :class:`InputError`, the same on every rank, if the ranks cannot train together.
+    Raises the same :class:`InputError` on every rank if the ranks cannot train together.
     """
     found: list[Start | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, mine, group=group)
@@ -68,7 +68,7 @@ def exchange(mine: Start, group: dist.ProcessGroup) -> list[Start]:
 
 
 def check_starts(starts: Sequence[Start]) -> None:
-    """Raise :class:`InputError` if a rank refuses, or if two of them differ in what all share."""
+    """Raise :class:`InputError` if a rank refuses, or if ranks differ in what all must share."""
     refusals = [(rank, start.refusal) for rank, start in enumerate(starts) if start.refusal]
     if refusals:
         rank, why = refusals[0]
@@ -104,12 +104,12 @@ def check_starts(starts: Sequence[Start]) -> None:
 
 
 def join(context: TrainerContext, device: torch.device, start: Start) -> tuple[World, list[Start]]:
-    """Join the job's process group (or use the one there is), exchange starts with the other
-    ranks, and cut the group in ``dp`` and ``pp``. Returns the starts of all ranks, in their order.
+    """Join the job's process group, or use the existing one; exchange starts with all ranks; and
+    split the group into ``dp`` and ``pp``. Returns the starts of all ranks, in rank order.
 
-    Raises :class:`InputError`, on all ranks alike, if any of them refuses or if their starts do
-    not fit together (:func:`~pipemorph_trainer.start.check_starts`); and if there is a process
-    group that carries no CPU tensors.
+    Raises the same :class:`InputError` on all ranks if one of them refuses or if their starts do
+    not fit together (:func:`~pipemorph_trainer.start.check_starts`). Raises it too if the existing
+    process group carries no CPU tensors.
     """
     groups = Groups()
     try:
@@ -121,7 +121,7 @@ def join(context: TrainerContext, device: torch.device, start: Start) -> tuple[W
                 "tensors as well: init_process_group('cpu:gloo,cuda:nccl'), or leave it to Pipeline"
             )
         control = groups.new(backend="gloo", group_desc="pipemorph control")
-        # Without a secret from the host, the ranks trust whom the process group let in.
+        # Without a secret from the host, the ranks trust all members of the process group.
         secret = b"" if context.secret else secrets.token_bytes(32)
         starts = exchange(replace(start, secret=secret), control)
     except InputError:
@@ -130,17 +130,17 @@ def join(context: TrainerContext, device: torch.device, start: Start) -> tuple[W
     except RuntimeError as error:
         if not start.refusal:
             raise
-        # The others did not come to hear it.
+        # The other ranks did not take part in the exchange.
         raise InputError(start.refusal) from error
     coordinate = coordinate_of(context, start.stages)
     mesh = init_device_mesh(
         device.type, (coordinate.replicas, coordinate.stages), mesh_dim_names=("dp", "pp")
     )
     for group in mesh.get_all_groups():
-        # For a dimension of all ranks a mesh has the default group, which is not ours.
+        # For a dimension with all ranks the mesh uses the default group, which is not ours to end.
         if group is not dist.GroupMember.WORLD:
             groups.adopt(group)
-    # Rank 0 may fail next and end, with the store that the others are still using.
+    # If rank 0 failed now, its store would vanish while the others still use it.
     dist.barrier(control)
     world = World(
         coordinate=coordinate,
@@ -179,10 +179,10 @@ def _init_process_group(context: TrainerContext, device: torch.device) -> None:
 
 
 def level(world: World, starts: Sequence[Start], module: nn.Module, wait: Wait) -> None:
-    """Give all replicas of this rank's stage the values of replica 0, where any differs, and
-    check that they have them. Collective over the replicas.
+    """Copy the values of replica 0 to all replicas of this rank's stage, for tensors that differ,
+    and check the result. Collective over the replicas.
 
-    Raises :class:`PipelineError` if a tensor is not what replica 0 sent.
+    Raises :class:`PipelineError` if a received tensor differs from that of replica 0.
     """
     coordinate = world.coordinate
     assert world.replicas is not None
@@ -200,7 +200,7 @@ def level(world: World, starts: Sequence[Start], module: nn.Module, wait: Wait) 
 
 
 def warnings(starts: Sequence[Start]) -> Iterator[str]:
-    """What to tell of starts that can train together; a line each."""
+    """Warnings about starts that can train together, one line each."""
     yield from _replicas_differ(starts)
     yield from _beyond_comparison(starts)
     yield from _one_matrix_twice(starts)
@@ -221,7 +221,7 @@ def _replicas_differ(starts: Sequence[Start]) -> Iterator[str]:
 
 
 def _beyond_comparison(starts: Sequence[Start]) -> Iterator[str]:
-    """Tensors that are more than their bytes, where there are replicas."""
+    """Warn of tensors that cannot be compared between replicas by their bytes."""
     stages = starts[0].stages
     names = [h.name for start in starts[:stages] for h in start.held if h.fingerprint is None]
     if names and len(starts) > stages:
@@ -232,7 +232,7 @@ def _beyond_comparison(starts: Sequence[Start]) -> Iterator[str]:
 
 
 def _one_matrix_twice(starts: Sequence[Start]) -> Iterator[str]:
-    """A matrix that two stages begin with, as of a tied embedding that was cut apart."""
+    """Warn of a matrix that two stages begin with, as a tied embedding that was split."""
     seen: dict[tuple[object, ...], tuple[int, str]] = {}
     pairs: list[tuple[int, str, int, str]] = []
     for stage, start in enumerate(starts[: starts[0].stages]):
@@ -255,7 +255,7 @@ def _one_matrix_twice(starts: Sequence[Start]) -> Iterator[str]:
 
 
 def _differing(starts: Sequence[Start], rank: int) -> list[tuple[str, str]]:
-    """Keys of a rank's tensors that are not those of replica 0."""
+    """Keys of a rank's tensors whose values differ from those of replica 0."""
     first = starts[rank % starts[0].stages].held
     return [
         _key(mine)
@@ -265,8 +265,8 @@ def _differing(starts: Sequence[Start], rank: int) -> list[tuple[str, str]]:
 
 
 def _other_form(mine: Sequence[Held], first: Sequence[Held], other: str) -> str:
-    """How the tensors of a replica differ in name, shape or type from those of ``other``; empty
-    if they do not."""
+    """The first difference in name, shape or type between the tensors of a replica and those of
+    ``other``; empty if there is none."""
     here, there = {_key(h): h for h in mine}, {_key(h): h for h in first}
     for key, held in here.items():
         what = f"{held.kind} {held.name!r}"

@@ -1,7 +1,7 @@
-"""The job's agent: a process beside rank 0 between the ranks and the ingest.
+"""The job's agent: a process beside rank 0, between the ranks and the ingest.
 
-Rank 0 starts it with :func:`start_agent`; every rank opens its line with :func:`connect`.
-Nothing in this package imports torch, so the process is up in a fraction of a second.
+Rank 0 starts it with :func:`start_agent`; every rank connects to it with :func:`connect`. This
+package does not import torch, so the process starts in a fraction of a second.
 """
 
 from pipemorph_trainer.agent.client import AgentClient, connect

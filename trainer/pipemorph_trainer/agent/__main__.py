@@ -1,6 +1,7 @@
-"""``python -m pipemorph_trainer.agent``: the agent process. Rank 0 starts it.
+"""``python -m pipemorph_trainer.agent``: the agent process, which rank 0 starts.
 
-Reads its :class:`AgentConfig` as one line on standard input and ends when that closes.
+It reads its :class:`AgentConfig` as one line from standard input, and ends when standard input
+closes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pipemorph_trainer.agent.uplink import Uplink
 
 LAST_REPORT_SECONDS = 2.0
 LAST_WORDS_SECONDS = 0.5
-"""For the other ranks to say that they have finished too."""
+"""Time for the other ranks to report that they have finished, too."""
 LAST_RESORT_SECONDS = 10
 PR_SET_PDEATHSIG = 1
 
@@ -34,11 +35,11 @@ log = logging.getLogger("pipemorph.agent")
 
 
 async def serve(config: AgentConfig) -> None:
-    """Serve the ranks and the ingest until rank 0 is gone, then send the last report."""
+    """Serve the ranks and report to the ingest until rank 0 ends, then send the last report."""
     merger = TelemetryMerger(config.job, config.namespace, config.attempt, config.world_size)
 
-    # A first agent reports at once that ranks start. One that follows it would say so as well,
-    # wrongly, until rank 0 has told it where training is.
+    # The first agent reports at once that the ranks are starting. From a later agent that would be
+    # wrong: it waits until rank 0 has sent the state of training.
     informed = asyncio.Event()
     if not config.again:
         informed.set()
@@ -85,7 +86,7 @@ async def serve(config: AgentConfig) -> None:
 
 
 async def _rank_zero_is_gone() -> None:
-    """Return when standard input closes, or on SIGTERM (also the kernel's, see below)."""
+    """Return when standard input closes, or on SIGTERM (see also :func:`_die_with`)."""
     loop = asyncio.get_running_loop()
     gone = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, gone.set)
@@ -104,14 +105,14 @@ def _read_config() -> AgentConfig:
     while not line.endswith(b"\n"):
         byte = os.read(sys.stdin.fileno(), 1)
         if not byte:
-            raise SystemExit("pipemorph agent: rank 0 went away before it said what to do")
+            raise SystemExit("pipemorph agent: rank 0 ended before it sent the configuration")
         line += byte
     return AgentConfig.model_validate_json(line)
 
 
 def _die_with(parent: int) -> None:
-    """Ask the kernel for SIGTERM when ``parent`` dies: a forked helper of rank 0 may hold
-    the other end of our standard input open after it."""
+    """Ask the kernel for SIGTERM when ``parent`` dies: a forked child of rank 0 may keep the other
+    end of our standard input open longer."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
@@ -124,7 +125,7 @@ def main() -> None:
     except InputError as error:
         raise SystemExit(f"pipemorph agent: {error}") from None
     logging.basicConfig(level=level, format="%(asctime)s agent: %(message)s", stream=sys.stderr)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's business; EOF follows.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Rank 0 handles Ctrl-C; EOF follows.
     config = _read_config()
     _die_with(config.parent)
     asyncio.run(serve(config))

@@ -1,10 +1,10 @@
-"""A rank's line to the agent: a socket that is only ever touched without blocking.
+"""A rank's connection to the agent: a socket that is only used without blocking.
 
-There is no thread: a rank's interpreter may be held for a whole op, so a thread would send
-late and compete for it. Instead the line moves on whenever the executor calls
-:meth:`AgentClient.publish` or :meth:`AgentClient.newest_plan`, a few microseconds each.
-A lost agent costs telemetry, never an iteration: the line is dialled again with backoff,
-and the messages dropped meanwhile are counted.
+There is no thread: an op may hold the rank's interpreter for its whole time, so a thread would send
+late and compete with ops. Instead, each call of :meth:`AgentClient.publish` or
+:meth:`AgentClient.newest_plan` sends and receives what is possible, in a few microseconds. If the
+agent is lost, telemetry is lost but no iteration: the client reconnects with backoff, and counts
+the messages that it drops meanwhile.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from pipemorph_trainer.context import TrainerContext
 log = logging.getLogger("pipemorph.agent")
 
 QUEUED_MESSAGES = 256
-"""At 20 messages a second, twelve seconds of a stalled agent."""
+"""Twelve seconds of a stalled agent, at 20 messages a second."""
 FIRST_RETRY_SECONDS = 0.1
 LAST_RETRY_SECONDS = 5.0
 START_SECONDS = 2.0
 HANDSHAKE_SECONDS = 60.0
-"""Longer than an agent needs to start on a busy machine: it has to import, as the ranks do."""
+"""Longer than an agent takes to start on a busy machine, where it imports beside the ranks."""
 PATIENCE = 3
-"""Failures in a row before a line that has never been up is worth a warning."""
+"""Failures in a row before the first connection after which there is a warning."""
 FLUSH_SECONDS = 1.0
 FIRST_FLUSH_SECONDS = 15.0
-"""For a line that has not been up yet: a short run may be over before the agent has started, and
-its reports would lack every iteration."""
+"""Limit before the first connection: a short run may end before the agent has started, and would
+otherwise report no iteration."""
 RECEIVE_BYTES = 1 << 16
 
 _IN_PROGRESS = {0, errno.EINPROGRESS, errno.EWOULDBLOCK, errno.EALREADY}
@@ -50,11 +50,11 @@ _IN_PROGRESS = {0, errno.EINPROGRESS, errno.EWOULDBLOCK, errno.EALREADY}
 def connect(
     context: TrainerContext, host: str, port: int, *, wait: float = START_SECONDS
 ) -> AgentClient:
-    """Open this rank's line to the agent at ``host``:``port``.
+    """Connect this rank to the agent at ``host``:``port``.
 
-    Waits at most ``wait`` seconds for the handshake, since nothing is training yet; after
-    that the line moves on at each call, and what is published meanwhile is sent when it is
-    up. Raises :class:`InputError` if ``host`` is unknown.
+    Waits at most ``wait`` seconds for the handshake, since training has not begun. After that the
+    handshake continues at each call, and messages are queued until it is done. Raises
+    :class:`InputError` if ``host`` cannot be resolved.
     """
     client = AgentClient(context.rank, context.secret, host, port)
     client.wait_until_ready(wait)
@@ -73,8 +73,8 @@ class _Phase(Enum):
 class AgentClient:
     """A :class:`~pipemorph_trainer.agent.messages.ControlClient` over one TCP socket.
 
-    ``dropped`` counts messages lost because the agent did not keep up, ``reconnects`` how
-    often the line was lost after it had been up.
+    ``dropped``: messages lost because the agent did not keep up. ``reconnects``: how often an
+    established connection was lost.
     """
 
     def __init__(
@@ -116,9 +116,9 @@ class AgentClient:
         return self._phase is _Phase.READY
 
     def publish(self, telemetry: RankTelemetry) -> None:
-        """Queue one message and send what the socket takes. Never blocks.
+        """Queue one message and send what the socket accepts. Never blocks.
 
-        A full queue drops its oldest message, those that finish an iteration last.
+        A full queue drops its oldest message; messages that finish an iteration are dropped last.
         """
         if self._phase is _Phase.CLOSED:
             return
@@ -129,16 +129,16 @@ class AgentClient:
         self._pump()
 
     def newest_plan(self) -> Plan | None:
-        """The newest plan received and not yet returned by this call, else None."""
+        """The newest plan that this call has not returned yet, or None."""
         self._pump()
         plan, self._plan = self._plan, None
         return plan
 
     def close(self) -> None:
-        """Flush the queue and close. Idempotent.
+        """Send the queue and close. Idempotent.
 
-        Takes at most :data:`FLUSH_SECONDS`, or :data:`FIRST_FLUSH_SECONDS` while the agent has not
-        answered for the first time.
+        Takes at most :data:`FLUSH_SECONDS`, or :data:`FIRST_FLUSH_SECONDS` if the agent has never
+        answered.
         """
         deadline = self._clock() + (FLUSH_SECONDS if self._was_ready else FIRST_FLUSH_SECONDS)
         while (self._queue or self._sending) and self._clock() < deadline:
@@ -149,7 +149,7 @@ class AgentClient:
         self._hang_up(_Phase.CLOSED)
 
     def wait_until_ready(self, seconds: float) -> bool:
-        """Block until the handshake is done, at most ``seconds``. For start-up and tests."""
+        """Block until the handshake is done, at most ``seconds``. For the start and for tests."""
         deadline = self._clock() + seconds
         self._pump()
         while self._phase is not _Phase.READY and self._clock() < deadline:
@@ -160,7 +160,7 @@ class AgentClient:
     # --- the state machine -----------------------------------------------------------
 
     def _pump(self) -> None:
-        """Move the line on as far as it goes without blocking."""
+        """Connect, receive and send as far as possible without blocking."""
         if self._phase is _Phase.CLOSED:
             return
         try:
@@ -207,7 +207,7 @@ class AgentClient:
             except (BlockingIOError, InterruptedError):
                 return
             if not data:
-                raise frames.FrameError("the agent closed the line")
+                raise frames.FrameError("the agent closed the connection")
             self._reader.feed(data)
             while (payload := self._reader.next()) is not None:
                 self._take(payload)
@@ -227,7 +227,7 @@ class AgentClient:
                 raise frames.FrameError(f"the agent refused this rank: {welcome.refused}")
             expected = frames.proof(self._secret, "agent", *self._nonces, self._rank)
             if not frames.proves(welcome.proof, expected):
-                raise frames.FrameError("what answers there does not hold this attempt's secret")
+                raise frames.FrameError("the peer does not know this attempt's secret")
             self._reader.limit = frames.MAX_FRAME_BYTES
             self._retry_after = FIRST_RETRY_SECONDS
             self._failures = 0
@@ -264,8 +264,8 @@ class AgentClient:
         self._failures += 1
         if was_up or self._failures == PATIENCE:
             log.warning(
-                "rank %d: no line to the agent (%s); training goes on with the plan in force, "
-                "telemetry waits until the line is back",
+                "rank %d: no connection to the agent (%s); training goes on with the current plan, "
+                "telemetry waits for the connection",
                 self._rank, why,
             )  # fmt: skip
         self._hang_up(_Phase.DOWN)
@@ -288,7 +288,7 @@ class AgentClient:
         self.dropped += 1
 
     def _wait(self, deadline: float) -> None:
-        """Sleep until the socket can move or it is time to dial again. Start and end only."""
+        """Sleep until the socket is ready or it is time to reconnect. Only at the start and end."""
         left = max(0.0, deadline - self._clock())
         if self._socket is None:
             time.sleep(min(left, max(0.001, self._retry_at - self._clock())))

@@ -1,15 +1,15 @@
-"""The line between a rank and the agent: framing and the handshake. No sockets here.
+"""Framing and handshake of the connection between a rank and the agent. No sockets here.
 
-Every frame is a 4-byte big-endian length and that many bytes of JSON. The handshake
-proves to both ends that the other holds the attempt's secret, without sending it::
+Every frame is a 4-byte big-endian length and that many bytes of JSON. The handshake proves to each
+end that the other one knows the attempt's secret, without sending the secret::
 
     agent → rank   {"nonce": N}                                   32 random bytes, hex
     rank  → agent  {"rank": R, "nonce": M, "proof": hmac("rank", N, M, R)}
     agent → rank   {"proof": hmac("agent", N, M, R)}    or   {"refused": "why"}
 
-After it telemetry goes up and plans come down. It keeps out clients without the secret,
-and other jobs; it does not encrypt: telemetry is not secret, and a network that rewrites packets is
-outside its model.
+Then telemetry goes up and plans come down. The handshake rejects clients without the secret, such
+as other jobs. Nothing is encrypted, since telemetry is not secret, and an attacker who rewrites
+packets is not considered.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ M = TypeVar("M", bound=BaseModel)
 
 HEADER_BYTES = 4
 MAX_FRAME_BYTES = 16 << 20
-"""A plan of 512 stages and 1024 microbatches fits; anything longer is not ours."""
+"""A plan of 512 stages and 1024 microbatches fits. A longer frame is an error."""
 MAX_HELLO_BYTES = 4096
-"""Before the peer has proved itself it may not make us hold more than this."""
+"""Limit before the peer is authenticated."""
 
 
 class FrameError(Exception):
-    """The peer does not speak this protocol; the line is closed."""
+    """The peer violates the protocol; the connection is closed."""
 
 
 class HandshakeMessage(BaseModel):
@@ -58,7 +58,7 @@ def new_nonce() -> str:
 
 
 def proof(secret: bytes, side: str, challenge: str, nonce: str, rank: int) -> str:
-    """What ``side`` ("rank" or "agent") sends to show that it holds ``secret``."""
+    """The proof of ``side`` ("rank" or "agent") that it knows ``secret``."""
     text = "\n".join(("pipemorph-agent-1", side, challenge, nonce, str(rank)))
     return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
 
@@ -69,7 +69,7 @@ def proves(claimed: str, expected: str) -> bool:
 
 
 def frame(payload: bytes) -> bytes:
-    """``payload`` with its length in front. Raises :class:`FrameError` if it is too long."""
+    """``payload``, preceded by its length. Raises :class:`FrameError` if it is too long."""
     if len(payload) > MAX_FRAME_BYTES:
         raise FrameError(f"frame of {len(payload)} bytes; at most {MAX_FRAME_BYTES}")
     return len(payload).to_bytes(HEADER_BYTES, "big") + payload
@@ -80,7 +80,7 @@ def encode(message: BaseModel) -> bytes:
 
 
 def decode(kind: type[M], payload: bytes) -> M:
-    """``payload`` as a ``kind``. Raises :class:`FrameError` where it is none."""
+    """Parse ``payload`` as a ``kind``. Raises :class:`FrameError` if it is not one."""
     try:
         return kind.model_validate_json(payload)
     except ValidationError as error:
@@ -88,7 +88,7 @@ def decode(kind: type[M], payload: bytes) -> M:
 
 
 class FrameReader:
-    """Cuts a byte stream into frames."""
+    """Splits a byte stream into frames."""
 
     def __init__(self, limit: int = MAX_FRAME_BYTES) -> None:
         self.limit = limit
@@ -98,7 +98,7 @@ class FrameReader:
         self._buffer += data
 
     def next(self) -> bytes | None:
-        """The next whole frame, or None. Raises :class:`FrameError` on a length over the limit."""
+        """The next complete frame, or None. Raises :class:`FrameError` if it exceeds the limit."""
         if len(self._buffer) < HEADER_BYTES:
             return None
         length = int.from_bytes(self._buffer[:HEADER_BYTES], "big")

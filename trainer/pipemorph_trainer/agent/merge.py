@@ -1,11 +1,11 @@
-"""Many ranks' telemetry, one report of at most 64 KiB. Pure: no clock, no sockets.
+"""Merges the telemetry of all ranks into reports of at most 64 KiB. Pure: no clock, no sockets.
 
-What does not fit waits for the next report; what has gone stale meanwhile is replaced. First
-come the newest iterations, which are few and small. Then stage profiles, links' transports and
-RDMA ports that changed have a part of the bytes each, in which what waits longest goes first: a
-plan needs a profile of every stage as much as windows of every link. The newest windows of links
-have all the rest (:mod:`.windows` chooses), and where that is enough, what is left over takes
-more of all. Transports and ports are kept, to be told again to an ingest that has started over.
+What does not fit waits for the next report, unless newer data replaces it. A report has first the
+newest iterations, which are few and small. Then stage profiles, transports of links, and RDMA ports
+that changed get a share of the bytes each, oldest first: a plan needs a profile of every stage as
+much as windows of every link. The newest windows of links get the rest (see :mod:`.windows`). Any
+bytes left are filled with more of all kinds. Transports and ports are kept, to be reported again to
+an ingest that has restarted.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from pipemorph_trainer.agent.windows import Budget, LinkWindows
 ITERATIONS_KEPT = 4096
 NEWEST_ITERATIONS = 16
 HEADROOM_BYTES = 256
-"""Room for sequence numbers and times, which are set after the lists."""
+"""Room for sequence numbers and times, which are set last."""
 PROFILES_SHARE, TRANSPORTS_SHARE, RAILS_SHARE = 1 / 4, 1 / 16, 1 / 8
-"""Of a report's bytes while others want them: some 60 profiles, 30 ends of links, and RDMA ports
-of which each may name 64 counters."""
+"""Shares of a report's bytes while other data waits: about 60 profiles, 30 ends of links, and RDMA
+ports with up to 64 counters each."""
 STATES = ("starting", "training", "finished", "failed")
 
 T = TypeVar("T", bound=WireModel)
@@ -49,7 +49,7 @@ EndKey = tuple[int, int, str]
 
 @dataclass
 class Selection:
-    """What one report carries; given back to :meth:`TelemetryMerger.delivered`."""
+    """The contents of one report, to be passed to :meth:`TelemetryMerger.delivered`."""
 
     report: LinkHealthReport
     iterations: list[IterationSample]
@@ -61,10 +61,10 @@ class Selection:
 
 
 class TelemetryMerger:
-    """What the agent knows and has not yet reported.
+    """The telemetry that the agent has not reported yet.
 
-    ``dirty`` says that something that matters came in since the last report: a finished
-    iteration, a link window, a change of state, a message.
+    ``dirty``: whether something important has arrived since the last report: a finished iteration,
+    a link window, a change of state, a message.
     """
 
     def __init__(self, job: str, namespace: str, attempt: int, world_size: int) -> None:
@@ -88,7 +88,7 @@ class TelemetryMerger:
         self.dirty = False
 
     def add(self, telemetry: RankTelemetry) -> None:
-        """Take in one message of one rank."""
+        """Add one message of one rank."""
         if self._states.get(telemetry.rank) != telemetry.state:
             self._states[telemetry.rank] = telemetry.state
             self.dirty = True
@@ -101,13 +101,13 @@ class TelemetryMerger:
         if telemetry.profile is not None:
             self._add_profile(telemetry.profile)
         for rail in telemetry.rails:
-            # By the next report that there is: counters are no news to hurry for.
+            # Goes with the next report: counters alone do not trigger one.
             port = (rail.stage, rail.replica, rail.device, rail.port)
             self._rails[port] = self._unsent_rails[port] = rail
         self._ports[telemetry.rank] = telemetry.ports
         for end in telemetry.transports:
             at = (end.link, end.replica, end.direction)
-            # Told again as it was it is no news; a fallback is.
+            # Only a change, such as a fallback, triggers a report.
             self.dirty |= self._transports.get(at) != end
             self._transports[at] = self._unsent_transports[at] = end
         if telemetry.finished_iteration is not None:
@@ -119,19 +119,19 @@ class TelemetryMerger:
             self.dirty = True
 
     def tell_again(self) -> None:
-        """Report every port and every link's transport again: the ingest may be another one."""
+        """Report every port and transport again, since the ingest may have restarted."""
         self._unsent_rails = dict(self._rails)
         self._unsent_transports = dict(self._transports)
 
     def _seen_ports(self) -> int | None:
-        """RDMA ports of all ranks; None until every rank has looked."""
+        """Number of RDMA ports of all ranks; None until every rank has looked."""
         counts = list(self._ports.values())
         if len(counts) < self._world_size or None in counts:
             return None
         return sum(count or 0 for count in counts)
 
     def select(self, sequence: int, sent_at: float, observed_plan_version: int) -> Selection:
-        """The next report. Nothing is forgotten until it is :meth:`delivered`."""
+        """Make the next report. Its data is kept until :meth:`delivered`."""
         self.dirty = False
         empty = LinkHealthReport(
             job=self._job,
@@ -176,7 +176,7 @@ class TelemetryMerger:
         return Selection(report, iterations, links, stages, rails, transports, self._message)
 
     def delivered(self, selection: Selection) -> None:
-        """Forget what the ingest has accepted. What came in since stays."""
+        """Drop what the ingest has accepted. Newer data stays."""
         self._links.delivered(selection.links)
         sent = {id(sample) for sample in selection.iterations}
         self._iterations = deque(
@@ -199,10 +199,10 @@ class TelemetryMerger:
         self.dirty = self.dirty or bool(self._links or self._iterations or self._unsent_profiles)
 
     def _state(self) -> str:
-        """The job's state: failed if a rank failed, finished when all are, else the least.
+        """The job's state: failed if a rank failed, finished if all finished, else the earliest.
 
-        A rank that has not been heard of is starting, unless others train already: then
-        it trains as well, since no iteration is possible without it.
+        A rank without a message yet is starting, unless others are training: then it is training
+        too, since no iteration is possible without it.
         """
         states = set(self._states.values())
         if "failed" in states:
@@ -214,13 +214,13 @@ class TelemetryMerger:
     def _add_profile(self, profile: StageProfile) -> None:
         key = (profile.stage, profile.replica)
         if self._profiles.get(key) != profile:
-            # In the place of one that waits: put at the end, one that is always new never goes.
+            # Keeps its place in the queue: at the end, a profile that changes often would never go.
             self._profiles[key] = self._unsent_profiles[key] = profile
 
 
 def _fill(budget: Budget, items: Sequence[T], most: int, *, after: int = 0) -> list[T]:
-    """Those of ``items`` that fit, in order from index ``after`` up to at most ``most``. Stops at
-    the first that does not."""
+    """The ``items`` from index ``after`` to ``most`` that fit, in order, up to the first that does
+    not."""
     taken: list[T] = []
     for item in islice(items, after, most):
         if not budget.admit(item):
@@ -230,7 +230,7 @@ def _fill(budget: Budget, items: Sequence[T], most: int, *, after: int = 0) -> l
 
 
 def _fill_part(budget: Budget, items: Sequence[T], most: int, size: float) -> list[T]:
-    """As :func:`_fill`, within ``size`` bytes."""
+    """Like :func:`_fill`, but within ``size`` bytes."""
     part = budget.part(size)
     taken = _fill(part, items, most)
     budget.back(part)

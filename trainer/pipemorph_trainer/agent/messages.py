@@ -1,8 +1,8 @@
-"""What passes between a rank and its job's agent. Pure data, and the interface of both sides.
+"""Messages between a rank and its job's agent, and the interface of a rank's side.
 
-The agent is a process beside rank 0, so that it never competes with the executor for the
-interpreter. Every rank holds one socket to it: telemetry up, plans down. Neither call of
-:class:`ControlClient` blocks; a lost agent costs telemetry, never an iteration.
+The agent is a process beside rank 0, so that it does not compete with the executor for the
+interpreter. Every rank has one socket to it: telemetry goes up, plans come down. Neither call of
+:class:`ControlClient` blocks. If the agent is lost, telemetry is lost but no iteration.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from pipemorph.wire import (
 
 
 class Offloaded(WireModel):
-    """What one iteration moved to host memory on one rank; all of it came back."""
+    """Activations that one iteration on one rank moved to host memory and back."""
 
     microbatches: int
     bytes: int
     """One way."""
     seconds: float
-    """Of the copies, both ways, within the ops they are parts of."""
+    """Time of the copies, both ways; included in the ops that they are part of."""
     host_bytes: int
-    """Host memory held for it."""
+    """Size of the host memory for offload."""
 
 
 class RankTelemetry(WireModel):
-    """One telemetry message of one rank. Sent at op boundaries, at most every ~50 ms, and
-    at the end of every iteration; so a slow link is seen in mid-iteration."""
+    """One telemetry message of one rank. Sent at op boundaries, at most every 50 ms or so, and at
+    the end of every iteration. So a slow link is noticed during the iteration."""
 
     rank: int
     stage: int
@@ -48,9 +48,9 @@ class RankTelemetry(WireModel):
     links: list[LinkSample] = Field(default_factory=list)
     profile: StageProfile | None = None
     finished_iteration: IterationSample | None = None
-    """Set by rank 0 once per iteration; its bubble fraction is over all stages' op times."""
+    """Set by rank 0 once per iteration. Its bubble fraction is over the op times of all stages."""
     offloaded: Offloaded | None = None
-    """Set at the end of an iteration that moved any."""
+    """Set at the end of an iteration that offloaded."""
     rails: list[RailSample] = Field(default_factory=list)
     ports: int | None = None
     """RDMA ports that this rank sees; None before it has looked."""
@@ -59,26 +59,27 @@ class RankTelemetry(WireModel):
 
 
 class ControlClient(Protocol):
-    """A rank's line to the agent."""
+    """A rank's connection to the agent."""
 
     def publish(self, telemetry: RankTelemetry) -> None:
-        """Queue one message; drops the oldest if the agent does not keep up."""
+        """Queue one message. Drops the oldest one if the agent does not keep up."""
 
     def newest_plan(self) -> Plan | None:
-        """The newest plan received and not yet returned by this call, else None."""
+        """The newest plan that this call has not returned yet, or None."""
 
     def close(self) -> None:
-        """Flush what is queued (bounded to a second) and close."""
+        """Send what is queued, within a time limit, and close."""
 
 
 class NoControl:
-    """Under plain torchrun there is no agent: the plan of the spec stays."""
+    """Stands in for the agent where there is none, as under plain torchrun. The plan never
+    changes."""
 
     def publish(self, telemetry: RankTelemetry) -> None:
-        """Nobody listens."""
+        """Does nothing."""
 
     def newest_plan(self) -> Plan | None:
         return None
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing."""

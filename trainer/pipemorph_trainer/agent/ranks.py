@@ -1,4 +1,4 @@
-"""The agent's door: lets ranks in, takes their telemetry, hands plans to all of them."""
+"""The agent's server for ranks: authenticates them, receives telemetry, sends plans to all."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pipemorph_trainer.agent.messages import RankTelemetry
 log = logging.getLogger("pipemorph.agent")
 
 HELLO_SECONDS = 60.0
-"""A client that does not authenticate is closed after this. A rank answers between two ops, and
-before its first one it may be building a model."""
+"""A client that has not authenticated by then is disconnected. A rank answers between two ops, and
+before its first op it may be building a model."""
 
 
 class RankServer:
-    """Serves the ranks' lines. ``on_telemetry`` is called for every message, in order."""
+    """Serves the ranks' connections. ``on_telemetry`` is called for every message, in order."""
 
     def __init__(
         self, secret: bytes, world_size: int, on_telemetry: Callable[[RankTelemetry], None]
@@ -38,7 +38,7 @@ class RankServer:
         self._server = await asyncio.start_server(self._serve, sock=listener)
 
     async def close(self, timeout: float) -> None:
-        """Wait at most ``timeout`` seconds for the ranks to hang up, then do it for them."""
+        """Wait at most ``timeout`` seconds for the ranks to disconnect, then close the others."""
         if self._server is not None:
             self._server.close()
         with contextlib.suppress(TimeoutError):
@@ -54,7 +54,7 @@ class RankServer:
         return set(self._lines)
 
     def broadcast(self, plan: PlanMessage) -> None:
-        """Send ``plan`` to every rank now, and to those that connect later."""
+        """Send ``plan`` to every connected rank, and to those that connect later."""
         self._plan = frames.encode(plan)
         for line in self._lines.values():
             line.write(self._plan)
@@ -68,11 +68,11 @@ class RankServer:
                 await self._listen(rank, reader, writer)
         except asyncio.IncompleteReadError as ended:
             if ended.partial or rank is None:
-                log.info("line of %s broke off", _who(rank))
+                log.info("the connection of %s broke", _who(rank))
         except asyncio.CancelledError:
-            pass  # The agent ends; asyncio would report this task's end as an error.
+            pass  # The agent is ending; asyncio would report the cancelled task as an error.
         except (OSError, TimeoutError, frames.FrameError) as error:
-            log.info("line of %s closed: %s", _who(rank), str(error) or type(error).__name__)
+            log.info("closed connection of %s: %s", _who(rank), str(error) or type(error).__name__)
         finally:
             if rank is not None and self._lines.get(rank) is writer:
                 del self._lines[rank]
@@ -82,7 +82,7 @@ class RankServer:
     async def _let_in(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> int | None:
-        """The handshake of :mod:`.frames`. Returns the rank, or None after refusing it."""
+        """Do the handshake of :mod:`.frames`. Returns the rank, or None if it was refused."""
         nonce = frames.new_nonce()
         writer.write(frames.encode(frames.Challenge(nonce=nonce)))
         hello = frames.decode(frames.Hello, await _read(reader, frames.MAX_HELLO_BYTES))
