@@ -1,6 +1,6 @@
-"""What a controller says of its decisions: every sentence, with the numbers it rests on.
+"""Texts of a controller's decisions, with the figures that they are based on.
 
-Each is one line, for status and report.json; :func:`short` is the one that a terminal shows.
+Each text is one line, for status and report.json. :func:`short` is the form for a terminal.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from pipemorph.planning import Plan, Policy
 COLUMNS = 110
 """Most columns of :func:`short`."""
 NAMED = 3
-"""Most delegated links that it names."""
+"""Most delegated links that :func:`short` names."""
 FULL_WARMUP = 8
-"""Most stages whose warm-up it spells out."""
+"""Most stages whose warm-up :func:`short` shows in full."""
 
 
 # --- before a decision --------------------------------------------------------------------
 
 
 def why_not(spec: JobSpec) -> str | None:
-    """Why a job's plan must not adapt; None if it may."""
+    """Why a job's plan must not change; None if it may."""
     if not spec.adaptation.enabled:
         return "adaptation is disabled in the spec"
     if spec.schedule.policy_kind is not Policy.PIPEMORPH:
@@ -36,15 +36,15 @@ def why_not(spec: JobSpec) -> str | None:
 
 
 def not_measured(stages: Sequence[int]) -> str:
-    """``activationMemory`` is not kept on these stages, in rising order."""
+    """``activationMemory`` cannot be applied on these stages, in ascending order."""
     return (
-        f"activationMemory does not limit {shown_stages(stages)}: not measured there what"
-        " a microbatch holds; give inFlightLimit"
+        f"activationMemory cannot limit {shown_stages(stages)}, where the size of a microbatch was"
+        " not measured; set inFlightLimit"
     )
 
 
 def no_room(situation: Situation, memory: int | None) -> str:
-    """``activationMemory``, in bytes, is too little for any plan: a room is 0."""
+    """``activationMemory``, in bytes, is too small for any plan: a room is 0."""
     stage = next(i for i, room in enumerate(situation.rooms) if room.device == 0)
     return (
         f"a microbatch holds {situation.stages[stage].activation_bytes} bytes on stage {stage},"
@@ -53,7 +53,7 @@ def no_room(situation: Situation, memory: int | None) -> str:
 
 
 def describe(slow: Sequence[LinkHealth]) -> str:
-    """Slow links and how slow they are."""
+    """Slow links, with their delays."""
     return ", ".join(
         f"link {link.link} is slow by {shown_time(link.delay)} one way"
         f" ({link.direction}, {link.confidence:.0%} sure)"
@@ -65,7 +65,7 @@ def describe(slow: Sequence[LinkHealth]) -> str:
 
 
 def reason(cause: Cause, links: Sequence[LinkHealth], proposal: Proposal) -> str:
-    """What a decision was made for and what it found, in full."""
+    """The full reason of a decision: its cause and its findings."""
     parts = [_why(cause, links)]
     if proposal.chosen is not None:
         parts.append(_predicted(proposal.current, proposal.chosen))
@@ -76,13 +76,13 @@ def _why(cause: Cause, links: Sequence[LinkHealth]) -> str:
     slow = [link for link in links if link.health is Health.SLOW]
     match cause:
         case "profile":
-            return "op times or wire times are not those planned with"
+            return "op times or wire times differ from the planned ones"
         case "steady":
             return f"{describe(slow)}, for a while now"
         case "restart":
-            return "the plan in effect is not one this controller knows of"
+            return "the controller does not know the plan in effect"
         case "memory":
-            return "the plan in effect holds more than there is room for"
+            return "the plan in effect exceeds a memory limit"
         case "recovered":
             return "a link recovered" + (f", {describe(slow)}" if slow else ", none is slow")
         case _:
@@ -90,7 +90,7 @@ def _why(cause: Cause, links: Sequence[LinkHealth]) -> str:
 
 
 def _predicted(current: Option | None, chosen: Option) -> str:
-    old = f"{shown_time(current.seconds)} with the present plan" if current else "unknown before"
+    old = f"{shown_time(current.seconds)} with the current plan" if current else "unknown before"
     moved = list(map(str, chosen.plan.delegated))
     links = f"link{'s' * (len(moved) > 1)} {', '.join(moved)} delegated"
     return (
@@ -106,12 +106,12 @@ def _sentence(finding: findings.Finding) -> str:
             return f"no plan was found: {why}"
         case findings.MustNotRun(why):
             return (
-                f"the plan for it must not run: {too_much(why) if isinstance(why, Excess) else why}"
+                f"the new plan fails its check: {too_much(why) if isinstance(why, Excess) else why}"
             )
         case findings.MustNotStay(excess):
-            return f"the present plan must not stay: {too_much(excess)}"
+            return f"the current plan must be replaced: {too_much(excess)}"
         case findings.AtBaseline():
-            return "kept the plan: it is the one for links that are well"
+            return "kept the plan: it is the one for healthy links"
         case findings.TooLittle(seconds, gain, least):
             return (
                 f"kept the plan, predicted {shown_time(seconds)} per iteration: the best other one"
@@ -121,13 +121,13 @@ def _sentence(finding: findings.Finding) -> str:
             return (
                 f"{'it' if finding.pays else 'kept the plan: the best other one'} saves"
                 f" {shown_time(max(0.0, seconds))} over the {max(0, iterations)} iterations left,"
-                f" the change {'has cost' if cost_seen else 'is taken to cost'} {shown_time(cost)}"
+                f" a change {'has cost' if cost_seen else 'is assumed to cost'} {shown_time(cost)}"
             )
         case findings.OffloadWeighed(stages, copies, saves):
             return (
                 f"offload on {shown_stages(stages)} costs {shown_time(copies)} per copied"
                 " microbatch and"
-                f" {'is what it takes to have a plan' if saves is None else _saves(saves)}"
+                f" {'is needed to have a plan' if saves is None else _saves(saves)}"
             )
         case findings.FusedWeighed(stages, saves):
             return f"a fused backward on {shown_stages(stages)} {_saves(saves)}"
@@ -137,7 +137,7 @@ def _sentence(finding: findings.Finding) -> str:
 
 
 def too_much(excess: Excess) -> str:
-    """Where a plan holds more than there is room for."""
+    """Where a plan exceeds its limits."""
     stage, held, room, field = excess
     if field == "hostMemory":
         return (
@@ -154,8 +154,8 @@ def _saves(seconds: float) -> str:
 
 
 def short(version: int, cause: Cause, links: Sequence[LinkHealth], proposal: Proposal) -> str:
-    """A change in one line of at most :data:`COLUMNS`: why, predicted time per iteration, plan,
-    and what is saved over the iterations left when the change is paid for.
+    """A change in one line of at most :data:`COLUMNS`: cause, predicted time per iteration, plan,
+    and the net saving over the iterations left.
 
     ``plan v1: link 0 +6.5 ms | predicted 1.198 -> 1.069 s/it (-11%) | warm-up 16-9-4-1, direct``
     """
@@ -224,7 +224,7 @@ def _short_plan(plan: Plan) -> list[str]:
 
 
 def shown_stages(stages: Sequence[int]) -> str:
-    """For a sentence: ``stages 0-5, 8``. ``stages`` in rising order."""
+    """Stages for a text: ``stages 0-5, 8``. ``stages`` in ascending order."""
     runs: list[list[int]] = []
     for stage in stages:
         if runs and stage == runs[-1][-1] + 1:
@@ -238,5 +238,5 @@ def shown_stages(stages: Sequence[int]) -> str:
 
 
 def shown_time(seconds: float) -> str:
-    """For a sentence."""
+    """A time for a text: ``1.234 s`` or ``5.6 ms``."""
     return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

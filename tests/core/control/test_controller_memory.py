@@ -95,7 +95,7 @@ def test_bytes_become_a_hard_limit_as_soon_as_they_are_measured() -> None:
     assert max(job.plan.schedule.in_flight_peak()) > 4, "nothing to see here"
     job.run(6)
     (record,) = job.controller.records
-    assert record.reason.startswith("the plan in effect holds more than there is room for;")
+    assert record.reason.startswith("the plan in effect exceeds a memory limit;")
     assert "stage 0 holds" in record.reason
     assert "activationMemory has room for 4" in record.reason
     assert max(job.plan.schedule.in_flight_peak()) <= 4
@@ -193,7 +193,7 @@ def test_online_dispatch_is_held_to_its_caps() -> None:
         for cap, limit in zip(plan.in_flight_limits, plan.device_limits, strict=True):
             assert cap is not None
             assert cap <= 4 if limit is None else limit <= 4
-    assert "must not stay" in job.controller.records[0].reason
+    assert "must be replaced" in job.controller.records[0].reason
 
 
 def test_a_microbatch_that_does_not_fit_at_all_changes_nothing_and_is_said_so() -> None:
@@ -286,7 +286,7 @@ def test_a_planner_that_holds_too_much_is_not_believed(monkeypatch: pytest.Monke
     monkeypatch.setattr(Forecast, "fresh", fresh)
     job.run(4)
     assert not job.plans
-    assert "the plan for it must not run: stage 0 holds" in job.controller.decisions[0].reason
+    assert "the new plan fails its check: stage 0 holds" in job.controller.decisions[0].reason
 
 
 def test_fused_profiles_leave_the_times_of_split_backwards_as_they_were() -> None:
@@ -374,8 +374,8 @@ def test_bytes_that_nobody_measures_limit_nothing_and_that_is_said_once() -> Non
     job.run(8)
     said = [d.reason for d in job.controller.decisions if "activationMemory" in d.reason]
     assert said == [
-        "activationMemory does not limit stages 0-3: not measured there what a microbatch"
-        " holds; give inFlightLimit"
+        "activationMemory cannot limit stages 0-3, where the size of a microbatch was not"
+        " measured; set inFlightLimit"
     ]
     assert job.plans
 

@@ -59,8 +59,8 @@ DEMO = proposal(plan((16, 9, 4, 1)), GAIN)
 def test_a_change_in_full_and_in_short() -> None:
     assert reasons.reason("slow", [slow()], DEMO) == (
         "link 0 is slow by 6.5 ms one way (forward, 96% sure); predicted per iteration 1.198 s with"
-        " the present plan, 1.069 s with warm-up 16-9-4-1 and all links direct; it saves 4.644 s"
-        " over the 36 iterations left, the change is taken to cost 299.5 ms"
+        " the current plan, 1.069 s with warm-up 16-9-4-1 and all links direct; it saves 4.644 s"
+        " over the 36 iterations left, a change is assumed to cost 299.5 ms"
     )
     line = reasons.short(1, "slow", [slow()], DEMO)
     assert line == (
@@ -130,18 +130,18 @@ def test_no_change_is_longer_than_a_line(rng: random.Random, cause: Any) -> None
     ("found", "expected"),
     [
         (NoPlan("by a delay"), "no plan was found: by a delay"),
-        (MustNotRun("no F"), "the plan for it must not run: no F"),
+        (MustNotRun("no F"), "the new plan fails its check: no F"),
         (
             MustNotRun(Excess(1, 3, 2, "hostMemory")),
-            "the plan for it must not run: stage 1 has 3 microbatches in host memory, hostMemory"
+            "the new plan fails its check: stage 1 has 3 microbatches in host memory, hostMemory"
             " has room for 2",
         ),
         (
             MustNotStay(Excess(0, 3, 2, "activationMemory")),
-            "the present plan must not stay: stage 0 holds 3 microbatches, activationMemory has"
+            "the current plan must be replaced: stage 0 holds 3 microbatches, activationMemory has"
             " room for 2",
         ),
-        (AtBaseline(), "kept the plan: it is the one for links that are well"),
+        (AtBaseline(), "kept the plan: it is the one for healthy links"),
         (
             TooLittle(0.5, -0.01, 0.05),
             "kept the plan, predicted 500.0 ms per iteration: the best other one saves 0.0%, less"
@@ -149,12 +149,12 @@ def test_no_change_is_longer_than_a_line(rng: random.Random, cause: Any) -> None
         ),
         (
             Saves(0.1, -2, 0.2, True),
-            "kept the plan: the best other one saves 100.0 ms over the 0 iterations left, the"
+            "kept the plan: the best other one saves 100.0 ms over the 0 iterations left, a"
             " change has cost 200.0 ms",
         ),
         (
             OffloadWeighed((0, 1), 0.002, None),
-            "offload on stages 0, 1 costs 2.0 ms per copied microbatch and is what it takes to have"
+            "offload on stages 0, 1 costs 2.0 ms per copied microbatch and is needed to have"
             " a plan",
         ),
         (
@@ -170,7 +170,7 @@ def test_no_change_is_longer_than_a_line(rng: random.Random, cause: Any) -> None
 )
 def test_every_finding_has_a_sentence(found: Finding, expected: str) -> None:
     said = reasons.reason("profile", [], proposal(None, found))
-    assert said == f"op times or wire times are not those planned with; {expected}"
+    assert said == f"op times or wire times differ from the planned ones; {expected}"
 
 
 @pytest.mark.parametrize(
