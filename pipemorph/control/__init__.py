@@ -1,10 +1,10 @@
-"""The control loop: what a job reports, what it should do. Pure; hosts bring clock and sockets.
+"""The control loop of one job: reports in, directives out. Pure; hosts bring clock and sockets.
 
-Three steps. ``observe`` takes reports in: ``detector`` judges one direction of a link,
-``link_health`` a job's links, ``stage_profile`` its stages. ``decide`` makes of them a decision:
-``triggers`` finds a cause, ``forecast`` predicts, ``replan`` proposes with its ``findings``,
-``reasons`` writes the sentences. ``controller`` runs the loop and issues plans, ``history`` keeps
-what each was worth, ``snapshot`` what outlives the host.
+``observe`` processes reports: ``detector`` judges one direction of a link, ``link_health`` a job's
+links, ``stage_profile`` its stages. ``decide`` makes decisions: ``triggers`` finds a cause,
+``forecast`` predicts iteration times, ``replan`` proposes a plan with its ``findings``, ``reasons``
+turns them into text. ``controller`` runs the loop and issues plans, ``history`` records the effect
+of each, ``snapshot`` is the state that survives a restart of the host.
 """
 
 from pipemorph.control.controller import JobController

@@ -1,14 +1,14 @@
 """The adaptation controller: reports in, directives out. No sockets, no clock, no threads.
 
-A report updates the links' health, the stages' op times and the record of iterations. If the
-situation has changed since it was last judged (a link became slow, or slower, or well again;
-op times turned out other than planned with), the present plan and the alternatives are
-predicted on what is measured now. A new plan is wanted only if it is predicted to save
-``adaptation.minGain`` of an iteration; when the last slow link is well, the plan and routes of
-the start come back. Every look at it is recorded with its reason, also when nothing changes.
+A report updates the links' health, the stages' op times and the history of iterations. The
+controller decides again if the situation has changed since the last decision: a link became slow,
+slower or healthy, or op times differ from the planned ones. It then predicts the current plan and
+the alternatives with the current measurements. A new plan must save at least ``adaptation.minGain``
+of an iteration. When the last slow link has recovered, the first plan and its routes return. Every
+decision is recorded with its reason, even if nothing changes.
 
-Only policy ``pipemorph`` adapts. The other policies are what they are called, undisturbed or
-not, so that a comparison with them means something.
+Only policy ``pipemorph`` adapts. The other policies keep their schedules, so that they can be
+compared with.
 """
 
 from __future__ import annotations
@@ -39,26 +39,27 @@ from pipemorph.planning.offload import offloaded
 from pipemorph.wire import Directive, LinkHealthReport, PlanMessage
 
 COMMIT_AHEAD = 2
-"""Iterations from the running one to the first that a directive issued now is in effect for."""
+"""Iterations between the current one and the first with the plan of a directive issued now."""
 
 
 class Pending(NamedTuple):
-    """A decision that waits for its proposal, and what its record will say."""
+    """A decision that waits for its proposal, and data for its record."""
 
     replan: Replan
     links: tuple[LinkHealth, ...]
     detectable_at: int
     before: Situation
-    """What was judged last: it is judged again by a host that takes over before the end."""
+    """The situation of the last decision: a host that takes over meanwhile decides again from
+    it."""
 
 
 class JobController:
-    """One job's loop. ``spec`` must have passed :func:`pipemorph.manifest.load_job`.
+    """The control loop of one job. ``spec`` must have passed :func:`pipemorph.manifest.load_job`.
 
-    ``on_report`` hears of every accepted report, after it was taken in. A decision takes longer
-    than a report may: it waits in :attr:`replan` for the host to have it made, here or elsewhere,
-    and to :meth:`settle` it. Raises :class:`~pipemorph.errors.InputError` if the spec allows no
-    plan at all.
+    ``on_report`` is called with every accepted report, after it was processed. A decision takes
+    longer than a report may take: it waits in :attr:`replan` until the host has made it, in this
+    process or another one, and calls :meth:`settle`. Raises :class:`~pipemorph.errors.InputError`
+    if the spec allows no plan at all.
     """
 
     def __init__(
@@ -79,12 +80,12 @@ class JobController:
         self._start(footprints=())
 
     def _start(self, footprints: Sequence[Footprint]) -> None:
-        """State of one attempt: ranks start from the plan of the spec."""
+        """Reset the state of an attempt: ranks start with the plan of the spec."""
         self._reported = Reported(self.spec, footprints=footprints, events=self._events)
         self._directive: Directive | None = None
         self._wanted = self._first
         self._baseline = self._first
-        """The plan for links that are well: the spec's, unless measurements ask for another."""
+        """The plan for healthy links: that of the spec, unless measurements require another."""
         self._judgement = Judgement.first(self.spec)
         self._checked_rooms: tuple[Room, ...] = ()
         self._foreign_plan = False
@@ -106,17 +107,18 @@ class JobController:
 
     @property
     def wanted(self) -> Plan:
-        """The plan the ranks should run: the newest directive's, else that of the spec."""
+        """The plan that the ranks should run: that of the newest directive, else that of the
+        spec."""
         return self._wanted
 
     @property
     def records(self) -> list[AdaptationRecord]:
-        """Adaptations so far, oldest first; figures after a change fill in as they come."""
+        """Adaptations so far, oldest first. Figures after a change are added as they arrive."""
         return list(self._ledger.records)
 
     @property
     def decisions(self) -> list[Decision]:
-        """The latest looks at whether to adapt, oldest first, bounded."""
+        """The newest decisions, oldest first, including those that kept the plan. Bounded."""
         return list(self._ledger.decisions)
 
     def links(self, now: float) -> tuple[LinkHealth, ...]:
@@ -132,17 +134,17 @@ class JobController:
         return self._reported.rails.view(now)
 
     def transports(self) -> TransportsView:
-        """What carries each link."""
+        """The transport that carries each link."""
         return self._reported.transports.view()
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """What happened to rails and transports, oldest first, bounded."""
+        """Events of rails and transports, oldest first. Bounded."""
         return self._events.newest()
 
     def adopt_rails(self, other: JobController) -> None:
-        """Take over what another controller of the same attempt knows of rails and transports:
-        ranks repeat it once a minute only."""
+        """Take over the rails and transports from another controller of the same attempt, since
+        ranks repeat them only once a minute."""
         if other.attempt == self.attempt:
             mine, theirs = self._reported, other._reported
             mine.rails, mine.transports = theirs.rails, theirs.transports
@@ -151,9 +153,9 @@ class JobController:
     # --- events ---------------------------------------------------------------------------
 
     def begin_attempt(self, attempt: int) -> None:
-        """Another attempt starts, from the plan of the spec. Plan versions go on growing.
+        """Begin another attempt, with the plan of the spec. Plan versions continue to grow.
 
-        Raises ValueError unless ``attempt`` is above the present one.
+        Raises ValueError unless ``attempt`` is above the current one.
         """
         if attempt <= self.attempt:
             raise ValueError(f"attempt {attempt} is not after attempt {self.attempt}")
@@ -162,17 +164,17 @@ class JobController:
         self._start(self._reported.stages.footprints)
 
     def report(self, report: LinkHealthReport, now: float) -> None:
-        """Take in a report, and ask for a decision if there is a cause. ``now``: wall clock,
-        seconds since the epoch.
+        """Process a report, and request a decision if there is a cause. ``now``: wall clock,
+        seconds since the Unix epoch.
 
-        Raises a :class:`~pipemorph.control.observe.reports.ReportRefused` and changes nothing if
-        the report is of another attempt, was seen before or does not fit the job.
+        Raises :class:`~pipemorph.control.observe.reports.ReportRefused` and changes nothing if the
+        report belongs to another attempt, was seen before, or does not fit the job.
         """
         reported = self._reported
         check(report, self.spec.parallelism, attempt=self.attempt, after=reported.sequence)
         reported.take(report, now)
         if report.observed_plan_version > self._plan_version:
-            # This controller lost its state. Its next version must still be news to the ranks.
+            # This controller lost its state. Its next version must be new to the ranks.
             self._plan_version = report.observed_plan_version
             self._foreign_plan = True
         self._ledger.add(report.iterations, reported.stages.peak_memory)
@@ -181,19 +183,19 @@ class JobController:
             self._on_report(report)
 
     def tick(self, now: float) -> None:
-        """Time has passed without a report. Nothing is changed on silence; when the last link
-        falls silent that is recorded."""
+        """Call when time has passed without a report. Silence changes nothing, but it is recorded
+        when all links have become silent."""
         if self._reported.fell_silent(now):
             self._keep(
                 now,
-                f"no samples for {self.spec.adaptation.stale_after_seconds:g} s, the links are"
-                " unknown; kept the plan",
+                f"no samples for {self.spec.adaptation.stale_after_seconds:g} s, so the state of"
+                " the links is unknown; kept the plan",
             )
 
     # --- deciding -------------------------------------------------------------------------
 
     def _consider(self, now: float) -> None:
-        """Ask for a decision if there is a cause, and if it is time."""
+        """Request a decision if there is a cause, and if the rate limit allows it now."""
         reported, judgement = self._reported, self._judgement
         if reported.state != "training" or self._pending is not None:
             return
@@ -201,7 +203,7 @@ class JobController:
         slow_lately = any(judgement.situation.slow) or reported.links.any_slow
         quiet = not (self._foreign_plan or slow_lately) and rooms == self._checked_rooms
         if quiet and not judgement.profile_is_due(self._progress()):
-            return  # As nearly always: every other cause has a slow link before or now.
+            return  # The common case: every other cause needs a link that is or was slow.
         links = self.links(now)
         refusal = reasons.why_not(self.spec)
         if refusal is not None:
@@ -242,8 +244,8 @@ class JobController:
         )
 
     def _knows_memory(self, now: float) -> bool:
-        """Whether a limit in bytes is one in microbatches already. A rank says with its first
-        profile what a microbatch holds, or never does: then the limit cannot be held."""
+        """Whether limits in bytes can be converted to microbatches. A rank reports the size of a
+        microbatch with its first profile or never; in that case the limit cannot be applied."""
         stages = self._reported.stages
         unknown = [i for i, f in enumerate(stages.footprints) if not f.activation_bytes]
         if self.spec.schedule.activation_memory is None or not unknown:
@@ -253,12 +255,12 @@ class JobController:
         return stages.measured
 
     def _cause(self, now: Situation) -> Cause | None:
-        """Why the situation deserves another judgement than the last one, if it does."""
+        """Why the situation requires another decision; None if it does not."""
         wanted = None if self._foreign_plan else self._wanted
         return self._judgement.cause(now, wanted, self._progress(), hold=self._pacing.hold)
 
     def _ask(self, cause: Cause, situation: Situation, links: Sequence[LinkHealth]) -> None:
-        """Leave the situation to the host to have it judged."""
+        """Leave the decision to the host."""
         judgement = self._judgement
         before = judgement.situation
         detectable_at = judgement.detectable_at(situation, links, self._reported.iteration)
@@ -270,7 +272,7 @@ class JobController:
                 situation=situation,
                 current=self._wanted,
                 baseline=self._baseline,
-                # After a lost state the ranks run a plan not known here: nothing to compare.
+                # Without its state, the controller does not know the plan of the ranks.
                 lost=self._foreign_plan,
                 remaining=self._left(),
                 change_seconds=self._ledger.change_seconds,
@@ -281,19 +283,19 @@ class JobController:
         )
 
     def _left(self) -> int:
-        """Iterations that a directive issued now would still be in effect for."""
+        """Iterations for which the plan of a directive issued now would be in effect."""
         running = self._ledger.last_iteration + 1
         return self.spec.trainer.iterations - running - COMMIT_AHEAD
 
     @property
     def replan(self) -> Replan | None:
-        """The decision that waits for :meth:`settle`. Until then reports are taken in, and no other
-        decision is asked for."""
+        """The decision that waits for :meth:`settle`. Until then reports are processed, but no
+        other decision is requested."""
         return self._pending.replan if self._pending is not None else None
 
     def settle(self, asked: Replan, proposal: Proposal, now: float) -> None:
-        """Act on what :func:`~pipemorph.control.decide.replan.propose` made of ``asked``. A
-        proposal that is no longer waited for, since another attempt began, is dropped."""
+        """Act on the proposal that :func:`~pipemorph.control.decide.replan.propose` made for
+        ``asked``. Ignored if another attempt has begun since."""
         pending = self._pending
         if pending is None or pending.replan is not asked:
             return
@@ -329,7 +331,7 @@ class JobController:
     def _record(
         self, pending: Pending, proposal: Proposal, chosen: Option, now: float
     ) -> AdaptationRecord:
-        """What is known of a new plan when it is issued."""
+        """The record of a new plan, as far as known when it is issued."""
         asked, plan = pending.replan, chosen.plan
         returns = asked.cause not in ("slow", "worse", "memory") and plan.runs_as(asked.baseline)
         return AdaptationRecord(
@@ -356,7 +358,7 @@ class JobController:
         self._log(now, "keep", reason, f"no change: {reason}")
 
     def _note(self, now: float, topic: str, reason: str) -> None:
-        """A reason that would repeat with every report: once per attempt."""
+        """Record a reason only once per attempt, since it would repeat with every report."""
         if topic not in self._noted:
             self._noted.add(topic)
             self._keep(now, reason)
@@ -383,7 +385,7 @@ class JobController:
     # --- outliving the host ---------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
-        """What :meth:`restore` needs, as plain JSON-ready data."""
+        """The state that :meth:`restore` needs, as data for JSON."""
         judged = self._pending.before if self._pending else self._judgement.situation
         reported, baseline = self._reported, None
         if self._baseline != self._first:
@@ -412,8 +414,8 @@ class JobController:
         *,
         on_report: Callable[[LinkHealthReport], None] | None = None,
     ) -> JobController:
-        """A controller that goes on where a snapshot was taken. Link health refills from the
-        next reports. Raises :class:`InputError` if the snapshot cannot be used."""
+        """A controller that continues from a snapshot. The next reports restore the links' health.
+        Raises :class:`InputError` if the snapshot cannot be used."""
         saved = Snapshot.read(snapshot)
         self = cls(spec, attempt=saved.attempt, on_report=on_report)
         reported, judgement = self._reported, self._judgement

@@ -1,4 +1,4 @@
-"""The plan of version 0: what every rank and the controller derive from the spec alone."""
+"""Plan 0, which every rank and the controller derive from the spec alone."""
 
 from __future__ import annotations
 
@@ -21,27 +21,26 @@ from pipemorph.planning import (
 )
 
 QUICK_CELLS = 4096
-"""Stages × microbatches of a job that is planned within some 50 ms: a host need not have that
-done elsewhere. The largest there may be takes 100 times as long."""
+"""Largest number of stages × microbatches that is planned within about 50 ms, so that a host can do
+it in its own process. The largest possible job takes 100 times as long."""
 
 
 def planning_rules(spec: JobSpec) -> JobSpec:
-    """The spec without what no plan depends on: a pod template need not travel between
-    processes."""
+    """The spec without the fields that no plan depends on, such as the pod template: it is sent to
+    other processes."""
     return spec.model_copy(update={"template": None, "placement": None})
 
 
 def initial_routes(spec: JobSpec) -> tuple[Route, ...]:
-    """Route per link before anything is known: ``auto`` starts direct."""
+    """Route of each link before any measurement: ``auto`` starts direct."""
     route = Route.DELEGATED if spec.transport.route == "delegated" else Route.DIRECT
     return (route,) * (spec.parallelism.stages - 1)
 
 
 def initial_problem(spec: JobSpec) -> Problem:
-    """The problem version 0 is planned for: stated op times, or equal ones, and no delay.
+    """The problem of plan 0: the op times of the spec, or else equal ones, and no delays.
 
-    Raises :class:`~pipemorph.errors.InputError` for a spec of which each field is good, and
-    together they are not.
+    Raises :class:`~pipemorph.errors.InputError` if fields of the spec contradict each other.
     """
     stages = expected_times(spec)
     if stages is None:
@@ -65,41 +64,41 @@ def initial_problem(spec: JobSpec) -> Problem:
 
 @lru_cache(maxsize=64)
 def _schedule(problem: Problem) -> Schedule:
-    """A host asks for the same plan when it checks a job and again when it controls it: a
-    schedule is never changed."""
+    """Cached: a host needs the same schedule to check a job and to control it. Schedules are never
+    modified."""
     return plan(problem).schedule
 
 
 @lru_cache(maxsize=2)
 def _schedule_for_others(problem: Problem) -> Schedule:
-    """The largest take 10 MB, and here they are not held by anybody; jobs of one kind often come
-    one after the other."""
+    """Cached only briefly: the largest schedules take 10 MB and are not used in this process. Equal
+    jobs often come one after the other."""
     return plan(problem).schedule
 
 
 _shared: WeakValueDictionary[Problem, Schedule] = WeakValueDictionary()
-"""Those that somebody holds: jobs of one kind share one."""
+"""Schedules in use: equal jobs share one."""
 
 
 def share(problem: Problem, schedule: Schedule) -> Schedule:
-    """Let ``schedule``, perhaps made in another process, be the one for ``problem`` here, unless
-    there is one already. Returns the one that is used."""
+    """Use ``schedule``, which may come from another process, for ``problem``, unless this process
+    has one already. Returns the one that is used."""
     return _shared.setdefault(problem, schedule)
 
 
 def is_quick(spec: JobSpec) -> bool:
-    """Whether the plan of the start takes no longer than a host may compute in between."""
+    """Whether a host may compute plan 0 in its own process."""
     return spec.parallelism.stages * spec.schedule.microbatches <= QUICK_CELLS
 
 
 def is_shared(spec: JobSpec) -> bool:
-    """Whether somebody holds the schedule of the start."""
+    """Whether the schedule of plan 0 is in use in this process."""
     return initial_problem(spec) in _shared
 
 
 def initial_schedule(spec: JobSpec) -> Schedule:
-    """Schedule of version 0. Raises :class:`~pipemorph.errors.InputError` if the spec allows
-    none, as a fixed warm-up above an in-flight limit."""
+    """Schedule of plan 0. Raises :class:`~pipemorph.errors.InputError` if the spec allows none,
+    such as a fixed warm-up above an in-flight limit."""
     problem = initial_problem(spec)
     found = _shared.get(problem)
     return found if found is not None else share(problem, _schedule(problem))
@@ -111,12 +110,12 @@ def schedule_for_others(spec: JobSpec) -> Schedule:
 
 
 def check_schedule(spec: JobSpec) -> None:
-    """Raises :class:`~pipemorph.errors.InputError` if the spec allows no schedule."""
+    """Raise :class:`~pipemorph.errors.InputError` if the spec allows no schedule."""
     schedule_for_others(spec)
 
 
 def initial_plan(spec: JobSpec) -> Plan:
-    """Plan of version 0, the same on every machine: nothing but the spec goes in.
+    """Plan 0. It depends only on the spec.
 
     Raises :class:`~pipemorph.errors.InputError`, one line.
     """

@@ -1,7 +1,7 @@
-"""What an adaptation was worth: three numbers before and after every change.
+"""Records what each change of plan was worth: figures before and after it.
 
-Bubble fraction, iteration time and peak memory per stage; a change that lowers the bubble and
-breaks the memory is not a win. The same records go to report.json and to status.
+The figures are bubble fraction, iteration time, and peak memory per stage, since a change must not
+lower the bubble at the cost of too much memory. The same records go to report.json and to status.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from pipemorph.planning.ir import Route
 from pipemorph.wire import IterationSample
 
 AFTER = 8
-"""Iterations under the new plan that its figures are the median of."""
+"""Iterations under the new plan in the median of its figures."""
 BEFORE = 8
-"""Most iterations under the old plan that its figures are the median of."""
+"""Most iterations under the old plan in the median of its figures."""
 KEPT_ITERATIONS = 32
-"""Enough for what is asked of them: those before a change, after it, and the newest. A host has
-thousands of jobs, and their history is in the reports' receivers and in metrics."""
+"""Enough for the medians before and after a change and for the newest time. Bounded, since a host
+has thousands of jobs."""
 OPEN_RECORDS = 4
-"""Newest records whose figures may still be coming in."""
+"""Newest records that may still get figures."""
 KEPT_RECORDS = 256
 KEPT_DECISIONS = 64
 
 
 class AdaptationRecord(BaseModel):
-    """One directive and what came of it. Times in seconds, memory in bytes per stage.
+    """One directive and its effect. Times in seconds, memory in bytes per stage.
 
-    ``…_before`` are medians over the iterations from ``detectable_at`` until the new plan was
-    in effect: the old plan under what made it be replaced. ``…_after`` are medians over the
-    first iterations under the new one. None where there was nothing to measure.
+    ``…_before``: medians over the iterations from ``detectable_at`` until the new plan was in
+    effect, so the old plan under the conditions that caused the change. ``…_after``: medians over
+    the first iterations under the new plan. None if nothing was measured.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -43,12 +43,12 @@ class AdaptationRecord(BaseModel):
     plan_version: int
     kind: Literal["adapt", "return"]
     detected_at: float
-    """Controller's wall clock, seconds since the epoch."""
+    """Controller's wall clock, seconds since the Unix epoch."""
     detected_at_iteration: int
     detectable_at: int
-    """Iteration of the first window that showed the change: all later ones did so, too."""
+    """Iteration of the first window that showed the change, as all later ones did."""
     applied_at_iteration: int | None = None
-    """First iteration run under this plan; None until then, or if it was replaced before."""
+    """First iteration under this plan; None before it, or if the plan never took effect."""
     reason: str
     links: list[dict[str, Any]]
     warmup_before: list[int]
@@ -63,16 +63,16 @@ class AdaptationRecord(BaseModel):
     peak_memory_before: list[int | None] = Field(default_factory=list)
     peak_memory_after: list[int | None] = Field(default_factory=list)
     device_limits_before: list[int | None] = Field(default_factory=list)
-    """Microbatches with their activations on the device, per stage; None: no offload there."""
+    """Most microbatches with activations on the device, per stage; None: no offload."""
     device_limits_after: list[int | None] = Field(default_factory=list)
     offloaded: list[int] = Field(default_factory=list)
-    """Microbatches per iteration that the new plan moves to host memory, per stage."""
+    """Microbatches per iteration that the new plan offloads, per stage."""
     fused_stages: list[int] = Field(default_factory=list)
-    """Stages whose backwards the new plan fuses."""
+    """Stages with fused backwards under the new plan."""
 
 
 class Decision(BaseModel):
-    """One look at whether to adapt, and why it came out as it did."""
+    """One decision whether to adapt, and its reason."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -81,13 +81,13 @@ class Decision(BaseModel):
     kind: Literal["adapt", "return", "keep"]
     reason: str
     line: str
-    """What a terminal shows: of a change, the reason in short."""
+    """The text for a terminal, with a short form of the reason."""
     plan_version: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """One finished iteration, in as few bytes as it takes."""
+    """One finished iteration, stored compactly."""
 
     index: int
     seconds: float
@@ -97,7 +97,7 @@ class Finished:
 
 
 class Ledger:
-    """Iterations seen and adaptations made, kept bounded; fills records in as figures come."""
+    """Iterations and adaptations of a job. Bounded. Adds figures to records as they arrive."""
 
     def __init__(self) -> None:
         self.records: deque[AdaptationRecord] = deque(maxlen=KEPT_RECORDS)
@@ -108,8 +108,8 @@ class Ledger:
 
     @property
     def change_seconds(self) -> float | None:
-        """What a change of plan has cost so far: how much longer the first iteration of a new
-        plan took than those after it, the median of the last few; None before one."""
+        """Measured cost of a change of plan: how much longer the first iteration of a new plan took
+        than the next ones. Median of the last few changes; None before the first."""
         return _median(self._changes.values())
 
     @property
@@ -127,13 +127,13 @@ class Ledger:
 
     @property
     def finished(self) -> int:
-        """How many iterations of this attempt are known to have finished, bounded."""
+        """Number of finished iterations of this attempt that are kept."""
         return len(self._iterations)
 
     def add(
         self, samples: Iterable[IterationSample], peak_memory: Callable[[], list[int | None]]
     ) -> None:
-        """Take in finished iterations and complete the records they belong to."""
+        """Add finished iterations, and update the records that they belong to."""
         changed = False
         for sample in samples:
             self._iterations[sample.index] = Finished(
@@ -149,13 +149,13 @@ class Ledger:
             return
         for record in list(self.records)[-OPEN_RECORDS:]:
             self._complete(record, peak_memory)
-        # After that: a report may bring more iterations at once than are kept.
+        # Last, since one report may bring more iterations than are kept.
         if len(self._iterations) > KEPT_ITERATIONS:
             for stale in sorted(self._iterations)[:-KEPT_ITERATIONS]:
                 del self._iterations[stale]
 
     def new_attempt(self) -> None:
-        """Iterations start again; what was decided stays on record."""
+        """Drop the iterations, which count from 0 again; records and decisions stay."""
         self._iterations.clear()
         self._last = -1
 
@@ -186,7 +186,7 @@ class Ledger:
 
     def _before(self, detectable_at: int, applied_at: int) -> list[Finished]:
         earlier = [i for i in sorted(self._iterations) if i < applied_at]
-        if earlier:  # Of the plan that was replaced, not of one before it.
+        if earlier:  # Only iterations of the replaced plan, not of earlier ones.
             plan_version = self._iterations[earlier[-1]].plan_version
             earlier = [i for i in earlier if self._iterations[i].plan_version == plan_version]
         disturbed = [i for i in earlier if i >= detectable_at]

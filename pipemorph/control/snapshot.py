@@ -1,4 +1,4 @@
-"""A controller on record: what outlives its host, as JSON."""
+"""A controller's state that survives a restart of its host, as JSON."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pipemorph.wire import Directive, PlanMessage
 
 
 class Snapshot(BaseModel):
-    """What outlives the host: enough that a plan version is never given to another plan, that what
-    was changed is changed back, and that the records stay."""
+    """The saved state. With it, a plan version never names two plans, changes are undone after
+    recovery, and the records are kept."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -31,16 +31,16 @@ class Snapshot(BaseModel):
     flaps: int = 0
     bases: list[tuple[int, int, str, dict[str, float]]] = Field(default_factory=list)
     slow_series: list[tuple[int, int, str, float]] = Field(default_factory=list)
-    """Link, replica, direction and delay of what was slow when this was taken."""
+    """Link, replica, direction and delay of each slow direction."""
     records: list[AdaptationRecord] = Field(default_factory=list)
     baseline: PlanMessage | None = None
-    """The plan for links that are well, where measurements asked for another than the spec's."""
+    """The plan for healthy links, if it is not that of the spec."""
     footprints: list[tuple[int | None, float | None]] = Field(default_factory=list)
-    """Per stage: bytes that one microbatch holds, seconds that a copy of them takes."""
+    """Per stage: activation bytes of one microbatch, and seconds to copy them."""
 
     @staticmethod
     def read(data: Mapping[str, Any]) -> Snapshot:
-        """Raises :class:`InputError`, one line, if it is none."""
+        """Parse a snapshot. Raises :class:`InputError` with one line if it is invalid."""
         try:
             return Snapshot.model_validate(data)
         except ValidationError as error:
@@ -49,9 +49,9 @@ class Snapshot(BaseModel):
             raise InputError(f"the saved state is unusable: {where}: {first['msg']}") from None
 
     def plans(self, first: Plan) -> tuple[Plan, Plan]:
-        """The plan of the newest directive and that for links that are well; in place of one that
-        is not saved, ``first``, the spec's. Raises :class:`InputError` if one is not for as many
-        stages."""
+        """The plan of the newest directive, and the plan for healthy links; ``first``, the plan of
+        the spec, for one that is not saved. Raises :class:`InputError` if the number of stages
+        differs."""
         directive = self.directive.plan if self.directive else None
         found = [saved.plan() if saved else first for saved in (directive, self.baseline)]
         stages = first.schedule.stage_count
@@ -60,7 +60,7 @@ class Snapshot(BaseModel):
         return found[0], found[1]
 
     def judged(self, stages: tuple[StageTimes, ...]) -> Situation | None:
-        """What was judged last, with op times that are not on record; None if nothing was."""
+        """The situation of the last decision, with the given op times; None if none is saved."""
         links = len(stages) - 1
         if not len(self.slow) == len(self.wire_times) == len(self.delays) == links:
             return None

@@ -1,4 +1,4 @@
-"""What a controller shows of its job: for a progress line, report.json or status."""
+"""A controller's view of its job, for the progress line, report.json and status."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipemorph.planning.offload import offloaded
 
 @dataclass(frozen=True)
 class JobView:
-    """The job as last reported, for a progress line or status. Seconds."""
+    """The job as last reported. Times in seconds."""
 
     state: str
     message: str | None
@@ -31,13 +31,13 @@ class JobView:
     applied_plan_version: int
     peak_memory: list[int | None]
     offloaded: tuple[int, ...] = ()
-    """Microbatches per iteration that the wanted plan moves to host memory, per stage."""
+    """Microbatches per iteration that the wanted plan offloads, per stage."""
     rails: RailsView = field(default_factory=RailsView)
     transports: TransportsView = field(default_factory=TransportsView)
 
     @staticmethod
     def of(reported: Reported, ledger: Ledger, wanted: Plan, now: float) -> JobView:
-        """``now``: wall clock, seconds."""
+        """Make the view. ``now``: wall clock, seconds."""
         newest = ledger.newest()
         return JobView(
             state=reported.state,

@@ -1,7 +1,7 @@
-"""What could be run, and how long an iteration would take: the planner asked twice.
+"""Predicts the iteration time of the current plan and of its alternatives.
 
-Both the present plan and every alternative are predicted on the *same* measured op times,
-delays and routes, so that what the model leaves out falls out of the comparison.
+All are predicted with the *same* measured op times and delays, so that errors of the model mostly
+cancel in the comparison.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from pipemorph.planning import (
 from pipemorph.planning.search.variants import has_variants, variants
 
 SAME = 0.01
-"""Predictions closer than this are taken for equal: the model is no better than that."""
+"""Predictions within this fraction count as equal, since the model is not more exact."""
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What a decision rests on. Seconds; one entry per stage or link.
+    """Measurements for a decision. Seconds; one entry per stage or link.
 
-    ``wire_times`` are one-way times of a message as it is now; ``slow`` says which of them
-    are longer than normal, ``delays`` by how much. ``rooms`` is what the stages may hold, and the
-    limits of ``stages`` are the most a plan may be given of it; empty where nothing is limited.
+    ``wire_times``: current one-way times of a message; ``slow``: which of them are longer than
+    normal; ``delays``: by how much. ``rooms``: memory limits of the stages, from which the limits
+    in ``stages`` follow; empty if nothing is limited.
     """
 
     stages: tuple[StageTimes, ...]
@@ -67,7 +67,7 @@ class Forecast:
         self._warmup = tuple(warmup) if warmup is not None else None
 
     def problem(self, routes: tuple[Route, ...]) -> Problem:
-        """The planning problem with bytes travelling over ``routes``."""
+        """The planning problem with links on ``routes``."""
         problem = problem_for(
             self._spec.schedule.microbatches,
             self._situation.stages,
@@ -79,15 +79,15 @@ class Forecast:
         return problem if self._warmup is None else problem.with_warmup(self._warmup)
 
     def of(self, plan: Plan) -> Option:
-        """Predicted time of a (valid) plan under its own limits."""
+        """Predicted time of a valid plan, under the plan's own limits."""
         problem = self.problem(plan.routes).under(plan)
         if plan.dispatch is Dispatch.STATIC:
             return Option(plan, predict(plan.schedule, problem))
         return Option(plan, simulate(plan.schedule, problem, plan.dispatch).makespan)
 
     def fresh(self, routes: tuple[Route, ...]) -> list[Option]:
-        """Plans made for this situation: split and on the device, and where they are shorter
-        with fused backwards and with offload. Raises :class:`InputError` if there is none."""
+        """New plans for this situation: a plain one, and shorter ones with fused backwards or
+        offload. Raises :class:`InputError` if there is none."""
         problem, dispatch = self.problem(routes), self._spec.schedule.dispatch_kind
         if not has_variants(problem):
             return [self.of(plan(problem, Policy.PIPEMORPH).to_plan(0, routes, dispatch))]
@@ -97,17 +97,17 @@ class Forecast:
         return [self.of(each) for each, _ in made]
 
     def excess(self, plan: Plan) -> Excess | None:
-        """Where the plan holds more than there is room for; None if nowhere."""
+        """The first stage on which the plan exceeds its limits; None if there is none."""
         rooms = self._situation.rooms
         return excess(plan, rooms) if rooms else None
 
     def route_choices(
         self, current: tuple[Route, ...], initial: tuple[Route, ...]
     ) -> list[tuple[Route, ...]]:
-        """Ways for the bytes to travel that the spec allows, each once.
+        """The distinct routes of all links that the spec allows.
 
-        ``auto`` may move slow links, and only those: a healthy link is quickest direct. A
-        link nobody has heard of lately stays where it is.
+        ``auto`` may delegate slow links only, since a healthy link is fastest direct. A link
+        without recent samples keeps its route.
         """
         if self._spec.transport.route != "auto" or not self._spec.adaptation.allow_delegation:
             return [initial]
@@ -124,7 +124,7 @@ class Forecast:
 
 
 def runnable(plan: Plan) -> str | None:
-    """None if ranks may run the plan, else the one-line reason they must not."""
+    """None if ranks may run the plan, else the reason why not, in one line."""
     caps, device = plan.in_flight_limits, plan.device_limits
     try:
         validate(plan.schedule, caps, device)
@@ -136,8 +136,8 @@ def runnable(plan: Plan) -> str | None:
 
 
 def best(options: Iterable[Option]) -> Option:
-    """The quickest; among equals the one with the fewest delegated links, then with the fewest
-    stages that offload, then the first."""
+    """The fastest option. Among equals, the one with the fewest delegated links, then with the
+    fewest offloading stages, then the first."""
     ranked = list(options)
     quickest = min(option.seconds for option in ranked)
     equal = [option for option in ranked if option.seconds <= quickest * (1 + SAME)]

@@ -1,22 +1,22 @@
-"""How often a plan may change. Counts iterations, not seconds: a change costs iterations."""
+"""Limits how often a plan may change. Counts iterations, since a change costs iterations."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 HURRY = 3
-"""Directives in a row for links that became slow (several rarely do so in one window)."""
+"""Most directives in a row for links that became slow."""
 REFILL = 4
-"""Iterations until one more of those."""
+"""Iterations until one more of these directives is allowed."""
 SETTLE = 3
-"""Iterations under a plan before a change that can wait: enough to measure it."""
+"""Iterations under a plan before a change that is not urgent: enough to measure the plan."""
 HOLD, BACKOFF, MOST_FLAPS = 2, 4, 4
-"""Iterations a link must have been well before its old plan comes back; times BACKOFF for each
-time it turned slow soon after, at most MOST_FLAPS times. Going back in vain costs a few
-iterations at several times their length, staying costs each a few per cent: hence the factor.
-It also settles a fault that only the direct route has, which ends the moment it is avoided."""
+"""Iterations for which a link must be healthy before its old plan returns; multiplied by BACKOFF
+each time it became slow again soon, at most MOST_FLAPS times. A return that fails costs a few
+iterations of several times their length, waiting costs a few per cent of each: hence the factor. It
+also stops the changes for a fault of the direct route only, which ends whenever it is avoided."""
 SOON = 10
-"""A link that is slow again within this many holds has flapped."""
+"""A link that becomes slow again within this many holds has flapped."""
 
 
 @dataclass
@@ -34,12 +34,13 @@ class Pacing:
         return HOLD * int(BACKOFF**self.flaps)
 
     def may_hurry(self, finished: int) -> bool:
-        """For a link that became slow: at once, unless that happened too often lately."""
+        """Whether a link that became slow may cause a directive at once: not if there were too
+        many."""
         regained = max(0, finished - self._refilled_at) // REFILL
         return self._spent - regained < HURRY
 
     def hurried(self, finished: int) -> None:
-        """A slow link was judged. Counts against the limit, and tells a flap from a fault."""
+        """Record a directive for a slow link. Counts for the limit, and detects flaps."""
         regained = max(0, finished - self._refilled_at) // REFILL
         self._spent = max(0, self._spent - regained) + 1
         self._refilled_at = max(self._refilled_at, finished)
@@ -49,11 +50,11 @@ class Pacing:
             self._returned_at = None
 
     def is_settled(self, finished: int) -> bool:
-        """For everything else: once the last change has been measured."""
+        """Whether other causes may change the plan: after the last change has been measured."""
         return self._issued_at is None or finished - self._issued_at >= SETTLE
 
     def may_return(self, finished: int, well_since: int) -> bool:
-        """For a link that is well again since iteration ``well_since``."""
+        """Whether the plan of a link that is healthy since iteration ``well_since`` may return."""
         return finished - well_since >= self.hold
 
     def issued(self, finished: int, *, returning: bool) -> None:

@@ -1,7 +1,7 @@
-"""A decision as a pure function: what is known and runs now in, what should run out.
+"""Makes a decision, as a pure function from measurements and the current plan to a proposal.
 
-It takes from milliseconds to a second, a thousand times what a report takes, so a host with
-many jobs has it made in another process: both ends are plain values that can be pickled.
+It takes from milliseconds to a second, a thousand times as long as a report. So a host with many
+jobs runs it in another process: input and output are plain values that can be pickled.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ from pipemorph.errors import InputError
 from pipemorph.planning import Plan, Route
 
 Cause = Literal["slow", "worse", "eased", "recovered", "steady", "profile", "memory", "restart"]
-"""Why the situation deserves another judgement than the last one."""
+"""Why another decision is needed."""
 
 UNSEEN_CHANGE = 0.25
-"""What a change of plan is taken to cost before one was seen, in iterations of the present one."""
+"""Assumed cost of a change of plan before one was measured, in iterations of the current plan."""
 
 
 @dataclass(frozen=True)
 class Replan:
-    """All that goes into one decision.
+    """The input of one decision.
 
-    ``current`` is the plan in effect, ``baseline`` the one for links that are well. ``lost``: the
-    ranks run a plan that is not known here.
-    ``remaining`` iterations are left that a new plan would run, and changing has cost
-    ``change_seconds`` so far (None: it was not done yet).
+    ``current``: the plan in effect; ``baseline``: the plan for healthy links; ``lost``: the ranks
+    run a plan that the controller does not know; ``remaining``: iterations that a new plan would
+    run; ``change_seconds``: measured cost of a change, None before the first one.
     """
 
     spec: JobSpec
@@ -45,13 +44,13 @@ class Replan:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What came of it: the option to change to, or None and why the plan is kept.
+    """The result of a decision. ``chosen``: the option to change to; None keeps the plan.
 
-    ``current`` is the plan in effect as it is predicted now; None if it is not known. ``found``
-    is what the choice rests on, the finding that settled it first.
+    ``current``: the plan in effect with its predicted time, None if unknown. ``found``: the
+    findings that the choice is based on, the decisive one first.
 
-    No option that holds more than there is room for is ever chosen; and where the plan in effect
-    does, the best that does not is, whatever it costs.
+    An option that exceeds the memory limits is never chosen. If the plan in effect exceeds them,
+    the best option that does not replaces it, whatever it costs.
     """
 
     chosen: Option | None
@@ -62,7 +61,7 @@ class Proposal:
 def propose(asked: Replan) -> Proposal:
     """Predict the current plan and the alternatives on the same measurements, and choose.
 
-    Never raises on account of the situation: where there is no plan, the reason says so.
+    Does not raise if there is no plan for the situation: then the findings say so.
     """
     forecast = Forecast(asked.spec, asked.situation)
     try:
@@ -81,7 +80,7 @@ def propose(asked: Replan) -> Proposal:
 
 
 def _options(asked: Replan, forecast: Forecast) -> list[Option]:
-    """All that could run. Raises :class:`InputError` where nothing can."""
+    """All plans that could run. Raises :class:`InputError` if there is none."""
     options = []
     for routes in forecast.route_choices(asked.current.routes, asked.baseline.routes):
         if forecast.excess(asked.baseline) is None:
@@ -93,7 +92,7 @@ def _options(asked: Replan, forecast: Forecast) -> list[Option]:
 def _choose(
     asked: Replan, forecast: Forecast, options: Sequence[Option], current: Option | None
 ) -> tuple[Option | None, findings.Finding | None]:
-    """The option to change to and what it is worth, or None and why not."""
+    """The option to change to, or None, and the decisive finding."""
     situation = asked.situation
     if current is not None:
         too_much = forecast.excess(current.plan)
@@ -107,7 +106,7 @@ def _choose(
     gain = 1 - quickest.seconds / current.seconds if current.seconds > 0 else 0.0
     if gain >= asked.spec.adaptation.min_gain and gain > 0:
         return _if_it_pays(asked, current, quickest)
-    # Not quicker; but a link that is well again need not stay off its direct route.
+    # Not faster, but a recovered link can return to its direct route.
     may_ease = asked.cause in ("steady", "recovered")
     lighter = [
         option
@@ -125,7 +124,8 @@ def _choose(
 def _choose_baseline(
     asked: Replan, forecast: Forecast, options: Sequence[Option], current: Option | None
 ) -> tuple[Option | None, findings.Finding | None]:
-    """All links are well: the plan of the start, unless measured times ask for another."""
+    """Choose for healthy links: the baseline plan, unless another one is fast enough to replace
+    it."""
     least = 1 - asked.spec.adaptation.min_gain
     target, baseline = best(options), None
     if forecast.excess(asked.baseline) is None:
@@ -147,7 +147,7 @@ def _choose_baseline(
 def _if_it_pays(
     asked: Replan, current: Option, other: Option
 ) -> tuple[Option | None, findings.Finding | None]:
-    """``other``, if what it saves until the job is done is more than what changing costs."""
+    """``other``, if it saves more until the end of the job than the change costs."""
     seen = asked.change_seconds
     found = findings.Saves(
         seconds=(current.seconds - other.seconds) * asked.remaining,
@@ -159,13 +159,13 @@ def _if_it_pays(
 
 
 def _weighed(situation: Situation, options: Sequence[Option]) -> Iterator[findings.Finding]:
-    """What offload, fused backwards and the memory of the device do here."""
+    """Findings about offload, fused backwards and device memory."""
     away = [option for option in options if option.plan.offloading]
     here = [option for option in options if not option.plan.offloading]
     if away:
         quickest = min(away, key=lambda option: option.seconds)
         stages = quickest.plan.offloading
-        # There and back.
+        # Both ways.
         copies = 2 * max(situation.stages[i].offload_copy or 0.0 for i in stages)
         others = min((option.seconds for option in here), default=None)
         yield findings.OffloadWeighed(

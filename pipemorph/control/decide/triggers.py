@@ -1,4 +1,4 @@
-"""The situation that was judged last, and when another one deserves a judgement of its own."""
+"""Finds causes for another decision, by comparing with the situation of the last one."""
 
 from __future__ import annotations
 
@@ -17,26 +17,28 @@ from pipemorph.control.observe.stage_profile import expected_times
 from pipemorph.planning import Plan, StageTimes
 
 WARM_UP = 3
-"""Iterations before measured op times are held against those planned with."""
+"""Iterations before measured op times are compared with the planned ones."""
 PROFILE_EVERY = 50
-"""Iterations between two plans for op times that changed."""
+"""Least iterations between two decisions for changed op times."""
 COMPARE_EVERY = 5
-"""Iterations between two comparisons that found nothing."""
+"""Iterations between two comparisons without a difference."""
 MATERIAL = 0.25
-"""Change of a delay, as a fraction of it, that is worth another look."""
+"""Relative change of a delay that requires another decision."""
 MATERIAL_OP = 0.2
-"""Change of an op time, as a fraction of it, that is worth another look."""
+"""Relative change of an op time that requires another decision."""
 
 STEADY = 4
-"""Holds after which a delay that has not moved is looked at once more: on a route first used
-while the link was slow, what is left may be the route's own normal time."""
+"""Holds after which a constant delay is considered once more: on a route that was first used while
+the link was slow, it may be the route's normal wire time."""
 
 
 class Progress(NamedTuple):
-    """How far an attempt is. ``last``: index of the newest finished iteration, -1 before the
-    first; ``finished``: how many are known to have finished, bounded; ``measured``: whether every
-    stage has reported op times; ``applied``: whether the newest one ran the wanted plan, or there
-    was no directive yet."""
+    """Progress of an attempt.
+
+    ``last``: index of the newest finished iteration, -1 before the first; ``finished``: number of
+    finished iterations that are kept; ``measured``: whether every stage has reported op times;
+    ``applied``: whether the newest iteration ran the wanted plan, or there is no directive yet.
+    """
 
     last: int
     finished: int
@@ -46,16 +48,16 @@ class Progress(NamedTuple):
 
 @dataclass
 class Judgement:
-    """What was judged last in one attempt: at first, the situation the spec expects."""
+    """The situation of the last decision of an attempt; at first, the one that the spec expects."""
 
     spec: JobSpec
     situation: Situation
     _assumed_times: bool
-    """Whether the first plan is for op times that nobody has stated."""
+    """Whether plan 0 is for assumed op times, since the spec has none."""
     _after: int | None = None
-    """The newest finished iteration by then."""
+    """The newest finished iteration at the last decision."""
     _of_steady: bool = False
-    """Whether it was made for a delay that had not moved."""
+    """Whether the cause of the last decision was a constant delay."""
     _profiled_at: int | None = None
     _compare_from: int = 0
 
@@ -72,7 +74,7 @@ class Judgement:
         return Judgement(spec, situation, expected_times(spec) is None)
 
     def made(self, cause: Cause, situation: Situation, last: int) -> None:
-        """Another one is made for ``cause``, after iteration ``last``."""
+        """Record a decision for ``cause``, made after iteration ``last``."""
         self.situation, self._after = situation, last
         self._of_steady = cause == "steady"
         if cause in ("profile", "memory"):
@@ -81,7 +83,7 @@ class Judgement:
     def now(
         self, stages: tuple[StageTimes, ...], links: Sequence[LinkHealth], rooms: tuple[Room, ...]
     ) -> Situation:
-        """Now, with what was last judged in place of what is not known or about to change."""
+        """The current situation. Values that are unknown or in doubt are those of the last one."""
         before = self.situation
         known = [
             link.health is not Health.UNKNOWN and not (link.in_doubt and before.slow[i])
@@ -106,10 +108,9 @@ class Judgement:
     def cause(
         self, now: Situation, wanted: Plan | None, progress: Progress, *, hold: int
     ) -> Cause | None:
-        """Why the situation deserves another judgement than the last one, if it does.
+        """Why the situation requires another decision; None if it does not.
 
-        ``wanted`` is the plan in effect, None if it is not known here; ``hold`` is
-        :attr:`Pacing.hold`.
+        ``wanted``: the plan in effect, None if unknown; ``hold``: :attr:`Pacing.hold`.
         """
         if wanted is None:
             return "restart"
@@ -142,8 +143,8 @@ class Judgement:
         return any(now.slow) and waited >= STEADY * hold
 
     def profile_is_due(self, progress: Progress) -> bool:
-        """Whether to hold op times against those planned with: every few iterations, since that
-        takes longer than all else a report does while the links are well."""
+        """Whether to compare op times with the planned ones. Done every few iterations only, since
+        it is the most expensive part of a report while links are healthy."""
         if not progress.measured or progress.last < self._compare_from:
             return False
         if self._profiled_at is None:
@@ -151,7 +152,7 @@ class Judgement:
         return progress.last - self._profiled_at >= PROFILE_EVERY
 
     def _differs(self, now: Situation, progress: Progress) -> bool:
-        """Whether op times or normal wire times are not what was planned with."""
+        """Whether op times or normal wire times differ from the planned ones."""
         self._compare_from = progress.last + COMPARE_EVERY
         if self._assumed_times and self._profiled_at is None:
             return True
@@ -166,7 +167,7 @@ class Judgement:
             abs(new - old) > MATERIAL_OP * scale
             for new, old in zip(now.wire_times, before.wire_times, strict=True)
         )
-        # What a plan may hold, and a shorter backward that was not known of.
+        # Other limits, or a shorter fused backward that was unknown.
         limits = any(
             (new.in_flight_limit, new.device_limit) != (old.in_flight_limit, old.device_limit)
             or (old.fused_backward is None and new.fusing_pays)
@@ -177,15 +178,14 @@ class Judgement:
     def is_time(
         self, cause: Cause, links: Sequence[LinkHealth], progress: Progress, pacing: Pacing
     ) -> bool:
-        """Whether a directive may be issued for this cause now. If not, it will be looked at
-        again with the next report."""
+        """Whether a decision may be made for this cause now. If not, the next report asks again."""
         finished = progress.last
         if cause == "memory":
             return True
         if cause in ("slow", "restart"):
             return pacing.may_hurry(finished)
         if finished == self._after:
-            return False  # A delay that varies is looked at once per iteration.
+            return False  # For a varying delay, at most one decision per iteration.
         if cause == "worse":
             return pacing.may_hurry(finished)
         if not progress.applied:
@@ -202,13 +202,13 @@ class Judgement:
         return True
 
     def detectable_at(self, now: Situation, links: Sequence[LinkHealth], iteration: int) -> int:
-        """Iteration of the first window that showed what has changed since."""
+        """Iteration of the first window that showed the change."""
         turned = [
             link.since_iteration
             for link, was, is_slow in zip(links, self.situation.slow, now.slow, strict=True)
             if was != is_slow and link.since_iteration is not None
         ]
-        # Other causes have no first window: they are seen when they are looked for.
+        # Other causes have no first window: the current iteration.
         return min([*turned, iteration])
 
 

@@ -1,20 +1,20 @@
-"""Is one direction of one link slow, and by how much? Pure arithmetic, no clock.
+"""Detects whether one direction of one link is slow, and by how much. Pure, without a clock.
 
-A change point *and* the size of the change. Wire times come in windows (about 50 ms each);
-the normal wire time of the link (its base: moving 16 MB takes time, which is not a delay) is
-learned while it is healthy, and what is above it is the delay.
+Finds the change point *and* the size of the change. Wire times come in windows of about 50 ms. The
+detector learns the normal wire time of the link (its *base*: to move 16 MB takes time without any
+delay) while the link is healthy. The excess over the base is the delay.
 
-Why CUSUM and not Bayesian change-point detection (Greyhound; Adams & MacKay 2007). Here the
-level before the change is known and so is the least change that matters, and for that case a
-cumulative sum is the quickest test there is for a given rate of false alarms (Lorden 1971),
-costs a few additions per window, and has a threshold that can be read: how many windows it
-takes. ``benchmarks/detector.py`` runs both on the same series. Three things are added:
+Why CUSUM and not Bayesian change-point detection (Greyhound; Adams & MacKay 2007): the level before
+the change and the least relevant change are known. For this case a cumulative sum is the fastest
+test for a given rate of false alarms (Lorden 1971). It costs a few additions per window, and its
+threshold has a meaning: the number of windows. ``benchmarks/detector.py`` runs both on the same
+series. Three things are added:
 
-- increments are clipped to ±1, so that no single window, however late, can raise an alarm;
-- an alarm is verified by the median of the windows since the change point: at least
-  ``min_delay``, ``relative`` of the base and four times the link's own noise;
-- both edges have their own test: to be slow takes ``ALARM`` windows above the threshold, to be
-  healthy again ``CLEAR`` windows (more) below half of it. Between the two, nothing changes.
+- Increments are clipped to ±1, so that no single window can raise an alarm.
+- The median of the windows since the change point must confirm an alarm: it must exceed the base by
+  ``min_delay``, by the fraction ``relative`` of the base, and by four times the link's noise.
+- Both changes have their own test: to become slow takes ``ALARM`` windows above the threshold, to
+  become healthy ``CLEAR`` windows (more) below half of it.
 
 Memory is bounded: sums, and at most ``RECENT`` values.
 """
@@ -28,27 +28,29 @@ from math import erf, sqrt
 from statistics import fmean, median, pstdev
 
 ALARM = 3.0
-"""Windows well above the threshold before an alarm: the fewest that are not one hiccup."""
+"""Windows well above the threshold before an alarm: the fewest that one short stall does not
+reach."""
 CLEAR = 8.0
-"""Windows well below half the threshold before all is well: more, since going back early
-costs a slow iteration and going back late costs little."""
+"""Windows well below half the threshold before the link counts as healthy. More than for an alarm,
+since returning too early costs a slow iteration and returning late costs little."""
 LEARN = 5
-"""Windows that make a first base."""
+"""Windows from which the first base is learned."""
 RECENT = 40
-"""Windows an estimate of the delay is averaged over: about two seconds."""
+"""Windows in the average that estimates the delay: about two seconds."""
 SHIFT = 12
-"""Windows in a row on one side of the estimate before the older ones are dropped. Longer than
-a delay that is redrawn every 400 ms stays, so that jitter is averaged and a step followed."""
+"""Windows in a row on one side of the estimate before older ones are dropped. This is longer than
+jitter that changes every 400 ms stays on one side, so that jitter is averaged and a step
+followed."""
 NOISE_UP, NOISE_DOWN = 0.01, 0.001
-"""How fast the noise of a link follows its windows: what it was like in the last minute counts,
-and its worse moments more."""
+"""How fast the noise estimate follows the windows, upwards and downwards: over about the last
+minute, with more weight on noisy times."""
 DRIFT, DROP = 0.005, 0.1
-"""How fast the base follows its windows: hardly, so that a delay that creeps in does not become
-normal; but quickly down to windows far below it, since first windows are often slow."""
+"""How fast the base follows the windows: slowly, so that a gradual delay does not become normal,
+but fast down to windows far below it, since the first windows are often slow."""
 
 
 class Level(StrEnum):
-    """What a detector believes. LEARNING: no base yet."""
+    """State of a detector. LEARNING: no base yet."""
 
     LEARNING = "learning"
     HEALTHY = "healthy"
@@ -57,32 +59,32 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Thresholds:
-    """What counts as a change. ``min_delay`` in seconds; ``relative`` is a fraction of the base."""
+    """Least change that counts. ``min_delay``: seconds; ``relative``: fraction of the base."""
 
     min_delay: float = 0.002
     relative: float = 0.25
     noise: float = 4.0
 
     def of(self, base: float, noise: float) -> float:
-        """Least delay that counts. Noise raises it to at most ``noise`` times what it is
-        without, so that a link that is often slow does not make slowness normal."""
+        """Least delay that counts. Noise raises it by at most the factor ``noise``, so that a link
+        that is often slow does not make slow times normal."""
         quiet = max(self.min_delay, self.relative * base)
         return max(quiet, self.noise * min(noise, quiet))
 
 
 @dataclass
 class _Base:
-    """Normal wire time over one route, seconds, and its spread (mean absolute deviation)."""
+    """Normal wire time on one route in seconds, and its noise (mean absolute deviation)."""
 
     value: float
     noise: float = 0.0
     exact: bool = True
     guessed: bool = False
-    """First used while the link was slow: no window of the healthy link has been seen."""
+    """The route was first used while the link was slow, so no healthy window was seen on it."""
 
 
 class DelayDetector:
-    """One direction of one link of one replica. All times in seconds.
+    """Detector for one direction of one link of one replica. All times in seconds.
 
     Feed it windows with :meth:`observe`; read ``level``, ``delay`` (above the base),
     ``wire_time`` (base and delay), ``confidence`` and ``changed_at``.
@@ -93,38 +95,38 @@ class DelayDetector:
         self.level = Level.LEARNING
         self.route: str | None = None
         self.changed_at: int | None = None
-        """Mark of the first window of the present level: that after the last window which still
-        showed the level before."""
+        """Mark of the first window of the current level: the one after the last window that showed
+        the previous level."""
         self._bases: dict[str, _Base] = {}
         self._learning: list[tuple[float, bool]] = []
         self._sum = 0.0
         self._since: deque[float] = deque(maxlen=RECENT)
         self._suspected_at: int | None = None
         self._turned_at: int | None = None
-        """Mark of the first of the newest windows that all show the other level. A suspicion may
-        be older: it starts at half the threshold, and single windows do not end it."""
+        """Mark of the first of the newest windows that all show the other level. A suspicion may be
+        older, since it starts at half the threshold and single windows do not end it."""
         self._side = 0
         self._alarmed_at = 0.0  # The delay at the last alarm.
         self._carried = (0.0, 0.0, 0.0)
-        """Base, delay and noise of the route before this one."""
+        """Base, delay and noise of the previous route."""
 
-    # --- what is believed -----------------------------------------------------------------
+    # --- estimates ------------------------------------------------------------------------
 
     @property
     def base(self) -> float | None:
-        """Normal wire time on the present route; None while it is learned."""
+        """Normal wire time on the current route; None while it is being learned."""
         known = self._bases.get(self.route) if self.route is not None else None
         return known.value if known is not None else None
 
     @property
     def base_is_exact(self) -> bool:
-        """False where no arrival was ever observed when it happened: the base is a bound."""
+        """Whether any arrival was observed exactly. If not, the base is an upper bound."""
         known = self._bases.get(self.route) if self.route is not None else None
         return known is not None and known.exact
 
     @property
     def threshold(self) -> float:
-        """Least delay that counts, on the present route."""
+        """Least delay that counts on the current route."""
         known = self._bases.get(self.route) if self.route is not None else None
         return self.thresholds.of(known.value, known.noise) if known else self.thresholds.min_delay
 
@@ -138,19 +140,19 @@ class DelayDetector:
 
     @property
     def wire_time(self) -> float:
-        """One-way time of a message as it is now: base and delay. While a route's base is
-        learned, that of the route before."""
+        """Current one-way time of a message: base plus delay. While a route's base is being
+        learned, the value of the previous route."""
         base = self.base
         return (self._carried[0] if base is None else base) + self.delay
 
     @property
     def suspected_at(self) -> int | None:
-        """Mark of the window at which the present doubt began; None without doubt."""
+        """Mark of the window at which the current suspicion began; None without suspicion."""
         return self._suspected_at
 
     @property
     def confidence(self) -> float:
-        """Probability, 0 … 1, that the level is right: that the mean of its windows is on its
+        """Probability, 0 … 1, that the level is right: that the mean of the windows is on the right
         side of the middle between base and threshold (normal approximation)."""
         base = self.base
         if base is None:
@@ -166,8 +168,8 @@ class DelayDetector:
     # --- evidence -------------------------------------------------------------------------
 
     def is_late(self, value: float, *, route: str, slack: float = 0.0) -> bool | None:
-        """Whether a window is above the threshold; None where there is nothing to judge it by, or
-        the link is slow already. ``slack``: by so much ``value`` may be above the truth."""
+        """Whether a window is above the threshold; None if there is no base yet or the link is slow
+        already. ``slack``: how much ``value`` may exceed the true value."""
         known = self._bases.get(route)
         if self.level is not Level.HEALTHY or known is None or route != self.route:
             return None
@@ -183,30 +185,30 @@ class DelayDetector:
         slack: float = 0.0,
         weight: float = 1.0,
     ) -> None:
-        """One window: its median wire time, the iteration it belongs to (``mark``), its route.
+        """Process one window: its median wire time, its iteration (``mark``), its route.
 
-        ``exact=False``: ``value`` is an upper bound, at most ``slack`` (one op of the
-        receiver) above the truth. It then says only what lies outside that interval.
-        ``weight``: what it counts for towards an alarm, where something else than this link may
-        have made it late.
+        ``exact=False``: ``value`` is an upper bound, at most ``slack`` (one op of the receiver)
+        above the true value, so it only excludes values outside that interval. ``weight``: its
+        weight towards an alarm, less than 1 if something other than this link may have made it
+        late.
         """
         if route != self.route:
             self._switch(route)
         known = self._bases.get(route)
         if known is not None and self.changed_at is None:
-            self.changed_at = mark  # Restored: known of it is the time since now.
+            self.changed_at = mark  # After a restore, the earlier time is unknown.
         if known is None:
             self._learn(value, exact, mark)
             return
         if exact and not known.exact:
-            # The base was a bound. The first true value may put it right, downwards.
+            # The base was an upper bound. The first exact value may lower it.
             known.exact, known.value = True, min(known.value, value)
         if not exact:
             expected = self.wire_time
             if value - slack <= expected <= value:
                 return
             if value > expected:
-                # Certain is the bound less one op; from here on as good as a true value.
+                # The bound minus one op is certain, and from here on as good as an exact value.
                 value, slack = value - slack, 0.0
         if self.level is Level.SLOW:
             self._observe_slow(known, value, mark, 0.0 if exact else slack)
@@ -214,15 +216,15 @@ class DelayDetector:
             self._observe_healthy(known, value, mark, weight)
 
     def lower_base(self, base: float) -> bool:
-        """Take ``base`` for normal, as the link's peers suggest, if that is less by enough.
+        """Use ``base``, from the link's peers, as the normal wire time if it is much lower.
 
-        For a link that was slow before anything could be learned about it. True if taken.
+        For a link that was slow before its base was learned. Returns whether it was used.
         """
         known = self._bases.get(self.route) if self.route is not None else None
         if known is None or not known.exact or self.level is not Level.HEALTHY:
             return False
         limit = self.thresholds.of(base, known.noise)
-        # Twice what counts: links of one job differ somewhat, and that is no fault.
+        # Twice the threshold, since healthy links of a job differ somewhat.
         if known.value - base < 2 * limit:
             return False
         self._since = deque([known.value] * LEARN, RECENT)
@@ -231,16 +233,15 @@ class DelayDetector:
         return True
 
     def restore_base(self, route: str, base: float) -> None:
-        """Start from a base learned earlier (a host that was restarted)."""
+        """Start with a base learned earlier, before a restart of the host."""
         self._bases[route] = _Base(base)
         if self.route is None:
             self.route = route
             self.level = Level.HEALTHY
 
     def restore_slow(self, delay: float) -> None:
-        """Start from a delay that was there when the base was kept, after :meth:`restore_base`.
-        It takes as much evidence as ever to be healthy again: what nobody watched is no
-        recovery."""
+        """Start with the delay that was saved with the base. Call after :meth:`restore_base`. The
+        link needs the usual evidence to become healthy."""
         base = self.base
         if base is None:
             return
@@ -249,13 +250,14 @@ class DelayDetector:
         self.level = Level.SLOW
 
     def bases(self) -> dict[str, float]:
-        """Normal wire time per route, to be kept by a host."""
+        """Normal wire time per route, for a snapshot."""
         return {route: known.value for route, known in self._bases.items()}
 
     # --- the parts ------------------------------------------------------------------------
 
     def _switch(self, route: str) -> None:
-        """The bytes travel another way: another base. The level stays until windows tell."""
+        """Change to another route, which has its own base. The level stays until windows change
+        it."""
         before = self._bases.get(self.route) if self.route is not None else None
         if before is not None:
             self._carried = (before.value, self.delay, before.noise)
@@ -273,7 +275,7 @@ class DelayDetector:
             self._suspected_at = mark
         self._learning.append((value, exact))
         true = [v for v, was_exact in self._learning if was_exact]
-        # A slow link's delay may vary: enough windows to see more than one draw of it.
+        # The delay of a slow link may vary: use enough windows to see several values of it.
         enough = 2 * LEARN if self.level is Level.SLOW else LEARN
         if len(true) < enough and len(self._learning) < 4 * LEARN:
             return
@@ -281,8 +283,8 @@ class DelayDetector:
         level = median(true) if true else min(v for v, _ in self._learning)
         self._learning.clear()
         if self.level is Level.SLOW:
-            # Another route of a slow link. Either this route avoids what is wrong, and all of it
-            # is its base; or the delay came along, and the rest is.
+            # Another route of a slow link. Either it avoids the fault, and its whole wire time is
+            # its base; or the delay is here too, and the base is the rest.
             usual, delay, noise = self._carried
             came_along = values[int(0.8 * len(values))] - usual > delay / 4
             base = max(min(usual, level), level - delay) if came_along else level
@@ -302,7 +304,7 @@ class DelayDetector:
         threshold = self.thresholds.of(known.value, known.noise)
         step = min(1.0, max(-1.0, (value - known.value) / threshold - 0.5))
         self._sum = max(0.0, self._sum + (step * weight if step > 0 else step))
-        # Also from windows under suspicion: a shared machine has hiccups of many windows.
+        # Suspicious windows count as well: stalls of a shared machine last many windows.
         deviation = min(abs(value - known.value), threshold)
         self._turn(value - known.value >= threshold, mark)
         rate = NOISE_UP if deviation > known.noise else NOISE_DOWN
@@ -322,10 +324,11 @@ class DelayDetector:
                 self._become(Level.SLOW, mark if self._turned_at is None else self._turned_at)
 
     def _observe_slow(self, known: _Base, value: float, mark: int, slack: float) -> None:
-        """``slack`` above 0: ``value`` is a bound. Below the line it proves more than a value
-        with noise on it; above, it proves nothing if the truth may still be below."""
+        """Process a window while slow. If ``slack`` is above 0, ``value`` is an upper bound: below
+        the line it is stronger evidence than a noisy value; above it, it is none if the true value
+        may be below."""
         if known.guessed:
-            # Guessed too high, low draws of a varying delay would pass for recovery.
+            # If the guess is too high, low values of a varying delay would look like recovery.
             known.value = min(known.value, value + 3 * known.noise)
         threshold = self.thresholds.of(known.value, known.noise)
         line = known.value + threshold / 2
@@ -337,10 +340,10 @@ class DelayDetector:
             self._suspected_at = None
         elif self._suspected_at is None:
             self._suspected_at = mark
-        # With a guessed base, twice the evidence: more than one draw of a delay that varies.
+        # A guessed base needs twice the evidence, since the delay may vary.
         if self._sum >= (2 * CLEAR if known.guessed else CLEAR):
             if len(self._since) < RECENT and not known.guessed:
-                # A hiccup: if there are more of its size, they are the link's noise.
+                # A short stall: further ones of its size are noise of the link.
                 known.noise = max(known.noise, 1.2 * self._alarmed_at / self.thresholds.noise)
             known.guessed = False
             self._since.clear()
@@ -349,7 +352,7 @@ class DelayDetector:
             self._follow(value, threshold)
 
     def _follow(self, value: float, threshold: float) -> None:
-        """Keep the estimate: an average, restarted when the delay has moved for good."""
+        """Update the estimate: an average, restarted when the delay has changed permanently."""
         if self._since:
             estimate = fmean(self._since)
             margin = max(threshold / 2, 0.2 * (estimate - (self.base or 0.0)))
@@ -361,7 +364,7 @@ class DelayDetector:
             self._side = 0
 
     def _turn(self, shows_other_level: bool, mark: int) -> None:
-        """Keep :attr:`_turned_at` after one more window."""
+        """Update :attr:`_turned_at` after a window."""
         if not shows_other_level:
             self._turned_at = None
         elif self._turned_at is None:

@@ -1,11 +1,11 @@
-"""Health of a job's links: a detector per direction and replica, one state per link.
+"""Health of a job's links: one detector per direction and replica, one state per link.
 
-A plan holds for all replicas and knows one one-way delay per link, so a link is as slow as
-its slowest direction on its slowest replica: an activation and the gradient that answers it
-pass it once each way, and the slower of the two decides how much slackness is needed.
+A plan applies to all replicas and has one one-way delay per link. So a link is as slow as its
+slowest direction on its slowest replica: an activation and its gradient cross the link once each
+way, and the slower way determines the slackness that is needed.
 
-Links do not fail together, machines stall: a late window counts for little while most links of
-the job are late.
+While most links of a job are late, a late window counts for little: links rarely fail together, but
+machines stall.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from pipemorph.wire import LinkSample
 FORWARD, BACKWARD = "forward", "backward"
 
 FEW_LINKS = 4
-"""With fewer, most of them may well be slow at once."""
+"""With fewer links, most of them may really be slow at once."""
 TOGETHER_SECONDS = 0.15
-"""Windows that close within this time show the same moment: ranks report every 50 ms, each at
-its own."""
+"""Windows that end within this time count as simultaneous: ranks report every 50 ms, but not in
+step."""
 COMMON_WEIGHT = 1 / 8
-"""What a late window counts for while most links are late: a machine that stalls, for tens of
-milliseconds and not for seconds. Should all links be slow indeed, that is 24 windows in a row."""
+"""Weight of a late window while most links are late, which is mostly a machine that stalls for tens
+of milliseconds. If all links are really slow, detection takes 24 windows in a row."""
 
 
 class Health(StrEnum):
-    """State of a link. UNKNOWN: no samples yet, too few to know its base, or none lately."""
+    """State of a link. UNKNOWN: no samples, too few to know its base, or no recent ones."""
 
     HEALTHY = "healthy"
     SLOW = "slow"
@@ -40,20 +40,20 @@ class Health(StrEnum):
 
 @dataclass(frozen=True)
 class LinkHealth:
-    """What is believed of one link. Times in seconds, one way."""
+    """The estimated state of one link. Times in seconds, one way."""
 
     link: int
     health: Health
     delay: float = 0.0
     """Above the normal wire time; 0 unless slow."""
     wire_time: float = 0.0
-    """As a message experiences it now: normal wire time and delay."""
+    """Current one-way time of a message: normal wire time plus delay."""
     confidence: float = 0.0
     """Probability that ``health`` is right."""
     in_doubt: bool = False
-    """Slow, but the latest windows look like recovery: the delay is about to change."""
+    """Slow, but the newest windows suggest recovery: the delay is about to change."""
     since_iteration: int | None = None
-    """Iteration of the first window that showed it."""
+    """Iteration of the first window that showed this state."""
     replica: int = 0
     direction: str = FORWARD
     """Replica and direction with the longest wire time."""
@@ -77,11 +77,11 @@ class _Series:
     seen_at: float
     judged_at: float = float("-inf")
     late_at: float = float("-inf")
-    """When a window last could be judged, and when one was late."""
+    """Times of the newest window that could be judged, and of the newest late one."""
 
 
 class _Window(NamedTuple):
-    """One sample, as a detector takes it."""
+    """One sample, as input of a detector."""
 
     series: _Series
     value: float
@@ -109,8 +109,8 @@ class LinkBook:
     def observe(
         self, samples: Sequence[LinkSample], now: float, *, op_time: Callable[[int], float]
     ) -> None:
-        """Take in the windows of a report. ``op_time(stage)``: longest op of a stage, seconds,
-        infinite if not known; by so much may a window without an exact arrival be too long."""
+        """Process the windows of a report. ``op_time(stage)``: longest op of a stage in seconds,
+        infinite if unknown. A window without an exact arrival may be too long by that much."""
         windows = [self._window(s, now, op_time) for s in samples if s.wire.count > 0]
         any_late = False
         for window in windows:
@@ -147,7 +147,7 @@ class LinkBook:
         exact = sample.wire.exact > 0
         return _Window(
             series,
-            # Of upper bounds the least is the closest.
+            # Of several upper bounds, the least is the closest.
             sample.wire.p50 if exact else sample.wire.min,
             sample.iteration,
             sample.route.value,
@@ -156,25 +156,25 @@ class LinkBook:
         )
 
     def _most_are_late(self, now: float) -> bool:
-        """Whether most links were late at this moment, of those that are not slow already: then
-        it is what they share, the machine or the job, and not each of them."""
+        """Whether most links that are not slow already were late at this moment. The cause is then
+        something they share, the machine or the job."""
         since = now - TOGETHER_SECONDS
         judged = {key[0] for key, s in self._series.items() if s.judged_at >= since}
         late = {key[0] for key, s in self._series.items() if s.late_at >= since}
         return len(judged) >= FEW_LINKS and 2 * len(late) > len(judged)
 
     def compare_peers(self) -> None:
-        """Find links that were slow from the start, when their own base was learned slow.
+        """Find links that were slow from the start, so that their base was learned too high.
 
-        Messages between stages of one job are alike, so a link's normal wire time should be
-        about that of its peers: the lower quartile, since several may be slow at once.
+        Messages between the stages of a job are alike, so a link's normal wire time should be close
+        to that of its peers. The lower quartile is used, since several may be slow at once.
         """
         by_route: dict[str | None, list[DelayDetector]] = {}
         for series in self._series.values():
             if series.detector.base is not None:
                 by_route.setdefault(series.detector.route, []).append(series.detector)
         for detectors in by_route.values():
-            # Two directions of one link are no majority against each other.
+            # Fewer cannot outvote the two directions of one link.
             if len(detectors) < 4:
                 continue
             bases = sorted(d.base or 0.0 for d in detectors)
@@ -183,12 +183,12 @@ class LinkBook:
                 detector.lower_base(usual)
 
     def is_silent(self, now: float) -> bool:
-        """Whether no link has been heard of for the time after which samples are stale."""
+        """Whether all links have been without samples for longer than ``stale_after``."""
         return all(now - s.seen_at > self._stale_after for s in self._series.values())
 
     @property
     def any_slow(self) -> bool:
-        """Whether any direction of any link is taken for slow, heard of lately or not."""
+        """Whether any direction of any link is slow, with or without recent samples."""
         return any(s.detector.level is Level.SLOW for s in self._series.values())
 
     def states(self, now: float) -> tuple[LinkHealth, ...]:
@@ -212,7 +212,7 @@ class LinkBook:
         slow = [(key, d) for key, d in fresh if d.level is Level.SLOW]
         (_, replica, direction), worst = max(slow or fresh, key=lambda pair: pair[1].wire_time)
         since = [d.changed_at for _, d in slow or fresh if d.changed_at is not None]
-        # Slow began with the first direction that showed it; healthy with the last.
+        # Slow since the first direction became slow; healthy since the last one recovered.
         began = (min if slow else max)(since) if since else None
         return LinkHealth(
             link=link,
@@ -237,7 +237,7 @@ class LinkBook:
         ]
 
     def restore_bases(self, rows: Iterable[tuple[int, int, str, Mapping[str, float]]]) -> None:
-        """Inverse of :meth:`bases`, before the first sample."""
+        """Inverse of :meth:`bases`. Call before the first sample."""
         for link, replica, direction, bases in rows:
             self._known_bases[link, replica, direction] = dict(bases)
 
@@ -250,12 +250,12 @@ class LinkBook:
         ]
 
     def restore_delays(self, rows: Iterable[tuple[int, int, str, float]]) -> None:
-        """Inverse of :meth:`delays`, before the first sample."""
+        """Inverse of :meth:`delays`. Call before the first sample."""
         for link, replica, direction, delay in rows:
             self._known_delays[link, replica, direction] = delay
 
 
 def _plannable(detector: DelayDetector) -> float:
-    """One-way time to plan with. A base that is only a bound counts as nothing: it would make
-    every busy receiver look like a slow wire."""
+    """One-way time for the planner. A base that is only an upper bound counts as 0: otherwise every
+    busy receiver would look like a slow link."""
     return detector.wire_time if detector.base_is_exact else detector.delay
