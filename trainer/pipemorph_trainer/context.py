@@ -1,18 +1,18 @@
-"""Where a rank runs: torchrun's environment and what the host adds to it.
+"""A rank's context: the environment variables of torchrun and of PipeMorph's hosts.
 
 ====================== ==========================================================
 variable               meaning
 ====================== ==========================================================
 RANK, WORLD_SIZE, …    as torchrun sets them (``PET_*`` names are read as well)
-PIPEMORPH_JOB_FILE     the PipeMorphJob as JSON; without it: programmatic use
+PIPEMORPH_JOB_FILE     the PipeMorphJob as JSON; without it arguments decide
 PIPEMORPH_ARGS         ``spec.trainer.args`` as JSON
 PIPEMORPH_NAMESPACE    namespace of the job
 PIPEMORPH_ATTEMPT      attempt number, from 0
 PIPEMORPH_SECRET_FILE  file with the attempt's engine secret
 PIPEMORPH_INGEST_URL   base URL of the ingest; without it there is no agent
 PIPEMORPH_TOKEN_FILE   file with the bearer token for the ingest
-PIPEMORPH_CA_FILE      PEM file the agent trusts the ingest's certificate by
-PIPEMORPH_METRICS_PORT port of the rank's Prometheus metrics; without it: none
+PIPEMORPH_CA_FILE      PEM file with the authority of the ingest's certificate
+PIPEMORPH_METRICS_PORT port of the rank's Prometheus metrics; without it none
 PIPEMORPH_TRACE_DIR    folder for per-rank op traces; without it none are written
 PIPEMORPH_TRACE_BYTES  most bytes of a rank's op trace; default 256 MiB
 ====================== ==========================================================
@@ -42,7 +42,7 @@ LEAST_TRACE_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class TrainerContext:
-    """A rank's place in the world. Build it with :meth:`from_env`."""
+    """Identity and configuration of a rank. Build it with :meth:`from_env`."""
 
     rank: int
     world_size: int
@@ -62,8 +62,8 @@ class TrainerContext:
 
     @staticmethod
     def from_env(environ: Mapping[str, str] = os.environ) -> TrainerContext:
-        """Read the environment, and the files it names. Raises :class:`InputError` naming a
-        variable that is missing or unreadable."""
+        """Read the environment, and the files that it names. Raises :class:`InputError`, which
+        names the variable that is missing or invalid."""
 
         def number(name: str, default: int | None = None) -> int:
             for key in (name, f"PET_{name}"):

@@ -1,6 +1,6 @@
-"""The devices of this machine: which one is a rank's, and what there is.
+"""The devices of this machine, and the one that a rank uses.
 
-``python -m pipemorph_trainer.devices`` says what torch and the engine see here, as JSON, for
+``python -m pipemorph_trainer.devices`` prints as JSON what torch and the engine see, for
 `pipemorph doctor`, which is part of the core and imports neither.
 """
 
@@ -18,8 +18,8 @@ from pipemorph_trainer.topology.gpu_affinity import pci_address
 
 
 def own_device(local_rank: int) -> torch.device:
-    """This rank's own GPU where every rank of this machine has one, else the CPU: NCCL wants no
-    two ranks on a GPU. ``LOCAL_WORLD_SIZE`` says how many ranks there are.
+    """This rank's GPU if every rank of this machine can have one, else the CPU: NCCL does not allow
+    two ranks on a GPU. ``LOCAL_WORLD_SIZE`` is the number of ranks on the machine.
 
     Raises :class:`InputError` if it is not a number.
     """
@@ -33,7 +33,7 @@ def own_device(local_rank: int) -> torch.device:
 
 
 def facts() -> dict[str, Any]:
-    """``torch``: its version; ``engine``: built or not; ``gpus``: name, bytes, PCI address."""
+    """``torch``: version; ``engine``: whether it is built; ``gpus``: name, bytes, PCI address."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = []
     for i in range(count):

@@ -1,4 +1,4 @@
-"""What ends a training run, worded so that the missing message or the lost peer is named."""
+"""Errors of the trainer. Their messages name the missing message, the lost peer, or the input."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pipemorph.errors import InputError, PipeMorphError
 
 
 def first_sentence(error: BaseException) -> str:
-    """What went wrong, of an error of torch: without the place in its sources it starts with
-    and the advice it ends with."""
+    """The first sentence of an error of torch, without the source location before it and the advice
+    after it."""
     lines = str(error).splitlines()
     line = lines[0] if lines else type(error).__name__
     if line.startswith("[/"):
@@ -16,28 +16,28 @@ def first_sentence(error: BaseException) -> str:
 
 
 class PipelineError(PipeMorphError):
-    """The pipeline cannot go on; the message says who waited for what, and why."""
+    """The pipeline cannot continue. The message says which rank waited for what, and why."""
 
 
 class WaitTimeoutError(PipelineError):
-    """A message did not come within its deadline. Names the message, the link and the route."""
+    """A message missed its deadline. The error names the message, the link and the route."""
 
 
 class PeerLostError(PipelineError):
-    """A neighbour closed its connection without a goodbye: it died or was killed."""
+    """A neighbour's connection closed without a goodbye: the neighbour failed or was killed."""
 
 
 class ShapeError(PipelineError):
-    """Tensors do not have the shapes agreed on; names both."""
+    """Tensors have other shapes than agreed. The error names both."""
 
 
 class BatchError(ShapeError, InputError):
-    """Some rank was given a batch that does not fit; names the rank and what does not fit.
+    """A rank got a batch that does not fit. The error names the rank and the input.
 
-    Raised by ``step`` on every rank of the job. No gradient has changed, and the next ``step``
-    may go on.
+    ``step`` raises it on every rank of the job. No gradient has changed, and ``step`` can be called
+    again.
     """
 
 
 class SplitError(RuntimeError):
-    """A stage cannot do what was asked of it; the message names the module or parameter."""
+    """A stage cannot be run as requested. The message names the module or parameter."""

@@ -1,8 +1,8 @@
 """Several stages per rank, run in the order of an interleaved schedule.
 
-One executor per stage, one order per rank: the next op waits for its own message, whichever
-stage it is of. Every kind still runs in microbatch order on every stage, so results are to the
-bit those of a sequential run.
+There is one executor per stage and one order per rank. The next op of the order waits for its
+message, on whichever stage it is. Each kind of op runs in microbatch order on every stage, so
+results are bitwise equal to those of a sequential run.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from pipemorph_trainer.topology.coordinate import Coordinate
 class InterleavedPipeline:
     """The stages of this rank, stepped like :class:`pipemorph_trainer.Pipeline`.
 
-    Static order over torch.distributed (gloo) on the CPU, one replica, one schedule from
-    start to end: it neither adapts nor reports.
+    Runs one schedule in static order over torch.distributed (gloo) on the CPU, with one replica. It
+    neither adapts nor reports.
 
     Args:
         stages: this rank's stages by number, as ``schedule`` places them. Stage 0 gets the
-            arguments of :meth:`step`, stage *s* the tensors stage *s-1* returned.
-        context: where this rank runs; as many ranks as the schedule has.
+            arguments of :meth:`step`, stage *s* the tensors that stage *s-1* returned.
+        context: identity of this rank; the job has as many ranks as the schedule.
         schedule: of ``pipemorph.planning.policies.interleaved``, or read from torch's CSV
             (``pipemorph.planning.formats.torch_csv.parse_csv``).
         loss_fn: ``loss_fn(output, target)`` → scalar, on the rank of the last stage, unless
             its module returns the loss itself.
-        faults: a fault trace; link *s* joins stage *s* and *s+1*. Links within a rank have none.
+        faults: a fault trace; link *s* joins stages *s* and *s+1*. Not for links within a rank.
         deadline_seconds: longest wait for one message.
 
     Raises :class:`InputError` if stages, ranks and schedule do not fit.
@@ -97,8 +97,8 @@ class InterleavedPipeline:
             op_clock=op_clock,
             begin_wait=self._waiting.begin,
             end_wait=self._waiting.end,
-            # Two stages of a rank take turns: a bound on sends of one could hold up the
-            # other, and the ranks would wait for each other.
+            # The stages of a rank take turns: a bound on the sends of one could block another,
+            # and the ranks would wait for each other.
             max_sends=schedule.microbatches,
         )
         address = own_address(context.master_addr)
@@ -139,7 +139,7 @@ class InterleavedPipeline:
         self._training_began = 0.0
         self.iteration = 0
         self.ops: list[tuple[int, TimedOp]] = []
-        """``(stage, op)`` in the order run, of the last iteration."""
+        """``(stage, op)`` of the last iteration, in the order run."""
 
     @staticmethod
     def _check(
@@ -165,18 +165,17 @@ class InterleavedPipeline:
 
     @property
     def splits(self) -> dict[int, str]:
-        """How each stage of this rank splits its backward. Known after the first step."""
+        """How each stage of this rank splits its backward. Final after the first step."""
         return {stage: runner.split for stage, runner in self._runners.items()}
 
     def step(self, *args: Any, target: Any = None) -> Tensor:
         """Run one iteration: forward and backward of all microbatches on all stages.
 
-        Call it on every rank. ``args`` are used where stage 0 is and ``target`` where the last
-        stage is; both are split into N microbatches along dimension 0.
+        Call it on every rank. The rank of stage 0 uses ``args``, the rank of the last stage
+        ``target``; both are split into N microbatches along dimension 0.
 
-        Returns the loss on **every** rank: the mean over microbatches, 0-dim float32.
-        Gradients are added to ``.grad``. Raises :class:`PipelineError` naming the message
-        that did not come.
+        Returns the loss on **every** rank: the mean over microbatches, 0-dim float32. Gradients are
+        added to ``.grad``. Raises :class:`PipelineError` if a message does not arrive.
         """
         if self._closed:
             raise PipelineError(f"rank {self._rank}: step() after close()")
@@ -207,8 +206,8 @@ class InterleavedPipeline:
             )  # fmt: skip
 
         for executor in self._executors.values():
-            # The first messages come behind the first F and B of every stage, which compile, tune
-            # or load.
+            # The first messages follow the first F and B of every stage, which compile, tune or
+            # load.
             executor.allow(self._deadline * (self._last + 1 if self.iteration == 0 else 1))
         self._training_began = self._training_began or time()
         for end in self._links.ends:
@@ -219,7 +218,7 @@ class InterleavedPipeline:
         self.ops = []
         for stage, kind, microbatch in self._order:
             if stage not in outcomes:
-                # Its shapes come with its first microbatch, not before.
+                # Its shapes arrive only with its first microbatch.
                 begin(stage)
             self._executors[stage].run_op(kind, microbatch)
             self.ops.append((stage, outcomes[stage].ops[-1]))
@@ -232,7 +231,7 @@ class InterleavedPipeline:
         return self._share_loss(outcomes.get(self._last))
 
     def close(self) -> None:
-        """Finish: say goodbye to the neighbours. Idempotent."""
+        """End the connections to the neighbours. Idempotent."""
         self._release(goodbye=True)
 
     def __enter__(self) -> InterleavedPipeline:
@@ -273,7 +272,7 @@ class InterleavedPipeline:
         self._waiting.end()
 
     def _between_ops(self) -> None:
-        """Read every control socket: one that is not read would wake all waits of other stages."""
+        """Read every control socket: unread data would wake up all waits of other stages."""
         for end in self._links.ends:
             end.socket.pump()
             if end.socket.lost is not None and end.link not in self._forgotten:

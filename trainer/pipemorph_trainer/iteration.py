@@ -1,6 +1,6 @@
-"""The iterations of one rank: from the commit of a plan to the agreement on the next.
+"""Runs the iterations of one rank: from the commit of a plan to the agreement on the next one.
 
-``docs/trainer.md``, "An iteration", has the steps in their order.
+The section "An iteration" of ``docs/trainer.md`` lists the steps in order.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class Iterations:
     """Runs one iteration after another. Main thread only.
 
     Args:
-        world: whom this rank shares losses, gradients and agreements with.
+        world: the ranks with which this one shares losses, gradients and agreements.
         neighbours: the links of the stage.
-        stage: what runs the ops.
-        replicas: keeps its replicas alike; None where there is one, or the stage is emulated.
-        plans: what may run; plans that come from ``control`` go there.
-        reporter, trace: what is told of each iteration, and written of it.
-        poller: what the executor waits on; ``op_clock``: when ops run, for the links.
-        wait: for collectives, and says in words what is waited for.
-        deadline: longest wait for one message, seconds. In the first iteration of a module it is
-            that times the stages: its first messages come behind the first F and B of every
-            stage, in which a module is compiled, tuned or loaded.
+        stage: runs the ops.
+        replicas: keeps the stage's replicas equal; None for one replica or an emulated stage.
+        plans: the plans of this rank; plans from ``control`` are added to it.
+        reporter, trace: report each iteration, and write its trace.
+        poller: waits for events for the executor; ``op_clock``: tells the links when ops run.
+        wait: waits for collectives, and describes the wait.
+        deadline: longest wait for one message, seconds. For the first iteration of a module it is
+            multiplied by the number of stages: its first messages follow the first F and B of
+            every stage, in which a module is compiled, tuned or loaded.
     """
 
     def __init__(
@@ -104,24 +104,24 @@ class Iterations:
         )
         self._token = TokenPass(self._coordinate, neighbours, self._executor.mail)
         self.rounds = Rounds(plans, world=world, wait=wait, report=self._report)
-        """What became of the iterations that have run; to be told when they are over."""
+        """Agreements and results of the iterations; told when an iteration is over."""
         self._deadline = deadline
         self._warm = stage.module is None
-        """Whether the first iteration is over, which finds out how the stage runs. One that is
-        emulated is known."""
+        """Whether the first iteration with its self-test is over. Emulated stages need none."""
         self._training_began = 0.0
         self._polled_at = 0.0
         self._wanted: Plan | None = None
-        """The newest plan that came in this iteration; prepared at its end."""
+        """The newest plan that arrived in this iteration; prepared at its end."""
 
     def run(
         self, iteration: int, inputs: Inputs, shapes: Any, refusal: Exception | None = None
     ) -> float:
-        """Run one: forward and backward of all microbatches, gradients over the replicas.
+        """Run one iteration: forward and backward of all microbatches, and the gradient average
+        over the replicas. Returns the loss.
 
-        ``shapes``: what tells a change of shapes on stage 0. ``refusal``: why what this rank was
-        given does not fit. Returns the loss. Raises :class:`BatchError` on all ranks if any was
-        given what does not fit, :class:`PipelineError` naming the message that did not come.
+        ``shapes``: changes if the shapes on stage 0 change. ``refusal``: why the input of this rank
+        does not fit. Raises :class:`BatchError` on all ranks if the input of any does not fit, and
+        :class:`PipelineError` if a message does not arrive.
         """
         origin = time()
         self._training_began = self._training_began or origin
@@ -137,7 +137,7 @@ class Iterations:
         )
         if self._coordinate.last and self._executor.refused:
             self._loss.refuse()
-        # Long on its way: it is of the last F.
+        # Usually here already: it was sent after the last F.
         loss = self._loss.wait(iteration)
         if self._loss.refused:
             refusal = refusal or self._executor.cause
@@ -153,7 +153,7 @@ class Iterations:
         return loss
 
     def _refused(self, iteration: int, refusal: Exception | None) -> BatchError:
-        """Make ready for the next step() after a refused one."""
+        """Prepare for the next step() after a refused one. Returns the error to raise."""
         told = refusals.tell(self._world, self._wait_for, iteration, refusal)
         self._executor.forget_refused()
         self._token.restart()
@@ -165,7 +165,7 @@ class Iterations:
         return told
 
     def install(self, plan: Plan) -> None:
-        """Prepare a plan here. Raises :class:`InputError` if it does not fit this job."""
+        """Prepare a plan on this rank. Raises :class:`InputError` if it does not fit this job."""
         self._plans.prepare(plan)
         self._reporter.prepared = self._plans.newest
 
@@ -184,7 +184,7 @@ class Iterations:
     def _end(
         self, iteration: int, plan: Plan, origin: float, outcome: Outcome, loss: float
     ) -> None:
-        """Tell of the iteration: its part in the agreement, its profile and its trace."""
+        """Offer this rank's part of the agreement, and report the profile and the trace."""
         if self._device_times is not None:
             self._waiting.begin(f"the device to finish iteration {iteration}")
             outcome.ops = self._device_times.resolve(outcome.ops)
@@ -193,10 +193,10 @@ class Iterations:
         self._prepare()
         self.rounds.offer(iteration, outcome.ops, loss)
         if profiling() or not self._warm:
-            # Not warm: their self-tests take unlike times, and the next waits are ordinary ones.
+            # After the self-tests, which take different times, so that the next waits are short.
             self.rounds.wait(iteration)
         self._reporter.publish(
-            # Ops of a first iteration are fused, and slower than they will ever be again.
+            # Ops of the first iteration are fused, and slower than later ones.
             profile=self._stage.profile(outcome.ops, outcome.copies) if self._warm else None,
             offloaded=self._stage.offloaded(outcome.copies),
         )
@@ -210,8 +210,8 @@ class Iterations:
         self._wait_for.allow(deadline)
 
     def _choose_split(self) -> None:
-        """At the end of the first iteration, so on all stages at once, and before a plan's W
-        runs apart: find how this stage can be split, and tell."""
+        """Find how this stage can be split, and report it. At the end of the first iteration, so on
+        all stages at once and before a plan with a separate W runs."""
         self._waiting.begin("its own split-backward self-test")
         try:
             report = self._stage.choose_split()
@@ -221,13 +221,13 @@ class Iterations:
             self._plans.forbid_offload(report.offload.reason)
         self._trace.split(report.record())
         if self._coordinate.replica == 0:
-            # Not logged: it is for users, few of whom configure logging.
+            # Printed, since few users configure logging.
             print(f"{self._coordinate}: {report.line()}", file=sys.stderr, flush=True)
         for text in report.lines():
             log.info("%s: %s", self._coordinate, text)
 
     def _between_ops(self) -> None:
-        """Between two ops and during long waits: cheap, and nothing here blocks."""
+        """Called between two ops and during long waits. Cheap, and never blocks."""
         now = time()
         for end in self._neighbours.ends:
             # In the very iteration, however short it is.
@@ -241,8 +241,8 @@ class Iterations:
         self._reporter.between_ops()
 
     def _prepare(self) -> None:
-        """Prepare the plan that came. Not between ops: it may page-lock memory for its messages,
-        which may wait for all that the device was given, and now it has no receive posted."""
+        """Prepare the plan that arrived. Not between ops: to page-lock memory for its messages may
+        wait for all work of the device; now no receive is posted there."""
         plan, self._wanted = self._wanted, None
         if plan is None:
             return
@@ -253,6 +253,6 @@ class Iterations:
             self._reporter.publish(message=f"plan {plan.version} refused: {error}")
 
     def _report(self, sample: IterationSample) -> None:
-        """Rank 0: publish an iteration now that all ranks' times are here."""
+        """On rank 0, publish an iteration after the times of all ranks have arrived."""
         if self._coordinate.rank == 0:
             self._reporter.publish(finished=sample)

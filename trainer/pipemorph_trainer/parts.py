@@ -1,4 +1,4 @@
-"""The parts of a pipeline, built in their order: the one place that knows all of them."""
+"""Builds the parts of a pipeline and connects them: the only module that knows all of them."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ log = logging.getLogger("pipemorph.trainer")
 
 
 class Parts:
-    """What a pipeline is made of; each part needs only those that were built before it.
+    """The parts of a pipeline. Each part needs only parts that were built before it.
 
     The arguments are those of :class:`pipemorph_trainer.Pipeline`; ``given``: those that a job
-    replaces, by name. Collective; raises as the pipeline does.
+    replaces, by name. Collective; raises the same errors as the pipeline.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Parts:
         self.device = device_of(module)
         accelerator = accelerator_of(self.device)
         if accelerator is not None:
-            # What is allocated without naming a device belongs to the stage's.
+            # Allocations that name no device then go to the stage's device.
             accelerator.enter_thread()
         directed = context.ingest_url is not None
         if control is not None:
@@ -73,7 +73,7 @@ class Parts:
             device=self.device, accelerator=accelerator, directed=directed,
         )  # fmt: skip
         self.world, starts = join(context, self.device, start)
-        assert prepared is not None, "a rank that refuses gets no further than join()"
+        assert prepared is not None, "join() raises on a rank that refuses"
         self.settings = prepared.settings
         self.coordinate = self.world.coordinate
 
@@ -136,30 +136,30 @@ class Parts:
     def _open_checkpoints(self, optimizer: torch.optim.Optimizer | None) -> Checkpoints | None:
         if self.settings.checkpoint is None:
             return None
-        # To import it takes longer than torch itself does.
+        # Its import takes longer than that of torch.
         from pipemorph_trainer.state.checkpoint import Checkpoints
 
         folder = Path(self.settings.checkpoint.directory)
         return Checkpoints(folder, self.world, self.stage.keeper, optimizer)
 
     def _on_broken(self, end: LinkEnd, why: str) -> None:
-        """A direct route goes on delegated: nothing was granted there for it yet."""
+        """A direct route broke: reserve slots, since its messages now go through the engine."""
         self.plans.reserve(self.plans.in_force)
         self.reporter.publish(message=f"{self.coordinate}: {end}: the direct route broke: {why}")
 
     def resume(self) -> int:
-        """Load the newest checkpoint, if that is wanted. Returns the iteration to go on with."""
+        """Load the newest checkpoint, if requested. Returns the iteration to continue with."""
         asked = self.settings.checkpoint
         if self.checkpoints is None or asked is None or not asked.resume:
             return 0
         return self.checkpoints.resume()
 
     def leave_traces(self, iterations: int) -> None:
-        """Write what is left to write; ``iterations``: how many are done. Idempotent."""
+        """Write the rest of the traces. ``iterations``: number of finished ones. Idempotent."""
         self.trace.close(self.neighbours.ends, iterations)
 
     def close(self, *, goodbye: bool, iterations: int) -> None:
-        """Give everything back. ``goodbye``: all is well, and the neighbours are told so."""
+        """Release everything. ``goodbye``: the end is normal, and the neighbours are told so."""
         self.leave_traces(iterations)
         self.stage.close()
         for end in self.neighbours.ends:
@@ -171,7 +171,7 @@ class Parts:
             self.neighbours.staging.close(abandon=not goodbye)
         if self.neighbours.engine is not None:
             self.poller.forget(self.neighbours.engine.bell_fd)
-            # After a failure there is nobody to flush to.
+            # After a failure there is no need to wait for acknowledgements.
             self.neighbours.engine.close(5.0 if goodbye else 0.2)
         self.world.leave(clean=goodbye)
         if not any(end.receiving for end in self.neighbours.ends):

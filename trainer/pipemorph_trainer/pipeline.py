@@ -1,4 +1,4 @@
-"""The trainer's public face: a pipeline that is stepped like torch's own."""
+"""The trainer's public class: a pipeline with the ``step`` of torch's pipeline schedules."""
 
 from __future__ import annotations
 
@@ -28,52 +28,52 @@ from pipemorph_trainer.signals import LastWord
 from pipemorph_trainer.state.gradients import clip_global_norm
 
 SWITCH_SECONDS = 1e-3
-"""How soon a receiver thread gets the interpreter; the default of 5 ms is half an op. Shorter
-costs CPU: a thread that waits for the interpreter wakes up this often."""
+"""Time after which a receiver thread gets the interpreter; the default of 5 ms is half an op. A
+shorter time costs CPU, since a thread that waits for the interpreter wakes up this often."""
 
 
 class Pipeline:
     """One stage of a pipeline, on every rank of it.
 
-    With a job file in the context the settings come from the job, and an argument that says
-    something else is an error; without one (plain torchrun) they come from the arguments.
+    If the context has a job file, the settings come from the job, and an argument that contradicts
+    it is an error. Without one (plain torchrun) they come from the arguments.
 
     All replicas of a stage begin with the parameters and buffers of replica 0, as in torch's
-    ``DistributedDataParallel``. It is said (a warning on rank 0) if that changed any.
+    ``DistributedDataParallel``. Rank 0 logs a warning if any of them differed.
 
     Args:
         stage: any ``nn.Module`` that is whole on its rank (no DDP, no FSDP, no DTensors), or an
             :class:`EmulatedStage`. Stage 0 gets the arguments of :meth:`step`, stage *i* the
-            tensors stage *i-1* returned.
-        context: where this rank runs.
+            tensors that stage *i-1* returned.
+        context: identity of this rank, from :meth:`TrainerContext.from_env`.
         loss_fn: ``loss_fn(output, target)`` → scalar; needed on the last stage unless its
             module returns the loss itself.
-        microbatches: N; the batch given to :meth:`step` is split into N along dimension 0.
-        optimizer: only for checkpoints; stepping it stays with the caller.
-        checkpoint: where and how often to save, and whether to resume; then
-            :attr:`start_iteration` is where to go on.
+        microbatches: N; :meth:`step` splits its batch into N along dimension 0.
+        optimizer: saved in checkpoints; the caller steps it.
+        checkpoint: where and how often to save, and whether to resume. After a resume,
+            :attr:`start_iteration` is the iteration to continue with.
         host_memory: bytes of host memory on this rank that a plan may use for activations;
-            None: a plan that moves some of them there is refused.
+            None: a plan with offload is refused.
         split: how a module runs B and W apart. ``auto``: the first iteration is fused, and a
-            self-test at its end finds what gives the same bits. ``module`` or ``graph``: that
-            one, from the start and untested. ``fused`` or ``off``: not at all, and untested.
-        stages: pipeline stages; default: all ranks. RANK = replica × stages + stage.
-        policy, dispatch, route: how to schedule (default: ``pipemorph``, ``static``) and how
-            messages travel. ``route="auto"``, the default, is direct until a directive moves a
-            link.
+            self-test at its end finds a split with bitwise equal results. ``module`` or ``graph``:
+            this one, from the start and without the test. ``fused`` or ``off``: no split, no test.
+        stages: number of pipeline stages; default: all ranks. RANK = replica × stages + stage.
+        policy, dispatch, route: how ops are scheduled (default: ``pipemorph``, ``static``) and how
+            messages travel. ``route="auto"``, the default, is direct until a directive delegates
+            a link.
         direct_duplex: ``half`` gives both directions of a direct link one queue, as a pair of
             ranks has in torch.distributed; for comparisons, on gloo. Default: ``full``.
-        direct_sends: sends of a direct link, per direction, that may be outstanding before another
-            holds up compute; at least 1, default 2, and 8 on CUDA. No job has it.
-        plan: run exactly this plan instead of one made from ``policy``.
+        direct_sends: outstanding sends per direction of a direct link before another send blocks
+            compute; at least 1; default 2, and 8 on CUDA. The job spec has no such field.
+        plan: run this plan instead of one made with ``policy``.
         faults: a fault trace, applied in the transport (see :class:`pipemorph.api.spec.Fault`).
         deadline_seconds: longest wait for one message; default: 300.
         engine: transport of delegated links: auto (the default), tcp, shm or rdma.
         queues: engine queues per direction of a link; default: 8.
-        control: where plans come from and telemetry goes; default: the job's agent, if any.
+        control: source of plans and sink of telemetry; default: the job's agent, if any.
 
-    Raises :class:`InputError` if the stage, the job and the ranks do not fit: on all ranks, also
-    if only one of them found out. Raises :class:`PipelineError` if a neighbour does not come.
+    Raises :class:`InputError` on all ranks if the stage, the job and the ranks do not fit, even if
+    only one of them noticed. Raises :class:`PipelineError` if a neighbour does not connect.
     """
 
     def __init__(
@@ -128,26 +128,25 @@ class Pipeline:
         tell = self.start_iteration > 0 and self.coordinate.rank == 0
         self._parts.reporter.publish(message=resumed if tell else None)
 
-    # --- what a user calls --------------------------------------------------------------
+    # --- public methods -----------------------------------------------------------------
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """Run one iteration: forward and backward of all microbatches.
 
-        Call it on every rank. Only stage 0 uses ``args`` (tensors of shape (batch, …), split
-        into N microbatches along dimension 0; anything else is given to all of them) and only
-        the last stage uses ``target``; others may pass them or nothing. ``kwargs`` are split
-        alike and go to **this** rank's stage, whichever it is, as in
-        ``torch.distributed.pipelining``: a mask that every stage needs is given on every
-        rank instead of being sent along. They get no gradient.
+        Call it on every rank. Only stage 0 uses ``args``: tensors of shape (batch, …) are split
+        into N microbatches along dimension 0, other values go to all of them. Only the last stage
+        uses ``target``. Other stages may pass them or nothing. ``kwargs`` are split in the same way
+        and go to **this** rank's stage, as in ``torch.distributed.pipelining``: a mask that every
+        stage needs is passed on every rank instead of being sent. They get no gradient.
 
         Returns the loss on **every** rank: the mean over microbatches and replicas, 0-dim
         float32. Gradients are added to ``.grad``, averaged over replicas.
 
-        Raises :class:`BatchError` on every rank if one of them was given what does not fit: then
-        no gradient has changed, and the next step may go on. Raises :class:`PipelineError` naming
-        the message that did not come, :class:`ShapeError` if shapes differ between microbatches,
-        and :class:`InputError` where gradients are switched off (``torch.no_grad``) or all
-        iterations of the manifest are done.
+        Raises :class:`BatchError` on every rank if the batch of one of them does not fit; then no
+        gradient has changed, and ``step`` can be called again. Raises :class:`PipelineError` if a
+        message does not arrive, :class:`ShapeError` if shapes differ between microbatches, and
+        :class:`InputError` if gradients are switched off (``torch.no_grad``) or all iterations of
+        the manifest are done.
         """
         if self._closed:
             raise PipelineError(f"{self.coordinate}: step() after close()")
@@ -162,16 +161,16 @@ class Pipeline:
         try:
             return self._step(args, kwargs, target)
         except BatchError:
-            raise  # The pipeline lives on.
+            raise  # The pipeline can continue.
         except BaseException as error:
             self._fail(error)
             raise
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip gradients by their 2-norm over **all** stages; call it on every rank.
+        """Clip gradients by their 2-norm over **all** stages. Call it on every rank.
 
-        Returns the norm before clipping, 0-dim float32, the same on all ranks. Emulated
-        stages have no gradients but wait for each other all the same.
+        Returns the norm before clipping, 0-dim float32, the same on all ranks. Emulated stages
+        have no gradients but take part in the collective.
         """
         if self._closed:
             raise PipelineError(f"{self.coordinate}: clip_grad_norm_() after close()")
@@ -189,33 +188,33 @@ class Pipeline:
         return norm
 
     def current_wait(self) -> str:
-        """What this rank waits for, or what it failed of, in words; callable from any thread."""
+        """What this rank is waiting for, or why it failed, as text. Callable from any thread."""
         return self._failure or self._parts.waiting.describe()
 
     @property
     def split(self) -> str:
-        """How this stage splits its backward: module, graph, fused or emulated. Known after
-        the first step."""
+        """How this stage splits its backward: module, graph, fused or emulated. Final after the
+        first step."""
         return self._parts.stage.runner.split
 
     @property
     def plan(self) -> Plan:
-        """The plan in force."""
+        """The current plan."""
         return self._parts.plans.in_force
 
     def install(self, plan: Plan) -> None:
-        """Prepare a plan here, as one that came in a directive. It runs on all ranks from the
-        second iteration after the one at whose end all ranks had prepared it.
+        """Prepare a plan on this rank, like one from a directive. When all ranks have prepared it
+        by the end of iteration t, it runs on all of them from iteration t+2 on.
 
         Raises :class:`InputError` if it does not fit this job.
         """
         self._parts.iterations.install(plan)
 
     def close(self) -> None:
-        """Finish: wait for all ranks, say goodbye, give everything back. Idempotent.
+        """Wait for all ranks, end the connections, and release everything. Idempotent.
 
-        Raises :class:`InputError` when all that is done, if the manifest has more iterations
-        than were stepped: such a job is not complete.
+        After that, raises :class:`InputError` if the manifest has more iterations than were run:
+        the job is not complete.
         """
         if self._closed or self._forked():
             return
@@ -262,7 +261,7 @@ class Pipeline:
         inputs, shapes, refusal = Inputs(), None, None
         try:
             inputs, shapes = self._parts.stage.inputs(args, kwargs, target)
-        except Exception as error:  # noqa: BLE001  whatever it is, all ranks are told
+        except Exception as error:  # noqa: BLE001  all ranks are told of any error
             refusal = error
         loss = self._parts.iterations.run(iteration, inputs, shapes, refusal)
         if self._parts.agent is not None:
@@ -272,20 +271,22 @@ class Pipeline:
         return torch.tensor(loss, dtype=torch.float32)
 
     def _end_iteration(self, at: float) -> None:
-        """The last iteration ended at ``at``: told and saved once, though a step is refused."""
+        """End the last iteration at the time ``at``: report and save it, once even if a step is
+        refused."""
         if self.iteration > self._over:
             self._over = self.iteration
             self._parts.iterations.rounds.end(self.iteration - 1, at)
             self._save_if_due()
 
     def _save_if_due(self) -> None:
-        """Between two iterations, so after the optimizer's step."""
+        """Save a checkpoint if one is due. Between two iterations, so after the optimizer's
+        step."""
         parts, asked = self._parts, self._parts.settings.checkpoint
         if parts.checkpoints is None or asked is None or self.iteration % asked.every:
             return
         parts.waiting.begin(f"all ranks to save the checkpoint of iteration {self.iteration}")
         if parts.replicas is not None:
-            # The replicas' ranks each write a part of it.
+            # Each replica writes a part of the checkpoint.
             parts.replicas.share_buffers()
         parts.checkpoints.save(self.iteration)
         parts.waiting.end()
@@ -293,7 +294,8 @@ class Pipeline:
     # --- taking down --------------------------------------------------------------------------
 
     def _fail(self, error: BaseException) -> None:
-        """Take down after an error, without waiting: peers see the control socket close."""
+        """Release everything after an error, without waiting: peers see the control socket
+        close."""
         if self._closed or self._forked():
             return
         self._closed = True
@@ -301,7 +303,7 @@ class Pipeline:
         text = str(error) if isinstance(error, PipeMorphError) else repr(error)
         if not text.startswith(str(self.coordinate)):
             text = f"{self.coordinate}: {text}"
-        # Asked to stop while it is taken down, a rank says this: the interpreter has not yet.
+        # Shown if SIGTERM arrives before the interpreter has printed the error.
         self._failure = text
         try:
             self._parts.reporter.publish(message=text)
@@ -309,8 +311,8 @@ class Pipeline:
             self._release(goodbye=False)
 
     def _forked(self) -> bool:
-        """Whether this is a child of the process that made the pipeline, whose connections these
-        are: a child that leaves the ``with`` block must not close them."""
+        """Whether this is a forked child of the process that made the pipeline. It must not close
+        the parent's connections when it leaves the ``with`` block."""
         return os.getpid() != self._process
 
     def _leave_traces(self) -> None:

@@ -1,10 +1,10 @@
 """``python -m pipemorph_trainer.preflight [--rdma] [--memlock] [--shm=8Gi] -- COMMAND…``
 
-Checks that the pod is what the job's placement asked for, then becomes COMMAND. Without it a
-missing device or a memory limit would show as a slow link, since everything has a fallback.
+Checks that the pod has what the job's placement requests, then executes COMMAND. Without this check
+a missing device or a memory limit would look like a slow link, since the engine falls back to TCP.
 
-Exits 78 with one line per fault, also in the pod's termination message; the operator makes
-that the condition PreflightPassed=False.
+Exits with 78 and one line per fault, also in the pod's termination message. The operator shows it
+as the condition PreflightPassed=False.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def faults(
     shared_memory: Path = SHARED_MEMORY,
     locked_limit: Callable[[], int] = locked_limit,
 ) -> list[str]:
-    """What is wrong here, one line each; empty if nothing is."""
+    """Faults of this pod, one line each; empty if there is none."""
     found = []
     if rdma and not any(devices.glob("uverbs*")):
         found.append(
@@ -65,7 +65,7 @@ def faults(
 
 
 def quantity(text: str) -> int:
-    """Bytes of a Kubernetes quantity. Raises ValueError."""
+    """Parse a Kubernetes quantity in bytes. Raises ValueError."""
     number = text.rstrip("kKMGTi")
     return int(float(number) * _UNITS[text[len(number) :]])
 

@@ -1,4 +1,4 @@
-"""What a rank decides alone, before it meets the others: whether it can take part, and how."""
+"""Decisions that a rank makes alone, before the first exchange with the other ranks."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from pipemorph_trainer.topology.world import coordinate_of
 
 @dataclass(frozen=True)
 class Preparation:
-    """Everything of a pipeline that needs no other rank.
+    """The parts of a pipeline that need no other rank.
 
-    ``split``: how a module is to run B and W apart. ``store``: where activations go in host
-    memory; None, and ``no_offload`` says why, if they stay on the device. ``engine``: how to make
-    the transfer engine; None if it is not needed.
+    ``split``: how a module runs B and W apart. ``store``: host memory for activations; None if they
+    stay on the device, for the reason ``no_offload``. ``engine``: options of the transfer engine;
+    None if it is not needed.
     """
 
     settings: Settings
@@ -56,12 +56,12 @@ def prepare(
     accelerator: Accelerator | None,
     directed: bool,
 ) -> tuple[Preparation | None, Start]:
-    """Decide it, and say what to tell the others. A rank that cannot take part has no
-    preparation, and a start that says why.
+    """Prepare this rank, and make the start for the other ranks. A rank that cannot take part has
+    no preparation, and a start with the reason.
 
     ``given``: the arguments that a job replaces, by name (see :meth:`Settings.choose`). ``plan``:
-    the one to begin with; None: made from the settings. ``split``: as the user gave it.
-    ``directed``: other plans may come.
+    the first plan; None: made from the settings. ``split``: as the user gave it. ``directed``:
+    directives may change the plan.
     """
     try:
         mode = mode_of(split)
@@ -82,7 +82,7 @@ def prepare(
         check_offload(plan, coordinate, no_offload)
         engine = engine_options(context, settings, plan, directed=directed)
         if settings.checkpoint is not None:
-            # To import it takes longer than torch itself does.
+            # Its import takes longer than that of torch.
             from pipemorph_trainer.state.checkpoint import check_directory
 
             check_directory(Path(settings.checkpoint.directory))

@@ -1,4 +1,4 @@
-"""How a pipeline runs: as the job says where there is one, else as its arguments do."""
+"""Settings of a pipeline: from the job if there is one, else from the arguments."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ DuplexChoice = Literal["full", "half"]
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of :class:`pipemorph_trainer.Pipeline` that a job file replaces; they are
-    explained there."""
+    """The arguments of :class:`pipemorph_trainer.Pipeline` that a job file replaces. They are
+    documented there."""
 
     stages: int
     microbatches: int | None = None
@@ -73,9 +73,9 @@ class Settings:
 
     @staticmethod
     def choose(context: TrainerContext, given: Mapping[str, Any]) -> Settings:
-        """Those of the job where there is one, else those ``given`` by name; None: the default.
+        """Settings of the job if there is one, else of the arguments ``given``; None: the default.
 
-        Raises :class:`InputError` if the job says something else than what was given.
+        Raises :class:`InputError` if an argument contradicts the job.
         """
         told = {name: value for name, value in given.items() if value is not None}
         if context.job is None:
@@ -95,7 +95,7 @@ class Settings:
         return settings
 
     def plan(self) -> Plan:
-        """Plan 0 without a job: equal op times, no delay."""
+        """Plan 0 without a job: for equal op times and no delays."""
         if self.microbatches is None:
             raise InputError("microbatches is missing; without a job file give it to Pipeline()")
         problem = Problem(
@@ -122,17 +122,17 @@ MANIFEST = {
     "checkpoint": "checkpoint",
     "host_memory": "adaptation.hostMemory",
 }
-"""Where a manifest has a setting, in ``spec``."""
+"""Field in ``spec`` of each setting."""
 
 
 def engine_options(
     context: TrainerContext, settings: Settings, first: Plan, *, directed: bool
 ) -> EngineOptions | None:
-    """How to make the engine; None where it is not needed.
+    """Options of the engine; None if it is not needed.
 
-    The engine runs where a link is delegated by the ``first`` plan, or a later one may delegate
-    it. ``directed``: later plans are directives, which keep to the job's route. Raises
-    :class:`InputError` where the first plan needs the engine and it is not built.
+    The engine is needed if the ``first`` plan delegates a link or a later plan may. ``directed``:
+    later plans come as directives, which respect the job's route. Raises :class:`InputError` if the
+    first plan needs the engine and it is not built.
     """
     if settings.stages == 1:
         return None

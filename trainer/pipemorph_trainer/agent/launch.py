@@ -1,4 +1,4 @@
-"""Rank 0's side of the agent's life: start it, and see it out at the end."""
+"""Starts the agent on rank 0, restarts it, and ends it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pipemorph_trainer.context import TrainerContext
 log = logging.getLogger("pipemorph.agent")
 
 BACKLOG = 4096
-"""Ranks may dial before the agent has finished starting; the kernel holds them here."""
+"""Connections that the kernel queues while the agent is starting."""
 LAST_REPORT_SECONDS = 5.0
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 1.0, 60.0
 """Between two starts of the agent."""
@@ -30,7 +30,8 @@ AGENT = (sys.executable, "-m", "pipemorph_trainer.agent")
 
 
 class AgentConfig(BaseModel):
-    """All the agent needs, sent down its standard input: a secret has no place in argv."""
+    """The agent's configuration. Sent to its standard input, since argv must not contain a
+    secret."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -48,10 +49,10 @@ class AgentConfig(BaseModel):
 
 
 class AgentHandle:
-    """A running agent, and those that follow it should it end early.
+    """The running agent, and its successors if it ends early.
 
-    ``host`` and ``port`` are where the ranks reach it. The listening socket stays open here, so
-    that the next agent has the same, and ranks that dial meanwhile just wait.
+    ``host`` and ``port``: its address for the ranks. The listening socket stays open here, so that
+    the next agent uses the same address, and ranks that connect meanwhile just wait.
     """
 
     def __init__(
@@ -79,11 +80,11 @@ class AgentHandle:
         return self.process.poll() is None
 
     def tend(self) -> None:
-        """Start the agent again if it has ended although nobody asked it to. Never blocks.
+        """Start the agent again if it has ended unexpectedly. Never blocks.
 
-        Nobody else would notice: the ranks train on with the plan in force. Call it now and then,
-        from the thread that started the agent. One that does not last is started less and less
-        often, down to once a minute.
+        Nothing else would notice, since the ranks keep training with the current plan. Call it
+        regularly, from the thread that started the agent. If agents end soon, the pauses grow up to
+        a minute.
         """
         if self.alive:
             return
@@ -94,7 +95,7 @@ class AgentHandle:
                 self._pause = FIRST_PAUSE_SECONDS
             log.warning(
                 "the agent has ended (%s): nothing is reported or adapted until another runs, "
-                "training goes on with the plan in force; what it said before is in this log",
+                "training goes on with the current plan; the agent's messages are in this log",
                 _how(self.process.returncode),
             )
         if lasted < self._pause:
@@ -105,7 +106,7 @@ class AgentHandle:
         try:
             self.process = self._start()
         except OSError as error:
-            # As if it had ended at once: it is tried again after a pause.
+            # Handled like an agent that ended at once: tried again after a pause.
             log.warning("the agent cannot be started again: %s", error)
             return
         self._ended = False
@@ -126,7 +127,7 @@ class AgentHandle:
         listen_fd = self._listener.fileno()
         process = subprocess.Popen(self._command, stdin=subprocess.PIPE, pass_fds=[listen_fd])
         assert process.stdin is not None
-        # It may have ended by now, which the next look at it tells.
+        # If it has ended already, the next call of tend() notices.
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(self._config.model_dump_json().encode() + b"\n")
             process.stdin.flush()
@@ -139,7 +140,7 @@ class AgentHandle:
 
 
 def _how(code: int) -> str:
-    """How a process ended, of its return code as in :class:`subprocess.Popen`."""
+    """How a process ended, from the return code of :class:`subprocess.Popen`."""
     if code >= 0:
         return f"exit {code}"
     try:
@@ -151,12 +152,12 @@ def _how(code: int) -> str:
 def start_agent(context: TrainerContext) -> AgentHandle:
     """Start the agent beside this rank and return at once.
 
-    The listening socket is made here and inherited, so the port is known before the agent
-    is up and ranks that dial early just wait; so do those of an agent that follows it. The agent
-    ends with this process: its standard input is a pipe that closes, and the kernel signals it.
+    The agent inherits the listening socket, so the port is known before the agent runs, and ranks
+    that connect early just wait. The agent ends with this process: its standard input closes, and
+    the kernel sends it a signal.
 
-    Call it from the main thread (the kernel ties the signal to the calling thread). Raises
-    :class:`InputError` without an ingest URL or a secret, OSError if no socket is to be had.
+    Call it from the main thread, since the kernel ties the signal to the calling thread. Raises
+    :class:`InputError` without an ingest URL or a secret, and OSError if no socket is available.
     """
     if context.ingest_url is None:
         raise InputError("PIPEMORPH_INGEST_URL is not set; there is nobody for an agent to talk to")
@@ -182,7 +183,8 @@ def start_agent(context: TrainerContext) -> AgentHandle:
 
 
 def _listener(master_addr: str) -> tuple[socket.socket, str]:
-    """A listening socket and the host to dial: this machine only where there is only one."""
+    """A listening socket, and the host to connect to. On a single machine only the loopback
+    device."""
     loopback = "127.0.0.1" if master_addr == "localhost" else master_addr
     if _is_loopback(loopback):
         family = socket.AF_INET6 if ":" in loopback else socket.AF_INET

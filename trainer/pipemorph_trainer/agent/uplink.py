@@ -1,9 +1,9 @@
-"""The agent's line to the ingest: reports up at once, directives down at once.
+"""The agent's connection to the ingest: sends reports and receives directives.
 
-Two loops. One posts a report when something matters, at most 20 a second, and at least
-one a second so that silence means trouble. The other holds a long poll open, so that a
-directive arrives when it is made. Either may carry it; the higher plan version wins. When the
-ingest is gone both retry with backoff for ever and the trainers keep what they have.
+There are two loops. One posts a report when something important happens, at most 20 a second, and
+at least one a second, so that silence indicates a fault. The other keeps a long poll open, so that
+a directive arrives as soon as it is made. Both may bring a directive; the higher plan version wins.
+If the ingest is unreachable, both retry with backoff forever, and the ranks keep their plan.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger("pipemorph.agent")
 
 REPORT_INTERVAL_SECONDS = 0.05
 GATHER_SECONDS = 0.003
-"""Wait after the first news, so that ranks that report together share a report."""
+"""Wait after the first message, so that ranks that report at the same time share a report."""
 HEARTBEAT_SECONDS = 1.0
 POLL_SECONDS = min(25.0, MAX_WAIT_SECONDS)
 REQUEST_SECONDS = 5.0
@@ -39,11 +39,11 @@ LAST_BACKOFF_SECONDS = 5.0
 
 
 class Refused(Exception):
-    """The ingest answered, but not with what was asked for."""
+    """The ingest answered with an error."""
 
 
 class Uplink:
-    """Reports what ``merger`` holds and gives each new directive to ``on_directive``, once."""
+    """Reports the data of ``merger``, and calls ``on_directive`` once per new directive."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Uplink:
         self.failures = 0
 
     def notify(self) -> None:
-        """Something came in; report it soon if it matters."""
+        """Send a report soon, if the merger has something important."""
         if self._merger.dirty:
             self._news.set()
 
@@ -81,8 +81,8 @@ class Uplink:
             tasks.create_task(self._with_backoff("directive poll", self._poll_loop, session))
 
     async def flush(self, timeout: float) -> bool:
-        """Send what is left, within ``timeout`` seconds and without trying again. Whether all of
-        it was sent."""
+        """Send the remaining data within ``timeout`` seconds, without retries. Returns whether all
+        of it was sent."""
         with contextlib.suppress(TimeoutError, aiohttp.ClientError, Refused, OSError):
             async with asyncio.timeout(timeout), _session() as session:
                 await self._post(session)
@@ -115,7 +115,7 @@ class Uplink:
                     down_since = time.monotonic()
                     why = str(error) or type(error).__name__
                     log.warning("%s failed (%s); trying again, training goes on", what, why)
-                    # What answers next may be an ingest that knows nothing of before.
+                    # The next ingest that answers may have lost its state.
                     self._merger.tell_again()
                 await asyncio.sleep(backoff * random.uniform(0.75, 1.25))
                 backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
@@ -175,14 +175,14 @@ class Uplink:
             self._on_directive(directive)
 
     def _headers(self) -> dict[str, str]:
-        """Read the token at every request: projected tokens rotate."""
+        """Headers with the token, which is read for every request since projected tokens rotate."""
         if self._token_file is None:
             return {}
         return {"Authorization": f"Bearer {self._token_file.read_text().strip()}"}
 
 
 def _session() -> aiohttp.ClientSession:
-    """On a cluster the ingest's certificate is signed by an authority of its own."""
+    """An HTTP session. On a cluster, it trusts the authority of the ingest's certificate."""
     authority = os.environ.get("PIPEMORPH_CA_FILE")
     if not authority:
         return aiohttp.ClientSession()
@@ -191,7 +191,7 @@ def _session() -> aiohttp.ClientSession:
 
 
 def _last_taken(refusal: bytes) -> int:
-    """The highest sequence number that the ingest has taken; 0 where it does not say."""
+    """The highest sequence number that the ingest has accepted, from a refusal; 0 if missing."""
     with contextlib.suppress(ValueError, TypeError, KeyError):
         last = json.loads(refusal)["last"]
         if isinstance(last, int) and 0 < last < MAX_SEQUENCE:
@@ -200,7 +200,7 @@ def _last_taken(refusal: bytes) -> int:
 
 
 async def _envelope(answer: aiohttp.ClientResponse) -> DirectiveEnvelope:
-    """The answer's directive. Raises :class:`Refused` with the server's own words."""
+    """Parse an answer. Raises :class:`Refused` with the server's message."""
     body = await answer.read()
     if answer.status != HTTPStatus.OK:
         said = body[:200].decode(errors="replace").strip()

@@ -1,15 +1,16 @@
-"""Which link windows go into the next report where not all of them fit.
+"""Chooses the link windows of the next report if not all of them fit.
 
-A job of 64 stages and 16 replicas has 2016 series of windows, and a report has room for some
-200. Three things are wanted of them, so each has its part of the room:
+A job of 64 stages and 16 replicas has 2016 series of windows, and a report has room for about 200.
+The room is shared by three goals:
 
-- a link that turns slow, or recovers, is in the very next report, and in those that follow, since
-  a detector wants several windows: largest difference to what was told lately first;
-- a link that is slow stays in the reports: slowest first;
-- no link is forgotten, or it would be taken for unknown: longest unreported first. This takes
-  all the room that is left, so every series is told again within a bounded number of reports.
+- A link that becomes slow or recovers is in the next report and in the following ones, since a
+  detector needs several windows. First: the largest difference to the recently reported values.
+- A slow link stays in the reports. First: the slowest.
+- Every link is reported now and then, since its state would otherwise become unknown. First: the
+  longest unreported. This uses all remaining room, so every series is reported again within a
+  bounded number of reports.
 
-A series only goes forward: once a window is delivered, older ones of its series are forgotten.
+Once a window is delivered, older windows of its series are dropped.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from dataclasses import dataclass, field
 from pipemorph.wire import LinkSample, WireModel
 
 WINDOWS_PER_LINK = 8
-"""Windows kept per link, direction and route while no report gets through."""
+"""Windows kept per link, direction and route while no report can be delivered."""
 LINKS_PER_REPORT = 512
 CHANGED_SHARE = SLOWEST_SHARE = 1 / 8
-"""Of a report's bytes: for about 25 series each."""
+"""Shares of a report's bytes, for about 25 series each."""
 
 FADING = 1 / 4
-"""Weight of the newest report in the mean of what was told of a series: a step by 30 ms still
-differs from it by 2 ms after nine reports, as many as a detector needs to be sure of a recovery."""
+"""Weight of the newest report in the mean of a series' reported values. After a step of 30 ms the
+mean still differs by 2 ms after nine reports, as many as a detector needs to confirm a recovery."""
 
 LinkKey = tuple[int, int, str, str]
 """link, replica, direction, route"""
@@ -41,7 +42,7 @@ class Budget:
     bytes_left: int
 
     def admit(self, item: WireModel) -> bool:
-        """Take the room ``item`` needs, if it is there."""
+        """Use the bytes that ``item`` needs, if there are enough."""
         size = len(item.model_dump_json().encode()) + 1
         if size > self.bytes_left:
             return False
@@ -49,29 +50,29 @@ class Budget:
         return True
 
     def part(self, size: float) -> Budget:
-        """At most ``size`` bytes of these, to be given :meth:`back`."""
+        """Split off at most ``size`` bytes; the rest of them comes :meth:`back` later."""
         part = Budget(min(int(size), self.bytes_left))
         self.bytes_left -= part.bytes_left
         return part
 
     def back(self, part: Budget) -> None:
-        """What ``part`` has not needed is here again."""
+        """Take back the bytes that ``part`` has not used."""
         self.bytes_left += part.bytes_left
 
 
 @dataclass
 class _Series:
-    """Windows of one direction of one link over one route that wait, oldest first."""
+    """Unreported windows of one direction of one link on one route, oldest first."""
 
     waiting: deque[LinkSample] = field(default_factory=lambda: deque(maxlen=WINDOWS_PER_LINK))
     told_at: int = 0
-    """Number of the report that told of it last; 0: none."""
+    """Number of the last report with this series; 0: none."""
     told: float = 0.0
-    """How slow it was lately as told, seconds: a mean in which each report fades."""
+    """Reported slowness in seconds: a mean with exponentially decreasing weights."""
 
     @property
     def slowness(self) -> float:
-        """Of its newest window."""
+        """Slowness of the newest window."""
         return _slowness(self.waiting[-1])
 
     @property
@@ -79,7 +80,7 @@ class _Series:
         return abs(self.slowness - self.told)
 
     def delivered(self, newest: LinkSample, report: int) -> None:
-        """``report`` told of it, up to the window ``newest``."""
+        """Record that ``report`` delivered this series up to the window ``newest``."""
         slowness = _slowness(newest)
         self.told += (slowness - self.told) * (FADING if self.told_at else 1.0)
         self.told_at = report
@@ -89,7 +90,7 @@ class _Series:
 
 
 class LinkWindows:
-    """All series of a job, and when each was last told of."""
+    """All series of a job, and when each was last reported."""
 
     def __init__(self) -> None:
         self._series: dict[LinkKey, _Series] = {}
@@ -103,7 +104,8 @@ class LinkWindows:
         self._series.setdefault(_key(sample), _Series()).waiting.append(sample)
 
     def choose(self, budget: Budget, room: int) -> list[_Series]:
-        """Series whose newest windows fit, and take their bytes; ``room``: bytes of the report."""
+        """Choose series whose newest windows fit, and use their bytes. ``room``: bytes of the
+        report."""
         waiting = [series for series in self._series.values() if series.waiting]
         chosen: dict[int, _Series] = {}
 
@@ -123,8 +125,8 @@ class LinkWindows:
         return list(chosen.values())
 
     def samples(self, chosen: Iterable[_Series], budget: Budget) -> list[LinkSample]:
-        """The newest windows of ``chosen`` and as many older ones as fit, in the order they were
-        measured."""
+        """The newest windows of ``chosen``, and as many older ones as fit, in the order of
+        measurement."""
         found = [series.waiting[-1] for series in chosen]
         for series in chosen:
             for sample in list(series.waiting)[-2::-1]:
@@ -135,7 +137,7 @@ class LinkWindows:
         return sorted(found, key=lambda sample: (sample.iteration, at[id(sample)]))
 
     def delivered(self, samples: Iterable[LinkSample]) -> None:
-        """Forget these and what is older; what came in since stays."""
+        """Drop these windows and older ones; newer ones stay."""
         self._delivered += 1
         newest = {_key(sample): sample for sample in samples}
         for key, sample in newest.items():
@@ -143,7 +145,7 @@ class LinkWindows:
 
 
 def _slowness(window: LinkSample) -> float:
-    """Seconds on the wire and in its queue."""
+    """Seconds on the wire and in the queue."""
     return window.wire.p50 + window.queue_p50
 
 

@@ -1,1 +1,1 @@
-"""The plans a rank has prepared, and the agreement of all ranks on the one that runs."""
+"""The plans that a rank has prepared, and the agreement of all ranks on the one to run."""

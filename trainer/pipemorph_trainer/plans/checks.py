@@ -1,4 +1,4 @@
-"""Whether a plan may run: in this job, and on this rank. Each raises :class:`InputError` if not."""
+"""Checks whether a plan may run in this job and on this rank. They raise :class:`InputError`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_plan(plan: Plan, current: Plan) -> None:
 
 
 def check_stages(plan: Plan, coordinate: Coordinate) -> None:
-    """Raise :class:`InputError` if a plan has other stages than the job."""
+    """Raise :class:`InputError` if a plan has another number of stages than the job."""
     if plan.schedule.stage_count != coordinate.stages:
         raise InputError(
             f"the plan has {plan.schedule.stage_count} stages; this job runs {coordinate.stages}"
@@ -38,9 +38,9 @@ def check_stages(plan: Plan, coordinate: Coordinate) -> None:
 
 
 def check_offload(plan: Plan, coordinate: Coordinate, no_offload: str) -> None:
-    """Raise :class:`InputError` if a plan moves activations of a stage that must not be moved.
+    """Raise :class:`InputError` if a plan offloads activations of a stage that cannot.
 
-    ``no_offload``: why they must not; empty if they may.
+    ``no_offload``: why it cannot; empty if it can.
     """
     limit = plan.device_limits[coordinate.stage]
     if limit is not None and no_offload:
@@ -51,7 +51,7 @@ def check_offload(plan: Plan, coordinate: Coordinate, no_offload: str) -> None:
 
 
 def check_routes(plan: Plan, ends: Iterable[LinkEnd]) -> None:
-    """Raise :class:`InputError` if a plan delegates a link that has only a direct route."""
+    """Raise :class:`InputError` if a plan delegates a link that has no engine link."""
     for end in ends:
         if end.link < len(plan.routes) and not end.has(plan.routes[end.link]):
             raise InputError(

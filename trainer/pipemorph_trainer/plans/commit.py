@@ -1,14 +1,14 @@
-"""Which plan runs: prepared by each rank, committed by all of them at one iteration boundary.
+"""The commit protocol: each rank prepares plans, and all commit one at the same iteration boundary.
 
-A plan that comes in a directive is prepared: checked, and given room for its messages
-(:class:`PlanBook`). At the end of iteration t every rank offers the plans it has prepared, in one
-small collective (:class:`Rounds`). The newest plan that **all** have prepared is committed at the
+A rank prepares a plan from a directive: it checks the plan and reserves memory for its messages
+(:class:`PlanBook`). At the end of iteration t every rank offers its prepared plans in one small
+collective (:class:`Rounds`). The newest plan that **all** have prepared is committed at the
 beginning of iteration t+2, so the collective has a whole iteration to finish and nothing waits for
-it. Ranks hear of directives at different times and may miss one that was soon replaced: a plan
-counts only if every rank holds exactly that version.
+it. Ranks receive directives at different times and may miss one that was soon replaced: a plan is
+committed only if every rank has exactly that version.
 
-The same collective carries when each rank began and ended, so an iteration is reported when its
-round is over; until then what this rank knows of it is kept here.
+The same collective carries when each rank began and ended. So an iteration is reported when its
+round is over, and this rank's data of it is kept here until then.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from pipemorph_trainer.topology.world import World
 log = logging.getLogger("pipemorph.trainer")
 
 CANDIDATES = 4
-"""Plans a rank offers per round: the one in force and its newest three."""
+"""Plans that a rank offers per round: the current one and the newest three others."""
 _WIDTH = CANDIDATES + 3
 
 
 class PlanBook:
-    """The plans that one rank has prepared, and the one in force.
+    """The plans that one rank has prepared, and the current one (``in_force``).
 
-    ``no_offload``: why activations of this stage have to stay on the device; empty if they need
-    not. Raises :class:`InputError` if the first plan does not fit.
+    ``no_offload``: why this stage cannot offload; empty if it can. Raises :class:`InputError` if
+    the first plan does not fit.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class PlanBook:
         self._coordinate, self._ends = coordinate, ends
         self._no_offload = no_offload
         self._metas: dict[int, tuple[TensorMeta, ...]] = {}
-        """What is received on each link, as far as shapes are known."""
+        """Tensors received per link and microbatch, if their shapes are known."""
         check_plan(first, first)
         check_routes(first, ends)
         self._plans = {first.version: first}
@@ -63,7 +63,7 @@ class PlanBook:
 
     def prepare(self, plan: Plan) -> None:
         """Make a plan ready to run. Raises :class:`InputError` if it does not fit the job or this
-        rank; then it is never committed, since this rank does not offer it."""
+        rank. Such a plan is never committed, since this rank does not offer it."""
         check_routes(plan, self._ends)
         check_offload(plan, self._coordinate, self._no_offload)
         if plan.version <= self.in_force.version or plan.version in self._plans:
@@ -73,20 +73,20 @@ class PlanBook:
         self._plans[plan.version] = plan
 
     def forbid_offload(self, why: str) -> None:
-        """The stage turned out to be one whose activations have to stay on the device. Raises
-        :class:`InputError` if a plan that is prepared moves some."""
+        """Refuse plans with offload from now on, since the self-test found that the stage cannot
+        offload. Raises :class:`InputError` if a prepared plan needs it."""
         self._no_offload = why
         for plan in self._plans.values():
             check_offload(plan, self._coordinate, why)
 
     def versions(self) -> tuple[int, ...]:
-        """What to offer: the plan in force, then the newest ones."""
+        """Versions to offer: the current plan, then the newest ones."""
         current = self.in_force.version
         newest = sorted((v for v in self._plans if v != current), reverse=True)
         return (current, *newest[: CANDIDATES - 1])
 
     def commit(self, version: int) -> bool:
-        """Use ``version`` from now on and forget older ones. True if that is a change."""
+        """Make ``version`` the current plan and drop older ones. Returns whether it changed."""
         changed = version != self.in_force.version
         if changed:
             self.in_force = self._plans[version]
@@ -94,22 +94,22 @@ class PlanBook:
         return changed
 
     def shapes_known(self, end: LinkEnd, metas: tuple[TensorMeta, ...]) -> None:
-        """Shapes of a link became known: grant slots for every plan prepared so far.
+        """Reserve slots for every prepared plan, after the shapes of a link became known.
 
-        ``metas``: of the tensors that this rank receives on the link, per microbatch.
+        ``metas``: the tensors that this rank receives on the link, per microbatch.
         """
         self._metas[end.link] = metas
         for plan in self._plans.values():
             self._reserve(end, plan)
 
     def reserve(self, plan: Plan) -> None:
-        """Grant receive slots for a plan's messages, as far as shapes are known."""
+        """Reserve receive slots for a plan's messages on links with known shapes."""
         for end in self._ends:
             self._reserve(end, plan)
 
     def _reserve(self, end: LinkEnd, plan: Plan) -> None:
         metas = self._metas.get(end.link)
-        # On a device slots are page-locked, which must not wait until a direct route breaks.
+        # On a device, slots are page-locked: too slow to do when a direct route breaks.
         delegated = Route.DELEGATED in (plan.routes[end.link], end.route) or end.staged
         if not metas or end.delegated is None or not delegated:
             return
@@ -121,7 +121,7 @@ class PlanBook:
 
 
 class RankRow(NamedTuple):
-    """What one rank contributes at the end of an iteration. Times are wall clock, seconds."""
+    """One rank's data in the collective of an iteration. Times are wall clock, seconds."""
 
     versions: tuple[int, ...]
     began: float
@@ -139,13 +139,13 @@ class RankRow(NamedTuple):
 
 
 def agree(rows: Sequence[RankRow], in_force: int) -> int:
-    """The newest version in every row, never below ``in_force``."""
+    """The newest version that is in every row, but at least ``in_force``."""
     common = set(rows[0].versions).intersection(*(row.versions for row in rows[1:]))
     return max([in_force, *common])
 
 
 def bubble_fraction(rows: Sequence[RankRow]) -> float:
-    """Idle time over ranks × span, from first op to last op anywhere."""
+    """Idle time divided by ranks × span; the span is from the first op to the last of any rank."""
     span = max(row.ended for row in rows) - min(row.began for row in rows)
     if span <= 0:
         return 0.0
@@ -153,8 +153,8 @@ def bubble_fraction(rows: Sequence[RankRow]) -> float:
 
 
 class _Round:
-    """An iteration that has begun and is not reported yet, and its collective once this rank has
-    offered its row. Times are monotonic, seconds."""
+    """An iteration that has not been reported yet, with its collective after this rank has offered
+    its row. Times are monotonic, seconds."""
 
     def __init__(self, plan_version: int, began: float) -> None:
         self.plan_version = plan_version
@@ -171,15 +171,15 @@ class _Round:
         self.work = dist.all_gather(self._all, self._mine, group=group, async_op=True)
 
     def rows(self) -> list[RankRow]:
-        """Everyone's rows, once :attr:`work` has been waited for."""
+        """The rows of all ranks. Wait for :attr:`work` first."""
         return [RankRow.decode(values.tolist()) for values in self._all]
 
 
 class Rounds:
     """One round per iteration: :meth:`begin`, :meth:`offer`, :meth:`end`, :meth:`finish`.
 
-    ``book``: whose plans are offered, and where the agreed one is committed. ``report`` gets every
-    iteration once all ranks have told of it.
+    ``book``: has the plans to offer, and gets the agreed one committed. ``report`` is called with
+    every iteration when the rows of all ranks have arrived.
     """
 
     def __init__(
@@ -197,9 +197,9 @@ class Rounds:
         self._agreed = book.in_force.version
 
     def begin(self, iteration: int, *, at: float) -> Plan:
-        """Commit what all ranks agreed on two iterations ago; returns the plan to run.
+        """Commit the plan that all ranks agreed on two iterations ago, and return it.
 
-        ``at``: when step() was called, monotonic.
+        ``at``: time of the call of step(), monotonic.
         """
         self.finish(iteration - 2)
         if self._book.commit(self._agreed):
@@ -211,31 +211,29 @@ class Rounds:
         return plan
 
     def drop(self, iteration: int) -> None:
-        """Forget an iteration that was refused before it had an effect."""
+        """Drop a refused iteration, which had no effect."""
         del self._open[iteration]
 
     def offer(self, iteration: int, ops: Sequence[TimedOp], loss: float) -> None:
-        """Tell all ranks of this rank's part: the plans it has, and when its ops ran. Does not wait
-        for theirs."""
+        """Send this rank's row: its plans, and when its ops ran. Does not wait for other ranks."""
         busy = sum(op.end - op.start for op in ops)
         row = RankRow(self._book.versions(), ops[0].start, ops[-1].end, busy)
         self._open[iteration].offer(row, loss, self._world.control)
 
     def wait(self, iteration: int) -> None:
-        """Wait until the collective of an iteration is through, for which ranks need no more than
-        to get to the end of it as well."""
+        """Wait for the collective of an iteration, which ends when all ranks have finished it."""
         self._wait_for(self._open[iteration].work, f"all ranks to finish iteration {iteration}")
 
     def end(self, iteration: int, at: float) -> None:
-        """The next step() has begun, or nothing follows.
+        """End an iteration at the time ``at``: the next step() has begun, or none follows.
 
-        An iteration lasts from its step() to the next one, less the time a checkpoint took: the
-        optimizer, the gradient norm and the data are part of what a user waits for.
+        An iteration lasts from its step() to the next one, without the time for a checkpoint. So it
+        includes the optimizer, the gradient norm and data loading.
         """
         self._open[iteration].ended = at
 
     def finish(self, iteration: int) -> None:
-        """Wait for an iteration's collective (long done), take its agreement and report it."""
+        """Wait for an iteration's collective (usually done), apply its agreement, and report it."""
         found = self._open.get(iteration)
         if found is None or found.work is None:
             return
@@ -254,7 +252,7 @@ class Rounds:
         )
 
     def finish_if_done(self, iteration: int) -> None:
-        """As :meth:`finish`, but only if that does not wait."""
+        """Like :meth:`finish`, but only if it does not have to wait."""
         found = self._open.get(iteration)
         if found is not None and found.work is not None and found.work.is_completed():
             self.finish(iteration)

@@ -1,15 +1,15 @@
 """Checkpoints of a pipeline, in ``torch.distributed.checkpoint``'s format.
 
-Parameters are stored under their own names, each by the stage that has it. Where no two
-stages use one name (as with layers numbered over the whole model), a checkpoint can be
-resumed with another number of stages. Where two stages do (``nn.Sequential`` numbers each
-stage from 0), names get the stage as a prefix and the number of stages has to stay.
+Each stage stores its parameters under their own names. If no two stages use the same name (as with
+layers numbered over the whole model), a checkpoint can be resumed with another number of stages. If
+two stages do (``nn.Sequential`` numbers each stage from 0), names get the stage as a prefix and the
+number of stages must stay.
 
-Between two steps of one accumulation ``.grad`` is state as well, and is saved where it is not
-zero: a resumed run adds to it as one that went through does.
+During gradient accumulation ``.grad`` is state as well. It is saved where it is not zero, so that a
+resumed run adds to it as an uninterrupted one does.
 
-One folder per checkpoint, ``iteration-00000040``; torch writes ``.metadata`` last, so a folder
-without one was never finished and is passed over.
+There is one folder per checkpoint, such as ``iteration-00000040``. torch writes ``.metadata`` last,
+so a folder without it is unfinished and ignored.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from pipemorph_trainer.topology.world import World
 log = logging.getLogger("pipemorph.trainer")
 
 KEPT = 2
-"""Finished checkpoints that stay; older ones are deleted."""
+"""Finished checkpoints to keep; older ones are deleted."""
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 _ITERATION = "pipemorph.iteration"
 _STAGES = "pipemorph.stages"
@@ -51,7 +51,7 @@ _STAGES = "pipemorph.stages"
 class Checkpoints:
     """Saves and resumes one pipeline. Every call is collective over all ranks.
 
-    ``stage`` is the module of this rank, or the runner of an emulated stage.
+    ``stage``: the module of this rank, or the runner of an emulated stage.
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class Checkpoints:
     def save(self, iteration: int) -> Path:
         """Write a checkpoint to be resumed at ``iteration``; returns its folder.
 
-        Raises :class:`PipelineError` saying why it cannot be written: on all ranks, if on one.
+        Raises :class:`PipelineError` on all ranks if one of them cannot write it.
         """
         folder = self._directory / f"iteration-{iteration:08d}"
         if self._world.coordinate.rank == 0:
-            # One of an earlier run: half overwritten it would still count as finished. Rank 0
-            # also plans what each rank writes, so nobody writes before this.
+            # One of an earlier run would count as finished even if half overwritten. Rank 0 also
+            # plans what each rank writes, so no rank writes before this.
             _remove(folder)
         state = self._state() | {
             name: parameter.grad
@@ -114,8 +114,8 @@ class Checkpoints:
         return folder
 
     def resume(self) -> int:
-        """Load the newest finished checkpoint; returns the iteration to go on with, 0 if
-        there is none.
+        """Load the newest finished checkpoint; returns the iteration to continue with, 0 if there
+        is none.
 
         Raises :class:`InputError` if it does not fit the module or the number of stages.
         """
@@ -139,7 +139,7 @@ class Checkpoints:
         moments = [name for name in state if name.startswith(f"{self._prefix}optimizer.state.")]
         stepped = not moments or any(name in saved for name in moments)
         if not stepped:
-            # Saved before the optimizer's first step; made by `_state`, these count one too many.
+            # Saved before the optimizer's first step: those that `_state` made count one too many.
             for name in moments:
                 del state[name]
         try:
@@ -170,7 +170,7 @@ class Checkpoints:
         return state
 
     def _gradients(self) -> dict[str, nn.Parameter]:
-        """Parameters by the names that their gradients have in a checkpoint."""
+        """Parameters, by the names of their gradients in a checkpoint."""
         if isinstance(self._stage, EmulatedRunner):
             return {}
         return {
@@ -213,6 +213,6 @@ def check_directory(directory: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a checkpoint; first what makes it count as finished."""
+    """Delete a checkpoint, first the file that marks it as finished."""
     (folder / ".metadata").unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What ranks share after the ops: gradients and buffers over replicas, the norm over stages."""
+"""Collectives after the ops: gradients and buffers over replicas, the norm over stages."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ if TYPE_CHECKING:
 
 BUCKET_BYTES = 25 << 20
 Wait = Callable[[Any], None]
-"""Waits for a collective on CPU tensors, with a deadline and a name."""
+"""Waits for a collective on CPU tensors, with a deadline and a description."""
 
 
 class Replicas:
-    """Keeps the replicas of this rank's stage alike: all have the mean gradient, and the buffers
-    of replica 0.
+    """Keeps the replicas of this rank's stage equal: all get the mean gradient and the buffers of
+    replica 0.
 
     Every call is collective over the replicas of the stage.
     """
 
     def __init__(self, module: nn.Module, world: World, wait: Wait) -> None:
-        # Not its group: a world that is left has the last reference to it.
+        # Keeps the world and not its group, whose last reference World.leave() drops.
         self._module, self._world, self._wait = module, world, wait
         self._buffered = [m for m in module.modules() if any(True for _ in m.buffers(False))]
         self._marks = [_marks(m) for m in self._buffered]
 
     def sync(self) -> None:
-        """After the ops of an iteration: average the gradients, and share the buffers of every
-        module of which some rank has written one.
+        """Average the gradients after an iteration, and share the buffers of every module in which
+        a rank has written a buffer.
 
-        torch counts no writes of a batch norm to its running statistics, only those to
-        ``num_batches_tracked`` beside them. So it is modules that are watched.
+        Whole modules, because torch does not count a batch norm's writes to its running statistics,
+        only those to ``num_batches_tracked`` beside them.
         """
         group = self._world.replicas
         assert group is not None
@@ -56,7 +56,7 @@ class Replicas:
                 self._share(module.buffers(recurse=False))
 
     def share_buffers(self) -> None:
-        """Give all replicas every buffer of replica 0, also those written behind torch's back."""
+        """Copy every buffer of replica 0 to all replicas, even if torch counted no write to it."""
         self._share(self._module.buffers())
 
     def _share(self, buffers: Iterable[Tensor]) -> None:
@@ -71,12 +71,12 @@ Marks = list[tuple[Tensor, int]]
 
 
 def _marks(module: nn.Module) -> Marks:
-    """The buffers of a module, and how often each was written in place."""
+    """The buffers of a module, with the number of in-place writes to each."""
     return [(buffer, version(buffer)) for buffer in module.buffers(recurse=False)]
 
 
 def _written(module: nn.Module, before: Marks) -> bool:
-    """Whether a buffer was written, or another took its place, since ``before``."""
+    """Whether a buffer was written or replaced since ``before``."""
     now = _marks(module)
     return len(now) != len(before) or any(
         new is not old or counted != was
@@ -87,11 +87,11 @@ def _written(module: nn.Module, before: Marks) -> bool:
 def average(
     parameters: Sequence[nn.Parameter], used: Sequence[int], group: dist.ProcessGroup, wait: Wait
 ) -> None:
-    """Replace every ``.grad`` by its mean over the ranks of ``group``, the same to the bit on
-    each. ``used``: on how many ranks a parameter has a gradient.
+    """Replace every ``.grad`` by its mean over the ranks of ``group``, bitwise equal on each.
+    ``used``: number of ranks on which each parameter has a gradient.
 
-    Gradients travel in flat buckets, in the order of the parameters. A parameter that has no
-    gradient on any rank keeps none; where only some ranks used it, the others count as zero.
+    Gradients are sent in flat buckets, in the order of the parameters. A parameter without a
+    gradient on any rank keeps none; if only some ranks have one, the others count as zero.
     """
     size = dist.get_world_size(group)
     for parameter, count in zip(parameters, used, strict=True):
@@ -108,8 +108,8 @@ def average(
 
 
 def broadcast(value: Tensor, source: int, group: dist.ProcessGroup, wait: Wait) -> None:
-    """Overwrite a tensor on all ranks of ``group`` by that of rank ``source``. It travels as
-    bytes, so its type does not matter."""
+    """Copy a tensor of rank ``source`` to all ranks of ``group``. It is sent as bytes, so any dtype
+    works."""
     raw = bytes_of(value)
     if not raw.numel():
         return
@@ -120,7 +120,7 @@ def broadcast(value: Tensor, source: int, group: dist.ProcessGroup, wait: Wait) 
 
 
 def _finish(work: Any, tensor: Tensor, wait: Wait) -> None:
-    """Wait for a collective; on CUDA the stream waits, not the host."""
+    """Wait for a collective. On CUDA the stream waits, not the host."""
     if tensor.is_cuda:
         work.wait()
     else:
@@ -145,8 +145,8 @@ def clip_global_norm(
 ) -> Tensor:
     """Scale gradients so that their 2-norm over all stages is at most ``max_norm``.
 
-    Returns the norm before scaling (0-dim float32), the same to the bit on all stages: every
-    rank adds the stages' squares in stage order, in float64.
+    Returns the norm before scaling (0-dim float32), bitwise equal on all stages: every rank adds
+    the stages' squares in stage order, in float64.
     """
     with_grad = [p for p in parameters if p.grad is not None]
     grads = [p.grad for p in with_grad if p.grad is not None]

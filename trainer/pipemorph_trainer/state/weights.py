@@ -1,4 +1,4 @@
-"""What a stage holds, told in a few bytes per tensor, so that ranks can compare it."""
+"""Fingerprints of a stage's parameters and buffers, with which ranks compare them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pipemorph.errors import InputError
 
 _WORDS = {"cpu": 1 << 16}
 _MOST_WORDS = 1 << 22
-"""64-bit words that are hashed at a time: on the CPU what a cache holds, elsewhere more."""
+"""64-bit words that are hashed at a time: on the CPU as many as fit into a cache, else more."""
 _SPREAD, _MIX = -7046029254386353131, -4658895280553007687
-"""Odd 64-bit constants (of splitmix64), so multiplying by them loses nothing."""
+"""Odd 64-bit constants (of splitmix64), so that multiplication loses no information."""
 _63_BITS = (1 << 63) - 1
 
 
 class Held(NamedTuple):
     """One parameter or buffer of a stage.
 
-    ``fingerprint`` is None where the bytes cannot be read: sparse, quantized or on the meta
-    device, or a subclass of Tensor. ``matrix``: a trainable parameter of two dimensions or more
-    whose elements are not all equal, so two stages do not begin with the same one by chance.
+    ``fingerprint``: None if the bytes cannot be read: sparse, quantized or on the meta device, or a
+    subclass of Tensor. ``matrix``: a trainable parameter with at least two dimensions whose
+    elements are not all equal, so that two stages do not have the same one by chance.
     """
 
     name: str
@@ -37,17 +37,18 @@ class Held(NamedTuple):
 
     @property
     def form(self) -> str:
-        """``float32[4, 8]``, as error messages have it."""
+        """Shape and dtype for messages: ``float32[4, 8]``."""
         dtype = str(self.dtype).removeprefix("torch.")
         frozen = ", frozen" if self.kind == "parameter" and not self.trainable else ""
         return f"{dtype}{list(self.shape)}{frozen}"
 
 
 def check_stage(stage: object) -> None:
-    """Raise :class:`InputError` if this is no module, or one that shares out its own work.
+    """Raise :class:`InputError` if ``stage`` is no module, or a wrapper that distributes work
+    itself.
 
-    Averaging gradients over replicas and scheduling microbatches are the pipeline's business: a
-    wrapper that does so as well would do it twice, or wait for ranks that do not come.
+    The pipeline averages gradients over replicas and schedules microbatches. A wrapper that does so
+    too would do it twice, or wait for ranks that do not take part.
     """
     if not isinstance(stage, nn.Module):
         kind = type(stage).__name__
@@ -84,13 +85,13 @@ def check_stage(stage: object) -> None:
 
 
 def _loaded(module: str, name: str) -> type | tuple[()]:
-    """A class that is slow to import; nothing can be an instance of it if nobody has."""
+    """A class that is slow to import. If it was never imported, there are no instances of it."""
     found: type | tuple[()] = getattr(sys.modules.get(module), name, ())
     return found
 
 
 def held_by(module: nn.Module) -> tuple[Held, ...]:
-    """All parameters and buffers of a stage, in its own order."""
+    """All parameters and buffers of a stage, in the order of the module."""
     parameters = [_held("parameter", name, value) for name, value in module.named_parameters()]
     buffers = [_held("buffer", name, value) for name, value in module.named_buffers()]
     return (*parameters, *buffers)
@@ -110,7 +111,7 @@ def _held(kind: str, name: str, value: Tensor) -> Held:
 
 
 def comparable(value: Tensor) -> bool:
-    """Whether a tensor is nothing more than its bytes, and has them."""
+    """Whether a tensor is fully described by its bytes, and has them."""
     return (
         type(value) in (Tensor, nn.Parameter)
         and value.layout is torch.strided
@@ -120,13 +121,13 @@ def comparable(value: Tensor) -> bool:
 
 
 def bytes_of(value: Tensor) -> Tensor:
-    """A tensor's elements in their order, as uint8: a view of it where it is contiguous."""
+    """A tensor's elements in order, as uint8. A view if the tensor is contiguous."""
     return value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def fingerprint(value: Tensor) -> int:
-    """63 bits that differ between two tensors of one shape and dtype that differ in any bit, but
-    for one case in 2^63. Computed where the tensor is."""
+    """A 63-bit hash. Two tensors of the same shape and dtype that differ in any bit have the same
+    one with a probability of 2^-63. Computed on the tensor's device."""
     raw = bytes_of(value)
     if raw.storage_offset() % 8:
         raw = raw.clone()
@@ -143,7 +144,7 @@ def fingerprint(value: Tensor) -> int:
 
 
 def _mixed(words: Tensor, start: int) -> Tensor:
-    """The sum of words that were scattered first, each by itself. Overflow is meant."""
+    """The sum of the words, each of them mixed first. Overflow is intended."""
     words ^= (start * _MIX) & _63_BITS
     words ^= (words >> 32) & 0xFFFFFFFF
     words *= _MIX

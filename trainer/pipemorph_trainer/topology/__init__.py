@@ -1,1 +1,1 @@
-"""Who is where: ranks, groups, machines and their devices."""
+"""Positions of ranks: coordinates, groups, machines and devices."""

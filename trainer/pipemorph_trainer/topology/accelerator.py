@@ -1,11 +1,11 @@
 """Streams, events and page-locked memory of a device, behind one narrow interface.
 
-Everything that moves bytes between device and host beside the ops goes through an
-:class:`Accelerator`: messages of the delegated route and offloaded activations. It is the only
-place that says ``torch.cuda`` for that, so the logic around it is tested on machines without a
-GPU, where a simulated accelerator runs the same copies late and in any order.
+All copies between device and host that are not part of ops go through an :class:`Accelerator`:
+messages of the delegated route and offloaded activations. Only this module uses ``torch.cuda`` for
+them, so that the code around it is tested on machines without a GPU, where a simulated accelerator
+runs the same copies late and in any order.
 
-Nothing here waits on the host except :meth:`Event.synchronize`.
+Only :meth:`Event.synchronize` blocks the host.
 """
 
 from __future__ import annotations
@@ -23,92 +23,92 @@ PORTABLE = 1
 
 
 class Event(Protocol):
-    """A point in a stream: everything the stream was given before it was recorded."""
+    """A point in a stream: all work given to the stream before the event was recorded."""
 
     def query(self) -> bool:
-        """Whether the device has passed it. Does not wait."""
+        """Whether the device has reached the event. Does not wait."""
 
     def synchronize(self) -> None:
-        """Wait until it has, without the interpreter and without a busy core. Not in the
-        executor's thread, except to pace it."""
+        """Wait until the device has reached it, without holding the interpreter or spinning. Not
+        in the executor's thread, except to pace it."""
 
 
 class Stream(Protocol):
-    """Handle of a queue of a device's work: done in order, beside other streams."""
+    """Handle of a queue of a device's work. Its work runs in order, concurrently to other
+    streams."""
 
     def query(self) -> bool:
-        """Whether all that it was given is done."""
+        """Whether all work given to it is done."""
 
 
 class Accelerator(Protocol):
     """One device. Every call but :meth:`pinned_empty` and :meth:`register` returns at once.
 
-    How a tensor leaves the device (the other way is alike, with :meth:`empty` first)::
+    How a tensor is copied to the host (the other way is similar, with :meth:`empty` first)::
 
         side.wait ◀── event ◀── compute stream        the tensor is complete
         side: copy(pinned_empty(...), tensor), keep(tensor, side)
-        done = record(side)                           when it has passed, the bytes are there
+        done = record(side)                           once reached, the bytes are on the host
     """
 
     @property
     def device(self) -> torch.device:
-        """The device all streams belong to."""
+        """The device of all streams."""
 
     def enter_thread(self) -> None:
-        """Call once in a thread before it uses the device: the current one is per thread."""
+        """Make the device the current one of a thread. Call it once, before other uses."""
 
     def compute_stream(self) -> Stream:
-        """Where the calling thread's ops run now."""
+        """The stream of the calling thread's ops."""
 
     def new_stream(self) -> Stream:
         """A stream beside the compute stream."""
 
     def using(self, stream: Stream) -> AbstractContextManager[None]:
-        """What the calling thread launches in it goes to ``stream``."""
+        """A context in which the calling thread launches its work on ``stream``."""
 
     def record(self, stream: Stream, *, timed: bool = False) -> Event:
-        """An event behind all that ``stream`` was given so far. ``timed`` for :meth:`seconds`."""
+        """An event behind all work of ``stream`` so far. ``timed``: for :meth:`seconds`."""
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """What ``stream`` is given from now on begins after ``event``. The host goes on."""
+        """Make later work of ``stream`` wait for ``event``. The host does not wait."""
 
     def copy(self, stream: Stream, destination: Tensor, source: Tensor) -> None:
-        """Copy in ``stream``, of the same shape and dtype, both contiguous. The host side has
-        to be page-locked (:meth:`pinned_empty`, :meth:`register`), or the host may wait, and to
-        stay until an event behind the copy has passed."""
+        """Copy in ``stream``. Both tensors have the same shape and dtype and are contiguous. The
+        host tensor must be page-locked (:meth:`pinned_empty`, :meth:`register`), or else the host
+        may wait, and must be kept until an event behind the copy is reached."""
 
     def keep(self, tensor: Tensor, stream: Stream) -> None:
-        """``tensor``'s device memory is used in ``stream``: when the last reference is gone, it
-        is not given to another tensor before ``stream`` has done what it was given by then."""
+        """Keep ``tensor``'s device memory until ``stream`` has done its current work, even if the
+        last reference to the tensor goes earlier."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, stream: Stream) -> Tensor:
-        """Device memory that ``stream`` may write at once. Before another stream reads it:
-        :meth:`wait` there, and :meth:`keep`."""
+        """Device memory that ``stream`` may write at once. Another stream must :meth:`wait` before
+        it reads it, and :meth:`keep` it."""
 
     def pinned_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Page-locked host memory from a pool, which grows in size classes (powers of two) and
-        is used again once the tensor is gone and no copy uses it. Growing may wait for the
-        device."""
+        """Page-locked host memory from a pool, which grows in powers of two. The memory is reused
+        when the tensor is gone and no copy uses it. Growing may wait for the device."""
 
     def register(self, address: int, nbytes: int) -> str | None:
-        """Page-lock host memory that somebody else allocated. Returns why it cannot be, or
-        None. May wait for the device: at start-up, or when shapes change."""
+        """Page-lock existing host memory. Returns None, or why it cannot be locked. May wait for
+        the device, so only at the start or when shapes change."""
 
     def unregister(self, address: int) -> None:
-        """Undo :meth:`register`, before the memory is unmapped and after its last copy."""
+        """Undo :meth:`register`, after the last copy and before the memory is unmapped."""
 
     def seconds(self, start: Event, end: Event) -> float:
-        """Device time between two timed events that have passed."""
+        """Device time between two timed events that were reached."""
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
-    """The accelerator behind ``device``; None for the CPU, which needs no copies."""
+    """The accelerator of ``device``; None for the CPU, which needs no copies."""
     return CudaAccelerator(device) if device.type == "cuda" else None
 
 
 class CudaAccelerator:
-    """CUDA through torch. Page-locked memory comes from torch's caching host allocator, which
-    does not hand a block out again before the copies that used it are done."""
+    """CUDA through torch. Page-locked memory comes from torch's caching host allocator, which does
+    not reuse a block before the copies that use it are done."""
 
     def __init__(self, device: torch.device) -> None:
         if device.index is None:
@@ -135,7 +135,7 @@ class CudaAccelerator:
             yield
 
     def record(self, stream: Stream, *, timed: bool = False) -> Event:
-        # `blocking`: a host that waits sleeps instead of spinning.
+        # `blocking`: the host sleeps while it waits, instead of spinning.
         event: Any = _torch_cuda.Event(enable_timing=timed, blocking=True)
         event.record(stream)
         made: Event = event
@@ -178,8 +178,8 @@ class CudaAccelerator:
         return float(begun.elapsed_time(end)) / 1e3
 
     def _forget_last_error(self) -> None:
-        """The runtime keeps the last error, and torch would raise it at the next kernel it
-        launches, whoever's that is. So launch one here."""
+        """Clear the runtime's last error: torch would raise it at the next kernel launch, so launch
+        one here."""
         try:
             torch.ones(1, device=self._device)
         except RuntimeError:
@@ -187,5 +187,5 @@ class CudaAccelerator:
 
 
 def _cuda(stream: Stream) -> Any:
-    """The handle as torch has it; its stubs are partly untyped."""
+    """The handle as torch's class, whose stubs are partly untyped."""
     return stream

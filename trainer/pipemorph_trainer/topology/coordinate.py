@@ -1,4 +1,4 @@
-"""Where a rank stands among the stages and replicas of a job."""
+"""A rank's position among the stages and replicas of a job."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Coordinate:
-    """Where a rank stands: rank = replica × stages + stage."""
+    """A rank's position: rank = replica × stages + stage."""
 
     rank: int
     stage: int

@@ -1,4 +1,4 @@
-"""Where a GPU is: its PCI address and the NUMA node whose memory is near it."""
+"""PCI address and NUMA node of a GPU."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pipemorph.discovery import numa
 
 
 def pci_address(index: int) -> str:
-    """``0000:1b:00.0`` of a CUDA device, as sysfs writes it."""
+    """PCI address of a CUDA device in the form of sysfs: ``0000:1b:00.0``."""
     p: Any = torch.cuda.get_device_properties(index)  # the stubs lack the PCI address
     return f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0"
 
 
 def near(device: torch.device, pci: Path = numa.PCI) -> dict[str, int]:
-    """The engine's option ``numa_node`` for a stage on this device; none where it is not known:
-    a stage on the CPU, one node only, or a firmware that does not say."""
+    """The engine's option ``numa_node`` for a stage on this device. Empty if unknown: for a stage
+    on the CPU, a single node, or a firmware without the information."""
     if device.type != "cuda":
         return {}
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -1,11 +1,11 @@
-"""Process groups that belong to a pipeline: made, given up after a failure, destroyed.
+"""Process groups of a pipeline: creates them, aborts them after a failure, destroys them.
 
-torch leaves groups to the end of the interpreter, which is too late for gloo. A worker thread
-of its may still hold the tensors of a collective that everybody has waited for; to let go of
-them it needs the interpreter, and one that asks for an interpreter which is ending is ended by
-it in a destructor, which aborts the process ("terminate called without an active exception";
-pytorch/pytorch#190489). A group whose last reference is dropped joins its workers, so groups
-are dropped while the interpreter still runs.
+torch destroys groups at the end of the interpreter, which is too late for gloo. One of its worker
+threads may still hold the tensors of a finished collective. To release them it needs the
+interpreter, and a thread that asks for the interpreter while it ends is terminated in a destructor,
+which aborts the process ("terminate called without an active exception"; pytorch/pytorch#190489). A
+group joins its workers when its last reference is dropped, so the groups are dropped while the
+interpreter still runs.
 """
 
 from __future__ import annotations
@@ -20,33 +20,34 @@ import torch
 import torch.distributed as dist
 
 _ABANDON_TAG = 1 << 20
-"""A tag nobody sends with."""
+"""A tag that no message has."""
 
 
 class Groups:
-    """The groups that one pipeline made."""
+    """The groups of one pipeline."""
 
     def __init__(self) -> None:
         self._made: list[tuple[dist.ProcessGroup, str]] = []
-        """With their backends, which torch forgets of a group that the user has destroyed."""
+        """Groups with their backends, which torch forgets when the user destroys a group."""
 
     def new(self, ranks: list[int] | None = None, **options: Any) -> dist.ProcessGroup:
-        """``dist.new_group``, for a group that ends with the pipeline. Collective: all ranks
-        of the world call it, also those that are not in the group."""
+        """Create a group that ends with the pipeline, by ``dist.new_group``. Collective over all
+        ranks of the world, including those that are not in the group."""
         return self.adopt(dist.new_group(ranks, **options))
 
     def adopt(self, group: Any) -> dist.ProcessGroup:
-        """Take over a group that was made for this pipeline."""
+        """Add an existing group to those that end with the pipeline."""
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             self._made.append((group, dist.get_backend_config(group)))
         made: dist.ProcessGroup = group
         return made
 
     def destroy(self, *, clean: bool) -> None:
-        """End the groups, in the order opposite to that in which they were made. Idempotent.
+        """Destroy the groups in reverse order. Idempotent.
 
-        ``clean``: everything posted has been waited for, on all ranks. Otherwise what is under
-        way is given up first, so that this waits for no peer; peers see connections close.
+        ``clean``: all ranks have waited for everything that was posted. Otherwise operations in
+        progress are aborted first, so that this does not wait for a peer; peers see connections
+        close.
         """
         while self._made:
             group, backends = self._made.pop()
@@ -58,16 +59,16 @@ class Groups:
 
 
 def abandon(group: dist.ProcessGroup, backends: str) -> bool:
-    """Make all that is under way in a group fail at once, without its peers, which see
-    connections close. ``backends``: what carries the group, as ``cpu:gloo,cuda:nccl`` or ``gloo``.
+    """Abort all operations in progress in a group, without its peers, which see connections close.
+    ``backends``: of the group, such as ``cpu:gloo,cuda:nccl`` or ``gloo``.
 
-    False where nothing is left to destroy: a communicator that was aborted cannot be shut down.
+    Returns False if the group must not be destroyed: an aborted communicator cannot be shut down.
     """
     if group.size() < 2:
         return True
     if "gloo" in backends:
-        # gloo can abort nothing, but a receive that times out closes the group's connections,
-        # with all that waits there.
+        # gloo has no abort, but a receive that times out closes the group's connections, and
+        # all operations on them fail.
         with contextlib.suppress(RuntimeError):
             probe = group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _ABANDON_TAG)
             probe.wait(timedelta(milliseconds=1))
@@ -77,10 +78,10 @@ def abandon(group: dist.ProcessGroup, backends: str) -> bool:
 
 
 def destroy_at_exit(group: dist.ProcessGroup) -> None:
-    """Destroy the default group at the end of the interpreter, unless the user has by then.
+    """Destroy the default group at the end of the interpreter, unless the user has done so.
 
-    Not with the pipeline: a script may use the group that its first pipeline made, and make
-    another pipeline. Registered before those of the pipelines, this runs after them.
+    Not with the pipeline: a script may continue to use the group that its first pipeline made. This
+    is registered before the pipelines' own handlers, so it runs after them.
     """
 
     made_by = os.getpid()

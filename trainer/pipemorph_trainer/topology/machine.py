@@ -1,8 +1,8 @@
-"""Which machine a rank is on: which clock it reads, and whose 127.0.0.1 is its own.
+"""Identifies the machine of a rank: whether two ranks share a clock, and 127.0.0.1.
 
-A host name alone does not tell: cloned machines and containers may share one. Ranks read one
-clock where they run on one kernel, and one loopback where they are in one of its network
-namespaces too.
+The host name is not enough: cloned machines and containers may have the same one. Ranks share a
+clock if they run on the same kernel, and the loopback device if they are also in the same network
+namespace.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import NamedTuple
 
 
 class Machine(NamedTuple):
-    """What a rank says of where it is. Comes from :func:`this_machine`."""
+    """Identity of a rank's machine, made by :func:`this_machine`."""
 
     hostname: str
     boot_id: str
-    """Of the running kernel, as in proc_sys_kernel(5); empty where there is none."""
+    """Of the running kernel, see proc_sys_kernel(5); empty if unavailable."""
     network: str
-    """The network namespace, as in namespaces(7); empty where there is none."""
+    """The network namespace, see namespaces(7); empty if unavailable."""
 
     def shares_clock(self, other: Machine) -> bool:
-        """Whether a time read there means the same here."""
+        """Whether times of the two ranks can be compared."""
         return self[:2] == other[:2]
 
     def shares_loopback(self, other: Machine) -> bool:
-        """Whether what listens at 127.0.0.1 there can be dialled here."""
+        """Whether one rank can connect to the other at 127.0.0.1."""
         return self == other
 
 
 def this_machine(proc: Path = Path("/proc")) -> Machine:
-    """Where this process is. What the system does not tell stays empty, and does not count."""
+    """The machine of this process. Values that the system does not provide are empty."""
     try:
         boot_id = (proc / "sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""The ranks of a job: process group, device mesh (``dp`` × ``pp``) and what they share."""
+"""The ranks of a job: process groups and device mesh (``dp`` × ``pp``)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from pipemorph_trainer.topology.groups import Groups
 
 @dataclass(eq=False)
 class World:
-    """``control`` is a group of all ranks for the small collectives of every iteration.
+    """The groups of a job. ``control``: all ranks, for the small collectives of every iteration.
 
-    All groups are apart from the user's, so that neither can hold up or reorder the other.
+    No group is shared with the user, so that neither delays or reorders the other's collectives.
     """
 
     coordinate: Coordinate
@@ -33,19 +33,19 @@ class World:
 
     def __post_init__(self) -> None:
         self._process = os.getpid()
-        # For a script that closes no pipeline.
+        # In case the script does not close the pipeline.
         atexit.register(self.leave, clean=False)
 
     def share(self, value: Any) -> Any:
-        """Rank 0's value, on every rank. Start-up only."""
+        """The value of rank 0, on every rank. Only at the start."""
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
     def leave(self, *, clean: bool) -> None:
-        """End the groups that were made for this world; see :meth:`Groups.destroy`.
+        """Destroy the groups of this world; see :meth:`Groups.destroy`.
 
-        The default group stays: it is the user's, or ends with the interpreter.
+        The default group stays: it belongs to the user, or ends with the interpreter.
         """
         if os.getpid() != self._process:
             return  # A forked child: the connections are its parent's.
@@ -57,7 +57,8 @@ class World:
 
 
 def coordinate_of(context: TrainerContext, stages: int) -> Coordinate:
-    """Raises :class:`InputError` if ``stages`` does not divide the world."""
+    """The coordinate of a rank. Raises :class:`InputError` if ``stages`` does not divide the
+    world."""
     if context.world_size % stages:
         raise InputError(
             f"{context.world_size} ranks cannot be cut into pipelines of {stages} stages; start "
