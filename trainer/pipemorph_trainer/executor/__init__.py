@@ -1,1 +1,1 @@
-"""What one iteration of one stage is made of: its token, its ops, its loss, and waiting."""
+"""Runs one iteration of one stage: its token, its ops, its loss, and its waits."""

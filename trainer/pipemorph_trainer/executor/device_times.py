@@ -1,4 +1,4 @@
-"""When ops ran on a device. The host only launches them, and is done long before the device."""
+"""Times of ops on a device. The host only launches ops, and is done long before the device."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
 from pipemorph_trainer.topology.accelerator import Accelerator, Event
 
 LAUNCHED_AHEAD = 1
-"""Ops that may wait on the device behind the one that runs, where the next is chosen by what is
-ready: enough that the device never waits for the host, and few enough that it is chosen late."""
+"""Ops that may be queued on the device behind the running one, under online dispatch: enough that
+the device never waits for the host, and few enough that the next op is chosen late."""
 
 
 class _Mark(NamedTuple):
@@ -24,7 +24,7 @@ class _Mark(NamedTuple):
 
 
 class DeviceTimes:
-    """Marks ops on the compute stream and tells their times afterwards. Main thread only."""
+    """Marks ops on the compute stream, and finds their times afterwards. Main thread only."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -33,24 +33,24 @@ class DeviceTimes:
         self._start: Event | None = None
 
     def start(self) -> None:
-        """An op is launched from here on."""
+        """Mark the start of an op."""
         self._start = self._now()
 
     def end(self) -> None:
-        """It is launched."""
+        """Mark the end of the op: all its work was launched."""
         assert self._start is not None
         self._marks.append(_Mark(self._start, self._now()))
 
     @contextmanager
     def copy(self) -> Iterator[None]:
-        """Around what an op launches of a copy on its own stream."""
+        """Context for the part of an op that launches a copy on the compute stream."""
         start = self._now()
         yield
         self._copies.append(_Mark(start, self._now()))
 
     def resolve_copies(self, copies: Sequence[TimedCopy]) -> list[TimedCopy]:
-        """The same copies with the times they took of the compute stream; forgets their marks.
-        A way out over a side stream takes none. Waits as :meth:`resolve` does, so call it after."""
+        """The copies with their times on the compute stream; drops their marks. A copy to the host
+        over a side stream takes none. Waits like :meth:`resolve`, so call it after that."""
         marks, self._copies = self._copies, []
         now = self._now()
         now.synchronize()
@@ -62,7 +62,7 @@ class DeviceTimes:
         ]
 
     def forget(self) -> None:
-        """Drop the marks of an iteration that was refused."""
+        """Drop the marks of a refused iteration."""
         self._marks, self._copies = [], []
 
     def pace(self) -> None:
@@ -71,9 +71,9 @@ class DeviceTimes:
             self._marks[-1 - LAUNCHED_AHEAD].end.synchronize()
 
     def resolve(self, ops: Sequence[TimedOp]) -> list[TimedOp]:
-        """The same ops, one per mark, with the wall-clock times of the device; forgets the marks.
+        """The ops, one per mark, with their wall-clock times on the device; drops the marks.
 
-        Waits for the last op to end: the one time per iteration that the host does so.
+        Waits for the end of the last op. The host does this once per iteration.
         """
         marks, self._marks = self._marks, []
         now = self._now()
@@ -90,7 +90,7 @@ class DeviceTimes:
 
 
 class LossCopy:
-    """Losses on their way to the host, behind the ops that make them. ``losses``: scalars."""
+    """Copies losses to the host, behind the ops that compute them. ``losses``: scalars."""
 
     def __init__(self, accelerator: Accelerator, losses: Sequence[Tensor]) -> None:
         stream = accelerator.compute_stream()
@@ -101,11 +101,11 @@ class LossCopy:
         self._event = accelerator.record(stream)
 
     def done(self) -> bool:
-        """Whether :meth:`take` returns at once."""
+        """Whether :meth:`take` would return at once."""
         return self._event.query()
 
     def take(self) -> list[float]:
-        """The losses, exactly; waits for them."""
+        """Wait for the losses and return them, without rounding."""
         self._event.synchronize()
         values: list[float] = self._values.tolist()
         return values

@@ -1,9 +1,9 @@
-"""Runs one iteration of a stage: each op as soon as its message is here.
+"""Runs one iteration of a stage: each op when its message has arrived.
 
-Communication is not in the plan. An F waits for the F upstream, a B for the B downstream,
-and each for its own message only. Sends are handed over when an op ends. Every kind runs in
-microbatch order, so that gradients add up in one order whatever the schedule, the delays or
-the routes: results are the same to the bit.
+Communication is not part of a plan. An F waits for the F upstream and a B for the B downstream,
+each for its own message only. Sends start when an op ends. Each kind of op runs in microbatch
+order, so that gradients are summed in one order for all schedules, delays and routes: results are
+bitwise equal.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NO_RANGE = nullcontext()
 
 @dataclass
 class Inputs:
-    """One iteration's data on this rank, per microbatch; empty where the stage has none."""
+    """One iteration's data on this rank, per microbatch. Empty if the stage needs none."""
 
     args: Sequence[tuple[Any, ...]] = ()
     kwargs: Sequence[dict[str, Any]] = ()
@@ -56,8 +56,8 @@ class Inputs:
 
 @dataclass
 class Outcome:
-    """What one iteration was on this stage. ``losses`` only on the last stage. ``copies`` of
-    activations to host memory and back are parts of their ops."""
+    """Record of one iteration on this stage. ``losses``: only on the last stage. ``copies``: of
+    activations to host memory and back; part of their ops."""
 
     ops: list[TimedOp] = field(default_factory=list)
     copies: list[TimedCopy] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Outcome:
 
 
 class Executor:
-    """Runs the ops of one stage. All methods belong to the main thread."""
+    """Runs the ops of one stage. Main thread only."""
 
     def __init__(
         self,
@@ -85,8 +85,8 @@ class Executor:
         gate: Gate | None = None,
         refuses: bool = False,
     ) -> None:
-        """``refuses``: an error of the stage in its first forward of an iteration refuses that
-        one only. ``gate``: on the last stage, where there are several replicas."""
+        """``refuses``: an error of the stage in the first forward of an iteration only refuses this
+        iteration. ``gate``: for the last stage if there are several replicas."""
         self._coordinate, self._runner = coordinate, runner
         self._device_times = device_times
         self._up, self._down = neighbours.upstream, neighbours.downstream
@@ -100,9 +100,9 @@ class Executor:
         self._reserve = reserve
         self._gate, self._refuses = gate, refuses
         self.refused = False
-        """Whether the iteration is refused: messages go on as planned, but empty."""
+        """Whether the iteration is refused: messages are sent as planned, but empty."""
         self.cause: Exception | None = None
-        """Of a refused iteration: what the stage raised, if it did."""
+        """The error that the stage raised in a refused iteration, if any."""
         self._steps_refused = 0
         self._above, self._below = self._up, self._down
         self.input_metas: tuple[TensorMeta, ...] = ()
@@ -115,7 +115,7 @@ class Executor:
         self._residency = Residency(None)
 
     def allow(self, deadline: float) -> None:
-        """Seconds that each message may take from now on."""
+        """Set the longest wait for each message, seconds."""
         self._deadline = deadline
         self.mail.allow(deadline)
 
@@ -130,11 +130,11 @@ class Executor:
         refused: bool = False,
         cut_off: bool = False,
     ) -> Outcome:
-        """Run one iteration of ``plan``. With ``handshake``, shapes are exchanged on the way.
+        """Run one iteration of ``plan``. With ``handshake``, shapes are exchanged.
 
         ``refused``, ``cut_off``: see :class:`pipemorph_trainer.executor.token.Start`; afterwards
-        :attr:`refused` says whether the iteration was refused anywhere, as far as known here.
-        Raises :class:`PipelineError` naming what was waited for if it cannot be finished.
+        :attr:`refused` says whether the iteration was refused anywhere, as far as this rank knows.
+        Raises :class:`PipelineError`, which names the missing message, if it cannot be finished.
         """
         self.begin(
             plan.schedule, iteration, generation, inputs,
@@ -152,7 +152,7 @@ class Executor:
         return self._outcome
 
     def forget_refused(self) -> None:
-        """The refused iteration is over: the next one has its number, and other messages."""
+        """End a refused iteration. The next one has the same number, but other message keys."""
         self._steps_refused += 1
         self.cause = None
 
@@ -169,10 +169,10 @@ class Executor:
         cut_off: bool = False,
         receives: tuple[Receives, Receives] = (RECEIVE_ALL, RECEIVE_ALL),
     ) -> Outcome:
-        """Prepare for the stage's ops of one iteration of ``schedule``; what they fill in.
+        """Prepare for the ops of one iteration of ``schedule``. Returns the record that they fill.
 
         With ``handshake`` this waits for the shapes of the stage above. ``device_limit``: most
-        microbatches with their activations on the device. ``receives``: from above and from below.
+        microbatches with activations on the device. ``receives``: from above and from below.
         """
         self._iteration = self.mail.iteration = iteration
         self._generation = generation
@@ -188,16 +188,16 @@ class Executor:
         if self._gate is not None:
             self._gate.begin()
         self._above = None if cut_off else self._up
-        # The token has told the stages below.
+        # The stages below know it from the token.
         self._below = None if refused else self._down
         if self._above is not None and handshake:
             self._await_shapes(self._above)
         bounds = self._from_above
         if self._above is not None:
             if not self._has_gradients(self._above):
-                # Then it waits for nothing from here.
+                # The stage above then waits for nothing from this stage.
                 bounds = bounds._replace(after=())
-            # First, since it may page-lock memory: nothing is received yet.
+            # First, since it may page-lock memory, while no receive is posted.
             self._above.outgoing.begin(self._batch(gradients_of(self.input_metas)))
         if self._below is not None and not handshake:
             self._begin_downstream(self._below)
@@ -222,7 +222,7 @@ class Executor:
             self._backward(kind, microbatch)
 
     def _source(self, kind: OpKind) -> LinkEnd | None:
-        """Where the message of an op comes from, None if it has none."""
+        """The link on which the message of an op arrives; None if it needs none."""
         if kind is OpKind.F:
             return self._above
         if kind is OpKind.W or self._below is None or not self._has_gradients(self._below):
@@ -230,8 +230,8 @@ class Executor:
         return self._below
 
     def _run_online(self, plan: Plan) -> None:
-        """Next ready op of B, F and W: only F while the warm-up lasts; F within the cap, and
-        F and B within the device limit."""
+        """Run the next ready op of B, F and W, in this order. During the warm-up only F; F within
+        the in-flight limit; F and B within the device limit."""
         stage, total = self._coordinate.stage, self._microbatches
         warmup = min(plan.warmup[stage], total)
         limit = plan.in_flight_limits[stage]
@@ -242,7 +242,7 @@ class Executor:
         deadline: float | None = None
         while w < total:
             if self.refused:
-                # In the plan's order, in which no stage waits for one that waits for it.
+                # In the plan's order, in which stages cannot wait for each other forever.
                 for kind, microbatch in plan.schedule.stages[stage]:
                     done = {OpKind.F: f, OpKind.W: total}.get(kind, b)
                     if microbatch >= done:
@@ -277,7 +277,7 @@ class Executor:
                 deadline = None
 
     def _either(self, may_forward: bool, f: int, may_backward: bool, b: int) -> str:
-        """The messages an idle stage under online dispatch could go on with."""
+        """Describes the messages with which an idle stage could continue under online dispatch."""
         what = []
         if may_forward and self._above is not None:
             what.append(self.mail.message(self._above, "F", f))
@@ -325,7 +325,7 @@ class Executor:
         self._boundary()
 
     def _compute_forward(self, microbatch: int) -> tuple[Tensor, ...] | None:
-        """What an F sends, or the loss. None if what it was sent is empty."""
+        """Run F. Returns its outputs, or the loss; None if its message is empty."""
         args: Sequence[Any] | None = self._inputs.args[microbatch] if self._inputs.args else ()
         if self._above is not None:
             args = self._above.incoming.take(microbatch)
@@ -335,13 +335,13 @@ class Executor:
         target = self._inputs.targets[microbatch] if self._inputs.targets else None
         leaves = self._residency.run(OpKind.F, microbatch)
         if leaves:
-            # Not within the op: what an F waits for is not what it takes.
+            # Before the op starts, so that this wait is not part of its time.
             self._runner.reclaim()
         start = self._start_op()
         with self._range("F", microbatch):
             if leaves:
                 outputs = self._runner.forward(microbatch, args, kwargs, target, offload=True)
-                # What came from upstream is the runner's now: it could not leave otherwise.
+                # Drop the reference, so that the runner can move the inputs.
                 args = ()
                 self._copy(OpKind.F, microbatch, self._runner.offload)
             else:
@@ -377,7 +377,7 @@ class Executor:
         self._boundary()
 
     def _copy(self, kind: OpKind, microbatch: int, copy: Callable[[int], int]) -> None:
-        """Part of an op: activations to host memory at the end of an F, back before a B."""
+        """Copy activations as part of an op: to host memory at the end of an F, back before a B."""
         start = time()
         with _NO_RANGE if self._device_times is None else self._device_times.copy():
             nbytes = copy(microbatch)
@@ -392,7 +392,7 @@ class Executor:
         self._boundary()
 
     def _range(self, letter: str, microbatch: int) -> AbstractContextManager[Any]:
-        """``PP:3F7`` for torch.profiler; nothing where nobody profiles, as it costs 40 µs an op."""
+        """A range ``PP:3F7`` for torch.profiler. None without a profiler, since it costs 40 µs."""
         if not profiling():
             return _NO_RANGE
         return profiler.record_function(f"PP:{self._coordinate.stage}{letter}{microbatch}")
@@ -412,15 +412,16 @@ class Executor:
         self._outcome.ops.append(TimedOp(kind, microbatch, start, end))
 
     def _send(self, kind: OpKind, microbatch: int, tensors: list[Tensor | None] | None) -> None:
-        """What an op makes, to the stage that it is for, if there is one. None: nothing in it."""
+        """Send the results of an op to the stage that needs them, if any. None: an empty
+        message."""
         end = self._below if kind is OpKind.F else self._above
         if end is None or kind is OpKind.W or (end is self._above and not self._has_gradients(end)):
             return
         self.mail.send(end, microbatch, tensors)
 
     def _refuse(self) -> None:
-        """From here on this iteration's messages go on as planned, but empty: then none is left
-        over for the next one, whatever its sender or receiver was about to do."""
+        """Refuse this iteration: its remaining messages are sent as planned, but empty, so that
+        none is left over for the next iteration."""
         self.refused = True
         self._op_clock.busy = False
         self._runner.discard()
@@ -429,7 +430,7 @@ class Executor:
             self._below = None
 
     def _pass_on(self, kind: OpKind, microbatch: int) -> None:
-        """An op of a refused iteration, whose message is here."""
+        """Run an op of a refused iteration: take its message, and send an empty one."""
         source = self._source(kind)
         if source is not None:
             source.incoming.take(microbatch)
@@ -465,7 +466,7 @@ class Executor:
             end.incoming.begin(self._batch(gradients, self._from_below))
 
     def _check_outputs(self, outputs: tuple[Tensor, ...], end: LinkEnd) -> None:
-        """Tell the next stage the shapes if they are not known; else hold outputs to them."""
+        """Send the shapes to the next stage if they are unknown there; else check outputs."""
         metas = tuple(TensorMeta.of(output) for output in outputs)
         if not self._shapes_known:
             if len(metas) > 31:

@@ -1,4 +1,4 @@
-"""What a user hands to ``step``: cut into microbatches, and what tells a change of shapes."""
+"""Splits the arguments of ``step`` into microbatches, and detects changes of shapes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipemorph_trainer.topology.coordinate import Coordinate
 
 
 def check_grad_mode(who: object) -> None:
-    """Raise :class:`InputError` where torch records no gradients: a step without them is none."""
+    """Raise :class:`InputError` if torch records no gradients, which a step needs."""
     inference = torch.is_inference_mode_enabled()
     if torch.is_grad_enabled() and not inference:
         return
@@ -32,8 +32,8 @@ def split(
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
     """Positional and keyword arguments of each microbatch.
 
-    Tensors, also those inside lists, tuples and dicts, are cut along dimension 0; anything
-    else goes to every microbatch. Raises :class:`ShapeError` if a tensor cannot be cut evenly.
+    Tensors, including those in lists, tuples and dicts, are split along dimension 0; other values
+    go to every microbatch. Raises :class:`ShapeError` if a tensor cannot be split evenly.
     """
     named = [(f"{what} {i}", value) for i, value in enumerate(args)]
     named += [(f"{what} {name!r}", value) for name, value in kwargs.items()]
@@ -49,8 +49,8 @@ def split(
         chunks = [tuple(values[k] for values in cut) for k in range(microbatches)]
         n = len(args)
         return [c[:n] for c in chunks], [dict(zip(kwargs, c[n:], strict=True)) for c in chunks]
-    # It knows containers, distributed tensors and masks. To import it takes longer than torch
-    # itself does, which a rank that has none of these is spared.
+    # Handles containers, distributed tensors and masks. Imported only if needed, since that takes
+    # longer than to import torch.
     from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 
     cut_args, cut_kwargs = split_args_kwargs_into_chunks(args, dict(kwargs), microbatches)
@@ -65,7 +65,7 @@ def _chunks(value: Any, microbatches: int) -> Sequence[Any]:
         return [value] * microbatches
     chunks = tensor_split(value, microbatches)
     if value.requires_grad and value.is_leaf:
-        # As torch does: the backward reads the gradient of what a stage was given.
+        # Like torch: the backward reads the gradients of a stage's inputs.
         for chunk in chunks:
             chunk.retain_grad()
     return chunks
@@ -80,9 +80,9 @@ def of_stage(
     *,
     needs_target: bool,
 ) -> tuple[Inputs, Any]:
-    """Microbatches of what this stage uses, and what tells a change of shapes.
+    """Microbatches of the arguments that this stage uses, and the signature of its shapes.
 
-    Raises :class:`InputError` if it is not given what it needs.
+    Raises :class:`InputError` if an argument is missing.
     """
     inputs = Inputs()
     shapes: Any = None
@@ -102,7 +102,7 @@ def of_stage(
 
 
 def signature(value: Any) -> Any:
-    """What of an argument decides the shapes of what a stage returns; compare with ``==``."""
+    """Signature of an argument: if it changes (``!=``), the shapes of outputs may change."""
     if isinstance(value, Tensor):
         return TensorMeta.of(value)
     if isinstance(value, (list, tuple)):

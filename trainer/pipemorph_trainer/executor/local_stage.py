@@ -1,4 +1,4 @@
-"""The stage of this rank: what runs its ops, where, and what it tells of itself."""
+"""The stage of this rank: its runner, its device, and its profile."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from pipemorph_trainer.topology.coordinate import Coordinate
 class OwnStage:
     """A module or an emulated stage, at its place in the pipeline.
 
-    ``microbatches``: N. ``split``: of a module's backward. ``accelerator``: behind ``device``;
-    None for the CPU. ``store``: where activations go in host memory; None: they stay on the device.
+    ``microbatches``: N. ``split``: of a module's backward. ``accelerator``: of ``device``; None for
+    the CPU. ``store``: host memory for activations; None: they stay on the device.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class OwnStage:
         """None if the stage is emulated."""
         self.runner: Runner
         self.keeper: nn.Module | EmulatedRunner
-        """What has the stage's state, for checkpoints."""
+        """The object with the stage's state, for checkpoints."""
         if isinstance(stage, EmulatedStage):
             self.runner = self.keeper = EmulatedRunner(
                 stage, coordinate.stage, coordinate.stages, coordinate.replica
@@ -82,7 +82,7 @@ class OwnStage:
     def inputs(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any
     ) -> tuple[Inputs, Any]:
-        """Microbatches of what this stage uses, and what tells a change of shapes."""
+        """Microbatches of the arguments that this stage uses, and the signature of its shapes."""
         if self.module is None:
             return Inputs(), ("emulated",)
         return of_stage(
@@ -95,21 +95,21 @@ class OwnStage:
         )
 
     def choose_split(self) -> SplitReport:
-        """After the first iteration: try on microbatches of it how a module can be split, unless
-        that was asked for, and split it so from now on."""
+        """Choose how a module is split from now on, by a self-test on microbatches of the first
+        iteration. Without the test if the split was given."""
         assert isinstance(self.runner, StageRunner)
         report = self.runner.self_test()
         self._footprint = footprint(report)
         return report
 
     def update(self) -> None:
-        """At the end of an iteration: what an optimizer does for a module."""
+        """End an iteration of an emulated stage, as an optimizer does for a module."""
         if isinstance(self.runner, EmulatedRunner):
             self.runner.update()
 
     def prepare(self, plan: Plan) -> None:
-        """Between two iterations: have the host memory for activations that ``plan`` needs, so
-        that none is page-locked between its ops."""
+        """Allocate the host memory that ``plan`` needs for activations. Called between iterations,
+        so that no memory is page-locked between ops."""
         stage = self._coordinate.stage
         limit = plan.device_limits[stage]
         if self._store is None or limit is None:
@@ -121,7 +121,7 @@ class OwnStage:
         self._store.pool.grow(most)
 
     def profile(self, ops: Sequence[TimedOp], copies: Sequence[TimedCopy]) -> StageProfile:
-        """What one iteration's ops took, and the peak memory so far."""
+        """Op times of one iteration, and the peak memory so far."""
         return stage_profile(
             self._coordinate.stage,
             ops,
@@ -132,17 +132,17 @@ class OwnStage:
         )
 
     def offloaded(self, copies: Sequence[TimedCopy]) -> Offloaded | None:
-        """One iteration's copies to host memory; None where there were none."""
+        """Sums of one iteration's copies to host memory; None if there were none."""
         return offloaded(copies, self._store.pool.nbytes if self._store is not None else 0)
 
     def close(self) -> None:
-        """Give the host memory for activations back."""
+        """Free the host memory for activations."""
         if self._store is not None:
             self._store.close()
 
 
 def device_of(module: nn.Module | None) -> torch.device:
-    """Where a module's first parameter or buffer is; the CPU if it has none."""
+    """Device of a module's first parameter or buffer; the CPU if it has none."""
     if module is None:
         return torch.device("cpu")
     first = next((t for t in (*module.parameters(), *module.buffers())), None)
@@ -150,7 +150,7 @@ def device_of(module: nn.Module | None) -> torch.device:
 
 
 def mode_of(split: str) -> Mode:
-    """What a user may give as ``split``. Raises :class:`InputError` for anything else."""
+    """Parse the argument ``split``. Raises :class:`InputError` if it is invalid."""
     if split == "off":
         return "fused"
     for mode in get_args(Mode):
@@ -166,8 +166,9 @@ def open_store(
     host_memory: int | None,
     split: Mode,
 ) -> tuple[ActivationStore | None, str]:
-    """Where a stage's activations go in at most ``host_memory`` bytes of host memory, if they
-    need more than time for that; and why they have to stay on the device, empty if not."""
+    """The host memory for a stage's activations, of at most ``host_memory`` bytes; None for an
+    emulated stage, whose copies only take time. Also returns why the activations must stay on the
+    device; empty if they need not."""
     if host_memory is None:
         return None, (
             "it has no host memory for activations; give adaptation.allowOffload and"
@@ -181,7 +182,7 @@ def open_store(
 
 
 def _footprint_of(stage: nn.Module | EmulatedStage) -> Footprint:
-    """Of an emulated stage what it is told to be; of a module nothing yet."""
+    """The given values of an emulated stage; for a module nothing is known yet."""
     if not isinstance(stage, EmulatedStage):
         return Footprint()
     apart = stage.backward_input + stage.backward_weight

@@ -1,4 +1,4 @@
-"""The loss of an iteration, on its way from the last stage to every rank."""
+"""Sends the loss of an iteration from the last stage to every rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipemorph_trainer.topology.world import World
 class SharedLoss:
     """Shares the loss of one iteration after another: :meth:`begin`, :meth:`post` it, :meth:`wait`.
 
-    ``microbatches``: N, over which the loss is the mean, as it is over the replicas.
+    The loss is the mean over ``microbatches`` and replicas.
     """
 
     def __init__(
@@ -29,41 +29,42 @@ class SharedLoss:
         accelerator: Accelerator | None,
         wait: CollectiveWait,
     ) -> None:
-        # Not its groups: a world that is left has the last references to them.
+        # Keeps the world and not its groups, whose last references World.leave() drops.
         self._world, self._microbatches = world, microbatches
         self._accelerator, self._wait_for = accelerator, wait
         self._loss = torch.zeros(2, dtype=torch.float64)
         self._work: Any = None
         self._copy: LossCopy | None = None
         self.refused = False
-        """Whether a replica refused the step; known after :meth:`wait`."""
+        """Whether a replica refused the step. Valid after :meth:`wait`."""
 
     def begin(self) -> None:
-        """A new iteration."""
+        """Begin an iteration."""
         self._work = self._copy = None
 
     def post(self, losses: list[Tensor]) -> None:
-        """Begin to share the loss. The last stage does so after its last F, the others before
-        their first op, so that it is here long before it is asked for. Losses of a device are
-        shared once they are on the host: what comes after the last F is launched meanwhile."""
+        """Start to share the loss. The last stage calls it after its last F, other stages before
+        their first op, so that the loss arrives long before it is needed. Losses of a device are
+        shared when they are on the host; meanwhile later ops are launched."""
         if losses and self._accelerator is not None:
             self._copy = LossCopy(self._accelerator, losses)
         else:
             self._share([float(loss) for loss in losses])
 
     def refuse(self) -> None:
-        """Post, on the last stage, that the step is refused, unless the loss is on its way."""
+        """Share, from the last stage, that the step is refused, unless its loss was sent
+        already."""
         if self._work is None:
             self._share([], refused=True)
 
     def between_ops(self) -> None:
-        """Share losses of a device that have come to the host meanwhile."""
+        """Share the losses of a device if they have reached the host."""
         if self._copy is not None and self._copy.done():
             self._share(self._copy.take())
 
     def wait(self, iteration: int) -> float:
-        """The mean over microbatches and replicas. Raises :class:`PipelineError` if it does
-        not come."""
+        """Wait for the loss: the mean over microbatches and replicas. Raises :class:`PipelineError`
+        if it does not arrive."""
         self._wait_for.waiting.begin(f"the loss of iteration {iteration} from the last stage")
         if self._copy is not None:
             self._share(self._copy.take())

@@ -1,7 +1,7 @@
-"""Where a stage waits for what its neighbours send, and hands over what it sends.
+"""Sends and receives the messages of one stage.
 
-Every wait has a deadline and names what is missing: the message, the iteration, the neighbour and
-the link.
+Every wait has a deadline. Errors name the missing message, the iteration, the neighbour and the
+link.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pipemorph_trainer.links.link import LinkEnd
 from pipemorph_trainer.links.poller import Poller
 
 LONGEST_NAP = 0.25
-"""A waiting stage still looks at its control line and its neighbours this often, seconds."""
+"""Seconds after which a waiting stage looks at the agent and its neighbours again."""
 
 
 class Mailbox:
     """The messages of one stage, to and from its neighbours. Main thread only.
 
-    ``between``: called in every wait, as between two ops.
+    ``between``: called during every wait, as between two ops.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class Mailbox:
         self._ends, self._poller, self._waiting = ends, poller, waiting
         self._deadline, self._between = deadline, between
         self.iteration = 0
-        """The one that waits are told to belong to."""
+        """The iteration that descriptions of waits name."""
 
     def allow(self, deadline: float) -> None:
-        """Seconds that each message may take from now on, those that are sent as well."""
+        """Set the longest wait for each message, received or sent, in seconds."""
         self._deadline = deadline
         for end in self._ends:
             end.allow(deadline)
@@ -56,8 +56,8 @@ class Mailbox:
         )
 
     def wait_for(self, end: LinkEnd, kind: OpKind, microbatch: int) -> tuple[float, float] | None:
-        """Return when the message of an op is here and may be used. When the wait began and
-        ended, wall clock; None if there was none."""
+        """Wait until the message of an op has arrived and may be used. Returns when the wait began
+        and ended, wall clock; None without a wait."""
         word = "F" if kind is OpKind.F else "B"
         at = self.ready_at(end, word, microbatch)
         now = time()
@@ -75,7 +75,7 @@ class Mailbox:
         return began, now
 
     def ready_at(self, end: LinkEnd, word: str, microbatch: int) -> float | None:
-        """When the message may be used, None if it is not here; an error names the message."""
+        """Time from which a message may be used; None if it has not arrived. Errors name it."""
         try:
             return end.incoming.ready_at(microbatch)
         except PipelineError as error:
@@ -84,15 +84,15 @@ class Mailbox:
             raise self._named(end, error) from error
 
     def _named(self, end: LinkEnd, error: PipelineError) -> PipelineError:
-        """The same error, with the message that was missing. If the peer is gone, that is why."""
+        """The error with the missing message; if the peer is gone, that is the reason."""
         if isinstance(error, WaitTimeoutError):
             return WaitTimeoutError(f"{self._waiting.describe()}; {error}")
         why = end.gone() if end.is_lost() else str(error)
         return PeerLostError(f"{self._waiting.describe()}; {why}")
 
     def sleep(self, at: float | None, deadline: float) -> None:
-        """Wait for news, or until ``at`` (wall clock, as in notes). Raises once ``deadline``
-        (monotonic, which no correction of the clock moves) has passed, or a peer is lost."""
+        """Wait for an event, or until ``at`` (wall clock, as in notes). Raises after ``deadline``
+        (monotonic, so independent of clock corrections), or if a peer is lost."""
         left = deadline - monotonic()
         if left <= 0:
             raise WaitTimeoutError(
@@ -113,15 +113,15 @@ class Mailbox:
             raise self._named(end, error) from error
 
     def _check_lost(self, end: LinkEnd, at: float | None) -> None:
-        """A neighbour is gone. What it sent before may still be enough for this wait."""
+        """Raise if a neighbour is gone, unless the message of this wait has arrived (``at``)."""
         self._poller.forget(end.socket.fileno())
         if at is None:
             raise PeerLostError(f"{self._waiting.describe()}; {end.gone()}")
 
     def _check_engine(self, end: LinkEnd) -> None:
-        """A neighbour that is stopped keeps its socket: only the engine knows that it is dead.
+        """Raise if the engine's link is dead: a stopped neighbour keeps its socket open.
 
-        Where messages go without the engine, they may be had from it all the same.
+        Not on the direct route, where its messages may still arrive.
         """
         if end.route is not Route.DELEGATED or end.engine_link is None:
             return
@@ -138,7 +138,7 @@ class Mailbox:
             raise self._named(end, error) from error
 
     def await_queue(self, end: LinkEnd, what: str, source: Any) -> Any:
-        """Wait until ``source``, a queue of the control socket, has something, and take it."""
+        """Wait for an item in ``source``, a queue of the control socket, and take it."""
         if not source:
             end.socket.pump()
         if not source:
@@ -151,8 +151,8 @@ class Mailbox:
         return source.popleft()
 
     def wait_until_taken(self) -> None:
-        """Wait until no neighbour can ask for a message again: what follows on this rank, such
-        as a collective, does not attend to neighbours. They need no more than to get there."""
+        """Wait until no neighbour can request a message again, since this rank then enters a
+        collective in which it does not answer. Neighbours reach that point by themselves."""
         for end in self._ends:
             if end.all_taken():
                 continue

@@ -1,9 +1,9 @@
-"""Whether torch.profiler looks on, and what it must not find under way when it stops.
+"""Whether torch.profiler is active.
 
-A profiler that stops gives back the records of all operations, also of those of torch.distributed
-that are still under way; torch writes into such a record once the operation is through. Then the
-process crashes, or the records of the next iteration are lost. So while a profiler looks on, an
-iteration ends when its sends and collectives have.
+A profiler that stops frees the records of all operations, even of operations of torch.distributed
+that are still running. torch writes into such a record when the operation ends. Then the process
+crashes, or the records of the next iteration are lost. So while a profiler is active, an iteration
+waits for its sends and collectives before it ends.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-# Private in torch; without it ranges are always recorded, which is right and only slower.
+# Private in torch. Without it ranges are always recorded, which is correct but slower.
 profiling: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 """Whether a profiler records what this thread does."""
 

@@ -1,13 +1,13 @@
-"""When a stage may post the receive of a message, and how many may be early.
+"""When a stage may post the receive of a message, and how many messages may arrive early.
 
-A receive that is posted while its sender still waits for this stage could only complete after this
-stage's own later work. On a device it occupies some of it meanwhile, and a call that waits for all
-that the device was given, as page-locking memory may, would never return. So a receive is posted
-once this stage has sent everything that its sender needs from it, which is also the earliest time
-at which the message can be on its way.
+If a receive is posted while its sender still waits for this stage, it can only complete after later
+work of this stage. On a device such a receive occupies resources, and a call that waits for all
+work of the device, as page-locking memory may, would never return. So a receive is posted when this
+stage has sent everything that the sender needs from it. Before that, the message cannot be sent
+anyway.
 
-A message that is here before its op takes memory of this stage. So a link is received on at most
-its slackness and a few messages ahead, as many as the delegated route has slots for.
+A message that arrives before its op uses memory of this stage. So at most the link's slackness and
+a few more messages are received ahead, as many as the delegated route has slots for.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from pipemorph.planning import Dispatch, OpKind, Plan, Schedule
 from pipemorph_trainer.links.message import RECEIVE_ALL, Receives
 
 SPARE = 4
-"""Messages ahead of their ops beyond a link's slackness: those that a delay keeps on their way."""
+"""Messages ahead of their ops beyond a link's slackness: those in flight because of a delay."""
 
 
 def of_stage(plan: Plan, stage: int) -> tuple[Receives, Receives]:
-    """From above and from below; anything where there is no link."""
+    """Receives from above and from below. Unlimited if there is no link."""
     above = from_above(plan, stage) if stage else RECEIVE_ALL
     last = stage == plan.schedule.stage_count - 1
     return above, RECEIVE_ALL if last else from_below(plan, stage)
 
 
 def from_above(plan: Plan, stage: int) -> Receives:
-    """Of the F's of ``stage``, at least 1. They wait for the B's that the stage above needs."""
+    """Receives for the F of ``stage``, at least 1. They wait for the B that the stage above
+    needs."""
     n, above = plan.schedule.microbatches, stage - 1
     if plan.dispatch is Dispatch.ONLINE:
         caps = [n if limit is None else min(limit, n) for limit in plan.in_flight_limits[:stage]]
@@ -40,7 +41,7 @@ def from_above(plan: Plan, stage: int) -> Receives:
 
 
 def from_below(plan: Plan, stage: int) -> Receives:
-    """Of the B's of ``stage``, which has one below. They wait for F's."""
+    """Receives for the B of ``stage``, which is not the last. They wait for F."""
     n = plan.schedule.microbatches
     if plan.dispatch is Dispatch.ONLINE:
         warmup = min(n, max(plan.warmup[stage + 1 :]))
@@ -51,7 +52,7 @@ def from_below(plan: Plan, stage: int) -> Receives:
 
 
 def _preceding(schedule: Schedule, sender: int, *, forward: bool) -> tuple[int, ...]:
-    """Per message of ``sender``, how many ops of the other direction it runs before."""
+    """Per message of ``sender``, the number of ops of the other direction that it runs before."""
     found, others = [], 0
     for kind, _ in schedule.stages[sender]:
         if kind is OpKind.W:
@@ -65,11 +66,11 @@ def _preceding(schedule: Schedule, sender: int, *, forward: bool) -> tuple[int, 
 
 @lru_cache(maxsize=8)
 def windows(plan: Plan) -> tuple[int, ...]:
-    """Per link, how many messages of a direction may be early.
+    """Per link, the number of messages of a direction that may arrive early.
 
-    In a fixed order the smallest that hold no stage up for ever: a send waits while its receiver
-    takes no more, and two stages must not wait for each other to take. Under online dispatch every
-    order is possible and in-flight limits alone bound what comes.
+    For a fixed order, the smallest numbers without a deadlock: a send waits while its receiver
+    takes no more messages, and two stages must not wait for each other in this way. Under online
+    dispatch every order is possible, and only in-flight limits bound the number of messages.
     """
     n = plan.schedule.microbatches
     slack = [max(0, up - down) for up, down in zip(plan.warmup, plan.warmup[1:], strict=False)]
@@ -84,12 +85,12 @@ def windows(plan: Plan) -> tuple[int, ...]:
 
 
 def ends(schedule: Schedule, window: tuple[int, ...]) -> bool:
-    """Whether all stages get to the end of their orders where a link takes so many messages
-    ahead. What each does next does not depend on times, so one run tells."""
+    """Whether all stages finish their orders if a link takes ``window`` messages ahead. The next op
+    of a stage does not depend on times, so one run decides it."""
     last = schedule.stage_count - 1
     at = [0] * (last + 1)
     holding = [False] * (last + 1)
-    """An op has run, and its message cannot leave yet."""
+    """Whether an op has run whose message cannot be sent yet."""
     sent = {True: [0] * last, False: [0] * last}
     taken = {True: [0] * last, False: [0] * last}
 

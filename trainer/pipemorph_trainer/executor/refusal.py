@@ -1,11 +1,11 @@
-"""A step that is refused: what every rank does so that the next one can go on.
+"""Handles a refused step on all ranks, so that the next step can run.
 
-A rank whose batch does not fit says so before it has sent anything of the step. The token tells the
-stages below, which then do nothing. The stages above may have begun: messages of the step go on as
-planned, but empty, so that none is left over, and what was computed is dropped. No gradient has
-changed by then, since no backward can begin before every stage of a replica has run a forward; with
-several replicas their last stages wait for each other before their first backward. In the end the
-loss, which all ranks wait for in any case, says that the step was refused.
+A rank whose batch does not fit refuses before it sends anything of the step. The token tells the
+stages below, which then do nothing. The stages above may have begun: their messages are sent as
+planned, but empty, so that none is left over, and their results are dropped. No gradient has
+changed by then: no backward can begin before every stage of a replica has run a forward, and with
+several replicas their last stages wait for each other before their first backward. Finally the
+loss, for which all ranks wait in any case, says that the step was refused.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _BROKEN_DEVICE: tuple[type[BaseException], ...] = tuple(
 
 
 def is_of_batch(error: Exception) -> bool:
-    """Whether a stage that raises this in its first forward of a step can go on with another
-    batch: not after an error of the pipeline itself, nor of the device."""
+    """Whether a stage that raises this error in its first forward of a step can continue with
+    another batch: not after an error of the pipeline itself or of the device."""
     return isinstance(error, ShapeError) or not isinstance(error, (PipeMorphError, *_BROKEN_DEVICE))
 
 
 class Gate:
-    """Between the last stages of all replicas: no backward before all have run a forward.
+    """Barrier between the last stages of all replicas: no backward before all have run a forward.
 
-    Each iteration on every last stage: :meth:`begin`, then :meth:`accept` and, before the first
-    backward, :meth:`passed`; at the end :meth:`refuse` if the step is refused.
+    Call on every last stage in each iteration: :meth:`begin`, then :meth:`accept` and, before the
+    first backward, :meth:`passed`; at the end :meth:`refuse` if the step is refused.
     """
 
     def __init__(self, group: dist.ProcessGroup, wait: CollectiveWait) -> None:
@@ -47,21 +47,21 @@ class Gate:
         self._over = False
 
     def begin(self) -> None:
-        """A new iteration."""
+        """Begin an iteration."""
         self._work, self._over = None, False
 
     def accept(self) -> None:
-        """All stages of this replica have run a forward. Does not wait."""
+        """Say that all stages of this replica have run a forward. Does not wait."""
         self._post(refused=False)
 
     def passed(self) -> bool:
-        """Whether all replicas have accepted. Waits for them."""
+        """Wait for all replicas; return whether all have accepted."""
         self._wait_for(self._work, "the other replicas to run their first forward")
         self._over = True
         return not self._refused
 
     def refuse(self) -> None:
-        """This replica does not go on with the step. Waits for the others to know it."""
+        """Refuse the step on this replica. Waits for the other replicas."""
         if self._work is None:
             self._post(refused=True)
         if not self._over:
@@ -75,7 +75,7 @@ class Gate:
 
 
 def tell(world: World, wait: CollectiveWait, iteration: int, error: Exception | None) -> BatchError:
-    """The error that all ranks raise of a refused step. Collective.
+    """Make the error that all ranks raise for a refused step. Collective.
 
     ``error``: why this rank refused it, None if others did.
     """

@@ -1,4 +1,4 @@
-"""Measurements of one rank: wire times per link and direction, op times per kind."""
+"""Measurements of one stage: op times per kind, memory and offload."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
 
 @dataclass(frozen=True)
 class Footprint:
-    """What is known of a stage beside its op times; None: not known.
+    """Properties of a stage beside its op times; None: unknown.
 
-    ``offload_copy``: seconds for ``activation_bytes`` one way, where that may be done.
-    ``fused_ratio``: a BW's time by that of B and W apart, of an emulated stage, which is told
-    both. A module's BW is only known where a plan runs it: a self-test's few runs are too noisy
-    to plan with.
+    ``offload_copy``: seconds to copy ``activation_bytes`` one way, if offload is possible.
+    ``fused_ratio``: time of BW divided by that of B and W apart; only of an emulated stage, which
+    has both. For a module, the time of BW is only known while a plan runs it: the few runs of a
+    self-test are too noisy for planning.
     """
 
     activation_bytes: int | None = None
@@ -33,7 +33,7 @@ class Footprint:
 
 
 def footprint(report: SplitReport) -> Footprint:
-    """What the self-test found of a microbatch's activations; of its times of ops, nothing."""
+    """The activation size and copy time from the self-test. Its op times are not used."""
     offload = report.offload
     return Footprint(
         activation_bytes=report.activation_bytes,
@@ -52,13 +52,12 @@ def stage_profile(
 ) -> StageProfile:
     """Medians over one iteration's ops. A fused backward counts as ``backward_input``.
 
-    ``copies`` are taken off the ops they are parts of, so that F and B are the same whichever
-    microbatches a plan sends to host memory; what a copy takes is told apart, as
-    ``offload_copy``: the median of the longer way where there were any, else what it took at
-    the start.
+    The time of ``copies`` is subtracted from the ops that they are part of, so that F and B do not
+    depend on which microbatches a plan offloads. It is reported separately as ``offload_copy``: the
+    median of the longer direction if there were copies, else the time from the self-test.
 
-    ``fused_backward``, of an emulated stage alone, is the median BW where there was one, else
-    B + W by the ratio that it was told.
+    ``fused_backward`` is reported for an emulated stage only: the median BW if there was one, else
+    B + W times its ratio.
     """
     copying = {(copy.kind, copy.microbatch): copy.end - copy.start for copy in copies}
 
@@ -86,7 +85,7 @@ def stage_profile(
 
 
 def _longer(copies: Sequence[TimedCopy]) -> float:
-    """Median copy of the direction that takes longer: on a device the way out may take nothing."""
+    """Median copy time of the slower direction: on a device, copies to the host may take none."""
     took: dict[bool, list[float]] = {}
     for copy in copies:
         took.setdefault(copy.out, []).append(copy.end - copy.start)
@@ -104,7 +103,7 @@ def _fused(
 
 
 def offloaded(copies: Sequence[TimedCopy], host_bytes: int) -> Offloaded | None:
-    """One iteration's copies for the counters; None where there were none."""
+    """Sums of one iteration's copies; None if there were none."""
     if not copies:
         return None
     return Offloaded(
@@ -116,10 +115,10 @@ def offloaded(copies: Sequence[TimedCopy], host_bytes: int) -> Offloaded | None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Highest use so far, bytes: device memory on CUDA, resident set elsewhere.
+    """Peak memory in bytes: device memory on CUDA, else the resident set.
 
-    On CUDA since the script last reset torch's peak, else since the process began. It is not
-    reset here: a script that reads the same mark would read less than it used.
+    On CUDA it is the peak since the script last reset torch's mark, else since the process began.
+    It is not reset here, since the script may read the same mark.
     """
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))

@@ -1,4 +1,4 @@
-"""Ops and copies that ran, with when."""
+"""Ops and copies with their times."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pipemorph.planning.ir import OpKind
 
 
 class TimedOp(NamedTuple):
-    """One op that ran; wall-clock seconds."""
+    """One op that ran. Wall-clock seconds."""
 
     kind: OpKind
     microbatch: int
@@ -17,8 +17,8 @@ class TimedOp(NamedTuple):
 
 
 class TimedCopy(NamedTuple):
-    """Activations on their way to host memory, as part of an F, or back, as part of a B or BW;
-    wall-clock seconds. On CUDA those of the compute stream: nothing for a way out beside it."""
+    """A copy of activations to host memory, as part of an F, or back, as part of a B or BW.
+    Wall-clock seconds. On CUDA the time on the compute stream: none for a copy on a side stream."""
 
     kind: OpKind
     microbatch: int

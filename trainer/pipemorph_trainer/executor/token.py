@@ -1,7 +1,7 @@
-"""The token that starts an iteration: from stage 0 down, from stage to stage.
+"""The token that starts an iteration: each stage sends it to the next one, from stage 0 on.
 
-It says which iteration, which plan and whether shapes follow, so ranks that disagree find out
-at once.
+It contains the iteration, the plan version and whether shapes follow, so that ranks notice at once
+if they disagree.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pipemorph_trainer.topology.coordinate import Coordinate
 class Start(NamedTuple):
     """How an iteration begins on a stage.
 
-    ``handshake``: shapes are exchanged in it. ``refused``: it was given a batch that does not
-    fit, or a stage above was; then ``cut_off``: nothing comes from above.
+    ``handshake``: shapes are exchanged. ``refused``: the batch of this stage or of a stage above
+    does not fit. ``cut_off``: a stage above refused, so that nothing comes from above.
     """
 
     handshake: bool
@@ -28,21 +28,21 @@ class Start(NamedTuple):
 
 
 class TokenPass:
-    """Takes the token of every iteration from the stage above and gives it to the one below."""
+    """Receives the token of every iteration from the stage above and sends it to the one below."""
 
     def __init__(self, coordinate: Coordinate, neighbours: Neighbourhood, mail: Mailbox) -> None:
         self._coordinate, self._mail = coordinate, mail
         self._up, self._down = neighbours.upstream, neighbours.downstream
         self._shapes: Any = None
         self.generation = 0
-        """Of shapes: one more whenever they change."""
+        """Number of shape changes so far."""
 
     def start(self, iteration: int, version: int, shapes: Any, *, refused: bool = False) -> Start:
-        """Start the iteration from stage 0 down.
+        """Start an iteration on this stage.
 
-        ``version``: the plan's. ``shapes``: of what stage 0 was given; compared with ``==``.
-        ``refused``: what this rank was given does not fit.
-        Raises :class:`PipelineError` if the stage above begins another iteration or plan.
+        ``version``: of the plan. ``shapes``: signature of the inputs of stage 0. ``refused``: the
+        input of this rank does not fit. Raises :class:`PipelineError` if the stage above begins
+        another iteration or plan.
         """
         up = self._up
         handshake = cut_off = False
@@ -67,6 +67,6 @@ class TokenPass:
         return Start(handshake, refused, cut_off)
 
     def restart(self) -> None:
-        """Shapes are exchanged anew in the next iteration: this one was refused, and not every
-        stage may know its shapes."""
+        """Exchange shapes again in the next iteration: this one was refused, and some stages may
+        not know its shapes."""
         self._shapes = None

@@ -1,8 +1,7 @@
-"""The few attributes of torch read here that have no public name, with a check of each.
+"""The private attributes of torch that the split backward needs, with a check of each.
 
-Nothing else in this package touches a private name of torch. :func:`missing` runs once at
-start-up; a torch that has moved one of these gets fused backwards and a reason, not a wrong
-gradient.
+:func:`missing` runs once at the start. With a torch in which one of them has changed, the backward
+is fused, with a reason, instead of giving wrong gradients.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from torch.nn.modules import module as module_hooks
 
 
 def tensor_hooked(tensor: Tensor) -> bool:
-    """Whether gradient or post-accumulate-grad hooks sit on a tensor."""
+    """Whether a tensor has gradient hooks or post-accumulate-grad hooks."""
     raw: Any = tensor
     return bool(raw._backward_hooks) or bool(raw._post_accumulate_grad_hooks)
 
 
 def module_backward_hooked(module: nn.Module) -> bool:
-    """Whether a module, or every module, has backward hooks."""
+    """Whether a module has backward hooks, or there are global ones for all modules."""
     return bool(
         module._backward_hooks
         or module._backward_pre_hooks
@@ -37,20 +36,20 @@ def compiled(module: nn.Module) -> bool:
 
 
 def version(tensor: Tensor) -> int:
-    """How often a tensor was written in place; -1 where torch does not count."""
+    """Number of in-place writes to a tensor; -1 if torch does not count them."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 def holders(storage: torch.UntypedStorage) -> int:
-    """How many tensors share a storage. A Python object of a storage counts as one as well,
-    so ``storage`` itself is taken off."""
+    """Number of tensors that share a storage. torch also counts the Python object ``storage``,
+    which is subtracted."""
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count - 1
 
 
 @cache
 def holders_unknown() -> str:
-    """Why :func:`holders` cannot be relied on in this torch; empty if it can."""
+    """Why :func:`holders` is not reliable with this torch; empty if it is."""
     try:
         tensor = torch.zeros(1)
         counts = [holders(tensor.untyped_storage())]
@@ -65,7 +64,7 @@ def holders_unknown() -> str:
 
 @cache
 def missing() -> str:
-    """What this torch lacks of the above, in one line; empty if nothing."""
+    """What this torch lacks of the above, in one line; empty if it lacks nothing."""
     try:
         tensor: Any = nn.Parameter(torch.zeros(1))
         if tensor_hooked(tensor):

@@ -1,4 +1,4 @@
-"""What the main thread waits for, in words, whatever it is stuck in."""
+"""Describes what the main thread is waiting for, even if it is blocked in C++."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pipemorph_trainer.errors import (
 
 
 class Waiting:
-    """Set by the main thread around every wait; read by any thread.
+    """The current wait. Set by the main thread around every wait, read by any thread.
 
-    Waits may nest: a long one looks after other things meanwhile. The innermost is told.
+    Waits may nest, since a long wait handles other events meanwhile. The innermost is described.
     """
 
     def __init__(self, who: str) -> None:
@@ -32,12 +32,12 @@ class Waiting:
         self._stack.pop()
 
     def __bool__(self) -> bool:
-        """Whether there is a wait at all."""
+        """Whether there is a wait."""
         return bool(self._stack)
 
     def describe(self) -> str:
-        """``rank 2 (stage 2) waited 3.2 s for F of microbatch 3 …``, or that it computes."""
-        stack = self._stack[-1:]  # one step, so that another thread may pop meanwhile
+        """``rank 2 (stage 2) waited 3.2 s for F of microbatch 3 …``, or that it was not waiting."""
+        stack = self._stack[-1:]  # Atomic, since the main thread may pop meanwhile.
         if not stack:
             return f"{self._who} was not waiting for a message"
         what, since = stack[0]
@@ -50,15 +50,15 @@ class CollectiveWait:
     def __init__(self, waiting: Waiting, deadline: float) -> None:
         self.waiting, self._deadline = waiting, deadline
         self.who_is_gone: Callable[[], str | None] = lambda: None
-        """Asked when a connection failed, which by itself names nobody."""
+        """Finds the lost peer after a connection failed, which does not name it."""
 
     def allow(self, deadline: float) -> None:
-        """Seconds that each collective may take from now on."""
+        """Set the longest time of each collective, seconds."""
         self._deadline = deadline
 
     def __call__(self, work: Any, what: str | None = None) -> None:
-        """Wait for one. ``what``: what for; None: as was said to :attr:`waiting`. Raises
-        :class:`PipelineError` naming it."""
+        """Wait for a collective. ``what``: its description; None: the one given to
+        :attr:`waiting`. Raises :class:`PipelineError` with the description."""
         if what is not None:
             self.waiting.begin(what)
         began = time.monotonic()

@@ -1,7 +1,7 @@
-"""Activations in host memory: a microbatch's saved tensors leave the device and come back.
+"""Moves the activations of microbatches to host memory and back.
 
-:mod:`pipemorph.planning.offload` says which microbatches go; here is how. See
-``docs/trainer.md``, "Activations in host memory".
+:mod:`pipemorph.planning.offload` decides which microbatches are offloaded. See the section
+"Activations in host memory" of ``docs/trainer.md``.
 """
 
 from pipemorph_trainer.executor.offload.pool import HostPool

@@ -1,4 +1,4 @@
-"""Copies between a device and a block of host memory: at once, or in streams."""
+"""Copies between a device and a block of host memory, synchronously or in streams."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pipemorph_trainer.topology.accelerator import Accelerator, Event
 
 
 class Copies(Protocol):
-    """Moves bytes; ``parts`` are places in the block and device memory, uint8 (n,)."""
+    """Copies bytes. ``parts``: offsets in the block, with device memory of uint8 (n,)."""
 
     def out(self, block: Block, parts: Sequence[tuple[int, Tensor]]) -> None:
-        """Copy device memory to the block. The caller drops its tensors right after."""
+        """Copy device memory to the block. The caller then drops its tensors."""
 
     def reclaim(self) -> None:
-        """From here on, new memory on the device may be what the last :meth:`out` left."""
+        """Allow new device memory to reuse the memory that the last :meth:`out` freed."""
 
     def back(self, block: Block, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """New device memory, uint8 (n,) each, with what is at ``(offset, n)`` of the block."""
+        """New device memory, uint8 (n,) each, with the bytes at ``(offset, n)`` of the block."""
 
 
 def copies_for(device: torch.device, accelerator: Accelerator | None) -> Copies:
@@ -30,7 +30,7 @@ def copies_for(device: torch.device, accelerator: Accelerator | None) -> Copies:
 
 
 class HostCopies:
-    """Copies that are over when they return: the device is the host."""
+    """Synchronous copies for a stage on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -40,7 +40,7 @@ class HostCopies:
             block.memory[offset : offset + part.numel()].copy_(part)
 
     def reclaim(self) -> None:
-        """Nothing is on its way."""
+        """Does nothing: copies are synchronous."""
 
     def back(self, block: Block, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
         found = []
@@ -51,16 +51,16 @@ class HostCopies:
 
 
 class DeviceCopies:
-    """The host waits for nothing: streams wait for events.
+    """Asynchronous copies: streams wait for events, and the host never waits.
 
-    *Out* goes over a side stream, beside whatever compute comes next. What leaves is kept
-    until :meth:`reclaim`, before the next op that needs memory (an F, a fetch): there the
-    compute stream waits for the copy, and the memory goes back to the compute stream's own
-    pool. With :meth:`Accelerator.keep` it would go back at a time nobody knows, and the next F
-    would have to find room beside it: the device limit would not be a limit.
+    *Out* runs on a side stream, concurrently to the next ops. The copied tensors are kept until
+    :meth:`reclaim`, before the next op that needs memory (an F or a fetch). There the compute
+    stream waits for the copy, and the memory returns to the compute stream's pool. With
+    :meth:`Accelerator.keep` it would return at an unknown time, and the next F would need memory
+    beside it: the device limit could be exceeded.
 
-    *Back* is in order on the compute stream, for the same reason: its memory is what the ops
-    before it have freed.
+    *Back* runs in order on the compute stream, for the same reason: it uses memory that earlier ops
+    have freed.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -71,7 +71,7 @@ class DeviceCopies:
 
     def out(self, block: Block, parts: Sequence[tuple[int, Tensor]]) -> None:
         device = self._accelerator
-        # The tensors are complete, and a way back out of the block is over: both are behind.
+        # Waits until the tensors are complete and earlier copies from the block are done.
         device.wait(self._side, device.record(device.compute_stream()))
         for offset, part in parts:
             device.copy(self._side, block.memory[offset : offset + part.numel()], part)
@@ -85,7 +85,7 @@ class DeviceCopies:
             self._leaving.clear()
 
     def back(self, block: Block, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
-        # Also the copy into the block is over then: the side stream keeps its order.
+        # Then the copy into the block is done, too: the side stream runs in order.
         self.reclaim()
         device = self._accelerator
         compute = device.compute_stream()

@@ -1,4 +1,4 @@
-"""Host memory for activations: registered once, used again for every microbatch after."""
+"""Host memory for activations: registered once, and reused for later microbatches."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pipemorph_trainer.topology.accelerator import Accelerator, Event
 log = logging.getLogger("pipemorph.trainer")
 
 ALIGNMENT = 256
-"""Bytes at which each storage begins within a block: what copy engines like."""
+"""Alignment in bytes of each storage within a block, for fast copies."""
 
 
 def aligned(nbytes: int) -> int:
-    """``nbytes``, rounded up to where the next storage may begin."""
+    """``nbytes``, rounded up to the alignment."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class Block:
     """Host memory of one microbatch. ``memory``: uint8 (bytes,).
 
-    ``used``: behind the newest copy from or to it, which has to be over before the memory goes.
-    None: nothing to wait for.
+    ``used``: event behind the newest copy from or to the block, which must be done before the
+    memory is freed. None: nothing to wait for.
     """
 
     def __init__(self, memory: Tensor) -> None:
@@ -38,13 +38,12 @@ class Block:
 
 
 class HostPool:
-    """Blocks of host memory, one per microbatch that is there at a time.
+    """Blocks of host memory, one per offloaded microbatch.
 
-    Grows on demand or ahead of it (:meth:`grow`), up to ``limit`` bytes (None: as much as the
-    host has). A block goes back to the pool, not to the system: registering memory with a device
-    costs more than a copy into it. With an accelerator the blocks are page-locked, to the byte
-    and not in powers of two as torch's own pool, so that ``limit`` is one; without they are plain
-    memory.
+    Grows on demand or in advance (:meth:`grow`), up to ``limit`` bytes (None: no limit). Blocks
+    return to the pool and not to the system, since registering memory with a device costs more than
+    a copy into it. With an accelerator the blocks are page-locked. Their sizes are not rounded up
+    to powers of two as in torch's pool, so that ``limit`` is exact.
     """
 
     def __init__(self, limit: int | None, accelerator: Accelerator | None = None) -> None:
@@ -53,15 +52,15 @@ class HostPool:
         self._free: list[Block] = []
         self._out = 0
         self.nbytes = 0
-        """Bytes of all blocks there are, in use or not."""
+        """Bytes of all blocks, in use or free."""
 
     @property
     def blocks_in_use(self) -> int:
         return self._out
 
     def grow(self, blocks: int) -> None:
-        """Have so many blocks of the largest size there is, as far as the limit allows. Before the
-        first microbatch went to host memory, no size is known."""
+        """Grow to ``blocks`` blocks of the largest size, as far as the limit allows. Before the
+        first microbatch was offloaded, no size is known."""
         free = self._free
         nbytes = max((block.nbytes for block in free), default=0)
         while nbytes and len(free) + self._out < blocks:
@@ -72,7 +71,7 @@ class HostPool:
     def take(self, nbytes: int) -> Block:
         """The smallest free block of at least ``nbytes``, else a new one.
 
-        Raises :class:`PipelineError` where that would go beyond the limit.
+        Raises :class:`PipelineError` if that would exceed the limit.
         """
         nbytes = aligned(max(nbytes, 1))
         fitting = [block for block in self._free if block.nbytes >= nbytes]
@@ -85,18 +84,18 @@ class HostPool:
         return block
 
     def give(self, block: Block) -> None:
-        """Take a block back. Copies that still read it are waited for by the next one."""
+        """Take a block back. Its next user waits for copies that still read it."""
         self._out -= 1
         self._free.append(block)
 
     def close(self) -> None:
-        """Give the free blocks back to the system; nothing may be copied any more."""
+        """Return the free blocks to the system. No copy may use them any more."""
         while self._free:
             self._drop(self._free.pop())
 
     def _grow(self, nbytes: int) -> Block:
         if self._limit is not None:
-            # Blocks too small for what is asked now: shapes have grown since.
+            # Drop blocks that are too small: shapes have grown.
             while self._free and self.nbytes + nbytes > self._limit:
                 self._drop(self._free.pop())
             if self.nbytes + nbytes > self._limit:

@@ -1,11 +1,11 @@
-"""What autograd saves for one microbatch, taken to host memory and brought back.
+"""Moves the tensors that autograd saves for one microbatch to host memory and back.
 
-While the F of such a microbatch runs, autograd hands every tensor it saves to a hook and keeps
-a :class:`_Saved` in its place. So the tensors of the graph are known, their memory can be given
-up and come back as other memory, and nothing else in the process is touched: a tensor that
-somebody else holds as well is left alone, since moving it would free nothing.
+While the F of such a microbatch runs, autograd passes every tensor that it saves to a hook, and
+keeps a :class:`_Saved` instead. So the tensors of the graph are known, and their memory can be
+freed and later be replaced by other memory. A tensor with other references is not moved, since that
+would free nothing.
 
-Under such hooks torch leaves the check for writes in place to the hooks; it is made here.
+With such hooks torch does not check for in-place writes; the hooks here do.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 class _Saved:
-    """One saved tensor, as autograd holds it. ``tensor`` is None while it is in host memory."""
+    """One saved tensor, as autograd holds it. ``tensor``: None while it is in host memory."""
 
     __slots__ = ("__weakref__", "tensor", "version")
 
@@ -38,7 +38,8 @@ class _Saved:
 
     @property
     def current(self) -> Tensor | None:
-        """The tensor, if it may be moved: on the device, plain, and as it was when saved."""
+        """The tensor if it may be moved: on the device, plain, and not written since it was
+        saved."""
         tensor = self.tensor
         if tensor is None or version(tensor) != self.version or not _movable(tensor):
             return None
@@ -52,8 +53,8 @@ class _Saved:
 
 
 class _Leaf:
-    """An input of the stage, which the graph refers to itself. What stands there while its
-    memory is away has no elements, so a stage that reads it meanwhile fails and is not wrong."""
+    """An input of the stage, which the graph refers to directly. While its memory is on the host it
+    has no elements, so that a stage that reads it fails instead of computing a wrong result."""
 
     __slots__ = ("_leaf",)
 
@@ -72,7 +73,7 @@ class _Leaf:
 
 
 def _movable(tensor: Tensor) -> bool:
-    """Whether bytes, shape and strides are all there is to a tensor."""
+    """Whether a tensor is fully described by its bytes, shape and strides."""
     return (
         type(tensor) in _PLAIN
         and tensor.layout is torch.strided
@@ -81,8 +82,8 @@ def _movable(tensor: Tensor) -> bool:
 
 
 def _pack_into(found: list[weakref.ref[_Saved]], tensor: Tensor) -> _Saved:
-    # Detached: what autograd keeps must not refer to the graph. Weak: what autograd drops
-    # again, as the graph of a branch that leads nowhere, is nobody's then.
+    # Detached, since what autograd keeps must not refer to the graph. Weak, since autograd may
+    # drop it again, such as with the graph of an unused branch.
     saved = _Saved(tensor.detach())
     found.append(weakref.ref(saved))
     return saved
@@ -102,7 +103,7 @@ def _unpack(saved: _Saved) -> Tensor:
 
 @dataclass(frozen=True)
 class _View:
-    """How to make one saved tensor again: what holds it, and its view of a storage."""
+    """How to restore one saved tensor: its owner, and its view of a storage."""
 
     of: weakref.ref[_Saved] | _Leaf
     storage: int
@@ -119,11 +120,11 @@ class _View:
 
 @dataclass
 class SavedFlight:
-    """What one microbatch left with autograd."""
+    """The tensors that autograd saved for one microbatch."""
 
     saved: list[weakref.ref[_Saved]] = field(default_factory=list)
     block: Block | None = None
-    """Where its activations are in host memory; None while they are on the device."""
+    """The host memory of its activations; None while they are on the device."""
     parts: list[tuple[int, int]] = field(default_factory=list)
     """Offset and bytes of each storage in the block."""
     views: list[_View] = field(default_factory=list)
@@ -139,8 +140,8 @@ class _Group:
 
 
 class ActivationStore:
-    """Moves the activations of one stage's microbatches between ``device`` and a pool of
-    host memory of at most ``limit`` bytes; ``accelerator``: the device's, None on the CPU."""
+    """Moves the activations of a stage's microbatches between ``device`` and a pool of host memory
+    of at most ``limit`` bytes. ``accelerator``: of the device, None on the CPU."""
 
     def __init__(
         self, device: torch.device, limit: int | None, accelerator: Accelerator | None = None
@@ -151,7 +152,7 @@ class ActivationStore:
 
     @contextmanager
     def recording(self) -> Iterator[SavedFlight]:
-        """Around the F of a microbatch that goes to host memory afterwards."""
+        """Context for the F of a microbatch that is offloaded afterwards."""
         self._copies.reclaim()
         flight = SavedFlight()
         with torch.autograd.graph.saved_tensors_hooks(
@@ -160,17 +161,17 @@ class ActivationStore:
             yield flight
 
     def reclaim(self) -> None:
-        """Before an op that needs memory: what left may be used again from here on."""
+        """Allow reuse of the freed memory. Call before an op that needs memory."""
         self._copies.reclaim()
 
     def offload(
         self, flight: SavedFlight, leaves: Sequence[Tensor | None], sent: Sequence[Tensor]
     ) -> int:
-        """Copy the flight's activations to the pool and give up their memory here.
+        """Copy the flight's activations to the pool and free their device memory.
 
-        ``leaves`` are the stage's inputs, which go along; ``sent`` are tensors that hold the
-        same memory only until a message has left. Returns the bytes moved. Raises
-        :class:`PipelineError` where the pool is full; then nothing has changed.
+        ``leaves``: the stage's inputs, which are moved too; ``sent``: tensors that use the same
+        memory only until their message is sent. Returns the bytes moved. Raises
+        :class:`PipelineError` if the pool is full; then nothing has changed.
         """
         groups = [group for group in self._groups(flight, leaves, sent) if self._private(group)]
         at = 0
@@ -201,7 +202,7 @@ class ActivationStore:
         return sum(nbytes for _, nbytes in parts)
 
     def fetch(self, flight: SavedFlight) -> int:
-        """Bring the flight's activations back. Returns the bytes moved."""
+        """Bring the flight's activations back to the device. Returns the bytes moved."""
         assert flight.block is not None
         memory = self._copies.back(flight.block, flight.parts)
         for view in flight.views:
@@ -211,21 +212,21 @@ class ActivationStore:
         return moved
 
     def forget(self, flight: SavedFlight) -> None:
-        """Give the flight's host memory back to the pool."""
+        """Return the flight's host memory to the pool."""
         if flight.block is not None:
             self.pool.give(flight.block)
             flight.block = None
         flight.parts, flight.views = [], []
 
     def close(self) -> None:
-        """Give the pool back. No flight may be in it, or none that is still wanted."""
+        """Free the pool. Flights that are in it are lost."""
         self._copies.reclaim()
         self.pool.close()
 
     def _groups(
         self, flight: SavedFlight, leaves: Sequence[Tensor | None], sent: Sequence[Tensor]
     ) -> list[_Group]:
-        """By storage, and whether something speaks against moving it."""
+        """The saved tensors that may be moved, grouped by storage."""
         groups: dict[int, _Group] = {}
         owners: list[weakref.ref[_Saved] | _Leaf] = [*flight.saved]
         owners += [_Leaf(leaf) for leaf in leaves if leaf is not None]
@@ -246,9 +247,9 @@ class ActivationStore:
 
     @staticmethod
     def _private(group: _Group) -> bool:
-        """Whether nobody else holds the storage: a parameter, the batch, a table of the stage.
+        """Whether no other tensor uses the storage, such as a parameter, the batch or a table.
 
-        A saved tensor that is not :attr:`_Saved.current` is somebody else here too.
+        A saved tensor that is not :attr:`_Saved.current` counts as another one, too.
         """
         return group.storage.nbytes() > 0 and holders(group.storage) == group.known
 

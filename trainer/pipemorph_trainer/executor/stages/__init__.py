@@ -1,1 +1,1 @@
-"""What runs a stage's ops: its interface, and the emulated accelerator."""
+"""The interface of a stage, and the emulated stage."""

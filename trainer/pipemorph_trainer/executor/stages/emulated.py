@@ -1,12 +1,12 @@
-"""The emulated accelerator: stages that take their time and compute nothing.
+"""Emulated stages: their ops take the given times and compute nothing.
 
-Each op holds the interpreter for exactly its time without using the CPU, as a stage whose
-kernels keep a device busy, and sends tensors of a set size through the same executor and
-transports as a real stage. Whatever prints or records it says that it is emulated.
+Each op holds the interpreter for exactly its time without using the CPU, like a stage whose kernels
+keep a device busy. Tensors of a given size are sent through the same executor and transports as
+those of a real stage. Outputs and records say that a stage is emulated.
 
-The loss is not made up: every message carries a number that each stage mixes with its own,
-forward and back, and the next iteration starts from what came back. A message lost, taken
-twice or taken for another changes all losses that follow.
+The loss depends on every message: each message carries a number that each stage mixes with its own,
+forward and backward, and the next iteration starts from the result. A message that is lost, used
+twice or confused with another changes all later losses.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PR_SET_TIMERSLACK = 29
 _AT_ONCE_NS = 500_000
 _MOST_OVER_NS = 2_000_000
 _VALUE = struct.Struct("<Q")
-# PyDLL keeps the interpreter locked during the call: nothing else in this process runs.
+# PyDLL keeps the interpreter locked during the call: no other Python thread runs.
 _holding = ctypes.PyDLL(None)
 
 
@@ -41,21 +41,21 @@ class _TimeSpec(ctypes.Structure):
 
 
 class Accelerator:
-    """Time that passes while the interpreter is held.
+    """Lets time pass while the interpreter is held.
 
-    The scheduler wakes a sleeper some tens of microseconds late, more on a busy machine.
-    What one op ran over is taken off the next if that follows at once, so that a busy
-    stretch of ops lasts exactly the sum of their times.
+    The scheduler wakes a sleeping thread some tens of microseconds late, or more on a busy machine.
+    The excess of an op is subtracted from the next op if that follows at once, so that consecutive
+    ops take exactly the sum of their times.
     """
 
     def __init__(self) -> None:
-        # The default of 50 µs is added to every sleep; 1 ns turns it off for this thread.
+        # The default slack of 50 µs is added to every sleep; 1 ns turns it off for this thread.
         _holding.prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
         self._ended = 0
         self._over = 0
 
     def hold(self, seconds: float) -> None:
-        """Keep the interpreter for ``seconds`` without using the CPU. Signals are served."""
+        """Hold the interpreter for ``seconds`` without using the CPU. Signals are handled."""
         now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
         until = now + int(seconds * 1e9)
         if now - self._ended < _AT_ONCE_NS:
@@ -70,7 +70,7 @@ class Accelerator:
 
 
 def mix(value: int, salt: int) -> int:
-    """One step of a 64-bit mixer: differs in half of its bits for any change of its input."""
+    """One step of a 64-bit mixer: any change of the input changes about half of the bits."""
     value = (value ^ (salt * 0x9E3779B97F4A7C15)) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -79,12 +79,11 @@ def mix(value: int, salt: int) -> int:
 
 @dataclass(frozen=True)
 class EmulatedStage:
-    """Op times in seconds and the bytes of each message, to give to a Pipeline as its stage.
+    """An emulated stage for a Pipeline: op times in seconds, and the bytes of each message.
 
-    ``stands_for_bytes``: the message size of what is emulated, where scaled down.
-    ``offload_copy``: seconds in which a microbatch's activations go to host memory, or come
-    back; ``activation_bytes``: what it says that those are. ``fused_backward``: seconds of a
-    BW, by default those of B and W together.
+    ``stands_for_bytes``: the message size of the emulated stage, if messages are scaled down.
+    ``offload_copy``: seconds to copy a microbatch's activations one way; ``activation_bytes``:
+    their reported size. ``fused_backward``: seconds of BW, by default those of B and W together.
     """
 
     forward: float
@@ -137,7 +136,7 @@ class EmulatedRunner:
         self._stage = stage
         self._first, self._last = stage == 0, stage == stages - 1
         self._words = max(2, (emulated.message_bytes + 7) // 8)
-        # What the weights are to a real stage: changed by every backward, used by forwards.
+        # Stands for the weights: changed by every backward, used by forwards.
         self._state = mix(replica + 1, stage + 1)
         self._gradient = 0
         self._held: dict[int, tuple[Any, ...]] = {}
@@ -152,7 +151,7 @@ class EmulatedRunner:
         self._state = state
 
     def begin_iteration(self, *, only_fused: bool) -> None:
-        """Nothing to prepare: an emulated op is only its time."""
+        """Does nothing: an emulated op needs no preparation."""
 
     def forward(
         self,
@@ -165,7 +164,7 @@ class EmulatedRunner:
     ) -> tuple[Tensor, ...]:
         value = self._state if self._first else self._read(args[0])
         value = mix(value, self._state + microbatch)
-        self._held[microbatch] = tuple(args)  # as activations are, until W
+        self._held[microbatch] = tuple(args)  # Kept until W, like activations.
         self._accelerator.hold(self._times.forward)
         if self._last:
             self._values[microbatch] = value
@@ -178,13 +177,13 @@ class EmulatedRunner:
         self._away.clear()
 
     def offload(self, microbatch: int) -> int:
-        """Only the time of a copy passes: there is nothing to move."""
+        """Let the time of a copy pass. There is nothing to move."""
         self._accelerator.hold(self._times.offload_copy)
         self._away.add(microbatch)
         return self._times.activation_bytes or 0
 
     def reclaim(self) -> None:
-        """A copy is over when it returns."""
+        """Does nothing: copies are synchronous."""
 
     def fetch(self, microbatch: int) -> int:
         self._accelerator.hold(self._times.offload_copy)
@@ -228,7 +227,7 @@ class EmulatedRunner:
         return () if self._first else (self._message(value),)
 
     def update(self) -> None:
-        """What an optimizer step is to a real stage: the next forwards see this iteration."""
+        """Stands for the optimizer step: later forwards depend on this iteration."""
         self._state = mix(self._state, self._gradient)
 
     def _message(self, value: int) -> Tensor:

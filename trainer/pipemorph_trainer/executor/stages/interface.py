@@ -1,4 +1,4 @@
-"""The interface of a stage: what the executor asks of whatever runs the ops."""
+"""The interface of a stage, which the executor uses to run ops."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ Grads = tuple[Tensor | None, ...]
 
 
 class Runner(Protocol):
-    """Runs the ops of one stage; ops of one kind come in microbatch order.
+    """Runs the ops of one stage. Ops of one kind come in microbatch order.
 
-    :class:`pipemorph_trainer.executor.split.StageRunner` does so for a module and
+    Implemented by :class:`pipemorph_trainer.executor.split.StageRunner` for a module, and by
     :class:`pipemorph_trainer.executor.stages.emulated.EmulatedRunner` for an emulated stage.
     """
 
     @property
     def split(self) -> Split:
-        """How B and W are kept apart; ``fused``: B is the whole backward, W empty."""
+        """How B and W are split; ``fused``: B is the whole backward, W is empty."""
 
     def begin_iteration(self, *, only_fused: bool) -> None:
-        """``only_fused``: the backwards of this iteration are all BW on this stage."""
+        """Begin an iteration. ``only_fused``: all its backwards on this stage are BW."""
 
     def forward(
         self,
@@ -34,7 +34,8 @@ class Runner(Protocol):
         *,
         offload: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Outputs to send, detached; on the last stage ``(loss,)``, of this microbatch alone.
+        """Run F. Returns the outputs to send, detached; on the last stage ``(loss,)`` of this
+        microbatch.
 
         ``offload``: :meth:`offload` of this microbatch follows."""
 
@@ -42,23 +43,24 @@ class Runner(Protocol):
         """Drop every microbatch in flight. Gradients stay as they are."""
 
     def offload(self, microbatch: int) -> int:
-        """Move the activations of the newest F to host memory; returns the bytes moved."""
+        """Move the activations of the newest F to host memory. Returns the bytes moved."""
 
     def reclaim(self) -> None:
-        """Before an op that needs memory: the device waits for what is still leaving."""
+        """Make the device wait for copies to the host, before an op that needs memory."""
 
     def fetch(self, microbatch: int) -> int:
-        """Bring them back, before the microbatch's backward; returns the bytes moved."""
+        """Bring activations back, before the microbatch's backward. Returns the bytes moved."""
 
     def backward_input(
         self, microbatch: int, output_grads: Sequence[Tensor | None] | None = None
     ) -> Grads:
-        """One gradient per argument of F. ``output_grads`` is None on the last stage."""
+        """Run B. Returns one gradient per argument of F. ``output_grads``: None on the last
+        stage."""
 
     def backward_weight(self, microbatch: int) -> None:
-        """Adds to ``.grad`` and forgets the microbatch."""
+        """Run W: add to ``.grad``, and drop the microbatch."""
 
     def backward(
         self, microbatch: int, output_grads: Sequence[Tensor | None] | None = None
     ) -> Grads:
-        """B and W at once."""
+        """Run B and W as one op (BW)."""
