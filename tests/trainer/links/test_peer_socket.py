@@ -107,8 +107,8 @@ def say_nothing(peer: socket.socket) -> None:
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (reflect, "what answers there does not know this job's secret"),
-        (steer, "what answers there does not know this job's secret"),
+        (reflect, "the peer does not know this job's secret"),
+        (steer, "the peer does not know this job's secret"),
         (leave, "it closed the connection"),
         (say_nothing, "timed out"),
     ],

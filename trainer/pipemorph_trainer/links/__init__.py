@@ -1,1 +1,1 @@
-"""The links to neighbouring stages: how ranks meet, and what each end of a link has."""
+"""The links to neighbouring stages: how ranks connect, and the two ends of a link."""

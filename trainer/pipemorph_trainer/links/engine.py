@@ -1,4 +1,4 @@
-"""The transfer engine of a rank: whether it is built, how it is made, and its links."""
+"""Creates the transfer engine of a rank and its links."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger("pipemorph.trainer")
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How to make the engine; ``transport`` is auto, tcp, shm or rdma. The rest is as in
+    """Options of the engine. ``transport``: auto, tcp, shm or rdma. The others are those of
     :class:`pipemorph.api.spec.Transport`."""
 
     job: str
@@ -32,7 +32,7 @@ class EngineOptions:
 
 
 def engine_module() -> Any | None:
-    """The compiled engine, None where it is not built."""
+    """The compiled engine; None if it is not built."""
     try:
         import pipemorph_trainer._engine as _engine
     except ImportError:
@@ -48,7 +48,7 @@ def make_engine(
     host: str,
     device: torch.device,
 ) -> _engine.Engine | None:
-    """A rank's engine, listening at ``host``; None without options, or where it is not built."""
+    """A rank's engine, listening at ``host``; None without options or if it is not built."""
     module = engine_module() if options is not None else None
     if module is None or options is None:
         return None
@@ -82,7 +82,7 @@ def make_engine_link(
     engine: _engine.Engine, link: int, peer: int, host: str, port: int,
     *, dials: bool, timeout: float,
 ) -> _engine.Link:  # fmt: skip
-    """Connect one link to rank ``peer``. Raises :class:`PipelineError` naming both."""
+    """Connect one link to rank ``peer``. Raises :class:`PipelineError`, which names both."""
     try:
         if dials:
             return engine.connect(

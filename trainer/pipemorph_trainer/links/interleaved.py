@@ -1,8 +1,8 @@
-"""Links between stages of which a rank has several: to other ranks, or to itself.
+"""Links between stages if a rank has several: to other ranks, or within the rank.
 
-Link *s* joins stage *s* and *s+1*, wherever they are. Between two ranks it is a direct route of
-its own, with its own group and socket, so that the messages of two links between the same ranks
-cannot be mistaken for each other. Within a rank a message is handed over as it is.
+Link *s* joins stages *s* and *s+1*. Between two ranks each link has its own direct route with its
+own group and socket, so that messages of two links between the same ranks cannot be confused.
+Within a rank, a message is passed on without a copy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pipemorph_trainer.topology.groups import Groups
 
 
 class LocalLane:
-    """One direction of a link within a rank: what is sent is there."""
+    """One direction of a link within a rank: a message arrives when it is sent."""
 
     receiving = False
 
@@ -39,7 +39,7 @@ class LocalLane:
         self._held: dict[int, list[Tensor | None] | None] = {}
 
     def begin(self, batch: Batch) -> None:
-        """Both ends say so; nothing is posted."""
+        """Does nothing: no receives are posted."""
 
     def slot_free_at(self) -> float:
         return 0.0
@@ -50,7 +50,7 @@ class LocalLane:
         )
 
     def sent(self, messages: int) -> None:
-        """Nothing is posted."""
+        """Does nothing: no receives are posted."""
 
     def ready_at(self, microbatch: int) -> float | None:
         return 0.0 if microbatch in self._held else None
@@ -63,7 +63,7 @@ class LocalLane:
 
 
 class LocalPeerSocket:
-    """What the two ends of a link within a rank tell each other beside tensors: shapes."""
+    """Stands for the control socket of a link within a rank: passes on shapes."""
 
     lost: str | None = None
 
@@ -75,7 +75,7 @@ class LocalPeerSocket:
         self.shapes.append(metas)
 
     def pump(self) -> None:
-        """Nothing comes from outside."""
+        """Does nothing: there is no connection."""
 
     def ends_within(self, seconds: float) -> bool:
         return False
@@ -86,14 +86,14 @@ class LocalPeerSocket:
 
 @dataclass(frozen=True)
 class ChunkLinks:
-    """The links of the stages of ``rank``; ``neighbours[s]`` are those of its stage *s*."""
+    """The links of the stages of ``rank``. ``neighbours[s]``: the links of its stage *s*."""
 
     rank: int
     neighbours: dict[int, Neighbourhood]
 
     @cached_property
     def ends(self) -> list[LinkEnd]:
-        """Those to other ranks."""
+        """The ends of links to other ranks."""
         found = [end for each in self.neighbours.values() for end in each.ends]
         return [end for end in found if end.peer_rank != self.rank]
 
@@ -105,15 +105,15 @@ class ChunkLinks:
 def meet_chunks(
     placement: Sequence[int], rank: int, config: LinkConfig, *, address: str, groups: Groups
 ) -> ChunkLinks:
-    """Connect the links of all stages of a rank. Collective: every rank calls it.
+    """Connect the links of all stages of a rank. Collective over all ranks.
 
-    ``placement[s]`` is the rank of stage *s*; ``address`` is where this rank is reached;
-    ``groups`` is where the links' groups are made.
-    Raises :class:`~pipemorph_trainer.errors.PipelineError` naming the rank that did not come.
+    ``placement[s]``: the rank of stage *s*; ``address``: of this rank; ``groups``: gets the links'
+    groups. Raises :class:`~pipemorph_trainer.errors.PipelineError`, which names the rank that did
+    not connect.
     """
     last = len(placement) - 1
     across = [s for s in range(last) if placement[s] != placement[s + 1]]
-    # Behind the executors' deadlines, also behind those of the first iteration.
+    # Longer than the executors' deadlines, also than those of the first iteration.
     timeout = timedelta(seconds=2 * config.deadline * len(placement) + 60)
     edges = {
         link: groups.new(
@@ -138,7 +138,7 @@ def meet_chunks(
         s: Neighbourhood(None, None, None) for s, where in enumerate(placement) if where == rank
     }
     with ExitStack() as stack:
-        # One listener per link, or a rank that dials early would take another's place.
+        # One listener per link, so that connections of different links cannot be confused.
         listeners = {
             link: stack.enter_context(peer_socket.listen(_bound(address)))
             for link in across
@@ -147,7 +147,7 @@ def meet_chunks(
         mine = (address, {link: sock.getsockname()[1] for link, sock in listeners.items()})
         others: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(others, mine)
-        # All ranks go through the links in one order, so both ends of the first are there.
+        # All ranks connect the links in the same order, so no two wait for each other.
         for link in range(last):
             lower, upper = placement[link], placement[link + 1]
             if lower == upper == rank:
@@ -163,13 +163,13 @@ def meet_chunks(
 
 
 def _bound(address: str) -> str:
-    """What to listen on where this rank is reached at ``address``: nobody else has to get in."""
+    """The address to listen on: ``address`` if it is loopback, else the wildcard address."""
     loopback = ipaddress.ip_address(address).is_loopback
     return address if loopback else everywhere(address)
 
 
 def _join_locally(link: int, rank: int, neighbours: dict[int, Neighbourhood]) -> None:
-    """Two stages of one rank that follow each other."""
+    """Connect two consecutive stages of one rank."""
     control = cast(PeerSocket, LocalPeerSocket(rank))
     forward, backward = LocalLane(), LocalLane()
     below = LinkEnd(link, Direction.BACKWARD, control)

@@ -1,4 +1,4 @@
-"""A rank's end of one link, and both ends together: what is received and sent, on either route."""
+"""A rank's ends of its links, with the channels of both routes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     import pipemorph_trainer._engine as _engine
 
 END_SECONDS = 1.0
-"""Between the first and the last connection that the kernel closes of a process that died."""
+"""Longest time in which the kernel closes all connections of a process that died."""
 
 
 class LinkEnd:
-    """This rank's end of one link: what it receives and what it sends, on either route."""
+    """This rank's end of one link: it receives and sends messages on either route."""
 
     def __init__(
         self,
@@ -49,9 +49,9 @@ class LinkEnd:
         self.peer_clock = PeerClock()
         self.engine_link: _engine.Link | None = None
         self.failover: Failover | None = None
-        """None where a direct route that breaks has nothing to go on with."""
+        """None if a broken direct route cannot be replaced."""
         self.same_host = True
-        """Whether the neighbour reads the same clock."""
+        """Whether the neighbour has the same clock."""
         self._direct_transport = direct_transport
         self._incoming: dict[Route, Incoming] = {}
         self._outgoing: dict[Route, Outgoing] = {}
@@ -72,11 +72,11 @@ class LinkEnd:
 
     @property
     def staged(self) -> bool:
-        """Whether delegated tensors cross page-locked host memory."""
+        """Whether delegated tensors pass through page-locked host memory."""
         return isinstance(self.delegated, StagedIncoming)
 
     def expect(self, messages: int) -> None:
-        """So many messages may be on their way to the neighbour at a time."""
+        """Set the number of messages to the neighbour that may be in flight."""
         outgoing = self._staged_outgoing
         if outgoing is not None:
             outgoing.expect(messages)
@@ -91,38 +91,38 @@ class LinkEnd:
 
     @property
     def route(self) -> Route:
-        """The route that carries: a direct one that broke is delegated, whatever was selected."""
+        """The route in use: delegated if the direct route broke, else the selected one."""
         if self.failover is not None and self.failover.broken is not None:
             return Route.DELEGATED
         return self._selected
 
     def attend(self) -> None:
-        """See what the neighbour has to say; to be called in every wait."""
+        """Handle messages of the neighbour on the control socket. Call during every wait."""
         self.socket.pump()
         if self.failover is not None and self.socket.lost is None:
             self.failover.attend()
 
     def allow(self, deadline: float) -> None:
-        """Seconds that a send of the direct route may take from now on."""
+        """Set the longest time of a send on the direct route, seconds."""
         outgoing = self._outgoing.get(Route.DIRECT)
         if isinstance(outgoing, DirectOutgoing | FailoverOutgoing):
             outgoing.allow(deadline)
 
     def finish_sends(self) -> None:
-        """Wait until nothing of the direct route is under way."""
+        """Wait until all sends on the direct route are done."""
         outgoing = self._outgoing[Route.DIRECT]
         if isinstance(outgoing, DirectOutgoing | FailoverOutgoing):
             outgoing.finish()
 
     def all_taken(self) -> bool:
-        """Whether nothing is kept here that the neighbour may ask for again."""
+        """Whether the neighbour can no longer request a message again."""
         return self.failover is None or self.failover.outgoing.all_taken()
 
     @property
     def transport(self) -> Transport:
         if self.route is Route.DIRECT or self.engine_link is None:
             return self._direct_transport
-        # What carries now: a link of rails may have fallen back.
+        # The current one: a link with rails may have fallen back.
         found: Transport = self.engine_link.stats().transport
         return found
 
@@ -130,23 +130,23 @@ class LinkEnd:
         return f"link {self.link} ({self.route.value}, {self.transport})"
 
     def is_lost(self) -> bool:
-        """Whether the neighbour is. Asked where another of its connections broke, so the end of
-        the control socket, which tells more, may be about to come."""
+        """Whether the neighbour is lost. Asked when another connection broke, so it waits a moment
+        for the end of the control socket, which says more."""
         return self.socket.ends_within(END_SECONDS)
 
     def gone(self) -> str:
-        """That the neighbour is lost, and how."""
+        """Text: the neighbour is lost, and how."""
         return f"rank {self.peer_rank} (stage {self.peer_stage}) is gone: {self.socket.lost}"
 
     def taking(self, iteration: int, microbatch: int) -> str:
-        """What a sender waits for, in words."""
+        """Description of a sender's wait."""
         return (
             f"stage {self.peer_stage} to take {self.sends.letter} of microbatch {microbatch} of "
             f"iteration {iteration} on {self}"
         )
 
     def refresh_clock(self) -> None:
-        """Take the clock offset and the least echo from the engine, if there is one."""
+        """Update the clock offset and the least round trip from the engine, if there is one."""
         if self.engine_link is None:
             return
         stats = self.engine_link.stats()
@@ -159,7 +159,7 @@ class LinkEnd:
             for outgoing in self._outgoing.values():
                 outgoing.close()
         else:
-            # First, so that the neighbour sees this, which tells more than its data path.
+            # First, since the end of this connection says more to the neighbour than the others.
             self.socket.close(goodbye=False)
         for incoming in self._incoming.values():
             incoming.close(abandon=not goodbye)
@@ -169,24 +169,24 @@ class LinkEnd:
 
     @property
     def receiving(self) -> bool:
-        """Whether a receiver thread is still there after :meth:`close`."""
+        """Whether a receiver thread is still running after :meth:`close`."""
         return any(incoming.receiving for incoming in self._incoming.values())
 
 
 @dataclass
 class Neighbourhood:
-    """Both neighbours and the engine they share."""
+    """The links to both neighbours, and the engine that they share."""
 
     upstream: LinkEnd | None
     downstream: LinkEnd | None
     engine: _engine.Engine | None
     staging: Staging | None = None
-    """What delegated links share on a device; None on the CPU."""
+    """Shared by delegated links on a device; None on the CPU."""
 
     @property
     def ends(self) -> list[LinkEnd]:
         return [end for end in (self.upstream, self.downstream) if end is not None]
 
     def gone(self) -> str | None:
-        """Which neighbour is lost, and how, where a connection broke that is not of one alone."""
+        """Text: which neighbour is lost, and how, after a connection broke; None if none is."""
         return next((end.gone() for end in self.ends if end.is_lost()), None)

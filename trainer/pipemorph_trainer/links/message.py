@@ -1,4 +1,4 @@
-"""What travels between two stages, and the small note that travels with it."""
+"""Messages between two stages, and the note that is sent with each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Direction(IntEnum):
-    """Which way along a link: activations go forward, gradients backward."""
+    """Direction along a link: activations go forward, gradients backward."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -24,7 +24,7 @@ class Direction(IntEnum):
 
     @property
     def letter(self) -> str:
-        """The op that makes the message: F or B."""
+        """The op that produces the message: F or B."""
         return self.name[0]
 
 
@@ -40,7 +40,7 @@ class TensorMeta(NamedTuple):
 
     @property
     def carries_gradient(self) -> bool:
-        """Floating-point tensors get a gradient back; integers and masks only go forward."""
+        """Whether a gradient comes back: for floating-point tensors, not for integers and masks."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     @property
@@ -67,7 +67,7 @@ class TensorMeta(NamedTuple):
 
 
 def gradients_of(metas: tuple[TensorMeta, ...]) -> tuple[TensorMeta, ...]:
-    """Of what travels forward, what comes back."""
+    """The tensors sent forward whose gradients come back."""
     return tuple(meta for meta in metas if meta.carries_gradient)
 
 
@@ -79,12 +79,12 @@ _NOTE = struct.Struct("<IIIIddd")
 NOTE_BYTES = _NOTE.size
 ALL_PRESENT = 0xFFFFFFFF
 NOTHING = 0
-"""``present`` of an empty message, of a step that was refused. Others have the bits set for which
-there is no tensor: a message has at most 31."""
+"""``present`` of an empty message, of a refused step. In other messages, bits without a tensor are
+set: a message has at most 31 tensors."""
 
 
 def presence(tensors: Sequence[Tensor | None] | None) -> int:
-    """``present`` of a message with these tensors; None is for an empty message."""
+    """``present`` of a message with these tensors; None: an empty message."""
     if tensors is None:
         return NOTHING
     present = ALL_PRESENT
@@ -97,9 +97,9 @@ def presence(tensors: Sequence[Tensor | None] | None) -> int:
 class Note(NamedTuple):
     """Sent with every message. Times are the sender's wall clock, seconds.
 
-    ``posted_at``: handed to the channel; ``started_at``: left its queue; ``not_before``: the
-    receiver must not use it earlier (an injected fault), 0 without a fault. Bit *k* of
-    ``present`` says that tensor *k* exists: a gradient may be None.
+    ``posted_at``: when it was given to the channel; ``started_at``: when it left the queue;
+    ``not_before``: the receiver must not use it earlier because of an injected fault, else 0. Bit
+    *k* of ``present``: whether tensor *k* exists, since a gradient may be None.
     """
 
     generation: int
@@ -133,11 +133,11 @@ class Position(NamedTuple):
 
 
 class Receives(NamedTuple):
-    """When one direction of one link is received on in an iteration.
+    """When receives of one direction of one link are posted in an iteration.
 
-    ``after[m]``: how many messages this stage has to have sent the other way before the sender can
-    send message *m*; empty: none. ``window``: most messages received, or about to be, whose ops
-    have not begun; None: all.
+    ``after[m]``: number of messages that this stage must have sent in the other direction before
+    the sender can send message *m*; empty: none. ``window``: most messages that are received, or
+    have a posted receive, before their ops begin; None: all.
     """
 
     after: tuple[int, ...] = ()
@@ -145,14 +145,14 @@ class Receives(NamedTuple):
 
 
 RECEIVE_ALL = Receives()
-"""Whenever it comes."""
+"""No limits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One iteration's messages in one direction of one link: all have the same tensors.
 
-    ``iteration`` counts every call of ``step``, also the ``refused`` ones before, so that no two
+    ``iteration`` counts every call of ``step``, including ``refused`` earlier ones, so that no two
     messages have the same place in the order.
     """
 
@@ -166,54 +166,54 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
-        """Of one message."""
+        """Bytes of one message."""
         return sum(meta.nbytes for meta in self.metas)
 
     @property
     def step(self) -> int:
-        """The iteration as users count: without the steps that were refused."""
+        """The iteration without refused steps, as users count."""
         return self.iteration - self.refused
 
 
 class Incoming(Protocol):
-    """One direction of one link on one route, at its receiving end."""
+    """The receiving end of one direction of one link on one route."""
 
     def begin(self, batch: Batch) -> None:
-        """Expect these messages. Posts receives as ``batch.receives`` says; does not block."""
+        """Expect these messages. Posts receives according to ``batch.receives``. Does not block."""
 
     def sent(self, messages: int) -> None:
-        """So many messages of this iteration have been sent the other way by now."""
+        """Say that ``messages`` of this iteration were sent in the other direction."""
 
     def ready_at(self, microbatch: int) -> float | None:
-        """Wall-clock time from which the message may be used, None if it is not here.
+        """Wall-clock time from which the message may be used; None if it has not arrived.
 
-        Raises :class:`PipelineError` if it can no longer come.
+        Raises :class:`PipelineError` if it can no longer arrive.
         """
 
     def take(self, microbatch: int) -> list[Tensor | None] | None:
-        """The tensors of a message that is ready; each message is taken once. None if it is
-        empty: the sender's step was refused."""
+        """The tensors of a message that is ready. Each message is taken once. None if it is empty:
+        the sender's step was refused."""
 
     def close(self, *, abandon: bool = False) -> None:
-        """Stop receiving. ``abandon``: give up what has not come. Idempotent."""
+        """Stop receiving. ``abandon``: do not wait for missing messages. Idempotent."""
 
     @property
     def receiving(self) -> bool:
-        """Whether a thread of this end is running."""
+        """Whether a receiver thread of this end is running."""
 
 
 class Outgoing(Protocol):
-    """One direction of one link on one route, at its sending end."""
+    """The sending end of one direction of one link on one route."""
 
     def begin(self, batch: Batch) -> None:
-        """These messages follow."""
+        """Prepare to send these messages."""
 
     def slot_free_at(self) -> float:
-        """Wall-clock time from which :meth:`send` does not block, 0 for now."""
+        """Wall-clock time from which :meth:`send` does not block; 0: now."""
 
     def send(self, microbatch: int, tensors: list[Tensor | None] | None) -> None:
-        """Hand a message over; None for an empty one. The direct route blocks while two are
+        """Send a message; None: an empty one. The direct route blocks while two are
         outstanding."""
 
     def close(self) -> None:
-        """Wait for what is outstanding where that is needed. Idempotent."""
+        """Wait for outstanding sends if needed. Idempotent."""

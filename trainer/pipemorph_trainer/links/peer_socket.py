@@ -1,9 +1,8 @@
-"""The control socket between two neighbouring ranks, for everything that is not payload.
+"""The control socket between two neighbouring ranks.
 
-A plain TCP connection beside the data paths. It carries the note of every direct message, the step
-token that starts an iteration, shapes when they change, how far direct messages were taken, and
-a goodbye; its end without a goodbye tells at once that the neighbour died. Tensors never travel
-here.
+A plain TCP connection beside the data. It carries the note of every direct message, the step token
+that starts an iteration, shapes when they change, which direct messages were taken, and a goodbye.
+If it ends without a goodbye, the neighbour has died. It carries no tensors.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
-    # While a child had them open, nobody would see this rank's end.
+    # If a child kept them open, neighbours would not see the end of this rank.
     for sock in list(_open):
         sock.close()
 
@@ -53,9 +52,9 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class StepToken(NamedTuple):
-    """Starts an iteration: passed from stage to stage. The first three must agree everywhere;
-    a new ``generation`` announces shapes. ``refused``: the batch of a stage above does not fit,
-    so nothing follows."""
+    """Starts an iteration. Each stage passes it to the next one. The first three fields must be
+    equal on all ranks; a new ``generation`` announces shapes. ``refused``: the batch of a stage
+    above does not fit, so nothing follows."""
 
     iteration: int
     version: int
@@ -76,14 +75,14 @@ class PeerSocket:
         self.notes: dict[tuple[int, int, int], Note] = {}
         self.tokens: deque[StepToken] = deque()
         self.shapes: deque[tuple[TensorMeta, ...] | None] = deque()
-        """None: there are none, because the step was refused."""
+        """None: no shapes, because the step was refused."""
         self.taken: dict[int, Position] = {}
         """Per direction, the first direct message that the neighbour has not taken yet."""
         self.missing_from: Position | None = None
-        """The first message that the neighbour misses of a direct route it has given up."""
+        """The first message that the neighbour misses, after it gave up the direct route."""
         self.goodbye = False
         self.lost: str | None = None
-        """Why nothing more can come, None while the connection is up."""
+        """Why the connection ended; None while it is up."""
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -99,11 +98,11 @@ class PeerSocket:
         self._send(_SHAPES, 0, json.dumps(encoded).encode())
 
     def send_taken(self, direction: Direction, after: Position) -> None:
-        """All messages of ``direction`` before ``after`` are in use, and need not be kept."""
+        """Say that messages of ``direction`` before ``after`` were taken and need not be kept."""
         self._send(_TAKEN, direction, _POSITION.pack(*after))
 
     def send_position(self, missing_from: Position) -> None:
-        """The direct route is given up here; what came over it ends before this message."""
+        """Say that this rank gave up the direct route, and which message it misses first."""
         self._send(_MISSING, 0, _POSITION.pack(*missing_from))
 
     def _send(self, kind: int, direction: int, body: bytes) -> None:
@@ -113,7 +112,7 @@ class PeerSocket:
             try:
                 data = data[self._sock.send(data) :]
             except BlockingIOError:
-                # Thousands of notes fit the socket's buffer: the peer has stopped reading.
+                # The buffer holds thousands of notes, so the peer has stopped reading.
                 deadline = deadline or time.monotonic() + 60
                 if time.monotonic() > deadline:
                     raise PipelineError(
@@ -121,12 +120,12 @@ class PeerSocket:
                     ) from None
                 time.sleep(0.001)
             except OSError as error:
-                # Reading tells the same with better words; what was promised is lost anyway.
+                # The next read also finds the end, with a better text.
                 self.lost = self.lost or f"its connection broke ({error.strerror})"
                 return
 
     def pump(self) -> None:
-        """Read what has come. Sets :attr:`lost` at the end of the stream."""
+        """Read what has arrived. Sets :attr:`lost` at the end of the stream."""
         if self.lost:
             return
         while True:
@@ -147,7 +146,7 @@ class PeerSocket:
             self._parse()
 
     def ends_within(self, seconds: float) -> bool:
-        """Whether nothing more can come, waiting at most so long for the end."""
+        """Wait at most ``seconds`` for the end of the connection; return whether it has ended."""
         deadline = time.monotonic() + seconds
         news = select.poll()
         news.register(self._sock, select.POLLIN)
@@ -185,14 +184,14 @@ class PeerSocket:
         del buffer[:at]
 
     def close(self, *, goodbye: bool) -> None:
-        """Close; ``goodbye`` tells the peer that all is well."""
+        """Close. ``goodbye``: tell the peer that the end is normal."""
         if goodbye and not self.lost:
             self._send(_GOODBYE, 0, b"")
         self._sock.close()
 
 
 def listen(host: str) -> socket.socket:
-    """A socket neighbours can dial at ``host``, an address of this machine, or at all of them."""
+    """A socket that listens at ``host``: an address of this machine, or a wildcard address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family, backlog=128)
     _open.add(listener)
@@ -200,7 +199,7 @@ def listen(host: str) -> socket.socket:
 
 
 def _proof(secret: bytes, role: bytes, nonces: bytes, dialer: int, listener: int) -> bytes:
-    """Of knowing ``secret``, by one side of a connection: it fits no other, nor the other side."""
+    """Proof that one side of a connection knows ``secret``; valid for this side and connection."""
     message = b"pipemorph line, " + role + nonces + struct.pack("<II", dialer, listener)
     return hmac.new(secret, message, hashlib.sha256).digest()
 
@@ -221,8 +220,8 @@ def _read_exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
 def dial(
     host: str, port: int, *, rank: int, peer_rank: int, secret: bytes, timeout: float
 ) -> PeerSocket:
-    """Dial the next stage's rank. Raises :class:`PipelineError` naming it if it cannot be
-    reached, refuses, or cannot prove that it knows ``secret``."""
+    """Connect to the next stage's rank. Raises :class:`PipelineError`, which names the rank, if it
+    cannot be reached, refuses, or does not know ``secret``."""
     deadline = time.monotonic() + timeout
     try:
         sock = socket.create_connection((host, port), timeout=timeout)
@@ -234,7 +233,7 @@ def dial(
             if not hmac.compare_digest(
                 answer, _proof(secret, b"listener", nonces, rank, peer_rank)
             ):
-                raise ConnectionError("what answers there does not know this job's secret")
+                raise ConnectionError("the peer does not know this job's secret")
         except OSError:
             sock.close()
             raise
@@ -246,7 +245,7 @@ def dial(
 
 
 class _Client:
-    """A connection that has not proved yet whose it is."""
+    """A connection that is not authenticated yet."""
 
     def __init__(self, sock: socket.socket, where: str) -> None:
         sock.setblocking(False)
@@ -255,14 +254,15 @@ class _Client:
         self._nonce = os.urandom(_NONCE_BYTES)
         self._hello = b""
         self.refused: str | None = None
-        """Why it is not the rank that is waited for, None while it may be."""
+        """Why it is not the expected rank; None while it may be."""
         try:
             sock.send(self._nonce)
         except OSError as error:
             self.refused = f"its connection broke ({error.strerror})"
 
     def proves(self, rank: int, peer_rank: int, secret: bytes) -> bool:
-        """Whether it is rank ``peer_rank`` of this job, which it is told then. Never blocks."""
+        """Whether it has proved to be rank ``peer_rank`` of this job; then answers. Never
+        blocks."""
         try:
             got = self.sock.recv(_HELLO.size - len(self._hello))
             self._hello += got
@@ -291,10 +291,10 @@ class _Client:
 def accept(
     listener: socket.socket, *, rank: int, peer_rank: int, secret: bytes, timeout: float
 ) -> PeerSocket:
-    """Wait for the previous stage's rank to dial; anybody else is turned away, which is logged.
+    """Wait for the previous stage's rank to connect. Other clients are refused and logged.
 
-    Raises :class:`PipelineError` naming the rank that did not come within ``timeout``, and who was
-    turned away meanwhile.
+    Raises :class:`PipelineError` after ``timeout``, which names the missing rank and the clients
+    that were refused meanwhile.
     """
     deadline = time.monotonic() + timeout
     clients: list[_Client] = []  # oldest first
@@ -344,7 +344,7 @@ def _next_client(listener: socket.socket, rank: int, peer_rank: int) -> _Client 
     try:
         sock, (host, port, *_) = listener.accept()
     except (BlockingIOError, ConnectionAbortedError):
-        return None  # It broke before it was taken: the listener is as good as before.
+        return None  # It broke before it was accepted; the listener is not affected.
     except OSError as error:
         raise PipelineError(
             f"rank {rank} cannot take the connection of rank {peer_rank}: {error}"

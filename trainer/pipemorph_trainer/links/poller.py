@@ -1,4 +1,4 @@
-"""One place to wait: arrivals on either route, notes from neighbours, a moment in time."""
+"""Waits for arrivals on either route, notes from neighbours, and points in time."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class _TimeSpec(ctypes.Structure):
 class Poller:
     """Waits on several file descriptors at once, to the microsecond.
 
-    ``ppoll`` is called directly because :func:`select.poll` rounds to milliseconds, which is
-    a tenth of an op. Only the main thread waits; any thread may :meth:`wake`.
+    Calls ``ppoll`` directly, because :func:`select.poll` rounds to milliseconds, which is a tenth
+    of an op. Only the main thread waits; any thread may call :meth:`wake`.
     """
 
     def __init__(self) -> None:
@@ -33,17 +33,17 @@ class Poller:
         self._build()
 
     def watch_eventfd(self, fd: int) -> None:
-        """Watch an eventfd; it is read (and so reset) whenever a wait returns."""
+        """Watch an eventfd. It is read, and so reset, whenever a wait returns."""
         self._eventfds.append(fd)
         self._build()
 
     def watch_socket(self, fd: int) -> None:
-        """Watch a socket for input; whoever owns it reads it after a wait."""
+        """Watch a socket for input. Its owner reads it after a wait."""
         self._sockets.append(fd)
         self._build()
 
     def forget(self, fd: int) -> None:
-        """Stop watching. Needed once a socket is at its end, which stays readable for ever."""
+        """Stop watching. Needed at the end of a socket, which stays readable."""
         for fds in (self._sockets, self._eventfds):
             if fd in fds:
                 fds.remove(fd)
@@ -54,12 +54,12 @@ class Poller:
         self._poll = (_PollFd * len(fds))(*[_PollFd(fd, _POLLIN, 0) for fd in fds])
 
     def wake(self) -> None:
-        """Wake the waiter. Callable from any thread."""
+        """Wake the waiting thread. Callable from any thread."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_write(self._fd, 1)
 
     def wait(self, seconds: float) -> None:
-        """Return when something happened, when ``seconds`` have passed, or on a signal."""
+        """Wait for an event, for ``seconds``, or for a signal."""
         seconds = max(0.0, seconds)
         whole = math.floor(seconds)
         timeout = _TimeSpec(whole, int((seconds - whole) * 1e9))

@@ -11,8 +11,8 @@ from pipemorph_trainer.links.message import Direction
 
 Transport = Literal["gloo", "nccl", "tcp", "shm", "rdma"]
 ENOUGH_EXACT = 3
-"""So many exact samples stand for their window. Fewer do if they are half of it: a slow link
-brings one message per window. Otherwise all are given, as upper bounds."""
+"""Exact samples that are enough to represent a window. Fewer are enough if they are half of it,
+since a slow link has one message per window. Otherwise all samples are used, as upper bounds."""
 MAX_WINDOW = 4096
 
 
@@ -38,7 +38,8 @@ class LinkRecorder:
         self.rtt_min: float | None = None
 
     def begin(self, route: Route, transport: Transport, iteration: int) -> LinkSample | None:
-        """Samples of one window share a route: returns what was left over when it changes."""
+        """Begin an iteration. All samples of a window have one route: returns the old window if the
+        route has changed."""
         left = None
         if route is not self._route or transport != self._transport:
             left = self.drain()
@@ -47,7 +48,7 @@ class LinkRecorder:
         return left
 
     def add(self, wire: float, queue: float, nbytes: int, exact: bool) -> None:
-        """One message. ``wire`` may come out negative by the clocks' error: 0 then."""
+        """Add a message. Negative times, from clock errors, count as 0."""
         if len(self._messages) < MAX_WINDOW:
             self._messages.append(_Message(max(0.0, wire), max(0.0, queue), nbytes, exact))
 
@@ -55,7 +56,7 @@ class LinkRecorder:
         return bool(self._messages)
 
     def drain(self) -> LinkSample | None:
-        """The window so far, and start a new one. None if nothing came."""
+        """Return the window so far and start a new one. None if it is empty."""
         messages, self._messages = self._messages, []
         if not messages:
             return None

@@ -1,7 +1,7 @@
-"""How the ranks of a pipeline meet: what they tell each other, and the links they then have.
+"""Connects the ranks of a pipeline to their neighbours.
 
-Done once, before the first iteration: groups from the device mesh, one control socket per link,
-and, where the engine is built and wanted, one engine link beside it.
+Done once, before the first iteration: creates the groups of direct routes, one control socket per
+link and, if the engine is built and needed, one engine link.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("pipemorph.trainer")
 
 SETUP_SECONDS = 120.0
-"""How long one connection between two neighbours may take."""
+"""Longest time to connect two neighbours."""
 
 
 @dataclass(frozen=True)
 class LinkConfig:
-    """What all links of a rank have in common, among themselves and with its executor.
+    """Configuration shared by all links of a rank.
 
     ``secret``: what both ends of a connection have to know. ``deadline``: longest wait for one
     message, seconds. ``begin_wait(what)`` and ``end_wait()`` are called around a send that waits.
@@ -98,8 +98,8 @@ class LinkConfig:
         )
 
     def told_of_sends(self, end: LinkEnd) -> dict[str, Callable[..., None]]:
-        """What a channel calls around a send that waits: on the direct route, for the one two
-        before it."""
+        """Callbacks of a channel around a send that waits. On the direct route it waits for the
+        send two messages before."""
 
         def on_block(iteration: int, microbatch: int) -> None:
             self.begin_wait(end.taking(iteration, microbatch))
@@ -109,7 +109,7 @@ class LinkConfig:
     def direct_channels(
         self, end: LinkEnd, groups: Mapping[Direction, dist.ProcessGroup]
     ) -> tuple[DirectIncoming, DirectOutgoing]:
-        """Both directions of the direct route of a link, over one group each."""
+        """Both directions of the direct route of a link, with one group each."""
         usual = OUTSTANDING_ON_DEVICE if self.cuda else MAX_OUTSTANDING
         return (
             DirectIncoming(
@@ -129,7 +129,7 @@ class LinkConfig:
 
 
 class _Peer(NamedTuple):
-    """Where a rank is, and what it listens on."""
+    """Addresses of a rank."""
 
     machine: Machine
     address: str
@@ -139,7 +139,7 @@ class _Peer(NamedTuple):
 
 
 class Rendezvous:
-    """Connects one rank with both its neighbours, in the steps of :meth:`meet`."""
+    """Connects one rank to both neighbours, in the steps of :meth:`meet`."""
 
     def __init__(
         self, coordinate: Coordinate, config: LinkConfig, master_addr: str, groups: Groups
@@ -153,8 +153,8 @@ class Rendezvous:
         self._edges: dict[int, dict[Direction, dist.ProcessGroup]] = {}
 
     def meet(self) -> Neighbourhood:
-        """Collective: every rank calls it. Raises :class:`PipelineError` naming the neighbour that
-        did not come."""
+        """Connect. Collective over all ranks. Raises :class:`PipelineError`, which names the
+        neighbour that did not connect."""
         rank, config = self._coordinate.rank, self._config
         host = self.find_host()
         with peer_socket.listen(host) as listener:
@@ -168,7 +168,7 @@ class Rendezvous:
                 down_socket = config.dial(self._address(peer), port, rank=rank, peer=peer)
             if not self._coordinate.first:
                 up_socket = config.accept(listener, rank=rank, peer=rank - 1)
-        # From the first link to the last, so that nobody waits for a neighbour out of turn.
+        # The link above before the link below, on every rank, so that no two wait for each other.
         stage = self._coordinate.stage
         upstream = downstream = None
         if up_socket is not None:
@@ -181,14 +181,16 @@ class Rendezvous:
         return Neighbourhood(upstream, downstream, self._engine, self._staging)
 
     def find_host(self) -> str:
-        """Tell all ranks where this one is. Returns where to listen: nobody else has to get in."""
+        """Exchange machines and addresses. Returns the address to listen on: loopback if
+        possible."""
         self._gather(self._mine)
         if all(self._mine.machine.shares_loopback(peer.machine) for peer in self._peers):
             return "127.0.0.1"
         return addresses.everywhere(self._mine.address)
 
     def make_shared(self, host: str) -> None:
-        """What the links of this rank share: the engine, staging, and the queue of half duplex."""
+        """Create what the links of this rank share: the engine, staging, the queue of half
+        duplex."""
         config = self._config
         self._engine = make_engine(
             config.engine, self._coordinate,
@@ -205,7 +207,7 @@ class Rendezvous:
         self._queue = config.faults.make_queue(self._coordinate.stage, self._coordinate.replica)
 
     def exchange_addresses(self, port: int) -> None:
-        """Tell all ranks what this one listens on, and hear the same of them."""
+        """Exchange the listening ports of all ranks."""
         self._mine = self._mine._replace(
             port=port,
             engine_port=self._engine.port if self._engine is not None else None,
@@ -268,7 +270,7 @@ class Rendezvous:
         )
 
     def _cut(self, end: LinkEnd, direct: DirectIncoming, what: str) -> None:
-        """Break a connection of a link, as a fault trace says."""
+        """Break a connection of a link for a fault trace."""
         assert end.engine_link is not None
         log.warning(
             "%s: fault trace cuts the %s connection of link %d", self._coordinate, what, end.link
@@ -293,6 +295,6 @@ class Rendezvous:
 def meet(
     coordinate: Coordinate, config: LinkConfig, *, master_addr: str, groups: Groups
 ) -> Neighbourhood:
-    """Connect a rank to both neighbours; ``groups``: where the groups of direct routes are made.
+    """Connect a rank to both neighbours. ``groups``: gets the groups of direct routes;
     ``master_addr``: of rank 0. Collective, see :meth:`Rendezvous.meet`."""
     return Rendezvous(coordinate, config, master_addr, groups).meet()

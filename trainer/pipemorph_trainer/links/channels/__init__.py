@@ -1,1 +1,1 @@
-"""How messages travel between neighbouring stages: directly, or through the engine."""
+"""The two routes of messages between neighbouring stages: direct, or through the engine."""

@@ -1,9 +1,9 @@
-"""A side stream, and a thread that acts once what was copied in it is there.
+"""A side stream for copies, and a thread that runs an action after each copy.
 
-The executor's thread gives copies to the stream and goes on at once. What comes after them, such
-as handing a message to the engine, is for the thread: it waits for an event behind the copies,
-without the interpreter, and then acts. A stream works in order, so the thread need only look at
-the oldest.
+The executor's thread launches copies on the stream and continues at once. The action after a copy,
+such as giving a message to the engine, runs in the thread: it waits for an event behind the copy,
+without holding the interpreter, and then acts. A stream runs in order, so the thread waits only for
+the oldest copy.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pipemorph_trainer.errors import PipelineError, WaitTimeoutError, first_sent
 from pipemorph_trainer.topology.accelerator import Accelerator, Event
 
 RETRY_SECONDS = 0.0005
-"""Pause before something that could not be done yet is tried again."""
+"""Pause before an action that was not possible is tried again."""
 JOIN_SECONDS = 5.0
 
 Act = Callable[[], bool]
-"""Does what follows a copy. False: not possible yet, ask again. Called in the stream's thread."""
+"""The action after a copy. Returns False if it must be tried again. Runs in the stream's thread."""
 
 
 class _Following(NamedTuple):
@@ -32,11 +32,11 @@ class _Following(NamedTuple):
 
 
 class CopyStream:
-    """One side stream of a rank. :meth:`follow`, :meth:`check`, :meth:`drain` and :meth:`close`
-    are for the executor's thread.
+    """One side stream of a rank. The executor's thread calls :meth:`follow`, :meth:`check`,
+    :meth:`drain` and :meth:`close`.
 
-    ``on_error`` is called in the stream's thread when something failed: it wakes the executor,
-    whose next :meth:`check` raises. The thread starts with the first copy.
+    ``on_error``: called in the stream's thread after a failure, to wake the executor, whose next
+    :meth:`check` raises. The thread starts with the first copy.
     """
 
     def __init__(self, name: str, accelerator: Accelerator, on_error: Callable[[], None]) -> None:
@@ -51,8 +51,8 @@ class CopyStream:
         self._thread: threading.Thread | None = None
 
     def follow(self, act: Act, what: str) -> Event:
-        """Do ``act`` once all that the stream was given so far is done; the event of that.
-        ``what`` names it in errors: ``F of microbatch 3 of iteration 7 on link 1``."""
+        """Run ``act`` when all work of the stream so far is done; return the event of that.
+        ``what`` is its name in errors: ``F of microbatch 3 of iteration 7 on link 1``."""
         event = self._accelerator.record(self.stream)
         with self._changed:
             self._following.append(_Following(event, act, what))
@@ -64,13 +64,13 @@ class CopyStream:
         return event
 
     def check(self) -> None:
-        """Raise :class:`PipelineError` naming what failed in the thread, if anything did."""
+        """Raise :class:`PipelineError` if an action failed, with its name."""
         if self._error is not None:
             raise PipelineError(self._error)
 
     def drain(self, seconds: float) -> None:
-        """Wait until everything was acted on. Raises :class:`WaitTimeoutError` naming the
-        oldest that was not, and :class:`PipelineError` if something failed."""
+        """Wait for all actions. Raises :class:`WaitTimeoutError`, which names the oldest unfinished
+        one, and :class:`PipelineError` if one failed."""
         with self._changed:
             done = self._changed.wait_for(lambda: not self._left or self._error, seconds)
             left, oldest = self._left, self._following[0].what if self._following else ""
@@ -82,8 +82,8 @@ class CopyStream:
             )
 
     def close(self, *, abandon: bool = False, seconds: float = JOIN_SECONDS) -> bool:
-        """End the thread; whether it has ended. ``abandon``: what has not been acted on is
-        given up, except for a wait that is under way. Idempotent."""
+        """End the thread; return whether it has ended. ``abandon``: drop unfinished actions, except
+        one that is being waited for. Idempotent."""
         with self._changed:
             self._closing = True
             self._abandoned |= abandon
@@ -114,7 +114,7 @@ class CopyStream:
                 if self._abandoned or not (self._following or refused):
                     return
                 oldest = self._following[0] if self._following else None
-            # With something refused, do not sleep in a wait for the device.
+            # While an action must be retried, do not block in a wait for the device.
             if oldest is not None and (not refused or oldest.event.query()):
                 self._now = oldest.what
                 oldest.event.synchronize()

@@ -1,8 +1,8 @@
-"""The delegated route: messages leave through host memory and the transfer engine.
+"""The delegated route: messages are sent from host memory by the transfer engine.
 
-Sends are handed over and forgotten, K queues per direction take them in turn, and receivers
-grant slots ahead; compute never waits for a send. Tensors of a device are staged around this:
-see :mod:`pipemorph_trainer.links.channels.staging`.
+A send returns at once; K queues per direction take the messages in turn, and receivers grant slots
+in advance. So compute never waits for a send. Tensors of a device go through
+:mod:`pipemorph_trainer.links.channels.staging`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ GRANT_SECONDS = 10.0
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's memory, uint8 (bytes,), without a copy; of any dtype."""
+    """The memory of a contiguous tensor of any dtype, as uint8 (bytes,), without a copy."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 class DelegatedIncoming:
-    """Receiving end: looks messages up by key; arrival times are the engine's own."""
+    """Receiving end. Looks up messages by key; arrival times come from the engine."""
 
     def __init__(
         self,
@@ -50,8 +50,8 @@ class DelegatedIncoming:
         self._here: dict[int, list[_engine.Message | None]] = {}
 
     def reserve(self, messages: int, batch: Batch) -> None:
-        """Grant slots for ``messages`` messages ahead of their use. Raises
-        :class:`PipelineError` if the link is dead."""
+        """Grant slots for ``messages`` messages in advance. Raises :class:`PipelineError` if the
+        link is dead."""
         largest = max((meta.nbytes for meta in batch.metas), default=0)
         slots = messages * max(1, len(batch.metas))
         try:
@@ -64,7 +64,7 @@ class DelegatedIncoming:
         self._nbytes = batch.nbytes
 
     def sent(self, messages: int) -> None:
-        """Slots are granted, whatever is sent the other way."""
+        """Does nothing: granted slots do not depend on the other direction."""
 
     def ready_at(self, microbatch: int) -> float | None:
         batch = self._batch
@@ -73,8 +73,8 @@ class DelegatedIncoming:
         return None if parts is None else self._usable_from(Note.unpack(parts[0].note))
 
     def _whole(self, batch: Batch, microbatch: int) -> list[_engine.Message] | None:
-        """The parts of a message once all are here. Raises :class:`PipelineError` if the link
-        is dead."""
+        """The parts of a message; None until all have arrived. Raises :class:`PipelineError` if the
+        link is dead."""
         parts = self._here.get(microbatch)
         if parts is None:
             parts = self._here[microbatch] = [None] * len(batch.metas)
@@ -139,7 +139,7 @@ class DelegatedIncoming:
 
 
 class DelegatedOutgoing:
-    """Sending end. The engine holds the bytes until the receiver has acknowledged them."""
+    """Sending end. The engine keeps the bytes until the receiver has acknowledged them."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class DelegatedOutgoing:
             self._hand_over(key_of(batch, microbatch, self.direction, k), payload, note)
 
     def note(self, batch: Batch, microbatch: int, present: int) -> bytes:
-        """The note of a message that is handed to the next queue in turn now."""
+        """The note of a message that is given to the next queue now."""
         posted = now()
         started, not_before = self._hold(self._turn, batch.nbytes, posted)
         self._turn = (self._turn + 1) % self._queues
@@ -182,8 +182,8 @@ class DelegatedOutgoing:
         ).pack()
 
     def _hand_over(self, key: Key, payload: bytes | memoryview, note: bytes) -> None:
-        """Give one tensor to the engine. When shapes have just grown, the receiver may not
-        have granted larger slots yet; the engine says so at once, and we ask again."""
+        """Give one tensor to the engine. If shapes have just grown, the receiver may not have
+        granted larger slots yet: the engine then refuses at once, and we retry."""
         deadline = 0.0
         while True:
             try:
@@ -201,7 +201,7 @@ class DelegatedOutgoing:
             self._on_unblock()
 
     def close(self) -> None:
-        """Nothing to wait for: the engine flushes when it is closed."""
+        """Does nothing: the engine flushes when it is closed."""
 
 
 def key_of(batch: Batch, microbatch: int, direction: Direction, tensor: int) -> Key:

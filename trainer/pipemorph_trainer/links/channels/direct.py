@@ -1,22 +1,21 @@
 """The direct route: torch.distributed point-to-point, in order, with a bounded send queue.
 
-One queue per direction and at most two sends outstanding; a third holds up compute until
-the first is through. That is how a framework behaves whose sends share a stream: a link
-slower than its stage blocks ops that are ready (head of line). The bound is kept on gloo as
-well, so that the effect is there to be measured.
+There is one queue per direction with at most two outstanding sends; a third one blocks compute
+until the first is done. Frameworks whose sends share a stream behave like this: a link slower than
+its stage blocks ops that are ready (head-of-line blocking). The bound also applies on gloo, so that
+the effect can be measured there.
 
-A receive is posted once its sender waits for nothing from this stage, and while there is room
-for its message (:mod:`pipemorph_trainer.executor.receives`). One small thread per direction waits
-for them in order and wakes the executor's poller: a gloo receive does not know that it is complete
-until it is waited for.
+A receive is posted when its sender waits for nothing from this stage and there is room for its
+message (:mod:`pipemorph_trainer.executor.receives`). One thread per direction waits for receives in
+order and wakes the executor's poller: a gloo receive completes only while it is waited for.
 
-On CUDA the payload goes over NCCL, one communicator per directed edge (a shared one would
-serialise the two directions). The receiver thread has a stream of its own: a wait for a message
-in the compute stream would hold up every op that is launched after it. Sends are ordered behind
-the ops in the compute stream, so when one leaves, only the device knows: wire times count from
-its launch, and are told as upper bounds. The compute stream does not wait for sends: a message is
-kept until its send says that it is through, and the host waits where too many are kept. NCCL
-needs one GPU per rank; no test of this repository has run it.
+On CUDA the payload is sent by NCCL, with one communicator per direction (a shared one would
+serialise the two directions). The receiver thread has its own stream, since a wait for a message in
+the compute stream would delay every op launched after it. Sends are ordered behind the ops in the
+compute stream, so only the device knows when one starts: wire times count from its launch, and are
+reported as upper bounds. The compute stream does not wait for sends: a message is kept until its
+send is done, and the host waits if too many are kept. NCCL needs one GPU per rank; no test of this
+repository has run it.
 """
 
 from __future__ import annotations
@@ -55,17 +54,17 @@ from pipemorph_trainer.topology.groups import abandon
 
 MAX_OUTSTANDING = 2
 OUTSTANDING_ON_DEVICE = 8
-"""The same on a device, which says of a send whether it is through: messages that are kept until
-they are, so a bound on memory and not on compute."""
+"""Outstanding sends on a device. Their messages are kept until they are done, so this bounds memory
+and not compute."""
 POLL_SECONDS = 0.0002
 POSTED_ON_DEVICE = 1
-"""Receives of one direction that are posted on a device: each occupies some of it until its message
-is here."""
+"""Receives of one direction that are posted on a device: each occupies resources of it until its
+message has arrived."""
 JOIN_SECONDS = 5.0
 
 
 class DirectIncoming:
-    """Receiving end. Messages come in microbatch order; notes come over the control socket."""
+    """Receiving end. Messages arrive in microbatch order, notes over the control socket."""
 
     def __init__(
         self,
@@ -82,8 +81,8 @@ class DirectIncoming:
         accelerator: Accelerator | None = None,
         posted: int | None = None,
     ) -> None:
-        """``accelerator``: behind ``device``; None for the CPU. ``posted``: most receives that are
-        posted and not complete; None: as many as the plan has room for."""
+        """``accelerator``: of ``device``; None for the CPU. ``posted``: most receives that are
+        posted and not complete; None: as many as the plan allows."""
         self._group, self._peer = group, peer
         # What dist.isend and dist.irecv look up at every call.
         self._peer_in_group = dist.get_group_rank(group, peer)
@@ -96,14 +95,14 @@ class DirectIncoming:
         if accelerator is not None:
             self._side = accelerator.new_stream()
         self._most_posted = posted
-        # Behind it: what may be posted, which both threads find out.
+        # Protects the state that decides what may be posted, in both threads.
         self._posting = threading.Lock()
         self._next = self._sent = self._taken = 0
         self._under_way = 0
         self._posted: queue.SimpleQueue[_Posted | RuntimeError | None] = queue.SimpleQueue()
         self._arrived: dict[tuple[int, int], tuple[list[Tensor], float, bool]] = {}
         self.error: str | None = None
-        """Why nothing more comes on this route, None while it is up."""
+        """Why this route has failed; None while it is up."""
         self._came = Position(-1, 0)
         self._batch: Batch | None = None
         self._nbytes = 0
@@ -129,13 +128,13 @@ class DirectIncoming:
 
     @property
     def held(self) -> int:
-        """Messages here, or with a receive posted, that were not taken."""
+        """Messages that have arrived, or have a posted receive, and were not taken."""
         return self._next - self._taken
 
     def ready_at(self, microbatch: int) -> float | None:
         assert self._batch is not None
         iteration = self._batch.iteration
-        # In this order: the thread sets it behind the last message that came.
+        # Read it first: the thread sets it after the last message has arrived.
         error = self.error
         if (iteration, microbatch) not in self._arrived:
             if error is not None:
@@ -151,7 +150,7 @@ class DirectIncoming:
         return note.not_before + self._peer_clock.offset if note.not_before else 0.0
 
     def holds(self, microbatch: int) -> bool:
-        """Whether this message of the present iteration has come, and was not taken."""
+        """Whether this message of the current iteration has arrived and was not taken."""
         return self._batch is not None and (self._batch.iteration, microbatch) in self._arrived
 
     def take(self, microbatch: int) -> list[Tensor | None] | None:
@@ -178,9 +177,9 @@ class DirectIncoming:
         return [t if note.present >> k & 1 else None for k, t in enumerate(tensors)]
 
     def close(self, *, abandon: bool = False) -> None:
-        """End the receiver thread. One that is caught inside torch when the interpreter ends
-        takes the process down with it, so wait for it. After a failure it waits for messages
-        that may never come: then give them up first."""
+        """End the receiver thread, and wait for it: if it is inside torch when the interpreter
+        ends, the process crashes. After a failure (``abandon``) its receives are aborted first,
+        since their messages may never arrive."""
         if self._thread is None:
             return
         self._posted.put(None)
@@ -191,8 +190,9 @@ class DirectIncoming:
             self._thread.join(JOIN_SECONDS)
 
     def give_up(self) -> Position:
-        """End all receives, also the peer's on this connection; the first message that did not
-        come. What came can still be taken. Raises :class:`PipelineError` if a receive stays."""
+        """Abort all receives, also the peer's on this connection; return the first missing message.
+        Arrived messages can still be taken. Raises :class:`PipelineError` if a receive does not
+        end."""
         self.close(abandon=True)
         if self.receiving:
             raise PipelineError(
@@ -206,11 +206,11 @@ class DirectIncoming:
         return self._thread is not None and self._thread.is_alive()
 
     def abandon(self) -> None:
-        """Make every receive fail that is under way. The peer sees the connection close."""
+        """Abort all posted receives. The peer sees the connection close."""
         abandon(self._group, "nccl" if self._device.type == "cuda" else "gloo")
 
     def _beside(self) -> AbstractContextManager[None]:
-        """On a device, receives are in a stream of their own."""
+        """Context for receives: on a device, their own stream."""
         if self._accelerator is None or self._side is None:
             return nullcontext()
         return self._accelerator.using(self._side)
@@ -223,7 +223,7 @@ class DirectIncoming:
             self._receive_all()
 
     def _receive_all(self) -> None:
-        """Wait for the oldest posted receive, see what may be posted behind it, wake the poller."""
+        """Wait for posted receives in order; after each, post more receives and wake the poller."""
         try:
             while (posted := self._posted.get()) is not None:
                 if isinstance(posted, RuntimeError):
@@ -241,7 +241,8 @@ class DirectIncoming:
             self._poller.wake()
 
     def _post_due(self) -> None:
-        """Post what may be posted by now. In either thread; one that fails is told in its turn."""
+        """Post all receives that may be posted. Runs in both threads. An error is raised in
+        order."""
         with self._posting:
             while self._is_due():
                 assert self._batch is not None
@@ -258,8 +259,8 @@ class DirectIncoming:
                 self._under_way += 1
 
     def _is_due(self) -> bool:
-        """Whether the next receive may be posted: its sender waits for nothing from here, there
-        is room for its message, and no more than is wanted are under way."""
+        """Whether the next receive may be posted: its sender waits for nothing from this stage,
+        there is room for its message, and not too many receives are posted."""
         batch = self._batch
         if batch is None or self._next == batch.microbatches:
             return False
@@ -273,8 +274,8 @@ class DirectIncoming:
     def _wait(
         self, contents: list[tuple[list[Tensor], list[Any]]]
     ) -> tuple[list[Tensor], float, bool]:
-        """One message, once it is here. Nothing of it stays with this thread: what the stage
-        does not hold alone cannot leave the device."""
+        """Wait for one message. This thread keeps no reference to it, since the stage could
+        otherwise not offload its memory."""
         tensors, works = contents.pop()
         for work in works:
             work.wait()
@@ -294,14 +295,14 @@ class DirectIncoming:
         return tensors, works
 
     def _synchronize(self) -> None:
-        """NCCL: ``wait`` only ordered the side stream; wait for the data itself."""
+        """Wait for the data itself: with NCCL, ``wait`` only makes the side stream wait."""
         if self._accelerator is not None and self._side is not None:
             self._accelerator.record(self._side).synchronize()
 
 
 class _Posted(NamedTuple):
-    """A receive that is posted. ``contents``: the tensors of the message and a work for each, in a
-    box that is emptied once."""
+    """A posted receive. ``contents``: a list with one item, the tensors of the message and their
+    works; emptied when they are used."""
 
     iteration: int
     microbatch: int
@@ -309,7 +310,7 @@ class _Posted(NamedTuple):
 
 
 class DirectOutgoing:
-    """Sending end: one queue, two sends outstanding."""
+    """Sending end: one queue with at most ``max_outstanding`` outstanding sends."""
 
     def __init__(
         self,
@@ -326,8 +327,8 @@ class DirectOutgoing:
         max_outstanding: int = MAX_OUTSTANDING,
         asks: bool = False,
     ) -> None:
-        """``asks``: a send can be asked whether it is through, and is not to be waited for: a
-        wait on a device is one of its compute stream."""
+        """``asks``: poll sends instead of waiting for them, since on a device ``wait`` makes the
+        compute stream wait."""
         self._max_outstanding, self._asks = max_outstanding, asks
         self._group, self._peer = group, peer
         # What dist.isend and dist.irecv look up at every call.
@@ -342,7 +343,7 @@ class DirectOutgoing:
         self._nbytes = 0
 
     def allow(self, deadline: float) -> None:
-        """Seconds that a send may take from now on."""
+        """Set the longest time of a send, seconds."""
         self._deadline = deadline
 
     def begin(self, batch: Batch) -> None:
@@ -350,7 +351,7 @@ class DirectOutgoing:
         self._nbytes = sum(meta.nbytes for meta in batch.metas)
 
     def slot_free_at(self) -> float:
-        """Known only as far as faults go: a gloo send does not know that it is complete."""
+        """Only considers faults: a gloo send does not know whether it is complete."""
         if len(self._outstanding) < self._max_outstanding:
             return 0.0
         return self._outstanding[0].not_before
@@ -386,7 +387,7 @@ class DirectOutgoing:
         self._outstanding.append(_Sent(batch.step, microbatch, not_before, works, payload))
 
     def _finish_oldest(self) -> None:
-        """Wait until the oldest send is through, at most the deadline."""
+        """Wait for the oldest send, at most until the deadline."""
         sent = self._outstanding[0]
         self._on_block(sent.iteration, sent.microbatch)
         began = time.monotonic()
@@ -407,7 +408,7 @@ class DirectOutgoing:
         self._on_unblock()
 
     def _poll(self, sent: _Sent) -> None:
-        """Wait on the host until a send is through; the device goes on."""
+        """Wait on the host until a send is done. The device does not wait."""
         give_up_at = time.monotonic() + self._deadline
         while not self._through(sent):
             if time.monotonic() >= give_up_at:
@@ -415,7 +416,7 @@ class DirectOutgoing:
             time.sleep(POLL_SECONDS)
 
     def _through(self, sent: _Sent) -> bool:
-        """Raises :class:`PipelineError` if it failed, which its works tell once asked."""
+        """Whether a send is done. Raises :class:`PipelineError` if it failed."""
         try:
             return all(_is_complete(work) for work in sent.works)
         except RuntimeError as error:
@@ -425,11 +426,11 @@ class DirectOutgoing:
         return PipelineError(f"the connection to rank {self._peer} failed: {first_sentence(error)}")
 
     def give_up(self) -> None:
-        """Forget the sends under way; their connection is closed."""
+        """Drop the outstanding sends, whose connection is closed."""
         self._outstanding.clear()
 
     def finish(self) -> None:
-        """Wait until every send is through."""
+        """Wait until all sends are done."""
         while self._outstanding:
             self._finish_oldest()
 
@@ -438,8 +439,8 @@ class DirectOutgoing:
 
 
 def _is_complete(work: Any) -> bool:
-    """Whether an operation of a device is through. Raises :class:`RuntimeError` if it failed:
-    one that was aborted ends as well, without its data."""
+    """Whether an operation on a device is done. Raises :class:`RuntimeError` if it failed: an
+    aborted one ends, too, but without its data."""
     complete = bool(work.is_completed())
     failure = work.exception()
     if failure is not None:
@@ -448,7 +449,7 @@ def _is_complete(work: Any) -> bool:
 
 
 class _Sent(NamedTuple):
-    """A message on its way. The tensors are to live until it is through."""
+    """A message that is being sent. Its tensors are kept until the send is done."""
 
     iteration: int
     microbatch: int

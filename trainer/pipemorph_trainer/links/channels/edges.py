@@ -1,4 +1,4 @@
-"""The process groups of direct routes: made, connected, and made to survive a break."""
+"""Creates the process groups of direct routes, so that failover can handle their errors."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ log = logging.getLogger("pipemorph.trainer")
 
 ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 SURVIVABLE = ("0", "2")
-"""Do nothing, or abort the communicator; others end the process."""
+"""Values with which NCCL does nothing, or aborts the communicator. Others end the process."""
 
 
 def make_edges(
     coordinate: Coordinate, device: torch.device, deadline: float, groups: Groups
 ) -> dict[int, dict[Direction, dist.ProcessGroup]]:
-    """Point-to-point groups of this rank's links, by link. Collective: all ranks make all.
+    """Point-to-point groups of this rank's links, by link. Collective: all ranks create all groups.
 
-    gloo sends both ways over one connection without one holding up the other. NCCL orders
-    all of a communicator's operations, so each direction gets its own.
+    With gloo, both directions share a connection without delaying each other. NCCL runs all
+    operations of a communicator in order, so each direction has its own.
     """
-    # Deadlines are kept by the executor, which can name what is missing; this one is behind, also
-    # behind those of the first iteration.
+    # Longer than the executor's deadlines, also than those of the first iteration: the executor's
+    # errors name the missing message.
     timeout = timedelta(seconds=2 * deadline * coordinate.stages + 60)
     nccl = device.type == "cuda"
     mine: dict[int, dict[Direction, dist.ProcessGroup]] = {}
@@ -64,22 +64,23 @@ def make_edges(
 def connect_edge(
     edge: Mapping[Direction, dist.ProcessGroup], device: torch.device, *, is_lower: bool
 ) -> None:
-    """Send one number each way, so that the communicators are there before the first message.
-    NCCL makes one at the first use, which takes long and waits for the device. Both ends call."""
+    """Send one number in each direction, to create the communicators before the first message. NCCL
+    creates one at its first use, which takes long and waits for the device. Both ends call it."""
     for direction in Direction:
         group = edge[direction]
         number = torch.zeros(1, device=device)
         sends = is_lower is (direction is Direction.FORWARD)
         move = group.send if sends else group.recv
         move([number], 0 if not is_lower else 1, 0).wait()
-        # The stream has waited; the host waits here.
+        # wait() only made the stream wait; this makes the host wait.
         number.item()
 
 
 @contextmanager
 def survivable(coordinate: Coordinate) -> Iterator[None]:
-    """NCCL groups that are made in it do not end the process when a link breaks, so that failover
-    can go on. A value that the user has set stays, and is told where it rules failover out."""
+    """Context in which NCCL groups are created so that a broken link does not end the process, and
+    failover can replace it. A value set by the user is kept; if it prevents failover, rank 0 logs a
+    warning."""
     found = os.environ.get(ASYNC_ERRORS, os.environ.get(ASYNC_ERRORS.removeprefix("TORCH_")))
     if found is not None:
         if found not in SURVIVABLE and coordinate.rank == 0:

@@ -1,15 +1,15 @@
-"""A direct route that broke goes on delegated, in the middle of an iteration.
+"""Failover: replaces a broken direct route by the delegated one during an iteration.
 
-A direct route is one connection; when it breaks while both ranks live, what was under way on it
-is lost, and nobody but the receiver knows how much that is. So each sender keeps its messages
-until the receiver has begun to use them, which the receiver says on the control socket. Whoever
-sees the route fail gives it up for good and tells the neighbour which message it misses first; the
-neighbour does the same, and each sends what the other misses through the engine. Every message
-is delivered once, under the key it always had, and the iteration goes on.
+A direct route is one connection. If it breaks while both ranks live, the messages in flight are
+lost, and only the receiver knows which. So each sender keeps its messages until the receiver has
+taken them and has said so on the control socket. The rank that notices the failure gives up the
+route permanently and tells the neighbour which message it misses first. The neighbour does the
+same, and each sends the missing messages through the engine. Every message is delivered once, with
+its usual key, and the iteration continues.
 
-This is for links that have an engine beside the direct route; without one a broken route ends
-the run. The route stays given up until the ranks start again: torch.distributed makes groups on
-all ranks at once, and those that are computing cannot come.
+This works for links with an engine link; without one a broken route ends the run. The direct route
+stays unused until the ranks restart, because torch.distributed creates groups collectively, and
+ranks that are computing cannot take part.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ log = logging.getLogger("pipemorph.trainer")
 
 
 class _Kept(NamedTuple):
-    """A message whose receiver may still miss it."""
+    """A message that the receiver has not taken yet."""
 
     batch: Batch
     tensors: list[Tensor | None] | None
 
 
 class Failover:
-    """One end of a link whose direct route may be given up. Belongs to the main thread."""
+    """One end of a link whose direct route may be given up. Main thread only."""
 
     def __init__(
         self,
@@ -51,14 +51,14 @@ class Failover:
         self.incoming = FailoverIncoming(self, direct[0], delegated[0])
         self.outgoing = FailoverOutgoing(self, direct[1], delegated[1])
         self.broken: str | None = None
-        """Why the direct route was given up, None while it is in use."""
+        """Why the direct route was given up; None while it is in use."""
         self.answered = False
-        """Whether the neighbour has said what it misses, and has been sent it."""
+        """Whether the missing messages were sent to the neighbour, after it has named them."""
         self.on_broken: Callable[[str], None] = lambda why: None
-        """Called once, before the neighbour is told: grants what the delegated route needs."""
+        """Called once, before the neighbour is told. Reserves slots for the delegated route."""
 
     def give_up(self, why: str) -> None:
-        """Leave the direct route. Raises :class:`PipelineError` if the neighbour is gone too."""
+        """Give up the direct route. Raises :class:`PipelineError` if the neighbour is gone, too."""
         if self.broken is not None:
             return
         self.socket.pump()
@@ -73,8 +73,8 @@ class Failover:
         self.attend()
 
     def attend(self) -> None:
-        """Do what the neighbour asked for, if it asked. To be called in every wait: it may be
-        the neighbour's turn to wait for what is kept here."""
+        """Send the messages that the neighbour has named as missing, if any. Call during every
+        wait, since the neighbour may be waiting for them."""
         position = self.socket.missing_from
         if position is None or self.answered:
             return
@@ -84,7 +84,7 @@ class Failover:
 
 
 class FailoverIncoming:
-    """Receiving end: direct, and delegated for what did not come before the route broke."""
+    """Receiving end: direct, and delegated for messages missing after the route broke."""
 
     def __init__(
         self, failover: Failover, direct: DirectIncoming, delegated: DelegatedIncoming
@@ -120,14 +120,14 @@ class FailoverIncoming:
                 after = Position(self._batch.iteration, microbatch + 1)
                 self._failover.socket.send_taken(self._direct.direction, after)
             return tensors
-        # Its note may have come where the message itself was lost.
+        # The note of a message that was lost on the direct route may have arrived.
         self._failover.socket.notes.pop(
             (int(self._direct.direction), self._batch.iteration, microbatch), None
         )
         return self._delegated.take(microbatch)
 
     def leave(self) -> Position:
-        """End the receives under way; the first message that has not come."""
+        """Abort the posted receives; return the first missing message."""
         position = self._direct.give_up()
         if self._batch is not None:
             self._delegated.begin(self._batch)
@@ -143,7 +143,7 @@ class FailoverIncoming:
 
 
 class FailoverOutgoing:
-    """Sending end: keeps what went over the direct route until it is taken."""
+    """Sending end: keeps messages of the direct route until they are taken."""
 
     def __init__(
         self, failover: Failover, direct: DirectOutgoing, delegated: DelegatedOutgoing
@@ -153,7 +153,7 @@ class FailoverOutgoing:
         self._kept: dict[Position, _Kept] = {}
 
     def allow(self, deadline: float) -> None:
-        """Seconds that a send of the direct route may take from now on."""
+        """Set the longest time of a send on the direct route, seconds."""
         self._direct.allow(deadline)
 
     def begin(self, batch: Batch) -> None:
@@ -175,7 +175,7 @@ class FailoverOutgoing:
         self.all_taken()
         self._kept[Position(batch.iteration, microbatch)] = _Kept(batch, tensors)
         if failover.broken is not None:
-            # In order: newer messages must not fill the slots that older ones need.
+            # Wait for the neighbour: newer messages must not fill slots that older ones need.
             return
         try:
             self._direct.send(microbatch, tensors)
@@ -185,18 +185,18 @@ class FailoverOutgoing:
             failover.give_up(str(error))
 
     def all_taken(self) -> bool:
-        """Whether the neighbour has taken, or the engine has, all that was sent."""
+        """Whether all messages were taken by the neighbour or given to the engine."""
         taken = self._failover.socket.taken.get(int(self._direct.direction))
         while self._kept and taken is not None and next(iter(self._kept)) < taken:
             del self._kept[next(iter(self._kept))]
         return not self._kept
 
     def leave(self) -> None:
-        """Drop the sends under way: they are kept here."""
+        """Drop the outstanding sends. Their messages are kept."""
         self._direct.give_up()
 
     def send_again(self, position: Position) -> None:
-        """Send what the neighbour misses: everything from ``position`` on. Once."""
+        """Send the missing messages: all kept ones from ``position`` on. Called once."""
         for at, kept in self._kept.items():
             if at >= position:
                 self._delegated.begin(kept.batch)
@@ -206,7 +206,7 @@ class FailoverOutgoing:
             self._delegated.begin(self._batch)
 
     def finish(self) -> None:
-        """Wait until every send over the direct route is through."""
+        """Wait until all sends on the direct route are done."""
         if self._failover.broken is None:
             self._direct.finish()
 

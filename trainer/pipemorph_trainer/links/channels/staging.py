@@ -1,14 +1,14 @@
-"""The delegated route of a device: messages cross host memory without the host waiting for them.
+"""The delegated route on a device: copies messages through host memory without blocking the host.
 
-*Out:* an event on the compute stream says when a message's tensors are complete; a side stream
-waits for it and copies them to page-locked memory; behind the copies is another event, and once
-that has passed a thread hands the memory to the engine, which keeps it until the receiver has
-acknowledged it. Then it goes back to the accelerator's pool.
+*Out:* an event on the compute stream marks when a message's tensors are complete. A side stream
+waits for it and copies them to page-locked memory. After the copies, a thread gives the memory to
+the engine, which keeps it until the receiver has acknowledged it. Then it returns to the
+accelerator's pool.
 
-*In:* a message that has arrived lies in one of the engine's slots. The slots are page-locked, so
-another side stream copies straight from there, beside whatever the device computes, and as soon
-as the message is seen, not only when its op is next. The compute stream waits for the event
-behind that copy, the host for nothing, and the slot goes back to the sender after it.
+*In:* a message arrives in one of the engine's slots. The slots are page-locked, so another side
+stream copies directly from them, concurrently to ops, and as soon as the message has arrived. The
+compute stream waits for the event behind the copy; the host does not wait. After the copy the slot
+is granted to the sender again.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("pipemorph.trainer")
 
 AHEAD = 3
-"""Messages of one direction on the device before their op: the one that is next and two more.
-Further ones stay in their slots, so that early messages do not add to a stage's memory."""
+"""Messages of one direction on the device before their op: the next one and two more. Others stay
+in their slots, so that early messages do not increase a stage's memory."""
 
 
 class _Region(NamedTuple):
-    """Memory of the engine's that is page-locked. ``memory``: uint8 (bytes,)."""
+    """Page-locked memory of the engine. ``memory``: uint8 (bytes,)."""
 
     address: int
     memory: Tensor
@@ -60,11 +60,11 @@ class _Region(NamedTuple):
 
 
 class Staging:
-    """What the delegated links of one rank share: two side streams, one per direction of the
-    copies, and the memory that is page-locked for them. Belongs to the executor's thread.
+    """Shared by the delegated links of one rank: one side stream per direction of copies, and their
+    page-locked memory. Used by the executor's thread.
 
-    ``wake`` interrupts that thread's wait when a copy has failed. ``deadline``: seconds that
-    :meth:`drain` waits.
+    ``wake``: interrupts that thread's wait when a copy has failed. ``deadline``: longest wait of
+    :meth:`drain`, seconds.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Staging:
         self._refused: set[int] = set()
 
     def grow(self, messages: int, metas: Sequence[TensorMeta]) -> None:
-        """Have page-locked memory for so many messages in the accelerator's pool. Growing it may
+        """Grow the accelerator's pool to page-locked memory for ``messages`` messages. This may
         wait for the device, so not between ops."""
         held = [
             self.accelerator.pinned_empty((meta.nbytes,), torch.uint8)
@@ -90,7 +90,7 @@ class Staging:
         held.clear()
 
     def page_lock(self, link: _engine.Link) -> None:
-        """Let the device copy straight from the slots that ``link`` has by now."""
+        """Page-lock the current slots of ``link``, so that the device can copy from them."""
         known = {region.address for region in self._regions} | self._refused
         for address, nbytes in link.slot_memory():
             if address in known:
@@ -108,7 +108,7 @@ class Staging:
             self._regions.append(_Region(address, memory, link))
 
     def slot_of(self, message: _engine.Message) -> Tensor | None:
-        """The message in its slot, uint8 (bytes,), if the device may copy from there."""
+        """The message in its slot, uint8 (bytes,); None if the slot is not page-locked."""
         view = np.frombuffer(message.view(), dtype=np.uint8)
         address: int = view.__array_interface__["data"][0]
         for region in self._regions:
@@ -118,32 +118,31 @@ class Staging:
         return None
 
     def pump(self, asking: StagedIncoming) -> None:
-        """Begin to copy to the device what has arrived, on any link. Raises
-        :class:`PipelineError` if a copy failed, or ``asking`` cannot go on."""
+        """Start to copy arrived messages of all links to the device. Raises :class:`PipelineError`
+        if a copy or the link of ``asking`` failed."""
         self.to_host.check()
         self.to_device.check()
         for incoming in self.incoming:
             if incoming is asking:
                 incoming.fetch()
                 continue
-            # It says so itself, once its message is asked for and is still not there.
+            # The link raises its error itself when its message is needed.
             with contextlib.suppress(PipelineError):
                 incoming.fetch()
 
     def drain(self) -> None:
-        """Wait until the engine has everything that was sent. Raises as
-        :meth:`CopyStream.drain`."""
+        """Wait until the engine has all messages. Raises like :meth:`CopyStream.drain`."""
         self.to_host.drain(self._deadline)
 
     def close(self, *, abandon: bool = False) -> None:
-        """End the threads and give the slots back, before the engine unmaps them. Idempotent.
+        """End the threads and unlock the slots, before the engine unmaps them. Idempotent.
 
-        ``abandon``: messages that are not with the engine yet are given up.
+        ``abandon``: drop messages that the engine does not have yet.
         """
         self._wake = _nobody
         self.to_host.close(abandon=abandon)
-        # Copies to the device wait for no one, so these end by themselves even after a failure,
-        # unless the device hangs: then its memory stays as it is.
+        # Copies to the device do not depend on peers, so they end even after a failure. If the
+        # device hangs, its memory stays page-locked.
         if not self.to_device.close():
             log.warning("copies to the device have not ended; their memory stays page-locked")
             return
@@ -155,11 +154,11 @@ class Staging:
 
 
 def _nobody() -> None:
-    """Wakes nobody: the executor has ended."""
+    """Does nothing: the executor has ended."""
 
 
 class StagedOutgoing(DelegatedOutgoing):
-    """Sending end of a device."""
+    """Sending end on a device."""
 
     def __init__(self, *, staging: Staging, name: str, **options: Any) -> None:
         super().__init__(**options)
@@ -168,7 +167,7 @@ class StagedOutgoing(DelegatedOutgoing):
         self._grown: tuple[int, tuple[TensorMeta, ...]] = 0, ()
 
     def expect(self, messages: int) -> None:
-        """So many messages are to find page-locked memory from the next :meth:`begin` on."""
+        """Reserve page-locked memory for ``messages`` messages from the next :meth:`begin` on."""
         self._expected = max(self._expected, messages)
 
     def begin(self, batch: Batch) -> None:
@@ -179,9 +178,10 @@ class StagedOutgoing(DelegatedOutgoing):
             self._staging.grow(*wanted)
 
     def send(self, microbatch: int, tensors: list[Tensor | None] | None) -> None:
-        """Begin to copy a message to the host. Its tensors may be dropped, not changed.
+        """Start to copy a message to the host. The caller may drop its tensors, but not change
+        them.
 
-        Raises :class:`PipelineError` if an earlier one could not be copied or handed over.
+        Raises :class:`PipelineError` if an earlier message could not be copied or sent.
         """
         batch = self._batch
         assert batch is not None
@@ -190,7 +190,7 @@ class StagedOutgoing(DelegatedOutgoing):
         present = presence(tensors)
         if tensors is None:
             tensors = [None] * len(batch.metas)
-        # What is not contiguous is made so by the compute stream, so before the event.
+        # Made contiguous in the compute stream, so before the event.
         sources = [None if t is None else bytes_of(t.detach().contiguous()) for t in tensors]
         accelerator.wait(staging.to_host.stream, accelerator.record(accelerator.compute_stream()))
         payload: list[Tensor | None] = []
@@ -210,12 +210,12 @@ class StagedOutgoing(DelegatedOutgoing):
         )
 
     def close(self) -> None:
-        """Wait until the engine has every message; it flushes when it is closed."""
+        """Wait until the engine has all messages. It flushes when it is closed."""
         self._staging.drain()
 
 
 class _HandOver:
-    """Gives a message to the engine, tensor by tensor; in the copy stream's thread."""
+    """Gives a message to the engine, tensor by tensor. Runs in the copy stream's thread."""
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ class _HandOver:
     def __call__(self) -> bool:
         end, batch = self._end, self._batch
         if self._note is None:
-            # Its time on the queue begins here: before, it was not there yet.
+            # Its time in the queue starts now, when it is complete on the host.
             self._note = end.note(batch, self._microbatch, self._present)
         while self._next < len(self._payload):
             tensor = self._payload[self._next]
@@ -243,31 +243,31 @@ class _HandOver:
             try:
                 end.link.send(key, memory, self._note)
             except RuntimeError as error:
-                # When shapes have just grown, the receiver may not have granted larger slots.
+                # If shapes have just grown, the receiver may not have granted larger slots yet.
                 now = time.monotonic()
                 self._give_up_at = self._give_up_at or now + GRANT_SECONDS
                 if not end.link.alive or now > self._give_up_at:
                     raise PipelineError(str(error)) from error
                 return False
-            self._payload[self._next] = None  # the engine holds it now
+            self._payload[self._next] = None  # The engine keeps it now.
             self._next += 1
         return True
 
 
 @dataclass
 class _Arrival:
-    """A message on the device, or on its way there in the side stream."""
+    """A message on the device, or being copied to it in the side stream."""
 
     note: Note
     started_at: float
     arrived_at: float
     tensors: list[Tensor | None] = field(default_factory=list)
     event: Event | None = None
-    """Behind its copies; None for one without bytes."""
+    """Event behind its copies; None for a message without bytes."""
 
 
 class StagedIncoming(DelegatedIncoming):
-    """Receiving end of a device."""
+    """Receiving end on a device."""
 
     def __init__(self, *, staging: Staging, name: str, **options: Any) -> None:
         super().__init__(**options)
@@ -291,7 +291,7 @@ class StagedIncoming(DelegatedIncoming):
         return None if arrival is None else self._usable_from(arrival.note)
 
     def fetch(self) -> None:
-        """Begin to copy what has arrived, at most :data:`AHEAD` messages before their op."""
+        """Start to copy arrived messages, at most :data:`AHEAD` before their ops."""
         batch = self._batch
         if batch is None:
             return
@@ -363,7 +363,7 @@ class StagedIncoming(DelegatedIncoming):
 
 
 class _Release:
-    """Gives slots back to the sender; in the copy stream's thread."""
+    """Grants slots to the sender again. Runs in the copy stream's thread."""
 
     def __init__(self, held: list[tuple[_engine.Message, Tensor]]) -> None:
         self._held = held
