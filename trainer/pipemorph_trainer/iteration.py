@@ -230,7 +230,7 @@ class Iterations:
         """Called between two ops and during long waits. Cheap, and never blocks."""
         now = time()
         for end in self._neighbours.ends:
-            # In the very iteration, however short it is.
+            # Every time, so that a short iteration is not missed.
             end.faults.cut_due(now)
         if monotonic() - self._polled_at < PLAN_POLL_SECONDS:
             return
