@@ -18,7 +18,8 @@ TURNS = 6
 
 
 def ib_write_bw(fabric: Fabric, size: int, count: int, port: int) -> float:
-    """MiB/s of RDMA writes over rail 0, without immediate values, as perftest measures it."""
+    """MiB/s of RDMA writes over rail 0, without immediate values, as perftest measures it. 0: it
+    says that it took no time, as on a processor that stood still for long."""
     command = ["ib_write_bw", "-d", "rxe0", "-x", "1", "-s", str(size), "-n",
                str(count), "-t", "8", "-p", str(port), "-F"]  # fmt: skip
     server = fabric.b.spawn(*command)
@@ -34,12 +35,16 @@ def in_turns(link: Link, size: int, count: int, ports: Iterator[int]) -> list[fl
     """Our rate by perftest's, measured again until it is good: emulated processors share two real
     ones with all else that runs here, so that a bad turn says nothing of the link."""
     ratios: list[float] = []
-    while len(ratios) < TURNS and max(ratios, default=0.0) < LEAST:
+    for _ in range(TURNS):
+        if max(ratios, default=0.0) >= LEAST:
+            break
         taken = link.b.start("swallow", direction=0, first=0, count=count)
         seconds = link.a.do("measure", direction=0, size=size, count=count, first=0)
         link.b.result(taken)
         ours = count * size / MIB / seconds
-        ratios.append(ours / ib_write_bw(link.fabric, size, count, next(ports)))
+        theirs = ib_write_bw(link.fabric, size, count, next(ports))
+        if theirs:
+            ratios.append(ours / theirs)
     return ratios
 
 
@@ -53,4 +58,4 @@ def test_one_rail_is_as_fast_as_ib_write_bw(fabric: Fabric):
             ratios = in_turns(link, size, count, ports)
         said = f"{size // MIB} MiB: {[f'{ratio:.2f}' for ratio in ratios]} of ib_write_bw"
         print(said)
-        assert max(ratios) >= LEAST, said
+        assert max(ratios, default=0.0) >= LEAST, said
