@@ -20,10 +20,10 @@ from pipemorph.planning.simulation.online import Rules
 from pipemorph.planning.validator import ScheduleError
 
 try:
-    from pipemorph.planning import _planner
+    import pipemorph.planning._planner as built
 except ImportError:  # Sources without a build, as in an image without compiler.
-    _planner = None  # type: ignore[assignment, unused-ignore]
-compiled = _planner
+    built = None  # type: ignore[assignment, unused-ignore]
+compiled = built
 
 KINDS = (OpKind.F, OpKind.B, OpKind.W, OpKind.BW)
 CODE = {kind: code for code, kind in enumerate(KINDS)}
