@@ -26,6 +26,13 @@ from pipemorph.errors import InputError
 from pipemorph.local.results.traces import TraceIndex
 from pipemorph.planning import OpKind, Route
 from pipemorph.wire import StageProfile
+from pipemorph_trainer.commit import (
+    CANDIDATES,
+    PlanBook,
+    RankRow,
+    agree,
+    bubble_fraction,
+)
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.errors import PeerLostError, PipelineError, ShapeError, first_sentence
 from pipemorph_trainer.executor.dispatch import Outcome
@@ -46,13 +53,6 @@ from pipemorph_trainer.links.faults import LinkFaults
 from pipemorph_trainer.links.message import ALL_PRESENT, DIRECT_QUEUE, Direction, Note, TensorMeta
 from pipemorph_trainer.links.poller import Poller
 from pipemorph_trainer.links.recorder import LinkRecorder
-from pipemorph_trainer.plans.commit import (
-    CANDIDATES,
-    PlanBook,
-    RankRow,
-    agree,
-    bubble_fraction,
-)
 from pipemorph_trainer.signals import LastWord
 from pipemorph_trainer.telemetry.trace import TraceWriter
 from pipemorph_trainer.topology import addresses

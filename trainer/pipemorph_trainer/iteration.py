@@ -14,6 +14,7 @@ from pipemorph.errors import InputError
 from pipemorph.planning import Plan
 from pipemorph.wire import IterationSample
 from pipemorph_trainer.agent.messages import ControlClient
+from pipemorph_trainer.commit import PlanBook, Rounds
 from pipemorph_trainer.errors import BatchError
 from pipemorph_trainer.executor import refusal as refusals
 from pipemorph_trainer.executor.device_times import DeviceTimes
@@ -26,7 +27,6 @@ from pipemorph_trainer.executor.waiting import CollectiveWait
 from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.link import Neighbourhood
 from pipemorph_trainer.links.poller import Poller
-from pipemorph_trainer.plans.commit import PlanBook, Rounds
 from pipemorph_trainer.state.gradients import Replicas
 from pipemorph_trainer.telemetry.reporter import Reporter
 from pipemorph_trainer.telemetry.trace import TraceWriter
