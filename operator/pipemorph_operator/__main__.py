@@ -27,10 +27,9 @@ from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.health_server import Heartbeat, LoopMonitor
 from pipemorph_operator.metrics import RECONCILES
 from pipemorph_operator.names import KIND, LABEL_JOB
-from pipemorph_operator.reconcile.owned import OwnedJobs
 from pipemorph_operator.reconcile.plans import LIMIT_SECONDS, Plans
 from pipemorph_operator.reconcile.reconciler import Reconciler
-from pipemorph_operator.reconcile.watches import Key, Watched, registry
+from pipemorph_operator.reconcile.watches import Key, OwnedJobs, Watched, registry
 from pipemorph_operator.reconcile.workqueue import WorkQueue
 from pipemorph_operator.watchdog import LOOK_SECONDS, Watchdog
 

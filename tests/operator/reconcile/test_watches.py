@@ -9,7 +9,7 @@ from typing import Any
 from kubernetes.aio.client import Configuration
 
 from pipemorph_operator.cluster.client import ApiRefused, Cluster
-from pipemorph_operator.reconcile.owned import OwnedJobs
+from pipemorph_operator.reconcile.watches import OwnedJobs
 from pipemorph_operator.reconcile.workqueue import WorkQueue
 
 Key = tuple[str, str]
