@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 from pipemorph_trainer.links.message import NOTHING, Note
@@ -53,8 +52,3 @@ def record_arrival(
     if note.not_before >= usable:
         start, usable, exact = note.started_at, note.not_before, True
     recorder.add(usable - start, start - note.posted_at, nbytes, exact)
-
-
-def now() -> float:
-    """Wall clock in seconds, as in notes."""
-    return time.time()

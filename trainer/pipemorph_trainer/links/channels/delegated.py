@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipemorph_trainer.errors import PipelineError
-from pipemorph_trainer.links.channels.arrival import PeerClock, now, record_arrival
+from pipemorph_trainer.links.channels.arrival import PeerClock, record_arrival
 from pipemorph_trainer.links.message import NOTHING, Batch, Direction, Hold, Note, presence
 from pipemorph_trainer.links.recorder import LinkRecorder
 
@@ -174,7 +174,7 @@ class DelegatedOutgoing:
 
     def note(self, batch: Batch, microbatch: int, present: int) -> bytes:
         """The note of a message that is given to the next queue now."""
-        posted = now()
+        posted = time.time()
         started, not_before = self._hold(self._turn, batch.nbytes, posted)
         self._turn = (self._turn + 1) % self._queues
         return Note(

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipemorph_trainer.errors import PipelineError, WaitTimeoutError, first_sentence
-from pipemorph_trainer.links.channels.arrival import OpClock, PeerClock, now, record_arrival
+from pipemorph_trainer.links.channels.arrival import OpClock, PeerClock, record_arrival
 from pipemorph_trainer.links.message import (
     ALL_PRESENT,
     DIRECT_QUEUE,
@@ -283,7 +283,7 @@ class DirectIncoming:
         for work in works if self._accelerator is not None else ():
             if not _is_complete(work):
                 raise RuntimeError("a receive was given up")
-        stamp = now()
+        stamp = time.time()
         return tensors, stamp, self._accelerator is None and self._op_clock.observed(stamp)
 
     def _post(self, batch: Batch) -> tuple[list[Tensor], list[Any]]:
@@ -363,7 +363,7 @@ class DirectOutgoing:
             self._outstanding.popleft()
         if len(self._outstanding) >= self._max_outstanding:
             self._finish_oldest()
-        posted = now()
+        posted = time.time()
         started, not_before = self._hold(DIRECT_QUEUE, self._nbytes, posted)
         present = presence(tensors)
         payload: list[Tensor] = []
@@ -401,7 +401,7 @@ class DirectOutgoing:
             if time.monotonic() - began >= self._deadline:
                 raise WaitTimeoutError(f"the deadline is {self._deadline:g} s") from error
             raise self._failed(error) from error
-        left = sent.not_before - now()
+        left = sent.not_before - time.time()
         if left > 0:
             time.sleep(left)
         self._outstanding.popleft()
