@@ -93,7 +93,6 @@ struct PongFrame {
 // The sender is done with the link. Of one that was closed the reason says what was left undone
 // (empty: nothing), of one that died what it died of.
 struct ByeFrame {
-    static constexpr size_t kMostReason = 1024;
     std::string reason;
     bool died = false;
 };

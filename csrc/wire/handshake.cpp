@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "wire/fields.hpp"
+
 namespace pipemorph {
 namespace {
 
@@ -30,54 +32,25 @@ std::vector<uint8_t> opening(Purpose purpose, const Nonce& nonce) {
 
 }  // namespace
 
+void fields(auto& io, Is<Hello> auto& h) {
+    io(h.purpose, h.resume, h.job, h.from_rank, h.to_rank, h.link, h.session, h.path, h.epoch,
+       h.transport, h.host_proof, h.sockets, h.listen_port, h.received, h.rails, h.require_rdma);
+}
+
 std::vector<uint8_t> encode_hello(const Hello& h) {
     std::vector<uint8_t> out;
-    Writer w(out);
-    w.u8(static_cast<uint8_t>(h.purpose));
-    w.u8(h.resume ? 1 : 0);
-    w.text(h.job);
-    w.u32(h.from_rank);
-    w.u32(h.to_rank);
-    w.u32(h.link);
-    w.raw(h.session);
-    w.u32(h.path);
-    w.u32(h.epoch);
-    w.u8(static_cast<uint8_t>(h.transport));
-    w.raw(h.host_proof);
-    w.u16(h.sockets);
-    w.u16(h.listen_port);
-    w.u64(h.received);
-    w.u16(h.rails);
-    w.u8(h.require_rdma ? 1 : 0);
+    FieldWriter io(out);
+    fields(io, h);
     return out;
 }
 
 std::optional<Hello> decode_hello(Bytes data) {
-    Reader r(data);
+    FieldReader io(data);
     Hello h;
-    const uint8_t purpose = r.u8();
-    const uint8_t resume = r.u8();
-    h.job = r.text(kMaxJob);
-    h.from_rank = r.u32();
-    h.to_rank = r.u32();
-    h.link = r.u32();
-    h.session = r.fixed<16>();
-    h.path = r.u32();
-    h.epoch = r.u32();
-    const uint8_t transport = r.u8();
-    h.host_proof = r.fixed<32>();
-    h.sockets = r.u16();
-    h.listen_port = r.u16();
-    h.received = r.u64();
-    h.rails = r.u16();
-    const uint8_t require_rdma = r.u8();
-    if (!r.complete() || purpose < 1 || purpose > 2 || resume > 1 || transport > 3 ||
-        require_rdma > 1)
+    fields(io, h);
+    if (!io.complete() || h.purpose < Purpose::control || h.purpose > Purpose::data ||
+        h.transport > Transport::rdma || h.job.size() > kMaxJob)
         return std::nullopt;
-    h.require_rdma = require_rdma == 1;
-    h.purpose = static_cast<Purpose>(purpose);
-    h.resume = resume == 1;
-    h.transport = static_cast<Transport>(transport);
     return h;
 }
 
