@@ -85,6 +85,15 @@ def imported_files(path: Path) -> set[Path]:
     return {file for name in names if (file := module_file(name)) is not None}
 
 
+def test_the_trainer_does_not_import_its_programs() -> None:
+    """Benchmarks, examples and the preflight are started by others, and the runtime needs none."""
+    root = PACKAGES["pipemorph_trainer"]
+    programs = {root / "preflight.py", *root.glob("bench/*.py"), *root.glob("examples/*.py")}
+    assert len(programs) > 6, "looked in the wrong place"
+    for path in {*root.rglob("*.py")} - programs:
+        assert not imported_files(path) & programs, path
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_folder_has_a_circle_of_imports(package: str) -> None:
     """Files and subfolders of a folder stand on floors: each above all that it imports."""

@@ -22,8 +22,9 @@ class _TimeSpec(ctypes.Structure):
 class Poller:
     """Waits on several file descriptors at once, to the microsecond.
 
-    Calls ``ppoll`` directly, because :func:`select.poll` rounds to milliseconds, which is a tenth
-    of an op. Only the main thread waits; any thread may call :meth:`wake`.
+    Calls ``ppoll`` directly, because :func:`select.poll` and :class:`select.epoll` round to
+    milliseconds, which is a tenth of an op, and :func:`select.select` accepts no descriptor above
+    1023. Only the main thread waits; any thread may call :meth:`wake`.
     """
 
     def __init__(self) -> None:
