@@ -67,7 +67,7 @@ def failed(message: str = "", reason: str = "BackoffLimitExceeded") -> Ended:
 
 
 def pod(index: int, **changes: Any) -> PodFacts:
-    values: dict[str, Any] = {"name": f"p{index}", "index": index, "phase": "Running"}
+    values: dict[str, Any] = {"name": f"p{index}", "index": index}
     return PodFacts(**(values | changes))
 
 

@@ -109,7 +109,6 @@ class PodFacts:
 
     name: str
     index: int
-    phase: str
     node: str | None = None
     exit_code: int | None = None
     finished_at: datetime | None = None
@@ -137,7 +136,6 @@ class PodFacts:
         return PodFacts(
             name=metadata["name"],
             index=int(index),
-            phase=status.get("phase", "Pending"),
             node=(body.get("spec") or {}).get("nodeName"),
             exit_code=ended.get("exitCode"),
             finished_at=parse_time(ended.get("finishedAt")),

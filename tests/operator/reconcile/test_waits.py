@@ -75,7 +75,7 @@ def test_ranks_that_do_not_start_are_looked_at_and_named() -> None:
     world.turn()
     assert world.looked == 0, "pods are listed before they had time"
     world.later(STUCK_SECONDS + 1)
-    world.pods = [pod(1, phase="Pending", stuck="trainer: ImagePullBackOff: no such image")]
+    world.pods = [pod(1, stuck="trainer: ImagePullBackOff: no such image")]
     world.turn()
     assert "rank 1 (stage 1, replica 0): trainer: ImagePullBackOff" in world.message("PodsReady")
 
@@ -121,7 +121,7 @@ def test_ranks_that_find_no_room_beside_the_first_are_told_what_to_do(
     world = World(body(placement=placement))
     world.turn()
     world.later(STUCK_SECONDS + 1)
-    world.pods = [pod(0), pod(1, phase="Pending", stuck="Unschedulable: 0/9 nodes are available")]
+    world.pods = [pod(0), pod(1, stuck="Unschedulable: 0/9 nodes are available")]
     world.turn()
     said = world.message("PodsReady")
     assert "rank 1 (stage 1, replica 0): Unschedulable: 0/9 nodes are available" in said

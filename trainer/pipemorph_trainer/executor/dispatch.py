@@ -107,7 +107,6 @@ class Executor:
         self._above, self._below = self._up, self._down
         self.input_metas: tuple[TensorMeta, ...] = ()
         self.output_metas: tuple[TensorMeta, ...] = ()
-        self._tag = ""
         self._iteration = self._generation = self._microbatches = 0
         self._inputs = Inputs()
         self._shapes_known = False

@@ -194,11 +194,6 @@ class GraphSplit(Splitter):
             self.deferred.update(self._names[id(p)] for p in pending.output_parameters or ())
         flight.work = None
 
-    def _kept(self, flight: Flight) -> Sequence[Tensor]:
-        # The activations are held as well.
-        pending: _Pending = flight.work
-        return [g for grads in pending.grads.values() for g in grads if g is not None]
-
 
 def _keep(into: dict[Node, tuple[Tensor | None, ...]], node: Node) -> Any:
     def hook(grads: tuple[Tensor | None, ...]) -> None:

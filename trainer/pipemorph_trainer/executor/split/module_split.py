@@ -74,9 +74,6 @@ class ModuleSplit(Splitter):
         self.backward_weight(flight)
         return grads
 
-    def _kept(self, flight: Flight) -> Sequence[Tensor]:
-        return [t for item in flight.work for t in (item.x, item.grad, item.bias_grad)]
-
     def _grad_marks(self) -> list[tuple[Layer, nn.Parameter, int | None]]:
         """How often each deferred parameter's ``.grad`` was written; None where there is none."""
         return [

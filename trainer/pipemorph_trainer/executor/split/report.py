@@ -138,8 +138,6 @@ class SplitReport:
     notes: tuple[str, ...] = ()
     activation_bytes: int | None = None
     """Bytes autograd holds for one microbatch after its F, parameters left out."""
-    deferred_bytes: int | None = None
-    """Bytes still held after B, until W: activations and gradients W needs."""
     offload: OffloadAttempt | None = None
     """None where no host memory was given to try it with."""
 

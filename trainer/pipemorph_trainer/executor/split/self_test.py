@@ -76,7 +76,6 @@ class SelfTest:
         self._notes: list[str] = []
         self._loose: tuple[str, ...] = ()
         self._attempts: list[Attempt] = []
-        self._held: dict[str, int | None] = {}
         self._refused: dict[str, str] = {}
         self._sizes = trainable(call.module)
 
@@ -222,7 +221,6 @@ class SelfTest:
         return outcome, wrong
 
     def _accept(self, splitter: Splitter, outcome: Outcome) -> Splitter:
-        self._held[splitter.split] = outcome.held_bytes
         took = outcome.seconds
         times = replace(self._times, backward_input=took["B"], backward_weight=took["W"])
         self._attempts.append(Attempt(splitter.split, accepted=True, times=times))
@@ -240,9 +238,6 @@ class SelfTest:
         times = next(
             (a.times for a in self._attempts if a.split == splitter.split and a.times), self._times
         )
-        held = self._held.get(splitter.split)
-        if splitter.split == "graph" and held is not None and self._activation is not None:
-            held += self._activation
         if splitter.split != "fused" and times.weight_fraction < SMALL_SHARE:
             self._notes.append(f"W is only {times.weight_fraction:.1%} of B + W")
         return SplitReport(
@@ -256,7 +251,6 @@ class SelfTest:
             irreproducible=self._loose,
             notes=tuple(self._notes),
             activation_bytes=self._activation,
-            deferred_bytes=0 if splitter.split == "fused" else held,
             offload=offload,
         )
 

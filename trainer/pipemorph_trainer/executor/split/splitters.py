@@ -48,11 +48,3 @@ class Splitter:
         if tensors:
             torch.autograd.backward(tensors, grads)
         return flight.take_input_grads()
-
-    def held_bytes(self, flight: Flight) -> int:
-        """Bytes of the tensors that are kept from the microbatch's B to its W."""
-        kept = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in self._kept(flight)}
-        return sum(storage.nbytes() for storage in kept.values())
-
-    def _kept(self, flight: Flight) -> Sequence[Tensor]:
-        return ()

@@ -45,7 +45,6 @@ class Outcome:
 
     values: dict[str, Digest | None] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-    held_bytes: int | None = None
     reruns: dict[str, int] = field(default_factory=dict)
     """Forward calls of submodules during W, by name: recomputation."""
     moved_bytes: int = 0
@@ -105,11 +104,8 @@ def run_trial(
         for number, grad in enumerate(grads):
             name = f"the gradient of input {number} of microbatch {index}"
             outcome.values[name] = _digest(grad)
-        if not fused:
-            if outcome.held_bytes is None:
-                outcome.held_bytes = splitter.held_bytes(flight)
-            if index:
-                weight(index - 1)
+        if not fused and index:
+            weight(index - 1)
     if not fused:
         weight(len(flights) - 1)
 
