@@ -1,8 +1,7 @@
 """Binding of the C++ transfer engine (sources in ``csrc/``).
 
-Moves messages between the ranks at the two ends of a link, from and to host memory,
-without the GIL and without calling Python. All times are seconds; timestamps are
-wall-clock seconds (``time.time()``).
+Moves messages between the ranks at the two ends of a link, from and to host memory, without the GIL
+and without calling Python. Times are seconds; timestamps are wall-clock seconds (``time.time()``).
 """
 
 from typing import Literal, final
@@ -10,14 +9,14 @@ from typing import Literal, final
 from typing_extensions import Buffer
 
 class EngineError(RuntimeError):
-    """A link is dead, refused, or a wait ran out; the message says which and why."""
+    """A link is dead or was refused, or a wait timed out. The message says which, and why."""
 
 class EngineTimeout(EngineError):
     """A deadline passed. The message names the link, the key and what was missing."""
 
 @final
 class Message:
-    """A whole message that has arrived. It occupies a slot until it is released."""
+    """A complete message that has arrived. It occupies a slot until it is released."""
 
     @property
     def key(self) -> tuple[int, int, int, int, int]: ...
@@ -30,7 +29,7 @@ class Message:
         """Sender's clock when ``send`` was called."""
     @property
     def started_at(self) -> float:
-        """Sender's clock when the first byte left the queue (posted_at + queueing)."""
+        """Sender's clock when the first byte left the queue: ``posted_at`` plus the time in it."""
     @property
     def arrived_at(self) -> float:
         """Receiver's clock when the last byte was in the slot."""
@@ -39,29 +38,30 @@ class Message:
     def copy_into(self, destination: Buffer) -> None:
         """Copy the payload (without the GIL). Raises if sizes differ."""
     def release(self) -> None:
-        """Give the slot back to the sender as a credit. Idempotent."""
+        """Grant the slot to the sender again. Idempotent."""
 
 @final
 class PathStats:
-    """One data path of a link, as it is now."""
+    """Current state of one data path of a link."""
 
     kind: str
     """``tcp``, ``shm`` or ``rdma``."""
     rail: str
-    """Device and port, as in ``rxe0 port 1``; empty for other kinds."""
+    """Device and port, such as ``rxe0 port 1``; empty for other kinds."""
     state: str
     """``INIT``, ``CONNECTING``, ``UP``, ``SUSPECT``, ``FENCING``, ``DOWN`` or ``COOLDOWN``."""
     trouble: str
     """Why it was lost or could not be made the last time; empty for a rail that is up."""
     epoch: int
     chunks: int
-    """Chunks entrusted to it, some perhaps in vain."""
+    """Chunks given to it, including chunks that were lost with it."""
     bytes: int
     times_lost: int
     bytes_per_second: float | None
-    """While busy; exponential mean whose newest sample weighs 0.3. Rails only."""
+    """Rate while busy: exponential mean, weight 0.3 for the newest sample. Rails only."""
     rtt_min: float | None
-    """Of probes on this path that met no traffic, since the last ``drain_telemetry``."""
+    """Round trip of probes without other traffic on this path, since the last
+    ``drain_telemetry``."""
     rtt_mean: float | None
     rtt_p99: float | None
 
@@ -71,12 +71,12 @@ class LinkStats:
 
     state: str
     transport: Literal["tcp", "shm", "rdma"]
-    """What carries now: ``tcp`` on a link of rails that fell back."""
+    """The current transport: ``tcp`` on a link that fell back from its rails."""
     paths: list[PathStats]
     fallbacks: int
-    """Times that the last rail was lost and TCP took over."""
+    """How often the last rail was lost and TCP took over."""
     failbacks: int
-    """Times that a rail took over again."""
+    """How often a rail took over again."""
     messages_sent: int
     messages_received: int
     bytes_sent: int
@@ -89,14 +89,14 @@ class LinkStats:
     rtt_mean: float | None
     rtt_p99: float | None
     clock_offset: float | None
-    """Seconds to add to the peer's clock to get ours, from the echo with the least RTT."""
+    """Seconds to add to the peer's clock to get ours, from the echo with the least round trip."""
     sends_in_flight: int
     slots_granted: int
     slots_in_use: int
 
 @final
 class Link:
-    """One link to a neighbour: both directions, one control connection, data paths beside it."""
+    """One link to a neighbour: both directions, with one control connection and data paths."""
 
     @property
     def peer_rank(self) -> int: ...
@@ -104,51 +104,52 @@ class Link:
     def link_id(self) -> int: ...
     @property
     def transport(self) -> str:
-        """``tcp``, ``shm`` or ``rdma`` (what was agreed in the hello)."""
+        """``tcp``, ``shm`` or ``rdma``, as agreed when the link was made."""
     @property
     def alive(self) -> bool: ...
     @property
     def error(self) -> str | None: ...
     def reserve(self, direction: int, slots: int, slot_bytes: int) -> None:
-        """Make sure ``slots`` receive slots of ``slot_bytes`` are granted for one direction.
+        """Grant at least ``slots`` receive slots of ``slot_bytes`` bytes for one direction.
 
-        Never shrinks, but however often sizes change, slots have less than four times the memory
-        that would do for every reservation so far. Separate pools per direction: one shared pool
-        deadlocks.
+        Never shrinks. If sizes keep changing, slots use less than four times the memory that is
+        enough for every reservation so far. The pools of the directions are separate, since a
+        shared pool can deadlock.
         """
     def send(self, key: tuple[int, int, int, int, int], payload: Buffer, note: bytes = b"") -> int:
-        """Hand a message over and return a ticket at once.
+        """Send a message. Returns a ticket at once.
 
-        ``key`` is (generation, iteration, microbatch, direction, tensor). The engine holds
-        ``payload`` until the receiver acknowledged it. ``note`` (at most 64 bytes) is
-        delivered with the message. Messages take the K queues in turn.
+        ``key``: (generation, iteration, microbatch, direction, tensor). The engine keeps
+        ``payload`` until the receiver has acknowledged it. ``note`` (at most 64 bytes) is delivered
+        with the message. Messages use the K queues in turn.
         """
     def sent(self, ticket: int) -> bool:
-        """Whether the receiver has acknowledged it. Raises EngineError if the link is dead."""
+        """Whether the receiver has acknowledged the message. Raises EngineError if the link is
+        dead."""
     def wait_sent(self, ticket: int, timeout: float) -> None: ...
     def try_receive(self, key: tuple[int, int, int, int, int]) -> Message | None:
-        """The message with this key if it has arrived. Raises EngineError if the link is dead."""
+        """The message with this key, or None. Raises EngineError if the link is dead."""
     def receive(self, key: tuple[int, int, int, int, int], timeout: float) -> Message: ...
     def post_receive(self, key: tuple[int, int, int, int, int], destination: Buffer) -> None:
-        """Say ahead where a message is to be put; ask for it with ``receive`` as usual.
+        """Set the destination of a message in advance; then call ``receive`` as usual.
 
-        Then it is received straight into ``destination`` (over shared memory: copied chunk by
-        chunk as it comes), which its :class:`Message` refers to, and its slot is free again as
-        soon as it is whole. Posted after its first chunk has come, it is copied by ``receive``.
-        A key has one destination at a time: it is for the oldest message with that key that has
-        not been received, and EngineError is raised for another one until that has been.
-        The engine holds ``destination`` until the message is released or the link is dead;
-        ``receive`` raises EngineError if the sizes differ.
+        The message is received directly into ``destination`` (over shared memory: copied chunk by
+        chunk during the transfer), to which its :class:`Message` refers. Its slot is free as soon
+        as it is complete. If its first chunk has already arrived, ``receive`` copies it.
+
+        A key has one destination at a time, for its oldest message that has not been received.
+        Until then, another one raises EngineError. The engine keeps ``destination`` until the
+        message is released or the link is dead. ``receive`` raises EngineError if the sizes differ.
         """
     def arrived(self, key: tuple[int, int, int, int, int]) -> bool: ...
     def send_slots(self, direction: int) -> int:
-        """Slots that the peer has granted for ``direction`` and no message has taken yet."""
+        """Slots that the peer has granted for ``direction`` and that no message uses yet."""
     def slot_memory(self) -> list[tuple[int, int]]:
-        """Address and bytes of each piece of memory that receive slots lie in, so that a device
-        can be told of it (``cudaHostRegister``). It stays mapped as long as this object lives."""
+        """Address and bytes of each memory block with receive slots, for example for
+        ``cudaHostRegister``. The memory stays mapped as long as this object lives."""
     def drain_telemetry(self) -> list[tuple[tuple[int, int, int, int, int], int, float, float]]:
-        """Per message sent and acknowledged since the last call: (key, bytes, queue_seconds,
-        wire_seconds); wire is first byte out → acknowledgement in, so queueing is left out."""
+        """Per message acknowledged since the last call: (key, bytes, queue_seconds, wire_seconds).
+        Wire time is from the first byte out to the acknowledgement in, without the queue."""
     def stats(self) -> LinkStats: ...
     def sever_data_path(self, index: int = 0) -> None:
         """Fault injection: cut one data connection (TCP) as a broken cable would."""
@@ -158,7 +159,7 @@ class Link:
 
 @final
 class Engine:
-    """One per process. Listens for links and owns the progress threads and the pool."""
+    """The engine of a process. Listens for links, and owns the threads and the memory."""
 
     def __init__(
         self,
@@ -181,38 +182,38 @@ class Engine:
         numa_node: int = -1,
     ) -> None:
         """``transport``: auto (shm on one host, else rdma where both ends have a rail, else tcp)
-        | tcp | shm | rdma. ``job`` names job and attempt: a peer of another attempt is refused.
+        | tcp | shm | rdma. ``job``: name of job and attempt; a peer with another one is refused.
         ``peer_deadline``: seconds a control connection may stay down before the link is dead.
 
-        ``require="rdma"`` never falls back to TCP: EngineError if this end or the other has no
-        usable rail, and the link is dead when none was up for ``peer_deadline``.
-        ``rdma_devices``: such as ``mlx5_0`` or ``mlx5_0:2`` (port); empty for one active port of
-        every card. ``gid_index``: -1 for the best, looked up anew at every connection.
-        ``numa_node``: of the GPU whose tensors travel; -1 if that is not known.
+        ``require="rdma"``: never fall back to TCP. EngineError if one of the ends has no usable
+        rail; the link is dead when none was up for ``peer_deadline``. ``rdma_devices``: such as
+        ``mlx5_0`` or ``mlx5_0:2`` (port); empty: one active port of every card. ``gid_index``: -1
+        for the best, looked up at every connection. ``numa_node``: of the GPU with the tensors; -1
+        if unknown.
         """
     @property
     def rails(self) -> list[str]:
-        """The RDMA ports in use, as in ``rxe0 port 1``."""
+        """The RDMA ports in use, such as ``rxe0 port 1``."""
     @property
     def rails_trouble(self) -> str | None:
-        """Why there are no rails, or fewer than there could be: to be logged."""
+        """Why there are no rails, or fewer than possible; for logs."""
     @property
     def memory_node(self) -> int | None:
-        """NUMA node that slots come from: ``numa_node``, else the one that all rails' cards are
-        on; None where neither is known."""
+        """NUMA node of the slots: ``numa_node``, else the one of all rails' cards; None if neither
+        is known."""
     @property
     def port(self) -> int: ...
     @property
     def bell_fd(self) -> int:
-        """eventfd: readable when a message arrived, a send completed or a link changed state.
-        Read it (8 bytes) to reset. Lets one poll() wait for several links at once."""
+        """An eventfd that is readable after a message arrived, a send completed or a link changed
+        its state. Read 8 bytes to reset it. One poll() can wait for several links with it."""
     def connect(
         self, *, peer_rank: int, link_id: int, host: str, port: int, timeout: float
     ) -> Link:
-        """Dial the peer's engine (the lower stage dials). Retries until ``timeout``."""
+        """Connect to the peer's engine; the lower stage does this. Retries until ``timeout``."""
     def accept(self, *, peer_rank: int, link_id: int, timeout: float) -> Link:
-        """Wait for the peer to dial. Raises EngineTimeout naming who did not come."""
+        """Wait for the peer to connect. Raises EngineTimeout, which names the missing peer."""
     def refused(self) -> list[str]:
-        """Why connections were refused so far (wrong secret, wrong job, ...): to be logged."""
+        """Why connections were refused so far (wrong secret, wrong job, …); for logs."""
     def close(self, timeout: float = 5.0) -> None:
-        """Close links and threads; leaves no shared-memory object behind. Idempotent."""
+        """Close links and threads. Leaves no shared-memory object behind. Idempotent."""

@@ -1,4 +1,4 @@
-"""What `pipemorph bench link` says: records of data paths, and the report as tables."""
+"""The report of `pipemorph bench link`: records of data paths, and tables."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ LATENCY_BYTES = 4096
 
 
 def path_record(path: PathStats) -> dict[str, Any]:
-    """One data path after all is measured. Rates and round trips are of rails only, None
-    elsewhere; the round trip is that of a probe on the path while it was idle."""
+    """Record of one data path after the measurement. Rates and round trips are only for rails, else
+    None; the round trips are those of probes on the idle path."""
     return {
         "kind": path.kind,
         "rail": path.rail,
@@ -27,7 +27,7 @@ def path_record(path: PathStats) -> dict[str, Any]:
 
 
 def _paths_table(transport: dict[str, Any]) -> list[str]:
-    """What each rail carried: a row per path, under the transport's own numbers."""
+    """A table with a row per rail, below the transport's figures."""
     rails = [path for path in transport.get("paths", ()) if path["kind"] == "rdma"]
     if not rails:
         return []
@@ -56,7 +56,7 @@ def _paths_table(transport: dict[str, Any]) -> list[str]:
 
 
 def show(report: dict[str, Any]) -> str:
-    """The report as one table, a row per size and a column per transport, and one of rails."""
+    """The report as tables: one with a row per size and a column per transport, one of rails."""
     measured = [t for t in report["transports"] if t["unavailable"] is None]
     lines = [
         f"{report['hosts'][0]} → {report['hosts'][1]}, {report['window']} messages under way, "

@@ -1,8 +1,7 @@
-"""Stages that are emulated: each op holds the interpreter for a set time and computes nothing.
+"""Emulated stages: each op holds the interpreter for a given time and computes nothing.
 
-Run it with ``pipemorph run examples/emulated-14b.yaml --out out/emulated``. Times and
-message sizes come from ``spec.emulation``; everything else (executor, transports, agent,
-controller) is what a real model gets.
+Run it with ``pipemorph run examples/emulated-14b.yaml --out out/emulated``. Times and message sizes
+come from ``spec.emulation``. Executor, transports, agent and controller are those of a real model.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ def train(context: TrainerContext) -> None:
     with Pipeline(stage, context=context) as pipe:
         for _ in range(pipe.start_iteration, spec.trainer.iterations):
             pipe.step()
-            # As in real training: every rank waits for the global gradient norm.
+            # Like in real training, every rank waits for the global gradient norm.
             pipe.clip_grad_norm_(1.0)
 
 

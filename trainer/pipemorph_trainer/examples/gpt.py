@@ -1,6 +1,6 @@
-"""A byte-level GPT on text every machine has: the sources of Python's standard library.
+"""A byte-level GPT, trained on the sources of Python's standard library.
 
-Runs on GPUs where every rank of the machine has one, else on the CPU.
+Runs on GPUs if every rank of the machine can have one, else on the CPU.
 
 Run it with ``pipemorph run examples/gpt.yaml --out out/gpt``. ``spec.trainer.args``:
 
@@ -67,7 +67,7 @@ class Arguments:
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block, (batch, sequence, width) to the same."""
+    """Pre-norm transformer block; (batch, sequence, width) in and out."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class GPTStage(nn.Module):
         if self.first:
             self.tokens = nn.Embedding(VOCABULARY, arguments.width)
             self.positions = nn.Embedding(arguments.sequence, arguments.width)
-        # Global layer numbers as names, so a checkpoint fits another number of stages.
+        # Named by global layer numbers, so that checkpoints fit other numbers of stages.
         self.blocks = nn.ModuleDict(
             {
                 str(layer): Block(arguments.width, arguments.heads)
@@ -143,8 +143,8 @@ def load_corpus(limit: int = CORPUS_BYTES) -> Tensor:
 def sample_batch(
     corpus: Tensor, *, seed: int, iteration: int, replica: int, batch: int, sequence: int
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and next tokens, int64 (batch, sequence). A pure function of its arguments, so
-    every rank of a replica draws the same and a resumed run goes on where it stopped."""
+    """Tokens and next tokens, int64 (batch, sequence). A pure function of its arguments, so that
+    all ranks of a replica draw the same, and a resumed run continues with the same data."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + iteration * 4099 + replica)
     starts = torch.randint(0, len(corpus) - sequence - 1, (batch,), generator=generator)
     rows = torch.stack([corpus[s : s + sequence + 1] for s in starts.tolist()]).long()
@@ -164,7 +164,7 @@ def train(context: TrainerContext) -> None:
     stages = spec.parallelism.stages
     layers = spec.parallelism.layers or stages
     stage, replica = context.rank % stages, context.rank // stages
-    # One seed per stage: a stage's weights do not depend on where the others are built.
+    # One seed per stage, so that a stage's weights do not depend on other stages.
     torch.manual_seed(spec.trainer.seed * 1000 + stage)
     device = own_device(context.local_rank)
     module = GPTStage(arguments, stage, stages, layers).to(device)

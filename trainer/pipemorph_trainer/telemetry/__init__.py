@@ -1,1 +1,1 @@
-"""What a rank measures and reports: to its agent, as metrics, and as traces."""
+"""Measurements of a rank: reported to its agent, as metrics, and as traces."""

@@ -1,8 +1,8 @@
-"""A rank's Prometheus metrics: what it tells the agent, at an HTTP port of its own.
+"""A rank's Prometheus metrics: its telemetry, served at an HTTP port.
 
-On in the pods the operator makes (``spec.trainer.metricsPort``, PIPEMORPH_METRICS_PORT), off
-elsewhere. A rank has two links at most, so the series of a job grow with its ranks and never
-with their pairs. Whatever goes wrong here costs metrics and nothing else.
+Enabled in the operator's pods (``spec.trainer.metricsPort``, PIPEMORPH_METRICS_PORT), else
+disabled. A rank has at most two links, so the number of series grows with the ranks and not with
+pairs of ranks. A failure here only affects metrics.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ log = logging.getLogger("pipemorph.metrics")
 _RANK = ["name", "stage", "replica"]
 _LINK = [*_RANK, "link", "direction", "route"]
 MOST_PORTS = 64
-"""Of a rank, that have series: a host may show hundreds of virtual functions."""
+"""Most ports of a rank with series, since a host may have hundreds of virtual functions."""
 
 
 class RankMetrics:
-    """The metrics of one rank, fed with its telemetry and its plans.
+    """The metrics of one rank, from its telemetry and its plans.
 
-    ``clock`` is monotonic, seconds. Raises ImportError without prometheus-client.
+    ``clock``: monotonic, seconds. Raises ImportError without prometheus-client.
     """
 
     def __init__(
@@ -128,12 +128,12 @@ class RankMetrics:
         self._known_ports: set[tuple[str, int]] = set()
 
     def plan(self, plan: Plan) -> None:
-        """A plan is in effect from the iteration that begins."""
+        """Record a plan that takes effect with the next iteration."""
         self._microbatches = plan.schedule.microbatches
         self._in_flight.labels(**self._who).set(plan.schedule.in_flight_peak()[self._stage])
 
     def hear(self, telemetry: RankTelemetry) -> None:
-        """Take in one message of this rank to its agent."""
+        """Update the metrics with one message of this rank to its agent."""
         now = self._clock()
         self._iteration.labels(**self._who).set(telemetry.iteration)
         self._applied.labels(**self._who).set(telemetry.applied_plan_version)
@@ -205,7 +205,7 @@ class RankMetrics:
                 continue
             before = self._counted.get((*port, name), 0)
             self._counted[*port, name] = value
-            # Less than before: it has started over.
+            # A smaller value means that the counter was reset.
             grown = value - before if value >= before else value
             self._counts.labels(**of_port, counter=name).inc(grown)
 
@@ -218,9 +218,9 @@ def _forget(metric: Counter | Gauge, labels: list[str]) -> None:
 
 
 class MeteredControl:
-    """A :class:`~.messages.ControlClient` of the agent whose messages are metrics as well.
+    """A :class:`~.messages.ControlClient` that also updates metrics with its messages.
 
-    ``first`` is the plan the rank starts with.
+    ``first``: the first plan of the rank.
     """
 
     def __init__(self, inner: ControlClient, metrics: RankMetrics, first: Plan) -> None:
@@ -233,7 +233,7 @@ class MeteredControl:
         plan = self._plans.get(telemetry.applied_plan_version)
         if plan is not None and len(self._plans) > 1:
             self._metrics.plan(plan)
-            # Older ones do not come back; newer ones are on their way.
+            # Older plans do not return; newer ones may still take effect.
             self._plans = {v: p for v, p in self._plans.items() if v >= plan.version}
         self._metrics.hear(telemetry)
         self._inner.publish(telemetry)
@@ -251,7 +251,7 @@ class MeteredControl:
 def metered(
     control: ControlClient, context: TrainerContext, coordinate: Coordinate, plan: Plan
 ) -> ControlClient:
-    """``control``, with metrics at the port the host gave the rank, if it gave one."""
+    """``control``, with metrics if the host has set a port for them."""
     if not context.metrics_port:
         return control
     job = context.job.metadata.name if context.job is not None else "job"
@@ -261,7 +261,7 @@ def metered(
 
 
 def serve(job: str, stage: int, replica: int, port: int, host: str) -> RankMetrics | None:
-    """Metrics at ``host:port``, or None and a warning: a rank trains without them as well."""
+    """Serve metrics at ``host:port``. None, and a warning, if that fails."""
     try:
         metrics = RankMetrics(job, stage, replica)
         from prometheus_client import start_http_server

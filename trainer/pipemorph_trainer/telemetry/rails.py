@@ -1,8 +1,7 @@
-"""The RDMA ports that a rank's host shows, and their counters, for link health reports.
+"""Reads the RDMA ports of a rank's host, with their counters, for link health reports.
 
-Beside what the engine measures in band: a port that drops packets or was down for a moment says
-so in its counters before a window of wire times does. Only what is readable is reported as a
-number; the rest is "unavailable", and a host without RDMA reports nothing.
+Counters show a port that drops packets or was down for a moment earlier than wire times do. Values
+that cannot be read are reported as "unavailable". A host without RDMA reports nothing.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from pipemorph.discovery import rdma
 from pipemorph.wire import RailSample
 
 INTERVAL_SECONDS = 5.0
-"""Drivers ask the card's firmware for some counters, which takes up to a millisecond each."""
+"""Interval of reading: some counters come from the card's firmware, up to a millisecond each."""
 REFRESH_SECONDS = 60.0
-"""All ports are told again so often: whoever listens may have started over."""
+"""Interval in which all ports are reported again, since the ingest may have restarted."""
 
 
 def read(
@@ -29,8 +28,8 @@ def read(
     sysfs: Path = rdma.SYSFS,
     used: Collection[str] | None = None,
 ) -> list[RailSample]:
-    """One sample per port. Empty where the kernel shows no device. ``used``: the engine's rails,
-    as in ``rxe0 port 1``; None without an engine."""
+    """One sample per port; empty if the kernel has no device. ``used``: the engine's rails, such as
+    ``rxe0 port 1``; None without an engine."""
     return [
         RailSample(
             stage=stage,
@@ -46,9 +45,9 @@ def read(
 
 
 class RailWatch:
-    """Reads the ports on a thread of its own, since the executor must not wait for firmware.
+    """Reads the ports in a separate thread, since the executor must not wait for firmware.
 
-    The thread ends with this object. There is none where there is no device at the start.
+    The thread ends with this object. It is only started if there is a device.
     """
 
     def __init__(
@@ -89,13 +88,13 @@ class RailWatch:
 
     @property
     def ports(self) -> int | None:
-        """How many there are; None before the first look."""
+        """Number of ports; None before the first reading."""
         with self._lock:
             return None if self._newest is None else len(self._newest)
 
     def take(self) -> list[RailSample]:
-        """The ports that are not as they were when they were taken last, all of them once a
-        minute. Never waits."""
+        """The ports that have changed since the last call; once a minute, all ports. Never
+        waits."""
         with self._lock:
             newest = self._newest or []
         now = self._clock()

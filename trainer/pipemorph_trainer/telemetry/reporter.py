@@ -1,4 +1,4 @@
-"""What a rank tells the agent, and when: at op boundaries, seldom enough to cost nothing."""
+"""Sends a rank's telemetry to the agent, at op boundaries and at a limited rate."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ State = Literal["starting", "training", "finished", "failed"]
 class Reporter:
     """Publishes link samples, profiles and finished iterations of one rank.
 
-    ``rails``: the engine's, as in ``rxe0 port 1``; None without an engine.
+    ``rails``: of the engine, such as ``rxe0 port 1``; None without an engine.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Reporter:
         self.prepared = 0
 
     def begin_iteration(self, iteration: int, applied: int) -> None:
-        """A new iteration: its samples carry its index and the links' routes."""
+        """Begin an iteration: later samples have its index and the links' current routes."""
         self.iteration, self.applied = iteration, applied
         for end in self._ends:
             left = end.recorder.begin(end.route, end.transport, iteration)
@@ -66,7 +66,7 @@ class Reporter:
         offloaded: Offloaded | None = None,
         message: str | None = None,
     ) -> None:
-        """Publish now, with all link samples there are."""
+        """Publish now, with all link samples so far."""
         self._published_at = monotonic()
         links, self._left_over = self._left_over, []
         for end in self._ends:
@@ -99,7 +99,8 @@ class Reporter:
 
 
 def join_agent(context: TrainerContext, world: World) -> tuple[ControlClient, AgentHandle | None]:
-    """This rank's line to the job's agent, if there is one. Rank 0 starts it, and holds it."""
+    """Connect this rank to the job's agent, if there is one. Rank 0 starts the agent and owns
+    it."""
     if context.ingest_url is None:
         return NoControl(), None
     agent = where = None

@@ -1,6 +1,7 @@
-"""What the engine says of this rank's links, for link health reports: what carries a link,
-and that it has fallen back. A link that runs over TCP in place of its rails looks like a slow one;
-only the engine knows which it is.
+"""Reads the transports of this rank's links from the engine, for link health reports.
+
+A link that fell back from its rails to TCP looks like a slow link; only the engine knows which it
+is.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 1.0
 REFRESH_SECONDS = 60.0
-"""All is told again so often: whoever listens may have started over."""
+"""Interval in which all links are reported again, since the ingest may have restarted."""
 
 
 class TransportWatch:
-    """Looks at the ends that have an engine link, seldom enough to cost nothing."""
+    """Looks at the ends with an engine link, at a limited rate."""
 
     def __init__(
         self,
@@ -36,8 +37,8 @@ class TransportWatch:
         self._told: dict[int, TransportSample] = {}
 
     def take(self, *, now: bool = False) -> list[TransportSample]:
-        """The ends that are not as they were when they were taken last, all of them once a
-        minute. ``now``: look, even if it was done a moment ago."""
+        """The ends that have changed since the last call; once a minute, all ends. ``now``: ignore
+        the rate limit."""
         at = self._clock()
         if at - self._looked_at < LOOK_SECONDS and not now:
             return []

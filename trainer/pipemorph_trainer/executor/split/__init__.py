@@ -1,6 +1,6 @@
-"""The split backward: B (gradient for the input) and W (gradients for the weights) apart.
+"""The split backward: B (gradient for the input) and W (gradients for the weights).
 
-:class:`StageRunner` is the one entry. See ``docs/split-backward.md``.
+:class:`StageRunner` is the entry. See ``docs/split-backward.md``.
 """
 
 from pipemorph_trainer.errors import SplitError

@@ -1,11 +1,11 @@
-"""``nn.Linear`` with its weight gradient put off: the autograd function and its W.
+"""``nn.Linear`` with a deferred weight gradient: the autograd function, and its W.
 
-The backward of ``y = x Wᵀ + b`` is three independent products. The one for ``x`` is on the
-way to the stage upstream; those for ``W`` and ``b`` are nobody's input. So the function here
-computes the first in B and notes ``(x, ∂y)`` for the other two.
+The backward of ``y = x Wᵀ + b`` consists of three independent products. The stage upstream needs
+the one for ``x``; no other op needs those for ``W`` and ``b``. So the function computes the first
+in B and keeps ``(x, ∂y)`` for the other two.
 
-To be bitwise what autograd leaves, the formulas follow the operators that ``F.linear``
-decomposes into, with the same operand layouts and the same reduction for the bias.
+For results bitwise equal to autograd's, the formulas follow the operators of ``F.linear``, with the
+same operand layouts and the same reduction for the bias.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from pipemorph_trainer.executor.torch_private import version
 
 @dataclass(slots=True)
 class LinearWork:
-    """What W needs of one call of one Linear. ``rows`` is batch × sequence × …
+    """Data that W needs of one call of one Linear. ``rows``: batch × sequence × …
 
-    ``x``: (rows, in); ``grad``: (rows, out), both in the dtype the product was computed in.
-    ``bias_grad``: ∂y in the shape the bias was broadcast to.
+    ``x``: (rows, in); ``grad``: (rows, out), both in the dtype of the product. ``bias_grad``: ∂y in
+    the shape to which the bias was broadcast.
     """
 
     layer: Layer
@@ -47,7 +47,7 @@ class LinearWork:
 
 
 class Layer:
-    """One Linear of the stage that may be deferred, by its name in the stage."""
+    """One Linear of the stage that may be deferred, with its name in the stage."""
 
     def __init__(self, name: str, module: nn.Linear) -> None:
         self.name = name
@@ -56,7 +56,7 @@ class Layer:
         """Why it is no longer deferred; empty while it is."""
 
     def parameter_names(self) -> dict[int, str]:
-        """``id(parameter)`` → name in the stage."""
+        """Map from ``id(parameter)`` to its name in the stage."""
         prefix = f"{self.name}." if self.name else ""
         return {
             id(parameter): prefix + name
@@ -65,8 +65,8 @@ class Layer:
 
 
 class Sink:
-    """Where backward calls leave their work. ``work`` is None outside a deferring B: then
-    every gradient is computed at once, as autograd would."""
+    """Collects the work of backward calls. ``work``: None outside a deferring B; then every
+    gradient is computed at once, like in autograd."""
 
     def __init__(self) -> None:
         self.work: list[LinearWork] | None = None
@@ -74,7 +74,7 @@ class Sink:
 
 @dataclass(frozen=True)
 class LinearCall:
-    """Which layer is called, where its work goes, and whether ``x`` was cast by autocast."""
+    """The called layer, the sink of its work, and whether autocast has cast ``x``."""
 
     layer: Layer
     sink: Sink
@@ -82,7 +82,7 @@ class LinearCall:
 
 
 class DeferredLinear(torch.autograd.Function):
-    """``F.linear`` whose backward leaves weight and bias to the sink."""
+    """``F.linear`` whose backward gives the work for weight and bias to the sink."""
 
     @staticmethod
     def forward(
@@ -91,8 +91,8 @@ class DeferredLinear(torch.autograd.Function):
         ctx.call = call
         ctx.parameters = (weight, bias)
         if call.autocast:
-            # The cast is made here, not by autocast: its cache would keep one made without
-            # gradients and hand it to calls that need them.
+            # Cast here and not by autocast, whose cache could return a cast without gradients to
+            # calls that need them.
             weight = weight.to(x.dtype)
             bias = None if bias is None else bias.to(x.dtype)
         ctx.save_for_backward(x, weight)
@@ -134,10 +134,10 @@ class DeferredLinear(torch.autograd.Function):
 
 
 def _owned(out: Tensor) -> Tensor:
-    """The same memory as a tensor that is no view.
+    """The tensor without being a view, with the same memory.
 
-    Up to torch 2.11 the output of a linear is a view where its input has more than two
-    dimensions, and a view made inside a custom function cannot be written to in place.
+    Up to torch 2.11 the output of a linear is a view if its input has more than two dimensions, and
+    a view that a custom function returns cannot be written in place.
     """
     if out._base is None:
         return out
@@ -170,10 +170,10 @@ def _bias_grad(work: LinearWork) -> Tensor:
 
 
 def run_weight_work(work: list[LinearWork]) -> None:
-    """W: compute what B put off and add it to ``.grad``; empties ``work`` as it goes.
+    """Run W: compute the deferred gradients and add them to ``.grad``. Empties ``work``.
 
-    A weight used several times in one microbatch gets the sum of its contributions, in the
-    order B met them, before the one addition to ``.grad``: as autograd adds them.
+    The contributions of a weight that is used several times in a microbatch are summed in B's
+    order, and then added to ``.grad`` once, like in autograd.
 
     Raises :class:`SplitError` if an operand was overwritten since B.
     """

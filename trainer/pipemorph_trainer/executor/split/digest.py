@@ -1,4 +1,4 @@
-"""What a run made of one tensor, in a few kilobytes: two runs compare without a copy of either."""
+"""Digests of tensors of a few kilobytes, to compare runs without copies of their tensors."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 18
-"""Elements hashed at a time: bounds what a digest needs beside its tensor to a few megabytes."""
+"""Elements hashed at a time. Bounds the extra memory of a digest to a few megabytes."""
 SAMPLE = 1024
-"""Elements kept of each tensor, evenly spread, for comparisons by tolerance."""
+"""Evenly spread elements kept of each tensor, for comparisons with a tolerance."""
 
 _ROUNDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
 class Digest:
-    """Shape, dtype, a 64-bit hash per :data:`CHUNK` elements, and what a tolerance is applied to.
+    """Shape, dtype, a 64-bit hash per :data:`CHUNK` elements, and data for tolerances.
 
-    The hash never misses one element that differs, and several with a chance of 2⁻⁶³ or so. As
-    for ``torch.equal``, 0 and -0 are the same; other than there, a NaN is itself.
+    The hash always detects a single different element, and misses several with a probability of
+    about 2⁻⁶³. Like in ``torch.equal``, 0 and -0 are equal; unlike there, equal NaN are equal.
     """
 
     shape: torch.Size
     dtype: torch.dtype
     hashes: Tensor
     sums: Tensor
-    """Sum of absolute values per chunk; empty where the dtype is not floating-point."""
+    """Sum of absolute values per chunk; empty if the dtype is not floating-point."""
     sample: Tensor
 
     @staticmethod
     def of(tensor: Tensor) -> Digest:
-        """Of this rank's part, where the tensor is a distributed one."""
+        """Digest of a tensor; of this rank's part if it is distributed."""
         to_local = getattr(tensor, "to_local", None)
         local: Tensor = tensor.detach() if to_local is None else to_local().detach()
         if local.layout is not torch.strided:
@@ -59,8 +59,8 @@ class Digest:
         return self._alike(other) and torch.equal(self.hashes, other.hashes)
 
     def close(self, other: Digest) -> bool:
-        """Whether they agree to 1%: their sampled elements by the largest of them, and the sum
-        of absolute values of each chunk."""
+        """Whether the tensors agree to 1%: sampled elements relative to the largest one, and the
+        sum of absolute values of each chunk."""
         if self.same(other):
             return True
         if not self._alike(other) or not self.sums.numel():
@@ -76,7 +76,7 @@ class Digest:
 
 
 class _Hasher:
-    """Hashes the chunks of one tensor in memory that is allocated once."""
+    """Hashes the chunks of one tensor, with buffers allocated once."""
 
     def __init__(self, flat: Tensor) -> None:
         words = -(-min(flat.numel(), CHUNK) * flat.element_size() // 8)
@@ -85,8 +85,8 @@ class _Hasher:
         self._weights = _weights(words, flat.device)
 
     def hash(self, chunk: Tensor) -> Tensor:
-        """Sum of the bits, 8 bytes at a time, each times an odd number of its place, modulo 2⁶⁴:
-        integers, so the same in whatever order a device adds them."""
+        """Sum of 8-byte words, each multiplied by the odd number of its position, modulo 2⁶⁴.
+        Integers, so the result does not depend on the order of additions."""
         nbytes = chunk.numel() * chunk.element_size()
         words = -(-nbytes // 8)
         self._bytes[nbytes : 8 * words] = 0
@@ -101,7 +101,7 @@ class _Hasher:
 
 
 def _weights(count: int, device: torch.device) -> Tensor:
-    """Odd numbers without a pattern, the same at every call. Global random state is not used."""
+    """Pseudo-random odd numbers, the same at every call. Does not use global random state."""
     mixed = torch.arange(1, count + 1, dtype=torch.int64, device=device)
     for factor in (-0x61C8864680B583EB, -0x2917014799A6026D):
         mixed.mul_(factor)

@@ -1,4 +1,4 @@
-"""One microbatch between its F and its W, and the call that starts it."""
+"""State of one microbatch between its F and its W, and the call of the stage."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LossFn = Callable[[Any, Any], Tensor]
-"""``loss_fn(output, target) -> scalar``; ``output`` is what the last stage returned."""
+"""``loss_fn(output, target) -> scalar``; ``output``: the result of the last stage."""
 
 Grads = tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True)
 class Edge:
-    """An output without its memory: all that a backward needs of it."""
+    """An output without its memory, sufficient for a backward."""
 
     edge: GradientEdge
     shape: torch.Size
@@ -37,7 +37,7 @@ class Edge:
 
 
 Root = Any
-"""Where a backward starts: a tensor or a GradientEdge. torch takes lists of both; its stubs want
+"""Start of a backward: a tensor or a GradientEdge. torch accepts lists with both; its stubs require
 one kind per list."""
 
 
@@ -45,10 +45,10 @@ one kind per list."""
 class Flight:
     """State of one microbatch on one stage.
 
-    ``leaves[j]`` is positional argument *j* as an autograd leaf, None where no gradient
-    goes upstream. ``outputs`` are the stage's outputs (or the scaled loss), with their
-    graph until B frees it. ``work`` is whatever the splitter keeps from B to W. ``saved``
-    is what of it can be moved to host memory.
+    ``leaves[j]``: positional argument *j* as an autograd leaf, None if it needs no gradient.
+    ``outputs``: the stage's outputs (or the scaled loss), with their graph until B frees it.
+    ``work``: data that the splitter keeps from B to W. ``saved``: tensors that can be moved to host
+    memory.
     """
 
     microbatch: int
@@ -59,11 +59,10 @@ class Flight:
     saved: SavedFlight | None = field(default=None, repr=False)
 
     def leave(self, store: ActivationStore, *, keep_outputs: bool) -> int:
-        """Go to host memory; returns the bytes moved.
+        """Move the activations to host memory. Returns the bytes moved.
 
-        Of the outputs only their place in the graph is kept, so that their memory is free as
-        soon as they have been sent; unless ``keep_outputs``: a loss is where its own gradient
-        is made.
+        Only the graph edges of the outputs are kept, so that their memory is freed when they have
+        been sent. ``keep_outputs``: keep them, for a loss, from which the backward starts.
         """
         assert self.saved is not None
         if not keep_outputs:
@@ -76,9 +75,9 @@ class Flight:
         return moved
 
     def roots(self, output_grads: Sequence[Tensor | None] | None) -> tuple[list[Root], Any]:
-        """Outputs that take part in the backward and their gradients.
+        """Outputs that take part in the backward, and their gradients.
 
-        ``output_grads`` is None on the last stage, where the only root is the loss. Raises
+        ``output_grads``: None on the last stage, where the only root is the loss. Raises
         :class:`SplitError` if the gradients do not match the outputs.
         """
         if output_grads is None:
@@ -117,7 +116,7 @@ def _root(out: Tensor | Edge) -> Root:
 
 
 class StageCall:
-    """Calls a stage for one microbatch with its inputs cut off from what came before.
+    """Calls a stage for one microbatch, with inputs that are detached from earlier graphs.
 
     On every stage but the first, floating-point positional arguments become autograd
     leaves; keyword arguments are local and get no gradient. On the last stage the loss is
@@ -140,12 +139,12 @@ class StageCall:
         self.loss_fn = loss_fn
         self.microbatches = microbatches
         self.clone_inputs = False
-        """Hand the stage a copy of each leaf: for stages that write to their input."""
+        """Pass the stage a copy of each leaf, since it writes to its input."""
 
     def __call__(
         self, microbatch: int, args: Sequence[Any], kwargs: Mapping[str, Any] | None, target: Any
     ) -> Flight:
-        """Run the forward. Raises :class:`SplitError` if what it returns cannot be sent."""
+        """Run the forward. Raises :class:`SplitError` if its results cannot be sent."""
         leaves: Grads = (None,) * len(args)
         inputs: list[Any] = list(args)
         if not self.is_first:
@@ -196,8 +195,8 @@ class StageCall:
 
 
 def find_clone_inputs(call: StageCall, run: Callable[[], T]) -> T:
-    """Run a stage for the first time. One that writes to its input in place, which autograd
-    forbids of a leaf, is put back as it was and run again with copies, now and ever after."""
+    """Run a stage for the first time. If it writes to its input in place, which autograd forbids
+    for a leaf, it is restored and run with copies from now on."""
     if call.clone_inputs:
         return run()
     snapshot = Snapshot(call.module)

@@ -1,4 +1,4 @@
-"""Which parameters of a stage can wait for W, and the patching that makes them."""
+"""Finds the parameters of a stage that W can compute, and patches their layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipemorph_trainer.executor.torch_private import compiled, tensor_hooked
 
 
 def opaque_modules(stage: nn.Module) -> dict[str, str]:
-    """Submodules whose inside cannot be patched or cut, by name, each with the reason."""
+    """Submodules that cannot be patched or cut inside, by name, each with the reason."""
     gradient_hookers = _gradient_hookers()
     found = {}
     for name, module in stage.named_modules():
@@ -30,8 +30,8 @@ def opaque_modules(stage: nn.Module) -> dict[str, str]:
 
 
 def _gradient_hookers() -> tuple[type, ...]:
-    """Wrappers that reduce or shard gradients as they are made. Their modules are only looked
-    at where they are loaded already: elsewhere nothing can be an instance."""
+    """Wrappers that reduce or shard gradients during the backward. Only of modules that are
+    imported already, since there are no instances otherwise."""
     known = {
         "torch.nn.parallel": ("DistributedDataParallel",),
         "torch.distributed.fsdp": ("FullyShardedDataParallel", "FSDPModule"),
@@ -51,7 +51,7 @@ def _called(name: str) -> str:
 def find_layers(stage: nn.Module) -> tuple[list[Layer], dict[str, str]]:
     """The Linears that can be deferred, and every other trainable parameter with its reason.
 
-    Only what provably runs ``nn.Linear.forward`` on its own plain parameter counts.
+    A Linear counts only if it is certain to run ``nn.Linear.forward`` on its own plain parameter.
     """
     owners: dict[int, list[str]] = {}
     for prefix, module in stage.named_modules():
@@ -114,10 +114,10 @@ def _why_not(module: nn.Module) -> str:
 
 
 class Patch:
-    """Replaces the forward of the layers while the stage runs, and puts it back.
+    """Replaces the forward of the layers while the stage runs, and restores it.
 
-    The instance's ``forward`` is set in its ``__dict__`` on entry and deleted on exit, so
-    hooks, names, ``state_dict``, copies and calls from outside see plain Linears.
+    ``forward`` is set in the instance's ``__dict__`` on entry and deleted on exit. So hooks, names,
+    ``state_dict``, copies and calls from outside see plain Linears.
     """
 
     def __init__(self, layers: list[Layer], sink: Sink) -> None:

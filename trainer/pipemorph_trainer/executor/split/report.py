@@ -1,4 +1,4 @@
-"""What the split backward tells its callers: kinds, reports and errors. Pure data."""
+"""Kinds, reports and errors of the split backward. Pure data."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from typing import Any, Literal
 from pipemorph_trainer.errors import SplitError
 
 Split = Literal["module", "graph", "fused"]
-"""How a stage runs B and W apart.
+"""How a stage splits B and W.
 
 ``module``  weight gradients of ``nn.Linear`` run in W, all else in B; B frees activations.
 ``graph``   the autograd graph is cut between inputs and parameters; W frees activations.
-``fused``   not at all: B is the whole backward and W is empty.
+``fused``   no split: B is the whole backward and W is empty.
 """
 
 Mode = Literal["auto", "module", "graph", "fused"]
-"""What a user may ask for: a :data:`Split`, or ``auto`` for the first that passes."""
+"""The user's choice: a :data:`Split`, or ``auto`` for the first one that passes."""
 
 _NUMBER = re.compile(r"(?<![A-Za-z])\d+(?![A-Za-z])")
-"""Of a layer, and not in the name of a class."""
+"""Numbers of layers, but not within the name of a class."""
 REASONS_SHOWN = 3
-"""Reasons that :meth:`SplitReport.line` gives; ``record`` has all."""
+"""Most reasons in :meth:`SplitReport.line`; ``record`` has all."""
 
 
 class OrderError(SplitError):
-    """An op came out of microbatch order, or before the op it depends on."""
+    """An op was called out of microbatch order, or before the op that it depends on."""
 
 
 @dataclass(frozen=True)
 class OpTimes:
-    """Seconds per microbatch, the least of those measured in the self-test.
+    """Least measured seconds per microbatch in the self-test.
 
-    ``backward`` is the unsplit backward of the same stage. For a fused stage
-    ``backward_input`` equals it and ``backward_weight`` is 0.
+    ``backward``: the unsplit backward of the same stage. For a fused stage ``backward_input`` is
+    equal to it, and ``backward_weight`` is 0.
     """
 
     forward: float
@@ -52,7 +52,7 @@ class OpTimes:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One split the self-test tried. ``reason`` names what refused it, or is empty."""
+    """One split that the self-test tried. ``reason``: why it was refused, or empty."""
 
     split: Split
     accepted: bool
@@ -62,10 +62,10 @@ class Attempt:
 
 @dataclass(frozen=True)
 class OffloadAttempt:
-    """One microbatch sent to host memory and back between its F and its B, in the self-test.
+    """Offload of one microbatch between its F and its B in the self-test.
 
-    ``nbytes``: bytes that moved; ``seconds``: the longer of the two copies, each the least of
-    those measured. ``reason`` says why it may not be done in training, or is empty.
+    ``nbytes``: bytes moved; ``seconds``: the longer of the two copies, each the least measured
+    time. ``reason``: why offload is not possible in training, or empty.
     """
 
     nbytes: int = 0
@@ -75,8 +75,9 @@ class OffloadAttempt:
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors that are not deferred for one reason. Numbers in names, as of layers, are ``*``
-    where they differ. ``parameters``: elements of the tensors; ``example``: the first name."""
+    """Tensors that are not deferred for the same reason. Different numbers in the reason, such as
+    those of layers, are ``*``. ``parameters``: elements of the tensors; ``example``: the first
+    name."""
 
     reason: str
     tensors: int
@@ -90,7 +91,7 @@ class Group:
 
 
 def grouped(why: Mapping[str, str], sizes: Mapping[str, int]) -> list[Group]:
-    """Tensors with their reasons, by reason, the most parameters first."""
+    """Group tensors by reason, the most parameters first."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in why.items():
         by_reason.setdefault(_NUMBER.sub("*", reason), []).append(name)
@@ -107,7 +108,7 @@ def grouped(why: Mapping[str, str], sizes: Mapping[str, int]) -> list[Group]:
 
 
 def in_words(groups: Iterable[Group]) -> str:
-    """The first :data:`REASONS_SHOWN`, and how many more there are."""
+    """Text with the first :data:`REASONS_SHOWN` groups and the number of others."""
     listed = [str(group) for group in groups]
     more = len(listed) - REASONS_SHOWN
     shown = "; ".join(listed[:REASONS_SHOWN])
@@ -116,34 +117,34 @@ def in_words(groups: Iterable[Group]) -> str:
 
 @dataclass(frozen=True)
 class SplitReport:
-    """How a stage splits its backward and why: what :meth:`StageRunner.self_test` found, or what
-    is known without it where a split was asked for."""
+    """How a stage splits its backward, and why: the result of :meth:`StageRunner.self_test`, or
+    what is known without it if the user chose a split."""
 
     split: Split
     reason: str
-    """Why this split and not one preferred to it; one line, names modules and parameters."""
+    """Why this split and not a preferred one. One line with modules and parameters."""
     tested: bool = True
-    """Whether it was compared with an unsplit backward. If not, ``deferred`` is what the modules
-    look like, and nothing was measured."""
+    """Whether it was compared with an unsplit backward. If not, ``deferred`` follows from the
+    modules, and nothing was measured."""
     attempts: tuple[Attempt, ...] = ()
     times: OpTimes | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     """Elements of each trainable parameter."""
     deferred: tuple[str, ...] = ()
-    """Names of the parameters whose gradient is computed in W."""
+    """Names of the parameters whose gradients W computes."""
     not_deferred: Mapping[str, str] = field(default_factory=dict)
-    """Trainable parameters whose gradient is computed in B, each with the reason."""
+    """Trainable parameters whose gradients B computes, each with the reason."""
     irreproducible: tuple[str, ...] = ()
-    """Tensors for which two *unsplit* backwards differ; compared by tolerance only."""
+    """Tensors for which two *unsplit* backwards differ; compared with a tolerance."""
     notes: tuple[str, ...] = ()
     activation_bytes: int | None = None
-    """Bytes autograd holds for one microbatch after its F, parameters left out."""
+    """Bytes that autograd keeps for one microbatch after its F, without parameters."""
     offload: OffloadAttempt | None = None
-    """None where no host memory was given to try it with."""
+    """None if there is no host memory for it."""
 
     @property
     def deferred_share(self) -> float:
-        """Deferred elements by trainable ones, 0 … 1."""
+        """Deferred elements divided by trainable ones, 0 … 1."""
         total = sum(self.sizes.values())
         return sum(self.sizes[name] for name in self.deferred) / total if total else 0.0
 
@@ -183,7 +184,7 @@ class SplitReport:
         return out
 
     def record(self) -> dict[str, Any]:
-        """The report for programs, ready for JSON. Its size does not grow with the layers."""
+        """The report as data for JSON. Its size does not grow with the number of layers."""
         return {
             "split": self.split,
             "reason": self.reason,

@@ -1,4 +1,4 @@
-"""Puts a stage, its random state and its gradients back after the self-test."""
+"""Restores a stage, its gradients and the random state after the self-test."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 
 class Snapshot:
-    """What a forward and backward may change on a stage.
+    """State that a forward and backward of a stage may change.
 
-    Covers gradients, buffers (values and identity), plain attributes of every submodule
-    (a step counter, a saved input), and the random state of torch, Python and, where it is
-    loaded, NumPy. State kept elsewhere, say in a global, is out of reach.
+    It covers gradients, buffers (values and identity), plain attributes of every submodule (such as
+    a step counter or a saved input), and the random state of torch, Python and, if loaded, NumPy.
+    It does not cover state elsewhere, such as in globals.
     """
 
     def __init__(self, stage: nn.Module) -> None:
@@ -30,7 +30,7 @@ class Snapshot:
         self._random = _random_state({t.device for t in tensors if t.is_cuda})
 
     def rewind(self) -> None:
-        """Everything as it was, except that no parameter has a gradient."""
+        """Restore everything, but without gradients."""
         for module, attributes in self._attributes:
             for name in [name for name in module.__dict__ if name not in attributes]:
                 del module.__dict__[name]
@@ -45,14 +45,14 @@ class Snapshot:
         _set_random_state(self._random)
 
     def restore(self) -> None:
-        """Everything as it was, gradients as well."""
+        """Restore everything, including gradients."""
         self.rewind()
         for parameter, grad in self._grads:
             parameter.grad = grad
 
 
 def _random_state(devices: set[torch.device]) -> dict[str, Any]:
-    """Of these devices only: to ask the others would make a context on each of them."""
+    """Random state, on these devices only: a query creates a context on a device."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if devices:
         state["cuda"] = {device: torch.cuda.get_rng_state(device) for device in devices}
@@ -72,7 +72,7 @@ def _set_random_state(state: dict[str, Any]) -> None:
 
 
 def copy_tensors(value: Any) -> Any:
-    """A copy of nested tuples, lists and dicts with every tensor cloned."""
+    """A copy of nested tuples, lists and dicts, with every tensor cloned."""
     return map_tensors(value, lambda tensor: tensor.detach().clone())
 
 
