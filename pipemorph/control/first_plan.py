@@ -105,7 +105,7 @@ def initial_schedule(spec: JobSpec) -> Schedule:
 
 
 def schedule_for_others(spec: JobSpec) -> Schedule:
-    """:func:`initial_schedule` for another process: nobody holds it in this one."""
+    """:func:`initial_schedule` for another process. This process does not keep the result."""
     return _schedule_for_others(initial_problem(spec))
 
 

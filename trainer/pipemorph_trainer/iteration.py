@@ -104,7 +104,7 @@ class Iterations:
         )
         self._token = TokenPass(self._coordinate, neighbours, self._executor.mail)
         self.rounds = Rounds(plans, world=world, wait=wait, report=self._report)
-        """Agreements and results of the iterations; told when an iteration is over."""
+        """Agreements and results of the iterations. Its caller ends each iteration."""
         self._deadline = deadline
         self._warm = stage.module is None
         """Whether the first iteration with its self-test is over. Emulated stages need none."""

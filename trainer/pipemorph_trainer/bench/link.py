@@ -1,8 +1,8 @@
 """Both ends of `pipemorph bench link`: ``python -m pipemorph_trainer.bench.link OPTIONS`` (JSON).
 
-The end that connects is in charge: it sends, pings, and prints. It tells the end that listens what
-comes next over a small engine link of their own, which also proves that both know the secret; every
-transport that is measured gets an engine and a port of its own.
+The connecting end is in charge: it sends, pings, and prints. It controls the listening end over a
+small engine link, which also proves that both know the secret. Every measured transport has its own
+engine and port.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ WORD_BYTES = 64 << 10
 GLOO_SECONDS = 30.0
 IDLE_SECONDS = 600.0
 LISTENER, CONNECTOR = 0, 1
-# What may go wrong with one transport and leaves the others to be measured.
+# Errors that make one transport unavailable; the others are still measured.
 TROUBLE = (EngineError, RuntimeError, OSError)
 
 
 class BenchError(Exception):
-    """What must not be taken for a transport that is unavailable."""
+    """An error of the benchmark, not of one transport."""
 
 
 def buffer_of(options: dict[str, Any], rank: int) -> torch.Tensor:
-    """Room for a window of the largest messages, ``uint8`` on the CPU, ``[window × size]``, every
-    page of it touched. Raises :class:`BenchError` where this host has not got the memory."""
+    """A buffer for a window of the largest messages, ``uint8`` on the CPU, ``[window × size]``,
+    with every page touched. Raises :class:`BenchError` if this host lacks the memory."""
     window, size = options["window"], max(options["sizes"])
     asked = f"--window and --sizes: {window} messages of {size} bytes"
     memory = memory_bytes()
@@ -71,7 +71,7 @@ class Words:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._sent = self._received = 0
-        # The dialler's rank is the higher one here; direction 0 is its own.
+        # The connecting end has the higher rank and sends in direction 0.
         self._mine = 0 if link.peer_rank == LISTENER else 1
         link.reserve(1 - self._mine, 2, WORD_BYTES)
 
@@ -87,7 +87,7 @@ class Words:
         return word
 
     def answer(self) -> dict[str, Any]:
-        """Like :meth:`hear`. Raises EngineError if it is that the other end failed."""
+        """Like :meth:`hear`. Raises EngineError if the other end reports an error."""
         word = self.hear()
         if "error" in word:
             raise EngineError(f"at the other end: {word['error']}")
@@ -107,11 +107,11 @@ def make_engine(
     *,
     rdma: dict[str, Any] | None = None,
 ) -> Engine:
-    """``rdma``: the engine's options for rails. Raises EngineError where this build or this host
-    cannot do that transport."""
+    """Create an engine. ``rdma``: its options for rails. Raises EngineError if this build or this
+    host does not support the transport."""
     more: dict[str, Any] = {}
     if transport == "rdma":
-        # Without it, a link of rails could be measured that has fallen back to TCP.
+        # Otherwise a link that fell back to TCP could be measured.
         more = {"require": "rdma"} | (rdma or {})
     try:
         return Engine(
@@ -123,7 +123,7 @@ def make_engine(
 
 
 class Bench:
-    """What both ends have: the present transport's link, tensors, and a running number."""
+    """State of either end: the link of the current transport, tensors, and a counter of runs."""
 
     def __init__(
         self, options: dict[str, Any], rank: int, words: Words, buffer: torch.Tensor
@@ -157,24 +157,24 @@ class Bench:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, without the stack that torch appends; its type if it says nothing."""
+    """First line of an error, without the stack that torch appends; its type if it is empty."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def name_of_this_host(listens_on: str) -> str:
-    """What the other host is to connect to: the address if only one is listened on."""
+    """Name for the other host to connect to: the address, if this end listens at only one."""
     return socket.gethostname() if listens_on in ("0.0.0.0", "::") else listens_on
 
 
-# --- The end that listens -------------------------------------------------------------------------
+# --- The listening end ----------------------------------------------------------------------------
 
 
 def listen(options: dict[str, Any], secret: str) -> int:
-    """Serve one benchmark. Says on stdout how to reach it."""
+    """Serve one benchmark. Prints how to reach this end."""
     host = options["listen"]
-    alone = not options["announce"]  # nobody on this host says it for this end
+    alone = not options["announce"]  # No other process on this host prints it.
     if alone and options["rdma"]["rdma_devices"]:
-        # A device that is not there is said at once, and not when somebody has come.
+        # Report a missing device at once, and not after a connection.
         make_engine(LISTENER, secret, host, "rdma", rdma=options["rdma"]).close()
     meeting = make_engine(LISTENER, secret, host, "tcp", options["port"])
     if not alone:
@@ -191,7 +191,7 @@ def listen(options: dict[str, Any], secret: str) -> int:
     asked = {*options["asked"], *agreed.pop("asked", ())}
     options = options | agreed
     try:
-        # The end that connects has seen to its own memory, not to this one's.
+        # The connecting end has only checked its own memory.
         buffer = buffer_of(options, LISTENER)
     except BenchError as error:
         words.say({"error": str(error)})
@@ -269,12 +269,12 @@ def _ping(bench: Bench, word: dict[str, Any], _: str) -> None:
         transfers.gloo_pong(bench.small, word["count"], CONNECTOR)
 
 
-# --- The end that connects ------------------------------------------------------------------------
+# --- The connecting end ---------------------------------------------------------------------------
 
 
 def connect(options: dict[str, Any], secret: str, host: str, port: int) -> dict[str, Any]:
-    """Measure everything. Raises EngineError if the other end is not there, another secret's, or
-    has not got the memory, and :class:`BenchError` if this one has not."""
+    """Measure everything. Raises EngineError if the other end is missing, has another secret or
+    lacks the memory, and :class:`BenchError` if this end lacks the memory."""
     buffer = buffer_of(options, CONNECTOR)
     meeting = make_engine(CONNECTOR, secret, "0.0.0.0", "tcp")
     try:
@@ -304,7 +304,7 @@ def connect(options: dict[str, Any], secret: str, host: str, port: int) -> dict[
 
 
 def _measure(bench: Bench, transport: str, secret: str, host: str) -> dict[str, Any]:
-    """One transport from its opening to its end; "unavailable" says why there are no numbers."""
+    """Measure one transport. "unavailable" in the result says why there are no figures."""
     result: dict[str, Any] = {"transport": transport, "unavailable": None}
     trouble = ""
     try:
@@ -318,8 +318,8 @@ def _measure(bench: Bench, transport: str, secret: str, host: str) -> dict[str, 
             result["paths"] = [path_record(path) for path in bench.link.stats().paths]
     except TROUBLE as error:
         trouble = first_line(error)
-    # Closed first, so that the other end does not wait for what will not come. What it had said
-    # by then would be taken for an answer to the next question.
+    # Closed first, so that the other end does not wait in vain. Its earlier messages are read here:
+    # they would be taken for answers to the next request.
     bench.close()
     bench.words.say({"do": "close"})
     while "closed" not in (said := bench.words.hear()):
@@ -331,7 +331,7 @@ def _measure(bench: Bench, transport: str, secret: str, host: str) -> dict[str, 
 
 
 def _meet(bench: Bench, transport: str, secret: str, host: str) -> dict[str, Any]:
-    """Open a transport at both ends; what the other says of its own. Raises one of TROUBLE."""
+    """Open a transport at both ends; returns the other end's answer. Raises one of TROUBLE."""
     if transport == "gloo":
         local = host == "127.0.0.1"
         said = bench.words.ask({"do": "gloo", "transport": transport, "local": local})
@@ -364,7 +364,7 @@ def _throughput(bench: Bench, size: int) -> dict[str, Any]:
         if not said["whole"]:
             raise BenchError(f"messages of {size} bytes arrived with another content")
         times.append(said["seconds"])
-    times = times[1:]  # the first one warms up buffers, pages and congestion windows
+    times = times[1:]  # The first one warms up buffers, pages and congestion windows.
     rate = size * count / 1e9
     return {
         "size": size,
@@ -393,7 +393,7 @@ def _latency(bench: Bench) -> dict[str, Any]:
 
 
 def locally(options: dict[str, Any], secret: str) -> dict[str, Any]:
-    """Both ends on this host, the listening one in a process of its own."""
+    """Run both ends on this host, the listening one in another process."""
     theirs = options | {"role": "listen", "listen": "127.0.0.1", "port": 0, "announce": True}
     command = [sys.executable, "-m", __spec__.name if __spec__ else __name__, json.dumps(theirs)]
     with subprocess.Popen(
@@ -434,7 +434,7 @@ def main() -> int:
     except BrokenPipeError:
         silence_stdout()
         return 1
-    # A transport that was asked for by name and is not there is a failure.
+    # An unavailable transport is a failure if it was named.
     asked = options["asked"]
     return int(any(t["unavailable"] and t["transport"] in asked for t in report["transports"]))
 

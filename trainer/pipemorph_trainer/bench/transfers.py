@@ -1,4 +1,4 @@
-"""One transfer as either end sees it: streaming and ping-pong, over the engine and over gloo.
+"""Both ends of transfers: streaming and ping-pong, over the engine and over gloo.
 
 A message counts as delivered when it is in a tensor of the receiver's own. All tensors are
 ``uint8`` on the CPU, ``[size]``. Keys are (0, ``run``, message, direction, 0), so ``run`` has to
@@ -28,7 +28,7 @@ def memory(tensor: torch.Tensor) -> Any:
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
-    """Nearest rank: the least sample that ``percent`` of them do not exceed."""
+    """Percentile by nearest rank: the least sample that ``percent`` of them do not exceed."""
     ordered = sorted(samples)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
@@ -39,8 +39,8 @@ def percentile(samples: Sequence[float], percent: float) -> float:
 def engine_send(
     link: Link, run: int, tensors: Sequence[torch.Tensor], count: int, window: int
 ) -> None:
-    """Send ``count`` messages, at most ``window`` not acknowledged. With a window of one the next
-    goes out when the receiver has said, by an empty message, that it has the one before."""
+    """Send ``count`` messages, at most ``window`` of them unacknowledged. With a window of one,
+    wait after each message for an empty message from the receiver."""
     tickets: list[int] = []
     for i in range(count):
         if len(tickets) == window:
@@ -65,7 +65,7 @@ def engine_receive(
 
 
 def engine_ping(link: Link, run: int, tensor: torch.Tensor, count: int) -> list[float]:
-    """Send and get back a message, ``count`` times. Half of each round trip, seconds."""
+    """Send a message back and forth ``count`` times. Returns half of each round trip, seconds."""
     own = memory(tensor)
     times = []
     for i in range(count):
@@ -85,7 +85,8 @@ def engine_pong(link: Link, run: int, tensor: torch.Tensor, count: int) -> None:
         message = link.receive((0, run, i, FORWARD, 0), TIMEOUT)
         message.copy_into(own)
         message.release()
-        # The engine reads `own` until the peer acknowledges, which it has when its next one comes.
+        # The engine reads `own` until the peer acknowledges it, at the latest with its next
+        # message.
         link.send((0, run, i, BACKWARD, 0), own)
 
 

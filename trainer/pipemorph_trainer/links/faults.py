@@ -1,11 +1,11 @@
-"""The fault trace of a job: messages that it holds, and connections that it cuts.
+"""Applies the fault trace of a job: holds messages and cuts connections.
 
-A delay ``d`` holds every message for ``d`` on its queue: the queue is busy for that long,
-and the receiver does not hand the message over before. That is bookkeeping at the sender
-(one number per queue) and a time in the message's note; nothing sleeps and nothing in the
-transports knows of it. Both directions of the link are held.
+A delay ``d`` holds every message on its queue for ``d``: the queue is busy for that time, and the
+receiver does not use the message before. It is implemented as one number per queue at the sender
+and a time in the message's note. Nothing sleeps, and the transports are not involved. Both
+directions of the link are delayed.
 
-Nothing else knows of faults: a link end has its :class:`LinkFaults`, and channels are given its
+Only this module knows of faults: a link end has its :class:`LinkFaults`, and channels get its
 :meth:`LinkFaults.hold`.
 """
 
@@ -32,7 +32,7 @@ _FREE_AT = struct.Struct("d")
 
 @dataclass(frozen=True)
 class FaultTrace:
-    """What a job does to its links. ``half_duplex``: both directions of a direct route share one
+    """The faults of a job's links. ``half_duplex``: both directions of a direct route share one
     queue, as those of a pair of ranks may in torch.distributed; for comparisons."""
 
     faults: Sequence[Fault] = ()
@@ -42,14 +42,14 @@ class FaultTrace:
         return [f for f in self.faults if f.link == link and f.replica == replica]
 
     def make_queue(self, link: int, replica: int) -> SharedQueue | None:
-        """The queue of both directions of a link, where it needs one."""
+        """The shared queue of both directions of a link; None if it needs none."""
         needed = self.half_duplex and _shaping(self.of(link, replica))
         return SharedQueue.create() if needed else None
 
 
 @dataclass
 class _Count:
-    """What one fault did in one direction of its link."""
+    """Effects of one fault in one direction of its link."""
 
     messages: int = 0
     hold_seconds: float = 0.0
@@ -58,11 +58,11 @@ class _Count:
 
 
 class LinkFaults:
-    """What the fault trace does at one end of one link.
+    """The faults at one end of one link.
 
-    It holds the messages that this end sends, on both routes: a bandwidth limit is shared by all
-    queues, a delay occupies one. ``shared`` is the direct route's queue where both directions have
-    one together. The lower end, which sends forward, cuts connections as well.
+    Holds the messages that this end sends, on both routes: all queues share a bandwidth limit, a
+    delay occupies one queue. ``shared``: the queue of the direct route, if both directions share
+    it. The lower end, which sends forward, also cuts connections.
     """
 
     def __init__(
@@ -79,16 +79,16 @@ class LinkFaults:
         self._cuts = [f for f in faults if f.sever is not None and sends is Direction.FORWARD]
         self._cut_record: list[dict[str, Any]] = []
         self.cut: Callable[[str], None] | None = None
-        """Cuts the named connection of the link; None where it has no engine connection."""
+        """Cuts the named connection of the link; None without an engine connection."""
 
     def begin(self, iteration: int, training_began: float) -> None:
-        """A new iteration. Changes of the route leave no trace on the queues' bookkeeping."""
+        """Begin an iteration. Queues are not reset, even if the route changes."""
         self._iteration, self._began = iteration, training_began
 
     def hold(self, queue: int, nbytes: int, now: float) -> tuple[float, float]:
         """``(started_at, not_before)`` of a message handed to ``queue`` at ``now``.
 
-        ``not_before`` is 0 where no fault holds and the queue is free.
+        ``not_before``: 0 if no fault applies and the queue is free.
         """
         if self._shared is None or queue != DIRECT_QUEUE:
             return self._hold(queue, nbytes, now)
@@ -126,7 +126,8 @@ class LinkFaults:
         return start, done
 
     def cut_due(self, now: float) -> None:
-        """Cut what is due. Called between ops, so that cuts fall into a running iteration."""
+        """Make the cuts that are due. Called between ops, so that they happen during an
+        iteration."""
         for fault in [f for f in self._cuts if self._has_begun(f, now)]:
             self._cuts.remove(fault)
             if self.cut is None:
@@ -137,13 +138,13 @@ class LinkFaults:
             self._cut_record.append(fault.model_dump(exclude_none=True) | applied)
 
     def close(self) -> None:
-        """Give the shared queue back. Idempotent."""
+        """Close the shared queue. Idempotent."""
         if self._shared is not None:
             self._shared.close()
             self._shared = None
 
     def record(self) -> list[dict[str, Any]]:
-        """One entry per fault: what it was and what it did in this direction."""
+        """One entry per fault: the fault and its effects in this direction."""
         held = [
             {
                 **fault.model_dump(exclude_none=True),
@@ -171,7 +172,7 @@ class LinkFaults:
 
 
 def _shaping(faults: Sequence[Fault]) -> list[Fault]:
-    """The faults that hold messages, as against those that cut connections."""
+    """The faults that hold messages, without those that cut connections."""
     return [f for f in faults if f.delay_ms or f.bandwidth_mbps]
 
 
@@ -180,11 +181,11 @@ def _by_seconds(fault: Fault) -> bool:
 
 
 class SharedQueue:
-    """When the queue of both directions of a link is free (wall clock, seconds), in anonymous
+    """The time from which the queue of both directions of a link is free (wall clock, seconds), in
     memory that two processes of one machine map.
 
-    The lower stage makes it and tells the upper stage :attr:`name`. Nothing is left behind,
-    however the processes end.
+    The lower stage creates it and sends its :attr:`name` to the upper stage. The memory is
+    anonymous, so nothing is left behind when the processes end.
     """
 
     def __init__(self, fd: int) -> None:
@@ -203,7 +204,7 @@ class SharedQueue:
 
     @staticmethod
     def open(name: str, link: int) -> SharedQueue:
-        """Map the lower stage's queue. Raises :class:`PipelineError` where it is out of reach."""
+        """Map the lower stage's queue. Raises :class:`PipelineError` if it cannot be opened."""
         try:
             return SharedQueue(os.open(name, os.O_RDWR))
         except OSError as error:
@@ -214,7 +215,7 @@ class SharedQueue:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the queue, so that reading and setting :attr:`free_at` is one step."""
+        """Lock the queue, to read and set :attr:`free_at` atomically."""
         fcntl.lockf(self._fd, fcntl.LOCK_EX)
         try:
             yield

@@ -1,19 +1,19 @@
-"""What a rank leaves in ``PIPEMORPH_TRACE_DIR`` for the host to merge.
+"""Writes a rank's traces to ``PIPEMORPH_TRACE_DIR``, where the host merges them.
 
 ``ops-rank{R}.jsonl``: one line per iteration, ``{"rank", "stage", "replica", "iteration",
 "plan_version", "origin", "ops", "waits", "emulated"}``. ``origin`` is the wall clock at the start
 of the iteration; ``ops`` and ``waits`` are ``[kind, microbatch, start, end]`` in seconds from it.
-Where activations went to host memory, ``copies`` are ``["out" or "back", microbatch, start, end,
-bytes]``: the end of an F, the beginning of a B or BW.
+With offload, ``copies`` are ``["out" or "back", microbatch, start, end, bytes]``: the end of an F,
+or the beginning of a B or BW.
 
-The file has at most so many bytes, ``PIPEMORPH_TRACE_BYTES``: one that has grown to that keeps its
-first and its newest quarter, and a line in between, ``{"rank", "dropped", "limit"}``, says how many
-iterations are missing there.
+The file has at most ``PIPEMORPH_TRACE_BYTES`` bytes. When it reaches this limit, the first and the
+newest quarter are kept. A line in between, ``{"rank", "dropped", "limit"}``, has the number of
+missing iterations.
 
-``split-rank{R}.json``: how its stage splits the backward and why, after the first iteration.
+``split-rank{R}.json``: how the stage splits its backward, and why; after the first iteration.
 
-``faults-rank{R}.json``: what the fault trace did here, and how many ``iterations`` of the job
-are done, those before a resume as well; written at the end however it comes.
+``faults-rank{R}.json``: effects of the fault trace, and the number of finished ``iterations`` of
+the job, including those before a resume. Written at the end, also after a failure.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ log = logging.getLogger("pipemorph.trainer")
 
 
 class TraceWriter:
-    """Appends a rank's traces; without a folder it does nothing.
+    """Writes a rank's traces. Does nothing without a folder.
 
-    ``limit``: most bytes of the trace of ops.
+    ``limit``: largest size of the trace of ops in bytes.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class TraceWriter:
             self._file = None
 
     def _drop_middle(self) -> None:
-        """Keep the first and the newest quarter, in whole lines."""
+        """Shorten the file to its first and newest quarter, in whole lines."""
         assert self._file is not None
         if not self._dropped:
             log.warning(
@@ -137,7 +137,7 @@ class TraceWriter:
         self._write("split", record, "how the backward is split")
 
     def close(self, ends: list[LinkEnd], iterations: int = 0) -> None:
-        """Write what the fault trace did, and how many iterations are done. Idempotent."""
+        """Write the effects of the fault trace and the number of iterations. Idempotent."""
         if self._folder is None or self._closed:
             return
         self._closed = True
@@ -164,5 +164,5 @@ class TraceWriter:
 
 
 def _gap(line: bytes) -> bool:
-    """Whether a line says that iterations were dropped there."""
+    """Whether a line marks dropped iterations."""
     return b'"dropped"' in line

@@ -1,4 +1,4 @@
-"""A split that was asked for: held against the stage's modules, and not tried."""
+"""A split chosen by the user: checked against the stage's modules, without a test run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pipemorph_trainer.executor.torch_private import missing
 
 
 def asked_for(split: Split, stage: nn.Module) -> tuple[Splitter, SplitReport]:
-    """The splitter, and what its report can say without running the stage.
+    """The splitter of the chosen split, and its report without a run of the stage.
 
-    Raises :class:`SplitError` with the reason if the stage's modules rule the split out.
+    Raises :class:`SplitError` with the reason if the split is not possible for the stage's modules.
     """
     sizes = trainable(stage)
     report = SplitReport(split, "as asked for, without a self-test", tested=False, sizes=sizes)
@@ -27,7 +27,7 @@ def asked_for(split: Split, stage: nn.Module) -> tuple[Splitter, SplitReport]:
         return Splitter(), report
     if split == "graph":
         _refuse_if(split, graph_refusal(stage))
-        # Only a graph could tell which parameters are found below several of its nodes.
+        # Which parameters are below several nodes is only known from a graph.
         return GraphSplit(stage), replace(report, deferred=tuple(sizes))
     if why := missing():
         _refuse_if(split, f"this torch does not fit: {why}")

@@ -1,14 +1,12 @@
-"""Split the autograd graph between the stage's inputs and its parameters.
+"""The graph split: cuts the autograd graph between the stage's inputs and its parameters.
 
-Call a node *inner* if an input can be reached from it. B runs the inner nodes only. A
-parameter hangs below one or more inner nodes; where it is exactly one, that node's incoming
-gradient is noted in B, and W runs the graph again from there to its parameters and no
-further. Where it is several (a weight used twice), running from each would count the path
-between them twice, so such a parameter gets its gradient in B with the inputs, whole and in
-autograd's own order. What hangs below no inner node (on the first stage: everything) runs in
-W from the outputs.
+A node is *inner* if an input can be reached from it. B runs only the inner nodes. If a parameter is
+below exactly one inner node, B records that node's incoming gradient, and W runs the graph from
+there to its parameters. If it is below several (a weight used twice), running from each of them
+would count the path between them twice, so its whole gradient is computed in B, in autograd's
+order. Parameters below no inner node (on the first stage: all) are computed in W from the outputs.
 
-Every gradient goes through the parameter's own accumulation node, so its hooks fire.
+Every gradient passes through the parameter's accumulation node, so its hooks are called.
 """
 
 from __future__ import annotations
@@ -27,11 +25,11 @@ from pipemorph_trainer.executor.split.splitters import Splitter
 
 
 class _Marker:
-    """A source that is not a node."""
+    """A source of a parameter that is not a node."""
 
 
 OUTPUT: Final = _Marker()
-"""Below the outputs, past no inner node."""
+"""Below the outputs, but below no inner node."""
 SEVERAL: Final = _Marker()
 """Below more than one inner node."""
 
@@ -40,20 +38,20 @@ Source = Node | _Marker
 
 @dataclass
 class Cut:
-    """Where the graph of one microbatch is cut. Parameters are in the order given."""
+    """The cut of the graph of one microbatch. Parameters are in the given order."""
 
     below_node: dict[Node, list[nn.Parameter]] = field(default_factory=dict)
     below_outputs: list[nn.Parameter] = field(default_factory=list)
     below_several: list[nn.Parameter] = field(default_factory=list)
     inputs: list[Tensor] = field(default_factory=list)
-    """Leaves that the outputs depend on."""
+    """Leaves on which the outputs depend."""
     inner_roots: set[Node] = field(default_factory=set)
 
 
 def cut_graph(
     outputs: Iterable[Root], leaves: Iterable[Tensor | None], parameters: Iterable[nn.Parameter]
 ) -> Cut:
-    """Find the cut; see the module's text. Linear in the number of edges."""
+    """Find the cut; see the module's docstring. Linear in the number of edges."""
     roots = [_node_of(out) for out in outputs]
     inputs = {get_gradient_edge(leaf).node: leaf for leaf in leaves if leaf is not None}
     order = _children_first(roots)
@@ -123,7 +121,7 @@ def _children_first(roots: Iterable[Node]) -> list[Node]:
 
 @dataclass
 class _Pending:
-    """What W has to run: parameters below each node, with the node's incoming gradients."""
+    """The work of W: parameters below each node, with the node's incoming gradients."""
 
     nodes: list[tuple[Node, list[nn.Parameter]]] = field(default_factory=list)
     grads: dict[Node, tuple[Tensor | None, ...]] = field(default_factory=dict)
@@ -133,7 +131,7 @@ class _Pending:
 
 
 class GraphSplit(Splitter):
-    """B and W by cutting the graph. Holds all activations until W."""
+    """The graph split. Keeps all activations until W."""
 
     split: Split = "graph"
 
@@ -142,7 +140,7 @@ class GraphSplit(Splitter):
         self._named = {name: p for name, p in stage.named_parameters() if p.requires_grad}
         self._names = {id(p): name for name, p in self._named.items()}
         self.in_b: set[str] = set()
-        """Parameters found below several nodes, computed in B."""
+        """Parameters below several nodes, whose gradients B computes."""
 
     def backward_input(self, flight: Flight, output_grads: Sequence[Tensor | None] | None) -> Grads:
         tensors, grads = flight.roots(output_grads)

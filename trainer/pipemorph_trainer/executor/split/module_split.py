@@ -1,4 +1,4 @@
-"""Split at the modules: Linears leave their weight gradient to W, all else runs in B."""
+"""The module split: W computes weight gradients of Linears, B everything else."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 
 
 class ModuleSplit(Splitter):
-    """B frees every activation but the inputs of the deferred Linears.
+    """The module split. B frees every activation except the inputs of the deferred Linears.
 
-    On the first stage B has no input gradient to make, and still runs the backward of what
-    is not deferred: it frees the activations as early as on any other stage.
+    On the first stage B has no input gradient to compute, but still runs the backward of everything
+    that is not deferred, so that activations are freed as early as on other stages.
     """
 
     split: Split = "module"
@@ -51,7 +51,7 @@ class ModuleSplit(Splitter):
             before = self._grad_marks()
             self._sink.work = work
             try:
-                # Patched here as well: activation checkpointing calls the layers again.
+                # Patched here, too, since activation checkpointing calls the layers again.
                 with self._patch():
                     torch.autograd.backward(tensors, grads)
             finally:
@@ -75,7 +75,7 @@ class ModuleSplit(Splitter):
         return grads
 
     def _grad_marks(self) -> list[tuple[Layer, nn.Parameter, int | None]]:
-        """How often each deferred parameter's ``.grad`` was written; None where there is none."""
+        """Number of writes to each deferred parameter's ``.grad``; None without a gradient."""
         return [
             (layer, parameter, None if parameter.grad is None else version(parameter.grad))
             for layer in self.layers
@@ -86,8 +86,8 @@ class ModuleSplit(Splitter):
     def _exclude_foreign(
         self, before: list[tuple[Layer, nn.Parameter, int | None]], work: list[LinearWork]
     ) -> None:
-        """Stop deferring a parameter that autograd also wrote to in B: it is used outside its
-        Linear too, and its sum would depend on where W falls."""
+        """Stop deferring parameters whose gradient autograd also wrote in B: they are used outside
+        their Linear, too, so that the sum would depend on when W runs."""
         deferred = {id(item.layer) for item in work}
         for layer, parameter, mark in before:
             now = None if parameter.grad is None else version(parameter.grad)

@@ -1,4 +1,4 @@
-"""One stage's F, B and W, in microbatch order, for the executor."""
+"""Runs F, B and W of one stage for the executor."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ if TYPE_CHECKING:
     from pipemorph_trainer.executor.offload.store import ActivationStore
 
 SAMPLES = 2
-"""Microbatches of the first iteration that are kept for the self-test: so many have work
-outstanding at once in it."""
+"""Microbatches of the first iteration that are kept for the self-test, in which so many have
+outstanding work at once."""
 
 
 class StageRunner:
     """Wraps any ``nn.Module`` stage; one per rank and stage.
 
-    F, B and W each run in microbatch order 0 … N-1, then the next iteration starts at 0
-    again. A microbatch is either split (:meth:`backward_input`, then
-    :meth:`backward_weight`) or fused (:meth:`backward`). Since W runs in microbatch order
-    too, every ``.grad`` is to the bit what a sequential run of the microbatches leaves.
+    F, B and W each run in microbatch order 0 … N-1; the next iteration starts at 0 again. A
+    microbatch is either split (:meth:`backward_input`, then :meth:`backward_weight`) or fused
+    (:meth:`backward`). Since W runs in microbatch order, too, every ``.grad`` is bitwise equal to
+    that of a sequential run of the microbatches.
 
     With ``auto`` the first iteration is fused, and :meth:`self_test` at its end chooses how the
     following ones are split. On a fused stage :meth:`backward_input` is the whole backward and
     :meth:`backward_weight` is empty, so a plan with B and W runs on any stage.
 
     Args:
-        module: the stage. Its class, names and ``state_dict`` stay as they are.
-        is_first: inputs are data: they get no gradient.
+        module: the stage. Its class, names and ``state_dict`` do not change.
+        is_first: inputs are data, which get no gradient.
         is_last: the output goes to ``loss_fn`` (None: the module returns its loss).
         microbatches: N; the loss is divided by it before the backward.
-        mode: ``auto``, or the one split to use, at once and without a test.
-        store: where activations go in host memory; None: they stay on the device.
+        mode: ``auto``, or a split to use from the start and without a test.
+        store: host memory for activations; None: they stay on the device.
 
-    Raises :class:`SplitError` if the stage's modules rule out the split that was asked for.
+    Raises :class:`SplitError` if the split ``mode`` is not possible for the stage's modules.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class StageRunner:
         self._has_run = False
         self._plain = Splitter()
         if not is_last:
-            # What torch imports when it is first given gradients takes seconds: here on all ranks
-            # at once, in the first iteration on one after the other.
+            # At the first backward with gradients torch imports for seconds: here on all ranks at
+            # once, instead of on one after the other in the first iteration.
             torch.autograd.backward([torch.zeros(1, requires_grad=True) * 1], [torch.ones(1)])
         self._only_fused = False
         self._flights: dict[int, Flight] = {}
@@ -99,12 +99,12 @@ class StageRunner:
 
     @property
     def split(self) -> Split:
-        """How this stage splits its backward now."""
+        """How this stage currently splits its backward."""
         return self._splitter.split
 
     @property
     def reason(self) -> str:
-        """Why it does so."""
+        """Why it is split in this way."""
         return "the self-test has not run" if self.report is None else self.report.reason
 
     @property
@@ -113,10 +113,10 @@ class StageRunner:
         return len(self._flights)
 
     def begin_iteration(self, *, only_fused: bool) -> None:
-        """Say before the first F whether this iteration's backwards are all fused (op BW).
+        """Begin an iteration. ``only_fused``: all its backwards are fused (op BW).
 
-        Then F runs as torch has it: what a split adds to F (some percent of a small stage)
-        would be for nothing. Raises :class:`SplitError` with microbatches in flight.
+        Then F runs without the overhead of a split, which is a few per cent for a small stage.
+        Raises :class:`SplitError` with microbatches in flight.
         """
         if self._flights:
             raise SplitError(f"a new iteration with {len(self._flights)} microbatches in flight")
@@ -130,20 +130,20 @@ class StageRunner:
 
     @property
     def untested(self) -> bool:
-        """Whether :meth:`self_test` is still to choose the split."""
+        """Whether :meth:`self_test` has not chosen the split yet."""
         return self.report is None
 
     def self_test(self, samples: Sequence[Sample] = ()) -> SplitReport:
-        """Choose the split by trying it on the stage itself with real microbatches: by default
-        the first two that it has run in training, which it keeps copies of for that.
+        """Choose the split by tests on the stage with real microbatches: by default copies of the
+        first two of the training.
 
-        Runs the stage several times on copies of them and compares, bitwise, every
-        output, input gradient, parameter gradient and buffer of split and unsplit runs over
-        two microbatches. Tries module, then graph, else stays fused. Leaves
-        parameters, gradients, buffers and the random state as they were.
+        Runs the stage several times on copies of them and compares, bitwise, every output, input
+        gradient, parameter gradient and buffer of split and unsplit runs over two microbatches.
+        Tries module, then graph, else stays fused. Restores parameters, gradients, buffers and the
+        random state.
 
-        A split that ``mode`` asked for is not tried: its report is there. Raises
-        :class:`SplitError` if microbatches are in flight, or if there are no samples.
+        A split given as ``mode`` is not tested; its report is returned. Raises :class:`SplitError`
+        if microbatches are in flight, or if there are no samples.
         """
         if self.mode != "auto" and self.report is not None:
             return self.report
@@ -165,10 +165,10 @@ class StageRunner:
         *,
         offload: bool = False,
     ) -> tuple[Tensor, ...]:
-        """F. Returns the outputs to send, detached; on the last stage ``(loss,)``, the loss
-        of this microbatch before the division by N.
+        """Run F. Returns the outputs to send, detached; on the last stage ``(loss,)``, the loss of
+        this microbatch before the division by N.
 
-        ``args`` must not change before W of this microbatch: autograd keeps them. With
+        ``args`` must not change before W of this microbatch, since autograd keeps them. With
         ``offload``, :meth:`offload` may follow.
         """
         self._expect("F", microbatch)
@@ -198,12 +198,12 @@ class StageRunner:
         return flight
 
     def offload(self, microbatch: int) -> int:
-        """Move what the F of ``microbatch``, the newest, has left to host memory, and give up
-        its memory on the device; returns the bytes moved. :meth:`fetch` before its B.
+        """Move the activations of ``microbatch``, the newest F, to host memory and free their
+        device memory. Returns the bytes moved. Call :meth:`fetch` before its B.
 
-        Parameters, buffers and whatever somebody else holds as well stay: the caller should
-        hold the arguments of that F no longer. Raises :class:`SplitError` if that F was not
-        run for it, :class:`PipelineError` if there is no room.
+        Parameters, buffers and other tensors with references elsewhere stay, so the caller should
+        drop the arguments of that F. Raises :class:`SplitError` if that F was run without
+        ``offload``, and :class:`PipelineError` if there is no room.
         """
         flight = self._flights[microbatch]
         if flight.saved is None:
@@ -211,11 +211,11 @@ class StageRunner:
         return flight.leave(self._storing(), keep_outputs=self._call.is_last)
 
     def reclaim(self) -> None:
-        """Have the device wait for what is still leaving; an F with ``offload`` does so too."""
+        """Make the device wait for copies to the host. An F with ``offload`` does so, too."""
         self._storing().reclaim()
 
     def fetch(self, microbatch: int) -> int:
-        """Bring what :meth:`offload` moved back to the device; returns the bytes moved."""
+        """Bring the activations that :meth:`offload` moved back. Returns the bytes moved."""
         flight = self._flights[microbatch]
         if flight.saved is None or flight.saved.block is None:
             raise OrderError(f"the activations of microbatch {microbatch} are not in host memory")
@@ -232,12 +232,12 @@ class StageRunner:
     def backward_input(
         self, microbatch: int, output_grads: Sequence[Tensor | None] | None = None
     ) -> Grads:
-        """B. ``output_grads`` matches F's outputs, None entries where there is no gradient;
-        on the last stage leave it out.
+        """Run B. ``output_grads``: one per output of F, None for outputs without a gradient;
+        omitted on the last stage.
 
         Returns one gradient per positional argument of F: None for arguments that are not
-        floating-point, that the stage did not use, and on the first stage. The gradients
-        given must not change before W of this microbatch.
+        floating-point or not used, and on the first stage. ``output_grads`` must not change before
+        W of this microbatch.
         """
         self._expect("B", microbatch)
         self._keep_output_grads(microbatch, output_grads)
@@ -246,7 +246,7 @@ class StageRunner:
         return grads
 
     def backward_weight(self, microbatch: int) -> None:
-        """W. Adds this microbatch's share to ``.grad`` and forgets the microbatch."""
+        """Run W: add this microbatch's gradients to ``.grad``, and drop the microbatch."""
         self._expect("W", microbatch)
         self._active.backward_weight(self._flights[microbatch])
         self._finish(microbatch)
@@ -254,7 +254,7 @@ class StageRunner:
     def backward(
         self, microbatch: int, output_grads: Sequence[Tensor | None] | None = None
     ) -> Grads:
-        """B and W at once (the op BW). Arguments and result as :meth:`backward_input`."""
+        """Run B and W as one op (BW). Arguments and result as in :meth:`backward_input`."""
         self._expect("B", microbatch)
         self._expect("W", microbatch, fused=True)
         self._keep_output_grads(microbatch, output_grads)
@@ -266,7 +266,7 @@ class StageRunner:
     def _keep_output_grads(
         self, microbatch: int, output_grads: Sequence[Tensor | None] | None
     ) -> None:
-        """Of the microbatches that the self-test will run."""
+        """Keep the output gradients of the microbatches for the self-test."""
         if self.untested and microbatch < len(self._samples):
             kept = self._samples[microbatch]
             if kept.output_grads is None and output_grads is not None:
@@ -274,7 +274,8 @@ class StageRunner:
                 self._samples[microbatch] = replace(kept, output_grads=grads)
 
     def discard(self) -> None:
-        """Drop every microbatch in flight, as after a failed iteration. ``.grad`` stays."""
+        """Drop every microbatch in flight, as after a failed iteration. ``.grad`` does not
+        change."""
         for flight in self._flights.values():
             if flight.saved is not None and self._store is not None:
                 self._store.forget(flight.saved)

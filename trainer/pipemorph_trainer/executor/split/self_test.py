@@ -1,4 +1,4 @@
-"""Chooses how a stage splits its backward by trying it, and says why."""
+"""Chooses how a stage splits its backward, by tests."""
 
 from __future__ import annotations
 
@@ -41,26 +41,25 @@ if TYPE_CHECKING:
     from pipemorph_trainer.executor.offload.store import ActivationStore
 
 SMALL_SHARE = 0.05
-"""A module split that defers less of the parameters than this yields to a graph split."""
+"""If a module split defers a smaller share of the parameters, a graph split is tried."""
 MAX_OVERHEAD = 1.5
-"""A graph split whose B + W takes longer than this many unsplit backwards is refused."""
+"""A graph split is refused if its B + W takes longer than this many unsplit backwards."""
 ROUNDS = 3
-"""Runs of either kind, in turn, whose median ratio is held against that."""
+"""Alternating runs with and without the split, for the median ratio of their times."""
 MEASURABLE = 1e-3
-"""Seconds an unsplit backward must take before its times decide anything."""
+"""Least seconds of an unsplit backward for its times to be used."""
 
 
 class SelfTest:
     """One self-test of one stage. :meth:`run` returns the splitter and the report.
 
-    ``samples``: real microbatches, of which the first two are used; one alone is used twice, and
-    then a microbatch that is taken for the other shows only by its output gradients. With
-    ``store`` the splitter it chooses is also tried with a microbatch in host memory.
+    ``samples``: real microbatches, of which the first two are used. A single one is used twice;
+    then a confusion of the two microbatches only shows in their output gradients. With ``store``
+    the chosen splitter is also tested with offload.
 
-    Beside the gradients that the stage has already, one set more is there at a time: runs are
-    compared by digests. What the stage does is the same on all ranks that hold the same one
-    (replicas, shards), so that collectives inside it match: no measured time decides whether it
-    runs again.
+    The test needs memory for one additional set of gradients, since runs are compared by digests.
+    The number of runs does not depend on measured times, so it is equal on all ranks with the same
+    stage (replicas, shards), and collectives inside the stage match.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class SelfTest:
         self._sizes = trainable(call.module)
 
     def run(self) -> tuple[Splitter, SplitReport]:
-        """A stage that cannot be run on the samples once more stays unsplit."""
+        """Run the test. If the stage cannot be run on the samples again, it stays unsplit."""
         try:
             return self._run()
         finally:
@@ -89,7 +88,7 @@ class SelfTest:
     def _run(self) -> tuple[Splitter, SplitReport]:
         try:
             self._baseline()
-        except Exception as error:  # noqa: BLE001 - whatever it is: the stage has run in training
+        except Exception as error:  # noqa: BLE001 - any error, since the stage has run in training
             why = f"the self-test could not run the stage: {_first_line(error)}"
             offload = None if self._store is None else OffloadAttempt(reason=why)
             return Splitter(), SplitReport(
@@ -180,8 +179,8 @@ class SelfTest:
         return self._accept(splitter, outcome)
 
     def _overhead(self, splitter: Splitter) -> float:
-        """B + W by the unsplit backward: the median of runs side by side, so that what else the
-        machine does now and then decides nothing."""
+        """B + W divided by the unsplit backward: the median of alternating runs, so that other load
+        of the machine has little effect."""
         ratios = []
         for _ in range(ROUNDS):
             whole = self._trial(Splitter(), fused=True).seconds["BW"]
@@ -190,7 +189,7 @@ class SelfTest:
         return median(ratios)
 
     def _try_offload(self, splitter: Splitter, store: ActivationStore) -> OffloadAttempt:
-        """Twice: the first run fills the pool, the second is timed."""
+        """Test offload with two runs: the first one fills the pool, the second one is timed."""
         if why := holders_unknown():
             return OffloadAttempt(reason=f"this torch does not fit: {why}")
         moved, seconds = 0, 0.0
@@ -208,7 +207,8 @@ class SelfTest:
         return OffloadAttempt(moved, seconds)
 
     def _attempt(self, splitter: Splitter) -> tuple[Outcome | None, list[str]]:
-        """Run split twice (the first warms up). Without an outcome: the error, alone."""
+        """Run the split twice; the first run is a warm-up. Without an outcome, returns the
+        error."""
         try:
             outcome = self._trial(splitter)
             wrong = differences(self._reference, outcome, self._loose)
@@ -282,7 +282,7 @@ def trainable(stage: nn.Module) -> dict[str, int]:
 
 
 def nothing_to_defer(sizes: Mapping[str, int], refused: Mapping[str, str]) -> str:
-    """Why a module split has no parameter for W. ``refused``: reasons by parameter."""
+    """Why a module split defers no parameter. ``refused``: reasons by parameter."""
     if not sizes:
         return "the stage has no trainable parameter"
     if refused:
@@ -291,7 +291,7 @@ def nothing_to_defer(sizes: Mapping[str, int], refused: Mapping[str, str]) -> st
 
 
 def graph_refusal(stage: nn.Module) -> str:
-    """Why the graph of a stage cannot be cut, as far as its modules show; empty if it can."""
+    """Why the graph of a stage cannot be cut, judged by its modules; empty if it can."""
     if why := missing():
         return f"this torch does not fit: {why}"
     if not trainable(stage):

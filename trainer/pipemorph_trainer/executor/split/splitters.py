@@ -1,4 +1,4 @@
-"""The ways to run a backward; see :data:`pipemorph_trainer.executor.split.report.Split`."""
+"""The base class of splits; see :data:`pipemorph_trainer.executor.split.report.Split`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pipemorph_trainer.executor.split.report import Split
 
 
 class Splitter:
-    """Runs F, B and W of one stage, here unsplit: B is the whole backward, W is empty. Order is
-    the caller's business.
+    """Runs F, B and W of one stage without a split: B is the whole backward, W is empty. The caller
+    is responsible for the order of ops.
 
-    Tensors handed to :meth:`forward` and :meth:`backward_input` may be kept until
-    :meth:`backward_weight` of the same microbatch and must not change before.
+    Tensors passed to :meth:`forward` and :meth:`backward_input` may be kept until
+    :meth:`backward_weight` of the same microbatch, and must not change before.
     """
 
     split: Split = "fused"
 
     def __init__(self) -> None:
         self.deferred: set[str] = set()
-        """Names of the parameters that W has computed so far."""
+        """Names of the parameters whose gradients W has computed so far."""
 
     def forward(
         self,
@@ -40,7 +40,7 @@ class Splitter:
         return self.backward(flight, output_grads)
 
     def backward_weight(self, flight: Flight) -> None:
-        """Nothing is left to do."""
+        """Does nothing: B was the whole backward."""
 
     def backward(self, flight: Flight, output_grads: Sequence[Tensor | None] | None) -> Grads:
         tensors, grads = flight.roots(output_grads)

@@ -1,4 +1,4 @@
-"""Runs a stage over a few microbatches with one splitter and notes all that came out."""
+"""Runs a stage over a few microbatches with one splitter, and records all results."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sample:
-    """One microbatch: what its F is called with, and the gradients of its outputs if its B was
-    called too. Runs only get copies."""
+    """One microbatch: the arguments of its F, and the output gradients of its B if it was called.
+    Runs use copies."""
 
     args: Sequence[Any]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -41,14 +41,14 @@ class Sample:
 
 @dataclass
 class Outcome:
-    """Digests of all that a run produced, by names people can read, and its times in seconds."""
+    """Digests of all results of a run, by readable names, and its times in seconds."""
 
     values: dict[str, Digest | None] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     reruns: dict[str, int] = field(default_factory=dict)
-    """Forward calls of submodules during W, by name: recomputation."""
+    """Number of forward calls of submodules during W, by name: recomputation."""
     moved_bytes: int = 0
-    """Of the first microbatch, to host memory and back."""
+    """Bytes of the first microbatch that were moved to host memory and back."""
 
 
 def run_trial(
@@ -60,11 +60,10 @@ def run_trial(
     fused: bool,
     store: ActivationStore | None = None,
 ) -> Outcome:
-    """F of all samples, then each B and W (or BW), from the state of the snapshot.
+    """Run F of all samples, then each B and W (or BW), from the state of the snapshot.
 
-    W runs one B behind, so that work of two microbatches is outstanding at once. With
-    ``store`` the first microbatch is in host memory from its F to its B. Leaves the stage as
-    the run did; the caller restores.
+    W runs one B later, so that work of two microbatches is outstanding at once. With ``store`` the
+    first microbatch is in host memory from its F to its B. The caller must restore the stage.
     """
     snapshot.rewind()
     outcome = Outcome()
@@ -77,7 +76,7 @@ def run_trial(
         recording = store.recording() if store is not None and goes else nullcontext()
         with recording as saved, timer("F"):
             flight = splitter.forward(call, index, mine.args, mine.kwargs, mine.target)
-        # Nobody but the stage holds its arguments: so it is in training.
+        # As in training, only the stage has references to its arguments.
         del mine
         flights.append(flight)
         for number, out in enumerate(flight.sent):
@@ -121,9 +120,9 @@ def _digest(tensor: Tensor | None) -> Digest | None:
 
 
 def _output_grads(flight: Flight, sample: Sample, index: int) -> tuple[Tensor | None, ...]:
-    """The gradients that came for the microbatch. Where there were none to come, or where one is
-    all zeros or not finite, which would hide any mistake of a split, random numbers are used: the
-    same in every run, and drawn without touching the random state."""
+    """Output gradients of the microbatch. Random numbers replace missing gradients, and gradients
+    that are all zero or not finite, which would hide errors of a split. They are the same in every
+    run, and do not use the global random state."""
     generator = torch.Generator().manual_seed(20240 + index)
     grads: list[Tensor | None] = []
     for number, out in enumerate(flight.outputs):
@@ -141,7 +140,7 @@ def _output_grads(flight: Flight, sample: Sample, index: int) -> tuple[Tensor | 
 
 
 class _Timer:
-    """Least seconds per kind of op; waits for the device around each op."""
+    """Measures the least seconds per kind of op; waits for the device around each op."""
 
     def __init__(self, into: dict[str, float], stage: nn.Module) -> None:
         self._into = into
@@ -181,7 +180,7 @@ def count_calls(stage: nn.Module, into: dict[str, int]) -> Iterator[None]:
 
 
 def differences(expected: Outcome, actual: Outcome, loose: Sequence[str] = ()) -> list[str]:
-    """Names of the values that are not equal to the bit; those in ``loose`` by tolerance."""
+    """Names of the values that are not bitwise equal; those in ``loose`` with a tolerance."""
     return [
         name
         for name in {**expected.values, **actual.values}
