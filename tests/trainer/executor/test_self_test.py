@@ -243,7 +243,7 @@ def test_a_split_that_is_asked_for_is_used_at_once_and_without_a_test(mode: str)
     runner.backward_weight(0)
     assert len(calls) == 1
     said = runner.report.line()
-    assert "as asked for, without a self-test" in said
+    assert "as given, without a self-test" in said
     assert ("in a LayerNorm" in said) == (mode == "module")
 
 

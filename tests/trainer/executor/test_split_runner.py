@@ -302,13 +302,13 @@ def test_writing_to_what_w_needs_is_refused_by_name() -> None:
 
 def test_a_split_that_was_asked_for_and_cannot_be_raises() -> None:
     options = {"is_first": False, "is_last": False, "microbatches": 2}
-    with pytest.raises(SplitError, match=r"'module' was asked for.*LayerNorm"):
+    with pytest.raises(SplitError, match=r"'module' is not possible: .*LayerNorm"):
         StageRunner(nn.LayerNorm(WIDTH), mode="module", **options)
-    with pytest.raises(SplitError, match=r"'graph' was asked for; the stage has no trainable"):
+    with pytest.raises(SplitError, match=r"'graph' is not possible: the stage has no trainable"):
         StageRunner(nn.Identity(), mode="graph", **options)
     compiled = torch.compile(mlp(), backend="eager")
     for mode in ("graph", "module"):
-        with pytest.raises(SplitError, match=r"was asked for.*the stage is compiled"):
+        with pytest.raises(SplitError, match=r"is not possible: .*the stage is compiled"):
             StageRunner(compiled, mode=mode, **options)
 
 

@@ -20,7 +20,7 @@ from pipemorph_trainer.links.channels import direct, failover
 # Several runs in a test, each with a deadline of its own.
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
-GIVEN_UP = re.compile(r"rank (\d) \(stage \d\), link (\d): the direct route is given up: (.*);")
+GIVEN_UP = re.compile(r"rank (\d) \(stage \d\), link (\d): the direct route failed: (.*);")
 ITERATIONS = 4
 
 

@@ -160,9 +160,9 @@ def start_agent(context: TrainerContext) -> AgentHandle:
     :class:`InputError` without an ingest URL or a secret, and OSError if no socket is available.
     """
     if context.ingest_url is None:
-        raise InputError("PIPEMORPH_INGEST_URL is not set; there is nobody for an agent to talk to")
+        raise InputError("PIPEMORPH_INGEST_URL is not set; the agent needs an ingest")
     if not context.secret:
-        raise InputError("PIPEMORPH_SECRET_FILE is not set; the agent lets in who holds the secret")
+        raise InputError("PIPEMORPH_SECRET_FILE is not set; the agent authenticates ranks by it")
     listener, host = _listener(context.master_addr)
     config = AgentConfig(
         job=context.job.metadata.name if context.job else "job",

@@ -362,7 +362,7 @@ def _throughput(bench: Bench, size: int) -> dict[str, Any]:
             transfers.gloo_send(tensors, count, window, LISTENER)
         said = bench.words.answer()
         if not said["whole"]:
-            raise BenchError(f"messages of {size} bytes arrived with another content")
+            raise BenchError(f"messages of {size} bytes arrived with wrong content")
         times.append(said["seconds"])
     times = times[1:]  # The first one warms up buffers, pages and congestion windows.
     rate = size * count / 1e9

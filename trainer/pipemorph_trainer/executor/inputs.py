@@ -22,8 +22,8 @@ def check_grad_mode(who: object) -> None:
         return
     how = "torch.inference_mode()" if inference else "torch.no_grad()"
     raise InputError(
-        f"{who}: step() was called under {how}, and it trains (it adds to .grad): call it outside. "
-        "It cannot evaluate; load a checkpoint into the whole model for that"
+        f"{who}: step() was called under {how}, but it needs gradients: call it outside. To "
+        "evaluate, load a checkpoint into the whole model"
     )
 
 

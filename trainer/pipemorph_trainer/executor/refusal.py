@@ -90,7 +90,7 @@ def tell(world: World, wait: CollectiveWait, iteration: int, error: Exception | 
     more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
     return BatchError(
         f"step() of iteration {iteration} is refused on all ranks: {reasons[0]}{more}; no gradient "
-        "has changed, and the next step() may go on"
+        "has changed, and step() can be called again"
     )
 
 

@@ -307,7 +307,7 @@ def accept(
             now = time.monotonic()
             for client in list(clients):
                 if client.refused is None and client.until <= now:
-                    client.refused = "it did not say who it is"
+                    client.refused = "it did not authenticate in time"
                 if client.refused is None:
                     continue
                 clients.remove(client)
@@ -332,7 +332,7 @@ def accept(
                     news.register(newest.sock, selectors.EVENT_READ, newest)
                     clients.append(newest)
                     if len(clients) > _MOST_CLIENTS:
-                        clients[0].refused = "it made room for others"
+                        clients[0].refused = "closed to make room for newer ones"
 
 
 def _close_all(clients: list[_Client]) -> None:

@@ -23,7 +23,7 @@ def own_address(master_addr: str) -> str:
         except OSError as error:
             why.append(f"{scheme}: {error.strerror}")
     raise PipelineError(
-        f"MASTER_ADDR is {master_addr}, which is not to be reached over {', nor over '.join(why)}"
+        f"MASTER_ADDR is {master_addr}, which cannot be reached over {', nor over '.join(why)}"
     )
 
 

@@ -22,7 +22,7 @@ def asked_for(split: Split, stage: nn.Module) -> tuple[Splitter, SplitReport]:
     Raises :class:`SplitError` with the reason if the split is not possible for the stage's modules.
     """
     sizes = trainable(stage)
-    report = SplitReport(split, "as asked for, without a self-test", tested=False, sizes=sizes)
+    report = SplitReport(split, "as given, without a self-test", tested=False, sizes=sizes)
     if split == "fused":
         return Splitter(), report
     if split == "graph":
@@ -30,7 +30,7 @@ def asked_for(split: Split, stage: nn.Module) -> tuple[Splitter, SplitReport]:
         # Which parameters are below several nodes is only known from a graph.
         return GraphSplit(stage), replace(report, deferred=tuple(sizes))
     if why := missing():
-        _refuse_if(split, f"this torch does not fit: {why}")
+        _refuse_if(split, f"this version of torch is not supported: {why}")
     layers, refused = find_layers(stage)
     if not layers:
         _refuse_if(split, nothing_to_defer(sizes, refused))
@@ -41,4 +41,4 @@ def asked_for(split: Split, stage: nn.Module) -> tuple[Splitter, SplitReport]:
 
 def _refuse_if(split: Split, why: str) -> None:
     if why:
-        raise SplitError(f"split {split!r} was asked for; {why}")
+        raise SplitError(f"split {split!r} is not possible: {why}")

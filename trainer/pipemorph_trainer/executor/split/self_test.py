@@ -125,7 +125,7 @@ class SelfTest:
 
     def _try_module(self) -> Splitter | None:
         if why := missing():
-            return self._refuse("module", f"this torch does not fit: {why}")
+            return self._refuse("module", f"this version of torch is not supported: {why}")
         layers, self._refused = find_layers(self._call.module)
         for _ in range(len(layers) + 1):
             active = [layer for layer in layers if not layer.excluded]
@@ -191,7 +191,7 @@ class SelfTest:
     def _try_offload(self, splitter: Splitter, store: ActivationStore) -> OffloadAttempt:
         """Test offload with two runs: the first one fills the pool, the second one is timed."""
         if why := holders_unknown():
-            return OffloadAttempt(reason=f"this torch does not fit: {why}")
+            return OffloadAttempt(reason=f"this version of torch is not supported: {why}")
         moved, seconds = 0, 0.0
         for _ in range(2):
             try:
@@ -293,7 +293,7 @@ def nothing_to_defer(sizes: Mapping[str, int], refused: Mapping[str, str]) -> st
 def graph_refusal(stage: nn.Module) -> str:
     """Why the graph of a stage cannot be cut, judged by its modules; empty if it can."""
     if why := missing():
-        return f"this torch does not fit: {why}"
+        return f"this version of torch is not supported: {why}"
     if not trainable(stage):
         return "the stage has no trainable parameter"
     if opaque := opaque_modules(stage):

@@ -197,7 +197,7 @@ class DirectIncoming:
         if self.receiving:
             raise PipelineError(
                 f"a receive from rank {self._peer} has not ended {2 * JOIN_SECONDS:g} s after "
-                "its connection was given up"
+                "its connection was closed"
             )
         return self._came
 

@@ -65,7 +65,7 @@ class Failover:
         if self.socket.lost is not None:
             raise PipelineError(why)
         self.broken = why
-        log.warning("%s: the direct route is given up: %s; it goes on delegated", self.name, why)
+        log.warning("%s: the direct route failed: %s; delegated from now on", self.name, why)
         position = self.incoming.leave()
         self.outgoing.leave()
         self.on_broken(why)
@@ -79,7 +79,7 @@ class Failover:
         if position is None or self.answered:
             return
         self.answered = True
-        self.give_up(f"rank {self.socket.peer_rank} has given it up")
+        self.give_up(f"rank {self.socket.peer_rank} gave it up")
         self.outgoing.send_again(position)
 
 
