@@ -93,7 +93,7 @@ class JobController:
         self._noted: set[str] = set()
         self._pending: Pending | None = None
 
-    # --- what is wanted -------------------------------------------------------------------
+    # --- the wanted plan, and the state of the job ----------------------------------------
 
     @property
     def plan_version(self) -> int:
@@ -382,7 +382,7 @@ class JobController:
             )
         )
 
-    # --- outliving the host ---------------------------------------------------------------
+    # --- snapshots ------------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
         """The state that :meth:`restore` needs, as data for JSON."""

@@ -253,7 +253,7 @@ class Pipeline:
         else:
             self.close()
 
-    # --- an iteration, and what is due between two --------------------------------------------
+    # --- iterations, and the work between them --------------------------------------------------
 
     def _step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Tensor:
         iteration = self.iteration

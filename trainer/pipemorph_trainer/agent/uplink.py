@@ -161,8 +161,8 @@ class Uplink:
                 f"{self._base}/reports", data=body, headers=headers, timeout=timeout
             ) as answer:
                 if answer.status == HTTPStatus.CONFLICT:
-                    # The clock of an earlier agent was ahead. This report was not taken; the next
-                    # goes on above its.
+                    # The clock of an earlier agent was ahead. This report was refused; the next one
+                    # counts on from the highest accepted number.
                     self._sequence = max(self._sequence, _last_taken(await answer.read()))
                 envelope = await _envelope(answer)
             self._merger.delivered(selection)

@@ -6,7 +6,7 @@ The room is shared by three goals:
 - A link that becomes slow or recovers is in the next report and in the following ones, since a
   detector needs several windows. First: the largest difference to the recently reported values.
 - A slow link stays in the reports. First: the slowest.
-- Every link is reported now and then, since its state would otherwise become unknown. First: the
+- Every link is reported regularly, since its state would otherwise become unknown. First: the
   longest unreported. This uses all remaining room, so every series is reported again within a
   bounded number of reports.
 

@@ -36,8 +36,8 @@ class LinkEnd:
         faults: LinkFaults | None = None,
         direct_transport: Transport = "gloo",
     ) -> None:
-        """``socket``: to the neighbour. ``faults``: what is injected here, by default nothing.
-        Channels are added afterwards."""
+        """``socket``: to the neighbour. ``faults``: injected at this end; None: no faults. Channels
+        are added afterwards."""
         self.link = link
         self.peer_rank = socket.peer_rank
         self.peer_stage = link if receives is Direction.FORWARD else link + 1

@@ -119,10 +119,11 @@ class Note(NamedTuple):
 
 
 DIRECT_QUEUE = -1
-"""The direct route's only queue; the delegated route's are numbered from 0."""
+"""The only queue of the direct route; those of the delegated route are numbered from 0."""
 Hold = Callable[[int, int, float], tuple[float, float]]
-"""``hold(queue, nbytes, now)``: when a message that is handed to ``queue`` now leaves it, and until
-when its receiver has to hold it back, 0 for not at all. Only a fault trace holds messages."""
+"""``hold(queue, nbytes, now)``: the time at which a message given to ``queue`` now leaves it, and
+the time before which the receiver must not use it, 0 for none. Only a fault trace holds
+messages."""
 
 
 class Position(NamedTuple):

@@ -77,7 +77,7 @@ class LinkConfig:
 
     def __post_init__(self) -> None:
         if self.faults.half_duplex and self.cuda:
-            # Receives are posted ahead of sends here; on one NCCL stream that would deadlock.
+            # Receives are posted before sends; on one NCCL stream that would deadlock.
             raise PipelineError(
                 "transport.directDuplex is half, which is for comparisons on the CPU; use full "
                 "on CUDA"

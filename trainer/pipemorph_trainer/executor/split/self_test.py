@@ -198,7 +198,7 @@ class SelfTest:
                 outcome = run_trial(
                     splitter, self._call, self._samples, self._snapshot, fused=False, store=store
                 )
-            except Exception as error:  # noqa: BLE001 - whatever it is, activations stay
+            except Exception as error:  # noqa: BLE001 - after any error, activations stay
                 return OffloadAttempt(reason=_first_line(error))
             if wrong := differences(self._reference, outcome, self._loose):
                 return OffloadAttempt(reason=f"{wrong[0]} differs from a run without it")
@@ -216,7 +216,7 @@ class SelfTest:
                 again = self._trial(splitter)
                 wrong = differences(self._reference, again, self._loose)
                 outcome.seconds = again.seconds
-        except Exception as error:  # noqa: BLE001 - whatever it is, the stage runs unsplit
+        except Exception as error:  # noqa: BLE001 - after any error, the stage runs unsplit
             return None, [_first_line(error)]
         return outcome, wrong
 
