@@ -28,7 +28,6 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -128,8 +127,7 @@ class IngestHandler:
     """Answers all requests of the ingest. For use in one event loop.
 
     ``planner`` makes the controllers' decisions. Reports are answered without waiting for it; polls
-    and the next report return the result. ``clock``: wall clock for controllers; ``monotonic``:
-    clock of the rate limits.
+    and the next report return the result.
     """
 
     def __init__(
@@ -138,14 +136,10 @@ class IngestHandler:
         *,
         limits: Limits | None = None,
         planner: Planner = plan_here,
-        clock: Callable[[], float] = time.time,
-        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._planner = planner
         self._limits = limits or Limits()
-        self._clock = clock
-        self._monotonic = monotonic
         self._sessions: WeakKeyDictionary[ControlledJob, _JobSession] = WeakKeyDictionary()
         self._closing = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -160,7 +154,7 @@ class IngestHandler:
         if job is None:
             return Reply.error(404, f"there is no job {namespace}/{name} here")
         session = self._session(job)
-        if not session.take_token(self._limits, self._monotonic()):
+        if not session.take_token(self._limits, time.monotonic()):
             return Reply.error(
                 429, f"more than {self._limits.reports_per_second:g} reports per second"
             )
@@ -174,7 +168,7 @@ class IngestHandler:
                 field="job",
             )
         try:
-            job.report(parsed, self._clock())
+            job.report(parsed, time.time())
         except WrongAttempt as error:
             return Reply.error(403, str(error), field="attempt")
         except ReplayedReport as error:
@@ -215,13 +209,13 @@ class IngestHandler:
             return Reply.error(
                 429, f"{len(session.waiters)} polls are waiting for this job already"
             )
-        deadline = self._monotonic() + seconds
+        deadline = time.monotonic() + seconds
         while (
             wanted_attempt == job.attempt
             and session.above(after_version) is None
             and not self._closing
         ):
-            left = deadline - self._monotonic()
+            left = deadline - time.monotonic()
             if left <= 0:
                 break
             await self._wait(session, left)
@@ -241,7 +235,7 @@ class IngestHandler:
         """
         job = self._store.lookup(namespace, name)
         if job is not None:
-            job.tick(self._clock())
+            job.tick(time.time())
             session = self._session(job)
             self._plan(namespace, name, job, session)
             await self._publish(namespace, name, job, session)
@@ -258,7 +252,7 @@ class IngestHandler:
         session = self._sessions.get(job)
         if session is None:
             # A directive that exists before the first report comes from a persisted snapshot.
-            session = _JobSession(job.directive(), float(self._limits.burst), self._monotonic())
+            session = _JobSession(job.directive(), float(self._limits.burst), time.monotonic())
             self._sessions[job] = session
         return session
 
@@ -284,7 +278,7 @@ class IngestHandler:
             return
         finally:
             session.planning = False
-        job.settle(asked, proposal, self._clock())
+        job.settle(asked, proposal, time.time())
         if self._store.lookup(namespace, name) is job:
             await self._publish(namespace, name, job, session)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pipemorph.planning.analysis.bubbles import Bubble, explain, explain_interleaved
@@ -44,46 +44,29 @@ class Timeline:
         return max((op.end for ops in self.stages for op in ops), default=0.0)
 
     @staticmethod
-    def of_simulation(
-        simulation: Simulation,
-        problem: Problem,
-        *,
-        title: str = "",
-        unit: float = MILLISECOND,
-    ) -> Timeline:
-        """A simulated iteration. ``unit``: seconds per unit of the problem's times."""
-        stages = [
-            [TimedOp(op.kind, op.microbatch, op.start * unit, op.end * unit) for op in ops]
-            for ops in simulation.stages
-        ]
+    def of_simulation(simulation: Simulation, problem: Problem, *, title: str = "") -> Timeline:
+        """A simulated iteration."""
         bubbles, messages = explain(simulation, problem)
         return Timeline(
-            stages,
+            [_timed(ops) for ops in simulation.stages],
             title,
-            _scaled(messages, problem, unit),
-            bubbles=_bubbles(bubbles, unit),
+            _scaled(messages, problem),
+            bubbles=_bubbles(bubbles),
             limits=problem.in_flight_limits(),
         )
 
     @staticmethod
     def of_interleaved(
-        ran: InterleavedSimulation,
-        problem: Problem,
-        *,
-        title: str = "",
-        unit: float = MILLISECOND,
+        ran: InterleavedSimulation, problem: Problem, *, title: str = ""
     ) -> Timeline:
         """A simulated iteration of ranks with several stages: one row per rank."""
         bubbles, messages = explain_interleaved(ran)
         rows = ran.by_rank()
         return Timeline(
-            [
-                [op._replace(start=op.start * unit, end=op.end * unit) for _, op in row]
-                for row in rows
-            ],
+            [_timed(op for _, op in row) for row in rows],
             title,
-            _scaled(messages, problem, unit),
-            bubbles=_bubbles(bubbles, unit),
+            _scaled(messages, problem),
+            bubbles=_bubbles(bubbles),
             placement=ran.placement,
             stage_of=[[stage for stage, _ in row] for row in rows],
         )
@@ -96,18 +79,23 @@ class Timeline:
         return f"rank {row} ({', '.join(own)})"
 
 
-def _scaled(messages: Sequence[Message], problem: Problem, unit: float) -> tuple[Message, ...]:
+def _timed(ops: Iterable[TimedOp]) -> list[TimedOp]:
+    """Ops with times in seconds."""
+    return [op._replace(start=op.start * MILLISECOND, end=op.end * MILLISECOND) for op in ops]
+
+
+def _scaled(messages: Sequence[Message], problem: Problem) -> tuple[Message, ...]:
     """Messages on links with a delay, with times in seconds."""
     return tuple(
-        message._replace(sent=message.sent * unit, arrived=message.arrived * unit)
+        message._replace(sent=message.sent * MILLISECOND, arrived=message.arrived * MILLISECOND)
         for message in messages
         if problem.links[message.link].delay > 0
     )
 
 
-def _bubbles(bubbles: Sequence[Sequence[Bubble]], unit: float) -> list[list[Bubble]]:
+def _bubbles(bubbles: Sequence[Sequence[Bubble]]) -> list[list[Bubble]]:
     return [
-        [Bubble(each.start * unit, each.end * unit, each.cause) for each in idle]
+        [Bubble(each.start * MILLISECOND, each.end * MILLISECOND, each.cause) for each in idle]
         for idle in bubbles
     ]
 

@@ -35,7 +35,6 @@ def faults(
     memlock: bool,
     shm_bytes: int | None,
     devices: Path = DEVICES,
-    shared_memory: Path = SHARED_MEMORY,
     locked_limit: Callable[[], int] = locked_limit,
 ) -> list[str]:
     """Faults of this pod, one line each; empty if there is none."""
@@ -54,11 +53,11 @@ def faults(
                 " IPC_LOCK to no other), or set placement.rdma.ipcLock: false to do without"
             )
     if shm_bytes is not None:
-        stat = os.statvfs(shared_memory)
+        stat = os.statvfs(SHARED_MEMORY)
         size = stat.f_frsize * stat.f_blocks
         if size < shm_bytes:
             found.append(
-                f"{shared_memory} holds {size} bytes, the job asked for {shm_bytes}; is another"
+                f"{SHARED_MEMORY} holds {size} bytes, the job asked for {shm_bytes}; is another"
                 " volume mounted there?"
             )
     return found

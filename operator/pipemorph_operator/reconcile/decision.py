@@ -112,9 +112,7 @@ class Draft:
         """Mark that a queue, such as Kueue, holds the attempt's Job suspended."""
         self.stop_clock()
         self.status.attempt_start_time = None
-        message = f"Job {current.name} is suspended by its queue"
-        self.mark(names.PODS_READY, "False", names.R_QUEUED, message)
-        self.mark(names.RUNNING, "False", names.R_QUEUED, message)
+        self.not_running(names.R_QUEUED, f"Job {current.name} is suspended by its queue")
 
     def jobs(self) -> list[JobFacts]:
         """Jobs of all attempts, the current one first."""

@@ -16,7 +16,6 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -77,15 +76,7 @@ class AgentClient:
     established connection was lost.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        secret: bytes,
-        host: str,
-        port: int,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, rank: int, secret: bytes, host: str, port: int) -> None:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
@@ -94,7 +85,6 @@ class AgentClient:
         self._address: Any = found[0][4]
         self._rank = rank
         self._secret = secret
-        self._clock = clock
         self._phase = _Phase.DOWN
         self._socket: socket.socket | None = None
         self._reader = frames.FrameReader(frames.MAX_HELLO_BYTES)
@@ -140,8 +130,8 @@ class AgentClient:
         Takes at most :data:`FLUSH_SECONDS`, or :data:`FIRST_FLUSH_SECONDS` if the agent has never
         answered.
         """
-        deadline = self._clock() + (FLUSH_SECONDS if self._was_ready else FIRST_FLUSH_SECONDS)
-        while (self._queue or self._sending) and self._clock() < deadline:
+        deadline = time.monotonic() + (FLUSH_SECONDS if self._was_ready else FIRST_FLUSH_SECONDS)
+        while (self._queue or self._sending) and time.monotonic() < deadline:
             self._pump()
             if self._phase is _Phase.DOWN or not (self._queue or self._sending):
                 break
@@ -150,9 +140,9 @@ class AgentClient:
 
     def wait_until_ready(self, seconds: float) -> bool:
         """Block until the handshake is done, at most ``seconds``. For the start and for tests."""
-        deadline = self._clock() + seconds
+        deadline = time.monotonic() + seconds
         self._pump()
-        while self._phase is not _Phase.READY and self._clock() < deadline:
+        while self._phase is not _Phase.READY and time.monotonic() < deadline:
             self._wait(deadline)
             self._pump()
         return self.ready
@@ -175,7 +165,7 @@ class AgentClient:
             self._lose(str(error))
 
     def _dial(self) -> None:
-        if self._clock() < self._retry_at:
+        if time.monotonic() < self._retry_at:
             return
         self._socket = socket.socket(self._family, socket.SOCK_STREAM)
         self._socket.setblocking(False)
@@ -184,7 +174,7 @@ class AgentClient:
         if code not in _IN_PROGRESS:
             raise OSError(code, errno.errorcode.get(code, "connect failed"))
         self._phase = _Phase.DIALLING
-        self._give_up_at = self._clock() + HANDSHAKE_SECONDS
+        self._give_up_at = time.monotonic() + HANDSHAKE_SECONDS
 
     def _finish_dialling(self) -> None:
         assert self._socket is not None
@@ -253,7 +243,7 @@ class AgentClient:
             self._sending = self._sending[sent:]
 
     def _check_handshake_time(self) -> None:
-        if self._clock() > self._give_up_at:
+        if time.monotonic() > self._give_up_at:
             raise frames.FrameError(
                 f"no agent after {HANDSHAKE_SECONDS:.0f} s ({self._phase.value})"
             )
@@ -269,7 +259,7 @@ class AgentClient:
                 self._rank, why,
             )  # fmt: skip
         self._hang_up(_Phase.DOWN)
-        self._retry_at = self._clock() + self._retry_after
+        self._retry_at = time.monotonic() + self._retry_after
         self._retry_after = min(2 * self._retry_after, LAST_RETRY_SECONDS)
 
     def _hang_up(self, phase: _Phase) -> None:
@@ -289,9 +279,9 @@ class AgentClient:
 
     def _wait(self, deadline: float) -> None:
         """Sleep until the socket is ready or it is time to reconnect. Only at the start and end."""
-        left = max(0.0, deadline - self._clock())
+        left = max(0.0, deadline - time.monotonic())
         if self._socket is None:
-            time.sleep(min(left, max(0.001, self._retry_at - self._clock())))
+            time.sleep(min(left, max(0.001, self._retry_at - time.monotonic())))
             return
         wants_write = self._phase is _Phase.DIALLING or bool(self._sending)
         writers = [self._socket] if wants_write else []

@@ -126,18 +126,18 @@ class GPTStage(nn.Module):
         return x
 
 
-def load_corpus(limit: int = CORPUS_BYTES) -> Tensor:
-    """The first ``limit`` bytes of the standard library's sources, uint8, in name order."""
+def load_corpus() -> Tensor:
+    """The first :data:`CORPUS_BYTES` of the standard library's sources, uint8, in name order."""
     root = Path(sysconfig.get_paths()["stdlib"])
     chunks, size = [], 0
     for path in sorted(root.glob("*.py")) + sorted(root.glob("*/*.py")):
         chunks.append(path.read_bytes())
         size += len(chunks[-1])
-        if size >= limit:
+        if size >= CORPUS_BYTES:
             break
     if not size:
         raise InputError(f"no Python sources under {root}; the example trains on those")
-    return torch.frombuffer(bytearray(b"".join(chunks)[:limit]), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(b"".join(chunks)[:CORPUS_BYTES]), dtype=torch.uint8)
 
 
 def sample_batch(

@@ -19,7 +19,7 @@ from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.topology.addresses import everywhere, own_address
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry, Counter, Gauge
+    from prometheus_client import Counter, Gauge
 
     from pipemorph_trainer.topology.coordinate import Coordinate
 
@@ -43,12 +43,11 @@ class RankMetrics:
         stage: int,
         replica: int,
         *,
-        registry: CollectorRegistry | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         from prometheus_client import CollectorRegistry, Counter, Gauge
 
-        self.registry = registry or CollectorRegistry()
+        self.registry = CollectorRegistry()
         self._stage = stage
         self._who = {"name": job, "stage": str(stage), "replica": str(replica)}
         self._clock = clock
