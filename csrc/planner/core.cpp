@@ -22,7 +22,6 @@ Core::Core(const Costs& costs, std::vector<std::vector<int>> stages_of)
     for (int rank = 0; rank < ranks(); ++rank)
         for (const int stage : stages_of_[rank]) rank_of_[stage] = rank;
     for (auto& done : done_) done.resize(costs.stages);
-    for (auto& sent : sent_) sent.resize(costs.stages);
     for (int stage = 0; stage < costs.stages; ++stage)
         for (const int kind : {kForward, kBackward, kWeight, kFused}) {
             Way its{.stage = stage, .kind = kind, .took = costs.took[kind][stage]};
@@ -53,6 +52,17 @@ void Core::reset() {
     for (auto& done : done_) std::fill(done.begin(), done.end(), 0);
     for (auto& residency : residency_) residency.clear();
     std::fill(idle_.begin(), idle_.end(), false);
+}
+
+void Core::set_tail(const Times* tail) {
+    // The local search runs thousands of orders with the same one.
+    std::array<const double*, kKinds> rows{};
+    if (tail)
+        for (int kind = 0; kind < kKinds; ++kind) rows[kind] = tail->row(kind, 0);
+    if (rows == tails_) return;
+    tails_ = rows;
+    for (Way& its : ways_)
+        its.tail = tail && its.kind != kFused ? tail->row(its.kind, its.stage) : nullptr;
 }
 
 }  // namespace pipemorph::planner

@@ -6,6 +6,7 @@
 // (list_scheduler.hpp). pipemorph/planning/simulation/reference.py is the same, short and slow.
 #pragma once
 
+#include <array>
 #include <set>
 
 #include "planner/costs.hpp"
@@ -194,52 +195,54 @@ class Core {
     // The same for a given order and independent directions, faster: a rank runs on as long as its
     // next message's arrival is known. Arrivals follow from the sender alone, so the order in which
     // ranks are visited is free. `row_of(rank)` is where the rank stands in its order: a Row, as in
-    // in_order.hpp. False as soon as `gives_up(op, now)`.
-    template <class RowOf, class GivesUp>
-    bool run_as_known(RowOf row_of, GivesUp gives_up) {
+    // in_order.hpp. False as soon as an op starts at which its `tail` reaches `limit`.
+    template <class RowOf>
+    bool run_as_known(RowOf row_of, const Times* tail = nullptr, double limit = kNever) {
         reset();
+        set_tail(tail);
         todo_.clear();
         for (int rank = ranks() - 1; rank >= 0; --rank) todo_.push_back(rank);
         std::fill(now_.begin(), now_.end(), 0.0);
-        for (auto& sent : sent_) std::fill(sent.begin(), sent.end(), false);
         while (!todo_.empty()) {
             const int rank = todo_.back();
             todo_.pop_back();
             idle_[rank] = true;  // here: not in todo_
             const std::vector<int>& stages = stages_of_[rank];
             double now = now_[rank];
-            auto& kept = row_of(rank);
-            auto row = kept;
-            for (; !row.finished(); ++row) {
-                const unsigned char code = row.code();
+            auto& row = row_of(rank);
+            const unsigned char* codes = row.codes;
+            const int size = row.size;
+            int position = row.position;
+            bool sent_up = false, sent_down = false;
+            for (; position < size; ++position) {
+                const unsigned char code = codes[position];
                 const Way& its = way(code & 3, stages[code >> 2]);
                 const int m = *its.done;
                 if (its.input) {
-                    if (its.input[m] == kNever) break;
-                    now = std::max(now, its.input[m]);
+                    const double input = its.input[m];
+                    if (input == kNever) break;
+                    if (input > now) now = input;
                 }
-                if (gives_up(its.kind, its.stage, m, now)) {
-                    kept = row;
+                if (its.tail && now + its.tail[m] >= limit) {
+                    row.position = position;
                     return false;
                 }
                 const double end = now + begin(its, m);
-                const double free = std::max(end, clear(its, m));
+                double free = end;
+                // Branches, not std::max: most often it is `end`, and the next op need not wait.
+                if (its.outstanding)
+                    if (const double taken = clear(its, m); taken > free) free = taken;
                 announce(its, m, free);
-                row.record(its.kind, its.stage, m, now, end, free);
+                row.record(position, its.kind, its.stage, m, now, end, free);
                 now = free;
-                if (its.to >= 0) sent_[its.to < its.stage][its.stage] = true;
+                (its.kind == kForward ? sent_down : sent_up) |= its.to >= 0;
             }
-            kept = row;
+            row.position = position;
             now_[rank] = now;
-            for (const int stage : stages)
-                for (const bool up : {true, false}) {
-                    if (!sent_[up][stage]) continue;
-                    sent_[up][stage] = false;
-                    const int to = rank_of_[up ? stage - 1 : stage + 1];
-                    if (!idle_[to]) continue;
-                    idle_[to] = false;
-                    todo_.push_back(to);
-                }
+            for (const int stage : stages) {
+                if (sent_up && stage > 0) queue(stage - 1);
+                if (sent_down && stage < last_stage()) queue(stage + 1);
+            }
         }
         return true;
     }
@@ -256,10 +259,20 @@ class Core {
         // Arrivals by microbatch: of what the ops wait for, and of what they send. The last stage
         // has its gradient at the end of its F.
         double *input = nullptr, *output = nullptr;
+        const double* tail = nullptr;  // least time from the start of each op to the end
     };
 
     const Way& way(int kind, int stage) const { return ways_[4 * stage + kind]; }
     void reset();
+    void set_tail(const Times* tail);
+
+    // Has the rank of a stage visited, once, by run_as_known.
+    void queue(int stage) {
+        const int rank = rank_of_[stage];
+        if (!idle_[rank]) return;
+        idle_[rank] = false;
+        todo_.push_back(rank);
+    }
 
     double clear(const Way& its, int m) const {
         return its.outstanding && m >= its.outstanding ? its.output[m - its.outstanding] : 0.0;
@@ -305,12 +318,13 @@ class Core {
     std::vector<int> rank_of_;
     Times arrivals_;
     std::vector<int> done_[kKinds];
-    std::vector<Way> ways_;                    // into arrivals_ and done_
-    std::vector<Residency> residency_;         // empty: no stage offloads
-    std::vector<std::vector<double>> shared_;  // arrivals over each half-duplex link
+    std::vector<Way> ways_;                      // into arrivals_ and done_
+    std::vector<Residency> residency_;           // empty: no stage offloads
+    std::vector<std::vector<double>> shared_;    // arrivals over each half-duplex link
+    std::array<const double*, kKinds> tails_{};  // as in ways_
     Agenda agenda_;
     std::vector<Op> running_;
-    std::vector<unsigned char> idle_, sent_[2];
+    std::vector<unsigned char> idle_;
     std::vector<double> now_;
     std::vector<int> todo_;
 };

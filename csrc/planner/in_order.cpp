@@ -30,11 +30,7 @@ double InOrder::run(const Order& order, const std::vector<double>& delay, const 
     core_.set_delay(delay);
     if (core_.costs().shares_queues()) return finish(core_.run_in_time(*this));
     const auto row_of = [&](int rank) -> Row& { return rows_[rank]; };
-    if (!tail)
-        return finish(core_.run_as_known(row_of, [](int, int, int, double) { return false; }));
-    return finish(core_.run_as_known(row_of, [&](int kind, int stage, int m, double now) {
-        return now + tail->row(kind, stage)[m] >= limit;
-    }));
+    return finish(core_.run_as_known(row_of, tail, limit));
 }
 
 double InOrder::run(const Order& order, DelayAt delay_at) {

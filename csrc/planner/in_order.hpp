@@ -48,17 +48,14 @@ class InOrder {
 
         bool finished() const { return position == size; }
         unsigned char code() const { return codes[position]; }
-        Row& operator++() {
-            ++position;
-            return *this;
-        }
-        void record(int kind, int stage, int m, double began, double ended, double went_on) {
-            start[position] = began;
-            end[position] = ended;
-            free[position] = went_on;
-            microbatch[position] = m;
+        void record(int at, int kind, int stage, int m, double began, double ended,
+                    double went_on) {
+            start[at] = began;
+            end[at] = ended;
+            free[at] = went_on;
+            microbatch[at] = m;
             position_of[kind == kFused ? kBackward : kind]
-                       [static_cast<size_t>(stage) * microbatches + m] = position;
+                       [static_cast<size_t>(stage) * microbatches + m] = at;
         }
     };
 
@@ -76,8 +73,8 @@ class InOrder {
         return choice;
     }
     void began(Core&, int rank, const Op& op, double now, double end) {
-        rows_[rank].record(op.kind, op.stage, op.microbatch, now, end, end);
-        ++rows_[rank];
+        Row& row = rows_[rank];
+        row.record(row.position++, op.kind, op.stage, op.microbatch, now, end, end);
     }
     void ended(int rank, double free) { rows_[rank].free[rows_[rank].position - 1] = free; }
 
