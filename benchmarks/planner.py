@@ -302,7 +302,7 @@ def show(found: dict[str, Any]) -> None:
         f"\n{everything['certified']:.0f}% of our plans are certified by the lower bound alone."
         "\n\nTime to plan on one core, CPU"
         f" (load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores;"
-        f" {'compiled' if found['compiled'] else 'plain Python'} search)\n"
+        f" {'compiled' if found['compiled'] else 'no'} search)\n"
     )
     others = [name for name in PLANNERS if name != "pipemorph"]
     print(
@@ -318,8 +318,8 @@ def show(found: dict[str, Any]) -> None:
             + f" {row['worst_gap_to_bound']:.2f}% |"
         )
     print(
-        f"\nTime grows with (S·N)^{found['growth']:.2f}. The other planners are plain Python,"
-        " medians too.\n\nSeveral slow links, cap S+2, and what else there is to plan for:\n"
+        f"\nTime grows with (S·N)^{found['growth']:.2f}. The other planners' times are medians"
+        " too.\n\nSeveral slow links, cap S+2, and what else there is to plan for:\n"
     )
     print("| S | N | | pipemorph, median |\n|---|---|---|---|")
     for row in found["harder"]:
