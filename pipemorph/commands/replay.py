@@ -77,7 +77,8 @@ def table(found: Replay) -> str:
         share = found.share(name)
         shown = "" if share is None else f"{100 * share:.1f}%"
         lines.append(f"{name:12} {seconds:9.1f} {60 * found.iterations / seconds:8.1f} {shown:>21}")
-    lines += ["", f"{len(found.changes)} changes of plan"]
+    count = len(found.changes)
+    lines += ["", f"{count} change{'' if count == 1 else 's'} of plan"]
     for change in found.changes:
         at = "never in force" if change.iteration is None else f"iteration {change.iteration}"
         lines.append(
