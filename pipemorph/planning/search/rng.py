@@ -1,4 +1,4 @@
-"""A random number generator with equal results on every machine and in the compiled search."""
+"""A random number generator with equal results on every machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,3 @@ class Rng:
 
     def pick(self, choices: Sequence[T]) -> T:
         return choices[self.below(len(choices))]
-
-    def unit(self) -> float:
-        """A number in [0, 1), a multiple of 2^-20."""
-        return self.below(1 << 20) / (1 << 20)
