@@ -112,6 +112,25 @@ class SlowLink(StatusModel):
     confidence: float = Field(ge=0, le=1, description="Probability that it is slow.")
 
 
+class LinkNodes(StatusModel):
+    """The nodes of a link's two ends."""
+
+    link: int = Field(ge=0, description="Between stage link and stage link + 1.")
+    replica: int = _number("Replica of the link.")
+    nodes: list[str] = Field(
+        max_length=2, description="Nodes of the ends; fewer than two where one is not known."
+    )
+
+
+class AttemptNodes(StatusModel):
+    """Nodes of the attempt in progress, noted while a link is slow: when an attempt ends, its pods
+    may be gone before the operator can ask where they ran."""
+
+    links: list[LinkNodes] = _at_most(MAX_SLOW_LINKS, "Links that are or were slow.")
+    count: int = _number("Nodes on which the attempt runs.")
+    others: int = _number("Those of them that are neither here nor in status.nodes.")
+
+
 class FallenLink(StatusModel):
     """A link that fell back from the agreed transport, as one of its ends reports."""
 
@@ -284,6 +303,9 @@ class JobStatus(StatusModel):
     pods: PodCounts | None = Field(default=None, description="Ranks of the current attempt.")
     attempts: list[AttemptRecord] = _at_most(MAX_ATTEMPTS_KEPT, "Ended attempts, newest last.")
     nodes: list[NodeRecord] = _at_most(MAX_NODES_KEPT, "Nodes that were at an end of a slow link.")
+    attempt_nodes: AttemptNodes | None = Field(
+        default=None, description="Nodes at the slow links of the attempt in progress."
+    )
     conditions: list[Condition] = Field(
         default_factory=list,
         max_length=16,

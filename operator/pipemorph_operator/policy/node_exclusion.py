@@ -7,11 +7,19 @@ or there are no other nodes, suspect nodes are only avoided while other nodes ha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from pipemorph.api.placement import NodeExclusion
 from pipemorph.api.spec import Fault
-from pipemorph.api.status import MAX_ATTEMPTS_KEPT, MAX_NODES_KEPT, NodeRecord, SlowLink
+from pipemorph.api.status import (
+    MAX_ATTEMPTS_KEPT,
+    MAX_NODES_KEPT,
+    MAX_SLOW_LINKS,
+    AttemptNodes,
+    LinkNodes,
+    NodeRecord,
+    SlowLink,
+)
 
 
 def ends(link: SlowLink, stages: int) -> tuple[int, int]:
@@ -20,21 +28,45 @@ def ends(link: SlowLink, stages: int) -> tuple[int, int]:
     return first, first + 1
 
 
-def suspects(
-    slow: Iterable[SlowLink], faults: Iterable[Fault], node_of_rank: Mapping[int, str], stages: int
-) -> set[str]:
-    """Nodes at both ends of the slow links, where both are known.
+def note_nodes(
+    noted: AttemptNodes | None,
+    slow: Iterable[SlowLink],
+    node_of_rank: Mapping[int, str],
+    records: Sequence[NodeRecord],
+    stages: int,
+) -> AttemptNodes:
+    """The nodes of an attempt in progress, with those at the ends of its slow links added.
+
+    ``node_of_rank``: of the pods that exist now, all of them unless the attempt is ending.
+    """
+    recorded = {record.name for record in records}
+    if noted is None:
+        ran_on = set(node_of_rank.values())
+        noted = AttemptNodes(count=len(ran_on), others=len(ran_on - recorded))
+    by_link = {(known.link, known.replica): known for known in noted.links}
+    for link in slow:
+        nodes = [node_of_rank[rank] for rank in ends(link, stages) if rank in node_of_rank]
+        found = LinkNodes(link=link.link, replica=link.replica, nodes=nodes)
+        by_link[link.link, link.replica] = found
+    links = list(by_link.values())[-MAX_SLOW_LINKS:]
+    newly = {n for link in links for n in link.nodes} - recorded - _named(noted)
+    return AttemptNodes(links=links, count=noted.count, others=max(0, noted.others - len(newly)))
+
+
+def suspects(noted: AttemptNodes, slow: Iterable[SlowLink], faults: Iterable[Fault]) -> set[str]:
+    """Nodes at both ends of the links in ``slow``, where both are known.
 
     Ignores links within a node, which use no network, and links into which the job itself injects
     faults.
     """
     injected = {(fault.link, fault.replica) for fault in faults}
-    out: set[str] = set()
-    for link in slow:
-        a, b = (node_of_rank.get(rank) for rank in ends(link, stages))
-        if a and b and a != b and (link.link, link.replica) not in injected:
-            out |= {a, b}
-    return out
+    counted = {(link.link, link.replica) for link in slow} - injected
+    return {
+        node
+        for link in noted.links
+        if (link.link, link.replica) in counted and len(set(link.nodes)) == 2
+        for node in link.nodes
+    }
 
 
 def add_suspects(
@@ -42,12 +74,12 @@ def add_suspects(
     found: Iterable[str],
     attempt: int,
     rule: NodeExclusion,
-    ran_on: Collection[str],
+    noted: AttemptNodes,
 ) -> list[NodeRecord]:
     """The records after adding an attempt's suspect nodes and excluding repeated suspects.
 
     Exclusions are permanent. No node is excluded beyond ``max_nodes``, nor if that would leave
-    fewer known nodes than ``ran_on``, the nodes of the attempt: its ranks might wait forever.
+    fewer known nodes than the attempt ran on (``noted``): the ranks might wait forever.
     """
     by_name = {record.name: record for record in records}
     for name in sorted(set(found)):
@@ -56,14 +88,14 @@ def add_suspects(
             attempts = [*old.attempts, attempt][-MAX_ATTEMPTS_KEPT:]
             by_name[name] = old.model_copy(update={"attempts": attempts})
     excluded = {record.name for record in by_name.values() if record.excluded}
-    known = {*by_name, *ran_on}
+    known = {*by_name, *_named(noted)}
     out = []
     for record in sorted(by_name.values(), key=lambda r: -len(r.attempts)):
         newly = (
             _is_repeated(record, rule)
             and not record.excluded
             and len(excluded) < rule.max_nodes
-            and len(known - excluded - {record.name}) >= len(ran_on)
+            and len(known - excluded - {record.name}) + noted.others >= noted.count
         )
         if newly:
             excluded.add(record.name)
@@ -84,6 +116,10 @@ def avoided(
         tuple(record.name for record in records if record.excluded),
         tuple(r.name for r in records if not r.excluded and _is_repeated(r, rule)),
     )
+
+
+def _named(noted: AttemptNodes) -> set[str]:
+    return {node for link in noted.links for node in link.nodes}
 
 
 def _is_repeated(record: NodeRecord, rule: NodeExclusion) -> bool:

@@ -21,7 +21,7 @@ from pipemorph_operator.config import OperatorConfig
 from pipemorph_operator.policy import conditions, lifetime, node_exclusion, restart
 from pipemorph_operator.reconcile import plans, waits
 from pipemorph_operator.reconcile.decision import Decision, Draft, Observed
-from pipemorph_operator.reconcile.node_suspects import record_suspects
+from pipemorph_operator.reconcile.node_suspects import note_nodes, record_suspects
 
 DRAIN_SECONDS = 60.0
 """Longest wait for an old attempt's ranks, which may be on a lost node. Ranks that reappear later
@@ -286,6 +286,9 @@ def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
     status.attempt_start_time = status.attempt_start_time or format_time(draft.now)
     if current.succeeded >= ranks:
         return draft.done()  # All ranks have succeeded; the Job is about to be Complete.
+    note_nodes(draft, job)
+    if draft.out.needs_pods:
+        return draft.out
     if ready >= ranks:
         _running(draft, ranks)
     else:
@@ -311,9 +314,11 @@ def _complete(draft: Draft, ranks: int) -> Decision:
 def _ended(draft: Draft, job: PipeMorphJob, cause: restart.Cause) -> Decision:
     """End the attempt in status, which did not succeed: restart or fail the job."""
     if cause.reason not in restart.NOT_A_CRASH:
+        if draft.seen.current is not None:
+            note_nodes(draft, job)
+        if draft.out.needs_pods:
+            return draft.out
         record_suspects(draft, job)
-    if draft.out.needs_pods:
-        return draft.out
     number = draft.status.attempt or 0
     if cause.reason == names.R_PREFLIGHT_FAILED:
         draft.mark(names.PREFLIGHT_PASSED, "False", names.R_PREFLIGHT_FAILED, cause.message)

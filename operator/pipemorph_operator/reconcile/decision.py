@@ -140,6 +140,7 @@ class Draft:
         self.status.attempt = number + 1
         self.status.job_name = self.status.job_uid = None
         self.status.job_start_time = self.status.attempt_start_time = None
+        self.status.attempt_nodes = None
 
     def done(self, *, again: bool = False) -> Decision:
         """Finish the decision. ``again``: reconcile again at once, for the next step."""

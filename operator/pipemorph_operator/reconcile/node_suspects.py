@@ -4,34 +4,45 @@ from __future__ import annotations
 
 from pipemorph.api.placement import Placement
 from pipemorph.api.spec import PipeMorphJob
-from pipemorph.api.status import JobStatus
+from pipemorph.api.status import JobStatus, SlowLink
 from pipemorph_operator import names
 from pipemorph_operator.policy import node_exclusion
 from pipemorph_operator.reconcile.decision import Draft
 
 
-def record_suspects(draft: Draft, job: PipeMorphJob) -> None:
-    """Record the nodes of links that were slow when the attempt in status ended.
+def note_nodes(draft: Draft, job: PipeMorphJob) -> None:
+    """Note in status the nodes of links that are slow now. May request the pods, which name them.
 
-    Links that recovered before do not count. May request the pods, which name the ranks' nodes;
-    they are gone if their Job is.
+    While the attempt runs, because its pods may be gone when the operator sees its end.
     """
-    training = JobStatus.model_validate(draft.seen.body.get("status") or {}).training
-    if training is None or not training.slow_links or training.attempt != draft.status.attempt:
-        return
-    if draft.seen.current is None:
+    slow = _slow_links(draft)
+    noted = draft.status.attempt_nodes
+    known = {(at.link, at.replica) for at in noted.links if len(at.nodes) == 2} if noted else set()
+    if all((link.link, link.replica) in known for link in slow):
         return
     if draft.seen.pods is None:
         draft.out.needs_pods = True
         return
-    rule = (job.spec.placement or Placement()).node_exclusion
     nodes = {pod.index: pod.node for pod in draft.seen.pods if pod.node is not None}
-    found = node_exclusion.suspects(
-        training.slow_links, job.spec.faults, nodes, job.spec.parallelism.stages
+    missing = [link for link in slow if (link.link, link.replica) not in known]
+    draft.status.attempt_nodes = node_exclusion.note_nodes(
+        noted, missing, nodes, draft.status.nodes, job.spec.parallelism.stages
     )
+
+
+def record_suspects(draft: Draft, job: PipeMorphJob) -> None:
+    """Record the nodes of links that were slow when the attempt in status ended.
+
+    Links that recovered before do not count.
+    """
+    slow, noted = _slow_links(draft), draft.status.attempt_nodes
+    if not slow or noted is None:
+        return
+    rule = (job.spec.placement or Placement()).node_exclusion
+    found = node_exclusion.suspects(noted, slow, job.spec.faults)
     before = {node.name for node in draft.status.nodes if node.excluded}
     draft.status.nodes = node_exclusion.add_suspects(
-        draft.status.nodes, found, training.attempt, rule, set(nodes.values())
+        draft.status.nodes, found, draft.status.attempt or 0, rule, noted
     )
     for node in draft.status.nodes:
         if node.excluded and node.name not in before:
@@ -41,3 +52,11 @@ def record_suspects(draft: Draft, job: PipeMorphJob) -> None:
                 f"node {node.name} had slow links at the end of attempts"
                 f" {', '.join(map(str, node.attempts))}; the next attempt avoids it",
             )
+
+
+def _slow_links(draft: Draft) -> list[SlowLink]:
+    """Slow links of the attempt in status, by the last summary of its ranks' reports."""
+    training = JobStatus.model_validate(draft.seen.body.get("status") or {}).training
+    if training is None or training.attempt != draft.status.attempt:
+        return []
+    return training.slow_links

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 
 import pytest
@@ -9,7 +10,7 @@ from operator_objects import T0, failed, pod
 
 from pipemorph.api.placement import NodeExclusion
 from pipemorph.api.spec import Fault
-from pipemorph.api.status import MAX_NODES_KEPT, Condition, NodeRecord, SlowLink
+from pipemorph.api.status import MAX_NODES_KEPT, AttemptNodes, Condition, NodeRecord, SlowLink
 from pipemorph_operator import names
 from pipemorph_operator.cluster.facts import format_time
 from pipemorph_operator.policy import conditions, lifetime, node_exclusion, restart
@@ -145,31 +146,54 @@ def fault(number: int, replica: int = 0) -> Fault:
 
 def test_both_nodes_of_a_slow_link_are_suspects() -> None:
     nodes = {0: "a", 1: "b", 2: "b", 3: "c"}
-    assert node_exclusion.suspects([link(0)], [], nodes, stages=4) == {"a", "b"}
-    assert node_exclusion.suspects([link(1)], [], nodes, stages=4) == set(), "both ends on one node"
-    assert node_exclusion.suspects([link(0), link(2)], [], nodes, stages=4) == {"a", "b", "c"}
-    assert node_exclusion.suspects([link(0)], [], {0: "a"}, stages=4) == set(), "maybe on one node"
+
+    def found(*slow: SlowLink, of: Mapping[int, str] = nodes) -> set[str]:
+        seen = node_exclusion.note_nodes(None, slow, of, [], stages=4)
+        return node_exclusion.suspects(seen, slow, [])
+
+    assert found(link(0)) == {"a", "b"}
+    assert found(link(1)) == set(), "both ends on one node"
+    assert found(link(0), link(2)) == {"a", "b", "c"}
+    assert found(link(0), of={0: "a"}) == set(), "maybe on one node"
 
 
 def test_a_link_that_the_jobs_own_faults_slow_accuses_nobody() -> None:
     nodes = {0: "a", 1: "b", 2: "c", 3: "d"}
     both = [link(0), link(0, replica=1)]
-    assert node_exclusion.suspects(both, [fault(0)], nodes, stages=2) == {"c", "d"}
-    assert node_exclusion.suspects(both, [fault(0), fault(0, 1)], nodes, stages=2) == set()
+    seen = node_exclusion.note_nodes(None, both, nodes, [], stages=2)
+    assert node_exclusion.suspects(seen, both, [fault(0)]) == {"c", "d"}
+    assert node_exclusion.suspects(seen, both, [fault(0), fault(0, 1)]) == set()
 
 
-MANY = {"k", "l", "m", "n"}
+def test_nodes_noted_later_are_counted_once() -> None:
+    nodes = dict(enumerate("abcd"))
+    first = node_exclusion.note_nodes(None, [link(0)], nodes, [], stages=4)
+    assert (first.count, first.others) == (4, 2), "c and d have no name here"
+    # Half of the pods are gone by now.
+    later = node_exclusion.note_nodes(first, [link(1)], {1: "b", 2: "c"}, [], stages=4)
+    assert (later.count, later.others) == (4, 1), "d has none"
+    assert node_exclusion.suspects(later, [link(1)], []) == {"b", "c"}, "link 0 has recovered"
+
+
+def noted(nodes: Iterable[str], *records: NodeRecord) -> AttemptNodes:
+    """What is noted of an attempt of two stages with ranks on these nodes, all links slow."""
+    ranks = [node for node in sorted(nodes) for _ in range(2)]
+    slow = [link(0, replica) for replica in range(len(ranks) // 2)]
+    return node_exclusion.note_nodes(None, slow, dict(enumerate(ranks)), records, stages=2)
+
+
+MANY = noted({"k", "l", "m", "n"})
 """Nodes that an attempt ran on besides the accused."""
 
 
 def test_a_node_accused_in_several_attempts_is_excluded() -> None:
     rule = NodeExclusion(after_attempts=2, max_nodes=1)
-    records = node_exclusion.add_suspects([], {"a", "b"}, 0, rule, {"a", "b"})
-    records = node_exclusion.add_suspects(records, {"a"}, 0, rule, {"a", "b"})
+    records = node_exclusion.add_suspects([], {"a", "b"}, 0, rule, noted({"a", "b"}))
+    records = node_exclusion.add_suspects(records, {"a"}, 0, rule, noted({"a", "b"}))
     assert not any(r.excluded for r in records), "one attempt counted twice"
-    records = node_exclusion.add_suspects(records, {"b", "c"}, 1, rule, {"b", "c"})
+    records = node_exclusion.add_suspects(records, {"b", "c"}, 1, rule, noted({"b", "c"}))
     assert [r.name for r in records if r.excluded] == ["b"]
-    records = node_exclusion.add_suspects(records, {"a"}, 2, rule, {"a"})
+    records = node_exclusion.add_suspects(records, {"a"}, 2, rule, noted({"a"}))
     assert [r.name for r in records if r.excluded] == ["b"], "more than maxNodes"
     assert node_exclusion.avoided(records, rule) == (("b",), ("a",))
 
@@ -179,7 +203,7 @@ def test_so_many_nodes_stay_as_the_last_attempt_had() -> None:
 
     def excluded(accused: set[str], ran_on: set[str], *known: str) -> set[str]:
         before = [NodeRecord(name=name) for name in known]
-        records = node_exclusion.add_suspects(before, accused, 0, rule, ran_on)
+        records = node_exclusion.add_suspects(before, accused, 0, rule, noted(ran_on, *before))
         hard, soft = node_exclusion.avoided(records, rule)
         assert {*hard, *soft} == accused, "one that is accused is not avoided at all"
         return {*hard}

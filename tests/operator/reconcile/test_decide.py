@@ -299,6 +299,7 @@ def after(
     *attempts: tuple[str, ...],
     slow_at_the_end: bool = True,
     suspended: bool = False,
+    pods_gone: bool = False,
     **more: object,
 ) -> World:
     """A job of three ranks after attempts on those nodes, link 1 slow in all of them; and the
@@ -318,6 +319,8 @@ def after(
             world.body["spec"]["suspend"] = False
         else:
             world.jobs[attempt] = job_facts(attempt, stages=3, active=0, failed=failed())
+            if pods_gone:
+                world.pods = []
             world.turn()
         world.later(60)
         world.settle()
@@ -340,6 +343,14 @@ def test_nodes_of_slow_links_are_recorded_and_avoided() -> None:
     assert "required" in found
     assert "'NotIn', 'values': ['b']" in found
     assert "preferred" not in found
+
+
+def test_nodes_are_known_although_their_pods_are_gone_when_the_attempt_has_ended() -> None:
+    world = after(("a", "b", "c"), ("d", "e", "b"), pods_gone=True)
+    assert [n["name"] for n in world.status["nodes"] if n["excluded"]] == ["b"]
+    assert "attemptNodes" not in world.status, "they belong to an attempt"
+    world = after(("a", "b", "c"), ("a", "b", "c"), pods_gone=True)
+    assert not any(n["excluded"] for n in world.status["nodes"]), "there are no other nodes"
 
 
 def test_where_there_are_no_other_nodes_the_slow_ones_are_still_used() -> None:
