@@ -25,7 +25,7 @@ LABEL_JOB = f"{API_GROUP}/job-name"
 LABEL_JOB_UID = f"{API_GROUP}/job-uid"
 LABEL_ATTEMPT = f"{API_GROUP}/attempt"
 COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
-"""Annotation and label of a pod; rank = completion index = replica × stages + stage."""
+"""Annotation and label of a pod; rank = completion index."""
 
 KUEUE_PREFIX = "kueue.x-k8s.io/"
 KUEUE_QUEUE = f"{KUEUE_PREFIX}queue-name"

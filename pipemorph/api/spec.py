@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from pipemorph.api.base import FieldError as FieldError  # noqa: PLC0414 - public here
 from pipemorph.api.base import SpecModel as SpecModel  # noqa: PLC0414
+from pipemorph.api.mesh import DIMENSIONS, Dimension, MeshShape
 from pipemorph.api.placement import Placement
 from pipemorph.planning.ir import Dispatch, Policy
 from pipemorph.planning.problem import MAX_CELLS
@@ -54,11 +55,39 @@ MAX_RANKS = 100_000
 """Kubernetes' limit of completions of an Indexed Job."""
 
 
-class Parallelism(SpecModel):
-    """Number of stages and replicas."""
+ONLINE_IN_LOCKSTEP = (
+    "ranks of one stage that run collectives inside ops (shard, context or tensor above 1) need "
+    "one order of ops: use dispatch static"
+)
 
-    stages: int = Field(ge=1, le=512, description="Pipeline stages; each is one rank per replica.")
-    replicas: int = Field(default=1, ge=1, le=4096, description="Data-parallel replicas.")
+
+class Parallelism(SpecModel):
+    """How the ranks are divided: a mesh of stages, replicas, shards, context and tensor."""
+
+    stages: int = Field(
+        ge=1, le=512, description="Pipeline stages (dimension pp of the device mesh)."
+    )
+    replicas: int = Field(
+        default=1, ge=1, le=4096, description="Data-parallel replicas (dp_replicate)."
+    )
+    shard: int = Field(
+        default=1,
+        ge=1,
+        le=4096,
+        description="Ranks over which the parameters of a stage are sharded, each with its own "
+        "data (dp_shard).",
+    )
+    context: int = Field(default=1, ge=1, le=1024, description="Ranks that divide a sequence (cp).")
+    tensor: int = Field(
+        default=1, ge=1, le=1024, description="Ranks that divide a stage's layers (tp)."
+    )
+    order: list[Dimension] = Field(
+        default_factory=lambda: list(DIMENSIONS),
+        max_length=len(DIMENSIONS),
+        json_schema_extra={"x-kubernetes-list-type": "set"},
+        description="Dimensions of the mesh, from outermost to innermost: ranks that differ in "
+        "the innermost one have consecutive numbers. Dimensions of size 1 may be left out.",
+    )
     layers: int | None = Field(
         default=None,
         ge=1,
@@ -67,10 +96,11 @@ class Parallelism(SpecModel):
 
     @model_validator(mode="after")
     def _fits(self) -> Parallelism:
+        self._check_order()
         if self.world_size > MAX_RANKS:
             raise FieldError(
                 "replicas",
-                f"is {self.replicas}, with {self.stages} stages {self.world_size} ranks; "
+                f"is {self.replicas}; {self.mesh} are {self.world_size} ranks; "
                 f"expected at most {MAX_RANKS}",
             )
         if self.layers is not None and self.layers % self.stages:
@@ -81,9 +111,25 @@ class Parallelism(SpecModel):
             )
         return self
 
+    def _check_order(self) -> None:
+        shown = ", ".join(self.order) or "empty"
+        if len(set(self.order)) < len(self.order):
+            raise FieldError("order", f"is {shown}; expected every dimension once")
+        sizes = MeshShape(self.stages, self.replicas, self.shard, self.context, self.tensor).sizes
+        for name, size in sizes.items():
+            if size > 1 and name not in self.order:
+                raise FieldError("order", f"is {shown}, without {name}, which has {size} ranks")
+
+    @property
+    def mesh(self) -> MeshShape:
+        """Where each rank is."""
+        return MeshShape(
+            self.stages, self.replicas, self.shard, self.context, self.tensor, tuple(self.order)
+        )
+
     @property
     def world_size(self) -> int:
-        return self.stages * self.replicas
+        return self.mesh.world_size
 
 
 class ScheduleSpec(SpecModel):
@@ -93,7 +139,8 @@ class ScheduleSpec(SpecModel):
     global_batch_size: int | None = Field(
         default=None,
         ge=1,
-        description="Samples per iteration, all replicas; divisible by replicas × microbatches.",
+        description="Samples per iteration of all replicas and shards; divisible by replicas × "
+        "shard × microbatches.",
     )
     policy: Literal["pipemorph", "zero-bubble", "1f1b", "gpipe", "exact"] = "pipemorph"
     dispatch: Literal["static", "online"] = "static"
@@ -312,7 +359,12 @@ class Fault(SpecModel):
     """
 
     link: int = Field(ge=0)
-    replica: int = Field(default=0, ge=0)
+    replica: int = Field(
+        default=0,
+        ge=0,
+        description="Pipeline column of the link: with replicas alone, the replica; else the index "
+        "of (replica, shard, context, tensor), the last running fastest.",
+    )
     from_iteration: int | None = Field(default=None, ge=0)
     to_iteration: int | None = Field(default=None, ge=1)
     from_seconds: float | None = Field(default=None, ge=0, allow_inf_nan=False)
@@ -397,6 +449,7 @@ class JobSpec(SpecModel):
             raise problem
         self._check_size()
         self._check_batch()
+        self._check_dispatch()
         self._check_warmup()
         self._check_faults()
         self._check_memory()
@@ -432,14 +485,19 @@ class JobSpec(SpecModel):
             )
 
     def _check_batch(self) -> None:
-        batch, replicas = self.schedule.global_batch_size, self.parallelism.replicas
-        parts = replicas * self.schedule.microbatches
+        batch, cut = self.schedule.global_batch_size, self.parallelism
+        parts = cut.replicas * cut.shard * self.schedule.microbatches
         if batch is not None and batch % parts:
+            shards = f" × {cut.shard} shards" if cut.shard > 1 else ""
             raise FieldError(
                 "schedule.globalBatchSize",
-                f"is {batch}, which {replicas} replicas × {self.schedule.microbatches}"
+                f"is {batch}, which {cut.replicas} replicas{shards} × {self.schedule.microbatches}"
                 f" microbatches do not divide; use a multiple of {parts}",
             )
+
+    def _check_dispatch(self) -> None:
+        if self.schedule.dispatch_kind is Dispatch.ONLINE and self.parallelism.mesh.lockstep > 1:
+            raise FieldError("schedule.dispatch", f"is online; {ONLINE_IN_LOCKSTEP}")
 
     def _check_warmup(self) -> None:
         warmup, most = self.schedule.warmup, self.schedule.microbatches
@@ -465,10 +523,11 @@ class JobSpec(SpecModel):
 
     def _check_faults(self) -> None:
         cut = self.parallelism
+        columns = "replicas" if cut.mesh.lockstep == 1 else "columns"
         for i, fault in enumerate(self.faults):
             for name, value, count, what in (
                 ("link", fault.link, cut.stages - 1, "links"),
-                ("replica", fault.replica, cut.replicas, "replicas"),
+                ("replica", fault.replica, cut.mesh.columns, columns),
             ):
                 if value >= count:
                     raise FieldError(

@@ -71,7 +71,7 @@ class Condition(StatusModel):
 class PodCounts(StatusModel):
     """Ranks of the current attempt."""
 
-    wanted: int = _number("Stages × replicas.")
+    wanted: int = _number("Ranks of the job.")
     active: int = _number("Pending or running pods.")
     ready: int = _number("Running pods.")
     succeeded: int = _number("Ranks that finished.")
@@ -105,7 +105,7 @@ class SlowLink(StatusModel):
     """A slow link, with its measurements."""
 
     link: int = Field(ge=0, description="Between stage link and stage link + 1.")
-    replica: int = _number("Replica where it is slowest.")
+    replica: int = _number("Pipeline column where it is slowest; with replicas alone, the replica.")
     direction: str = Field(max_length=16, description="The slower direction: forward or backward.")
     delay_ms: float = Field(ge=0, description="One-way time above normal, milliseconds.")
     wire_time_ms: float = Field(ge=0, description="One-way time now, milliseconds.")
@@ -135,7 +135,7 @@ class FallenLink(StatusModel):
     """A link that fell back from the agreed transport, as one of its ends reports."""
 
     link: int = Field(ge=0, description="Between stage link and stage link + 1.")
-    replica: int = _number("Replica of the link.")
+    replica: int = _number("Pipeline column of the link; with replicas alone, the replica.")
     direction: str = Field(
         max_length=16, description="Direction in which that end sends: forward or backward."
     )
@@ -149,7 +149,7 @@ class SickPort(StatusModel):
     """An RDMA port of a rank's host with a problem."""
 
     stage: int = Field(ge=0, description="Stage of the rank that sees it.")
-    replica: int = _number("Replica of that rank.")
+    replica: int = _number("Pipeline column of that rank; with replicas alone, the replica.")
     device: str = Field(max_length=64, description="RDMA device, such as mlx5_0.")
     port: int = Field(ge=1, description="Port of the device.")
     state: str = Field(max_length=32, description="State of the port, such as ACTIVE or DOWN.")

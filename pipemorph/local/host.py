@@ -23,7 +23,7 @@ from pipemorph.local.processes.environment import (
 )
 from pipemorph.local.processes.interrupts import Interrupts
 from pipemorph.local.processes.private import PrivateFolder
-from pipemorph.local.processes.ranks import RankPosition, RankSet, Reaper
+from pipemorph.local.processes.ranks import RankSet, Reaper
 from pipemorph.local.processes.supervise import End, Ending, Events, RankExited, supervise
 from pipemorph.local.progress import Progress, headline
 from pipemorph.local.results.history import Journal
@@ -188,7 +188,7 @@ class _Host:
         )
         command = [sys.executable, "-m", self.job.spec.trainer.module]
         for rank in range(parallelism.world_size):
-            position = RankPosition.of(rank, parallelism.stages, parallelism.replicas)
+            position = parallelism.mesh.coordinate(rank)
             env = rank_environment(self.job, where, rank, os.environ)
             ranks.start(position, command, env, self.folder.log(rank))
 

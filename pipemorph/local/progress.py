@@ -28,6 +28,9 @@ def headline(job: PipeMorphJob) -> str:
     parts = [_count(spec.parallelism.stages, "stage")]
     if spec.parallelism.replicas > 1:
         parts.append(_count(spec.parallelism.replicas, "replica"))
+    for word in ("shard", "context", "tensor"):
+        if (size := getattr(spec.parallelism, word)) > 1:
+            parts.append(f"{word} {size}")
     parts += [
         _count(spec.schedule.microbatches, "microbatch", "es"),
         _count(spec.trainer.iterations, "iteration"),

@@ -129,7 +129,7 @@ def test_when_every_attempt_is_used_the_job_is_failed_and_stays_so(jobs: Jobs) -
     failed = jobs.wait("spent", "Failed")
     assert condition(failed, "Failed") == ("True", "MaxRestartsExceeded")
     message = said(failed, "Failed")
-    assert "rank 1 (stage 1, replica 0)" in message
+    assert "rank 1 (stage 1)" in message
     assert "exited with code 3" in message
     jobs.expect_event("spent", "Warning MaxRestartsExceeded")
     # Terminal state wins: neither an edit nor a restart of the operator runs it again.

@@ -152,7 +152,8 @@ class Told(NoControl):
 
 def train(context: TrainerContext, job: Job) -> Record:
     """A training loop as a user writes it, with everything recorded."""
-    stage = context.rank % job.stages
+    coordinate = context.coordinate(job.stages)
+    stage = coordinate.stage
     module = make_stage(stage, job.stages, job.dtype)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     record = Record()
@@ -173,7 +174,7 @@ def train(context: TrainerContext, job: Job) -> Record:
         control=told,
         **job.extra,
     ) as pipe:
-        replica = context.rank // job.stages
+        replica = coordinate.replica
         for iteration in range(job.iterations):
             for at, plan_, ranks in job.switches:
                 if at == iteration and context.rank in ranks:

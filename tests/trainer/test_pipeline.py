@@ -16,6 +16,7 @@ from launch import Ranks, free_port, run_ranks
 from torch import Tensor, nn
 from trainer_jobs import Job, loss_fn, make_batch, make_stage, reference
 
+from pipemorph.api.mesh import MeshShape
 from pipemorph_trainer import Pipeline, TrainerContext, start
 from pipemorph_trainer.start import Start
 
@@ -133,7 +134,7 @@ class Sometimes(nn.Module):
 
 
 def uneven(context: TrainerContext) -> dict[str, list[float] | None]:
-    module = Sometimes(context.rank // 2)
+    module = Sometimes(context.coordinate(2).replica)
     with Pipeline(
         module, context=context, loss_fn=lambda o, t: o.sum(), microbatches=2, stages=2
     ) as pipe:
@@ -205,7 +206,7 @@ def test_misuse_is_told_in_one_line(what: str, told: str) -> None:
 
 def joined(context: TrainerContext, through: Path) -> bool:
     """Whether rank 1, which is slow in the middle of it, is through when this rank is."""
-    make_mesh = start.init_device_mesh
+    make_mesh = start.device_mesh
 
     def slow(*args: Any, **options: Any) -> Any:
         mesh = make_mesh(*args, **options)
@@ -214,8 +215,8 @@ def joined(context: TrainerContext, through: Path) -> bool:
         return mesh
 
     if context.rank == 1:
-        vars(start)["init_device_mesh"] = slow
-    start.join(context, torch.device("cpu"), Start(stages=2, microbatches=1))
+        vars(start)["device_mesh"] = slow
+    start.join(context, torch.device("cpu"), Start(mesh=MeshShape(2), microbatches=1))
     return through.exists()
 
 

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from launch import Ranks
 from trainer_jobs import Job, make_plan
 
+from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import Fault
 from pipemorph.errors import InputError
 from pipemorph.local.results.traces import TraceIndex
@@ -56,7 +57,6 @@ from pipemorph_trainer.links.recorder import LinkRecorder
 from pipemorph_trainer.signals import LastWord
 from pipemorph_trainer.telemetry.trace import TraceWriter
 from pipemorph_trainer.topology import addresses
-from pipemorph_trainer.topology.coordinate import Coordinate
 
 
 def row(*versions: int, began: float = 0.0, ended: float = 1.0, busy: float = 1.0) -> RankRow:
@@ -92,7 +92,7 @@ def test_rows_survive_the_collective() -> None:
 
 def test_a_plan_that_does_not_fit_is_not_offered() -> None:
     job = Job(3, 4)
-    book = PlanBook(make_plan(job, 0, "1f1b"), Coordinate(1, 1, 3, 0, 1), [], no_offload="")
+    book = PlanBook(make_plan(job, 0, "1f1b"), MeshShape(3).coordinate(1), [], no_offload="")
     with pytest.raises(InputError, match="plan 1 has 2 stages and 4 microbatches; the job runs 3"):
         book.prepare(make_plan(Job(2, 4), 1, "1f1b"))
     with pytest.raises(InputError, match="plan 2 has 1 routes; expected 2"):
@@ -351,7 +351,7 @@ def test_a_full_disk_ends_the_traces_and_not_the_training(
 ) -> None:
     for name in ("ops-rank1.jsonl", "faults-rank1.json"):
         (tmp_path / name).symlink_to("/dev/full")
-    trace = TraceWriter(tmp_path, Coordinate(1, 1, 2, 0, 1), emulated=False)
+    trace = TraceWriter(tmp_path, MeshShape(2).coordinate(1), emulated=False)
     for iteration in range(3):
         trace.iteration(iteration, 0, 0.0, Outcome())
     trace.close([])
@@ -365,7 +365,7 @@ def test_a_trace_has_a_bound_and_says_what_it_dropped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     limit = 1 << 16
-    trace = TraceWriter(tmp_path, Coordinate(1, 1, 2, 0, 1), emulated=False, limit=limit)
+    trace = TraceWriter(tmp_path, MeshShape(2).coordinate(1), emulated=False, limit=limit)
     path = tmp_path / "ops-rank1.jsonl"
     outcome = Outcome(ops=[TimedOp(OpKind.F, m, 1.0, 2.0) for m in range(8)])
     last = 2000

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pipemorph_trainer.context import TrainerContext
     from pipemorph_trainer.executor.stages.emulated import EmulatedStage
     from pipemorph_trainer.pipeline import Pipeline
+    from pipemorph_trainer.topology.mesh import make_mesh
 
 __all__ = [
     "EmulatedStage",
@@ -24,12 +25,14 @@ __all__ = [
     "ShapeError",
     "TrainerContext",
     "WaitTimeoutError",
+    "make_mesh",
 ]
 
 _LATE = {
     "EmulatedStage": "executor.stages.emulated",
     "Pipeline": "pipeline",
     "TrainerContext": "context",
+    "make_mesh": "topology.mesh",
 }
 
 

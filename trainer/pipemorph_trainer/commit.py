@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from pipemorph.api.mesh import Coordinate
+from pipemorph.api.spec import ONLINE_IN_LOCKSTEP
 from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, Plan, Route, validate, validate_online
 from pipemorph.wire import IterationSample
@@ -28,7 +30,6 @@ from pipemorph_trainer.executor.timed import TimedOp
 from pipemorph_trainer.executor.waiting import CollectiveWait
 from pipemorph_trainer.links.link import LinkEnd
 from pipemorph_trainer.links.message import Batch, TensorMeta
-from pipemorph_trainer.topology.coordinate import Coordinate
 from pipemorph_trainer.topology.world import World
 
 log = logging.getLogger("pipemorph.trainer")
@@ -61,11 +62,14 @@ def check_plan(plan: Plan, current: Plan) -> None:
 
 
 def check_stages(plan: Plan, coordinate: Coordinate) -> None:
-    """Raise :class:`InputError` if a plan has another number of stages than the job."""
+    """Raise :class:`InputError` if a plan has another number of stages than the job, or an order of
+    ops that the ranks of one stage cannot have in common."""
     if plan.schedule.stage_count != coordinate.stages:
         raise InputError(
             f"the plan has {plan.schedule.stage_count} stages; this job runs {coordinate.stages}"
         )
+    if plan.dispatch is Dispatch.ONLINE and coordinate.mesh.lockstep > 1:
+        raise InputError(f"plan {plan.version} has dispatch online; {ONLINE_IN_LOCKSTEP}")
 
 
 def check_offload(plan: Plan, coordinate: Coordinate, no_offload: str) -> None:
@@ -120,6 +124,7 @@ class PlanBook:
     def prepare(self, plan: Plan) -> None:
         """Make a plan ready to run. Raises :class:`InputError` if it does not fit the job or this
         rank. Such a plan is never committed, since this rank does not offer it."""
+        check_stages(plan, self._coordinate)
         check_routes(plan, self._ends)
         check_offload(plan, self._coordinate, self._no_offload)
         if plan.version <= self.in_force.version or plan.version in self._plans:

@@ -17,7 +17,7 @@ PIPEMORPH_TRACE_DIR    folder for per-rank op traces; without it none are writte
 PIPEMORPH_TRACE_BYTES  most bytes of a rank's op trace; default 256 MiB
 ====================== ==========================================================
 
-RANK = replica × stages + stage.
+``spec.parallelism.order`` says which coordinate a rank has: see :meth:`TrainerContext.coordinate`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pipemorph.api.mesh import Coordinate, MeshShape
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.document import read_text
 from pipemorph.errors import InputError, one_line
@@ -108,12 +109,31 @@ class TrainerContext:
                 f" {LEAST_TRACE_BYTES} bytes"
             )
         if job is not None and job.spec.parallelism.world_size != world_size:
-            want = job.spec.parallelism
+            want = job.spec.parallelism.mesh
             raise InputError(
-                f"WORLD_SIZE is {world_size}; the job has {want.stages} stages × "
-                f"{want.replicas} replicas = {want.world_size} ranks"
+                f"WORLD_SIZE is {world_size}; the job has {want} = {want.world_size} ranks"
             )
         return context
+
+    def mesh_shape(self, stages: int | None = None) -> MeshShape:
+        """The sizes and order of the job's mesh. Without a job file: ``stages`` (default: all
+        ranks) × replicas, in the default order.
+
+        Raises :class:`InputError` if ``stages`` does not divide the number of ranks.
+        """
+        if self.job is not None:
+            return self.job.spec.parallelism.mesh
+        stages = self.world_size if stages is None else stages
+        if stages < 1 or self.world_size % stages:
+            raise InputError(
+                f"{self.world_size} ranks cannot be cut into pipelines of {stages} stages; start "
+                f"a multiple of {stages} ranks"
+            )
+        return MeshShape(stages, self.world_size // stages)
+
+    def coordinate(self, stages: int | None = None) -> Coordinate:
+        """Where this rank is in :meth:`mesh_shape`."""
+        return self.mesh_shape(stages).coordinate(self.rank)
 
 
 def _job(file: str) -> PipeMorphJob:

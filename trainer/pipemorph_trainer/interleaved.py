@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipemorph.api.mesh import Coordinate, MeshShape
 from pipemorph.api.spec import Fault
 from pipemorph.errors import InputError
 from pipemorph.planning.formats.torch_csv import dump_csv
@@ -36,7 +37,6 @@ from pipemorph_trainer.links.rendezvous import LinkConfig
 from pipemorph_trainer.start import Start, digest, join
 from pipemorph_trainer.state.weights import check_stage
 from pipemorph_trainer.topology.addresses import own_address
-from pipemorph_trainer.topology.coordinate import Coordinate
 
 
 class InterleavedPipeline:
@@ -79,7 +79,7 @@ class InterleavedPipeline:
         self._last = len(placement) - 1
         self._rank = context.rank
         start = Start(
-            stages=len(schedule.ranks),
+            mesh=MeshShape(len(schedule.ranks)),
             microbatches=schedule.microbatches,
             plan=digest(dump_csv(schedule)),
         )
@@ -106,7 +106,8 @@ class InterleavedPipeline:
             placement, context.rank, config, address=address, groups=self._world.groups
         )
         self._coordinates = {
-            stage: Coordinate(context.rank, stage, len(placement), 0, 1) for stage in sorted(stages)
+            stage: Coordinate(context.rank, MeshShape(len(placement)), stage)
+            for stage in sorted(stages)
         }
         self._runners: dict[int, StageRunner] = {}
         self._executors: dict[int, Executor] = {}

@@ -10,6 +10,7 @@ import sys
 from time import monotonic, time
 from typing import Any
 
+from pipemorph.api.mesh import COLUMN
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan
 from pipemorph.wire import IterationSample
@@ -85,8 +86,9 @@ class Iterations:
             wait=wait,
         )
         gate = None
-        if world.replicas is not None and self._coordinate.last and stage.module is not None:
-            gate = refusals.Gate(world.replicas, wait)
+        columns = world.group(COLUMN)
+        if columns is not None and self._coordinate.last and stage.module is not None:
+            gate = refusals.Gate(columns, wait)
         self._executor = Executor(
             coordinate=self._coordinate,
             runner=stage.runner,
@@ -220,7 +222,7 @@ class Iterations:
         if report.offload is not None and report.offload.reason:
             self._plans.forbid_offload(report.offload.reason)
         self._trace.split(report.record())
-        if self._coordinate.replica == 0:
+        if self._coordinate.column == 0:
             # Printed, since few users configure logging.
             print(f"{self._coordinate}: {report.line()}", file=sys.stderr, flush=True)
         for text in report.lines():

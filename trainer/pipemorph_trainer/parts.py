@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from pipemorph.api.mesh import DATA
 from pipemorph.planning import Plan
 from pipemorph_trainer.agent import AgentHandle
 from pipemorph_trainer.agent.messages import ControlClient, NoControl
@@ -53,6 +55,7 @@ class Parts:
         context: TrainerContext,
         given: Mapping[str, Any],
         *,
+        mesh: DeviceMesh | None,
         plan: Plan | None,
         split: str,
         loss_fn: LossFn | None,
@@ -69,10 +72,10 @@ class Parts:
         if control is not None:
             directed = not isinstance(control, NoControl)
         prepared, start = prepare(
-            stage, context, given, plan, split,
+            stage, context, given, plan, split, mesh=mesh,
             device=self.device, accelerator=accelerator, directed=directed,
         )  # fmt: skip
-        self.world, starts = join(context, self.device, start)
+        self.world, starts = join(context, self.device, start, mesh)
         assert prepared is not None, "join() raises on a rank that refuses"
         self.settings = prepared.settings
         self.coordinate = self.world.coordinate
@@ -80,7 +83,7 @@ class Parts:
         self.waiting = Waiting(str(self.coordinate))
         self.wait_for = CollectiveWait(self.waiting, self.settings.deadline_seconds)
         self.replicas: Replicas | None = None
-        if module is not None and self.world.replicas is not None:
+        if module is not None and self.world.group(DATA) is not None:
             self.waiting.begin("the parameters and buffers of replica 0")
             level(self.world, starts, module, self.wait_for)
             self.waiting.end()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from pipemorph.api.spec import Checkpoint, Fault
 from pipemorph.errors import InputError, PipeMorphError
@@ -57,7 +58,10 @@ class Pipeline:
         split: how a module runs B and W apart. ``auto``: the first iteration is fused, and a
             self-test at its end finds a split with bitwise equal results. ``module`` or ``graph``:
             this one, from the start and without the test. ``fused`` or ``off``: no split, no test.
-        stages: number of pipeline stages; default: all ranks. RANK = replica × stages + stage.
+        mesh: torch's mesh of all ranks, with the dimensions ``pp``, ``dp_replicate``,
+            ``dp_shard``, ``cp`` and ``tp`` in any order; those of size 1 may be absent.
+            :func:`pipemorph_trainer.make_mesh` makes it. Default: the job's, or stages × replicas.
+        stages: number of pipeline stages, without a job or a mesh; default: all ranks.
         policy, dispatch, route: how ops are scheduled (default: ``pipemorph``, ``static``) and how
             messages travel. ``route="auto"``, the default, is direct until a directive delegates
             a link.
@@ -84,6 +88,7 @@ class Pipeline:
         loss_fn: LossFn | None = None,
         microbatches: int | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        mesh: DeviceMesh | None = None,
         stages: int | None = None,
         policy: Policy | str | None = None,
         dispatch: Dispatch | str | None = None,
@@ -112,7 +117,8 @@ class Pipeline:
         }  # fmt: skip
         self._parts = Parts(
             stage, context, given,
-            plan=plan, split=split, loss_fn=loss_fn, optimizer=optimizer, control=control,
+            mesh=mesh, plan=plan, split=split, loss_fn=loss_fn,
+            optimizer=optimizer, control=control,
         )  # fmt: skip
         self.device, self.coordinate = self._parts.device, self._parts.coordinate
         self._last_word = LastWord(self.current_wait, self._leave_traces)
@@ -179,7 +185,9 @@ class Pipeline:
         parameters = [] if module is None else list(module.parameters())
         parts.waiting.begin(f"the gradient norm of iteration {self.iteration - 1} of all stages")
         try:
-            norm = clip_global_norm(parameters, max_norm, parts.world.stages, parts.wait_for)
+            norm = clip_global_norm(
+                parameters, max_norm, parts.world.group(("pp",)), parts.wait_for
+            )
         except PipelineError as error:
             self._fail(error)
             raise
@@ -190,6 +198,22 @@ class Pipeline:
     def current_wait(self) -> str:
         """What this rank is waiting for, or why it failed, as text. Callable from any thread."""
         return self._failure or self._parts.waiting.describe()
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of all ranks. Without one from the user it has ``pp`` and the dimensions with
+        more than one rank."""
+        return self._parts.world.mesh
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first stage, which gets the arguments of :meth:`step`."""
+        return self.coordinate.first
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the last stage, which computes the loss."""
+        return self.coordinate.last
 
     @property
     def split(self) -> str:

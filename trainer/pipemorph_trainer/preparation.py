@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from pipemorph.control.first_plan import initial_plan
 from pipemorph.errors import InputError
@@ -25,7 +26,6 @@ from pipemorph_trainer.settings import Settings, engine_options
 from pipemorph_trainer.start import Start, digest
 from pipemorph_trainer.state.weights import check_stage, held_by
 from pipemorph_trainer.topology.accelerator import Accelerator
-from pipemorph_trainer.topology.world import coordinate_of
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ def prepare(
     plan: Plan | None,
     split: str,
     *,
+    mesh: DeviceMesh | None = None,
     device: torch.device,
     accelerator: Accelerator | None,
     directed: bool,
@@ -59,16 +60,16 @@ def prepare(
     """Prepare this rank, and make the start for the other ranks. A rank that cannot take part has
     no preparation, and a start with the reason.
 
-    ``given``: the arguments that a job replaces, by name (see :meth:`Settings.choose`). ``plan``:
-    the first plan; None: made from the settings. ``split``: as the user gave it. ``directed``:
-    directives may change the plan.
+    ``given``: the arguments that a job replaces, by name (see :meth:`Settings.choose`). ``mesh``:
+    the user's, if any. ``plan``: the first plan; None: made from the settings. ``split``: as the
+    user gave it. ``directed``: directives may change the plan.
     """
     try:
         mode = mode_of(split)
         if not isinstance(stage, EmulatedStage):
             check_stage(stage)
-        settings = Settings.choose(context, given)
-        coordinate = coordinate_of(context, settings.stages)
+        settings = Settings.choose(context, given, mesh)
+        coordinate = settings.mesh.coordinate(context.rank)
         if plan is None:
             plan = initial_plan(context.job.spec) if context.job is not None else settings.plan()
         check_stages(plan, coordinate)
@@ -92,5 +93,5 @@ def prepare(
     held = () if isinstance(stage, EmulatedStage) else held_by(stage)
     return (
         Preparation(settings, plan, mode, store, no_offload, engine),
-        Start(stages=settings.stages, microbatches=microbatches, plan=first, held=held),
+        Start(mesh=settings.mesh, microbatches=microbatches, plan=first, held=held),
     )

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from torch.distributed.device_mesh import DeviceMesh
+
+from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import Checkpoint, Fault, JobSpec
 from pipemorph.errors import InputError
 from pipemorph.planning import (
@@ -22,6 +25,7 @@ from pipemorph.planning import (
 )
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.links.engine import EngineOptions, engine_module
+from pipemorph_trainer.topology.mesh import shape_of
 
 RouteChoice = Literal["auto", "direct", "delegated"]
 EngineChoice = Literal["auto", "tcp", "shm", "rdma"]
@@ -33,7 +37,7 @@ class Settings:
     """The arguments of :class:`pipemorph_trainer.Pipeline` that a job file replaces. They are
     documented there."""
 
-    stages: int
+    mesh: MeshShape
     microbatches: int | None = None
     policy: Policy = Policy.PIPEMORPH
     dispatch: Dispatch = Dispatch.STATIC
@@ -57,7 +61,7 @@ class Settings:
     def of(spec: JobSpec) -> Settings:
         adaptation = spec.adaptation
         return Settings(
-            stages=spec.parallelism.stages,
+            mesh=spec.parallelism.mesh,
             microbatches=spec.schedule.microbatches,
             policy=spec.schedule.policy_kind,
             dispatch=spec.schedule.dispatch_kind,
@@ -71,15 +75,35 @@ class Settings:
             host_memory=adaptation.host_memory if adaptation.allow_offload else None,
         )
 
+    @property
+    def stages(self) -> int:
+        return self.mesh.stages
+
     @staticmethod
-    def choose(context: TrainerContext, given: Mapping[str, Any]) -> Settings:
+    def choose(
+        context: TrainerContext, given: Mapping[str, Any], mesh: DeviceMesh | None = None
+    ) -> Settings:
         """Settings of the job if there is one, else of the arguments ``given``; None: the default.
 
-        Raises :class:`InputError` if an argument contradicts the job.
+        ``mesh``: the user's, if any. Raises :class:`InputError` if an argument contradicts the job
+        or the mesh.
         """
         told = {name: value for name, value in given.items() if value is not None}
+        shape = None if mesh is None else shape_of(mesh, context.world_size)
         if context.job is None:
-            return Settings(**{"stages": context.world_size, **told})
+            stages = told.pop("stages", None)
+            if shape is not None and stages not in (None, shape.stages):
+                raise InputError(
+                    f"Pipeline was given stages={stages}, and its mesh has {shape}; leave stages "
+                    "out"
+                )
+            return Settings(mesh=shape or context.mesh_shape(stages), **told)
+        wanted_mesh = context.job.spec.parallelism.mesh
+        if shape is not None and shape.described() != wanted_mesh.described():
+            raise InputError(
+                f"Pipeline was given a mesh of {shape.described()}, and the manifest says "
+                f"spec.parallelism: {wanted_mesh.described()}; make the mesh with make_mesh()"
+            )
         settings = replace(
             Settings.of(context.job.spec), direct_sends=told.pop("direct_sends", None)
         )

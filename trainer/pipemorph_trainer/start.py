@@ -8,31 +8,30 @@ whether two stages begin with the same matrix.
 from __future__ import annotations
 
 import hashlib
-import os
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
+from pipemorph.api.mesh import COLUMN, DATA, MeshShape
 from pipemorph.errors import InputError
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.state.gradients import Wait, broadcast
 from pipemorph_trainer.state.weights import Held, fingerprint
-from pipemorph_trainer.topology.addresses import in_url
-from pipemorph_trainer.topology.coordinate import Coordinate
-from pipemorph_trainer.topology.groups import Groups, destroy_at_exit
-from pipemorph_trainer.topology.world import World, coordinate_of
+from pipemorph_trainer.topology.groups import Groups
+from pipemorph_trainer.topology.mesh import device_mesh, join_process_group
+from pipemorph_trainer.topology.world import World
 
-SETUP_SECONDS = 300.0
-"""Longest time for the ranks to connect to each other."""
 MOST_NAMES = 3
 """Most parameters that a message names; it counts the others."""
+
+
+_ONE_RANK = MeshShape()
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Start:
     other fields are only valid if it is empty."""
 
     refusal: str = ""
-    stages: int = 0
+    mesh: MeshShape = _ONE_RANK
     microbatches: int = 0
     plan: str = ""
     """The :func:`digest` of its first plan: plan 0, or an interleaved schedule."""
@@ -77,49 +76,48 @@ def check_starts(starts: Sequence[Start]) -> None:
         others = len(refusals) - 1
         more = f" ({_count(others, 'other rank')} cannot start either)" if others else ""
         raise InputError(f"rank {rank}: {why}{more}")
+    first = starts[0]
     for rank, start in enumerate(starts):
-        for what in ("stages", "microbatches"):
-            mine, first = getattr(start, what), getattr(starts[0], what)
-            if mine != first:
+        for what, mine, expected in (
+            ("stages", start.mesh.stages, first.mesh.stages),
+            ("microbatches", start.microbatches, first.microbatches),
+            ("mesh", start.mesh.described(), first.mesh.described()),
+        ):
+            if mine != expected:
                 raise InputError(
-                    f"rank {rank} was given {what}={mine} and rank 0 {what}={first}; give every "
+                    f"rank {rank} was given {what}={mine} and rank 0 {what}={expected}; give every "
                     "rank the same"
                 )
-        if start.plan != starts[0].plan:
+        if start.plan != first.plan:
             raise InputError(
-                f"rank {rank} begins with plan {start.plan} and rank 0 with plan {starts[0].plan}; "
+                f"rank {rank} begins with plan {start.plan} and rank 0 with plan {first.plan}; "
                 "two builds may plan differently: install the same build of PipeMorph on both, and "
                 "give both the same plan or policy"
             )
-    stages = starts[0].stages
-    for rank in range(stages, len(starts)):
-        first_rank = rank % stages
-        other = _coordinate(first_rank, starts)
-        told = _other_form(starts[rank].held, starts[first_rank].held, other)
+    for rank, start in enumerate(starts):
+        coordinate = first.mesh.coordinate(rank)
+        other = first.mesh.coordinate(coordinate.first_along(DATA))
+        told = _other_form(start.held, starts[other.rank].held, str(other))
         if told:
             raise InputError(
-                f"{_coordinate(rank, starts)} has {told}; the replicas of a stage have to be the "
-                "same module"
+                f"{coordinate} has {told}; the replicas of a stage have to be the same module"
             )
 
 
-def join(context: TrainerContext, device: torch.device, start: Start) -> tuple[World, list[Start]]:
+def join(
+    context: TrainerContext, device: torch.device, start: Start, mesh: DeviceMesh | None = None
+) -> tuple[World, list[Start]]:
     """Join the job's process group, or use the existing one; exchange starts with all ranks; and
-    split the group into ``dp`` and ``pp``. Returns the starts of all ranks, in rank order.
+    make the groups of the pipeline. Returns the starts of all ranks, in rank order.
 
-    Raises the same :class:`InputError` on all ranks if one of them refuses or if their starts do
-    not fit together (:func:`~pipemorph_trainer.start.check_starts`). Raises it too if the existing
-    process group carries no CPU tensors.
+    ``mesh``: the user's; None: it is made here. Raises the same :class:`InputError` on all ranks if
+    one of them refuses or if their starts do not fit together
+    (:func:`~pipemorph_trainer.start.check_starts`). Raises it too if the existing process group
+    carries no CPU tensors.
     """
     groups = Groups()
     try:
-        if not dist.is_initialized():
-            _init_process_group(context, device)
-        elif "cpu:" not in dist.get_backend_config():
-            raise InputError(
-                f"the process group was made with {dist.get_backend_config()}; it has to carry CPU "
-                "tensors as well: init_process_group('cpu:gloo,cuda:nccl'), or leave it to Pipeline"
-            )
+        join_process_group(context, device)
         control = groups.new(backend="gloo", group_desc="pipemorph control")
         # Without a secret from the host, the ranks trust all members of the process group.
         secret = b"" if context.secret else secrets.token_bytes(32)
@@ -132,67 +130,39 @@ def join(context: TrainerContext, device: torch.device, start: Start) -> tuple[W
             raise
         # The other ranks did not take part in the exchange.
         raise InputError(start.refusal) from error
-    coordinate = coordinate_of(context, start.stages)
-    mesh = init_device_mesh(
-        device.type, (coordinate.replicas, coordinate.stages), mesh_dim_names=("dp", "pp")
-    )
-    for group in mesh.get_all_groups():
-        # For a dimension with all ranks the mesh uses the default group, which is not ours to end.
-        if group is not dist.GroupMember.WORLD:
-            groups.adopt(group)
-    # If rank 0 failed now, its store would vanish while the others still use it.
-    dist.barrier(control)
     world = World(
-        coordinate=coordinate,
-        mesh=mesh,
+        coordinate=start.mesh.coordinate(context.rank),
+        mesh=device_mesh(start.mesh, device) if mesh is None else mesh,
+        owns_mesh=mesh is None,
         groups=groups,
         control=control,
-        stages=mesh["pp"].get_group() if coordinate.replicas > 1 else control,
-        replicas=_replicas(mesh, groups, coordinate.stages) if coordinate.replicas > 1 else None,
         secret=context.secret or starts[0].secret,
     )
+    world.make_groups([("pp",), COLUMN, DATA])
+    # If rank 0 failed now, its store would vanish while the others still use it.
+    dist.barrier(control)
     return world, starts
 
 
-def _replicas(mesh: DeviceMesh, groups: Groups, stages: int) -> dist.ProcessGroup:
-    if stages == 1:
-        return groups.new(group_desc="pipemorph replicas")
-    return mesh["dp"].get_group()
-
-
-def _init_process_group(context: TrainerContext, device: torch.device) -> None:
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=SETUP_SECONDS)
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # torchrun already serves the store; its variables say where.
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(
-            backend,
-            init_method=f"tcp://{in_url(context.master_addr)}:{context.master_port}",
-            rank=context.rank,
-            world_size=context.world_size,
-            timeout=timeout,
-        )
-    assert dist.GroupMember.WORLD is not None
-    destroy_at_exit(dist.GroupMember.WORLD)
-
-
 def level(world: World, starts: Sequence[Start], module: nn.Module, wait: Wait) -> None:
-    """Copy the values of replica 0 to all replicas of this rank's stage, for tensors that differ,
-    and check the result. Collective over the replicas.
+    """Copy the values of the first replica to all replicas of this rank's stage, for tensors that
+    differ, and check the result. Collective over the ranks with the same stage and tensor
+    coordinate.
 
-    Raises :class:`PipelineError` if a received tensor differs from that of replica 0.
+    Raises :class:`PipelineError` if a received tensor differs from that of the first replica.
     """
     coordinate = world.coordinate
-    assert world.replicas is not None
-    expected = {_key(held): held.fingerprint for held in starts[coordinate.stage].held}
-    ranks = range(coordinate.stage, len(starts), coordinate.stages)
+    group = world.group(DATA)
+    if group is None:
+        return
+    first = coordinate.first_along(DATA)
+    expected = {_key(held): held.fingerprint for held in starts[first].held}
+    ranks = dist.get_process_group_ranks(group)
     differing = {key for rank in ranks for key in _differing(starts, rank)}
     for key, tensor in _tensors(module):
         if key not in differing:
             continue
-        broadcast(tensor, coordinate.stage, world.replicas, wait)
+        broadcast(tensor, first, group, wait)
         if fingerprint(tensor) != expected[key]:
             raise PipelineError(
                 f"{coordinate}: {' '.join(key)} differs from replica 0 right after it was received"
@@ -213,8 +183,9 @@ def _replicas_differ(starts: Sequence[Start]) -> Iterator[str]:
     rank, keys = next(iter(differing.items()))
     others = len(differing) - 1
     more = f", and {_count(others, 'other rank')} likewise" if others else ""
+    where = starts[0].mesh.coordinate(rank)
     yield (
-        f"replicas began with different values: {_coordinate(rank, starts)} in {len(keys)} of "
+        f"replicas began with different values: {where} in {len(keys)} of "
         f"{len(starts[rank].held)} tensors ({_named([name for _, name in keys])}){more}; all now "
         "have those of replica 0. Build a stage with the same seed on every replica to begin alike"
     )
@@ -222,9 +193,10 @@ def _replicas_differ(starts: Sequence[Start]) -> Iterator[str]:
 
 def _beyond_comparison(starts: Sequence[Start]) -> Iterator[str]:
     """Warn of tensors that cannot be compared between replicas by their bytes."""
-    stages = starts[0].stages
-    names = [h.name for start in starts[:stages] for h in start.held if h.fingerprint is None]
-    if names and len(starts) > stages:
+    mesh = starts[0].mesh
+    firsts = [starts[mesh.rank(stage, 0)] for stage in range(mesh.stages)]
+    names = [h.name for start in firsts for h in start.held if h.fingerprint is None]
+    if names and mesh.columns > 1:
         yield (
             f"{_count(len(names), 'tensor')} ({_named(names)}) cannot be compared between replicas "
             "(sparse, quantized or a tensor subclass); see to it yourself that they begin equal"
@@ -235,8 +207,9 @@ def _one_matrix_twice(starts: Sequence[Start]) -> Iterator[str]:
     """Warn of a matrix that two stages begin with, as a tied embedding that was split."""
     seen: dict[tuple[object, ...], tuple[int, str]] = {}
     pairs: list[tuple[int, str, int, str]] = []
-    for stage, start in enumerate(starts[: starts[0].stages]):
-        for held in start.held:
+    mesh = starts[0].mesh
+    for stage in range(mesh.stages):
+        for held in starts[mesh.rank(stage, 0)].held:
             if held.matrix:
                 what = (held.fingerprint, held.shape, held.dtype)
                 first, name = seen.setdefault(what, (stage, held.name))
@@ -256,10 +229,10 @@ def _one_matrix_twice(starts: Sequence[Start]) -> Iterator[str]:
 
 def _differing(starts: Sequence[Start], rank: int) -> list[tuple[str, str]]:
     """Keys of a rank's tensors whose values differ from those of replica 0."""
-    first = starts[rank % starts[0].stages].held
+    first = starts[0].mesh.coordinate(rank).first_along(DATA)
     return [
         _key(mine)
-        for mine, theirs in zip(starts[rank].held, first, strict=True)
+        for mine, theirs in zip(starts[rank].held, starts[first].held, strict=True)
         if mine.fingerprint != theirs.fingerprint
     ]
 
@@ -291,11 +264,6 @@ def _tensors(module: nn.Module) -> Iterator[tuple[tuple[str, str], Tensor]]:
 
 def _key(held: Held) -> tuple[str, str]:
     return held.kind, held.name
-
-
-def _coordinate(rank: int, starts: Sequence[Start]) -> str:
-    stages = starts[0].stages
-    return str(Coordinate(rank, rank % stages, stages, rank // stages, len(starts) // stages))
 
 
 def _named(names: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 from pydantic import ValidationError
@@ -60,7 +61,8 @@ def current_name(body: Mapping[str, Any]) -> str | None:
     """Name of the current Job: that of the attempt in status, or of attempt 0."""
     spec = body.get("spec") or {}
     cut = spec.get("parallelism") or {}
-    ranks = int(cut.get("stages") or 1) * int(cut.get("replicas") or 1)
+    sizes = ("stages", "replicas", "shard", "context", "tensor")
+    ranks = prod(int(cut.get(size) or 1) for size in sizes)
     number = (body.get("status") or {}).get("attempt") or 0
     metadata = body["metadata"]
     return attempt_name(metadata["name"], metadata["uid"], number, ranks)

@@ -15,7 +15,8 @@ DESCRIPTIONS: dict[str, str] = {
     "spec": "What to run. Immutable except suspend, adaptation, failurePolicy, placement, "
     "template, activeDeadlineSeconds and ttlSecondsAfterFinished; a new placement or template "
     "applies from the next attempt.",
-    "spec.parallelism": "Number of stages and replicas. Immutable.",
+    "spec.parallelism": "How the ranks are divided: the sizes and order of the device mesh. "
+    "Immutable.",
     "spec.schedule": "What is scheduled, and by which policy. Immutable.",
     "spec.schedule.policy": "pipemorph adapts to slow links; 1f1b, gpipe and zero-bubble keep "
     "their schedule. exact cannot run in a job.",
@@ -35,7 +36,6 @@ DESCRIPTIONS: dict[str, str] = {
     "spec.faults": "Faults to inject into the transport, to test adaptation. Immutable.",
     "spec.faults[]": "One fault: one effect or several, bounded by iterations or by seconds.",
     "spec.faults[].link": "Link between stage link and stage link + 1.",
-    "spec.faults[].replica": "Data-parallel replica.",
     "spec.faults[].fromIteration": "First iteration with the fault.",
     "spec.faults[].toIteration": "First iteration without it again.",
     "spec.faults[].fromSeconds": "Start, seconds since training began.",

@@ -6,9 +6,11 @@ immutability, which only the API server can enforce. Keys are paths as in :mod:`
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from pipemorph.api.mesh import DIMENSIONS
 from pipemorph.api.spec import MAX_RANKS, RESERVED_ENV, RESERVED_ENV_PREFIXES, TRAINER_CONTAINER
 from pipemorph.planning.problem import MAX_CELLS
 
@@ -29,6 +31,14 @@ class Rule:
         if self.field_path:
             out["fieldPath"] = self.field_path
         return out
+
+
+COLUMN_SIZES = ("replicas", "shard", "context", "tensor")
+LOCKSTEP_SIZES = COLUMN_SIZES[1:]
+
+
+def _product(of: str, sizes: Iterable[str]) -> str:
+    return "(" + " * ".join(f"{of}.{size}" for size in sizes) + ")"
 
 
 def _frozen(name: str) -> Rule:
@@ -73,8 +83,10 @@ RULES: dict[str, list[Rule]] = {
         ),
         Rule(
             rule="!has(self.schedule.globalBatchSize) || self.schedule.globalBatchSize"
-            " % (self.parallelism.replicas * self.schedule.microbatches) == 0",
-            message="schedule.globalBatchSize must be a multiple of replicas × microbatches",
+            " % (self.parallelism.replicas * self.parallelism.shard"
+            " * self.schedule.microbatches) == 0",
+            message="schedule.globalBatchSize must be a multiple of replicas × shard ×"
+            " microbatches",
             field_path=".schedule.globalBatchSize",
         ),
         Rule(
@@ -102,9 +114,16 @@ RULES: dict[str, list[Rule]] = {
         ),
         Rule(
             rule="!has(self.faults)"
-            " || self.faults.all(f, f.replica < self.parallelism.replicas)",
-            message="faults: replica must be below parallelism.replicas",
+            f" || self.faults.all(f, f.replica < {_product('self.parallelism', COLUMN_SIZES)})",
+            message="faults: replica must be below the number of columns, replicas × shard ×"
+            " context × tensor",
             field_path=".faults",
+        ),
+        Rule(
+            rule="self.schedule.dispatch != 'online'"
+            f" || {_product('self.parallelism', LOCKSTEP_SIZES)} == 1",
+            message="dispatch online needs shard, context and tensor to be 1",
+            field_path=".schedule.dispatch",
         ),
     ],
     "spec.parallelism": [
@@ -114,9 +133,18 @@ RULES: dict[str, list[Rule]] = {
             field_path=".layers",
         ),
         Rule(
-            rule=f"self.stages * self.replicas <= {MAX_RANKS}",
-            message=f"stages × replicas must be at most {MAX_RANKS}",
+            rule=f"self.stages * {_product('self', COLUMN_SIZES)} <= {MAX_RANKS}",
+            message=f"there must be at most {MAX_RANKS} ranks: stages × replicas × shard × context"
+            " × tensor",
             field_path=".replicas",
+        ),
+        *(
+            Rule(
+                rule=f"self.{size} == 1 || '{name}' in self.order",
+                message=f"order must name {name} if {size} is above 1",
+                field_path=".order",
+            )
+            for name, size in zip(DIMENSIONS, ("stages", *COLUMN_SIZES), strict=True)
         ),
     ],
     "spec.schedule": [

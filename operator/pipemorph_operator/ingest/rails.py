@@ -59,12 +59,12 @@ def rails_healthy(spec: JobSpec, view: JobView) -> tuple[ConditionStatus, str, s
     """Status, reason and message, for a job with recent reports. Unknown, never True, if ports
     cannot be observed."""
     rails, fallen = view.rails, view.transports.fallen
-    several = spec.parallelism.replicas > 1
-    sick = _list([port.text(replicas=several) for port in rails.sick], rails.sick_count)
+    mesh = spec.parallelism.mesh
+    sick = _list([port.text(mesh) for port in rails.sick], rails.sick_count)
     if fallen:
         # Both ends of a link report it: name the link once, preferably with the cause.
         ends = sorted(fallen, key=lambda end: bool(end.trouble))
-        links = {(f.link, f.replica): f.text(replicas=several) for f in ends}
+        links = {(f.link, f.replica): f.text(mesh) for f in ends}
         told = _list([links[key] for key in sorted(links)], view.transports.fallen_count)
         return "False", names.R_FELL_BACK, _bounded(f"{told}; {sick}" if sick else told)
     match rails.health:
@@ -82,7 +82,7 @@ def rails_healthy(spec: JobSpec, view: JobView) -> tuple[ConditionStatus, str, s
         case RailHealth.UNKNOWN:
             return ("Unknown", *_unknown(rails))
         case RailHealth.CONGESTED:
-            crowded = [port.text(replicas=several) for port in rails.congested]
+            crowded = [port.text(mesh) for port in rails.congested]
             text = _list(crowded, rails.congested_count)
             return "True", names.R_RAILS_CONGESTED, _bounded(f"congestion: {text}")
         case RailHealth.HEALTHY:

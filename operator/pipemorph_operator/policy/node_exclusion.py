@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from pipemorph.api.mesh import MeshShape
 from pipemorph.api.placement import NodeExclusion
 from pipemorph.api.spec import Fault
 from pipemorph.api.status import (
@@ -22,10 +23,9 @@ from pipemorph.api.status import (
 )
 
 
-def ends(link: SlowLink, stages: int) -> tuple[int, int]:
+def ends(link: SlowLink, mesh: MeshShape) -> tuple[int, int]:
     """Ranks at the two ends of a link."""
-    first = link.replica * stages + link.link
-    return first, first + 1
+    return mesh.rank(link.link, link.replica), mesh.rank(link.link + 1, link.replica)
 
 
 def note_nodes(
@@ -33,7 +33,7 @@ def note_nodes(
     slow: Iterable[SlowLink],
     node_of_rank: Mapping[int, str],
     records: Sequence[NodeRecord],
-    stages: int,
+    mesh: MeshShape,
 ) -> AttemptNodes:
     """The nodes of an attempt in progress, with those at the ends of its slow links added.
 
@@ -45,7 +45,7 @@ def note_nodes(
         noted = AttemptNodes(count=len(ran_on), others=len(ran_on - recorded))
     by_link = {(known.link, known.replica): known for known in noted.links}
     for link in slow:
-        nodes = [node_of_rank[rank] for rank in ends(link, stages) if rank in node_of_rank]
+        nodes = [node_of_rank[rank] for rank in ends(link, mesh) if rank in node_of_rank]
         found = LinkNodes(link=link.link, replica=link.replica, nodes=nodes)
         by_link[link.link, link.replica] = found
     links = list(by_link.values())[-MAX_SLOW_LINKS:]

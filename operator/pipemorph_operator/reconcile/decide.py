@@ -235,7 +235,7 @@ def _wait_before(draft: Draft, old: Sequence[JobFacts]) -> float:
 
 def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
     """Follow the current attempt's Job: update status, or end the attempt."""
-    stages = job.spec.parallelism.stages
+    mesh = job.spec.parallelism.mesh
     ranks = job.spec.parallelism.world_size
     status = draft.status
     adopted = status.job_uid is None
@@ -268,7 +268,7 @@ def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
         if draft.seen.pods is None:
             draft.out.needs_pods = True
             return draft.out
-        return _ended(draft, job, restart.classify(ended, draft.seen.pods, stages))
+        return _ended(draft, job, restart.classify(ended, draft.seen.pods, mesh))
     was_started = parse_time(status.job_start_time)
     if was_started is not None and (current.suspended or current.started_at != was_started):
         # Its ranks may have reported: the ranks of the resumed Job need a new attempt number.

@@ -26,7 +26,7 @@ def note_nodes(draft: Draft, job: PipeMorphJob) -> None:
     nodes = {pod.index: pod.node for pod in draft.seen.pods if pod.node is not None}
     missing = [link for link in slow if (link.link, link.replica) not in known]
     draft.status.attempt_nodes = node_exclusion.note_nodes(
-        noted, missing, nodes, draft.status.nodes, job.spec.parallelism.stages
+        noted, missing, nodes, draft.status.nodes, job.spec.parallelism.mesh
     )
 
 

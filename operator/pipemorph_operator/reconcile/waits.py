@@ -32,7 +32,7 @@ def look(draft: Draft, job: PipeMorphJob, current: JobFacts, ready: int) -> rest
     if seen.pods is None:
         draft.out.needs_pods = True
         return None
-    lost = restart.lost(seen.pods, draft.now, job.spec.parallelism.stages)
+    lost = restart.lost(seen.pods, draft.now, job.spec.parallelism.mesh)
     if lost is not None:
         return lost
     leaving = any(p.gone_by is not None for p in seen.pods)
@@ -44,7 +44,7 @@ def look(draft: Draft, job: PipeMorphJob, current: JobFacts, ready: int) -> rest
     stuck = [p for p in seen.pods if p.stuck]
     if stuck:
         first = min(stuck, key=lambda p: p.index)
-        where = restart.rank(first.index, job.spec.parallelism.stages)
+        where = job.spec.parallelism.mesh.coordinate(first.index)
         message += f"; {where}: {first.stuck}"
         if any(p.unschedulable for p in stuck):
             message += _advice(job)

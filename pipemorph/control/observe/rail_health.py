@@ -26,6 +26,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from pipemorph.api.mesh import MeshShape
 from pipemorph.control.observe.events import Events
 from pipemorph.wire import RailSample
 
@@ -91,9 +92,10 @@ class RailTrouble:
             "what": self.what,
         }
 
-    def text(self, *, replicas: bool) -> str:
+    def text(self, mesh: MeshShape) -> str:
         """``stage 2 mlx5_0/1: is DOWN``"""
-        who = f"stage {self.stage}" + (f" of replica {self.replica}" if replicas else "")
+        column = mesh.column_name(self.replica)
+        who = f"stage {self.stage}{' of ' if column else ''}{column}"
         return f"{who} {self.device}/{self.port}: {self.what}"
 
 
@@ -129,11 +131,17 @@ class _Port:
 class RailBook:
     """All ports of a job. Bounded. The cost of a view depends on the number of ports with problems.
 
-    ``named``: devices in the spec, such as ``mlx5_0`` or ``mlx5_0:2``.
+    ``named``: devices in the spec, such as ``mlx5_0`` or ``mlx5_0:2``. ``mesh``: names columns.
     """
 
-    def __init__(self, *, named: Iterable[str] = (), events: Events | None = None) -> None:
-        self._named = frozenset(named)
+    def __init__(
+        self,
+        *,
+        named: Iterable[str] = (),
+        mesh: MeshShape | None = None,
+        events: Events | None = None,
+    ) -> None:
+        self._named, self._mesh = frozenset(named), mesh or MeshShape()
         self._events = events or Events()
         self._ports: OrderedDict[PortKey, _Port] = OrderedDict()  # oldest report first
         self._of_rank: Counter[tuple[int, int]] = Counter()
@@ -175,10 +183,11 @@ class RailBook:
                 grown = port.grown.setdefault(name, deque(maxlen=64))
                 grown.append((now, value - before))
                 if name in BREAKS:
-                    self._events.add(now, iteration, f"{_place(key)}: {name} +{value - before}")
+                    what = f"{name} +{value - before}"
+                    self._events.add(now, iteration, f"{self._place(key)}: {what}")
         if sample.state != port.state:
             if port.state == ACTIVE or (port.was_active and sample.state == ACTIVE):
-                self._events.add(now, iteration, f"{_place(key)}: is {sample.state}")
+                self._events.add(now, iteration, f"{self._place(key)}: is {sample.state}")
             self._active[key[:2]] += (sample.state == ACTIVE) - (port.state == ACTIVE)
         port.state, port.counters, port.used = sample.state, read, sample.used
         port.was_active |= sample.state == ACTIVE
@@ -200,6 +209,11 @@ class RailBook:
             or device in self._named
             or self._active[key[:2]] == 0
         )
+
+    def _place(self, key: PortKey) -> str:
+        stage, column, device, port = key
+        name = self._mesh.column_name(column)
+        return f"RDMA port {device}/{port} of stage {stage}{', ' if name else ''}{name}"
 
     def view(self, now: float) -> RailsView:
         """The current state of the rails."""
@@ -271,8 +285,3 @@ def _growth(name: str, total: int, span: float) -> str:
     a write of status."""
     least = 10 ** (len(str(total)) - 1)
     return f"{name} grew by {'at least ' if least > 1 else ''}{least} within {span:g} s"
-
-
-def _place(key: PortKey) -> str:
-    stage, replica, device, port = key
-    return f"RDMA port {device}/{port} of stage {stage}, replica {replica}"

@@ -48,16 +48,16 @@ def check(report: LinkHealthReport, cut: Parallelism, *, attempt: int, after: in
         raise ReplayedReport(report.sequence, after)
     for i, sample in enumerate(report.links):
         _within(f"links[{i}].link", sample.link, cut.stages - 1, "links")
-        _within(f"links[{i}].replica", sample.replica, cut.replicas, "replicas")
+        _within(f"links[{i}].replica", sample.replica, cut.mesh.columns, "columns")
     for i, profile in enumerate(report.stages):
         _within(f"stages[{i}].stage", profile.stage, cut.stages, "stages")
-        _within(f"stages[{i}].replica", profile.replica, cut.replicas, "replicas")
+        _within(f"stages[{i}].replica", profile.replica, cut.mesh.columns, "columns")
     for i, rail in enumerate(report.rails):
         _within(f"rails[{i}].stage", rail.stage, cut.stages, "stages")
-        _within(f"rails[{i}].replica", rail.replica, cut.replicas, "replicas")
+        _within(f"rails[{i}].replica", rail.replica, cut.mesh.columns, "columns")
     for i, end in enumerate(report.transports):
         _within(f"transports[{i}].link", end.link, cut.stages - 1, "links")
-        _within(f"transports[{i}].replica", end.replica, cut.replicas, "replicas")
+        _within(f"transports[{i}].replica", end.replica, cut.mesh.columns, "columns")
 
 
 def _within(field: str, value: int, count: int, what: str) -> None:
@@ -90,8 +90,9 @@ class Reported:
             ),
             stale_after=adaptation.stale_after_seconds,
         )
-        self.rails = RailBook(named=spec.transport.rdma.devices, events=events)
-        self.transports = TransportBook(links, events=events)
+        mesh = spec.parallelism.mesh
+        self.rails = RailBook(named=spec.transport.rdma.devices, mesh=mesh, events=events)
+        self.transports = TransportBook(mesh, events=events)
         self._heard = False
 
     def take(self, report: LinkHealthReport, now: float) -> None:

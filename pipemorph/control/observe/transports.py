@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from pipemorph.api.mesh import MeshShape
 from pipemorph.control.observe.events import Events
 from pipemorph.wire import LinkSample, TransportSample
 
@@ -44,9 +45,9 @@ class FallenLink:
             "trouble": self.trouble,
         }
 
-    def text(self, *, replicas: bool) -> str:
+    def text(self, mesh: MeshShape) -> str:
         """``link 2 fell back from rdma to tcp (rxe0 port 1: port error)``"""
-        where = f"link {self.link}" + (f" of replica {self.replica}" if replicas else "")
+        where = _where(self, mesh)
         why = f" ({self.trouble})" if self.trouble else ""
         return f"{where} fell back from {self.agreed} to {self.transport}{why}"
 
@@ -67,10 +68,10 @@ class TransportsView:
 
 
 class TransportBook:
-    """Transports of a job, per link, replica and direction."""
+    """Transports of a job, per link, column and direction."""
 
-    def __init__(self, links: int, *, events: Events | None = None) -> None:
-        self._links = links
+    def __init__(self, mesh: MeshShape, *, events: Events | None = None) -> None:
+        self._mesh, self._links = mesh, mesh.stages - 1
         self._events = events or Events()
         self._carries: dict[EndKey, str] = {}
         self._ends: dict[EndKey, TransportSample] = {}
@@ -103,14 +104,13 @@ class TransportBook:
             # report to this controller do not count.
             again = before is not None and end.fallbacks > before.fallbacks
             if (fell and not was) or again:
-                text = _fallen(end).text(replicas=True) + ("" if fell else ", and is back")
+                text = _fallen(end).text(self._mesh) + ("" if fell else ", and is back")
                 self._events.add(now, iteration, text)
             elif was and not fell:
                 self._events.add(
                     now,
                     iteration,
-                    f"link {end.link} of replica {end.replica} is back on {end.transport}"
-                    f" ({end.direction})",
+                    f"{_where(end, self._mesh)} is back on {end.transport} ({end.direction})",
                 )
 
     def view(self) -> TransportsView:
@@ -127,6 +127,11 @@ class TransportBook:
             fallbacks=min(self._fallbacks, MOST_COUNTED),
             failbacks=min(self._failbacks, MOST_COUNTED),
         )
+
+
+def _where(end: FallenLink | TransportSample, mesh: MeshShape) -> str:
+    column = mesh.column_name(end.replica)
+    return f"link {end.link}{' of ' if column else ''}{column}"
 
 
 def _fallen(end: TransportSample) -> FallenLink:

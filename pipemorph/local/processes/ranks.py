@@ -20,36 +20,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipemorph.api.mesh import Coordinate
+
 SPAWN = Path(__file__).with_name("spawn.py")
 REAPER = Path(__file__).with_name("reaper.py")
 REAPER_SECONDS = 5.0
 REAP_SECONDS = 10.0
 
 
-@dataclass(frozen=True)
-class RankPosition:
-    """Rank, stage and replica of a process."""
-
-    rank: int
-    stage: int
-    replica: int
-    replicas: int
-
-    @staticmethod
-    def of(rank: int, stages: int, replicas: int) -> RankPosition:
-        return RankPosition(rank, rank % stages, rank // stages, replicas)
-
-    def __str__(self) -> str:
-        if self.replicas == 1:
-            return f"rank {self.rank} (stage {self.stage})"
-        return f"rank {self.rank} (stage {self.stage}, replica {self.replica})"
-
-
 @dataclass
 class RankProcess:
     """A rank's process. ``status``: None while it runs, then its exit code or minus its signal."""
 
-    position: RankPosition
+    position: Coordinate
     process: subprocess.Popen[bytes]
     log: Path
     log_start: int
@@ -134,7 +117,7 @@ class RankSet:
         self.kill()
 
     def start(
-        self, position: RankPosition, command: list[str], env: Mapping[str, str], log: Path
+        self, position: Coordinate, command: list[str], env: Mapping[str, str], log: Path
     ) -> None:
         """Start one rank. ``on_exit(rank, status)`` is called from a thread when it has exited.
 

@@ -114,7 +114,7 @@ ENV = "spec/template/spec/containers/1/env/0/name"
         (
             "spec/parallelism",
             {"stages": 500, "replicas": 201},
-            "spec.parallelism.replicas: is 201, with 500 stages 100500 ranks; "
+            "spec.parallelism.replicas: is 201; 500 stages × 201 replicas are 100500 ranks; "
             "expected at most 100000",
         ),
         (

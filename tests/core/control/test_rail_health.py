@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController
 from pipemorph.control.observe.events import KEPT_EVENTS
@@ -22,6 +23,9 @@ from pipemorph.control.observe.reports import ReportMismatch
 from pipemorph.wire import LinkHealthReport, LinkSample, RailSample, TransportSample, WireTime
 
 GOOD = {"link_downed": 0, "symbol_error": 3, "out_of_sequence": 7, "np_cnp_sent": 100}
+
+
+ALONE = MeshShape(stages=3)
 
 
 def rail(stage: int = 0, device: str = "mlx5_0", port: int = 1, **fields: Any) -> RailSample:
@@ -74,8 +78,8 @@ def test_a_port_that_was_active_and_is_not_any_more_is_named(state: str) -> None
     view = book.view()
     assert view.health is RailHealth.SICK
     (sick,) = view.sick
-    assert sick.text(replicas=False) == f"stage 1 mlx5_0/1: is {state}"
-    assert sick.text(replicas=True) == f"stage 1 of replica 0 mlx5_0/1: is {state}"
+    assert sick.text(ALONE) == f"stage 1 mlx5_0/1: is {state}"
+    assert sick.text(MeshShape(2, 2)) == f"stage 1 of replica 0 mlx5_0/1: is {state}"
     book.hear(rail(1), after=5)
     assert book.health == "healthy"
 
@@ -261,15 +265,15 @@ def test_a_fallback_is_told_with_its_reason_and_so_is_the_return() -> None:
     controller.report(report(2, transports=[fell]), 2.0)
     view = controller.view(2.0).transports
     assert (view.fallen_count, view.fallbacks, view.failbacks) == (1, 1, 0)
-    assert view.fallen[0].text(replicas=False) == (
+    assert view.fallen[0].text(ALONE) == (
         "link 1 fell back from rdma to tcp (rxe0 port 1: port error)"
     )
     controller.report(report(3, transports=[end(1, fallbacks=1, failbacks=1)]), 3.0)
     view = controller.transports()
     assert (view.fallen_count, view.fallbacks, view.failbacks) == (0, 1, 1)
     assert [e.text for e in controller.events] == [
-        "link 1 of replica 0 fell back from rdma to tcp (rxe0 port 1: port error)",
-        "link 1 of replica 0 is back on rdma (forward)",
+        "link 1 fell back from rdma to tcp (rxe0 port 1: port error)",
+        "link 1 is back on rdma (forward)",
     ]
     assert [e.iteration for e in controller.events] == [2, 3]
 
@@ -279,7 +283,7 @@ def test_a_fallback_between_two_reports_is_not_missed() -> None:
     controller.report(report(1, transports=[end(1)]), 1.0)
     controller.report(report(2, transports=[end(1, fallbacks=2, failbacks=2)]), 2.0)
     (event,) = controller.events
-    assert event.text == "link 1 of replica 0 fell back from rdma to tcp, and is back"
+    assert event.text == "link 1 fell back from rdma to tcp, and is back"
     assert controller.transports().fallbacks == 2
 
 
@@ -312,9 +316,9 @@ def test_events_of_ports_are_kept_and_bounded() -> None:
     controller.report(report(2, rails=[rail(state="DOWN")], ports=1), 2.0)
     controller.report(report(3, rails=[rail(counters=GOOD | {"link_downed": 1})], ports=1), 3.0)
     assert [e.text for e in controller.events] == [
-        "RDMA port mlx5_0/1 of stage 0, replica 0: is DOWN",
-        "RDMA port mlx5_0/1 of stage 0, replica 0: link_downed +1",
-        "RDMA port mlx5_0/1 of stage 0, replica 0: is ACTIVE",
+        "RDMA port mlx5_0/1 of stage 0: is DOWN",
+        "RDMA port mlx5_0/1 of stage 0: link_downed +1",
+        "RDMA port mlx5_0/1 of stage 0: is ACTIVE",
     ]
     for n in range(KEPT_EVENTS):
         counters = GOOD | {"link_downed": n + 2}

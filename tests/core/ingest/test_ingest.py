@@ -194,7 +194,7 @@ def test_a_report_is_answered_with_an_envelope() -> None:
         (body(state="sleeping"), 422, "state", ""),
         (body(links=[SAMPLE | {"wire": {}}]), 422, "links[0].wire.count", "Field required"),
         (body(links=[SAMPLE | {"link": 3}]), 422, "links[0].link", "the job has 3 links"),
-        (body(links=[SAMPLE | {"replica": 1}]), 422, "links[0].replica", "the job has 1 replicas"),
+        (body(links=[SAMPLE | {"replica": 1}]), 422, "links[0].replica", "the job has 1 columns"),
         (body(attempt=1), 403, "attempt", "attempt 1 is not 0"),
         (body(job="other"), 403, "job", "default/other"),
         (body(namespace="other"), 403, "job", "other/gpt"),

@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 from local_support import DEADLINE, MARK, LocalRun, until
 
+from pipemorph.api.mesh import Coordinate, MeshShape
 from pipemorph.local import run_job
-from pipemorph.local.processes.ranks import RankPosition, RankSet, Reaper, _live_members
+from pipemorph.local.processes.ranks import RankSet, Reaper, _live_members
 
 Runs = Callable[..., LocalRun]
 
@@ -222,7 +223,7 @@ def test_what_a_rank_started_is_gone_when_its_ranks_are_killed(tmp_path: Path) -
     reaper, log = Reaper(), tmp_path / "log"
     try:
         with RankSet(reaper, lambda rank, status: None) as ranks:
-            position = RankPosition.of(0, 1, 1)
+            position = MeshShape().coordinate(0)
             ranks.start(position, [sys.executable, "-c", start], os.environ, log)
             until(lambda: "there" in log.read_text(), "the rank's own process")
             ranks.kill()
@@ -309,7 +310,7 @@ def test_a_machine_that_cannot_start_all_ranks(runs: Runs, monkeypatch: pytest.M
     run = runs(others="wait", env={})
     start = RankSet.start
 
-    def limited(self: RankSet, position: RankPosition, *rest: Any) -> None:
+    def limited(self: RankSet, position: Coordinate, *rest: Any) -> None:
         if position.rank == 2:
             raise OSError("Resource temporarily unavailable")
         start(self, position, *rest)

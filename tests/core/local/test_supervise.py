@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipemorph.local.processes.ranks import RankPosition, RankProcess, RankSet
+from pipemorph.api.mesh import MeshShape
+from pipemorph.local.processes.ranks import RankProcess, RankSet
 from pipemorph.local.processes.supervise import (
     End,
     Events,
@@ -27,7 +28,7 @@ def ranks(tmp_path: Path) -> RankSet:
     log = tmp_path / "log"
     log.touch()
     for rank in range(2):
-        made.ranks.append(RankProcess(RankPosition.of(rank, 2, 1), None, log, 0))  # type: ignore[arg-type]
+        made.ranks.append(RankProcess(MeshShape(stages=2).coordinate(rank), None, log, 0))  # type: ignore[arg-type]
     return made
 
 

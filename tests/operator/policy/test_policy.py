@@ -8,12 +8,15 @@ from datetime import timedelta
 import pytest
 from operator_objects import T0, failed, pod
 
+from pipemorph.api.mesh import MeshShape
 from pipemorph.api.placement import NodeExclusion
 from pipemorph.api.spec import Fault
 from pipemorph.api.status import MAX_NODES_KEPT, AttemptNodes, Condition, NodeRecord, SlowLink
 from pipemorph_operator import names
 from pipemorph_operator.cluster.facts import format_time
 from pipemorph_operator.policy import conditions, lifetime, node_exclusion, restart
+
+TWO, FOUR = (MeshShape(n, replicas=n, order=("dp_replicate", "pp")) for n in (2, 4))
 
 
 def test_managed_by() -> None:
@@ -77,7 +80,7 @@ def test_the_first_rank_to_fail_is_named_in_its_own_words() -> None:
         pod(1, exit_code=0),
         pod(2),
     ]
-    cause = restart.classify(failed(), pods, stages=4)
+    cause = restart.classify(failed(), pods, FOUR)
     assert cause.reason == names.R_RANK_FAILED
     assert cause.message == (
         "rank 5 (stage 1, replica 1) on node n5 exited with code 4: out of memory"
@@ -89,11 +92,11 @@ def test_the_first_rank_to_fail_is_named_in_its_own_words() -> None:
 def test_unusable_input_is_not_tried_again_if_it_was_the_first_to_be_found() -> None:
     later = T0 + timedelta(seconds=1)
     first = [pod(0, exit_code=1, finished_at=T0), pod(1, exit_code=2, finished_at=T0)]
-    cause = restart.classify(failed(), first, stages=4)
+    cause = restart.classify(failed(), first, FOUR)
     assert (cause.reason, cause.retry) == (names.R_INVALID_INPUT, False)
     assert cause.message.startswith("rank 1")
     followed = [pod(0, exit_code=1, finished_at=T0), pod(1, exit_code=2, finished_at=later)]
-    cause = restart.classify(failed(), followed, stages=4)
+    cause = restart.classify(failed(), followed, FOUR)
     assert (cause.reason, cause.retry, cause.counted) == (names.R_RANK_FAILED, True, True)
     assert cause.message.startswith("rank 0")
 
@@ -103,22 +106,22 @@ def test_a_disruption_wins_over_what_another_rank_says_of_it(code: int) -> None:
     preempted = pod(0, exit_code=137, disrupted=True, node="n0", finished_at=T0)
     for at in (-1, 1):
         other = pod(1, exit_code=code, finished_at=T0 + timedelta(seconds=at))
-        cause = restart.classify(failed(), [preempted, other], stages=2)
+        cause = restart.classify(failed(), [preempted, other], TWO)
         assert (cause.reason, cause.retry, cause.counted) == (names.R_DISRUPTED, True, False)
     by_rule = failed("Pod a/b has condition DisruptionTarget matching FailJob rule at index 0")
     gone = [pod(1, exit_code=code, finished_at=T0)]
-    assert restart.classify(by_rule, gone, stages=2).reason == names.R_DISRUPTED
+    assert restart.classify(by_rule, gone, TWO).reason == names.R_DISRUPTED
 
 
 def test_a_disruption_is_known_by_the_pod_or_by_the_rule() -> None:
-    by_pod = restart.classify(failed(), [pod(0, disrupted=True, exit_code=137)], stages=2)
+    by_pod = restart.classify(failed(), [pod(0, disrupted=True, exit_code=137)], TWO)
     by_rule = restart.classify(
-        failed("Pod a/b has condition DisruptionTarget matching FailJob rule at index 0"), [], 2
+        failed("Pod a/b has condition DisruptionTarget matching FailJob rule at index 0"), [], TWO
     )
     assert {by_pod.reason, by_rule.reason} == {names.R_DISRUPTED}
     assert not by_pod.counted
     assert not by_rule.counted
-    other = restart.classify(failed("exit code 1 matching FailJob rule at index 1"), [], 2)
+    other = restart.classify(failed("exit code 1 matching FailJob rule at index 1"), [], TWO)
     assert other.counted
 
 
@@ -136,8 +139,10 @@ def link(number: int, replica: int = 0) -> SlowLink:
 
 
 def test_ends_of_a_link() -> None:
-    assert node_exclusion.ends(link(1), stages=4) == (1, 2)
-    assert node_exclusion.ends(link(0, replica=2), stages=4) == (8, 9)
+    assert node_exclusion.ends(link(1), FOUR) == (1, 2)
+    assert node_exclusion.ends(link(0, replica=2), FOUR) == (8, 9)
+    by_default = MeshShape(stages=4, replicas=3, tensor=2)
+    assert node_exclusion.ends(link(0, replica=5), by_default) == (5, 11)
 
 
 def fault(number: int, replica: int = 0) -> Fault:
@@ -148,7 +153,7 @@ def test_both_nodes_of_a_slow_link_are_suspects() -> None:
     nodes = {0: "a", 1: "b", 2: "b", 3: "c"}
 
     def found(*slow: SlowLink, of: Mapping[int, str] = nodes) -> set[str]:
-        seen = node_exclusion.note_nodes(None, slow, of, [], stages=4)
+        seen = node_exclusion.note_nodes(None, slow, of, [], FOUR)
         return node_exclusion.suspects(seen, slow, [])
 
     assert found(link(0)) == {"a", "b"}
@@ -160,17 +165,17 @@ def test_both_nodes_of_a_slow_link_are_suspects() -> None:
 def test_a_link_that_the_jobs_own_faults_slow_accuses_nobody() -> None:
     nodes = {0: "a", 1: "b", 2: "c", 3: "d"}
     both = [link(0), link(0, replica=1)]
-    seen = node_exclusion.note_nodes(None, both, nodes, [], stages=2)
+    seen = node_exclusion.note_nodes(None, both, nodes, [], TWO)
     assert node_exclusion.suspects(seen, both, [fault(0)]) == {"c", "d"}
     assert node_exclusion.suspects(seen, both, [fault(0), fault(0, 1)]) == set()
 
 
 def test_nodes_noted_later_are_counted_once() -> None:
     nodes = dict(enumerate("abcd"))
-    first = node_exclusion.note_nodes(None, [link(0)], nodes, [], stages=4)
+    first = node_exclusion.note_nodes(None, [link(0)], nodes, [], FOUR)
     assert (first.count, first.others) == (4, 2), "c and d have no name here"
     # Half of the pods are gone by now.
-    later = node_exclusion.note_nodes(first, [link(1)], {1: "b", 2: "c"}, [], stages=4)
+    later = node_exclusion.note_nodes(first, [link(1)], {1: "b", 2: "c"}, [], FOUR)
     assert (later.count, later.others) == (4, 1), "d has none"
     assert node_exclusion.suspects(later, [link(1)], []) == {"b", "c"}, "link 0 has recovered"
 
@@ -178,8 +183,9 @@ def test_nodes_noted_later_are_counted_once() -> None:
 def noted(nodes: Iterable[str], *records: NodeRecord) -> AttemptNodes:
     """What is noted of an attempt of two stages with ranks on these nodes, all links slow."""
     ranks = [node for node in sorted(nodes) for _ in range(2)]
-    slow = [link(0, replica) for replica in range(len(ranks) // 2)]
-    return node_exclusion.note_nodes(None, slow, dict(enumerate(ranks)), records, stages=2)
+    mesh = MeshShape(2, replicas=len(ranks) // 2, order=("dp_replicate", "pp"))
+    slow = [link(0, replica) for replica in range(mesh.replicas)]
+    return node_exclusion.note_nodes(None, slow, dict(enumerate(ranks)), records, mesh)
 
 
 MANY = noted({"k", "l", "m", "n"})

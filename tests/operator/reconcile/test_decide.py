@@ -135,7 +135,7 @@ def test_a_failed_rank_restarts_all_under_the_next_number() -> None:
     assert world.status["attempt"] == 1
     assert world.status["restarts"] == 1
     assert world.status["attempts"][0]["reason"] == "RankFailed"
-    assert "rank 0 (stage 0, replica 0)" in world.status["attempts"][0]["message"]
+    assert "rank 0 (stage 0)" in world.status["attempts"][0]["message"]
     world.settle()
     assert world.status["jobUid"] == "job-1"
     assert 0 in world.jobs, "the failed attempt's pods, with their logs, are gone"

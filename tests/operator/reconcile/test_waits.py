@@ -77,7 +77,7 @@ def test_ranks_that_do_not_start_are_looked_at_and_named() -> None:
     world.later(STUCK_SECONDS + 1)
     world.pods = [pod(1, stuck="trainer: ImagePullBackOff: no such image")]
     world.turn()
-    assert "rank 1 (stage 1, replica 0): trainer: ImagePullBackOff" in world.message("PodsReady")
+    assert "rank 1 (stage 1): trainer: ImagePullBackOff" in world.message("PodsReady")
 
 
 def test_a_rank_whose_node_does_not_report_its_end_ends_the_attempt() -> None:
@@ -93,7 +93,7 @@ def test_a_rank_whose_node_does_not_report_its_end_ends_the_attempt() -> None:
     assert (world.status["attempt"], world.status["disruptions"]) == (1, 1)
     record = world.status["attempts"][0]
     assert (record["reason"], record["counted"]) == ("Disrupted", False)
-    assert record["message"] == "rank 1 (stage 1, replica 0) on node n1: the node does not respond"
+    assert record["message"] == "rank 1 (stage 1) on node n1: the node does not respond"
 
 
 def test_a_rank_without_a_node_is_left_to_the_control_plane() -> None:
@@ -124,7 +124,7 @@ def test_ranks_that_find_no_room_beside_the_first_are_told_what_to_do(
     world.pods = [pod(0), pod(1, stuck="Unschedulable: 0/9 nodes are available")]
     world.turn()
     said = world.message("PodsReady")
-    assert "rank 1 (stage 1, replica 0): Unschedulable: 0/9 nodes are available" in said
+    assert "rank 1 (stage 1): Unschedulable: 0/9 nodes are available" in said
     assert ("placement.gang" in said) is told
     assert ("label rack" in said) is told
 

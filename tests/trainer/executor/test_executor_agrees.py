@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from pipemorph.api.mesh import Coordinate, MeshShape
 from pipemorph.planning import (
     Dispatch,
     Link,
@@ -38,7 +39,6 @@ from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.link import Neighbourhood
 from pipemorph_trainer.links.message import Direction, TensorMeta
-from pipemorph_trainer.topology.coordinate import Coordinate
 
 ENDING, DECIDING = 0, 1
 """At one time what ends comes first, as in the simulator."""
@@ -224,7 +224,7 @@ def executors(world: World, problem: Problem, placement: Sequence[int]) -> list[
     up = [Lane(world, link, placement[i + 1], placement[i]) for i, link in enumerate(links)]
     made = []
     for stage, rank in enumerate(placement):
-        coordinate = Coordinate(rank, stage, last + 1, 0, 1)
+        coordinate = Coordinate(rank, MeshShape(last + 1), stage)
         above = End(stage - 1, stage - 1, down[stage - 1], up[stage - 1]) if stage else None
         below = End(stage, stage + 1, up[stage], down[stage]) if stage < last else None
         executor = Executor(

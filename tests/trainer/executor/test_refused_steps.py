@@ -66,7 +66,8 @@ class Kept(NamedTuple):
 
 def train(context: TrainerContext, stages: int, steps: Sequence[Step], options: Any) -> Kept:
     """Several calls of ``step`` that add up gradients; what became of each."""
-    index = context.rank % stages
+    coordinate = context.coordinate(stages)
+    index = coordinate.stage
     module: Stage = make_stage(index, stages, torch.float32)
     kept = Kept([], [], [])
     with Pipeline(
@@ -74,7 +75,7 @@ def train(context: TrainerContext, stages: int, steps: Sequence[Step], options: 
         deadline_seconds=30.0, **options,
     ) as pipe:  # fmt: skip
         for step in steps:
-            tokens, target = make_batch(10 * (context.rank // stages) + len(kept.losses), 2 * N)
+            tokens, target = make_batch(10 * coordinate.replica + len(kept.losses), 2 * N)
             args, kwargs = (tokens,), {"target": target}
             if step is not None and context.rank in step.ranks:
                 args, kwargs = step.make(tokens, target)
@@ -151,12 +152,12 @@ def test_the_next_step_goes_on_on_every_rank(options: dict[str, Any]) -> None:
 
 def test_a_replica_refuses_for_all() -> None:
     steps = (
-        Bad((2,), _uneven, "rank 2 (stage 0, replica 1): input 0 has shape [7, 3]"),
+        Bad((1,), _uneven, "rank 1 (stage 0, replica 1): input 0 has shape [7, 3]"),
         None,
         Bad((3,), _uneven_target, "rank 3 (stage 1, replica 1): target 0 has shape [7, 3]"),
         Bad((3,), _other_dtypes, "rank 3 (stage 1, replica 1): the stage raised RuntimeError"),
         None,
-        Bad((0, 2), _uneven, "rank 0 (stage 0, replica 0): input 0 has shape [7, 3]"),
+        Bad((0, 1), _uneven, "rank 0 (stage 0, replica 0): input 0 has shape [7, 3]"),
         None,
     )
     # All forwards first: the loss is on its way before the first backward.

@@ -25,6 +25,7 @@ from staging_rig import rigged
 from torch import Tensor
 from trainer_jobs import Job, assert_same, make_plan, reference, train
 
+from pipemorph.api.mesh import MeshShape
 from pipemorph.planning import Plan, Route
 from pipemorph_trainer import TrainerContext, iteration, parts
 from pipemorph_trainer.agent.messages import NoControl
@@ -46,7 +47,6 @@ from pipemorph_trainer.links.message import (
     TensorMeta,
 )
 from pipemorph_trainer.links.recorder import LinkRecorder
-from pipemorph_trainer.topology.coordinate import Coordinate
 
 META = TensorMeta((16,), torch.float32)
 PATIENCE = 0.3
@@ -209,7 +209,7 @@ def test_memory_for_sends_is_page_locked_before_receives_are_posted() -> None:
     above, below = end("above"), end("below")
     nothing: Any = lambda *_, **__: None  # noqa: E731
     executor = dispatch.Executor(
-        coordinate=Coordinate(1, 1, 3, 0, 1),
+        coordinate=MeshShape(3).coordinate(1),
         runner=SimpleNamespace(begin_iteration=nothing),  # type: ignore[arg-type]
         neighbours=SimpleNamespace(upstream=above, downstream=below, ends=[]),  # type: ignore[arg-type]
         poller=nothing, op_clock=OpClock(), waiting=nothing, deadline=1.0, boundary=nothing,
@@ -344,7 +344,7 @@ def test_a_broken_communicator_does_not_end_the_process(
     monkeypatch.delenv("NCCL_ASYNC_ERROR_HANDLING", raising=False)
     if value is not None:
         monkeypatch.setenv(edges.ASYNC_ERRORS, value)
-    with caplog.at_level(logging.WARNING), edges.survivable(Coordinate(0, 0, 2, 0, 1)):
+    with caplog.at_level(logging.WARNING), edges.survivable(MeshShape(2).coordinate(0)):
         assert os.environ[edges.ASYNC_ERRORS] == within
     assert os.environ.get(edges.ASYNC_ERRORS) == value
     told = [record.getMessage() for record in caplog.records]

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph_trainer import TrainerContext, settings
 from pipemorph_trainer.links import engine, rendezvous
 from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.poller import Poller
-from pipemorph_trainer.topology.coordinate import Coordinate
 from pipemorph_trainer.topology.groups import Groups
 
 
@@ -66,7 +66,7 @@ def told(monkeypatch: pytest.MonkeyPatch, transport: dict[str, Any]) -> dict[str
         engine=settings.engine_options(context, of_job, plan, directed=False),
     )
     found = rendezvous.meet(
-        Coordinate(rank=0, stage=0, stages=1, replica=0, replicas=1),
+        MeshShape().coordinate(0),
         config,
         master_addr="127.0.0.1",
         groups=Groups(),

@@ -88,7 +88,7 @@ def test_replicas_average_their_gradients() -> None:
     for stage in range(2):
         wanted = [reference(job, replica)[stage] for replica in range(2)]
         for replica in range(2):
-            mine = records[2 * replica + stage]
+            mine = records[2 * stage + replica]
             mean = (wanted[0].losses[0].double() + wanted[1].losses[0].double()) / 2
             torch.testing.assert_close(mine.losses[0].double(), mean)
             for name, grad in mine.grads[0].items():

@@ -16,6 +16,7 @@ from launch import Ranks, run_ranks
 from simulated_device import Driver, SimulatedDevice
 from trainer_jobs import Job, Record, assert_same, make_plan, reference, train
 
+from pipemorph.api.mesh import MeshShape
 from pipemorph.errors import InputError
 from pipemorph.planning import OpKind, Route
 from pipemorph_trainer import TrainerContext, parts, pipeline, start
@@ -242,7 +243,7 @@ def test_a_process_group_without_cpu_tensors_is_refused(monkeypatch: pytest.Monk
         rank=0, world_size=2, local_rank=0, master_addr="127.0.0.1", master_port=1
     )
     with pytest.raises(InputError, match=r"made with cuda:nccl; .*'cpu:gloo,cuda:nccl'"):
-        start.join(context, torch.device("cuda", 0), Start(stages=2, microbatches=1))
+        start.join(context, torch.device("cuda", 0), Start(mesh=MeshShape(2), microbatches=1))
 
 
 @pytest.mark.parametrize(

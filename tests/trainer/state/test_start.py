@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 
+from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import Checkpoint, Fault, PipeMorphJob
 from pipemorph.errors import InputError
 from pipemorph.planning import Policy
@@ -31,8 +32,9 @@ from pipemorph_trainer.state.weights import check_stage, fingerprint, held_by
 State = dict[str, Tensor]
 
 
-def start_of(module: nn.Module, stages: int = 2) -> Start:
-    return Start(stages=stages, microbatches=4, held=held_by(module))
+def start_of(module: nn.Module, stages: int = 2, replicas: int = 2) -> Start:
+    mesh = MeshShape(stages, replicas, order=("dp_replicate", "pp"))
+    return Start(mesh=mesh, microbatches=4, held=held_by(module))
 
 
 def linear(seed: int, width: int = 4) -> nn.Linear:
@@ -209,7 +211,8 @@ def test_arguments_that_the_manifest_contradicts_are_errors() -> None:
             Settings.choose(context, given)
         assert told in str(refused.value), refused.value
     # How many sends may be outstanding is no part of a job.
-    assert {*MANIFEST, "direct_sends"} == {field.name for field in fields(Settings)}
+    names = {field.name for field in fields(Settings)}
+    assert {*MANIFEST, "direct_sends"} - {"stages"} == names - {"mesh"}
     alone = Settings.choose(context_of(None, world_size=3), {"microbatches": 2, "queues": None})
     assert (alone.stages, alone.microbatches, alone.queues) == (3, 2, 8)
 
@@ -236,7 +239,7 @@ def test_a_rank_that_cannot_take_part_says_why_instead_of_raising(tmp_path: Path
         ({"given": {"microbatches": 4, "stages": 3}}, "1 ranks cannot be cut into pipelines of 3"),
         ({"given": {"microbatches": 4, "checkpoint": blocked}}, "/file cannot be written to"),
         (
-            {"plan": Settings(stages=1, microbatches=8).plan()},
+            {"plan": Settings(mesh=MeshShape(1), microbatches=8).plan()},
             "microbatches is 4, and the plan that was given has 8",
         ),
     ):
@@ -338,7 +341,7 @@ def unlike(context: TrainerContext, folder: str) -> tuple[list[str], list[str], 
 def test_replicas_begin_and_stay_alike(tmp_path: Path) -> None:
     results = run_ranks(4, unlike, str(tmp_path))
     for stage in (0, 1):
-        (_, _, first), (_, refused, second) = results[stage], results[2 + stage]
+        (_, _, first), (_, refused, second) = results[2 * stage], results[2 * stage + 1]
         for name, value in first[0].items():
             same_bits(first[1][name], value, f"replica 0 keeps its {name}")
             for when in (1, 2, 3):
@@ -346,14 +349,14 @@ def test_replicas_begin_and_stay_alike(tmp_path: Path) -> None:
         assert not second[0]["up.weight"].equal(first[0]["up.weight"]), "nothing was to do"
         assert not first[2]["norm.running_mean"].equal(first[1]["norm.running_mean"])
         assert refused[0].startswith(
-            f"rank {2 + stage} (stage {stage}, replica 1): step() was called"
+            f"rank {2 * stage + 1} (stage {stage}, replica 1): step() was called"
         )
         assert "under torch.no_grad(), but it needs" in refused[0]
         assert "under torch.inference_mode(), but it needs" in refused[1]
     told = [line for line in results[0][0] if "replicas" in line]
     (line,) = told
     assert (
-        "rank 2 (stage 0, replica 1) in 3 of 8 tensors ('up.weight', 'up.bias', 'table'), and 1"
+        "rank 1 (stage 0, replica 1) in 3 of 8 tensors ('up.weight', 'up.bias', 'table'), and 1"
         in line
     )
     assert not any("replicas" in line for result in results[1:] for line in result[0])

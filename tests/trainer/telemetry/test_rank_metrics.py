@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from launch import free_port
 
+from pipemorph.api.mesh import MeshShape
 from pipemorph.errors import InputError
 from pipemorph.planning import Op, OpKind, Plan, Policy, Route, Schedule
 from pipemorph.wire import LinkSample, RailSample, StageProfile, TransportSample, WireTime
@@ -22,7 +23,6 @@ from pipemorph_trainer.telemetry.metrics import (
     metered,
     serve,
 )
-from pipemorph_trainer.topology.coordinate import Coordinate
 
 WHO = {"name": "gpt", "stage": "1", "replica": "0"}
 
@@ -193,7 +193,7 @@ def test_a_host_with_hundreds_of_ports_has_series_for_some() -> None:
 
 
 def test_without_a_port_nothing_is_measured() -> None:
-    control, coordinate = NoControl(), Coordinate(rank=0, stage=0, stages=1, replica=0, replicas=1)
+    control, coordinate = NoControl(), MeshShape().coordinate(0)
     context = TrainerContext.from_env({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"})
     assert metered(control, context, coordinate, plan_of(0, 1)) is control
 

@@ -16,7 +16,7 @@ def train(context: TrainerContext) -> None:
     if context.job is None or context.job.spec.emulation is None:
         raise InputError("this example needs a job with spec.emulation; see examples/")
     spec = context.job.spec
-    stage = EmulatedStage.of(spec, stage=context.rank % spec.parallelism.stages)
+    stage = EmulatedStage.of(spec, stage=context.coordinate().stage)
     with Pipeline(stage, context=context) as pipe:
         for _ in range(pipe.start_iteration, spec.trainer.iterations):
             pipe.step()

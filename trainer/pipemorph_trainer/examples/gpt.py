@@ -163,7 +163,10 @@ def train(context: TrainerContext) -> None:
     arguments = Arguments.of(context)
     stages = spec.parallelism.stages
     layers = spec.parallelism.layers or stages
-    stage, replica = context.rank % stages, context.rank // stages
+    if spec.parallelism.context * spec.parallelism.tensor > 1:
+        raise InputError("spec.parallelism: this example has no context or tensor parallel layers")
+    coordinate = context.coordinate()
+    stage = coordinate.stage
     # One seed per stage, so that a stage's weights do not depend on other stages.
     torch.manual_seed(spec.trainer.seed * 1000 + stage)
     device = own_device(context.local_rank)
@@ -176,7 +179,7 @@ def train(context: TrainerContext) -> None:
                 corpus,
                 seed=spec.trainer.seed,
                 iteration=iteration,
-                replica=replica,
+                replica=coordinate.column,
                 batch=arguments.microbatch_size * spec.schedule.microbatches,
                 sequence=arguments.sequence,
             )

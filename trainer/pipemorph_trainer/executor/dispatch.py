@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import profiler
 
+from pipemorph.api.mesh import Coordinate
 from pipemorph.planning import Dispatch, OpKind, Plan, Schedule
 from pipemorph.planning.offload import Residency
 from pipemorph_trainer.errors import PipelineError, ShapeError
@@ -39,7 +40,6 @@ from pipemorph_trainer.links.message import (
     words,
 )
 from pipemorph_trainer.links.poller import Poller
-from pipemorph_trainer.topology.coordinate import Coordinate
 
 NEVER = float("inf")
 _NO_RANGE = nullcontext()

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn, tensor_split
 
+from pipemorph.api.mesh import Coordinate
 from pipemorph.errors import InputError
 from pipemorph_trainer.errors import ShapeError
 from pipemorph_trainer.executor.dispatch import Inputs
 from pipemorph_trainer.links.message import TensorMeta
-from pipemorph_trainer.topology.coordinate import Coordinate
 
 
 def check_grad_mode(who: object) -> None:

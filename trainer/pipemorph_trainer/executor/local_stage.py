@@ -8,6 +8,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
+from pipemorph.api.mesh import Coordinate
 from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, Plan
 from pipemorph.planning.offload import host_limit, host_peak
@@ -29,7 +30,6 @@ from pipemorph_trainer.executor.stages.emulated import EmulatedRunner, EmulatedS
 from pipemorph_trainer.executor.stages.interface import Runner
 from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
 from pipemorph_trainer.topology.accelerator import Accelerator
-from pipemorph_trainer.topology.coordinate import Coordinate
 
 
 class OwnStage:
@@ -64,7 +64,7 @@ class OwnStage:
         """The object with the stage's state, for checkpoints."""
         if isinstance(stage, EmulatedStage):
             self.runner = self.keeper = EmulatedRunner(
-                stage, coordinate.stage, coordinate.stages, coordinate.replica
+                stage, coordinate.stage, coordinate.stages, coordinate.column
             )
             return
         self.module = self.keeper = stage

@@ -18,7 +18,8 @@ from pipemorph_trainer.topology.world import World
 class SharedLoss:
     """Shares the loss of one iteration after another: :meth:`begin`, :meth:`post` it, :meth:`wait`.
 
-    The loss is the mean over ``microbatches`` and replicas.
+    The loss is the mean over ``microbatches`` and columns: replicas, shards and context ranks have
+    different data, tensor ranks the same loss.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class SharedLoss:
         self._wait_for(self._work)
         self._wait_for.waiting.end()
         self.refused = bool(self._loss[1])
-        return float(self._loss[0]) / self._world.coordinate.replicas
+        return float(self._loss[0]) / self._world.coordinate.mesh.columns
 
     def _share(self, losses: Sequence[float], *, refused: bool = False) -> None:
         self._copy = None

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipemorph.api.mesh import Coordinate
 from pipemorph.errors import PipeMorphError
 from pipemorph_trainer.errors import BatchError, ShapeError
 from pipemorph_trainer.executor.waiting import CollectiveWait
-from pipemorph_trainer.topology.coordinate import Coordinate
 from pipemorph_trainer.topology.world import World
 
 _TEXT_BYTES = 480
@@ -34,7 +34,7 @@ def is_of_batch(error: Exception) -> bool:
 
 
 class Gate:
-    """Barrier between the last stages of all replicas: no backward before all have run a forward.
+    """Barrier between the last stages of all columns: no backward before all have run a forward.
 
     Call on every last stage in each iteration: :meth:`begin`, then :meth:`accept` and, before the
     first backward, :meth:`passed`; at the end :meth:`refuse` if the step is refused.
@@ -51,17 +51,17 @@ class Gate:
         self._work, self._over = None, False
 
     def accept(self) -> None:
-        """Say that all stages of this replica have run a forward. Does not wait."""
+        """Say that all stages of this column have run a forward. Does not wait."""
         self._post(refused=False)
 
     def passed(self) -> bool:
-        """Wait for all replicas; return whether all have accepted."""
+        """Wait for all columns; return whether all have accepted."""
         self._wait_for(self._work, "the other replicas to run their first forward")
         self._over = True
         return not self._refused
 
     def refuse(self) -> None:
-        """Refuse the step on this replica. Waits for the other replicas."""
+        """Refuse the step on this column. Waits for the other columns."""
         if self._work is None:
             self._post(refused=True)
         if not self._over:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from pipemorph.api.mesh import Coordinate
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.executor.mailbox import Mailbox
 from pipemorph_trainer.links.link import Neighbourhood
 from pipemorph_trainer.links.peer_socket import StepToken
-from pipemorph_trainer.topology.coordinate import Coordinate
 
 
 class Start(NamedTuple):

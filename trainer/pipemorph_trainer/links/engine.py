@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pipemorph.api.mesh import Coordinate
 from pipemorph.api.spec import Rdma
 from pipemorph_trainer.errors import PipelineError
-from pipemorph_trainer.topology.coordinate import Coordinate
 from pipemorph_trainer.topology.gpu_affinity import near
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def make_engine(
         return None
     rdma = options.rdma
     engine: _engine.Engine = module.Engine(
-        job=f"{options.job}/{coordinate.replica}",
+        job=f"{options.job}/{coordinate.column}",
         rank=coordinate.rank,
         secret=secret,
         host=host,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from pipemorph.api.mesh import Coordinate
 from pipemorph.planning import Route
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.links import peer_socket
@@ -39,7 +40,6 @@ from pipemorph_trainer.links.peer_socket import PeerSocket
 from pipemorph_trainer.links.poller import Poller
 from pipemorph_trainer.topology import addresses
 from pipemorph_trainer.topology.accelerator import accelerator_of
-from pipemorph_trainer.topology.coordinate import Coordinate
 from pipemorph_trainer.topology.groups import Groups
 from pipemorph_trainer.topology.machine import Machine, this_machine
 
@@ -163,11 +163,12 @@ class Rendezvous:
             self._edges = make_edges(self._coordinate, config.device, config.deadline, self._groups)
             up_socket = down_socket = None
             if not self._coordinate.last:
-                peer = rank + 1
+                peer = self._coordinate.at_stage(self._coordinate.stage + 1)
                 port = self._peers[peer].port
                 down_socket = config.dial(self._address(peer), port, rank=rank, peer=peer)
             if not self._coordinate.first:
-                up_socket = config.accept(listener, rank=rank, peer=rank - 1)
+                peer = self._coordinate.at_stage(self._coordinate.stage - 1)
+                up_socket = config.accept(listener, rank=rank, peer=peer)
         # The link above before the link below, on every rank, so that no two wait for each other.
         stage = self._coordinate.stage
         upstream = downstream = None
@@ -204,7 +205,7 @@ class Rendezvous:
                     accelerator, wake=config.poller.wake, deadline=config.deadline
                 )
         # The lower stage makes the queue of a link.
-        self._queue = config.faults.make_queue(self._coordinate.stage, self._coordinate.replica)
+        self._queue = config.faults.make_queue(self._coordinate.stage, self._coordinate.column)
 
     def exchange_addresses(self, port: int) -> None:
         """Exchange the listening ports of all ranks."""
@@ -217,15 +218,15 @@ class Rendezvous:
 
     def make_end(self, link: int, receives: Direction, control: PeerSocket) -> LinkEnd:
         """This rank's end of a link whose control socket is connected."""
-        config, replica = self._config, self._coordinate.replica
+        config, column = self._config, self._coordinate.column
         lower = receives is Direction.BACKWARD
         queue = self._queue if lower else None
         peer = self._peers[control.peer_rank]
         if not lower and peer.queue is not None:
             queue = SharedQueue.open(peer.queue, link)
-        faults = LinkFaults(config.faults.of(link, replica), Direction(1 - receives), queue)
+        faults = LinkFaults(config.faults.of(link, column), Direction(1 - receives), queue)
         end = LinkEnd(
-            link, receives, control, replica=replica, faults=faults,
+            link, receives, control, replica=column, faults=faults,
             direct_transport="nccl" if config.cuda else "gloo",
         )  # fmt: skip
         end.same_host = self._mine.machine.shares_clock(peer.machine)
@@ -287,7 +288,7 @@ class Rendezvous:
         return "127.0.0.1" if self._mine.machine.shares_loopback(peer.machine) else peer.address
 
     def _gather(self, mine: _Peer) -> None:
-        found: list[Any] = [None] * (self._coordinate.stages * self._coordinate.replicas)
+        found: list[Any] = [None] * self._coordinate.mesh.world_size
         dist.all_gather_object(found, mine)
         self._peers = found
 

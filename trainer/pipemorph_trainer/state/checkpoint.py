@@ -68,8 +68,11 @@ class Checkpoints:
             self._prefix = self._find_prefix(stage)
 
     def _find_prefix(self, module: nn.Module) -> str:
-        names: list[Any] = [None] * dist.get_world_size(self._world.stages)
-        dist.all_gather_object(names, sorted(module.state_dict()), group=self._world.stages)
+        stages = self._world.group(("pp",))
+        if stages is None:
+            return ""
+        names: list[Any] = [None] * dist.get_world_size(stages)
+        dist.all_gather_object(names, sorted(module.state_dict()), group=stages)
         seen: dict[str, int] = {}
         for stage, mine in enumerate(names):
             for name in mine:
@@ -158,7 +161,7 @@ class Checkpoints:
     def _state(self) -> dict[str, Any]:
         if isinstance(self._stage, EmulatedRunner):
             coordinate = self._world.coordinate
-            name = f"emulated.replica{coordinate.replica}.stage{coordinate.stage}"
+            name = f"emulated.replica{coordinate.column}.stage{coordinate.stage}"
             return {name: torch.tensor(list(self._stage.state().to_bytes(8, "little")))}
         state = {
             f"{self._prefix}model.{name}": value

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipemorph.api.mesh import DATA
 from pipemorph_trainer.executor.torch_private import version
 from pipemorph_trainer.state.weights import bytes_of, comparable
 
@@ -40,7 +41,7 @@ class Replicas:
         Whole modules, because torch does not count a batch norm's writes to its running statistics,
         only those to ``num_batches_tracked`` beside them.
         """
-        group = self._world.replicas
+        group = self._world.group(DATA)
         assert group is not None
         parameters = [p for p in self._module.parameters() if p.requires_grad]
         written = [_written(m, marks) for m, marks in zip(self._buffered, self._marks, strict=True)]
@@ -60,10 +61,11 @@ class Replicas:
         self._share(self._module.buffers())
 
     def _share(self, buffers: Iterable[Tensor]) -> None:
-        assert self._world.replicas is not None
+        group = self._world.group(DATA)
+        assert group is not None
         for buffer in buffers:
             if comparable(buffer):
-                broadcast(buffer, self._world.coordinate.stage, self._world.replicas, self._wait)
+                broadcast(buffer, self._world.coordinate.first_along(DATA), group, self._wait)
         self._marks = [_marks(m) for m in self._buffered]
 
 
@@ -141,7 +143,10 @@ def _buckets(grads: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def clip_global_norm(
-    parameters: Iterable[nn.Parameter], max_norm: float, group: dist.ProcessGroup, wait: Wait
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    group: dist.ProcessGroup | None,
+    wait: Wait,
 ) -> Tensor:
     """Scale gradients so that their 2-norm over all stages is at most ``max_norm``.
 
@@ -153,8 +158,10 @@ def clip_global_norm(
     mine = torch.zeros(1, dtype=torch.float64)
     if grads:
         mine[0] = torch.nn.utils.get_total_norm(grads).double().cpu() ** 2
-    squares = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    wait(dist.all_gather(squares, mine, group=group, async_op=True))
+    squares = [mine]
+    if group is not None:
+        squares = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        wait(dist.all_gather(squares, mine, group=group, async_op=True))
     total = torch.stack(squares).sum().sqrt().float()
     if grads:
         torch.nn.utils.clip_grads_with_norm_(with_grad, max_norm, total.to(grads[0].device))

@@ -21,7 +21,7 @@ from pipemorph_trainer.topology.addresses import everywhere, own_address
 if TYPE_CHECKING:
     from prometheus_client import Counter, Gauge
 
-    from pipemorph_trainer.topology.coordinate import Coordinate
+    from pipemorph.api.mesh import Coordinate
 
 log = logging.getLogger("pipemorph.metrics")
 
@@ -255,7 +255,7 @@ def metered(
         return control
     job = context.job.metadata.name if context.job is not None else "job"
     host = everywhere(own_address(context.master_addr))
-    metrics = serve(job, coordinate.stage, coordinate.replica, context.metrics_port, host)
+    metrics = serve(job, coordinate.stage, coordinate.column, context.metrics_port, host)
     return control if metrics is None else MeteredControl(control, metrics, plan)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from time import monotonic
 from typing import Literal
 
+from pipemorph.api.mesh import Coordinate
 from pipemorph.planning import Route
 from pipemorph.wire import IterationSample, LinkSample, StageProfile
 from pipemorph_trainer.agent import AgentHandle, connect, start_agent
@@ -14,7 +15,6 @@ from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.links.link import LinkEnd
 from pipemorph_trainer.telemetry.rails import RailWatch
 from pipemorph_trainer.telemetry.transports import TransportWatch
-from pipemorph_trainer.topology.coordinate import Coordinate
 from pipemorph_trainer.topology.world import World
 
 PUBLISH_SECONDS = 0.05
@@ -37,8 +37,8 @@ class Reporter:
         self._coordinate, self._control, self._ends = coordinate, control, ends
         self._left_over: list[LinkSample] = []
         self._published_at = 0.0
-        self._rails = RailWatch(coordinate.stage, coordinate.replica, used=rails)
-        self._transports = TransportWatch(ends, coordinate.replica)
+        self._rails = RailWatch(coordinate.stage, coordinate.column, used=rails)
+        self._transports = TransportWatch(ends, coordinate.column)
         self.state: State = "starting"
         self.iteration = 0
         self.applied = 0
@@ -81,7 +81,7 @@ class Reporter:
             RankTelemetry(
                 rank=self._coordinate.rank,
                 stage=self._coordinate.stage,
-                replica=self._coordinate.replica,
+                replica=self._coordinate.column,
                 state=self.state,
                 iteration=self.iteration,
                 applied_plan_version=self.applied,

@@ -25,10 +25,10 @@ import os
 from pathlib import Path
 from typing import Any, TextIO
 
+from pipemorph.api.mesh import Coordinate
 from pipemorph_trainer.context import TRACE_BYTES
 from pipemorph_trainer.executor.dispatch import Outcome
 from pipemorph_trainer.links.link import LinkEnd
-from pipemorph_trainer.topology.coordinate import Coordinate
 
 log = logging.getLogger("pipemorph.trainer")
 
@@ -74,7 +74,7 @@ class TraceWriter:
         line: dict[str, Any] = {
             "rank": self._coordinate.rank,
             "stage": self._coordinate.stage,
-            "replica": self._coordinate.replica,
+            "replica": self._coordinate.column,
             "iteration": index,
             "plan_version": plan_version,
             "origin": origin,
@@ -154,7 +154,7 @@ class TraceWriter:
         whose = {
             "rank": self._coordinate.rank,
             "stage": self._coordinate.stage,
-            "replica": self._coordinate.replica,
+            "replica": self._coordinate.column,
         }
         path = self._folder / f"{kind}-rank{self._coordinate.rank}.json"
         try:

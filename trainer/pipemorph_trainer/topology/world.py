@@ -1,18 +1,17 @@
-"""The ranks of a job: process groups and device mesh (``dp`` × ``pp``)."""
+"""The ranks of a job: the device mesh and the process groups of a pipeline."""
 
 from __future__ import annotations
 
 import atexit
 import os
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipemorph.errors import InputError
-from pipemorph_trainer.context import TrainerContext
-from pipemorph_trainer.topology.coordinate import Coordinate
+from pipemorph.api.mesh import Coordinate, Dimension
 from pipemorph_trainer.topology.groups import Groups
 
 
@@ -20,21 +19,61 @@ from pipemorph_trainer.topology.groups import Groups
 class World:
     """The groups of a job. ``control``: all ranks, for the small collectives of every iteration.
 
-    No group is shared with the user, so that neither delays or reorders the other's collectives.
+    No group is shared with the user, so that neither delays or reorders the other's collectives:
+    ``owns_mesh`` says whether the groups of ``mesh`` are the pipeline's.
     """
 
     coordinate: Coordinate
     mesh: DeviceMesh
     groups: Groups
     control: dist.ProcessGroup
-    stages: dist.ProcessGroup
-    replicas: dist.ProcessGroup | None
     secret: bytes
+    owns_mesh: bool = True
+    _made: dict[tuple[Dimension, ...], dist.ProcessGroup] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._process = os.getpid()
+        for group in self.mesh.get_all_groups() if self.owns_mesh else ():
+            if group is not dist.GroupMember.WORLD:
+                self.groups.adopt(group)
         # In case the script does not close the pipeline.
         atexit.register(self.leave, clean=False)
+
+    def group(self, names: Iterable[Dimension]) -> dist.ProcessGroup | None:
+        """The ranks that share all coordinates but those of ``names``, in rank order; None if this
+        is the only one. :meth:`make_groups` has made it."""
+        names = self._several(names)
+        return self._made[names] if names else None
+
+    def make_groups(self, wanted: Iterable[Iterable[Dimension]]) -> None:
+        """Make groups for :meth:`group`. Collective: all ranks give the same."""
+        for names in dict.fromkeys(map(self._several, wanted)):
+            if names and names not in self._made:
+                self._made[names] = self._make(names)
+
+    def _several(self, names: Iterable[Dimension]) -> tuple[Dimension, ...]:
+        """Those of ``names`` with more than one rank, in the order of the dimensions."""
+        wanted = frozenset(names)
+        return tuple(
+            n for n, size in self.coordinate.mesh.sizes.items() if n in wanted and size > 1
+        )
+
+    def _make(self, names: tuple[Dimension, ...]) -> dist.ProcessGroup:
+        shape = self.coordinate.mesh
+        ranks = shape.groups(names)
+        if len(ranks) == 1 and names == ("pp",):
+            return self.control
+        if self.owns_mesh and len(names) == 1:
+            group: Any = self.mesh.get_group(names[0])
+            # For a dimension with all ranks the mesh uses the default group, which is the user's.
+            if group is not dist.GroupMember.WORLD:
+                return group  # type: ignore[no-any-return]
+        made = [
+            self.groups.new(each, group_desc=f"pipemorph {' × '.join(names)}") for each in ranks
+        ]
+        return next(
+            group for group, each in zip(made, ranks, strict=True) if self.coordinate.rank in each
+        )
 
     def share(self, value: Any) -> Any:
         """The value of rank 0, on every rank. Only at the start."""
@@ -53,21 +92,5 @@ class World:
         self.groups.destroy(clean=clean)
         if hasattr(self, "control"):
             # The last references: dropping them waits for gloo's threads.
-            del self.mesh, self.control, self.stages, self.replicas
-
-
-def coordinate_of(context: TrainerContext, stages: int) -> Coordinate:
-    """The coordinate of a rank. Raises :class:`InputError` if ``stages`` does not divide the
-    world."""
-    if context.world_size % stages:
-        raise InputError(
-            f"{context.world_size} ranks cannot be cut into pipelines of {stages} stages; start "
-            f"a multiple of {stages} ranks"
-        )
-    return Coordinate(
-        rank=context.rank,
-        stage=context.rank % stages,
-        stages=stages,
-        replica=context.rank // stages,
-        replicas=context.world_size // stages,
-    )
+            self._made.clear()
+            del self.mesh, self.control

@@ -16,7 +16,7 @@ from pipemorph_trainer.links.message import Direction
 from pipemorph_trainer.topology.groups import Groups
 
 if TYPE_CHECKING:
-    from pipemorph_trainer.topology.coordinate import Coordinate
+    from pipemorph.api.mesh import Coordinate
 
 log = logging.getLogger("pipemorph.trainer")
 
@@ -39,25 +39,26 @@ def make_edges(
     nccl = device.type == "cuda"
     mine: dict[int, dict[Direction, dist.ProcessGroup]] = {}
 
-    def make(link: int, lower: int) -> None:
+    def make(link: int, column: int) -> None:
+        lower, upper = (coordinate.mesh.rank(stage, column) for stage in (link, link + 1))
         made: list[Any] = [
             groups.new(
-                [lower, lower + 1],
+                [lower, upper],
                 timeout=timeout,
                 backend="nccl" if nccl else "gloo",
-                group_desc=f"pipemorph link {link} of replica {lower // coordinate.stages}",
+                group_desc=f"pipemorph link {link} of column {column}",
             )
             for _ in range(2 if nccl else 1)
         ]
-        if coordinate.rank in (lower, lower + 1):
+        if coordinate.rank in (lower, upper):
             mine[link] = {Direction.FORWARD: made[0], Direction.BACKWARD: made[-1]}
             if nccl:
                 connect_edge(mine[link], device, is_lower=coordinate.rank == lower)
 
     with survivable(coordinate) if nccl else nullcontext():
-        for replica in range(coordinate.replicas):
+        for column in range(coordinate.mesh.columns):
             for link in range(coordinate.stages - 1):
-                make(link, replica * coordinate.stages + link)
+                make(link, column)
     return mine
 
 

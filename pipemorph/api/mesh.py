@@ -1,0 +1,168 @@
+"""Where each rank of a job is: its coordinate in the mesh, as numbered by the mesh's order.
+
+The one function from a rank to its coordinate, and back. The operator, the hosts and the trainer
+use it; the trainer makes torch's ``DeviceMesh`` with the same dimensions and order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Literal, get_args
+
+from pipemorph.errors import InputError
+
+Dimension = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
+"""A dimension of the mesh, named as in torchtitan."""
+DIMENSIONS: tuple[Dimension, ...] = get_args(Dimension)
+"""All dimensions in the default order, from outermost to innermost."""
+_FIELDS = dict(zip(DIMENSIONS, ("stage", "replica", "shard", "context", "tensor"), strict=True))
+COLUMN: tuple[Dimension, ...] = DIMENSIONS[1:]
+"""The dimensions that number a column, from outermost to innermost."""
+DATA: tuple[Dimension, ...] = ("dp_replicate", "dp_shard", "cp")
+"""Dimensions along which ranks have different data, so that their gradients are averaged."""
+LOCKSTEP: tuple[Dimension, ...] = ("dp_shard", "cp", "tp")
+"""Dimensions along which ranks run collectives inside ops, so the same ops in the same order."""
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """The sizes of a mesh, and the ``order`` in which its ranks are numbered: dimensions from
+    outermost to innermost. Ranks along the innermost dimension have consecutive numbers.
+
+    A *column* is a pipeline: one rank per stage, which share the other four coordinates. Columns
+    are numbered by (replica, shard, context, tensor), whatever the order; with replicas alone a
+    column is a replica. Telemetry names links by column.
+    """
+
+    stages: int = 1
+    replicas: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    order: tuple[Dimension, ...] = DIMENSIONS
+
+    @cached_property
+    def sizes(self) -> dict[Dimension, int]:
+        """Size of every dimension."""
+        sizes = (self.stages, self.replicas, self.shard, self.context, self.tensor)
+        return dict(zip(DIMENSIONS, sizes, strict=True))
+
+    @property
+    def world_size(self) -> int:
+        return prod(self.sizes.values())
+
+    @property
+    def columns(self) -> int:
+        return self.world_size // self.stages
+
+    @property
+    def lockstep(self) -> int:
+        """Number of ranks of one stage and replica."""
+        return self.shard * self.context * self.tensor
+
+    def described(self) -> str:
+        """Sizes and order, the same for meshes that number their ranks in the same way."""
+        several = [name for name in self.order if self.sizes[name] > 1]
+        return f"{self} in the order {', '.join(several)}" if len(several) > 1 else str(self)
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """The coordinate of a rank. Raises :class:`InputError` if the mesh has no such rank."""
+        if not 0 <= rank < self.world_size:
+            raise InputError(f"rank is {rank}; the mesh has {self.world_size} ranks ({self})")
+        place = _digits(rank, self.order, self.sizes)
+        return Coordinate(rank, self, **{_FIELDS[name]: place[name] for name in place})
+
+    def rank(self, stage: int, column: int) -> int:
+        """The rank of a stage in a column."""
+        place = {**_digits(column, COLUMN, self.sizes), "pp": stage}
+        rank = 0
+        for name in self.order:
+            rank = rank * self.sizes[name] + place[name]
+        return rank
+
+    def groups(self, names: Collection[Dimension]) -> list[list[int]]:
+        """The ranks that share all coordinates but those of ``names``, for every such group."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            place = _digits(rank, self.order, self.sizes)
+            key = tuple(place.get(name, 0) for name in DIMENSIONS if name not in names)
+            found.setdefault(key, []).append(rank)
+        return list(found.values())
+
+    def column_name(self, column: int) -> str:
+        """A column for messages: ``replica 1, tensor 0``; empty if it is the only one."""
+        place = _digits(column, COLUMN, self.sizes)
+        return ", ".join(f"{_FIELDS[n]} {place[n]}" for n in COLUMN if self.sizes[n] > 1)
+
+    def __str__(self) -> str:
+        """``2 stages × 4 replicas × 2 tensor``."""
+        words = ("stages", "replicas", "shard", "context", "tensor")
+        named = zip(self.sizes.items(), words, strict=True)
+        return " × ".join(f"{n} {word}" for (name, n), word in named if n > 1 or name == "pp")
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """A rank's place in the mesh."""
+
+    rank: int
+    mesh: MeshShape
+    stage: int = 0
+    replica: int = 0
+    shard: int = 0
+    context: int = 0
+    tensor: int = 0
+
+    @property
+    def stages(self) -> int:
+        return self.mesh.stages
+
+    @property
+    def first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def last(self) -> bool:
+        return self.stage == self.mesh.stages - 1
+
+    @property
+    def column(self) -> int:
+        """Number of the rank's pipeline column, see :class:`MeshShape`."""
+        column = 0
+        for name in COLUMN:
+            column = column * self.mesh.sizes[name] + self.along(name)
+        return column
+
+    def along(self, name: Dimension) -> int:
+        """The rank's index along a dimension."""
+        index: int = getattr(self, _FIELDS[name])
+        return index
+
+    def at_stage(self, stage: int) -> int:
+        """The rank of another stage in the same column."""
+        return self.mesh.rank(stage, self.column)
+
+    def first_along(self, names: Collection[Dimension]) -> int:
+        """The rank with the same coordinate, but index 0 along ``names``."""
+        column = 0
+        for name in COLUMN:
+            column = column * self.mesh.sizes[name] + (0 if name in names else self.along(name))
+        return self.mesh.rank(0 if "pp" in names else self.stage, column)
+
+    def __str__(self) -> str:
+        """``rank 5 (stage 1, replica 0, tensor 1)``, without dimensions of size 1."""
+        column = self.mesh.column_name(self.column)
+        return f"rank {self.rank} (stage {self.stage}{', ' if column else ''}{column})"
+
+
+def _digits(
+    number: int, order: Collection[Dimension], sizes: dict[Dimension, int]
+) -> dict[Dimension, int]:
+    """The index along each dimension of ``order``, of which the last runs fastest."""
+    digits: dict[Dimension, int] = {}
+    for name in reversed(tuple(order)):
+        number, digits[name] = divmod(number, sizes[name])
+    return digits

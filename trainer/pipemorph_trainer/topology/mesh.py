@@ -1,0 +1,100 @@
+"""torch's ``DeviceMesh`` of a job, and its process group."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pipemorph.api.mesh import DIMENSIONS, Dimension, MeshShape
+from pipemorph.errors import InputError
+from pipemorph_trainer.context import TrainerContext
+from pipemorph_trainer.topology.addresses import in_url
+from pipemorph_trainer.topology.groups import destroy_at_exit
+
+SETUP_SECONDS = 300.0
+"""Longest time for the ranks to connect to each other."""
+
+
+def make_mesh(
+    context: TrainerContext,
+    device: torch.device | str = "cpu",
+    *,
+    stages: int | None = None,
+) -> DeviceMesh:
+    """The ``DeviceMesh`` of the job, to shard a stage over before it is given to ``Pipeline``.
+
+    Its dimensions are those of ``spec.parallelism`` with more than one rank, and ``pp``. Without a
+    job file: ``stages`` (default: all ranks) × replicas. Joins the process group if the script has
+    not done so. Collective over all ranks.
+
+    Raises :class:`InputError` if ``stages`` does not divide the number of ranks.
+    """
+    device = torch.device(device)
+    shape = context.mesh_shape(stages)
+    join_process_group(context, device)
+    return device_mesh(shape, device)
+
+
+def device_mesh(shape: MeshShape, device: torch.device) -> DeviceMesh:
+    """The mesh of a shape, without dimensions of size 1 other than ``pp``. Collective."""
+    names = [name for name in shape.order if shape.sizes[name] > 1 or name == "pp"]
+    if "pp" not in names:
+        names.insert(0, "pp")
+    sizes = tuple(shape.sizes[name] for name in names)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=tuple(names))
+
+
+def shape_of(mesh: DeviceMesh, world_size: int) -> MeshShape:
+    """The sizes and order of a mesh. Raises :class:`InputError` if it does not number all ranks of
+    the job by the dimensions that a pipeline knows."""
+    names = mesh.mesh_dim_names or ()
+    order: list[Dimension] = [name for name in DIMENSIONS if name in names]
+    order.sort(key=names.index)
+    if len(order) < len(names) or not names:
+        shown = ", ".join(names) or "without names"
+        raise InputError(f"mesh has the dimensions {shown}; expected {', '.join(DIMENSIONS)}")
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != list(range(world_size)):
+        raise InputError(
+            f"mesh numbers {len(ranks)} ranks as {_shown(ranks)}; expected all {world_size} ranks "
+            "in order, as init_device_mesh makes it"
+        )
+    stages, replicas, shard, context, tensor = (
+        mesh.size(names.index(name)) if name in names else 1 for name in DIMENSIONS
+    )
+    return MeshShape(stages, replicas, shard, context, tensor, tuple(order))
+
+
+def _shown(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+
+
+def join_process_group(context: TrainerContext, device: torch.device) -> None:
+    """Join the job's process group, unless the script has done so. Raises :class:`InputError` if
+    the existing one carries no CPU tensors."""
+    if dist.is_initialized():
+        if "cpu:" not in dist.get_backend_config():
+            raise InputError(
+                f"the process group was made with {dist.get_backend_config()}; it has to carry CPU "
+                "tensors as well: init_process_group('cpu:gloo,cuda:nccl'), or leave it to Pipeline"
+            )
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=SETUP_SECONDS)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun already serves the store; its variables say where.
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(
+            backend,
+            init_method=f"tcp://{in_url(context.master_addr)}:{context.master_port}",
+            rank=context.rank,
+            world_size=context.world_size,
+            timeout=timeout,
+        )
+    assert dist.GroupMember.WORLD is not None
+    destroy_at_exit(dist.GroupMember.WORLD)
