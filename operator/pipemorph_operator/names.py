@@ -84,6 +84,7 @@ R_DISRUPTED = "Disrupted"
 R_EVICTED = "Evicted"
 R_JOB_LOST = "JobDeleted"
 R_NODE_EXCLUDED = "NodeExcluded"
+R_IDLE_GPUS = "IdleGPUs"
 R_TTL = "TTLExpired"
 
 R_LINKS_OK = "AllLinksHealthy"

@@ -53,6 +53,7 @@ class StageTime(SpecModel):
 
 MAX_RANKS = 100_000
 """Kubernetes' limit of completions of an Indexed Job."""
+MAX_RANKS_PER_POD = 64
 
 
 ONLINE_IN_LOCKSTEP = (
@@ -88,6 +89,12 @@ class Parallelism(SpecModel):
         description="Dimensions of the mesh, from outermost to innermost: ranks that differ in "
         "the innermost one have consecutive numbers. Dimensions of size 1 may be left out.",
     )
+    ranks_per_pod: int = Field(
+        default=1,
+        ge=1,
+        le=MAX_RANKS_PER_POD,
+        description="Ranks in one pod, one per GPU; divides the number of ranks.",
+    )
     layers: int | None = Field(
         default=None,
         ge=1,
@@ -102,6 +109,12 @@ class Parallelism(SpecModel):
                 "replicas",
                 f"is {self.replicas}; {self.mesh} are {self.world_size} ranks; "
                 f"expected at most {MAX_RANKS}",
+            )
+        if self.world_size % self.ranks_per_pod:
+            raise FieldError(
+                "ranksPerPod",
+                f"is {self.ranks_per_pod}, which does not divide the job's {self.world_size} "
+                "ranks; use a divisor",
             )
         if self.layers is not None and self.layers % self.stages:
             raise FieldError(
@@ -130,6 +143,10 @@ class Parallelism(SpecModel):
     @property
     def world_size(self) -> int:
         return self.mesh.world_size
+
+    @property
+    def pods(self) -> int:
+        return self.world_size // self.ranks_per_pod
 
 
 class ScheduleSpec(SpecModel):

@@ -69,12 +69,12 @@ class Condition(StatusModel):
 
 
 class PodCounts(StatusModel):
-    """Ranks of the current attempt."""
+    """Pods of the current attempt, each with ``parallelism.ranksPerPod`` ranks."""
 
-    wanted: int = _number("Ranks of the job.")
+    wanted: int = _number("Pods of an attempt.")
     active: int = _number("Pending or running pods.")
     ready: int = _number("Running pods.")
-    succeeded: int = _number("Ranks that finished.")
+    succeeded: int = _number("Pods whose ranks have finished.")
     failed: int = _number("Pods that failed.")
 
 
@@ -270,7 +270,7 @@ class JobStatus(StatusModel):
     )
     state: JobState | None = Field(default=None, description="The conditions in one word.")
     ready: str | None = Field(
-        default=None, max_length=32, description="Ready ranks of all ranks, such as 3/4."
+        default=None, max_length=32, description="Ready pods of all pods, such as 3/4."
     )
     attempt: int | None = Field(
         default=None, ge=0, description="Attempt in progress, from 0; grows with every start."
@@ -300,7 +300,7 @@ class JobStatus(StatusModel):
     )
     restarts: int = _number("Restarts counted against failurePolicy.maxRestarts.")
     disruptions: int = _number("Restarts not counted: evictions, preemptions, lost nodes.")
-    pods: PodCounts | None = Field(default=None, description="Ranks of the current attempt.")
+    pods: PodCounts | None = Field(default=None, description="Pods of the current attempt.")
     attempts: list[AttemptRecord] = _at_most(MAX_ATTEMPTS_KEPT, "Ended attempts, newest last.")
     nodes: list[NodeRecord] = _at_most(MAX_NODES_KEPT, "Nodes that were at an end of a slow link.")
     attempt_nodes: AttemptNodes | None = Field(

@@ -23,6 +23,7 @@ from pipemorph.local.processes.environment import (
 )
 from pipemorph.local.processes.interrupts import Interrupts
 from pipemorph.local.processes.private import PrivateFolder
+from pipemorph.local.processes.rank_log import FileLog
 from pipemorph.local.processes.ranks import RankSet, Reaper
 from pipemorph.local.processes.supervise import End, Ending, Events, RankExited, supervise
 from pipemorph.local.progress import Progress, headline
@@ -190,7 +191,7 @@ class _Host:
         for rank in range(parallelism.world_size):
             position = parallelism.mesh.coordinate(rank)
             env = rank_environment(self.job, where, rank, os.environ)
-            ranks.start(position, command, env, self.folder.log(rank))
+            ranks.start(position, command, env, FileLog(self.folder.log(rank)))
 
     def _rank_exited(self, rank: int, status: int) -> None:
         self.events.put(RankExited(rank, status))

@@ -219,6 +219,32 @@ def test_suspended_while_it_restarts(jobs: Jobs) -> None:
     jobs.delete("paused")
 
 
+def test_a_killed_rank_of_a_pod_with_several_is_named_and_the_job_restarts(jobs: Jobs) -> None:
+    parallelism = {"stages": 4, "replicas": 2, "ranksPerPod": 4}
+    restarts = {"maxRestarts": 1}
+    jobs.apply(
+        manifest("pods", iterations=100_000, parallelism=parallelism, failurePolicy=restarts)
+    )
+    jobs.wait("pods", _at_iteration(1), START)
+    _, second = (pod["metadata"]["name"] for pod in jobs.pods("pods"))
+    within = ["exec", f"--namespace={jobs.namespace}", second, "--", "sh", "-c"]
+    # Rank 6 is in the second pod. Its agent and data loaders would inherit RANK.
+    kill = "for p in /proc/[0-9]*; do tr '\\0' '\\n' < $p/environ 2>/dev/null | grep -qx RANK=6"
+    kill += " && echo ${p#/proc/} && kill -9 ${p#/proc/}; done"
+    assert jobs.nodes.kubectl(*within, kill).split(), "there is no process of rank 6"
+    ended = jobs.wait("pods", _attempt(1), 90.0)
+    (record,) = ended["status"]["attempts"]
+    assert record["reason"] == "RankFailed"
+    assert "pod 1 (ranks 4 to 7)" in record["message"]
+    assert (
+        "exited with code 137: rank 6 (stage 2, replica 1) was killed by SIGKILL"
+        in (record["message"])
+    )
+    jobs.wait("pods", _attempt_at_iteration(1, 1), START)
+    assert len(jobs.pods("pods", 1)) == 2
+    jobs.delete("pods")
+
+
 def test_a_node_is_lost_under_a_running_job(release: NodeCluster, jobs: Jobs) -> None:
     """Its kubelet stops: its rank trains on for a while, and nobody can say when it ends."""
     second = release.add_node()
@@ -305,6 +331,14 @@ def _training(job: Object) -> Object:
 
 def _attempt(number: int) -> Callable[[Object], bool]:
     return lambda job: job.get("status", {}).get("attempt") == number
+
+
+def _attempt_at_iteration(attempt: int, number: int) -> Callable[[Object], bool]:
+    def there(job: Object) -> bool:
+        training = _training(job)
+        return training.get("attempt") == attempt and (training.get("iteration") or 0) >= number
+
+    return there
 
 
 def _adapted_to(link: int, *, since: int = 0) -> Callable[[Object], bool]:

@@ -2,5 +2,6 @@
 
 from pipemorph_operator.children.attempt import Attempt, Unbuildable
 from pipemorph_operator.children.objects import objects
+from pipemorph_operator.children.pod import idle_gpus
 
-__all__ = ["Attempt", "Unbuildable", "objects"]
+__all__ = ["Attempt", "Unbuildable", "idle_gpus", "objects"]

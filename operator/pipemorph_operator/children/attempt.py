@@ -38,12 +38,16 @@ class Attempt:
         return self.job.spec.parallelism.world_size
 
     @property
+    def pods(self) -> int:
+        return self.job.spec.parallelism.pods
+
+    @property
     def namespace(self) -> str:
         return self.job.metadata.namespace
 
     @property
     def name(self) -> str:
-        return naming.attempt_name(self.job.metadata.name, self.uid, self.number, self.ranks)
+        return naming.attempt_name(self.job.metadata.name, self.uid, self.number, self.pods)
 
     @property
     def service(self) -> str:

@@ -53,13 +53,13 @@ def pod_group(attempt: Attempt) -> dict[str, Any] | None:
     if gang is None:
         return None
     if gang.volcano is not None:
-        spec: dict[str, Any] = {"minMember": attempt.ranks, "queue": gang.volcano.queue}
+        spec: dict[str, Any] = {"minMember": attempt.pods, "queue": gang.volcano.queue}
         if gang.volcano.priority_class:
             spec["priorityClassName"] = gang.volcano.priority_class
         group = "scheduling.volcano.sh/v1beta1"
     elif gang.coscheduling is not None:
         spec = {
-            "minMember": attempt.ranks,
+            "minMember": attempt.pods,
             "scheduleTimeoutSeconds": gang.coscheduling.schedule_timeout_seconds,
         }
         group = "scheduling.x-k8s.io/v1alpha1"

@@ -34,8 +34,8 @@ def service_name(name: str, uid: str) -> str:
     return job_base(name, uid, room=0)
 
 
-def attempt_name(name: str, uid: str, attempt: int, ranks: int) -> str:
-    """Name of the Job, Secret, ConfigMap and PodGroup of an attempt. Short enough that a rank's
+def attempt_name(name: str, uid: str, attempt: int, pods: int) -> str:
+    """Name of the Job, Secret, ConfigMap and PodGroup of an attempt. Short enough that a pod's
     host name, ``NAME-INDEX``, is valid too."""
     suffix = f"-{attempt}"
-    return job_base(name, uid, room=len(suffix) + 1 + len(str(ranks - 1))) + suffix
+    return job_base(name, uid, room=len(suffix) + 1 + len(str(pods - 1))) + suffix

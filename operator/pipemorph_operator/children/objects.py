@@ -77,11 +77,12 @@ def secret(attempt: Attempt, key: str) -> Object:
 
 
 def batch_job(attempt: Attempt, config: OperatorConfig) -> Object:
-    """One Indexed Job: completion index = rank. One failed rank ends the attempt."""
+    """One Indexed Job: completion index = pod, with ``ranks_per_pod`` ranks. One failed rank ends
+    the attempt."""
     labels = attempt.labels() | gang.job_labels(attempt.job)
     spec: Object = {
-        "completions": attempt.ranks,
-        "parallelism": attempt.ranks,
+        "completions": attempt.pods,
+        "parallelism": attempt.pods,
         "completionMode": "Indexed",
         "backoffLimit": 0,
         "podReplacementPolicy": "Failed",

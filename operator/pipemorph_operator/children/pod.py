@@ -26,6 +26,11 @@ MASTER_PORT = 29500
 METRICS_PORT = "pm-metrics"
 """Name of the port of a rank's metrics."""
 TOKEN_SECONDS = 3600
+GPU_RESOURCES = ("nvidia.com/gpu", "amd.com/gpu")
+POD_GRACE_SECONDS = 30
+"""Kubernetes' default of ``terminationGracePeriodSeconds``."""
+MARGIN_SECONDS = 2
+"""Of that, what is left when the launcher has killed ranks that do not end."""
 READABLE = 0o444
 """Readable by any user: the container's user may not own the files."""
 
@@ -50,7 +55,7 @@ def template(attempt: Attempt, config: OperatorConfig) -> Object:
     spec["volumes"] = [*(spec.get("volumes") or []), *_volumes(attempt)]
     trainer = next(c for c in spec["containers"] if c["name"] == CONTAINER)
     if "command" not in trainer:
-        trainer["command"] = _command(attempt)
+        trainer["command"] = _command(attempt, spec)
     trainer["env"] = _environment(attempt, config, trainer.get("env") or [])
     _open_metrics(attempt, spec, trainer)
     trainer["volumeMounts"] = [*(trainer.get("volumeMounts") or []), *_mounts()]
@@ -120,8 +125,9 @@ def _start(attempt: Attempt, config: OperatorConfig) -> Object:
     return out
 
 
-def _command(attempt: Attempt) -> list[str]:
-    """The preflight's command; it executes the training program if its checks pass."""
+def _command(attempt: Attempt, spec: Object) -> list[str]:
+    """The preflight's command. If its checks pass, it becomes the training program, or the launcher
+    that runs this program once per rank of the pod."""
     asked = attempt.job.spec.placement or Placement()
     command = ["python", "-m", "pipemorph_trainer.preflight"]
     if asked.rdma is not None:
@@ -130,18 +136,25 @@ def _command(attempt: Attempt) -> list[str]:
             command.append("--memlock")
     if asked.shared_memory is not None:
         command.append(f"--shm={asked.shared_memory}")
-    return [*command, "--", "python", "-m", attempt.job.spec.trainer.module]
+    trainer = ["python", "-m", attempt.job.spec.trainer.module]
+    if attempt.job.spec.parallelism.ranks_per_pod > 1:
+        grace = float(spec.get("terminationGracePeriodSeconds", POD_GRACE_SECONDS))
+        launcher = ["python", "-m", "pipemorph_trainer.launcher"]
+        command += ["--", *launcher, f"--grace={max(0.0, grace - MARGIN_SECONDS):g}"]
+    return [*command, "--", *trainer]
 
 
 def _environment(attempt: Attempt, config: OperatorConfig, given: list[Object]) -> list[Object]:
     """The rank's variables, then the user's, which may refer to them."""
     spec = attempt.job.spec
-    rank = {"fieldRef": {"fieldPath": f"metadata.annotations['{names.COMPLETION_INDEX}']"}}
+    index = {"fieldRef": {"fieldPath": f"metadata.annotations['{names.COMPLETION_INDEX}']"}}
+    ranks = spec.parallelism.ranks_per_pod
+    own: dict[str, str | Object] = {"RANK": index, "LOCAL_RANK": "0"}
     values: dict[str, str | Object] = {
-        "RANK": rank,
+        # With several ranks the launcher gives each of them its own.
+        **(own if ranks == 1 else {"PIPEMORPH_POD_INDEX": index}),
         "WORLD_SIZE": str(attempt.ranks),
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": attempt.master_address,
         "MASTER_PORT": str(MASTER_PORT),
         "PIPEMORPH_JOB_FILE": f"{FOLDER}/job/{JOB_FILE}",
@@ -168,17 +181,38 @@ def _environment(attempt: Attempt, config: OperatorConfig, given: list[Object]) 
 
 
 def _open_metrics(attempt: Attempt, spec: Object, trainer: Object) -> None:
-    """Declare the rank's metrics port, by whose name a PodMonitor finds it.
+    """Declare the ranks' metrics ports, by whose names a PodMonitor finds them.
 
     Not with hostNetwork: a declared port is then reserved on the node, for one pod only.
     """
-    port = attempt.job.spec.trainer.metrics_port
+    first = attempt.job.spec.trainer.metrics_port
     ports = trainer.get("ports") or []
     readable = isinstance(ports, list) and all(isinstance(p, dict) for p in ports)
-    if not port or not readable or spec.get("hostNetwork"):
+    if not first or not readable or spec.get("hostNetwork"):
         return
-    if not any(p.get("name") == METRICS_PORT or p.get("containerPort") == port for p in ports):
-        trainer["ports"] = [*ports, {"name": METRICS_PORT, "containerPort": port}]
+    taken = {p.get("name") for p in ports} | {p.get("containerPort") for p in ports}
+    own = []
+    for local_rank in range(attempt.job.spec.parallelism.ranks_per_pod):
+        name, port = metrics_port_name(local_rank), first + local_rank
+        if name not in taken and port not in taken:
+            own.append({"name": name, "containerPort": port})
+    if own:
+        trainer["ports"] = [*ports, *own]
+
+
+def metrics_port_name(local_rank: int) -> str:
+    """``pm-metrics``, ``pm-metrics-1``, …"""
+    return METRICS_PORT if local_rank == 0 else f"{METRICS_PORT}-{local_rank}"
+
+
+def idle_gpus(attempt: Attempt) -> int:
+    """GPUs that the user's template requests for a pod, beyond one for each of its ranks."""
+    containers = ((attempt.job.spec.template or {}).get("spec") or {}).get("containers") or []
+    trainer: Object = next((c for c in containers if c.get("name") == CONTAINER), {})
+    limits = (trainer.get("resources") or {}).get("limits") or {}
+    found = [str(limits[name]) for name in GPU_RESOURCES if name in limits]
+    gpus = sum(int(count) for count in found if count.isdecimal())
+    return max(0, gpus - attempt.job.spec.parallelism.ranks_per_pod)
 
 
 def is_reserved(name: str) -> bool:

@@ -179,7 +179,7 @@ def _columns() -> list[dict[str, Any]]:
 
     return [
         column("State", "string", ".status.state", "The conditions in one word."),
-        column("Ready", "string", ".status.ready", "Ready ranks of all ranks."),
+        column("Ready", "string", ".status.ready", "Ready pods of all pods."),
         column("Iteration", "integer", ".status.training.iteration", "Iteration in progress."),
         column(
             "Slow-Links", "integer", ".status.training.slowLinkCount", "Currently slow links."

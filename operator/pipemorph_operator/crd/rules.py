@@ -146,6 +146,11 @@ RULES: dict[str, list[Rule]] = {
             )
             for name, size in zip(DIMENSIONS, ("stages", *COLUMN_SIZES), strict=True)
         ),
+        Rule(
+            rule=f"self.stages * {_product('self', COLUMN_SIZES)} % self.ranksPerPod == 0",
+            message="ranksPerPod must divide the job's ranks",
+            field_path=".ranksPerPod",
+        ),
     ],
     "spec.schedule": [
         Rule(

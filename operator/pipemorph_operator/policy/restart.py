@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from pipemorph.api.mesh import MeshShape
+from pipemorph.api.spec import Parallelism
 from pipemorph.api.status import AttemptRecord
 from pipemorph_operator import names
 from pipemorph_operator.cluster.facts import Ended, PodFacts, parse_time
@@ -39,32 +39,34 @@ class Cause:
     retry: bool = True
 
 
-def classify(ended: Ended, pods: Sequence[PodFacts], mesh: MeshShape) -> Cause:
+def classify(ended: Ended, pods: Sequence[PodFacts], parallelism: Parallelism) -> Cause:
     """Why an attempt failed, from its Job's condition and the pods that still exist."""
     disrupted = next((p for p in pods if p.disrupted), None)
     # The disruption rule is the first in the Job's podFailurePolicy. A disruption takes precedence
     # over the errors of other ranks, which may result from it; invalid input fails again anyway.
     if disrupted is not None or "FailJob rule at index 0" in ended.message:
-        where = f"{mesh.coordinate(disrupted.index)} on node {disrupted.node}" if disrupted else ""
-        return Cause(names.R_DISRUPTED, where or ended.message, counted=False)
+        where = ended.message
+        if disrupted is not None:
+            where = f"{ranks_of(disrupted.index, parallelism)} on node {disrupted.node}"
+        return Cause(names.R_DISRUPTED, where, counted=False)
     failed = sorted(
         (p for p in pods if p.exit_code not in (None, 0)),
         key=lambda p: (p.finished_at is None, p.finished_at, p.index),
     )
     unfit = next((p for p in failed if p.exit_code == names.EXIT_PREFLIGHT), None)
     if unfit is not None:
-        return Cause(names.R_PREFLIGHT_FAILED, describe(unfit, mesh))
+        return Cause(names.R_PREFLIGHT_FAILED, describe(unfit, parallelism))
     # Prefer the ranks that failed first: later ones may have failed because they lost a peer.
     first = [p for p in failed if p.finished_at == failed[0].finished_at]
     unusable = next((p for p in first if p.exit_code == names.EXIT_INVALID_INPUT), None)
     if unusable is not None:
-        return Cause(names.R_INVALID_INPUT, describe(unusable, mesh), retry=False)
+        return Cause(names.R_INVALID_INPUT, describe(unusable, parallelism), retry=False)
     if failed:
-        return Cause(names.R_RANK_FAILED, describe(failed[0], mesh))
+        return Cause(names.R_RANK_FAILED, describe(failed[0], parallelism))
     return Cause(names.R_RANK_FAILED, ended.message or ended.reason)
 
 
-def lost(pods: Sequence[PodFacts], now: datetime, mesh: MeshShape) -> Cause | None:
+def lost(pods: Sequence[PodFacts], now: datetime, parallelism: Parallelism) -> Cause | None:
     """The cause, if a rank's node no longer responds; else None. Kubernetes then waits forever for
     the node to report the end of the pod, so the Job never fails by itself.
 
@@ -74,7 +76,7 @@ def lost(pods: Sequence[PodFacts], now: datetime, mesh: MeshShape) -> Cause | No
         if pod.node is None or pod.gone_by is None:
             continue
         if now >= pod.gone_by + timedelta(seconds=LOST_SECONDS):
-            where = f"{mesh.coordinate(pod.index)} on node {pod.node}"
+            where = f"{ranks_of(pod.index, parallelism)} on node {pod.node}"
             return Cause(names.R_DISRUPTED, f"{where}: the node does not respond", counted=False)
     return None
 
@@ -99,8 +101,16 @@ def delay_seconds(consecutive: int) -> float:
     return min(LAST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2.0 ** min(consecutive - 2, 16))
 
 
-def describe(pod: PodFacts, mesh: MeshShape) -> str:
-    """A failed rank, with its node, exit code and termination message."""
+def ranks_of(index: int, parallelism: Parallelism) -> str:
+    """``rank 5 (stage 1, replica 1)``, or ``pod 5 (ranks 40 to 47)`` if a pod has several ranks."""
+    size = parallelism.ranks_per_pod
+    if size > 1:
+        return f"pod {index} (ranks {index * size} to {(index + 1) * size - 1})"
+    return str(parallelism.mesh.coordinate(index))
+
+
+def describe(pod: PodFacts, parallelism: Parallelism) -> str:
+    """A failed pod, with its node, exit code and termination message."""
     where = f" on node {pod.node}" if pod.node else ""
     suffix = f": {pod.message}" if pod.message else ""
-    return f"{mesh.coordinate(pod.index)}{where} exited with code {pod.exit_code}{suffix}"
+    return f"{ranks_of(pod.index, parallelism)}{where} exited with code {pod.exit_code}{suffix}"

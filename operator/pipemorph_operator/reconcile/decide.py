@@ -14,7 +14,7 @@ from pipemorph.api.spec import PipeMorphJob
 from pipemorph.api.status import PodCounts
 from pipemorph.errors import InputError, one_line
 from pipemorph_operator import names
-from pipemorph_operator.children import Attempt, Unbuildable, objects
+from pipemorph_operator.children import Attempt, Unbuildable, idle_gpus, objects
 from pipemorph_operator.cluster.facts import MESSAGE_LENGTH, JobFacts, format_time, parse_time
 from pipemorph_operator.cluster.job import read_job
 from pipemorph_operator.config import OperatorConfig
@@ -151,7 +151,7 @@ def _suspend(draft: Draft, job: PipeMorphJob) -> Decision:
     draft.out.delete_jobs += [j.name for j in draft.jobs() if not j.deleting]
     draft.end_attempts()
     draft.stop_clock()
-    draft.status.pods = PodCounts(wanted=job.spec.parallelism.world_size)
+    draft.status.pods = PodCounts(wanted=job.spec.parallelism.pods)
     if running:
         draft.not_running(names.R_SUSPENDING, f"stopping {running[0].active} ranks")
         draft.mark(names.SUSPENDED, "False", names.R_SUSPENDING, "stopping the ranks")
@@ -196,14 +196,27 @@ def _start(draft: Draft, job: PipeMorphJob, config: OperatorConfig) -> Decision:
     draft.status.attempt_start_time = format_time(draft.now)
     if draft.status.start_time is None:
         draft.status.start_time = format_time(draft.now)
-    draft.status.pods = PodCounts(wanted=attempt.ranks)
+    draft.status.pods = PodCounts(wanted=attempt.pods)
     if first:
         draft.out.counts.append("created")
+        _tell_idle_gpus(draft, attempt)
     draft.waiting(f"Job {attempt.name} was created")
     draft.mark(names.PREFLIGHT_PASSED, "Unknown", names.R_PREFLIGHT_UNKNOWN, "no rank has run")
     draft.created(number, attempt.name)
     draft.requeue_within(waits.MISSING_SECONDS)
     return draft.done()
+
+
+def _tell_idle_gpus(draft: Draft, attempt: Attempt) -> None:
+    idle, ranks = idle_gpus(attempt), attempt.job.spec.parallelism.ranks_per_pod
+    if idle:
+        draft.emit(
+            "Warning",
+            names.R_IDLE_GPUS,
+            f"spec.template requests {idle + ranks} GPUs for a pod, and a pod runs {ranks}"
+            f" {'rank' if ranks == 1 else 'ranks'}, each on one GPU: {idle} stay idle; set"
+            f" spec.parallelism.ranksPerPod to {idle + ranks}",
+        )
 
 
 def _wait_before(draft: Draft, old: Sequence[JobFacts]) -> float:
@@ -235,8 +248,7 @@ def _wait_before(draft: Draft, old: Sequence[JobFacts]) -> float:
 
 def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
     """Follow the current attempt's Job: update status, or end the attempt."""
-    mesh = job.spec.parallelism.mesh
-    ranks = job.spec.parallelism.world_size
+    ranks, per_pod = job.spec.parallelism.world_size, job.spec.parallelism.ranks_per_pod
     status = draft.status
     adopted = status.job_uid is None
     if adopted and status.attempt is None:
@@ -252,15 +264,14 @@ def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
         return _ended(
             draft, job, restart.Cause(names.R_JOB_LOST, f"Job {current.name} was deleted")
         )
-    ready = min(ranks, current.ready + current.succeeded)
+    ready = min(ranks, (current.ready + current.succeeded) * per_pod)
     status.pods = PodCounts(
-        wanted=ranks,
+        wanted=job.spec.parallelism.pods,
         active=current.active,
         ready=current.ready,
         succeeded=current.succeeded,
         failed=current.failed_pods,
     )
-    status.ready = f"{ready}/{ranks}"
     if current.complete:
         return _complete(draft, ranks)
     ended = current.failed or current.failing
@@ -268,7 +279,7 @@ def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
         if draft.seen.pods is None:
             draft.out.needs_pods = True
             return draft.out
-        return _ended(draft, job, restart.classify(ended, draft.seen.pods, mesh))
+        return _ended(draft, job, restart.classify(ended, draft.seen.pods, job.spec.parallelism))
     was_started = parse_time(status.job_start_time)
     if was_started is not None and (current.suspended or current.started_at != was_started):
         # Its ranks may have reported: the ranks of the resumed Job need a new attempt number.
@@ -284,7 +295,7 @@ def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
     # Time in a queue counts neither for the deadline nor as run time of the attempt.
     status.start_time = status.start_time or format_time(draft.now)
     status.attempt_start_time = status.attempt_start_time or format_time(draft.now)
-    if current.succeeded >= ranks:
+    if current.succeeded >= job.spec.parallelism.pods:
         return draft.done()  # All ranks have succeeded; the Job is about to be Complete.
     note_nodes(draft, job)
     if draft.out.needs_pods:
@@ -303,7 +314,6 @@ def _follow(draft: Draft, job: PipeMorphJob, current: JobFacts) -> Decision:
 def _complete(draft: Draft, ranks: int) -> Decision:
     draft.mark(names.COMPLETE, "True", names.R_COMPLETED, f"all {ranks} ranks finished")
     draft.not_running(names.R_FINISHED, "the job is complete")
-    draft.status.ready = f"{ranks}/{ranks}"
     draft.status.completion_time = format_time(draft.now)
     draft.emit("Normal", names.COMPLETE, f"all {ranks} ranks finished")
     draft.out.counts.append("successful")

@@ -23,7 +23,13 @@ def note_nodes(draft: Draft, job: PipeMorphJob) -> None:
     if draft.seen.pods is None:
         draft.out.needs_pods = True
         return
-    nodes = {pod.index: pod.node for pod in draft.seen.pods if pod.node is not None}
+    size = job.spec.parallelism.ranks_per_pod
+    nodes = {
+        rank: pod.node
+        for pod in draft.seen.pods
+        if pod.node is not None
+        for rank in range(pod.index * size, (pod.index + 1) * size)
+    }
     missing = [link for link in slow if (link.link, link.replica) not in known]
     draft.status.attempt_nodes = node_exclusion.note_nodes(
         noted, missing, nodes, draft.status.nodes, job.spec.parallelism.mesh

@@ -24,7 +24,7 @@ def look(draft: Draft, job: PipeMorphJob, current: JobFacts, ready: int) -> rest
     seen, ranks = draft.seen, job.spec.parallelism.world_size
     message = f"{ready} of {ranks} ranks are ready"
     age = (draft.now - (parse_time(draft.status.attempt_start_time) or draft.now)).total_seconds()
-    patience = MISSING_SECONDS if current.missing == ranks else STUCK_SECONDS
+    patience = MISSING_SECONDS if current.missing == job.spec.parallelism.pods else STUCK_SECONDS
     if age < patience:
         draft.requeue_within(patience - age + 0.1)
         draft.waiting(message)
@@ -32,7 +32,7 @@ def look(draft: Draft, job: PipeMorphJob, current: JobFacts, ready: int) -> rest
     if seen.pods is None:
         draft.out.needs_pods = True
         return None
-    lost = restart.lost(seen.pods, draft.now, job.spec.parallelism.mesh)
+    lost = restart.lost(seen.pods, draft.now, job.spec.parallelism)
     if lost is not None:
         return lost
     leaving = any(p.gone_by is not None for p in seen.pods)
@@ -44,7 +44,7 @@ def look(draft: Draft, job: PipeMorphJob, current: JobFacts, ready: int) -> rest
     stuck = [p for p in seen.pods if p.stuck]
     if stuck:
         first = min(stuck, key=lambda p: p.index)
-        where = job.spec.parallelism.mesh.coordinate(first.index)
+        where = restart.ranks_of(first.index, job.spec.parallelism)
         message += f"; {where}: {first.stuck}"
         if any(p.unschedulable for p in stuck):
             message += _advice(job)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pipemorph.api.mesh import Coordinate
+from pipemorph.local.processes.rank_log import RankLog
 
 SPAWN = Path(__file__).with_name("spawn.py")
 REAPER = Path(__file__).with_name("reaper.py")
@@ -34,9 +35,7 @@ class RankProcess:
 
     position: Coordinate
     process: subprocess.Popen[bytes]
-    log: Path
-    log_start: int
-    """Offset in the log file where this attempt begins, bytes."""
+    log: RankLog
     status: int | None = None
 
     @property
@@ -53,13 +52,6 @@ class RankProcess:
             return f"was killed by {signal.Signals(-self.status).name}"
         except ValueError:
             return f"was killed by signal {-self.status}"
-
-    def lines(self, start: int | None = None) -> list[str]:
-        """Lines of this attempt's log from byte ``start``, at most the last 64 KiB."""
-        with self.log.open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(self.log_start if start is None else start, end - (64 << 10)))
-            return file.read().decode(errors="replace").splitlines()
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the rank, not to its child processes."""
@@ -117,14 +109,14 @@ class RankSet:
         self.kill()
 
     def start(
-        self, position: Coordinate, command: list[str], env: Mapping[str, str], log: Path
+        self, position: Coordinate, command: list[str], env: Mapping[str, str], log: RankLog
     ) -> None:
         """Start one rank. ``on_exit(rank, status)`` is called from a thread when it has exited.
 
         Call from the main thread: the kernel kills the rank when the thread that started it exits.
         """
-        with log.open("ab") as output:
-            start = output.tell()
+        output = log.open()
+        try:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(SPAWN), str(os.getpid()), *command],
                 stdin=subprocess.DEVNULL,
@@ -133,8 +125,10 @@ class RankSet:
                 env=dict(env),
                 start_new_session=True,
             )
+        finally:
+            os.close(output)
         self._reaper.send("watch", process.pid)
-        self.ranks.append(RankProcess(position, process, log, start))
+        self.ranks.append(RankProcess(position, process, log))
         watcher = threading.Thread(
             target=self._watch,
             args=(position.rank, process.pid),
@@ -150,8 +144,9 @@ class RankSet:
 
     def note_exit(self, rank: int, status: int) -> RankProcess:
         """Record an exit that ``on_exit`` reported. Main thread only."""
-        ended = self.ranks[rank]
+        ended = next(found for found in self.ranks if found.position.rank == rank)
         ended.status = status
+        ended.log.finish()
         self.ended.append(ended)
         return ended
 
@@ -175,6 +170,7 @@ class RankSet:
         _until_gone(self.ranks, REAP_SECONDS)
         for rank in self.ranks:
             rank.status = rank.process.wait(REAP_SECONDS)
+            rank.log.finish()
             self._reaper.send("forget", rank.process.pid)
         for watcher in self._watchers:
             watcher.join(REAP_SECONDS)

@@ -7,7 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from queue import Empty, SimpleQueue
 
@@ -61,6 +61,8 @@ class Ending:
     details: tuple[str, ...] = ()
     retry: bool = False
     """Whether a restart may succeed."""
+    status: int | None = None
+    """Of the rank that failed, if one did: its exit code, or minus its signal."""
 
 
 def supervise(
@@ -153,7 +155,7 @@ def _lost_wait(rank: RankProcess) -> str | None:
 
 def _failure(rank: RankProcess) -> Ending:
     """The ending for a failed rank."""
-    lines = [line for line in rank.lines() if line.strip()][-LAST_LINES:]
+    lines = [line for line in rank.log.lines() if line.strip()][-LAST_LINES:]
     if lines:
         details = [f"its last lines ({rank.log}):", *(f"  {line}" for line in lines)]
     else:
@@ -166,6 +168,7 @@ def _failure(rank: RankProcess) -> Ending:
         tuple(details),
         # Exit code 2 means invalid input, which a restart does not change.
         retry=rank.status != 2,
+        status=rank.status,
     )
 
 
@@ -240,7 +243,7 @@ def _with_peers(ending: Ending, ranks: RankSet, killed: list[RankProcess], why: 
     if killed:
         names = ", ".join(str(rank.position) for rank in killed)
         details.append(f"killed, {why}: {names}")
-    return Ending(ending.end, ending.reason, tuple(details), ending.retry)
+    return replace(ending, details=tuple(details))
 
 
 def _last_message(rank: RankProcess) -> str | None:
@@ -248,7 +251,7 @@ def _last_message(rank: RankProcess) -> str | None:
     logged = _logged_wait(rank)
     if logged is not None:
         return logged
-    lines = [line.strip() for line in rank.lines() if line.strip()]
+    lines = [line.strip() for line in rank.log.lines() if line.strip()]
     if lines and rank.status is not None and rank.status > 0:
         return f"{rank.position} {rank.outcome()}: {lines[-1]}"
     return None
@@ -256,5 +259,5 @@ def _last_message(rank: RankProcess) -> str | None:
 
 def _logged_wait(rank: RankProcess) -> str | None:
     """The last wait that a rank logged."""
-    waits = [match.group(1) for line in rank.lines() if (match := _WAITING.match(line.strip()))]
+    waits = [match.group(1) for line in rank.log.lines() if (match := _WAITING.match(line.strip()))]
     return waits[-1] if waits else None

@@ -118,6 +118,12 @@ ENV = "spec/template/spec/containers/1/env/0/name"
             "expected at most 100000",
         ),
         (
+            "spec/parallelism/ranksPerPod",
+            3,
+            "spec.parallelism.ranksPerPod: is 3, which does not divide the job's 8 ranks; "
+            "use a divisor",
+        ),
+        (
             "spec/parallelism/layers",
             9,
             "spec.parallelism.layers: is 9, which 4 stages do not divide; "

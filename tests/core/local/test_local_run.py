@@ -20,6 +20,7 @@ from local_support import DEADLINE, MARK, LocalRun, until
 
 from pipemorph.api.mesh import Coordinate, MeshShape
 from pipemorph.local import run_job
+from pipemorph.local.processes.rank_log import FileLog
 from pipemorph.local.processes.ranks import RankSet, Reaper, _live_members
 
 Runs = Callable[..., LocalRun]
@@ -224,7 +225,7 @@ def test_what_a_rank_started_is_gone_when_its_ranks_are_killed(tmp_path: Path) -
     try:
         with RankSet(reaper, lambda rank, status: None) as ranks:
             position = MeshShape().coordinate(0)
-            ranks.start(position, [sys.executable, "-c", start], os.environ, log)
+            ranks.start(position, [sys.executable, "-c", start], os.environ, FileLog(log))
             until(lambda: "there" in log.read_text(), "the rank's own process")
             ranks.kill()
             assert not _live_members({ranks.ranks[0].process.pid})

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipemorph.api.mesh import MeshShape
+from pipemorph.local.processes.rank_log import FileLog
 from pipemorph.local.processes.ranks import RankProcess, RankSet
 from pipemorph.local.processes.supervise import (
     End,
@@ -28,7 +29,7 @@ def ranks(tmp_path: Path) -> RankSet:
     log = tmp_path / "log"
     log.touch()
     for rank in range(2):
-        made.ranks.append(RankProcess(MeshShape(stages=2).coordinate(rank), None, log, 0))  # type: ignore[arg-type]
+        made.ranks.append(RankProcess(MeshShape(stages=2).coordinate(rank), None, FileLog(log)))  # type: ignore[arg-type]
     return made
 
 

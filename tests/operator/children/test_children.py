@@ -24,11 +24,12 @@ from operator_objects import (
 )
 
 from pipemorph.api.spec import PipeMorphJob
-from pipemorph_operator.children import Attempt, Unbuildable, naming, objects
+from pipemorph_operator.children import Attempt, Unbuildable, idle_gpus, naming, objects
 from pipemorph_operator.children.objects import batch_job, config_map, job_file, secret, service
 from pipemorph_operator.cluster.job import read_job
 from pipemorph_operator.config import OperatorConfig
 from pipemorph_trainer.context import TrainerContext
+from pipemorph_trainer.launcher.pod import Pod
 
 Object = dict[str, Any]
 
@@ -74,6 +75,51 @@ def test_one_indexed_job_one_failure_ends_it() -> None:
     assert job["backoffLimit"] == 0
     assert job["template"]["spec"]["restartPolicy"] == "Never"
     assert "onPodConditions" in job["podFailurePolicy"]["rules"][0], "policy.restart reads index 0"
+
+
+EIGHT = {"stages": 2, "replicas": 8, "ranksPerPod": 8}
+
+
+def test_a_pod_of_several_ranks_starts_them_with_the_launcher(tmp_path: Any) -> None:
+    made = attempt(parallelism=EIGHT)
+    job = batch_job(made, CONFIG)["spec"]
+    assert (job["completions"], job["parallelism"]) == (2, 2)
+    container = trainer(made)
+    assert container["command"] == [
+        "python", "-m", "pipemorph_trainer.preflight", "--",
+        "python", "-m", "pipemorph_trainer.launcher", "--grace=28", "--",
+        "python", "-m", made.job.spec.trainer.module,
+    ]  # fmt: skip
+    ports = [(p["name"], p["containerPort"]) for p in container["ports"]]
+    assert ports[:2] == [("pm-metrics", 9464), ("pm-metrics-1", 9465)]
+    assert len(ports) == 8
+    env = {v["name"]: v.get("value", "1") for v in container["env"]}
+    (tmp_path / "job.json").write_text(config_map(made, CONFIG)["data"]["job.json"])
+    (tmp_path / "engine").write_text("s3cret")
+    env |= {"PIPEMORPH_JOB_FILE": f"{tmp_path}/job.json"}
+    env |= {"PIPEMORPH_SECRET_FILE": f"{tmp_path}/engine"}
+    pod = Pod.from_env(env)
+    assert (pod.first, pod.size) == (8, 8), "index 1"
+    own = pod.environment(3, env)
+    assert (own["RANK"], own["LOCAL_RANK"], own["WORLD_SIZE"]) == ("11", "3", "16")
+    assert own["PIPEMORPH_METRICS_PORT"] == "9467"
+    assert TrainerContext.from_env(own).rank == 11
+
+
+def test_a_short_grace_period_is_the_launchers_as_well() -> None:
+    template = {"spec": {"containers": [{"name": "trainer", "image": "i"}]}}
+    template["spec"]["terminationGracePeriodSeconds"] = 5  # type: ignore[assignment]
+    made = trainer(attempt(parallelism=EIGHT, template=template))
+    assert "--grace=3" in made["command"]
+
+
+@pytest.mark.parametrize(("gpus", "ranks", "idle"), [("8", 1, 7), ("8", 8, 0), ("1", 1, 0)])
+def test_gpus_without_a_rank_are_counted(gpus: str, ranks: int, idle: int) -> None:
+    limits = {"cpu": "16", "nvidia.com/gpu": gpus}
+    container = {"name": "trainer", "image": "i", "resources": {"limits": limits}}
+    parallelism = EIGHT | {"ranksPerPod": ranks}
+    made = attempt(parallelism=parallelism, template={"spec": {"containers": [container]}})
+    assert idle_gpus(made) == idle
 
 
 def test_the_service_gives_names_before_pods_are_ready() -> None:

@@ -10,13 +10,13 @@ from operator_objects import T0, failed, pod
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.api.placement import NodeExclusion
-from pipemorph.api.spec import Fault
+from pipemorph.api.spec import Fault, Parallelism
 from pipemorph.api.status import MAX_NODES_KEPT, AttemptNodes, Condition, NodeRecord, SlowLink
 from pipemorph_operator import names
 from pipemorph_operator.cluster.facts import format_time
 from pipemorph_operator.policy import conditions, lifetime, node_exclusion, restart
 
-TWO, FOUR = (MeshShape(n, replicas=n, order=("dp_replicate", "pp")) for n in (2, 4))
+TWO, FOUR = (Parallelism(stages=n, replicas=n, order=["dp_replicate", "pp"]) for n in (2, 4))
 
 
 def test_managed_by() -> None:
@@ -125,6 +125,14 @@ def test_a_disruption_is_known_by_the_pod_or_by_the_rule() -> None:
     assert other.counted
 
 
+def test_a_pod_of_several_ranks_tells_in_its_message_which_one_failed() -> None:
+    said = pod(1, exit_code=41, node="n1", finished_at=T0, message="rank 11 exited with code 41")
+    cause = restart.classify(failed(), [said], Parallelism(stages=2, replicas=8, ranks_per_pod=8))
+    assert cause.message == (
+        "pod 1 (ranks 8 to 15) on node n1 exited with code 41: rank 11 exited with code 41"
+    )
+
+
 def test_delays_grow_and_end() -> None:
     delays = [restart.delay_seconds(n) for n in range(20)]
     assert delays[:5] == [0, 0, 1, 2, 4]
@@ -139,8 +147,8 @@ def link(number: int, replica: int = 0) -> SlowLink:
 
 
 def test_ends_of_a_link() -> None:
-    assert node_exclusion.ends(link(1), FOUR) == (1, 2)
-    assert node_exclusion.ends(link(0, replica=2), FOUR) == (8, 9)
+    assert node_exclusion.ends(link(1), FOUR.mesh) == (1, 2)
+    assert node_exclusion.ends(link(0, replica=2), FOUR.mesh) == (8, 9)
     by_default = MeshShape(stages=4, replicas=3, tensor=2)
     assert node_exclusion.ends(link(0, replica=5), by_default) == (5, 11)
 
@@ -153,7 +161,7 @@ def test_both_nodes_of_a_slow_link_are_suspects() -> None:
     nodes = {0: "a", 1: "b", 2: "b", 3: "c"}
 
     def found(*slow: SlowLink, of: Mapping[int, str] = nodes) -> set[str]:
-        seen = node_exclusion.note_nodes(None, slow, of, [], FOUR)
+        seen = node_exclusion.note_nodes(None, slow, of, [], FOUR.mesh)
         return node_exclusion.suspects(seen, slow, [])
 
     assert found(link(0)) == {"a", "b"}
@@ -165,17 +173,17 @@ def test_both_nodes_of_a_slow_link_are_suspects() -> None:
 def test_a_link_that_the_jobs_own_faults_slow_accuses_nobody() -> None:
     nodes = {0: "a", 1: "b", 2: "c", 3: "d"}
     both = [link(0), link(0, replica=1)]
-    seen = node_exclusion.note_nodes(None, both, nodes, [], TWO)
+    seen = node_exclusion.note_nodes(None, both, nodes, [], TWO.mesh)
     assert node_exclusion.suspects(seen, both, [fault(0)]) == {"c", "d"}
     assert node_exclusion.suspects(seen, both, [fault(0), fault(0, 1)]) == set()
 
 
 def test_nodes_noted_later_are_counted_once() -> None:
     nodes = dict(enumerate("abcd"))
-    first = node_exclusion.note_nodes(None, [link(0)], nodes, [], FOUR)
+    first = node_exclusion.note_nodes(None, [link(0)], nodes, [], FOUR.mesh)
     assert (first.count, first.others) == (4, 2), "c and d have no name here"
     # Half of the pods are gone by now.
-    later = node_exclusion.note_nodes(first, [link(1)], {1: "b", 2: "c"}, [], FOUR)
+    later = node_exclusion.note_nodes(first, [link(1)], {1: "b", 2: "c"}, [], FOUR.mesh)
     assert (later.count, later.others) == (4, 1), "d has none"
     assert node_exclusion.suspects(later, [link(1)], []) == {"b", "c"}, "link 0 has recovered"
 

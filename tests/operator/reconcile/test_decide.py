@@ -289,6 +289,26 @@ def test_a_spec_that_only_the_models_can_refuse_is_failed_once() -> None:
     assert world.events == ["InvalidSpec"]
 
 
+EIGHT = {"stages": 2, "replicas": 8, "ranksPerPod": 8}
+
+
+def test_pods_of_several_ranks() -> None:
+    limits = {"nvidia.com/gpu": "9"}
+    container = {"name": "trainer", "image": "i", "resources": {"limits": limits}}
+    world = World(body(parallelism=EIGHT, template={"spec": {"containers": [container]}}))
+    world.turn()
+    assert "IdleGPUs" in world.events, "nine GPUs and eight ranks"
+    assert world.status["pods"]["wanted"] == 2
+    world.jobs[0] = job_facts(0, stages=2, active=2, ready=1)
+    world.settle()
+    assert world.status["ready"] == "1/2"
+    assert world.message("Running") == "8 of 16 ranks are ready"
+    world.jobs[0] = job_facts(0, stages=2, active=2, ready=2)
+    world.settle()
+    assert world.condition("Running") == ("True", "AllRanksReady")
+    assert world.events.count("IdleGPUs") == 1
+
+
 SLOW = {
     "link": 1, "replica": 0, "direction": "forward",
     "delayMs": 50.0, "wireTimeMs": 51.0, "confidence": 1.0,

@@ -1,0 +1,141 @@
+"""The launcher of a pod: real processes, one per rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipemorph_trainer.preflight import EXIT_UNFIT
+
+DEADLINE = 60.0
+JOB = {
+    "apiVersion": "pipemorph.io/v1alpha1",
+    "kind": "PipeMorphJob",
+    "metadata": {"name": "pods"},
+    "spec": {
+        "parallelism": {"stages": 4, "replicas": 1, "ranksPerPod": 2},
+        "schedule": {"microbatches": 4},
+        "trainer": {"module": "a.b", "iterations": 3},
+        "transport": {"deadlineSeconds": 30},
+    },
+}
+
+
+def launcher(folder: Path, script: str, **env: str) -> subprocess.Popen[str]:
+    """The launcher of the second pod, whose ranks 2 and 3 run ``script``."""
+    (folder / "job.json").write_text(json.dumps(JOB))
+    command = [sys.executable, "-m", "pipemorph_trainer.launcher", "--grace=5", "--"]
+    variables = {
+        "PIPEMORPH_POD_INDEX": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "WORLD_SIZE": "4",
+        "MASTER_PORT": "29500",
+        "PIPEMORPH_JOB_FILE": str(folder / "job.json"),
+        "PIPEMORPH_METRICS_PORT": "9464",
+    }
+    return subprocess.Popen(
+        [*command, sys.executable, "-u", "-c", script],
+        env={**os.environ, **variables, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_every_rank_gets_its_own_place_and_its_lines_a_prefix(tmp_path: Path) -> None:
+    script = """
+import os
+for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PIPEMORPH_METRICS_PORT"):
+    print(name, os.environ[name])
+"""
+    out, err = launcher(tmp_path, script).communicate(timeout=DEADLINE)
+    assert err == ""
+    assert sorted(out.splitlines()) == sorted(
+        f"[rank {2 + local}] {name} {value}"
+        for local in range(2)
+        for name, value in {
+            "RANK": 2 + local,
+            "LOCAL_RANK": local,
+            "LOCAL_WORLD_SIZE": 2,
+            "PIPEMORPH_METRICS_PORT": 9464 + local,
+        }.items()
+    )
+
+
+def test_the_exit_code_is_that_of_the_rank_that_failed_by_itself(tmp_path: Path) -> None:
+    script = """
+import os, sys, time
+if os.environ["RANK"] == "3":
+    print("no such token: 7")
+    sys.exit(41)
+time.sleep(300)
+"""
+    pod = launcher(tmp_path, script)
+    out, err = pod.communicate(timeout=DEADLINE)
+    assert pod.returncode == 41
+    assert err.startswith("rank 3 (stage 3) exited with code 41\n"), err
+    assert "  no such token: 7" in err.splitlines()[2]
+    assert "[rank 3] no such token: 7" in out
+
+
+def test_a_killed_rank_ends_the_pod_as_a_shell_would_tell(tmp_path: Path) -> None:
+    script = """
+import os, signal, time
+if os.environ["RANK"] == "2":
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(300)
+"""
+    pod = launcher(tmp_path, script)
+    _, err = pod.communicate(timeout=DEADLINE)
+    assert pod.returncode == 128 + signal.SIGKILL
+    assert "rank 2 (stage 2) was killed by SIGKILL" in err
+
+
+def test_sigterm_reaches_the_ranks(tmp_path: Path) -> None:
+    script = """
+import signal, sys, time
+def save(*_):
+    print("saved")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+print("ready")
+time.sleep(300)
+"""
+    pod = launcher(tmp_path, script)
+    assert pod.stdout is not None
+    ready = [pod.stdout.readline() for _ in range(2)]
+    assert sorted(ready) == ["[rank 2] ready\n", "[rank 3] ready\n"]
+    began = time.monotonic()
+    pod.send_signal(signal.SIGTERM)
+    out, err = pod.communicate(timeout=DEADLINE)
+    assert pod.returncode == 143
+    assert sorted(out.splitlines()) == ["[rank 2] saved", "[rank 3] saved"]
+    assert "SIGTERM" in err
+    assert time.monotonic() - began < 5, "they ended at once, before the grace period"
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"PIPEMORPH_POD_INDEX": ""}, "PIPEMORPH_POD_INDEX is ''; expected a number"),
+        ({"PIPEMORPH_POD_INDEX": "2"}, "pod 2 with 2 ranks is outside of a job of 4 ranks"),
+        ({"WORLD_SIZE": "8"}, "WORLD_SIZE is 8; the job has 4 stages"),
+        ({"PIPEMORPH_JOB_FILE": "/none"}, "PIPEMORPH_JOB_FILE: /none"),
+    ],
+)
+def test_a_pod_that_cannot_start_says_why(
+    tmp_path: Path, env: dict[str, str], message: str
+) -> None:
+    pod = launcher(tmp_path, "print('started')", **env)
+    out, err = pod.communicate(timeout=DEADLINE)
+    assert pod.returncode == EXIT_UNFIT
+    assert message in err
+    assert "Traceback" not in err
+    assert out == ""

@@ -1,0 +1,56 @@
+"""``python -m pipemorph_trainer.launcher [--grace=SECONDS] -- COMMAND…``
+
+Runs COMMAND once per rank of this pod, and ends when all ranks have ended. It needs the variables
+that the operator gives to every pod: ``PIPEMORPH_POD_INDEX``, ``LOCAL_WORLD_SIZE`` (the ranks of a
+pod), ``WORLD_SIZE`` and ``PIPEMORPH_JOB_FILE``. Each rank gets ``RANK``, ``LOCAL_RANK`` and its own
+``PIPEMORPH_METRICS_PORT``; its lines in the pod's log begin with ``[rank N]``.
+
+If a rank fails, the others of the pod are stopped. Then the exit code is that of the rank that
+failed first by itself, and the pod's termination message names it. A SIGTERM is passed on to the
+ranks, which have ``--grace`` seconds to end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from pipemorph.errors import InputError
+from pipemorph.local.processes.supervise import End, Ending
+from pipemorph_trainer.launcher.pod import Pod, exit_code, run
+from pipemorph_trainer.preflight import EXIT_UNFIT, TERMINATION_LOG
+
+GRACE_SECONDS = 28.0
+"""Less than the 30 s that Kubernetes gives a pod by default."""
+MESSAGE_BYTES = 4096
+"""Kubernetes keeps that much of a termination message."""
+
+
+def _tell(ending: Ending) -> None:
+    text = "\n".join((ending.reason, *(f"  {line}" for line in ending.details))) + "\n"
+    print(text, end="", file=sys.stderr, flush=True)
+    if ending.end is End.FAILED and TERMINATION_LOG.exists():
+        TERMINATION_LOG.write_bytes(text.encode()[:MESSAGE_BYTES])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="launcher", description=__doc__)
+    parser.add_argument("--grace", type=float, default=GRACE_SECONDS)
+    parser.add_argument("command", nargs="+")
+    options = parser.parse_args(argv)
+    try:
+        pod = Pod.from_env(os.environ)
+        ending = run(pod, options.command, options.grace)
+    except (InputError, OSError) as error:
+        ending = Ending(End.FAILED, f"the pod's ranks cannot be started: {error}")
+        _tell(ending)
+        raise SystemExit(EXIT_UNFIT) from None
+    if ending.end is not End.COMPLETED:
+        _tell(ending)
+    raise SystemExit(exit_code(ending))
+
+
+if __name__ == "__main__":
+    main()
