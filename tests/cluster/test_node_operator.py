@@ -230,7 +230,7 @@ def test_a_killed_rank_of_a_pod_with_several_is_named_and_the_job_restarts(jobs:
     within = ["exec", f"--namespace={jobs.namespace}", second, "--", "sh", "-c"]
     # Rank 6 is in the second pod. Its agent and data loaders would inherit RANK.
     kill = "for p in /proc/[0-9]*; do tr '\\0' '\\n' < $p/environ 2>/dev/null | grep -qx RANK=6"
-    kill += " && echo ${p#/proc/} && kill -9 ${p#/proc/}; done"
+    kill += " && echo ${p#/proc/} && kill -9 ${p#/proc/}; done; true"
     assert jobs.nodes.kubectl(*within, kill).split(), "there is no process of rank 6"
     ended = jobs.wait("pods", _attempt(1), 90.0)
     (record,) = ended["status"]["attempts"]
