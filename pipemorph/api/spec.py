@@ -265,7 +265,7 @@ class Rdma(SpecModel):
         default_factory=list,
         max_length=16,
         description="Devices to use, such as mlx5_0, or mlx5_0:2 for its second port. Empty: one "
-        "active port of every card.",
+        "active port of every card, or this rank's share of them if its host has several ranks.",
     )
     gid_index: int | None = Field(
         default=None,

@@ -19,6 +19,7 @@ NAMES_IMAGES = (
     "README.md",
     "Dockerfile",
     "docs/operations.md",
+    "examples/kubernetes/eight-gpus.yaml",
     "examples/kubernetes/gpt.yaml",
     "tests/cluster/node_support.py",
 )

@@ -60,6 +60,8 @@ class TrainerContext:
     trace_dir: Path | None = None
     trace_bytes: int = TRACE_BYTES
     metrics_port: int = 0
+    local_world_size: int = 1
+    """Ranks on this machine, or in this pod."""
 
     @staticmethod
     def from_env(environ: Mapping[str, str] = os.environ) -> TrainerContext:
@@ -90,6 +92,7 @@ class TrainerContext:
             rank=number("RANK"),
             world_size=world_size,
             local_rank=number("LOCAL_RANK", 0),
+            local_world_size=number("LOCAL_WORLD_SIZE", 1),
             master_addr=text("MASTER_ADDR") or "127.0.0.1",
             master_port=number("MASTER_PORT"),
             job=job,

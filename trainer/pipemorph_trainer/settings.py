@@ -26,6 +26,7 @@ from pipemorph.planning import (
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.links.engine import EngineOptions, engine_module
 from pipemorph_trainer.topology.mesh import shape_of
+from pipemorph_trainer.topology.rail_share import own_rails
 
 RouteChoice = Literal["auto", "direct", "delegated"]
 EngineChoice = Literal["auto", "tcp", "shm", "rdma"]
@@ -175,4 +176,8 @@ def engine_options(
     if context.job is None:
         return EngineOptions(job, settings.engine, settings.queues)
     wanted = context.job.spec.transport
-    return EngineOptions(job, settings.engine, settings.queues, wanted.require, wanted.rdma)
+    rdma = wanted.rdma
+    if not rdma.devices:
+        own = own_rails(context.local_rank, context.local_world_size)
+        rdma = rdma.model_copy(update={"devices": own})
+    return EngineOptions(job, settings.engine, settings.queues, wanted.require, rdma)
