@@ -360,11 +360,12 @@ def test_monitors_find_the_ports_and_pods_there_are(jobs: Jobs) -> None:
     pods = by_kind["PodMonitor"]["spec"]
     assert pods["namespaceSelector"] == {"matchNames": ["a", "b"]}
     (label,) = pods["selector"]["matchExpressions"]
-    jobs.apply(manifest("seen", stages=1))
+    parallelism = {"stages": 1, "replicas": 8, "ranksPerPod": 8}
+    jobs.apply(manifest("seen", stages=1, parallelism=parallelism))
     pod = jobs.pods("seen", 1)[0]
     assert label["key"] in pod["metadata"]["labels"]
     ports = {port["name"] for port in pod["spec"]["containers"][0]["ports"]}
-    assert {endpoint["port"] for endpoint in pods["podMetricsEndpoints"]} <= ports
+    assert {endpoint["port"] for endpoint in pods["podMetricsEndpoints"]} == ports
     services = by_kind["ServiceMonitor"]["spec"]
     found = [
         document
