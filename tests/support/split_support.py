@@ -142,7 +142,7 @@ def run_order(
         copies = held.run(OpKind(kind), k)
         if kind == "F":
             outs = runner.forward(k, job.make_args(k), {}, job.make_target(k), offload=copies)
-            assert all(not o.requires_grad for o in outs)
+            assert all(o.grad_fn is None for o in outs)
             result.outputs.append(tuple(o.clone() for o in outs))
             if copies:
                 moved += runner.offload(k)

@@ -212,7 +212,7 @@ def test_notes_tokens_and_shapes_cross_a_line() -> None:
         thread.join(10)
     (there,) = made
     note = Note(1, 2, 3, ALL_PRESENT, 4.0, 5.0, 6.0)
-    metas = (TensorMeta((2, 3), torch.bfloat16), TensorMeta((), torch.bool))
+    metas = (TensorMeta((2, 3), torch.bfloat16, gradient=True), TensorMeta((), torch.bool))
     here.send_token(peer_socket.StepToken(7, 8, 9))
     here.send_shapes(metas)
     here.send_note(Direction.BACKWARD, note)

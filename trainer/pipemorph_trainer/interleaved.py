@@ -28,6 +28,8 @@ from pipemorph_trainer.executor.inputs import check_grad_mode, of_stage
 from pipemorph_trainer.executor.split import StageRunner
 from pipemorph_trainer.executor.split.flight import LossFn
 from pipemorph_trainer.executor.timed import TimedOp
+from pipemorph_trainer.executor.token import Generations
+from pipemorph_trainer.executor.token import Start as TokenStart
 from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.faults import FaultTrace
@@ -189,22 +191,23 @@ class InterleavedPipeline:
 
     def _step(self, args: tuple[Any, ...], target: Any) -> Tensor:
         inputs: dict[int, Inputs] = {}
-        shapes = None
+        shapes: list[Any] = []
         for stage, coordinate in self._coordinates.items():
             inputs[stage], found = of_stage(
                 coordinate, self.schedule.microbatches, args, {}, target,
                 needs_target=self._needs_target,
             )  # fmt: skip
-            shapes = shapes or found
-        handshake = self._shapes_changed(shapes)
-        self._generation += handshake
+            shapes += [found, self._runners[stage].trained]
+        changed = self._shapes_changed(shapes)
+        self._generation += changed
+        generations = Generations(self._generation, self._generation)
+        start = TokenStart(shapes_from_above=changed, shapes_to_below=changed)
         outcomes: dict[int, Outcome] = {}
 
         def begin(stage: int) -> None:
             outcomes[stage] = self._executors[stage].begin(
-                self._per_stage, self.iteration, self._generation, inputs[stage],
-                handshake=handshake,
-            )  # fmt: skip
+                self._per_stage, self.iteration, generations, inputs[stage], start
+            )
 
         for executor in self._executors.values():
             # The first messages follow the first F and B of every stage, which compile, tune or
@@ -213,7 +216,7 @@ class InterleavedPipeline:
         self._training_began = self._training_began or time()
         for end in self._links.ends:
             end.faults.begin(self.iteration, self._training_began)
-        if not handshake:
+        if not changed:
             for stage in self._executors:
                 begin(stage)
         self.ops = []
@@ -249,7 +252,8 @@ class InterleavedPipeline:
     # --- one iteration --------------------------------------------------------------------
 
     def _shapes_changed(self, shapes: Any) -> bool:
-        """Whether stage 0's shapes differ from the last iteration's; the same on all ranks."""
+        """Whether a stage's inputs differ in shape from the last iteration's; the same on all
+        ranks."""
         changed = torch.tensor([float(self.iteration == 0 or shapes != self._shapes)])
         self._shapes = shapes
         self._collective(changed, dist.ReduceOp.MAX, f"all ranks to begin {self.iteration}")

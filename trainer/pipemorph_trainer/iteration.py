@@ -134,9 +134,7 @@ class Iterations:
         self._loss.begin()
         if not self._coordinate.last:
             self._loss.post([])
-        outcome = self._executor.run(
-            plan, iteration, self._token.generation, inputs, **start._asdict()
-        )
+        outcome = self._executor.run(plan, iteration, self._token.generations, inputs, start)
         if self._coordinate.last and self._executor.refused:
             self._loss.refuse()
         # Usually here already: it was sent after the last F.

@@ -35,6 +35,7 @@ from pipemorph.planning.offload import copying
 from pipemorph.planning.policies.interleaved import plan_interleaved
 from pipemorph_trainer.executor import dispatch, mailbox
 from pipemorph_trainer.executor.dispatch import Executor, Inputs
+from pipemorph_trainer.executor.token import Generations, Start
 from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.link import Neighbourhood
@@ -42,7 +43,7 @@ from pipemorph_trainer.links.message import Direction, TensorMeta
 
 ENDING, DECIDING = 0, 1
 """At one time what ends comes first, as in the simulator."""
-META = TensorMeta((1,), torch.float32)
+META = TensorMeta((1,), torch.float32, gradient=True)
 
 
 class World:
@@ -259,7 +260,7 @@ def execute(
     for stage, executor in enumerate(executors(world, problem, range(stages))):
 
         def body(stage: int = stage, executor: Executor = executor) -> None:
-            done[stage] = executor.run(chosen, 1, 1, Inputs(), handshake=False)
+            done[stage] = executor.run(chosen, 1, Generations(), Inputs(), Start())
 
         bodies.append(body)
     world.run(bodies)
@@ -382,7 +383,9 @@ def test_op_by_op_with_several_stages_per_rank(
             monkeypatch.setattr(module, "time", lambda world=world: world.now)
         made = executors(world, problem, planned.schedule.placement())
         per_stage = planned.schedule.per_stage()
-        found = [executor.begin(per_stage, 1, 1, Inputs(), handshake=False) for executor in made]
+        found = [
+            executor.begin(per_stage, 1, Generations(), Inputs(), Start()) for executor in made
+        ]
 
         def body(rank: int, order: Any = planned.schedule.ranks, made: Any = made) -> None:
             for stage, kind, microbatch in order[rank]:

@@ -158,7 +158,7 @@ def test_the_device_holds_two_microbatches_and_no_more(mode: str) -> None:
                     made = list(job.make_args(k))
                     outs = runner.forward(k, made, offload=copies)
                 made.clear()
-                result.outputs.append(tuple(out.clone() for out in outs))
+                result.outputs.append(tuple(out.detach().clone() for out in outs))
                 del outs
                 if copies:
                     assert runner.offload(k) == measured.activation_bytes

@@ -28,6 +28,7 @@ from pipemorph_trainer.executor.receives import of_stage
 from pipemorph_trainer.executor.refusal import Gate, is_of_batch
 from pipemorph_trainer.executor.stages.interface import Grads, Runner
 from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
+from pipemorph_trainer.executor.token import Generations, Start
 from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.link import LinkEnd, Neighbourhood
@@ -107,7 +108,8 @@ class Executor:
         self._above, self._below = self._up, self._down
         self.input_metas: tuple[TensorMeta, ...] = ()
         self.output_metas: tuple[TensorMeta, ...] = ()
-        self._iteration = self._generation = self._microbatches = 0
+        self._iteration = self._microbatches = 0
+        self._generations = Generations()
         self._inputs = Inputs()
         self._shapes_known = False
         self._outcome = Outcome()
@@ -122,23 +124,19 @@ class Executor:
         self,
         plan: Plan,
         iteration: int,
-        generation: int,
+        generations: Generations,
         inputs: Inputs,
-        *,
-        handshake: bool,
-        refused: bool = False,
-        cut_off: bool = False,
+        start: Start,
     ) -> Outcome:
-        """Run one iteration of ``plan``. With ``handshake``, shapes are exchanged.
+        """Run one iteration of ``plan``. Afterwards :attr:`refused` says whether it was refused
+        anywhere, as far as this rank knows.
 
-        ``refused``, ``cut_off``: see :class:`pipemorph_trainer.executor.token.Start`; afterwards
-        :attr:`refused` says whether the iteration was refused anywhere, as far as this rank knows.
         Raises :class:`PipelineError`, which names the missing message, if it cannot be finished.
         """
         self.begin(
-            plan.schedule, iteration, generation, inputs,
-            handshake=handshake, device_limit=plan.device_limits[self._coordinate.stage],
-            refused=refused, cut_off=cut_off, receives=of_stage(plan, self._coordinate.stage),
+            plan.schedule, iteration, generations, inputs, start,
+            device_limit=plan.device_limits[self._coordinate.stage],
+            receives=of_stage(plan, self._coordinate.stage),
         )  # fmt: skip
         if plan.dispatch is Dispatch.ONLINE:
             self._run_online(plan)
@@ -159,37 +157,35 @@ class Executor:
         self,
         schedule: Schedule,
         iteration: int,
-        generation: int,
+        generations: Generations,
         inputs: Inputs,
+        start: Start,
         *,
-        handshake: bool,
         device_limit: int | None = None,
-        refused: bool = False,
-        cut_off: bool = False,
         receives: tuple[Receives, Receives] = (RECEIVE_ALL, RECEIVE_ALL),
     ) -> Outcome:
         """Prepare for the ops of one iteration of ``schedule``. Returns the record that they fill.
 
-        With ``handshake`` this waits for the shapes of the stage above. ``device_limit``: most
+        This waits for the shapes of the stage above if they are exchanged. ``device_limit``: most
         microbatches with activations on the device. ``receives``: from above and from below.
         """
         self._iteration = self.mail.iteration = iteration
-        self._generation = generation
+        self._generations = generations
         self._microbatches = schedule.microbatches
         self._inputs = inputs
         self._outcome = Outcome()
         self._residency = Residency(device_limit)
-        self._shapes_known = not handshake
+        self._shapes_known = not start.shapes_to_below
         kinds = {op.kind for op in schedule.stages[self._coordinate.stage]}
         self._runner.begin_iteration(only_fused=OpKind.B not in kinds)
-        self.refused, self.cause = refused, None
+        self.refused, self.cause = start.refused, None
         self._from_above, self._from_below = receives
         if self._gate is not None:
             self._gate.begin()
-        self._above = None if cut_off else self._up
+        self._above = None if start.cut_off else self._up
         # The stages below know it from the token.
-        self._below = None if refused else self._down
-        if self._above is not None and handshake:
+        self._below = None if start.refused else self._down
+        if self._above is not None and start.shapes_from_above:
             self._await_shapes(self._above)
         bounds = self._from_above
         if self._above is not None:
@@ -197,11 +193,13 @@ class Executor:
                 # The stage above then waits for nothing from this stage.
                 bounds = bounds._replace(after=())
             # First, since it may page-lock memory, while no receive is posted.
-            self._above.outgoing.begin(self._batch(gradients_of(self.input_metas)))
-        if self._below is not None and not handshake:
+            gradients = gradients_of(self.input_metas)
+            self._above.outgoing.begin(self._batch(generations.above, gradients))
+        if self._below is not None and self._shapes_known:
             self._begin_downstream(self._below)
         if self._above is not None:
-            self._above.incoming.begin(self._batch(self.input_metas, bounds))
+            batch = self._batch(generations.above, self.input_metas, bounds)
+            self._above.incoming.begin(batch)
         return self._outcome
 
     def run_op(self, kind: OpKind, microbatch: int) -> None:
@@ -361,7 +359,7 @@ class Executor:
             return
         if self._below is not None:
             came = iter(taken)
-            grads = [next(came) if meta.carries_gradient else None for meta in self.output_metas]
+            grads = [next(came) if meta.gradient else None for meta in self.output_metas]
         run = self._runner.backward if kind is OpKind.BW else self._runner.backward_input
         returns = self._residency.run(kind, microbatch)
         start = self._start_op()
@@ -444,25 +442,30 @@ class Executor:
                 f"{self._coordinate.stage - 1}"
             )
         return [
-            grad for grad, meta in zip(grads, self.input_metas, strict=True)
-            if meta.carries_gradient
+            grad for grad, meta in zip(grads, self.input_metas, strict=True) if meta.gradient
         ]  # fmt: skip
 
-    def _batch(self, metas: tuple[TensorMeta, ...], receives: Receives = RECEIVE_ALL) -> Batch:
+    def _batch(
+        self,
+        generation: int,
+        metas: tuple[TensorMeta, ...],
+        receives: Receives = RECEIVE_ALL,
+    ) -> Batch:
         return Batch(
-            self._generation, self._iteration + self._steps_refused, self._microbatches, metas,
+            generation, self._iteration + self._steps_refused, self._microbatches, metas,
             self._steps_refused, receives,
         )  # fmt: skip
 
     def _has_gradients(self, end: LinkEnd) -> bool:
         metas = self.input_metas if end is self._up else self.output_metas
-        return any(meta.carries_gradient for meta in metas)
+        return any(meta.gradient for meta in metas)
 
     def _begin_downstream(self, end: LinkEnd) -> None:
-        end.outgoing.begin(self._batch(self.output_metas))
+        generation = self._generations.below
+        end.outgoing.begin(self._batch(generation, self.output_metas))
         gradients = gradients_of(self.output_metas)
         if gradients:
-            end.incoming.begin(self._batch(gradients, self._from_below))
+            end.incoming.begin(self._batch(generation, gradients, self._from_below))
 
     def _check_outputs(self, outputs: tuple[Tensor, ...], end: LinkEnd) -> None:
         """Send the shapes to the next stage if they are unknown there; else check outputs."""
@@ -478,13 +481,18 @@ class Executor:
             self._reserve(end, gradients_of(metas))
             self._begin_downstream(end)
             self._shapes_known = True
-        elif metas != self.output_metas:
+        elif metas != self.output_metas and not self._covered(metas):
             raise ShapeError(
                 f"{self._coordinate}: outputs are {words(metas)} in iteration {self._iteration}; "
                 f"expected {words(self.output_metas)} as in its first microbatch. All "
                 "microbatches of an iteration need the same shapes; they may change between "
                 "iterations together with the shapes given to step()"
             )
+
+    def _covered(self, metas: tuple[TensorMeta, ...]) -> bool:
+        return len(metas) == len(self.output_metas) and all(
+            known.covers(meta) for known, meta in zip(self.output_metas, metas, strict=True)
+        )
 
     def _await_shapes(self, end: LinkEnd) -> None:
         metas = self.mail.await_queue(end, f"shapes from stage {end.peer_stage}", end.socket.shapes)
@@ -493,4 +501,5 @@ class Executor:
             self._refuse()
         else:
             self.input_metas = metas
+            self._runner.expect([meta.gradient for meta in metas])
             self._reserve(end, metas)

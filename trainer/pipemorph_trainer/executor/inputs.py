@@ -80,12 +80,11 @@ def of_stage(
     *,
     needs_target: bool,
 ) -> tuple[Inputs, Any]:
-    """Microbatches of the arguments that this stage uses, and the signature of its shapes.
+    """Microbatches of the arguments that this stage uses, and the signature of their shapes.
 
     Raises :class:`InputError` if an argument is missing.
     """
     inputs = Inputs()
-    shapes: Any = None
     if kwargs:
         inputs.kwargs = split((), kwargs, microbatches)[1]
     if coordinate.first:
@@ -93,7 +92,7 @@ def of_stage(
             raise InputError(f"{coordinate}: step() got no input; stage 0 needs the batch")
         if args:
             inputs.args = split(args, {}, microbatches)[0]
-        shapes = signature((*inputs.args[:1], *inputs.kwargs[:1]))
+    shapes = signature((*inputs.args[:1], *inputs.kwargs[:1]))
     if coordinate.last and target is not None:
         inputs.targets = [chunk[0] for chunk in split((target,), {}, microbatches, "target")[0]]
     elif coordinate.last and needs_target:

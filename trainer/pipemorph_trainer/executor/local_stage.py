@@ -82,10 +82,11 @@ class OwnStage:
     def inputs(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any
     ) -> tuple[Inputs, Any]:
-        """Microbatches of the arguments that this stage uses, and the signature of its shapes."""
-        if self.module is None:
+        """Microbatches of the arguments that this stage uses, and a signature that changes if the
+        shapes of its outputs may change, or which of them need a gradient."""
+        if not isinstance(self.runner, StageRunner):
             return Inputs(), ("emulated",)
-        return of_stage(
+        inputs, shapes = of_stage(
             self._coordinate,
             self.microbatches,
             args,
@@ -93,6 +94,7 @@ class OwnStage:
             target,
             needs_target=self._needs_target,
         )
+        return inputs, (shapes, self.runner.trained)
 
     def choose_split(self) -> SplitReport:
         """Choose how a module is split from now on, by a self-test on microbatches of the first

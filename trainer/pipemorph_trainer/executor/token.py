@@ -18,13 +18,22 @@ from pipemorph_trainer.links.peer_socket import StepToken
 class Start(NamedTuple):
     """How an iteration begins on a stage.
 
-    ``handshake``: shapes are exchanged. ``refused``: the batch of this stage or of a stage above
-    does not fit. ``cut_off``: a stage above refused, so that nothing comes from above.
+    ``shapes_from_above``, ``shapes_to_below``: whether shapes are exchanged with this neighbour.
+    ``refused``: the batch of this stage or of a stage above does not fit. ``cut_off``: a stage
+    above refused, so that nothing comes from above.
     """
 
-    handshake: bool
-    refused: bool
-    cut_off: bool
+    shapes_from_above: bool = False
+    shapes_to_below: bool = False
+    refused: bool = False
+    cut_off: bool = False
+
+
+class Generations(NamedTuple):
+    """Number of shape exchanges so far with each neighbour."""
+
+    above: int = 0
+    below: int = 0
 
 
 class TokenPass:
@@ -34,23 +43,23 @@ class TokenPass:
         self._coordinate, self._mail = coordinate, mail
         self._up, self._down = neighbours.upstream, neighbours.downstream
         self._shapes: Any = None
-        self.generation = 0
-        """Number of shape changes so far."""
+        self.generations = Generations()
 
     def start(self, iteration: int, version: int, shapes: Any, *, refused: bool = False) -> Start:
         """Start an iteration on this stage.
 
-        ``version``: of the plan. ``shapes``: signature of the inputs of stage 0. ``refused``: the
-        input of this rank does not fit. Raises :class:`PipelineError` if the stage above begins
-        another iteration or plan.
+        ``version``: of the plan. ``shapes``: signature of what this rank gives to its stage; if it
+        changes, shapes are exchanged with all stages below. ``refused``: the input of this rank
+        does not fit. Raises :class:`PipelineError` if the stage above begins another iteration or
+        plan.
         """
         up = self._up
-        handshake = cut_off = False
-        if up is None and not refused:
-            handshake = bool(shapes != self._shapes)
+        above, below = self.generations
+        from_above = to_below = cut_off = False
+        if not refused:
+            to_below = bool(shapes != self._shapes)
             self._shapes = shapes
-            self.generation += handshake
-        elif up is not None:
+        if up is not None:
             token = self._mail.await_queue(up, f"stage {up.peer_stage} to begin", up.socket.tokens)
             if token.iteration != iteration or token.version != version:
                 raise PipelineError(
@@ -58,13 +67,17 @@ class TokenPass:
                     f"{up.peer_stage} iteration {token.iteration} with plan {token.version}; "
                     "every rank has to call step() the same number of times"
                 )
-            handshake = token.generation != self.generation
-            self.generation = token.generation
+            from_above = token.generation != above
+            above = token.generation
             cut_off = token.refused
+        to_below = to_below or from_above
         refused = refused or cut_off
+        self.generations = Generations(above, below + to_below)
         if self._down is not None:
-            self._down.socket.send_token(StepToken(iteration, version, self.generation, refused))
-        return Start(handshake, refused, cut_off)
+            self._down.socket.send_token(
+                StepToken(iteration, version, self.generations.below, refused)
+            )
+        return Start(from_above, to_below, refused, cut_off)
 
     def restart(self) -> None:
         """Exchange shapes again in the next iteration: this one was refused, and some stages may

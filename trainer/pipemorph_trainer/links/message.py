@@ -29,19 +29,21 @@ class Direction(IntEnum):
 
 
 class TensorMeta(NamedTuple):
-    """Shape and dtype of one tensor at a stage boundary."""
+    """Shape and dtype of one tensor at a stage boundary. ``gradient``: whether its gradient comes
+    back, since the sender needs it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    gradient: bool = False
 
     @staticmethod
     def of(tensor: Tensor) -> TensorMeta:
-        return TensorMeta(tuple(tensor.shape), tensor.dtype)
+        return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
-    @property
-    def carries_gradient(self) -> bool:
-        """Whether a gradient comes back: for floating-point tensors, not for integers and masks."""
-        return self.dtype.is_floating_point or self.dtype.is_complex
+    def covers(self, other: TensorMeta) -> bool:
+        """Whether a tensor that is ``other`` can be sent as this one: a gradient that it does not
+        need is ignored when it comes."""
+        return self[:2] == other[:2] and self.gradient >= other.gradient
 
     @property
     def nbytes(self) -> int:
@@ -54,21 +56,22 @@ class TensorMeta(NamedTuple):
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
     def encode(self) -> list[object]:
-        return [list(self.shape), str(self.dtype).removeprefix("torch.")]
+        return [list(self.shape), str(self.dtype).removeprefix("torch."), self.gradient]
 
     @staticmethod
     def decode(data: list[object]) -> TensorMeta:
-        shape, dtype = data
+        shape, dtype, gradient = data
         assert isinstance(shape, list)
-        return TensorMeta(tuple(shape), getattr(torch, str(dtype)))
+        return TensorMeta(tuple(shape), getattr(torch, str(dtype)), bool(gradient))
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        needs = " with gradient" if self.gradient else ""
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{needs}"
 
 
 def gradients_of(metas: tuple[TensorMeta, ...]) -> tuple[TensorMeta, ...]:
     """The tensors sent forward whose gradients come back."""
-    return tuple(meta for meta in metas if meta.carries_gradient)
+    return tuple(meta._replace(gradient=False) for meta in metas if meta.gradient)
 
 
 def words(metas: tuple[TensorMeta, ...]) -> str:

@@ -111,6 +111,11 @@ class Flight:
         return tuple(grads)
 
 
+def _apart(out: Tensor) -> Tensor:
+    """The tensor without its graph. ``requires_grad`` says whether it needs a gradient."""
+    return out.detach().requires_grad_(out.requires_grad)
+
+
 def _root(out: Tensor | Edge) -> Root:
     return out.edge if isinstance(out, Edge) else out
 
@@ -118,7 +123,7 @@ def _root(out: Tensor | Edge) -> Root:
 class StageCall:
     """Calls a stage for one microbatch, with inputs that are detached from earlier graphs.
 
-    On every stage but the first, floating-point positional arguments become autograd
+    On every stage but the first, the positional arguments that need a gradient become autograd
     leaves; keyword arguments are local and get no gradient. On the last stage the loss is
     divided by the number of microbatches before the backward, as
     ``(loss_fn(output, target) / microbatches).backward()`` does.
@@ -138,6 +143,8 @@ class StageCall:
         self.is_last = is_last
         self.loss_fn = loss_fn
         self.microbatches = microbatches
+        self.needed: Sequence[bool] | None = None
+        """Which positional arguments need a gradient; None: all floating-point ones."""
         self.clone_inputs = False
         """Pass the stage a copy of each leaf, since it writes to its input."""
 
@@ -156,17 +163,17 @@ class StageCall:
             output = self.module(*inputs, **(kwargs or {}))
             if not self.is_last:
                 outputs = self._tensors(output)
-                return Flight(
-                    microbatch, leaves, outputs, sent=tuple(out.detach() for out in outputs)
-                )
+                return Flight(microbatch, leaves, outputs, sent=tuple(map(_apart, outputs)))
             loss = self._loss(output, target)
             return Flight(microbatch, leaves, (loss / self.microbatches,), sent=(loss.detach(),))
 
-    @staticmethod
-    def _leaf(index: int, arg: Any) -> Tensor | None:
+    def _leaf(self, index: int, arg: Any) -> Tensor | None:
         if isinstance(arg, Tensor):
-            floating = arg.is_floating_point() or arg.is_complex()
-            return arg.detach().requires_grad_() if floating else None
+            if self.needed is None:
+                needed = arg.is_floating_point() or arg.is_complex()
+            else:
+                needed = self.needed[index]
+            return arg.detach().requires_grad_() if needed else None
         if isinstance(arg, (list, tuple, dict)):
             raise SplitError(
                 f"positional argument {index} of a stage is a {type(arg).__name__}; between "

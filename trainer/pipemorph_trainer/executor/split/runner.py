@@ -94,6 +94,7 @@ class StageRunner:
             # once, instead of on one after the other in the first iteration.
             torch.autograd.backward([torch.zeros(1, requires_grad=True) * 1], [torch.ones(1)])
         self._only_fused = False
+        self._parameters = list(module.parameters())
         self._flights: dict[int, Flight] = {}
         self._next = {"F": 0, "B": 0, "W": 0}
 
@@ -111,6 +112,15 @@ class StageRunner:
     def in_flight(self) -> int:
         """Microbatches whose F has started and whose W has not finished."""
         return len(self._flights)
+
+    @property
+    def trained(self) -> tuple[bool, ...]:
+        """Whether each parameter is trained. If it changes, outputs may need other gradients."""
+        return tuple(parameter.requires_grad for parameter in self._parameters)
+
+    def expect(self, gradients: Sequence[bool]) -> None:
+        """Say which positional arguments need a gradient. By default all floating-point ones."""
+        self._call.needed = tuple(gradients)
 
     def begin_iteration(self, *, only_fused: bool) -> None:
         """Begin an iteration. ``only_fused``: all its backwards are fused (op BW).
@@ -165,8 +175,9 @@ class StageRunner:
         *,
         offload: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Run F. Returns the outputs to send, detached; on the last stage ``(loss,)``, the loss of
-        this microbatch before the division by N.
+        """Run F. Returns the outputs to send, detached, with ``requires_grad`` where a gradient has
+        to come back; on the last stage ``(loss,)``, the loss of this microbatch before the division
+        by N.
 
         ``args`` must not change before W of this microbatch, since autograd keeps them. With
         ``offload``, :meth:`offload` may follow.

@@ -150,6 +150,9 @@ class EmulatedRunner:
     def restore(self, state: int) -> None:
         self._state = state
 
+    def expect(self, gradients: Sequence[bool]) -> None:
+        """Does nothing: its one argument needs a gradient."""
+
     def begin_iteration(self, *, only_fused: bool) -> None:
         """Does nothing: an emulated op needs no preparation."""
 
@@ -169,7 +172,7 @@ class EmulatedRunner:
         if self._last:
             self._values[microbatch] = value
             return (torch.tensor((value >> 11) / (1 << 53), dtype=torch.float64),)
-        return (self._message(value),)
+        return (self._message(value).requires_grad_(),)
 
     def discard(self) -> None:
         self._held.clear()

@@ -22,6 +22,9 @@ class Runner(Protocol):
     def split(self) -> Split:
         """How B and W are split; ``fused``: B is the whole backward, W is empty."""
 
+    def expect(self, gradients: Sequence[bool]) -> None:
+        """Say which arguments of F need a gradient, on a stage with a stage above."""
+
     def begin_iteration(self, *, only_fused: bool) -> None:
         """Begin an iteration. ``only_fused``: all its backwards on this stage are BW."""
 
@@ -34,8 +37,8 @@ class Runner(Protocol):
         *,
         offload: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Run F. Returns the outputs to send, detached; on the last stage ``(loss,)`` of this
-        microbatch.
+        """Run F. Returns the outputs to send, detached, with ``requires_grad`` where a gradient has
+        to come back; on the last stage ``(loss,)`` of this microbatch.
 
         ``offload``: :meth:`offload` of this microbatch follows."""
 
