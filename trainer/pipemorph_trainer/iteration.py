@@ -23,7 +23,7 @@ from pipemorph_trainer.executor.dispatch import Executor, Inputs, Outcome
 from pipemorph_trainer.executor.local_stage import OwnStage
 from pipemorph_trainer.executor.loss import SharedLoss
 from pipemorph_trainer.executor.profiling import profiling
-from pipemorph_trainer.executor.token import TokenPass
+from pipemorph_trainer.executor.token import TokenPass, name_call
 from pipemorph_trainer.executor.waiting import CollectiveWait
 from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.link import Neighbourhood
@@ -50,9 +50,9 @@ class Iterations:
         reporter, trace: report each iteration, and write its trace.
         poller: waits for events for the executor; ``op_clock``: tells the links when ops run.
         wait: waits for collectives, and describes the wait.
-        deadline: longest wait for one message, seconds. For the first iteration of a module it is
-            multiplied by the number of stages: its first messages follow the first F and B of
-            every stage, in which a module is compiled, tuned or loaded.
+        deadline: longest wait for one message, seconds. For the first iteration and the first
+            evaluation of a module it is multiplied by the number of stages: its first messages
+            follow the first F and B of every stage, in which a module is compiled, tuned or loaded.
     """
 
     def __init__(
@@ -110,6 +110,7 @@ class Iterations:
         self._deadline = deadline
         self._warm = stage.module is None
         """Whether the first iteration with its self-test is over. Emulated stages need none."""
+        self._evaluated = False
         self._training_began = 0.0
         self._polled_at = 0.0
         self._wanted: Plan | None = None
@@ -132,16 +133,12 @@ class Iterations:
         plan = self._begin(iteration)
         start = self._token.start(iteration, plan.version, shapes, refused=refusal is not None)
         self._loss.begin()
-        if not self._coordinate.last:
-            self._loss.post([])
         outcome = self._executor.run(plan, iteration, self._token.generations, inputs, start)
-        if self._coordinate.last and self._executor.refused:
-            self._loss.refuse()
         # Usually here already: it was sent after the last F.
-        loss = self._loss.wait(iteration)
+        loss = self._loss.wait(f"iteration {iteration}", refused=self._executor.refused)
         if self._loss.refused:
-            refusal = refusal or self._executor.cause
-            raise self._refused(iteration, refusal) from refusal
+            self.rounds.drop(iteration)
+            raise self._refused(f"step() of iteration {iteration}", refusal)
         if self._replicas is not None:
             self._waiting.begin(f"gradients of iteration {iteration} of the other replicas")
             self._replicas.sync()
@@ -152,16 +149,56 @@ class Iterations:
         self._end(iteration, plan, origin, outcome, loss)
         return loss
 
-    def _refused(self, iteration: int, refusal: Exception | None) -> BatchError:
-        """Prepare for the next step() after a refused one. Returns the error to raise."""
-        told = refusals.tell(self._world, self._wait_for, iteration, refusal)
-        self._executor.forget_refused()
+    def evaluate(
+        self, iteration: int, inputs: Inputs, shapes: Any, refusal: Exception | None = None
+    ) -> float:
+        """Run the forwards of all microbatches, without gradients. Returns the loss.
+
+        It is no iteration: no plan is committed, and no times are reported. The arguments and
+        errors are those of :meth:`run`; ``iteration`` is the one that follows.
+        """
+        plan = self._plans.in_force
+        for end in self._neighbours.ends:
+            end.select(plan.routes[end.link])
+            end.faults.begin(iteration, self._training_began or time())
+            # Messages may have other sizes than those of the training.
+            end.recorder.paused = True
+        self._allow(self._deadline * (1 if self._evaluated else self._coordinate.stages))
+        try:
+            self._executor.mail.call = name_call(iteration, evaluation=True)
+            start = self._token.start(
+                iteration, plan.version, ("evaluation", shapes),
+                refused=refusal is not None, evaluation=True,
+            )  # fmt: skip
+            self._loss.begin()
+            self._executor.evaluate(
+                self._stage.microbatches, iteration, self._token.generations, inputs, start
+            )
+            loss = self._loss.wait(self._executor.mail.call, refused=self._executor.refused)
+            if self._loss.refused:
+                raise self._refused(f"evaluate() before iteration {iteration}", refusal)
+            self._executor.end_uncounted()
+        finally:
+            for end in self._neighbours.ends:
+                end.recorder.paused = False
+            if self._device_times is not None:
+                self._device_times.forget()
+        self._evaluated = True
+        self._allow(self._deadline)
+        return loss
+
+    def _refused(self, call: str, refusal: Exception | None) -> BatchError:
+        """Prepare for the next call after a refused one. Returns the error to raise. ``refusal``:
+        why the input of this rank does not fit, if it does not."""
+        refusal = refusal or self._executor.cause
+        told = refusals.tell(self._world, self._wait_for, call, refusal)
+        self._executor.end_uncounted()
         self._token.restart()
-        self.rounds.drop(iteration)
         if self._device_times is not None:
             self._device_times.forget()
         if refusal is not None:
             self._reporter.publish(message=str(told))
+        told.__cause__ = refusal
         return told
 
     def install(self, plan: Plan) -> None:
@@ -178,7 +215,7 @@ class Iterations:
         self._stage.prepare(plan)
         self._reporter.state = "training"
         self._reporter.begin_iteration(iteration, plan.version)
-        self._executor.mail.iteration = iteration
+        self._executor.mail.call = name_call(iteration, evaluation=False)
         return plan
 
     def _end(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from time import monotonic
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from pipemorph_trainer.agent.messages import ControlClient
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.errors import BatchError, PipelineError
 from pipemorph_trainer.executor.dispatch import Inputs
-from pipemorph_trainer.executor.inputs import check_grad_mode
+from pipemorph_trainer.executor.inputs import check_grad_mode, join
 from pipemorph_trainer.executor.split.flight import LossFn
 from pipemorph_trainer.executor.stages.emulated import EmulatedStage
 from pipemorph_trainer.parts import Parts
@@ -127,7 +128,7 @@ class Pipeline:
         self._failure: str | None = None
         self._switch_interval = sys.getswitchinterval()
         self.start_iteration = self._parts.resume()
-        self.iteration = self._over = self.start_iteration
+        self.iteration = self._over = self._saved = self.start_iteration
         sys.setswitchinterval(SWITCH_SECONDS)
         self._last_word.install()
         resumed = f"resumed from the checkpoint of iteration {self.start_iteration}"
@@ -136,7 +137,19 @@ class Pipeline:
 
     # --- public methods -----------------------------------------------------------------
 
-    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
+    @overload
+    def step(
+        self, *args: Any, target: Any = None, return_outputs: Literal[False] = False, **kwargs: Any
+    ) -> Tensor: ...
+
+    @overload
+    def step(
+        self, *args: Any, target: Any = None, return_outputs: Literal[True], **kwargs: Any
+    ) -> tuple[Tensor, Any]: ...
+
+    def step(
+        self, *args: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any
+    ) -> Tensor | tuple[Tensor, Any]:
         """Run one iteration: forward and backward of all microbatches.
 
         Call it on every rank. Only stage 0 uses ``args``: tensors of shape (batch, …) are split
@@ -146,7 +159,9 @@ class Pipeline:
         stage needs is passed on every rank instead of being sent. They get no gradient.
 
         Returns the loss on **every** rank: the mean over microbatches and replicas, 0-dim
-        float32. Gradients are added to ``.grad``, averaged over replicas.
+        float32. Gradients are added to ``.grad``, averaged over replicas. With ``return_outputs``,
+        returns the loss and what the last stage returned, without gradients and joined along
+        dimension 0; None on other stages.
 
         Raises :class:`BatchError` on every rank if the batch of one of them does not fit; then no
         gradient has changed, and ``step`` can be called again. Raises :class:`PipelineError` if a
@@ -154,8 +169,7 @@ class Pipeline:
         :class:`InputError` if gradients are switched off (``torch.no_grad``) or all iterations of
         the manifest are done.
         """
-        if self._closed:
-            raise PipelineError(f"{self.coordinate}: step() after close()")
+        self._check_open("step")
         check_grad_mode(self.coordinate)
         job = self.context.job
         if job is not None and self.iteration >= job.spec.trainer.iterations:
@@ -164,13 +178,45 @@ class Pipeline:
                 "the manifest; step from pipe.start_iteration to spec.trainer.iterations, or "
                 "raise that"
             )
-        try:
-            return self._step(args, kwargs, target)
-        except BatchError:
-            raise  # The pipeline can continue.
-        except BaseException as error:
-            self._fail(error)
-            raise
+        with self._failing():
+            self._end_iteration(monotonic())
+            self._save_if_due()
+            loss, inputs = self._run(
+                self._parts.iterations.run, args, kwargs, target, return_outputs
+            )
+            self.iteration += 1
+        return (loss, join(inputs.outputs)) if return_outputs else loss
+
+    @overload
+    def evaluate(
+        self, *args: Any, target: Any = None, return_outputs: Literal[False] = False, **kwargs: Any
+    ) -> Tensor: ...
+
+    @overload
+    def evaluate(
+        self, *args: Any, target: Any = None, return_outputs: Literal[True], **kwargs: Any
+    ) -> tuple[Tensor, Any]: ...
+
+    def evaluate(
+        self, *args: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any
+    ) -> Tensor | tuple[Tensor, Any]:
+        """Run the forwards of all microbatches, without gradients.
+
+        Call it on every rank, at any time between two steps and also before the first one. It
+        is no iteration: ``.grad``, the plan and all measurements stay as they are. Modules run in
+        the mode that they are in, so call ``module.eval()`` first, and ``module.train()`` after.
+
+        Arguments, results and errors are those of :meth:`step`; the batch may have another size.
+        With ``return_outputs`` the target may be missing; then the loss is NaN.
+        """
+        self._check_open("evaluate")
+        with self._failing():
+            self._end_iteration(monotonic())
+            loss, inputs = self._run(
+                self._parts.iterations.evaluate, args, kwargs, target, return_outputs,
+                needs_target=not return_outputs,
+            )  # fmt: skip
+        return (loss, join(inputs.outputs)) if return_outputs else loss
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip gradients by their 2-norm over **all** stages. Call it on every rank.
@@ -178,20 +224,15 @@ class Pipeline:
         Returns the norm before clipping, 0-dim float32, the same on all ranks. Emulated stages
         have no gradients but take part in the collective.
         """
-        if self._closed:
-            raise PipelineError(f"{self.coordinate}: clip_grad_norm_() after close()")
+        self._check_open("clip_grad_norm_")
         parts = self._parts
         module = parts.stage.module
         parameters = [] if module is None else list(module.parameters())
         parts.waiting.begin(f"the gradient norm of iteration {self.iteration - 1} of all stages")
-        try:
-            norm = clip_global_norm(
-                parameters, max_norm, parts.world.group(("pp",)), parts.wait_for
-            )
-        except PipelineError as error:
-            self._fail(error)
-            raise
-        self._parts.waiting.end()
+        with self._failing():
+            stages = parts.world.group(("pp",))
+            norm = clip_global_norm(parameters, max_norm, stages, parts.wait_for)
+        parts.waiting.end()
         self._last_activity = monotonic()
         return norm
 
@@ -242,12 +283,10 @@ class Pipeline:
         """
         if self._closed or self._forked():
             return
-        try:
+        with self._failing():
             self._end_iteration(self._last_activity)
+            self._save_if_due()
             self._parts.iterations.rounds.finish_all()
-        except BaseException as error:
-            self._fail(error)
-            raise
         self._closed = True
         wanted = self.context.job.spec.trainer.iterations if self.context.job is not None else 0
         early = ""
@@ -279,35 +318,47 @@ class Pipeline:
 
     # --- iterations, and the work between them --------------------------------------------------
 
-    def _step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Tensor:
-        iteration = self.iteration
-        self._end_iteration(monotonic())
+    def _run(
+        self,
+        run: Callable[[int, Inputs, Any, Exception | None], float],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        return_outputs: bool,
+        *,
+        needs_target: bool = True,
+    ) -> tuple[Tensor, Inputs]:
+        """Run an iteration or an evaluation. Returns the loss and the inputs with the outputs."""
         inputs, shapes, refusal = Inputs(), None, None
         try:
-            inputs, shapes = self._parts.stage.inputs(args, kwargs, target)
+            inputs, shapes = self._parts.stage.inputs(
+                args, kwargs, target, needs_target=needs_target
+            )
         except Exception as error:  # noqa: BLE001  all ranks are told of any error
             refusal = error
-        loss = self._parts.iterations.run(iteration, inputs, shapes, refusal)
+        if return_outputs and self.coordinate.last:
+            inputs.outputs = []
+        loss = run(self.iteration, inputs, shapes, refusal)
         if self._parts.agent is not None:
             self._parts.agent.tend()
-        self.iteration = iteration + 1
         self._last_activity = monotonic()
-        return torch.tensor(loss, dtype=torch.float32)
+        return torch.tensor(loss, dtype=torch.float32), inputs
 
     def _end_iteration(self, at: float) -> None:
-        """End the last iteration at the time ``at``: report and save it, once even if a step is
-        refused."""
+        """End the last iteration at the time ``at``, once even if a step is refused."""
         if self.iteration > self._over:
             self._over = self.iteration
             self._parts.iterations.rounds.end(self.iteration - 1, at)
-            self._save_if_due()
 
     def _save_if_due(self) -> None:
-        """Save a checkpoint if one is due. Between two iterations, so after the optimizer's
-        step."""
+        """Save a checkpoint if one is due, once. Right before the next step, so after the
+        optimizer's step."""
         parts, asked = self._parts, self._parts.settings.checkpoint
-        if parts.checkpoints is None or asked is None or self.iteration % asked.every:
+        if parts.checkpoints is None or asked is None or self.iteration == self._saved:
             return
+        if self.iteration % asked.every:
+            return
+        self._saved = self.iteration
         parts.waiting.begin(f"all ranks to save the checkpoint of iteration {self.iteration}")
         if parts.replicas is not None:
             # Each replica writes a part of the checkpoint.
@@ -316,6 +367,22 @@ class Pipeline:
         parts.waiting.end()
 
     # --- taking down --------------------------------------------------------------------------
+
+    def _check_open(self, call: str) -> None:
+        if self._closed:
+            raise PipelineError(f"{self.coordinate}: {call}() after close()")
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Context of everything that waits for other ranks: an error ends the pipeline, unless it
+        only refuses a batch."""
+        try:
+            yield
+        except BatchError:
+            raise
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def _fail(self, error: BaseException) -> None:
         """Release everything after an error, without waiting: peers see the control socket

@@ -181,7 +181,7 @@ class Runner:
         self.world.sleep(self.stage, self.world.now + seconds, ENDING)
         return (torch.zeros(1),)
 
-    def begin_iteration(self, *, only_fused: bool) -> None:
+    def begin_iteration(self, **_: Any) -> None:
         pass
 
     def forward(self, *_: Any, offload: bool = False) -> tuple[torch.Tensor, ...]:

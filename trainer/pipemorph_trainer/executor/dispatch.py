@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from pipemorph.api.mesh import Coordinate
-from pipemorph.planning import Dispatch, OpKind, Plan, Schedule
+from pipemorph.planning import Dispatch, Op, OpKind, Plan, Schedule
 from pipemorph.planning.offload import Residency
 from pipemorph_trainer.errors import PipelineError, ShapeError
 from pipemorph_trainer.executor.device_times import DeviceTimes
 from pipemorph_trainer.executor.mailbox import Mailbox
 from pipemorph_trainer.executor.profiling import profiling
-from pipemorph_trainer.executor.receives import of_stage
+from pipemorph_trainer.executor.receives import SPARE, of_stage
 from pipemorph_trainer.executor.refusal import Gate, is_of_batch
 from pipemorph_trainer.executor.stages.interface import Grads, Runner
 from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
@@ -53,6 +53,8 @@ class Inputs:
     args: Sequence[tuple[Any, ...]] = ()
     kwargs: Sequence[dict[str, Any]] = ()
     targets: Sequence[Any] = ()
+    outputs: list[Any] | None = None
+    """Filled with what the last stage returns for each microbatch; None: it is not kept."""
 
 
 @dataclass
@@ -104,7 +106,9 @@ class Executor:
         """Whether the iteration is refused: messages are sent as planned, but empty."""
         self.cause: Exception | None = None
         """The error that the stage raised in a refused iteration, if any."""
-        self._steps_refused = 0
+        self._uncounted = 0
+        """Calls so far that did not count as iterations: evaluations, and what was refused."""
+        self._evaluating = False
         self._above, self._below = self._up, self._down
         self.input_metas: tuple[TensorMeta, ...] = ()
         self.output_metas: tuple[TensorMeta, ...] = ()
@@ -148,9 +152,35 @@ class Executor:
         self.mail.wait_until_taken()
         return self._outcome
 
-    def forget_refused(self) -> None:
-        """End a refused iteration. The next one has the same number, but other message keys."""
-        self._steps_refused += 1
+    def evaluate(
+        self,
+        microbatches: int,
+        iteration: int,
+        generations: Generations,
+        inputs: Inputs,
+        start: Start,
+    ) -> Outcome:
+        """Run only the forwards, without gradients. ``iteration``: the one that follows. Otherwise
+        like :meth:`run`. Call :meth:`end_uncounted` afterwards."""
+        forwards = tuple(Op(OpKind.F, microbatch) for microbatch in range(microbatches))
+        schedule = Schedule(microbatches, (forwards,) * self._coordinate.stages)
+        self._evaluating = True
+        try:
+            self.begin(
+                schedule, iteration, generations, inputs, start,
+                receives=(Receives(window=SPARE), RECEIVE_ALL),
+            )  # fmt: skip
+            for kind, microbatch in forwards:
+                self.run_op(kind, microbatch)
+        finally:
+            self._evaluating = False
+        self.mail.wait_until_taken()
+        return self._outcome
+
+    def end_uncounted(self) -> None:
+        """End an evaluation or a refused iteration. The next iteration has the same number, but
+        other message keys."""
+        self._uncounted += 1
         self.cause = None
 
     def begin(
@@ -169,7 +199,7 @@ class Executor:
         This waits for the shapes of the stage above if they are exchanged. ``device_limit``: most
         microbatches with activations on the device. ``receives``: from above and from below.
         """
-        self._iteration = self.mail.iteration = iteration
+        self._iteration = iteration
         self._generations = generations
         self._microbatches = schedule.microbatches
         self._inputs = inputs
@@ -177,7 +207,7 @@ class Executor:
         self._residency = Residency(device_limit)
         self._shapes_known = not start.shapes_to_below
         kinds = {op.kind for op in schedule.stages[self._coordinate.stage]}
-        self._runner.begin_iteration(only_fused=OpKind.B not in kinds)
+        self._runner.begin_iteration(only_fused=OpKind.B not in kinds, outputs=inputs.outputs)
         self.refused, self.cause = start.refused, None
         self._from_above, self._from_below = receives
         if self._gate is not None:
@@ -305,7 +335,9 @@ class Executor:
         try:
             outputs = self._compute_forward(microbatch)
         except Exception as error:
-            if microbatch or not self._refuses or not is_of_batch(error):
+            # Later, others have added to their gradients.
+            refusable = microbatch == 0 or self._evaluating
+            if not refusable or not self._refuses or not is_of_batch(error):
                 raise
             self.cause, outputs = error, None
         if outputs is None:
@@ -315,7 +347,7 @@ class Executor:
             self._send(OpKind.F, microbatch, list(outputs))
         else:
             self._outcome.losses.append(outputs[0])
-            if microbatch == 0 and self._gate is not None:
+            if microbatch == 0 and self._gate is not None and not self._evaluating:
                 self._gate.accept()
             if microbatch == self._microbatches - 1:
                 self._on_last_forward(self._outcome.losses)
@@ -330,7 +362,7 @@ class Executor:
             return None
         kwargs = self._inputs.kwargs[microbatch] if self._inputs.kwargs else {}
         target = self._inputs.targets[microbatch] if self._inputs.targets else None
-        leaves = self._residency.run(OpKind.F, microbatch)
+        leaves = not self._evaluating and self._residency.run(OpKind.F, microbatch)
         if leaves:
             # Before the op starts, so that this wait is not part of its time.
             self._runner.reclaim()
@@ -341,6 +373,8 @@ class Executor:
                 # Drop the reference, so that the runner can move the inputs.
                 args = ()
                 self._copy(OpKind.F, microbatch, self._runner.offload)
+            elif self._evaluating:
+                outputs = self._runner.evaluate(microbatch, args, kwargs, target)
             else:
                 outputs = self._runner.forward(microbatch, args, kwargs, target)
         self._end_op(OpKind.F, microbatch, start)
@@ -452,8 +486,8 @@ class Executor:
         receives: Receives = RECEIVE_ALL,
     ) -> Batch:
         return Batch(
-            generation, self._iteration + self._steps_refused, self._microbatches, metas,
-            self._steps_refused, receives,
+            generation, self._iteration + self._uncounted, self._microbatches, metas,
+            self._uncounted, receives,
         )  # fmt: skip
 
     def _has_gradients(self, end: LinkEnd) -> bool:
@@ -483,7 +517,7 @@ class Executor:
             self._shapes_known = True
         elif metas != self.output_metas and not self._covered(metas):
             raise ShapeError(
-                f"{self._coordinate}: outputs are {words(metas)} in iteration {self._iteration}; "
+                f"{self._coordinate}: outputs are {words(metas)} in {self.mail.call}; "
                 f"expected {words(self.output_metas)} as in its first microbatch. All "
                 "microbatches of an iteration need the same shapes; they may change between "
                 "iterations together with the shapes given to step()"

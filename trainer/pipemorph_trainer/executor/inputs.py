@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn, tensor_split
+from torch.utils._pytree import tree_map
 
 from pipemorph.api.mesh import Coordinate
 from pipemorph.errors import InputError
@@ -22,8 +23,8 @@ def check_grad_mode(who: object) -> None:
         return
     how = "torch.inference_mode()" if inference else "torch.no_grad()"
     raise InputError(
-        f"{who}: step() was called under {how}, but it needs gradients: call it outside. To "
-        "evaluate, load a checkpoint into the whole model"
+        f"{who}: step() was called under {how}, but it needs gradients: call it outside, or call "
+        "evaluate()"
     )
 
 
@@ -69,6 +70,21 @@ def _chunks(value: Any, microbatches: int) -> Sequence[Any]:
         for chunk in chunks:
             chunk.retain_grad()
     return chunks
+
+
+def join(chunks: Sequence[Any] | None) -> Any:
+    """The results of all microbatches as one: tensors are joined along dimension 0, scalars are
+    stacked, and of other values the first is taken. None if there are none."""
+    if not chunks:
+        return None
+
+    def joined(first: Any, *others: Any) -> Any:
+        if not isinstance(first, Tensor):
+            return first
+        together = torch.cat if first.dim() else torch.stack
+        return together([first, *others])
+
+    return tree_map(joined, *chunks)
 
 
 def of_stage(

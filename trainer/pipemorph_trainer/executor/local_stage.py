@@ -80,10 +80,16 @@ class OwnStage:
         )
 
     def inputs(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        *,
+        needs_target: bool = True,
     ) -> tuple[Inputs, Any]:
         """Microbatches of the arguments that this stage uses, and a signature that changes if the
-        shapes of its outputs may change, or which of them need a gradient."""
+        shapes of its outputs may change, or which of them need a gradient. ``needs_target``: a
+        ``loss_fn`` has to get one."""
         if not isinstance(self.runner, StageRunner):
             return Inputs(), ("emulated",)
         inputs, shapes = of_stage(
@@ -92,7 +98,7 @@ class OwnStage:
             args,
             kwargs,
             target,
-            needs_target=self._needs_target,
+            needs_target=self._needs_target and needs_target,
         )
         return inputs, (shapes, self.runner.trained)
 

@@ -16,7 +16,7 @@ from pipemorph_trainer.topology.world import World
 
 
 class SharedLoss:
-    """Shares the loss of one iteration after another: :meth:`begin`, :meth:`post` it, :meth:`wait`.
+    """Shares the loss of one iteration after another: :meth:`begin`, :meth:`post`, :meth:`wait`.
 
     The loss is the mean over ``microbatches`` and columns: replicas, shards and context ranks have
     different data, tensor ranks the same loss.
@@ -40,33 +40,33 @@ class SharedLoss:
         """Whether a replica refused the step. Valid after :meth:`wait`."""
 
     def begin(self) -> None:
-        """Begin an iteration."""
+        """Begin a call."""
         self._work = self._copy = None
+        if not self._world.coordinate.last:
+            self._share([])
 
     def post(self, losses: list[Tensor]) -> None:
-        """Start to share the loss. The last stage calls it after its last F, other stages before
-        their first op, so that the loss arrives long before it is needed. Losses of a device are
-        shared when they are on the host; meanwhile later ops are launched."""
+        """Start to share the loss, on the last stage after its last F, so that it arrives long
+        before it is needed. Losses of a device are shared when they are on the host; meanwhile
+        later ops are launched."""
         if losses and self._accelerator is not None:
             self._copy = LossCopy(self._accelerator, losses)
         else:
             self._share([float(loss) for loss in losses])
-
-    def refuse(self) -> None:
-        """Share, from the last stage, that the step is refused, unless its loss was sent
-        already."""
-        if self._work is None:
-            self._share([], refused=True)
 
     def between_ops(self) -> None:
         """Share the losses of a device if they have reached the host."""
         if self._copy is not None and self._copy.done():
             self._share(self._copy.take())
 
-    def wait(self, iteration: int) -> float:
-        """Wait for the loss: the mean over microbatches and replicas. Raises :class:`PipelineError`
-        if it does not arrive."""
-        self._wait_for.waiting.begin(f"the loss of iteration {iteration} from the last stage")
+    def wait(self, call: str, *, refused: bool) -> float:
+        """Wait for the loss of ``call``, such as ``iteration 7``: the mean over microbatches and
+        replicas. Raises :class:`PipelineError` if it does not arrive.
+
+        ``refused``: this replica refuses the call, so the last stage has no loss."""
+        if self._work is None and refused:
+            self._share([], refused=True)
+        self._wait_for.waiting.begin(f"the loss of {call} from the last stage")
         if self._copy is not None:
             self._share(self._copy.take())
         self._wait_for(self._work)

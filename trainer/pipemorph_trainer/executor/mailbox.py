@@ -40,8 +40,8 @@ class Mailbox:
     ) -> None:
         self._ends, self._poller, self._waiting = ends, poller, waiting
         self._deadline, self._between = deadline, between
-        self.iteration = 0
-        """The iteration that descriptions of waits name."""
+        self.call = "iteration 0"
+        """What descriptions of waits name: an iteration or an evaluation."""
 
     def allow(self, deadline: float) -> None:
         """Set the longest wait for each message, received or sent, in seconds."""
@@ -51,8 +51,7 @@ class Mailbox:
 
     def message(self, end: LinkEnd, word: str, microbatch: int) -> str:
         return (
-            f"{word} of microbatch {microbatch} of iteration {self.iteration} "
-            f"from stage {end.peer_stage} on {end}"
+            f"{word} of microbatch {microbatch} of {self.call} from stage {end.peer_stage} on {end}"
         )
 
     def wait_for(self, end: LinkEnd, kind: OpKind, microbatch: int) -> tuple[float, float] | None:
@@ -134,7 +133,7 @@ class Mailbox:
             end.incoming.sent(microbatch + 1)
         except PipelineError as error:
             if not self._waiting:
-                self._waiting.begin(end.taking(self.iteration, microbatch))
+                self._waiting.begin(end.taking(self.call, microbatch))
             raise self._named(end, error) from error
 
     def await_queue(self, end: LinkEnd, what: str, source: Any) -> Any:
@@ -142,7 +141,7 @@ class Mailbox:
         if not source:
             end.socket.pump()
         if not source:
-            self._waiting.begin(f"{what} for iteration {self.iteration} on link {end.link}")
+            self._waiting.begin(f"{what} for {self.call} on link {end.link}")
             deadline = monotonic() + self._deadline
             while not source:
                 self._check_engine(end)
@@ -158,7 +157,7 @@ class Mailbox:
                 continue
             self._waiting.begin(
                 f"stage {end.peer_stage} to begin the last op that uses {end.sends.letter} of "
-                f"iteration {self.iteration} on {end}"
+                f"{self.call} on {end}"
             )
             deadline = monotonic() + self._deadline
             while not end.all_taken():

@@ -28,8 +28,9 @@ _BROKEN_DEVICE: tuple[type[BaseException], ...] = tuple(
 
 
 def is_of_batch(error: Exception) -> bool:
-    """Whether a stage that raises this error in its first forward of a step can continue with
-    another batch: not after an error of the pipeline itself or of the device."""
+    """Whether a stage that raises this error in its first forward of a step, or in an evaluation,
+    can continue with another batch: not after an error of the pipeline itself or of the device.
+    """
     return isinstance(error, ShapeError) or not isinstance(error, (PipeMorphError, *_BROKEN_DEVICE))
 
 
@@ -74,23 +75,24 @@ class Gate:
         )
 
 
-def tell(world: World, wait: CollectiveWait, iteration: int, error: Exception | None) -> BatchError:
-    """Make the error that all ranks raise for a refused step. Collective.
+def tell(world: World, wait: CollectiveWait, call: str, error: Exception | None) -> BatchError:
+    """Make the error that all ranks raise for a refused call. Collective.
 
-    ``error``: why this rank refused it, None if others did.
+    ``call``: such as ``step() of iteration 7``. ``error``: why this rank refused it, None if others
+    did.
     """
     said = _describe(world.coordinate, error).encode()[:_TEXT_BYTES]
     mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
     mine[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8) if said else mine[:0]
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(world.control))]
     work = dist.all_gather(everyone, mine, group=world.control, async_op=True)
-    wait(work, f"all ranks to say why iteration {iteration} is refused")
+    wait(work, f"all ranks to say why {call} is refused")
     texts = [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in everyone]
     reasons = [text for text in texts if text]
     more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
     return BatchError(
-        f"step() of iteration {iteration} is refused on all ranks: {reasons[0]}{more}; no gradient "
-        "has changed, and step() can be called again"
+        f"{call} is refused on all ranks: {reasons[0]}{more}; no gradient has changed, and step() "
+        "can be called again"
     )
 
 
@@ -104,4 +106,4 @@ def _describe(coordinate: Coordinate, error: Exception | None) -> str:
 def _of_stage(error: Exception) -> str:
     lines = str(error).splitlines()
     what = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    return f"the stage raised {what} in its first forward"
+    return f"the stage raised {what} in its forward"

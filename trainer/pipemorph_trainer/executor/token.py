@@ -36,6 +36,13 @@ class Generations(NamedTuple):
     below: int = 0
 
 
+def name_call(iteration: int, evaluation: bool) -> str:
+    """Name of a call of ``step`` or ``evaluate`` for messages."""
+    return (
+        f"the evaluation before iteration {iteration}" if evaluation else f"iteration {iteration}"
+    )
+
+
 class TokenPass:
     """Receives the token of every iteration from the stage above and sends it to the one below."""
 
@@ -45,8 +52,16 @@ class TokenPass:
         self._shapes: Any = None
         self.generations = Generations()
 
-    def start(self, iteration: int, version: int, shapes: Any, *, refused: bool = False) -> Start:
-        """Start an iteration on this stage.
+    def start(
+        self,
+        iteration: int,
+        version: int,
+        shapes: Any,
+        *,
+        refused: bool = False,
+        evaluation: bool = False,
+    ) -> Start:
+        """Start an iteration, or the ``evaluation`` before it, on this stage.
 
         ``version``: of the plan. ``shapes``: signature of what this rank gives to its stage; if it
         changes, shapes are exchanged with all stages below. ``refused``: the input of this rank
@@ -61,11 +76,12 @@ class TokenPass:
             self._shapes = shapes
         if up is not None:
             token = self._mail.await_queue(up, f"stage {up.peer_stage} to begin", up.socket.tokens)
-            if token.iteration != iteration or token.version != version:
+            if token[:2] != (iteration, version) or token.evaluation != evaluation:
                 raise PipelineError(
-                    f"{self._coordinate} begins iteration {iteration} with plan {version}, stage "
-                    f"{up.peer_stage} iteration {token.iteration} with plan {token.version}; "
-                    "every rank has to call step() the same number of times"
+                    f"{self._coordinate} begins {name_call(iteration, evaluation)} with plan "
+                    f"{version}, stage {up.peer_stage} "
+                    f"{name_call(token.iteration, token.evaluation)} with plan {token.version}; "
+                    "every rank has to call step() and evaluate() in the same order"
                 )
             from_above = token.generation != above
             above = token.generation
@@ -75,7 +91,7 @@ class TokenPass:
         self.generations = Generations(above, below + to_below)
         if self._down is not None:
             self._down.socket.send_token(
-                StepToken(iteration, version, self.generations.below, refused)
+                StepToken(iteration, version, self.generations.below, refused, evaluation)
             )
         return Start(from_above, to_below, refused, cut_off)
 

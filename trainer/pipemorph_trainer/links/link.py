@@ -138,11 +138,11 @@ class LinkEnd:
         """Text: the neighbour is lost, and how."""
         return f"rank {self.peer_rank} (stage {self.peer_stage}) is gone: {self.socket.lost}"
 
-    def taking(self, iteration: int, microbatch: int) -> str:
-        """Description of a sender's wait."""
+    def taking(self, call: str, microbatch: int) -> str:
+        """Description of a sender's wait. ``call``: such as ``iteration 7``."""
         return (
             f"stage {self.peer_stage} to take {self.sends.letter} of microbatch {microbatch} of "
-            f"iteration {iteration} on {self}"
+            f"{call} on {self}"
         )
 
     def refresh_clock(self) -> None:

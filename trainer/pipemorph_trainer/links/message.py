@@ -156,15 +156,15 @@ RECEIVE_ALL = Receives()
 class Batch:
     """One iteration's messages in one direction of one link: all have the same tensors.
 
-    ``iteration`` counts every call of ``step``, including ``refused`` earlier ones, so that no two
-    messages have the same place in the order.
+    ``iteration`` also counts the ``uncounted`` earlier calls that were no iterations (evaluations,
+    and what was refused), so that no two messages have the same place in the order.
     """
 
     generation: int
     iteration: int
     microbatches: int
     metas: tuple[TensorMeta, ...]
-    refused: int = 0
+    uncounted: int = 0
     receives: Receives = RECEIVE_ALL
     """For the receiving end."""
 
@@ -175,8 +175,8 @@ class Batch:
 
     @property
     def step(self) -> int:
-        """The iteration without refused steps, as users count."""
-        return self.iteration - self.refused
+        """The iteration as users count."""
+        return self.iteration - self.uncounted
 
 
 class Incoming(Protocol):

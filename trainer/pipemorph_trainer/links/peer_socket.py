@@ -29,7 +29,7 @@ from pipemorph_trainer.topology.addresses import in_url
 log = logging.getLogger("pipemorph.trainer")
 
 _HEADER = struct.Struct("<BBH")
-_TOKEN = struct.Struct("<IIII")
+_TOKEN = struct.Struct("<IIIII")
 _POSITION = struct.Struct("<qI")
 _HELLO = struct.Struct("<II16s32s")
 _NONCE_BYTES = 16
@@ -52,14 +52,15 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class StepToken(NamedTuple):
-    """Starts an iteration. Each stage passes it to the next one. The first three fields must be
-    equal on all ranks; a new ``generation`` announces shapes. ``refused``: the batch of a stage
-    above does not fit, so nothing follows."""
+    """Starts an iteration, or the ``evaluation`` before it. Each stage passes it to the next one.
+    ``iteration``, ``version`` and ``evaluation`` must be equal on all ranks; a new ``generation``
+    announces shapes. ``refused``: the batch of a stage above does not fit, so nothing follows."""
 
     iteration: int
     version: int
     generation: int
     refused: bool = False
+    evaluation: bool = False
 
 
 class PeerSocket:
@@ -168,8 +169,10 @@ class PeerSocket:
                 note = Note.unpack(body)
                 self.notes[direction, note.iteration, note.microbatch] = note
             elif kind == _STEP:
-                iteration, version, generation, refused = _TOKEN.unpack(body)
-                self.tokens.append(StepToken(iteration, version, generation, bool(refused)))
+                iteration, version, generation, refused, evaluation = _TOKEN.unpack(body)
+                self.tokens.append(
+                    StepToken(iteration, version, generation, bool(refused), bool(evaluation))
+                )
             elif kind == _SHAPES:
                 shapes = json.loads(body)
                 self.shapes.append(

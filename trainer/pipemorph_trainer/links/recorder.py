@@ -36,6 +36,8 @@ class LinkRecorder:
         self._transport: Transport = "gloo"
         self._iteration = 0
         self.rtt_min: float | None = None
+        self.paused = False
+        """Whether messages are left out, such as those of an evaluation."""
 
     def begin(self, route: Route, transport: Transport, iteration: int) -> LinkSample | None:
         """Begin an iteration. All samples of a window have one route: returns the old window if the
@@ -49,7 +51,7 @@ class LinkRecorder:
 
     def add(self, wire: float, queue: float, nbytes: int, exact: bool) -> None:
         """Add a message. Negative times, from clock errors, count as 0."""
-        if len(self._messages) < MAX_WINDOW:
+        if len(self._messages) < MAX_WINDOW and not self.paused:
             self._messages.append(_Message(max(0.0, wire), max(0.0, queue), nbytes, exact))
 
     def __bool__(self) -> bool:

@@ -102,7 +102,7 @@ class LinkConfig:
         send two messages before."""
 
         def on_block(iteration: int, microbatch: int) -> None:
-            self.begin_wait(end.taking(iteration, microbatch))
+            self.begin_wait(end.taking(f"iteration {iteration}", microbatch))
 
         return {"on_block": on_block, "on_unblock": self.end_wait}
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_map_only
 
 from pipemorph_trainer.errors import SplitError
 from pipemorph_trainer.executor.split.snapshot import Snapshot
@@ -145,6 +146,8 @@ class StageCall:
         self.microbatches = microbatches
         self.needed: Sequence[bool] | None = None
         """Which positional arguments need a gradient; None: all floating-point ones."""
+        self.outputs: list[Any] | None = None
+        """Gets what the last stage returns; None: it is not kept."""
         self.clone_inputs = False
         """Pass the stage a copy of each leaf, since it writes to its input."""
 
@@ -165,7 +168,26 @@ class StageCall:
                 outputs = self._tensors(output)
                 return Flight(microbatch, leaves, outputs, sent=tuple(map(_apart, outputs)))
             loss = self._loss(output, target)
+            self._keep(output)
             return Flight(microbatch, leaves, (loss / self.microbatches,), sent=(loss.detach(),))
+
+    def evaluate(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None, target: Any
+    ) -> tuple[Tensor, ...]:
+        """Run the forward without gradients. Returns the outputs to send, or the loss: NaN if there
+        is no target for ``loss_fn``."""
+        with torch.no_grad():
+            output = self.module(*args, **(kwargs or {}))
+            if not self.is_last:
+                return tuple(out.detach() for out in self._tensors(output))
+            self._keep(output)
+            if target is None and self.loss_fn is not None:
+                return (torch.tensor(torch.nan),)
+            return (self._loss(output, target),)
+
+    def _keep(self, output: Any) -> None:
+        if self.outputs is not None:
+            self.outputs.append(tree_map_only(Tensor, Tensor.detach, output))
 
     def _leaf(self, index: int, arg: Any) -> Tensor | None:
         if isinstance(arg, Tensor):

@@ -122,15 +122,17 @@ class StageRunner:
         """Say which positional arguments need a gradient. By default all floating-point ones."""
         self._call.needed = tuple(gradients)
 
-    def begin_iteration(self, *, only_fused: bool) -> None:
-        """Begin an iteration. ``only_fused``: all its backwards are fused (op BW).
+    def begin_iteration(self, *, only_fused: bool, outputs: list[Any] | None = None) -> None:
+        """Begin an iteration. ``only_fused``: all its backwards are fused (op BW). ``outputs``: the
+        last stage appends what its module returns for each microbatch, detached.
 
-        Then F runs without the overhead of a split, which is a few per cent for a small stage.
-        Raises :class:`SplitError` with microbatches in flight.
+        With ``only_fused``, F runs without the overhead of a split, which is a few per cent for a
+        small stage. Raises :class:`SplitError` with microbatches in flight.
         """
         if self._flights:
             raise SplitError(f"a new iteration with {len(self._flights)} microbatches in flight")
         self._only_fused = only_fused
+        self._call.outputs = outputs
         if self._store is not None:
             self._store.reclaim()
 
@@ -159,6 +161,7 @@ class StageRunner:
             return self.report
         if self._flights:
             raise SplitError(f"self-test with {len(self._flights)} microbatches in flight")
+        self._call.outputs = None
         samples = samples or self._samples
         if not samples:
             raise SplitError("self-test before the first iteration, so without a microbatch")
@@ -197,6 +200,17 @@ class StageRunner:
         if not offload:
             flight.sent = ()
         return sent
+
+    def evaluate(
+        self,
+        microbatch: int,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        target: Any = None,
+    ) -> tuple[Tensor, ...]:
+        """Run a forward without gradients, of which nothing is kept. Returns what :meth:`forward`
+        returns. The module's mode (train or eval) stays as it is."""
+        return self._call.evaluate(args, kwargs, target)
 
     def _forward(
         self, microbatch: int, args: Sequence[Any], kwargs: Mapping[str, Any] | None, target: Any

@@ -153,7 +153,7 @@ class EmulatedRunner:
     def expect(self, gradients: Sequence[bool]) -> None:
         """Does nothing: its one argument needs a gradient."""
 
-    def begin_iteration(self, *, only_fused: bool) -> None:
+    def begin_iteration(self, *, only_fused: bool, outputs: list[Any] | None = None) -> None:
         """Does nothing: an emulated op needs no preparation."""
 
     def forward(
@@ -173,6 +173,17 @@ class EmulatedRunner:
             self._values[microbatch] = value
             return (torch.tensor((value >> 11) / (1 << 53), dtype=torch.float64),)
         return (self._message(value).requires_grad_(),)
+
+    def evaluate(
+        self,
+        microbatch: int,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        target: Any = None,
+    ) -> tuple[Tensor, ...]:
+        outputs = self.forward(microbatch, args, kwargs, target)
+        self.discard()
+        return tuple(output.detach() for output in outputs)
 
     def discard(self) -> None:
         self._held.clear()

@@ -25,8 +25,10 @@ class Runner(Protocol):
     def expect(self, gradients: Sequence[bool]) -> None:
         """Say which arguments of F need a gradient, on a stage with a stage above."""
 
-    def begin_iteration(self, *, only_fused: bool) -> None:
-        """Begin an iteration. ``only_fused``: all its backwards on this stage are BW."""
+    def begin_iteration(self, *, only_fused: bool, outputs: list[Any] | None = None) -> None:
+        """Begin an iteration. ``only_fused``: all its backwards on this stage are BW. ``outputs``:
+        the last stage appends what it returns for each microbatch, detached; None: it is not
+        kept."""
 
     def forward(
         self,
@@ -41,6 +43,16 @@ class Runner(Protocol):
         to come back; on the last stage ``(loss,)`` of this microbatch.
 
         ``offload``: :meth:`offload` of this microbatch follows."""
+
+    def evaluate(
+        self,
+        microbatch: int,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        target: Any = None,
+    ) -> tuple[Tensor, ...]:
+        """Run a forward without gradients, of which nothing is kept. Returns what :meth:`forward`
+        returns."""
 
     def discard(self) -> None:
         """Drop every microbatch in flight. Gradients stay as they are."""
