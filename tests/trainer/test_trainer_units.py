@@ -1,4 +1,4 @@
-"""Pure parts of the trainer: agreeing on plans, fault bookkeeping, windows, the line."""
+"""Pure parts of the trainer: fault bookkeeping, windows, the line."""
 
 from __future__ import annotations
 
@@ -16,24 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from launch import Ranks
-from trainer_jobs import Job, make_plan
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import Fault
-from pipemorph.errors import InputError
 from pipemorph.local.results.traces import TraceIndex
 from pipemorph.planning import OpKind, Route
 from pipemorph.wire import StageProfile
-from pipemorph_trainer.commit import (
-    CANDIDATES,
-    PlanBook,
-    RankRow,
-    agree,
-    bubble_fraction,
-)
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.errors import PeerLostError, PipelineError, ShapeError, first_sentence
 from pipemorph_trainer.executor.dispatch import Outcome
@@ -57,59 +46,6 @@ from pipemorph_trainer.links.recorder import LinkRecorder
 from pipemorph_trainer.signals import LastWord
 from pipemorph_trainer.telemetry.trace import TraceWriter
 from pipemorph_trainer.topology import addresses
-
-
-def row(*versions: int, began: float = 0.0, ended: float = 1.0, busy: float = 1.0) -> RankRow:
-    return RankRow(versions, began, ended, busy)
-
-
-# --- commit ---------------------------------------------------------------------------------
-
-
-def test_a_plan_counts_only_if_every_rank_has_it() -> None:
-    assert agree([row(0, 4), row(0, 5)], 0) == 0
-    assert agree([row(0, 5, 4), row(0, 4)], 0) == 4
-    assert agree([row(4, 5), row(4, 5)], 4) == 5
-
-
-@given(
-    st.integers(0, 5),
-    st.lists(st.lists(st.integers(0, 20), max_size=CANDIDATES - 1), min_size=1, max_size=5),
-)
-def test_what_is_agreed_is_held_by_all_and_never_older(
-    in_force: int, held: list[list[int]]
-) -> None:
-    rows = [row(in_force, *versions) for versions in held]
-    found = agree(rows, in_force)
-    assert found >= in_force
-    assert all(found in r.versions for r in rows)
-
-
-def test_rows_survive_the_collective() -> None:
-    sent = row(3, 7, began=1.5, ended=2.5, busy=0.25)
-    assert RankRow.decode(torch.tensor(sent.encode(), dtype=torch.float64).tolist()) == sent
-
-
-def test_a_plan_that_does_not_fit_is_not_offered() -> None:
-    job = Job(3, 4)
-    book = PlanBook(make_plan(job, 0, "1f1b"), MeshShape(3).coordinate(1), [], no_offload="")
-    with pytest.raises(InputError, match="plan 1 has 2 stages and 4 microbatches; the job runs 3"):
-        book.prepare(make_plan(Job(2, 4), 1, "1f1b"))
-    with pytest.raises(InputError, match="plan 2 has 1 routes; expected 2"):
-        book.prepare(make_plan(job, 2, "1f1b", routes=(Route.DIRECT,)))
-    assert book.versions() == (0,)
-    book.prepare(make_plan(job, 3, "gpipe"))
-    assert book.versions() == (0, 3)
-    assert book.commit(3)
-    assert not book.commit(3)
-    book.prepare(make_plan(job, 2, "gpipe"))  # older than what runs: passed over
-    assert book.versions() == (3,)
-
-
-def test_bubble_fraction_is_idle_time_over_all_ranks() -> None:
-    rows = [row(0, began=0.0, ended=3.0, busy=2.0), row(0, began=1.0, ended=4.0, busy=3.0)]
-    assert bubble_fraction(rows) == pytest.approx(1 - 5 / 8)
-
 
 # --- faults ---------------------------------------------------------------------------------
 

@@ -23,13 +23,13 @@ from pipemorph.planning.formats.torch_csv import dump_csv
 from pipemorph.planning.simulation.interleaved import InterleavedSchedule, validate_interleaved
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.errors import PipelineError, first_sentence
+from pipemorph_trainer.executor.call import Generations
+from pipemorph_trainer.executor.call import Start as TokenStart
 from pipemorph_trainer.executor.dispatch import Executor, Inputs, Outcome
 from pipemorph_trainer.executor.inputs import check_grad_mode, of_stage
 from pipemorph_trainer.executor.split import StageRunner
 from pipemorph_trainer.executor.split.flight import LossFn
 from pipemorph_trainer.executor.timed import TimedOp
-from pipemorph_trainer.executor.token import Generations
-from pipemorph_trainer.executor.token import Start as TokenStart
 from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.faults import FaultTrace

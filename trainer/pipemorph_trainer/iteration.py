@@ -1,4 +1,4 @@
-"""Runs the iterations of one rank: from the commit of a plan to the agreement on the next one.
+"""Runs the iterations of one rank, and prepares plans meanwhile.
 
 The section "An iteration" of ``docs/trainer.md`` lists the steps in order.
 """
@@ -10,26 +10,31 @@ import sys
 from time import monotonic, time
 from typing import Any
 
+import torch.distributed as dist
+
 from pipemorph.api.mesh import COLUMN
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan
 from pipemorph.wire import IterationSample
 from pipemorph_trainer.agent.messages import ControlClient
-from pipemorph_trainer.commit import PlanBook, Rounds
 from pipemorph_trainer.errors import BatchError
 from pipemorph_trainer.executor import refusal as refusals
+from pipemorph_trainer.executor.call import name_call
 from pipemorph_trainer.executor.device_times import DeviceTimes
 from pipemorph_trainer.executor.dispatch import Executor, Inputs, Outcome
 from pipemorph_trainer.executor.local_stage import OwnStage
 from pipemorph_trainer.executor.loss import SharedLoss
 from pipemorph_trainer.executor.profiling import profiling
-from pipemorph_trainer.executor.token import TokenPass, name_call
 from pipemorph_trainer.executor.waiting import CollectiveWait
 from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.link import Neighbourhood
 from pipemorph_trainer.links.poller import Poller
+from pipemorph_trainer.plans.agreement import Agreement
+from pipemorph_trainer.plans.book import PlanBook
+from pipemorph_trainer.plans.token import TokenPass
 from pipemorph_trainer.state.gradients import Replicas
 from pipemorph_trainer.telemetry.reporter import Reporter
+from pipemorph_trainer.telemetry.rounds import Rounds
 from pipemorph_trainer.telemetry.trace import TraceWriter
 from pipemorph_trainer.topology.world import World
 
@@ -104,17 +109,25 @@ class Iterations:
             gate=gate,
             refuses=True,
         )
-        self._token = TokenPass(self._coordinate, neighbours, self._executor.mail)
-        self.rounds = Rounds(plans, world=world, wait=wait, report=self._report)
-        """Agreements and results of the iterations. Its caller ends each iteration."""
+        up, down = neighbours.upstream, neighbours.downstream
+        self._agreement = Agreement(
+            plans,
+            None if up is None else up.socket,
+            None if down is None else down.socket,
+            together=world.together,
+            wait=wait,
+        )
+        self._token = TokenPass(self._coordinate, neighbours, self._executor.mail, self._agreement)
+        self.rounds = Rounds(world=world, wait=wait, report=self._report)
+        """Results of the iterations. Its caller ends each iteration."""
         self._deadline = deadline
         self._warm = stage.module is None
         """Whether the first iteration with its self-test is over. Emulated stages need none."""
         self._evaluated = False
         self._training_began = 0.0
         self._polled_at = 0.0
-        self._wanted: Plan | None = None
-        """The newest plan that arrived in this iteration; prepared at its end."""
+        self._postponed: Plan | None = None
+        """A plan that is prepared at the end of the iteration."""
 
     def run(
         self, iteration: int, inputs: Inputs, shapes: Any, refusal: Exception | None = None
@@ -130,8 +143,11 @@ class Iterations:
         self._training_began = self._training_began or origin
         if not self._warm:
             self._allow(self._deadline * self._coordinate.stages)
-        plan = self._begin(iteration)
-        start = self._token.start(iteration, plan.version, shapes, refused=refusal is not None)
+        self._executor.mail.call = name_call(iteration, evaluation=False)
+        self.rounds.begin(iteration, at=monotonic())
+        self._take_plan(page_lock=True)
+        version, start = self._token.start(iteration, shapes, refused=refusal is not None)
+        plan = self._begin(iteration, version)
         self._loss.begin()
         outcome = self._executor.run(plan, iteration, self._token.generations, inputs, start)
         # Usually here already: it was sent after the last F.
@@ -166,10 +182,9 @@ class Iterations:
         self._allow(self._deadline * (1 if self._evaluated else self._coordinate.stages))
         try:
             self._executor.mail.call = name_call(iteration, evaluation=True)
-            start = self._token.start(
-                iteration, plan.version, ("evaluation", shapes),
-                refused=refusal is not None, evaluation=True,
-            )  # fmt: skip
+            _, start = self._token.start(
+                iteration, ("evaluation", shapes), refused=refusal is not None, evaluation=True
+            )
             self._loss.begin()
             self._executor.evaluate(
                 self._stage.microbatches, iteration, self._token.generations, inputs, start
@@ -202,36 +217,50 @@ class Iterations:
         return told
 
     def install(self, plan: Plan) -> None:
-        """Prepare a plan on this rank. Raises :class:`InputError` if it does not fit this job."""
-        self._plans.prepare(plan)
-        self._reporter.prepared = self._plans.newest
+        """Prepare a plan on this rank, between two iterations. Raises :class:`InputError` if it
+        does not fit this job."""
+        self._prepare(plan, page_lock=True)
 
-    def _begin(self, iteration: int) -> Plan:
-        """Commit what all ranks agreed on two iterations ago, and select the links' routes."""
-        plan = self.rounds.begin(iteration, at=monotonic())
+    def _prepare(self, plan: Plan, *, page_lock: bool) -> bool:
+        """Prepare a plan, and tell the stages above; see :meth:`PlanBook.prepare`."""
+        prepared = self._plans.prepare(plan, page_lock=page_lock)
+        if prepared:
+            self._reporter.prepared = self._plans.newest
+            self._agreement.tell()
+        return prepared
+
+    def _begin(self, iteration: int, version: int) -> Plan:
+        """Commit the version that the column runs in this iteration, and select the links'
+        routes."""
+        if self._plans.commit(version):
+            log.info("%s: plan %d from iteration %d on", self._coordinate, version, iteration)
+        plan = self._plans.in_force
         for end in self._neighbours.ends:
             end.select(plan.routes[end.link])
             end.faults.begin(iteration, self._training_began)
         self._stage.prepare(plan)
         self._reporter.state = "training"
         self._reporter.begin_iteration(iteration, plan.version)
-        self._executor.mail.call = name_call(iteration, evaluation=False)
         return plan
 
     def _end(
         self, iteration: int, plan: Plan, origin: float, outcome: Outcome, loss: float
     ) -> None:
-        """Offer this rank's part of the agreement, and report the profile and the trace."""
+        """Prepare a plan that has waited for this, and report the iteration, its profile and its
+        trace."""
         if self._device_times is not None:
             self._waiting.begin(f"the device to finish iteration {iteration}")
             outcome.ops = self._device_times.resolve(outcome.ops)
             outcome.copies = self._device_times.resolve_copies(outcome.copies)
             self._waiting.end()
-        self._prepare()
-        self.rounds.offer(iteration, outcome.ops, loss)
-        if profiling() or not self._warm:
-            # After the self-tests, which take different times, so that the next waits are short.
+        self._prepare_postponed()
+        self.rounds.offer(iteration, plan.version, outcome.ops, loss)
+        if profiling():
             self.rounds.wait(iteration)
+        if not self._warm:
+            # The self-tests take different times. After this, waits are short.
+            work = dist.barrier(self._world.control, async_op=True)
+            self._wait_for(work, "all ranks to finish the first iteration")
         self._reporter.publish(
             # Ops of the first iteration are fused, and slower than later ones.
             profile=self._stage.profile(outcome.ops, outcome.copies) if self._warm else None,
@@ -264,7 +293,7 @@ class Iterations:
             log.info("%s: %s", self._coordinate, text)
 
     def _between_ops(self) -> None:
-        """Called between two ops and during long waits. Cheap, and never blocks."""
+        """Called between two ops and during all waits for messages. Cheap, and never blocks."""
         now = time()
         for end in self._neighbours.ends:
             # Every time, so that a short iteration is not missed.
@@ -273,21 +302,36 @@ class Iterations:
             return
         self._polled_at = monotonic()
         self._loss.between_ops()
-        self.rounds.finish_if_done(self._reporter.iteration - 1)
-        self._wanted = self._control.newest_plan() or self._wanted
+        self.rounds.advance()
+        self._take_plan(page_lock=False)
         self._reporter.between_ops()
 
-    def _prepare(self) -> None:
-        """Prepare the plan that arrived. Not between ops: to page-lock memory for its messages may
-        wait for all work of the device; now no receive is posted there."""
-        plan, self._wanted = self._wanted, None
+    def _take_plan(self, *, page_lock: bool) -> None:
+        """Prepare a plan that has arrived, and look what the stages below hold.
+
+        Between ops, no memory may be page-locked, since that may wait for all work of the device,
+        and with it for a posted receive. Before the first iteration's self-test it is not known
+        what the stage can do. Then the plan waits for the end of the iteration.
+        """
+        for end in self._neighbours.ends:
+            end.socket.pump()
+        plan = self._control.newest_plan()
+        if plan is not None:
+            self._postponed = plan
+            if self._warm:
+                self._prepare_postponed(page_lock=page_lock)
+
+    def _prepare_postponed(self, *, page_lock: bool = True) -> None:
+        plan = self._postponed
         if plan is None:
             return
         try:
-            self.install(plan)
+            if not self._prepare(plan, page_lock=page_lock):
+                return
         except InputError as error:
             log.warning("%s: plan %d refused: %s", self._coordinate, plan.version, error)
             self._reporter.publish(message=f"plan {plan.version} refused: {error}")
+        self._postponed = None
 
     def _report(self, sample: IterationSample) -> None:
         """On rank 0, publish an iteration after the times of all ranks have arrived."""

@@ -16,7 +16,6 @@ from pipemorph.api.mesh import DATA
 from pipemorph.planning import Plan
 from pipemorph_trainer.agent import AgentHandle
 from pipemorph_trainer.agent.messages import ControlClient, NoControl
-from pipemorph_trainer.commit import PlanBook
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.executor.local_stage import OwnStage, device_of
 from pipemorph_trainer.executor.split.flight import LossFn
@@ -28,6 +27,7 @@ from pipemorph_trainer.links.faults import FaultTrace
 from pipemorph_trainer.links.link import LinkEnd
 from pipemorph_trainer.links.poller import Poller
 from pipemorph_trainer.links.rendezvous import LinkConfig, meet
+from pipemorph_trainer.plans.book import PlanBook
 from pipemorph_trainer.preparation import Preparation, prepare
 from pipemorph_trainer.start import join, level, warnings
 from pipemorph_trainer.state.gradients import Replicas

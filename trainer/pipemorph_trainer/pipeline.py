@@ -268,8 +268,8 @@ class Pipeline:
         return self._parts.plans.in_force
 
     def install(self, plan: Plan) -> None:
-        """Prepare a plan on this rank, like one from a directive. When all ranks have prepared it
-        by the end of iteration t, it runs on all of them from iteration t+2 on.
+        """Prepare a plan on this rank, like one from a directive. When all stages of a pipeline
+        have prepared it during iteration t, it runs on all of them from iteration t+1 on.
 
         Raises :class:`InputError` if it does not fit this job.
         """

@@ -15,13 +15,13 @@ from pipemorph.control.first_plan import initial_plan
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan
 from pipemorph.wire import PlanMessage
-from pipemorph_trainer.commit import check_offload, check_stages
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.executor.local_stage import mode_of, open_store
 from pipemorph_trainer.executor.offload import ActivationStore
 from pipemorph_trainer.executor.split import Mode
 from pipemorph_trainer.executor.stages.emulated import EmulatedStage
 from pipemorph_trainer.links.engine import EngineOptions
+from pipemorph_trainer.plans.book import check_offload, check_stages
 from pipemorph_trainer.settings import Settings, engine_options
 from pipemorph_trainer.start import Start, digest
 from pipemorph_trainer.state.weights import check_stage, held_by

@@ -139,6 +139,7 @@ def join(
         secret=context.secret or starts[0].secret,
     )
     world.make_groups([("pp",), COLUMN, DATA])
+    world.connect_first_stages()
     # If rank 0 failed now, its store would vanish while the others still use it.
     dist.barrier(control)
     return world, starts

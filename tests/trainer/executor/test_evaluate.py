@@ -13,6 +13,7 @@ from launch import Ranks, run_ranks
 from torch import Tensor
 from trainer_jobs import Job, Stage, loss_fn, make_batch, make_plan, make_stage
 
+from pipemorph.api.mesh import MeshShape
 from pipemorph.errors import InputError
 from pipemorph.planning import Route
 from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
@@ -99,7 +100,8 @@ def made(stage: int, stages: int) -> Stage:
 def loop(
     context: TrainerContext, stages: int, calls: Sequence[Call], options: Any, switches: bool
 ) -> Found:
-    stage, replica = context.rank % stages, context.rank // stages
+    place = context.coordinate(stages)
+    stage, replica = place.stage, place.replica
     module = made(stage, stages)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     found, told = Found(), Told()
@@ -200,7 +202,8 @@ def test_an_evaluation_is_that_of_one_process(
     results = run_ranks(world, loop, stages, CALLS, options, switches)
     expected = one_process(stages, CALLS, world // stages)
     for rank, found in enumerate(results):
-        stage, replica = rank % stages, rank // stages
+        place = MeshShape(stages, world // stages).coordinate(rank)
+        stage, replica = place.stage, place.replica
         for number, call in enumerate(CALLS):
             where = f"rank {rank}: call {number}"
             if call.bad >= 0:
@@ -256,8 +259,8 @@ def later(context: TrainerContext) -> str:
 def test_a_sample_may_break_and_calls_in_another_order_are_told() -> None:
     results = Ranks(2, later).wait()
     told = (
-        "PipelineError: rank 1 (stage 1) begins the evaluation before iteration 0 with plan 0, "
-        "stage 0 iteration 0 with plan 0; every rank has to call step() and evaluate() in the same"
+        "PipelineError: rank 1 (stage 1) begins the evaluation before iteration 0, "
+        "stage 0 iteration 0; every rank has to call step() and evaluate() in the same order"
     )
     assert told in results[1].error
 

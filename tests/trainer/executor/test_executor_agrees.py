@@ -34,8 +34,8 @@ from pipemorph.planning import (
 from pipemorph.planning.offload import copying
 from pipemorph.planning.policies.interleaved import plan_interleaved
 from pipemorph_trainer.executor import dispatch, mailbox
+from pipemorph_trainer.executor.call import Generations, Start
 from pipemorph_trainer.executor.dispatch import Executor, Inputs
-from pipemorph_trainer.executor.token import Generations, Start
 from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.link import Neighbourhood

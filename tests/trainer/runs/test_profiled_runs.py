@@ -15,8 +15,8 @@ pytestmark = pytest.mark.multiprocess
 
 
 def profiled(context: TrainerContext, job: Job) -> list[tuple[int, int]]:
-    """Steps with a profiler each; how many ranges ``PP:…`` and ends of the iteration's agreement
-    each of them saw."""
+    """Steps with a profiler each; how many ranges ``PP:…`` and ends of the iteration's reductions
+    (the loss, and two of what is reported) each of them saw."""
     module = make_stage(context.rank, job.stages, job.dtype)
     counts = []
     with Pipeline(
@@ -31,7 +31,7 @@ def profiled(context: TrainerContext, job: Job) -> list[tuple[int, int]]:
                 pipe.step(tokens, target=target)
             names = [event.name for event in profile.events()]
             ranges = sum(name.startswith("PP:") for name in names)
-            counts.append((ranges, names.count("gloo:all_gather")))
+            counts.append((ranges, names.count("gloo:all_reduce")))
     del profile
     gc.collect()
     return counts
@@ -40,7 +40,7 @@ def profiled(context: TrainerContext, job: Job) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("route", ["direct", "delegated"])
 def test_a_profiler_may_stop_after_any_iteration(route: str) -> None:
     """What is still under way then is written to when it is through, in memory that was given
-    back: sends of the direct route let the process crash, the agreement let records get lost."""
+    back: sends of the direct route let the process crash, reductions let records get lost."""
     job = Job(2, 8, route=route, iterations=4)
     for counts in run_ranks(2, profiled, job):
-        assert counts == [(3 * job.microbatches, 1)] * job.iterations
+        assert counts == [(3 * job.microbatches, 3)] * job.iterations

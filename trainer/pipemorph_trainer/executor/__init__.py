@@ -1,1 +1,1 @@
-"""Runs one iteration of one stage: its token, its ops, its loss, and its waits."""
+"""Runs one iteration of one stage: its ops, its loss, and its waits."""

@@ -21,6 +21,7 @@ from pipemorph.api.mesh import Coordinate
 from pipemorph.planning import Dispatch, Op, OpKind, Plan, Schedule
 from pipemorph.planning.offload import Residency
 from pipemorph_trainer.errors import PipelineError, ShapeError
+from pipemorph_trainer.executor.call import Generations, Start
 from pipemorph_trainer.executor.device_times import DeviceTimes
 from pipemorph_trainer.executor.mailbox import Mailbox
 from pipemorph_trainer.executor.profiling import profiling
@@ -28,7 +29,6 @@ from pipemorph_trainer.executor.receives import SPARE, of_stage
 from pipemorph_trainer.executor.refusal import Gate, is_of_batch
 from pipemorph_trainer.executor.stages.interface import Grads, Runner
 from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
-from pipemorph_trainer.executor.token import Generations, Start
 from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.link import LinkEnd, Neighbourhood

@@ -1,7 +1,8 @@
 """The control socket between two neighbouring ranks.
 
 A plain TCP connection beside the data. It carries the note of every direct message, the step token
-that starts an iteration, shapes when they change, which direct messages were taken, and a goodbye.
+that starts an iteration, shapes when they change, which direct messages were taken, which plans the
+stages below hold, and a goodbye.
 If it ends without a goodbye, the neighbour has died. It carries no tensors.
 """
 
@@ -19,6 +20,7 @@ import struct
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -36,7 +38,7 @@ _NONCE_BYTES = 16
 _CLIENT_SECONDS = 10.0
 _MOST_CLIENTS = 256
 _MOST_LOGGED = 100
-_STEP, _NOTE, _SHAPES, _GOODBYE, _TAKEN, _MISSING = 1, 2, 3, 4, 5, 6
+_STEP, _NOTE, _SHAPES, _GOODBYE, _TAKEN, _MISSING, _HELD = 1, 2, 3, 4, 5, 6, 7
 _READ = 1 << 16
 
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -51,10 +53,15 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
+def _nobody() -> None:
+    """Does nothing: plans do not change."""
+
+
 class StepToken(NamedTuple):
     """Starts an iteration, or the ``evaluation`` before it. Each stage passes it to the next one.
-    ``iteration``, ``version`` and ``evaluation`` must be equal on all ranks; a new ``generation``
-    announces shapes. ``refused``: the batch of a stage above does not fit, so nothing follows."""
+    ``version``: of the plan that all stages run. ``iteration`` and ``evaluation`` must be equal on
+    all ranks; a new ``generation`` announces shapes. ``refused``: the batch of a stage above does
+    not fit, so nothing follows."""
 
     iteration: int
     version: int
@@ -81,6 +88,10 @@ class PeerSocket:
         """Per direction, the first direct message that the neighbour has not taken yet."""
         self.missing_from: Position | None = None
         """The first message that the neighbour misses, after it gave up the direct route."""
+        self.held: frozenset[int] = frozenset()
+        """Plan versions that the neighbour and all stages below it hold."""
+        self.on_held: Callable[[], None] = _nobody
+        """Called after :attr:`held` has changed."""
         self.goodbye = False
         self.lost: str | None = None
         """Why the connection ended; None while it is up."""
@@ -105,6 +116,10 @@ class PeerSocket:
     def send_position(self, missing_from: Position) -> None:
         """Say that this rank gave up the direct route, and which message it misses first."""
         self._send(_MISSING, 0, _POSITION.pack(*missing_from))
+
+    def send_held(self, versions: frozenset[int]) -> None:
+        """Say which plans this stage and all stages below hold."""
+        self._send(_HELD, 0, struct.pack(f"<{len(versions)}I", *sorted(versions)))
 
     def _send(self, kind: int, direction: int, body: bytes) -> None:
         data = memoryview(_HEADER.pack(kind, direction, len(body)) + body)
@@ -182,6 +197,9 @@ class PeerSocket:
                 self.taken[direction] = Position(*_POSITION.unpack(body))
             elif kind == _MISSING:
                 self.missing_from = Position(*_POSITION.unpack(body))
+            elif kind == _HELD:
+                self.held = frozenset(struct.unpack(f"<{size // 4}I", body))
+                self.on_held()
             else:
                 self.goodbye = True
         del buffer[:at]

@@ -11,13 +11,15 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipemorph.api.mesh import Coordinate, Dimension
+from pipemorph.api.mesh import LOCKSTEP, Coordinate, Dimension
 from pipemorph_trainer.topology.groups import Groups
 
 
 @dataclass(eq=False)
 class World:
     """The groups of a job. ``control``: all ranks, for the small collectives of every iteration.
+    ``columns``: the first stages of all pipelines; None on other stages, and for one pipeline.
+    ``together``: those of them whose pipelines must run one plan; None if each may differ.
 
     No group is shared with the user, so that neither delays or reorders the other's collectives:
     ``owns_mesh`` says whether the groups of ``mesh`` are the pipeline's.
@@ -29,6 +31,8 @@ class World:
     control: dist.ProcessGroup
     secret: bytes
     owns_mesh: bool = True
+    columns: dist.ProcessGroup | None = field(default=None, init=False)
+    together: dist.ProcessGroup | None = field(default=None, init=False)
     _made: dict[tuple[Dimension, ...], dist.ProcessGroup] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -75,6 +79,23 @@ class World:
             group for group, each in zip(made, ranks, strict=True) if self.coordinate.rank in each
         )
 
+    def connect_first_stages(self) -> None:
+        """Make :attr:`columns` and :attr:`together`. Collective over all ranks."""
+        shape = self.coordinate.mesh
+        of_columns = [shape.rank(0, column) for column in range(shape.columns)]
+        found = [of_columns] if len(of_columns) > 1 else []
+        if shape.lockstep > 1:
+            found += [ranks for ranks in shape.groups(LOCKSTEP) if shape.coordinate(ranks[0]).first]
+        for ranks in found:
+            # Groups of their own: other stages use those of the same dimensions for other sums.
+            made = self.groups.new(ranks, backend="gloo", group_desc="pipemorph columns")
+            if self.coordinate.rank not in ranks:
+                continue
+            if ranks is of_columns:
+                self.columns = made
+            else:
+                self.together = made
+
     def share(self, value: Any) -> Any:
         """The value of rank 0, on every rank. Only at the start."""
         box = [value]
@@ -93,4 +114,5 @@ class World:
         if hasattr(self, "control"):
             # The last references: dropping them waits for gloo's threads.
             self._made.clear()
+            self.columns = self.together = None
             del self.mesh, self.control
