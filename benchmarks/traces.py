@@ -6,7 +6,7 @@ within an iteration, as in the paper's experiment. Eight stages with the op time
 and 24 microbatches.
 
 *Simulated*: N random traces, 16 iterations each. An adaptive run plans iteration *k* for the
-mean delay of the messages of iteration *k-2*, which is when all ranks can have committed it,
+mean delay of the messages of iteration *k-1*, which is when all ranks can have committed it,
 if that promises 5%. *Emulated*: one ``pipemorph run`` per variant with emulated stages, the
 first of these traces as its fault trace; the real controller sees what the telemetry shows.
 Counted are the iterations after the first ones, in which the controller finds out.
@@ -124,8 +124,8 @@ def simulate_run(variant: Variant, trace: Trace) -> float:
     schedule = plan(quiet, variant.policy).schedule
     now, took, seen = 0.0, [], []
     for index in range(ITERATIONS):
-        if variant.adaptive and index >= 2:
-            schedule, route = _adapted(schedule, route, seen[index - 2])
+        if variant.adaptive and index >= 1:
+            schedule, route = _adapted(schedule, route, seen[index - 1])
         links = [link_on(route if i == SLOW_LINK else Route.DIRECT, 0.0) for i in range(STAGES - 1)]
         problem = quiet.model_copy(update={"links": tuple(links)})
         delays: list[float] = []

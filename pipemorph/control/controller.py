@@ -38,7 +38,7 @@ from pipemorph.planning import Plan
 from pipemorph.planning.offload import offloaded
 from pipemorph.wire import Directive, LinkHealthReport, PlanMessage
 
-COMMIT_AHEAD = 2
+COMMIT_AHEAD = 1
 """Iterations between the current one and the first with the plan of a directive issued now."""
 
 

@@ -1,8 +1,8 @@
 """A trainer in simulation: runs iterations under a trace and reports them as ranks would.
 
 The messages of an iteration are those of the simulator. Their wire times are measured with noise,
-in windows, and go to the real controller; a directive is in effect two iterations after the one in
-which it arrived, as the ranks commit it.
+in windows, and go to the real controller; a directive is in effect in the iteration after the one
+in which it reached all ranks, as they commit it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Literal
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController, initial_plan
-from pipemorph.control.controller import COMMIT_AHEAD
 from pipemorph.control.decide.replan import propose
 from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, OpKind, Plan, Problem, Route, Simulation, link_on
@@ -32,6 +31,9 @@ direct route of CUDA."""
 
 WINDOW = 0.05
 """Seconds of one window of link samples."""
+DELIVERY = 0.1
+"""Seconds from the end of a window until all ranks hold the plan that follows from it: the report,
+the decision, the directive and its preparation between two ops."""
 NOISE = 0.05
 """Relative standard deviation of a measured wire time."""
 OUTLIERS, OUTLIER = 0.01, 4.0
@@ -144,14 +146,15 @@ class AdaptiveTrainer:
         self._links, self._telemetry = links, telemetry
         self._rng = random.Random(seed)
         self._plan = initial_plan(spec)
-        self._prepared: tuple[int, Plan] | None = None
+        self._prepared: tuple[float, Plan] | None = None
+        """The newest plan, and when all ranks hold it."""
         self._observed = self._sequence = self._iteration = 0
         self._now = 0.0
 
     def step(self) -> Iteration:
         """Run the next iteration."""
         index, began = self._iteration, self._now
-        if self._prepared is not None and index >= self._prepared[0]:
+        if self._prepared is not None and began >= self._prepared[0]:
             self._plan, self._prepared = self._prepared[1], None
         ran = self._links.run(self._plan, index, began)
         for end, samples in self._windows(ran, index, began):
@@ -275,4 +278,4 @@ class AdaptiveTrainer:
         directive = self.controller.directive(self._observed)
         if directive is not None:
             self._observed = directive.plan_version
-            self._prepared = (self._iteration + COMMIT_AHEAD, directive.plan.plan())
+            self._prepared = (now + DELIVERY, directive.plan.plan())

@@ -54,27 +54,27 @@ def verdicts(slow_link: ModuleType, found: list[Any]) -> tuple[bool, ...]:
     return tuple(holds for _, holds in slow_link.goals(found))
 
 
-def test_changes_that_are_answered_in_two_iterations_are_well(slow_link: ModuleType) -> None:
-    times = [*WELL, 1.1, 1.2, *[0.75] * 6, 1.6, 1.8, *[0.8] * 6]
+def test_changes_that_are_answered_in_one_iteration_are_well(slow_link: ModuleType) -> None:
+    times = [*WELL, 1.15, *[0.75] * 7, 1.8, *[0.8] * 7]
     # Of another link, of the phase before, and one that refines what is in effect.
-    others = (record(9, 9, link=1), record(15, 17), record(20, 22))
-    found = rows(slow_link, times, record(8, 10), record(16, 18), *others)
+    others = (record(9, 9, link=1), record(15, 16), record(20, 21))
+    found = rows(slow_link, times, record(8, 9), record(16, 17), *others)
     assert verdicts(slow_link, found) == (True,) * 4
     first, second = slow_link.changes(found[1])
-    assert (first.iterations, first.applied, second.iterations) == (2, 10, 2)
+    assert (first.iterations, first.applied, second.iterations) == (1, 9, 1)
     assert first.waiting == pytest.approx(1.15)
 
 
 def test_a_plan_that_is_better_for_the_next_delay_too_may_stay(slow_link: ModuleType) -> None:
-    times = [*WELL, 1.1, 1.1, *[0.75] * 6, *[0.79] * 8]
-    assert verdicts(slow_link, rows(slow_link, times, record(8, 10))) == (True,) * 4
+    times = [*WELL, 1.1, *[0.75] * 7, *[0.79] * 8]
+    assert verdicts(slow_link, rows(slow_link, times, record(8, 9))) == (True,) * 4
 
 
 @pytest.mark.parametrize(
     ("second", "adaptation", "expected"),
     [
         # One iteration late: what is settled looks the same.
-        ([*[1.1] * 3, *[0.8] * 5], record(16, 19), (True, True, True, False)),
+        ([*[1.1] * 2, *[0.8] * 6], record(16, 18), (True, True, True, False)),
         # Wanted but never in effect, or in effect when the delay is over.
         ([1.1] * 8, record(16, None), (False, False, True, False)),
         ([1.1] * 8, record(22, 24), (False, False, True, False)),
@@ -88,8 +88,8 @@ def test_a_late_plan_or_none_is_a_broken_goal(
     adaptation: dict[str, Any],
     expected: tuple[bool, ...],
 ) -> None:
-    times = [*WELL, 1.1, 1.1, *[0.75] * 6, *second]
-    assert verdicts(slow_link, rows(slow_link, times, record(8, 10), adaptation)) == expected
+    times = [*WELL, 1.1, *[0.75] * 7, *second]
+    assert verdicts(slow_link, rows(slow_link, times, record(8, 9), adaptation)) == expected
 
 
 def test_check_makes_a_broken_goal_the_exit_status(
@@ -97,7 +97,7 @@ def test_check_makes_a_broken_goal_the_exit_status(
 ) -> None:
     def status(iterations: list[float], *arguments: str) -> int:
         """Of runs that gave these, with goals that do not hold."""
-        measured = {row.variant: row for row in rows(slow_link, iterations, record(8, 10))}
+        measured = {row.variant: row for row in rows(slow_link, iterations, record(8, 9))}
         monkeypatch.setattr(slow_link, "VARIANTS", [v for v in variants if v.name in measured])
         monkeypatch.setattr(slow_link, "run", lambda variant, _: measured[variant.name])
         monkeypatch.setattr(sys, "argv", ["slow_link.py", *arguments])
@@ -105,7 +105,7 @@ def test_check_makes_a_broken_goal_the_exit_status(
         return code
 
     variants = slow_link.VARIANTS
-    well, late = [*WELL, 1.1, 1.1, *[0.75] * 6, *[0.79] * 8], [*WELL, *[1.1] * 8, *[1.9] * 8]
+    well, late = [*WELL, 1.1, *[0.75] * 7, *[0.79] * 8], [*WELL, *[1.1] * 8, *[1.9] * 8]
     assert status(well, "--check") == 0
     assert "DOES NOT HOLD" not in capsys.readouterr().out
     assert status(late) == 0
@@ -118,8 +118,8 @@ def test_check_makes_a_broken_goal_the_exit_status(
 def test_a_goal_that_holds_the_second_time_holds(
     slow_link: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    late, well = [*WELL, *[1.1] * 8, *[1.9] * 8], [*WELL, 1.1, 1.1, *[0.75] * 6, *[0.79] * 8]
-    first, second = (rows(slow_link, times, record(8, 10)) for times in (late, well))
+    late, well = [*WELL, *[1.1] * 8, *[1.9] * 8], [*WELL, 1.1, *[0.75] * 7, *[0.79] * 8]
+    first, second = (rows(slow_link, times, record(8, 9)) for times in (late, well))
     runs = iter([*first, second[-1]])
     names = {row.variant for row in first}
     variants = [v for v in slow_link.VARIANTS if v.name in names]

@@ -1,8 +1,8 @@
 """A trainer in simulation, for tests of the controller.
 
 :class:`Plant` runs the plan in effect through the simulator under the true delays, reports what
-ranks would measure, and commits a directive two iterations after it was received, as the ranks
-do.
+ranks would measure, and commits a directive in the iteration after the one in which it was
+received, as the ranks do.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Plant:
             plan = directive.plan.plan()
             validate(plan.schedule, plan.in_flight_limits, plan.device_limits)
             self.observed = directive.plan_version
-            self.prepared = (self.iteration + 2, plan)
+            self.prepared = (self.iteration + 1, plan)
 
     def health(self) -> list[Health]:
         return [link.health for link in self.controller.links(self.now)]

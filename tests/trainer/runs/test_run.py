@@ -121,18 +121,18 @@ def test_the_fault_really_happened(adapted: Done) -> None:
         assert (fault["first_iteration"], fault["last_iteration"]) == (SLOW_FROM, SLOW_TO - 1)
 
 
-def test_the_plan_changes_at_most_two_iterations_after_the_change_shows(
+def test_the_plan_changes_in_the_iteration_after_the_change_shows(
     adapted: Done, tmp_path: Path
 ) -> None:
     adapt = answer_to_the_fault(adapted)
     assert adapt["kind"] == "adapt", adapted
     soonest = adapt
-    if soonest["applied_at_iteration"] - shown(soonest) > 2:
+    if soonest["applied_at_iteration"] - shown(soonest) > 1:
         # The better of two measurements: a machine that stalls in that iteration is late.
         soonest = answer_to_the_fault(adapting(tmp_path))
     # The fault begins with iteration 6; it can be seen from the first message on.
     assert shown(soonest) <= SLOW_FROM + 1
-    assert soonest["applied_at_iteration"] - shown(soonest) <= 2
+    assert soonest["applied_at_iteration"] - shown(soonest) <= 1
     assert adapt["warmup_after"][SLOW_LINK] > adapt["warmup_before"][SLOW_LINK]
     assert "link 2 is slow" in adapt["reason"]
     assert adapt["iteration_seconds_after"] < 0.7 * adapt["iteration_seconds_before"]
