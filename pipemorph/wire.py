@@ -80,7 +80,7 @@ class LinkSample(WireModel):
 
 
 class StageProfile(WireModel):
-    """Measured op times of one stage, seconds, median over the last window.
+    """Measured op times of one stage, seconds, mean over the last iteration.
 
     ``backward_weight`` is 0 while the stage runs fused backwards. ``split``: whether and how the
     stage can run B and W separately.

@@ -173,7 +173,11 @@ class AdaptationSummary(StatusModel):
     """One plan change and its effect; times in seconds, memory in bytes per stage."""
 
     plan_version: int = Field(ge=1, description="Version of the plan.")
-    kind: str = Field(max_length=16, description="adapt, or return to the initial plan.")
+    kind: str = Field(
+        max_length=16,
+        description="adapt; return to the initial plan; or revert: back to the plan before a "
+        "change that did not bring its promise.",
+    )
     reason: Text = Field(description="Why, with the prediction.")
     detected_at: Timestamp = Field(description="When the controller decided.")
     detected_at_iteration: int = Field(ge=0, description="Iteration then in progress.")
@@ -188,6 +192,12 @@ class AdaptationSummary(StatusModel):
     )
     iteration_seconds_after: float | None = Field(
         default=None, description="Median iteration time under the new plan."
+    )
+    promised: float | None = Field(
+        default=None, description="Fraction of an iteration that the plan was predicted to save."
+    )
+    measured: float | None = Field(
+        default=None, description="Fraction of an iteration that it saves."
     )
     bubble_before: float | None = Field(default=None, description="Bubble fraction before.")
     bubble_after: float | None = Field(default=None, description="Bubble fraction after.")

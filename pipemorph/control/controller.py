@@ -7,22 +7,36 @@ the alternatives with the current measurements. A new plan must save at least ``
 of an iteration. When the last slow link has recovered, the first plan and its routes return. Every
 decision is recorded with its reason, even if nothing changes.
 
+Measured iterations check both the evidence for a change and its result, see
+:mod:`pipemorph.control.decide.truth`: a change that does not bring half of its promise is taken
+back.
+
 Only policy ``pipemorph`` adapts. The other policies keep their schedules, so that they can be
 compared with.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from pipemorph.api.spec import JobSpec
-from pipemorph.control.decide import reasons
+from pipemorph.control.decide import findings, reasons
 from pipemorph.control.decide.forecast import Option, Situation
 from pipemorph.control.decide.rate_limit import Pacing
-from pipemorph.control.decide.replan import Cause, Proposal, Replan
+from pipemorph.control.decide.replan import CHECKED, Cause, Proposal, Replan
 from pipemorph.control.decide.triggers import Judgement, Progress
+from pipemorph.control.decide.truth import (
+    DOUBTED_NEEDS,
+    Evidence,
+    Sources,
+    Trial,
+    TruthCheck,
+    Verdict,
+    without,
+)
 from pipemorph.control.first_plan import initial_plan, planning_rules
 from pipemorph.control.history import AdaptationRecord, Decision, Ledger
 from pipemorph.control.memory_limits import Room, excess
@@ -38,6 +52,8 @@ from pipemorph.planning import Plan
 from pipemorph.planning.offload import offloaded
 from pipemorph.wire import Directive, LinkHealthReport, PlanMessage
 
+COMPARED = 4
+"""Newest iterations that are compared with a prediction for changed op times."""
 COMMIT_AHEAD = 1
 """Iterations between the current one and the first with the plan of a directive issued now."""
 
@@ -48,9 +64,9 @@ class Pending(NamedTuple):
     replan: Replan
     links: tuple[LinkHealth, ...]
     detectable_at: int
-    before: Situation
-    """The situation of the last decision: a host that takes over meanwhile decides again from
-    it."""
+    before: Judgement
+    """The last decision: a host that takes over meanwhile decides again from it."""
+    sources: Sources = frozenset()
 
 
 class JobController:
@@ -83,10 +99,11 @@ class JobController:
         """Reset the state of an attempt: ranks start with the plan of the spec."""
         self._reported = Reported(self.spec, footprints=footprints, events=self._events)
         self._directive: Directive | None = None
-        self._wanted = self._first
+        self._wanted = self._running = self._first
         self._baseline = self._first
         """The plan for healthy links: that of the spec, unless measurements require another."""
         self._judgement = Judgement.first(self.spec)
+        self._truth = TruthCheck()
         self._checked_rooms: tuple[Room, ...] = ()
         self._foreign_plan = False
         self._pacing = Pacing()
@@ -178,6 +195,8 @@ class JobController:
             self._plan_version = report.observed_plan_version
             self._foreign_plan = True
         self._ledger.add(report.iterations, reported.stages.peak_memory)
+        if report.iterations:
+            self._compare(now)
         self._consider(now)
         if self._on_report is not None:
             self._on_report(report)
@@ -193,6 +212,41 @@ class JobController:
             )
 
     # --- deciding -------------------------------------------------------------------------
+
+    def _compare(self, now: float) -> None:
+        """Compare newly finished iterations with predictions."""
+        truth, ledger, judged = self._truth, self._ledger, self._judgement.situation
+        if self._reported.state != "training" or self._pending is not None:
+            return
+        newest = ledger.newest()
+        if newest is not None and newest.plan_version == self._wanted.version:
+            self._running = self._wanted
+        verdict = truth.judge(ledger, ledger.last_iteration)
+        if verdict is not None:
+            self._conclude(verdict, now)
+            return
+        stages = self._reported.stages.times() if truth.collects else None
+        if stages is not None and not self._foreign_plan:
+            situation = self._judgement.now(stages, self.links(now), self._reported.stages.rooms)
+            situation = self._believed(situation)
+            if situation.slow == judged.slow:
+                iterations = ledger.under(self._wanted.version)[1:]
+                truth.collect(iterations, self._wanted, situation)
+
+    def _conclude(self, verdict: Verdict, now: float) -> None:
+        """Record what a change brought, and request to take it back if that is too little."""
+        trial, last = verdict.trial, self._ledger.last_iteration
+        line = reasons.outcome(trial.version, trial.promise.gain, verdict.saved, verdict.iterations)
+        self._log(now, "keep", line, line)
+        stages = self._reported.stages.times()
+        if not verdict.failed or stages is None or not trial.promise.may_go_back:
+            return
+        links = self.links(now)
+        present = self._judgement.now(stages, links, self._reported.stages.rooms)
+        # Without the evidence that was wrong, which is not believed again for now.
+        self._truth.hold(trial.sources, last + 1, last, DOUBTED_NEEDS)
+        situation = without(present, trial.sources, trial.before)
+        self._ask("undelivered", situation, links, previous=trial.previous)
 
     def _consider(self, now: float) -> None:
         """Request a decision if there is a cause, and if the rate limit allows it now."""
@@ -220,7 +274,7 @@ class JobController:
             if any(link.health is Health.SLOW for link in links):
                 self._note(now, "times", "a link is slow, but no stage has reported op times yet")
             return
-        situation = judgement.now(stages, links, rooms)
+        situation = self._believed(judgement.now(stages, links, rooms))
         if not self._knows_memory(now):
             return
         if any(room.device == 0 for room in rooms):
@@ -232,7 +286,27 @@ class JobController:
         self._checked_rooms = rooms
         if cause is None or not judgement.is_time(cause, links, self._progress(), self._pacing):
             return
-        self._ask(cause, situation, links)
+        if cause not in CHECKED:
+            self._ask(cause, situation, links)
+            return
+        last, sources = self._ledger.last_iteration, judgement.sources(cause, situation)
+        since = judgement.detectable_at(situation, links, reported.iteration)
+        if cause == "profile":
+            since = last - COMPARED
+        iterations = self._ledger.under(self._wanted.version)[1:]
+        otherwise = without(situation, sources, judgement.situation)
+        evidence = self._truth.evidence(sources, otherwise, iterations, since, last)
+        if lacking := self._truth.lacks(sources, evidence, last):
+            if self._truth.hold(sources, since, last, lacking):
+                self._keep(now, reasons.doubted(cause, links, lacking))
+            return
+        self._ask(cause, situation, links, evidence=evidence, sources=sources)
+
+    def _believed(self, situation: Situation) -> Situation:
+        """The situation without evidence that measured iterations do not confirm."""
+        self._truth.seen_well(situation.slow)
+        held = self._truth.held(self._ledger.last_iteration)
+        return without(situation, held, self._judgement.situation) if held else situation
 
     def _progress(self) -> Progress:
         newest, wanted = self._ledger.newest(), self._wanted.version
@@ -259,10 +333,19 @@ class JobController:
         wanted = None if self._foreign_plan else self._wanted
         return self._judgement.cause(now, wanted, self._progress(), hold=self._pacing.hold)
 
-    def _ask(self, cause: Cause, situation: Situation, links: Sequence[LinkHealth]) -> None:
+    def _ask(
+        self,
+        cause: Cause,
+        situation: Situation,
+        links: Sequence[LinkHealth],
+        *,
+        evidence: Evidence | None = None,
+        sources: Sources = frozenset(),
+        previous: Plan | None = None,
+    ) -> None:
         """Leave the decision to the host."""
         judgement = self._judgement
-        before = judgement.situation
+        before = copy.copy(judgement)
         detectable_at = judgement.detectable_at(situation, links, self._reported.iteration)
         judgement.made(cause, situation, self._ledger.last_iteration)
         self._pending = Pending(
@@ -276,10 +359,14 @@ class JobController:
                 lost=self._foreign_plan,
                 remaining=self._left(),
                 change_seconds=self._ledger.change_seconds,
+                evidence=evidence or Evidence(),
+                running=self._running,
+                previous=previous,
             ),
             links=tuple(links),
             detectable_at=detectable_at,
             before=before,
+            sources=sources,
         )
 
     def _left(self) -> int:
@@ -300,10 +387,29 @@ class JobController:
         if pending is None or pending.replan is not asked:
             return
         self._pending = None
+        last = self._ledger.last_iteration
+        if proposal.waits:
+            self._judgement = pending.before  # So that the cause comes up again.
+            self._truth.hold(pending.sources, pending.detectable_at, last)
+            if any(f.measured for f in proposal.found if isinstance(f, findings.NotConfirmed)):
+                self._truth.contradict(pending.sources, last)
+        else:
+            self._truth.decided(last)
         if proposal.chosen is None:
             self._keep(now, reasons.reason(asked.cause, pending.links, proposal))
             return
         self._issue(pending, proposal, proposal.chosen, now)
+        if proposal.promise is not None:
+            self._truth.begin(
+                Trial(
+                    version=self._wanted.version,
+                    previous=asked.running,
+                    sources=pending.sources,
+                    promise=proposal.promise,
+                    before=pending.before.situation,
+                    since=pending.detectable_at,
+                )
+            )
         if asked.cause in ("profile", "memory") and not any(asked.situation.slow):
             self._baseline = replace(self._wanted, version=0, routes=self._first.routes)
 
@@ -323,7 +429,8 @@ class JobController:
         if asked.cause in ("slow", "worse", "restart"):
             self._pacing.hurried(finished)
         moves_back = len(chosen.plan.delegated) < len(asked.current.delegated)
-        self._pacing.issued(finished, returning=record.kind == "return" or moves_back)
+        returning = record.kind == "return" or (moves_back and record.kind != "revert")
+        self._pacing.issued(finished, returning=returning)
         self._ledger.records.append(record)
         line = reasons.short(self._plan_version, asked.cause, pending.links, proposal)
         self._log(now, record.kind, record.reason, line, self._plan_version)
@@ -333,10 +440,19 @@ class JobController:
     ) -> AdaptationRecord:
         """The record of a new plan, as far as known when it is issued."""
         asked, plan = pending.replan, chosen.plan
-        returns = asked.cause not in ("slow", "worse", "memory") and plan.runs_as(asked.baseline)
+        kind: Literal["adapt", "return", "revert"] = "adapt"
+        if asked.cause == "undelivered":
+            kind = "revert"
+        elif asked.cause not in ("slow", "worse", "memory") and plan.runs_as(asked.baseline):
+            kind = "return"
+        promised = None
+        if proposal.promise is not None:
+            promised = proposal.promise.gain
+        elif proposal.current is not None and proposal.current.seconds > 0:
+            promised = 1 - chosen.seconds / proposal.current.seconds
         return AdaptationRecord(
             plan_version=self._plan_version,
-            kind="return" if returns else "adapt",
+            kind=kind,
             detected_at=now,
             detected_at_iteration=self._reported.iteration,
             detectable_at=pending.detectable_at,
@@ -347,6 +463,7 @@ class JobController:
             routes=list(plan.routes),
             predicted_seconds_before=proposal.current.seconds if proposal.current else None,
             predicted_seconds_after=chosen.seconds,
+            promised=promised,
             peak_memory_before=self._reported.stages.peak_memory(),
             device_limits_before=list(asked.current.device_limits),
             device_limits_after=list(plan.device_limits),
@@ -366,7 +483,7 @@ class JobController:
     def _log(
         self,
         now: float,
-        kind: Literal["adapt", "return", "keep"],
+        kind: Literal["adapt", "return", "revert", "keep"],
         reason: str,
         line: str,
         plan_version: int | None = None,
@@ -386,7 +503,7 @@ class JobController:
 
     def snapshot(self) -> dict[str, Any]:
         """The state that :meth:`restore` needs, as data for JSON."""
-        judged = self._pending.before if self._pending else self._judgement.situation
+        judged = (self._pending.before if self._pending else self._judgement).situation
         reported, baseline = self._reported, None
         if self._baseline != self._first:
             baseline = PlanMessage.of(self._baseline)
@@ -403,6 +520,7 @@ class JobController:
             slow_series=reported.links.delays(),
             records=self.records,
             baseline=baseline,
+            doubts=self._truth.doubts(),
             footprints=[(f.activation_bytes, f.offload_copy) for f in reported.stages.footprints],
         ).model_dump(mode="json")
 
@@ -427,11 +545,13 @@ class JobController:
             self._plan_version = max(saved.plan_version, saved.directive.plan_version)
             self._directive = saved.directive
         self._wanted, self._baseline = saved.plans(self._first)
+        self._running = self._wanted
         if len(saved.footprints) == stages:
             reported.stages.restore_footprints(saved.footprints)
         judged = saved.judged(judgement.situation.stages)
         if judged is not None:
             judgement.situation = judged
+        self._truth.restore_doubts(saved.doubts)
         reported.links.restore_bases(saved.bases)
         reported.links.restore_delays(saved.slow_series)
         return self

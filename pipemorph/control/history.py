@@ -33,15 +33,17 @@ KEPT_DECISIONS = 64
 class AdaptationRecord(BaseModel):
     """One directive and its effect. Times in seconds, memory in bytes per stage.
 
-    ``…_before``: medians over the iterations from ``detectable_at`` until the new plan was in
-    effect, so the old plan under the conditions that caused the change. ``…_after``: medians over
+    ``…_before``: medians over the iterations after ``detectable_at`` until the new plan was in
+    effect, so the old plan under the conditions that caused the change; over iteration
+    ``detectable_at``, in which they began, if there is no other. ``…_after``: medians over
     the first iterations under the new plan. None if nothing was measured.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     plan_version: int
-    kind: Literal["adapt", "return"]
+    kind: Literal["adapt", "return", "revert"]
+    """revert: back to the plan before a change that did not bring its promise."""
     detected_at: float
     """Controller's wall clock, seconds since the Unix epoch."""
     detected_at_iteration: int
@@ -56,6 +58,10 @@ class AdaptationRecord(BaseModel):
     routes: list[Route]
     predicted_seconds_before: float | None
     predicted_seconds_after: float
+    promised: float | None = None
+    """Predicted gain, as a fraction of an iteration with the old plan, overhead included."""
+    measured: float | None = None
+    """The same from measured iterations."""
     iteration_seconds_before: float | None = None
     iteration_seconds_after: float | None = None
     bubble_before: float | None = None
@@ -78,7 +84,7 @@ class Decision(BaseModel):
 
     at: float
     iteration: int
-    kind: Literal["adapt", "return", "keep"]
+    kind: Literal["adapt", "return", "revert", "keep"]
     reason: str
     line: str
     """The text for a terminal, with a short form of the reason."""
@@ -121,6 +127,11 @@ class Ledger:
         """Median time of the newest iterations."""
         newest = sorted(self._iterations)[-count:]
         return _median(self._iterations[i].seconds for i in newest)
+
+    def under(self, plan_version: int) -> list[Finished]:
+        """Iterations that ran under a plan version, as far as they are kept, in order."""
+        kept = (self._iterations[i] for i in sorted(self._iterations))
+        return [each for each in kept if each.plan_version == plan_version]
 
     def newest(self) -> Finished | None:
         return self._iterations.get(self._last)
@@ -181,6 +192,8 @@ class Ledger:
             if len(self._changes) > OPEN_RECORDS:
                 del self._changes[min(self._changes)]
         record.iteration_seconds_after = _median(s.seconds for s in after)
+        if record.iteration_seconds_before and record.iteration_seconds_after is not None:
+            record.measured = 1 - record.iteration_seconds_after / record.iteration_seconds_before
         record.bubble_after = _median(s.bubble_fraction for s in after)
         record.peak_memory_after = peak_memory()
 
@@ -189,8 +202,9 @@ class Ledger:
         if earlier:  # Only iterations of the replaced plan, not of earlier ones.
             plan_version = self._iterations[earlier[-1]].plan_version
             earlier = [i for i in earlier if self._iterations[i].plan_version == plan_version]
-        disturbed = [i for i in earlier if i >= detectable_at]
-        return [self._iterations[i] for i in (disturbed or earlier)[-BEFORE:]]
+        disturbed = [i for i in earlier if i > detectable_at]
+        partly = [i for i in earlier if i == detectable_at]
+        return [self._iterations[i] for i in (disturbed or partly or earlier)[-BEFORE:]]
 
 
 def _median(values: Iterable[float]) -> float | None:

@@ -35,6 +35,8 @@ class Snapshot(BaseModel):
     records: list[AdaptationRecord] = Field(default_factory=list)
     baseline: PlanMessage | None = None
     """The plan for healthy links, if it is not that of the spec."""
+    doubts: dict[int, int] = Field(default_factory=dict)
+    """How often a link, or the op times (-1), were wrong lately."""
     footprints: list[tuple[int | None, float | None]] = Field(default_factory=list)
     """Per stage: activation bytes of one microbatch, and seconds to copy them."""
 

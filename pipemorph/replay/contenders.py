@@ -28,8 +28,8 @@ class Change(NamedTuple):
         return Change(
             record.applied_at_iteration,
             record.reason,
-            _saved(record.predicted_seconds_before, record.predicted_seconds_after),
-            _saved(record.iteration_seconds_before, record.iteration_seconds_after),
+            record.promised,
+            record.measured,
         )
 
 
@@ -156,7 +156,3 @@ def _iterations(trace: LinkTrace, links: Links, static: Plan) -> int:
         now += links.run(static, count, now).makespan
         count += 1
     return count + TAIL
-
-
-def _saved(before: float | None, after: float | None) -> float | None:
-    return 1 - after / before if before and after is not None else None

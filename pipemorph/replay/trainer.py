@@ -242,9 +242,9 @@ class AdaptiveTrainer:
         fused = took.get(OpKind.BW)
         return StageProfile(
             stage=stage,
-            forward=median(took[OpKind.F]),
-            backward_input=median(fused or took[OpKind.B]),
-            backward_weight=0.0 if fused else median(took[OpKind.W]),
+            forward=fmean(took[OpKind.F]),
+            backward_input=fmean(fused or took[OpKind.B]),
+            backward_weight=0.0 if fused else fmean(took[OpKind.W]),
             split="emulated",
             peak_memory=0,
         )

@@ -216,6 +216,8 @@ def _adaptation(record: AdaptationRecord) -> AdaptationSummary:
         warmup_after=list(record.warmup_after),
         iteration_seconds_before=_round(record.iteration_seconds_before),
         iteration_seconds_after=_round(record.iteration_seconds_after),
+        promised=_round(record.promised),
+        measured=_round(record.measured),
         bubble_before=_round(record.bubble_before),
         bubble_after=_round(record.bubble_after),
         peak_memory_before=_memory(record.peak_memory_before),

@@ -66,6 +66,26 @@ class Saves:
 
 
 @dataclass(frozen=True)
+class NotConfirmed:
+    """Measured iterations do not confirm what a change is based on. ``expected``: predicted time of
+    an iteration of the current plan, overhead included; ``gain``: seconds that the change would
+    save; ``measured``: median of the ``iterations`` in this state, None if there are too few."""
+
+    expected: float
+    gain: float
+    iterations: int
+    measured: float | None
+
+
+@dataclass(frozen=True)
+class GoesBack:
+    """The last change did not bring its promise: the plan before it returns, unless it would be
+    slower (``slower``)."""
+
+    slower: bool
+
+
+@dataclass(frozen=True)
 class OffloadWeighed:
     """Offload on some stages. ``copies``: time per microbatch, both ways; ``saves``: time saved per
     iteration, None if there is no plan without offload."""
@@ -100,6 +120,8 @@ Finding = (
     | AtBaseline
     | TooLittle
     | Saves
+    | NotConfirmed
+    | GoesBack
     | OffloadWeighed
     | FusedWeighed
     | MemoryBinds

@@ -66,6 +66,10 @@ class Forecast:
         warmup = spec.schedule.warmup
         self._warmup = tuple(warmup) if warmup is not None else None
 
+    def under(self, situation: Situation) -> Forecast:
+        """Predictions for another situation of the same job."""
+        return Forecast(self._spec, situation)
+
     def problem(self, routes: tuple[Route, ...]) -> Problem:
         """The planning problem with links on ``routes``."""
         problem = problem_for(

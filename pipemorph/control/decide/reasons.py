@@ -52,6 +52,14 @@ def no_room(situation: Situation, memory: int | None) -> str:
     )
 
 
+def doubted(cause: Cause, links: Sequence[LinkHealth], lacking: int) -> str:
+    """A change for this cause needs more iterations, since an earlier one did not pay."""
+    return (
+        f"{_why(cause, links)}; kept the plan: an earlier change for this did not bring what it"
+        f" promised, so {lacking} more iterations must confirm it"
+    )
+
+
 def describe(slow: Sequence[LinkHealth]) -> str:
     """Slow links, with their delays."""
     return ", ".join(
@@ -83,6 +91,8 @@ def _why(cause: Cause, links: Sequence[LinkHealth]) -> str:
             return "the controller does not know the plan in effect"
         case "memory":
             return "the plan in effect exceeds a memory limit"
+        case "undelivered":
+            return "the last change did not bring half of its promise"
         case "recovered":
             return "a link recovered" + (f", {describe(slow)}" if slow else ", none is slow")
         case _:
@@ -123,6 +133,23 @@ def _sentence(finding: findings.Finding) -> str:
                 f" {shown_time(max(0.0, seconds))} over the {max(0, iterations)} iterations left,"
                 f" a change {'has cost' if cost_seen else 'is assumed to cost'} {shown_time(cost)}"
             )
+        case findings.NotConfirmed(expected, gain, iterations, None):
+            return (
+                f"kept the plan: {iterations} iterations in this state are too few to confirm"
+                f" {shown_time(expected)} per iteration and {shown_time(gain)} that a change would"
+                " save"
+            )
+        case findings.NotConfirmed(expected, gain, iterations, measured):
+            assert measured is not None
+            return (
+                f"kept the plan: {iterations} iterations in this state took"
+                f" {shown_time(measured)}, not {shown_time(expected)} as predicted; the"
+                f" {shown_time(gain)} that a change would save are within this error"
+            )
+        case findings.GoesBack(slower):
+            if slower:
+                return "kept the plan: the one before it would be slower"
+            return "the plan before it returns"
         case findings.OffloadWeighed(stages, copies, saves):
             return (
                 f"offload on {shown_stages(stages)} costs {shown_time(copies)} per copied"
@@ -148,6 +175,12 @@ def too_much(excess: Excess) -> str:
 
 def _saves(seconds: float) -> str:
     return f"saves {shown_time(seconds)}" if seconds > 0 else "saves nothing"
+
+
+def outcome(version: int, promised: float, saved: float | None, iterations: int) -> str:
+    """What a change brought; ``promised`` and ``saved`` are fractions of an iteration."""
+    measured = "not measured" if saved is None else f"measured {saved:.1%}"
+    return f"plan v{version}: promised {promised:.1%}, {measured}, after {iterations} iterations"
 
 
 # --- of a change, on a terminal -----------------------------------------------------------
@@ -197,6 +230,8 @@ def _short_why(cause: Cause, links: Sequence[LinkHealth]) -> list[str]:
             return ["unknown plan in effect"]
         case "memory":
             return ["too little memory"]
+        case "undelivered":
+            return ["promise not kept"]
     if not slow:
         return ["links recovered"]
     worst, more = slow[0], f" and {len(slow) - 1} more" if len(slow) > 1 else ""

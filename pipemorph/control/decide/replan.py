@@ -11,13 +11,20 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pipemorph.api.spec import JobSpec
-from pipemorph.control.decide import findings
-from pipemorph.control.decide.forecast import Forecast, Option, Situation, best, runnable
+from pipemorph.control.decide import findings, truth
+from pipemorph.control.decide.forecast import SAME, Forecast, Option, Situation, best, runnable
+from pipemorph.control.decide.truth import Evidence, Promise
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan, Route
 
-Cause = Literal["slow", "worse", "eased", "recovered", "steady", "profile", "memory", "restart"]
-"""Why another decision is needed."""
+Cause = Literal[
+    "slow", "worse", "eased", "recovered", "steady", "profile", "memory", "restart", "undelivered"
+]
+"""Why another decision is needed. undelivered: the last change did not bring what it promised."""
+
+CHECKED: frozenset[Cause] = frozenset({"slow", "worse", "eased", "steady", "profile"})
+"""Causes of changes for a gain, which measured iterations can confirm. When a link has recovered,
+the plan for healthy links returns even if it is no faster."""
 
 UNSEEN_CHANGE = 0.25
 """Assumed cost of a change of plan before one was measured, in iterations of the current plan."""
@@ -27,19 +34,24 @@ UNSEEN_CHANGE = 0.25
 class Replan:
     """The input of one decision.
 
-    ``current``: the plan in effect; ``baseline``: the plan for healthy links; ``lost``: the ranks
-    run a plan that the controller does not know; ``remaining``: iterations that a new plan would
-    run; ``change_seconds``: measured cost of a change, None before the first one.
+    ``current``: the newest plan; ``running``: the plan in effect, which is another one as long as
+    ranks have not changed to the newest; ``baseline``: the plan for healthy links; ``lost``: the
+    ranks run a plan that the controller does not know; ``remaining``: iterations that a new plan
+    would run; ``change_seconds``: measured cost of a change, None before the first one;
+    ``previous``: the plan before the current one, for cause ``undelivered``.
     """
 
     spec: JobSpec
     cause: Cause
     situation: Situation
     current: Plan
+    running: Plan
     baseline: Plan
     lost: bool
     remaining: int
     change_seconds: float | None
+    evidence: Evidence
+    previous: Plan | None = None
 
 
 @dataclass(frozen=True)
@@ -47,7 +59,8 @@ class Proposal:
     """The result of a decision. ``chosen``: the option to change to; None keeps the plan.
 
     ``current``: the plan in effect with its predicted time, None if unknown. ``found``: the
-    findings that the choice is based on, the decisive one first.
+    findings that the choice is based on, the decisive one first. ``promise``: of a chosen option
+    that is for a gain. ``waits``: the cause must come up again, with more measured iterations.
 
     An option that exceeds the memory limits is never chosen. If the plan in effect exceeds them,
     the best option that does not replaces it, whatever it costs.
@@ -56,6 +69,8 @@ class Proposal:
     chosen: Option | None
     current: Option | None
     found: tuple[findings.Finding, ...]
+    promise: Promise | None = None
+    waits: bool = False
 
 
 def propose(asked: Replan) -> Proposal:
@@ -66,6 +81,8 @@ def propose(asked: Replan) -> Proposal:
     forecast = Forecast(asked.spec, asked.situation)
     try:
         current = None if asked.lost else forecast.of(asked.current)
+        if asked.previous is not None and current is not None:
+            return _go_back(asked.previous, forecast, current)
         options = _options(asked, forecast)
         chosen, why = _choose(asked, forecast, options, current)
     except InputError as error:
@@ -76,7 +93,26 @@ def propose(asked: Replan) -> Proposal:
     broken = runnable(chosen.plan) or forecast.excess(chosen.plan)
     if broken is not None:
         return Proposal(None, current, (findings.MustNotRun(broken),))
-    return Proposal(chosen, current, found)
+    if current is None or asked.cause not in CHECKED or not current.seconds > chosen.seconds:
+        return Proposal(chosen, current, found)
+    running = current if asked.running == asked.current else forecast.of(asked.running)
+    promised = truth.promise(forecast, running, chosen, asked.evidence)
+    if promised.seconds <= 0:
+        return Proposal(chosen, current, found)
+    objection = truth.objection(promised, asked.evidence)
+    if objection is not None:
+        return Proposal(None, current, (objection,), waits=True)
+    return Proposal(chosen, current, found, promised)
+
+
+def _go_back(previous: Plan, forecast: Forecast, current: Option) -> Proposal:
+    """The plan before the last change, if it is valid and predicted to be no slower."""
+    broken = runnable(previous) or forecast.excess(previous)
+    if broken is not None:
+        return Proposal(None, current, (findings.MustNotRun(broken),))
+    option = forecast.of(previous)
+    slower = option.seconds > current.seconds * (1 + SAME)
+    return Proposal(None if slower else option, current, (findings.GoesBack(slower),))
 
 
 def _options(asked: Replan, forecast: Forecast) -> list[Option]:

@@ -10,6 +10,7 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide.forecast import Situation
 from pipemorph.control.decide.rate_limit import Pacing
 from pipemorph.control.decide.replan import Cause
+from pipemorph.control.decide.truth import OPS, Sources
 from pipemorph.control.first_plan import initial_problem, initial_routes
 from pipemorph.control.memory_limits import Room, excess
 from pipemorph.control.observe.link_health import Health, LinkHealth
@@ -200,6 +201,20 @@ class Judgement:
             ]
             return pacing.may_return(finished, max(well, default=0))
         return True
+
+    def sources(self, cause: Cause, now: Situation) -> Sources:
+        """What a decision for this cause would be based on."""
+        if cause == "profile":
+            return frozenset({OPS})
+        before, least = self.situation, self.spec.adaptation.min_delay_ms / 1e3
+        slow = [i for i, is_slow in enumerate(now.slow) if is_slow]
+        changed = [
+            i
+            for i in slow
+            if not before.slow[i]
+            or abs(now.delays[i] - before.delays[i]) > max(least, MATERIAL * before.delays[i])
+        ]
+        return frozenset(changed or slow)
 
     def detectable_at(self, now: Situation, links: Sequence[LinkHealth], iteration: int) -> int:
         """Iteration of the first window that showed the change."""

@@ -13,7 +13,8 @@ from pipemorph.planning.problem import StageTimes
 from pipemorph.wire import StageProfile
 
 WINDOWS = 9
-"""Profiles in a median: a few iterations, so that one pause has no effect."""
+"""Profiles in a median: a few iterations, so that one pause has no effect. A profile has the mean
+of each op in an iteration, since an iteration takes their sum."""
 
 FUSING_PAYS = 0.02
 """Least saving of a fused backward, as a fraction of its parts, for the planner to use it. Less is

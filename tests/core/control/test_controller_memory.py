@@ -17,6 +17,7 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController, initial_plan
 from pipemorph.control.decide.forecast import Forecast, Option, Situation
 from pipemorph.control.decide.replan import Replan, propose
+from pipemorph.control.decide.truth import Evidence
 from pipemorph.control.memory_limits import Room, excess
 from pipemorph.control.observe.stage_profile import StageBook
 from pipemorph.planning import (
@@ -423,10 +424,12 @@ def test_no_proposal_is_ever_over_what_there_is_room_for(
         cause=rng.choice(["slow", "steady", "recovered", "profile", "memory"]),
         situation=situation,
         current=first,
+        running=first,
         baseline=first,
         lost=rng.random() < 0.2,
         remaining=100,
         change_seconds=None,
+        evidence=Evidence(),
     )
     proposal = propose(asked)
     fits = excess(first, rooms) is None

@@ -50,30 +50,31 @@ def stage_profile(
     footprint: Footprint = Footprint(),
     copies: Sequence[TimedCopy] = (),
 ) -> StageProfile:
-    """Medians over one iteration's ops. A fused backward counts as ``backward_input``.
+    """Means over one iteration's ops, since an iteration takes their sum. A fused backward counts
+    as ``backward_input``.
 
     The time of ``copies`` is subtracted from the ops that they are part of, so that F and B do not
     depend on which microbatches a plan offloads. It is reported separately as ``offload_copy``: the
     median of the longer direction if there were copies, else the time from the self-test.
 
-    ``fused_backward`` is reported for an emulated stage only: the median BW if there was one, else
+    ``fused_backward`` is reported for an emulated stage only: the mean BW if there was one, else
     B + W times its ratio.
     """
     copying = {(copy.kind, copy.microbatch): copy.end - copy.start for copy in copies}
 
-    def median(*kinds: OpKind) -> float:
+    def mean(*kinds: OpKind) -> float:
         times = [
             max(0.0, op.end - op.start - copying.get((op.kind, op.microbatch), 0.0))
             for op in ops
             if op.kind in kinds
         ]
-        return statistics.median(times) if times else 0.0
+        return statistics.fmean(times) if times else 0.0
 
-    backward = median(OpKind.B, OpKind.BW)
-    weight = 0.0 if split == "fused" else median(OpKind.W)
+    backward = mean(OpKind.B, OpKind.BW)
+    weight = 0.0 if split == "fused" else mean(OpKind.W)
     return StageProfile(
         stage=stage,
-        forward=median(OpKind.F),
+        forward=mean(OpKind.F),
         backward_input=backward,
         backward_weight=weight,
         split=split,
