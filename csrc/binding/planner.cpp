@@ -22,8 +22,8 @@ namespace pipemorph::planner {
 namespace {
 
 using CostsTuple = std::tuple<int, std::array<std::vector<double>, kKinds + 1>, std::vector<double>,
-                              std::vector<int>, std::vector<int>, std::vector<bool>,
-                              std::vector<double>, std::vector<int>>;
+                              std::vector<double>, std::vector<int>, std::vector<int>,
+                              std::vector<bool>, std::vector<double>, std::vector<int>>;
 using Ran = std::tuple<std::vector<nb::bytes>, std::vector<std::vector<double>>,
                        std::vector<std::vector<double>>, std::vector<std::vector<double>>,
                        std::vector<std::vector<double>>, std::vector<std::vector<double>>>;
@@ -34,11 +34,12 @@ void expect(bool holds, const char* message) {
 
 Costs to_costs(CostsTuple given, std::vector<int> caps = {}, std::vector<int> warmup = {}) {
     Costs costs;
-    auto& [n, took, delay, queues, outstanding, half_duplex, copy, device_limits] = given;
+    auto& [n, took, delay, transfer, queues, outstanding, half_duplex, copy, device_limits] = given;
     costs.microbatches = n;
     costs.stages = static_cast<int>(took[kForward].size());
     for (int kind = 0; kind <= kKinds; ++kind) costs.took[kind] = std::move(took[kind]);
     costs.delay = std::move(delay);
+    costs.transfer = std::move(transfer);
     costs.queues = std::move(queues);
     costs.outstanding = std::move(outstanding);
     costs.half_duplex = std::move(half_duplex);
@@ -55,8 +56,9 @@ Costs to_costs(CostsTuple given, std::vector<int> caps = {}, std::vector<int> wa
     expect(costs.copy.size() == stages && costs.device_limits.size() == stages,
            "expected a copy time and a device limit per stage");
     expect(costs.warmup.empty() || costs.warmup.size() == stages, "expected a warm-up per stage");
-    expect(costs.delay.size() == links && costs.queues.size() == links &&
-               costs.outstanding.size() == links && costs.half_duplex.size() == links,
+    expect(costs.delay.size() == links && costs.transfer.size() == links &&
+               costs.queues.size() == links && costs.outstanding.size() == links &&
+               costs.half_duplex.size() == links,
            "expected one link fewer than stages");
     const auto in_range = [n = n](int cap) { return cap >= 1 && cap <= n; };
     expect(std::all_of(costs.caps.begin(), costs.caps.end(), in_range) &&
@@ -108,12 +110,13 @@ std::pair<std::vector<std::vector<double>>, std::vector<std::vector<double>>> ar
 }
 
 Ran in_order(const CostsTuple& given, const std::vector<nb::bytes>& ranks,
-             const std::vector<std::vector<int>>& stages_of, DelayAt delay_at) {
+             const std::vector<std::vector<int>>& stages_of, DelayAt delay_at,
+             DelayAt transfer_at) {
     const Costs costs = to_costs(given);
     const Order order = to_ranks(ranks, stages_of, costs);
     InOrder execution(costs, stages_of);
     if (delay_at)
-        execution.run(order, std::move(delay_at));
+        execution.run(order, std::move(delay_at), std::move(transfer_at));
     else
         execution.run(order);
     std::vector<nb::bytes> codes;
@@ -141,14 +144,15 @@ double makespan(const CostsTuple& given, const std::vector<nb::bytes>& ranks,
 }
 
 Ran online(const CostsTuple& given, std::vector<int> caps, std::vector<int> warmup,
-           bool exact_warmup, std::vector<bool> fused, std::vector<int> slots, DelayAt delay_at) {
+           bool exact_warmup, std::vector<bool> fused, std::vector<int> slots, DelayAt delay_at,
+           DelayAt transfer_at) {
     const Costs costs = to_costs(given, std::move(caps), std::move(warmup));
     expect(!costs.warmup.empty(), "expected a warm-up per stage");
     expect(fused.size() == costs.caps.size(), "expected for every stage whether it is fused");
     expect(slots.empty() || slots.size() == costs.delay.size(), "expected slots for every link");
     const Rules rules{costs.warmup, costs.caps, exact_warmup, std::move(fused), std::move(slots)};
     FirstReady execution(costs, rules);
-    execution.run(std::move(delay_at));
+    execution.run(std::move(delay_at), std::move(transfer_at));
     auto [above, below] = arrivals_of(execution.core());
     Ran all{{}, {}, {}, {}, std::move(above), std::move(below)};
     for (const auto& ran : execution.ran()) {
@@ -223,10 +227,10 @@ NB_MODULE(_planner, module) {
     namespace planner = pipemorph::planner;
     module.doc() = "Executes schedules, and the search of the pipemorph policy.";
     module.def("in_order", &planner::in_order, "costs"_a, "ranks"_a, "stages_of"_a,
-               "delay_at"_a.none());
+               "delay_at"_a.none(), "transfer_at"_a.none());
     module.def("makespan", &planner::makespan, "costs"_a, "ranks"_a, "stages_of"_a);
     module.def("online", &planner::online, "costs"_a, "caps"_a, "warmup"_a, "exact_warmup"_a,
-               "fused"_a, "slots"_a, "delay_at"_a.none());
+               "fused"_a, "slots"_a, "delay_at"_a.none(), "transfer_at"_a.none());
     module.def("search", &planner::run_search, "costs"_a, "caps"_a, "warmup"_a, "paper_warmup"_a,
                "start"_a, "listing_effort"_a, "shifting_effort"_a);
     module.def("lower_bound", &planner::lower_bound, "costs"_a, "caps"_a);

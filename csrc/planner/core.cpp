@@ -15,6 +15,7 @@ Core::Core(const Costs& costs, std::vector<std::vector<int>> stages_of)
       rank_of_(costs.stages),
       arrivals_(costs.stages, costs.microbatches),
       shared_(costs.delay.size()),
+      wires_(2 * costs.delay.size()),
       agenda_(ranks()),
       running_(stages_of_.size()),
       idle_(stages_of_.size()),
@@ -37,6 +38,8 @@ Core::Core(const Costs& costs, std::vector<std::vector<int>> stages_of)
                 its.outstanding = costs.outstanding[its.link];
                 its.queues = costs.queues[its.link];
                 its.half_duplex = costs.half_duplex[its.link];
+                its.transfer = costs.transfer[its.link];
+                its.wire = &wires_[2 * its.link + (kind != kForward && !its.half_duplex)];
                 its.output = arrivals_.row(counted, its.to);
             }
             ways_.push_back(its);
@@ -51,6 +54,7 @@ void Core::reset() {
     std::fill(arrivals_.row(kForward, 0), arrivals_.row(kForward, 0) + costs_.microbatches, 0.0);
     for (auto& done : done_) std::fill(done.begin(), done.end(), 0);
     for (auto& residency : residency_) residency.clear();
+    std::fill(wires_.begin(), wires_.end(), 0.0);
     std::fill(idle_.begin(), idle_.end(), false);
 }
 

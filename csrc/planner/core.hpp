@@ -116,7 +116,10 @@ class Core {
     // Before a run: `delay` in place of the problem's, kept by the caller until the run is over, or
     // delays that change.
     void set_delay(const std::vector<double>& delay) { delay_ = &delay; }
-    void set_delay_at(DelayAt delay_at) { delay_at_ = std::move(delay_at); }
+    void set_delay_at(DelayAt delay_at, DelayAt transfer_at = nullptr) {
+        delay_at_ = std::move(delay_at);
+        transfer_at_ = std::move(transfer_at);
+    }
 
     const Costs& costs() const { return costs_; }
     int ranks() const { return static_cast<int>(stages_of_.size()); }
@@ -254,11 +257,12 @@ class Core {
         int to = -1, link = 0;  // the stage that gets the messages, -1 for none
         int outstanding = 0, queues = 0;
         bool half_duplex = false;
-        double took = 0.0;
+        double took = 0.0, transfer = 0.0;
         int* done = nullptr;
         // Arrivals by microbatch: of what the ops wait for, and of what they send. The last stage
         // has its gradient at the end of its F.
         double *input = nullptr, *output = nullptr;
+        double* wire = nullptr;        // when the link has sent all it was given
         const double* tail = nullptr;  // least time from the start of each op to the end
     };
 
@@ -292,20 +296,30 @@ class Core {
     double send(const Way& its, int m, double now) {
         if (its.to < 0 || !(its.half_duplex || delay_at_)) return announce(its, m, now);
         const double delay = delay_at_ ? delay_at_(its.link, now) : (*delay_)[its.link];
-        if (!its.half_duplex) return its.output[m] = leaves(its, m, now) + delay;
+        const double transfer = transfer_at_ ? transfer_at_(its.link, now) : its.transfer;
+        if (!its.half_duplex)
+            return its.output[m] = sent(its, leaves(its, m, now), transfer) + delay;
         auto& history = shared_[its.link];
         const size_t queues = its.queues;
         double busy = now;
         if (queues && history.size() >= queues) busy = history[history.size() - queues];
-        history.push_back(std::max(now, busy) + delay);
+        history.push_back(sent(its, std::max(now, busy), transfer) + delay);
         return its.output[m] = history.back();
     }
     // The same ahead of time, for links with independent directions: arrivals follow from the
     // sender alone.
     double announce(const Way& its, int m, double free) {
-        if (its.to >= 0) return its.output[m] = leaves(its, m, free) + (*delay_)[its.link];
+        if (its.to >= 0)
+            return its.output[m] =
+                       sent(its, leaves(its, m, free), its.transfer) + (*delay_)[its.link];
         if (its.output) its.output[m] = free;
         return kNever;
+    }
+    // When the last byte of a message is sent: one message at a time for `transfer`. A message that
+    // takes no time waits for none.
+    double sent(const Way& its, double at, double transfer) const {
+        if (transfer == 0.0) return at;
+        return *its.wire = std::max(at, *its.wire) + transfer;
     }
     double leaves(const Way& its, int m, double now) const {
         return its.queues && m >= its.queues ? std::max(now, its.output[m - its.queues]) : now;
@@ -313,14 +327,15 @@ class Core {
 
     const Costs& costs_;
     const std::vector<double>* delay_;
-    DelayAt delay_at_;
+    DelayAt delay_at_, transfer_at_;
     std::vector<std::vector<int>> stages_of_;
     std::vector<int> rank_of_;
     Times arrivals_;
     std::vector<int> done_[kKinds];
-    std::vector<Way> ways_;                      // into arrivals_ and done_
+    std::vector<Way> ways_;                      // into arrivals_, done_ and wires_
     std::vector<Residency> residency_;           // empty: no stage offloads
     std::vector<std::vector<double>> shared_;    // arrivals over each half-duplex link
+    std::vector<double> wires_;                  // forward and backward of each link
     std::array<const double*, kKinds> tails_{};  // as in ways_
     Agenda agenda_;
     std::vector<Op> running_;

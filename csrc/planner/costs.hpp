@@ -22,7 +22,8 @@ struct Costs {
     int microbatches = 0;
     int stages = 0;
     std::vector<double> took[kKinds + 1];  // per kind and stage
-    std::vector<double> delay;             // per link, as the next three
+    std::vector<double> delay;             // per link, as the next four
+    std::vector<double> transfer;          // how long one message occupies the link's direction
     std::vector<int> queues;
     std::vector<int> outstanding;
     std::vector<bool> half_duplex;
@@ -39,7 +40,7 @@ struct Costs {
     }
 };
 
-// (link, time of send) -> delay, for delays that change within an iteration.
+// (link, time of send) -> delay or transfer, where they change within an iteration.
 using DelayAt = std::function<double(int, double)>;
 
 // One number per op.

@@ -33,9 +33,9 @@ double InOrder::run(const Order& order, const std::vector<double>& delay, const 
     return finish(core_.run_as_known(row_of, tail, limit));
 }
 
-double InOrder::run(const Order& order, DelayAt delay_at) {
+double InOrder::run(const Order& order, DelayAt delay_at, DelayAt transfer_at) {
     begin(order);
-    core_.set_delay_at(std::move(delay_at));
+    core_.set_delay_at(std::move(delay_at), std::move(transfer_at));
     const double makespan = finish(core_.run_in_time(*this));
     core_.set_delay_at(nullptr);
     return makespan;

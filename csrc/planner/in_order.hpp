@@ -18,8 +18,8 @@ class InOrder {
     double run(const Order& order) { return run(order, core_.costs().delay); }
     double run(const Order& order, const std::vector<double>& delay, const Times* tail = nullptr,
                double limit = kNever);
-    // With delays that change within the iteration.
-    double run(const Order& order, DelayAt delay_at);
+    // With delays and, if given, transfers that change within the iteration.
+    double run(const Order& order, DelayAt delay_at, DelayAt transfer_at = nullptr);
 
     // About the last run.
     const Core& core() const { return core_; }

@@ -9,7 +9,17 @@ namespace {
 double arrival(const Costs& costs, int link, const double* arrivals, int m, double sent) {
     const int queues = costs.queues[link];
     const double leaves = queues && m >= queues ? std::max(sent, arrivals[m - queues]) : sent;
-    return leaves + costs.delay[link];
+    const double transfer = costs.transfer[link];
+    const double arrives = leaves + transfer + costs.delay[link];
+    return m && transfer > 0 ? std::max(arrives, arrivals[m - 1] + transfer) : arrives;
+}
+
+// Least time from the end of an op to the end of the iteration, by way of its message: it is sent,
+// and after it those of all later microbatches. `after`: the same for the next microbatch.
+double by_message(const Costs& costs, int link, double received, double after) {
+    const double transfer = costs.transfer[link];
+    const double alone = costs.delay[link] + transfer + received;
+    return transfer > 0 ? std::max(alone, transfer + after) : alone;
 }
 
 struct Job {
@@ -93,6 +103,7 @@ Times heads(const Costs& costs, const std::vector<int>& caps) {
 Times tails(const Costs& costs, const std::vector<int>& caps) {
     const int n = costs.microbatches, stages = costs.stages;
     Times times(stages, n + 1);
+    std::vector<double> down(stages), up(stages);  // by way of the messages of microbatch m + 1
     for (int m = n - 1; m >= 0; --m) {
         const int left = n - m;
         for (int i = 0; i < stages; ++i) {
@@ -105,7 +116,8 @@ Times tails(const Costs& costs, const std::vector<int>& caps) {
             const int held = std::max(0, left - caps[i]);
             const double freed = held ? forward[m + caps[i]] : 0.0;
             weight[m] = std::max(w + std::max(weight[m + 1], freed), left * w + held * (f + b));
-            const double above = i ? costs.delay[i - 1] + times.row(kBackward, i - 1)[m] : 0.0;
+            const double above =
+                i ? up[i] = by_message(costs, i - 1, times.row(kBackward, i - 1)[m], up[i]) : 0.0;
             const double after = b + std::max({weight[m], backward[m + 1], above});
             const double last = m < n - 1 ? backward[n - 1] - b : 0.0;
             backward[m] =
@@ -118,7 +130,9 @@ Times tails(const Costs& costs, const std::vector<int>& caps) {
             const double* backward = times.row(kBackward, i);
             const int held = std::max(0, left - caps[i]);
             const double below =
-                i < stages - 1 ? costs.delay[i] + times.row(kForward, i + 1)[m] : 0.0;
+                i < stages - 1
+                    ? down[i] = by_message(costs, i, times.row(kForward, i + 1)[m], down[i])
+                    : 0.0;
             const double after = f + std::max({forward[m + 1], backward[m], below});
             // On this stage: everything from here on; up to the last B; up to the last F.
             const double last_backward = backward[n - 1] - b;

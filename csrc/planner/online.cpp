@@ -5,8 +5,8 @@ namespace pipemorph::planner {
 FirstReady::FirstReady(const Costs& costs, const Rules& rules)
     : rules_(rules), core_(costs, one_stage_each(costs.stages)), ran_(costs.stages) {}
 
-void FirstReady::run(DelayAt delay_at) {
-    core_.set_delay_at(std::move(delay_at));
+void FirstReady::run(DelayAt delay_at, DelayAt transfer_at) {
+    core_.set_delay_at(std::move(delay_at), std::move(transfer_at));
     core_.run_in_time(*this);
 }
 

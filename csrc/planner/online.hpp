@@ -24,7 +24,7 @@ class FirstReady {
 
     FirstReady(const Costs& costs, const Rules& rules);
 
-    void run(DelayAt delay_at = nullptr);
+    void run(DelayAt delay_at = nullptr, DelayAt transfer_at = nullptr);
 
     const Core& core() const { return core_; }
     const std::vector<Ran>& ran() const { return ran_; }

@@ -230,7 +230,8 @@ class Search {
         std::vector<int> fewest;
         double up = 0.0;  // from the end of a stage's last B to the end of the last op above it
         for (int i = 0; i < costs_.stages; ++i) {
-            if (i) up += costs_.delay[i - 1] + costs_.took[kBackward][i - 1];
+            if (i)
+                up += costs_.delay[i - 1] + costs_.transfer[i - 1] + costs_.took[kBackward][i - 1];
             const double weight = costs_.took[kWeight][i], idle = up + costs_.took[kWeight][0];
             const int fill = idle < peaks[i] * weight
                                  ? static_cast<int>(std::ceil(idle / weight - kSame))

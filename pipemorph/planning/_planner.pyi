@@ -6,6 +6,7 @@ Costs = tuple[
     int,  # microbatches
     tuple[Sequence[float], ...],  # time of F, B, W and BW per stage
     Sequence[float],  # delay per link
+    Sequence[float],  # transfer per link: how long one message occupies its direction
     Sequence[int],  # queues per link, 0 for no limit
     Sequence[int],  # outstanding sends per link, 0 for no limit
     Sequence[bool],  # per link: both directions share the queues
@@ -23,6 +24,7 @@ def in_order(
     ranks: Sequence[bytes],
     stages_of: Sequence[Sequence[int]],
     delay_at: Callable[[int, float], float] | None,
+    transfer_at: Callable[[int, float], float] | None,
 ) -> Ran:
     """See :func:`pipemorph.planning.simulation.core.in_order`. Raises ValueError if the arguments
     do not fit together, as the others do."""
@@ -39,6 +41,7 @@ def online(
     fused: Sequence[bool],
     slots: Sequence[int],
     delay_at: Callable[[int, float], float] | None,
+    transfer_at: Callable[[int, float], float] | None,
 ) -> Ran:
     """See :func:`pipemorph.planning.simulation.core.online`. ``slots``: empty for no limit."""
 

@@ -40,6 +40,8 @@ def integer(value: object) -> object:
 
 Time = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1e12, allow_inf_nan=False)]
 Count = Annotated[int, BeforeValidator(integer), Field(ge=1)]
+Rate = Annotated[float, BeforeValidator(_number), Field(gt=0, le=1e6, allow_inf_nan=False)]
+"""10^9 bit/s."""
 Messages = Annotated[Count, Field(le=MAX_OPS)]
 """A number of messages, at most as many as a plan can send."""
 
@@ -101,13 +103,16 @@ class Layers(_Model):
 class Link(_Model):
     """The connection of stages *i* and *i+1*, the same in both directions.
 
-    With only ``delay`` it is pure latency: every message arrives ``delay`` after its send.
-    ``queues`` limits how many messages of one direction travel at a time: they are assigned round
-    robin to that many queues, and each occupies its queue for ``delay``. ``outstanding`` limits the
+    With only ``delay`` it is pure latency: every message arrives ``delay`` after its send. With a
+    rate, a message first occupies its direction for ``transfer``, one message at a time: in a file,
+    give the rate as ``gbps`` (10^9 bit/s per direction) with ``message_bytes``; in Python,
+    ``transfer`` in the problem's unit. ``queues`` limits how many messages of one direction travel
+    at a time: they are assigned round robin to that many queues, and each occupies its queue from
+    its first byte to its arrival. ``outstanding`` limits the
     sends of one direction that have not arrived: a further send blocks the *compute* of its stage
     until the oldest has arrived (head-of-line blocking).
 
-    With ``half_duplex`` both directions share the queues, first come, first served. ``slots``
+    With ``half_duplex`` both directions share queues and rate, first come, first served. ``slots``
     limits the forward messages that stage *i+1* has not begun to use; online dispatch delays a
     forward until a slot is free. Static dispatch ignores it.
 
@@ -117,6 +122,9 @@ class Link(_Model):
     """
 
     delay: Time = 0.0
+    transfer: Time = 0.0
+    gbps: Rate | None = None
+    message_bytes: Count | None = None
     queues: Messages | None = None
     outstanding: Messages | None = None
     half_duplex: bool = False
@@ -127,6 +135,24 @@ class Link(_Model):
         if self.half_duplex and self.queues is None:
             raise ValueError("has half_duplex without queues; set queues to 1 or more")
         return self
+
+    @model_validator(mode="after")
+    def _takes_its_time(self) -> Link:
+        if self.gbps is not None:
+            if self.message_bytes is None:
+                raise ValueError("has gbps without message_bytes; set both")
+            object.__setattr__(self, "transfer", transfer_ms(self.message_bytes, self.gbps))
+        return self
+
+    @property
+    def wire_time(self) -> float:
+        """From the first byte of a message to its arrival."""
+        return self.transfer + self.delay
+
+
+def transfer_ms(message_bytes: int, gbps: float) -> float:
+    """Milliseconds that one message occupies a link."""
+    return message_bytes * 8 / (gbps * 1e6)
 
 
 class Problem(_Model):

@@ -88,11 +88,13 @@ def fixpoint_ends(schedule: Schedule, problem: Problem) -> dict[Key, float]:
     """End of every op as the least fixpoint of its constraints (Bellman-Ford, all edges).
 
     Each constraint reads "this is not before that plus so much": ops after the op before
-    them on the stage and after their message; a message after its send, the message before
+    them on the stage and after their message; a message after its send, all others of its
+    direction while they are being sent, the message before
     it in its queue, and the bound on sends; compute after the bound on sends.
     """
     end: dict[Key, float] = {}
     arrival: dict[Key, float] = {}
+    left: dict[Key, float] = {}
     for i, ops in enumerate(schedule.stages):
         for kind, m in ops:
             end[i, kind, m] = 0.0
@@ -150,6 +152,12 @@ def fixpoint_ends(schedule: Schedule, problem: Problem) -> dict[Key, float]:
                 leaves = free
                 if way.queues is not None and m >= way.queues:
                     leaves = max(leaves, history[m - way.queues])
+                if way.transfer:
+                    before = [
+                        left[i, same, m - 1] for same in direction if (i, same, m - 1) in left
+                    ]
+                    leaves = max([leaves, *before]) + way.transfer
+                    left[i, kind, m] = leaves
                 if leaves + way.delay > arrival[i, kind, m]:
                     arrival[i, kind, m] = leaves + way.delay
                     changed = True

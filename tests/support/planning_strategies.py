@@ -22,7 +22,7 @@ def problems(
     queues: bool = True,
     half_duplex: bool = False,
 ) -> Problem:
-    """Stages that differ, several slow links, caps from 1 up, queues and bounded sends."""
+    """Stages that differ, several slow links, caps from 1 up, queues, rates and bounded sends."""
     count = draw(st.integers(1, max_stages))
     cap = st.none() | st.integers(1, max_microbatches) if limits else st.none()
     bound = st.none() | st.integers(1, 3) if queues else st.none()
@@ -33,6 +33,7 @@ def problems(
         links.append(
             Link(
                 delay=draw(st.just(0.0) | times),
+                transfer=draw(st.just(0.0) | times) if queues else 0.0,
                 queues=held,
                 outstanding=draw(bound),
                 half_duplex=half,

@@ -77,7 +77,7 @@ def fit_warmup(wanted: Sequence[int], problem: Problem) -> tuple[int, ...]:
 def paper_warmup(problem: Problem) -> tuple[int, ...]:
     """The paper's warm-up: adapted counts if a link has a delay; else those of the initial plan, if
     memory limits are known."""
-    undisturbed = not any(link.delay for link in problem.links)
+    undisturbed = not any(link.wire_time for link in problem.links)
     if undisturbed and problem.stages[0].in_flight_limit is not None:
         return initial_warmup(problem)
     return adapted_warmup(problem)
@@ -94,7 +94,7 @@ def adapted_warmup(problem: Problem) -> tuple[int, ...]:
     count = problem.stage_count
     warmup = [1] * count
     for i in range(count - 2, -1, -1):
-        here = stages[i].forward + stages[i].backward_input + 2 * links[i].delay
+        here = stages[i].forward + stages[i].backward_input + 2 * links[i].wire_time
         below = stages[i + 1].forward + stages[i + 1].backward_input
         # A rounding error in near-equal times must not add a microbatch.
         slack = ceil(here / below - 1e-9) if here < below * problem.microbatches else 10**6

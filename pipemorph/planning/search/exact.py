@@ -128,6 +128,7 @@ class _Model:
             )
         ]
         self.delay = [self._int(delay) for delay in costs.delay]
+        self.transfer = [self._int(transfer) for transfer in costs.transfer]
         self.start = self._starts()
         self.end: Any = self.model.new_int_var(0, self.horizon, "makespan")
         self._stages(caps)
@@ -189,8 +190,9 @@ class _Model:
                 arrivals = self._messages(link, sender, kind, busy_until)
                 for m, arrival in enumerate(arrivals):
                     self.model.add(self.start[receiver][kind][m] >= arrival)
-                    if self.costs.half_duplex[link] and self.delay[link]:
-                        wires.append(self._interval(arrival - self.delay[link], self.delay[link]))
+                    held = self.transfer[link] + self.delay[link]
+                    if self.costs.half_duplex[link] and held:
+                        wires.append(self._interval(arrival - held, held))
             if wires:
                 # Any order of sends is allowed, also first come, first served: the bound holds.
                 self.model.add_cumulative(wires, [1] * len(wires), self.costs.queues[link])
@@ -211,7 +213,8 @@ class _Model:
         self, link: int, sender: int, kind: int, busy_until: dict[tuple[int, int, int], Any]
     ) -> list[Any]:
         """Arrival of each message of one direction."""
-        took, delay = self.took[sender][kind], self.delay[link]
+        took, transfer = self.took[sender][kind], self.transfer[link]
+        delay = transfer + self.delay[link]
         queues, outstanding = self.costs.queues[link], self.costs.outstanding[link]
         shared = self.costs.half_duplex[link]
         arrivals: list[Any] = []
@@ -222,11 +225,13 @@ class _Model:
                 self.model.add(free >= sent)
                 self.model.add(free >= arrivals[m - outstanding])
                 busy_until[sender, kind, m] = sent = free
-            if shared or (queues and m >= queues):
+            if shared or (queues and m >= queues) or (transfer and m):
                 arrival = self.model.new_int_var(0, self.horizon, "")
                 self.model.add(arrival >= sent + delay)
                 if queues and m >= queues:
                     self.model.add(arrival >= arrivals[m - queues] + delay)
+                if transfer and m:
+                    self.model.add(arrival >= arrivals[m - 1] + transfer)
                 arrivals.append(arrival)
             else:
                 arrivals.append(sent + delay)
@@ -299,6 +304,7 @@ class _Model:
 def _scale(costs: Costs) -> tuple[float, bool]:
     """The scale (integers per unit of time), and whether all times are whole at it."""
     times = [*costs.forward, *costs.backward_input, *costs.backward_weight, *costs.delay]
+    times += costs.transfer
     longest = max(times)
     for scale in _SCALES:
         if longest * scale <= 1e7 and all(

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from pipemorph.planning.ir import Schedule
 from pipemorph.planning.policies.classic import paper_warmup, zero_bubble_warmup
-from pipemorph.planning.problem import Problem
+from pipemorph.planning.problem import Link, Problem
 from pipemorph.planning.simulation import core
 from pipemorph.planning.simulation.costs import Costs
 from pipemorph.planning.simulation.lower_bound import hard_caps, lower_bound
@@ -67,16 +67,31 @@ def search(
         return Found(order, core.makespan(costs, order), lower_bound(problem), n)
     if listing_effort is None:
         listing_effort = max(LISTING_EFFORT, FEWEST_LISTINGS * 3 * n * costs.stage_count)
+    start: list[bytes] = []
+    if any(costs.transfer):
+        # Where links are hardly ever busy, the order for as much delay may be the better one.
+        delayed = problem.model_copy(update={"links": tuple(map(_as_delay, problem.links))})
+        start = search(
+            delayed, listing_effort=listing_effort, shifting_effort=shifting_effort
+        ).order
+    elif not _plain(costs):
+        start = _start(problem, costs, warmup)
     order, makespan, bound = core.compiled.search(
         costs.packed(),
         hard_caps(problem),
         problem.warmup or (),
         warmup,
-        () if _plain(costs) else _start(problem, costs, warmup),
+        start,
         listing_effort,
         shifting_effort,
     )
     return Found(order, makespan, bound, n)
+
+
+def _as_delay(link: Link) -> Link:
+    """The same wire time, without a limit on how many messages share it."""
+    update = {"delay": link.wire_time, "transfer": 0.0, "gbps": None, "message_bytes": None}
+    return link.model_copy(update=update)
 
 
 @cache

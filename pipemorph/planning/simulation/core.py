@@ -76,16 +76,18 @@ def in_order(
     codes: Sequence[bytes],
     stages_of: Sequence[Sequence[int]] | None = None,
     delay_at: DelayAt | None = None,
+    transfer_at: DelayAt | None = None,
 ) -> Ran:
     """Executes each rank's ops in their order; a rank that waits forever stops early.
 
-    ``stages_of[rank]``: the stages of a rank, by default stage *i* on rank *i*. ``delay_at``:
-    delays that change within the iteration, in place of those of ``costs``.
+    ``stages_of[rank]``: the stages of a rank, by default stage *i* on rank *i*. ``delay_at``
+    and ``transfer_at``: delays and transfers that change within the iteration, in place of those of
+    ``costs``; transfers need ``delay_at`` too.
     """
     stages_of = stages_of or [[i] for i in range(costs.stage_count)]
     if compiled is None:
-        return Ran(*reference.in_order(costs, codes, stages_of, delay_at))
-    return Ran(*compiled.in_order(costs.packed(), codes, stages_of, delay_at))
+        return Ran(*reference.in_order(costs, codes, stages_of, delay_at, transfer_at))
+    return Ran(*compiled.in_order(costs.packed(), codes, stages_of, delay_at, transfer_at))
 
 
 def makespan(costs: Costs, codes: Sequence[bytes]) -> float:
@@ -98,14 +100,19 @@ def makespan(costs: Costs, codes: Sequence[bytes]) -> float:
     return ran.makespan if finished else float("inf")
 
 
-def online(costs: Costs, rules: Rules, delay_at: DelayAt | None = None) -> Ran:
+def online(
+    costs: Costs,
+    rules: Rules,
+    delay_at: DelayAt | None = None,
+    transfer_at: DelayAt | None = None,
+) -> Ran:
     """Runs one iteration in which each stage picks its next op by ``rules``.
 
     A stage picks when it becomes free and when a message arrives. Raises :class:`InputError` on a
     deadlock.
     """
     if compiled is None:
-        ran = Ran(*reference.online(costs, rules, delay_at))
+        ran = Ran(*reference.online(costs, rules, delay_at, transfer_at))
     else:
         ran = Ran(
             *compiled.online(
@@ -116,6 +123,7 @@ def online(costs: Costs, rules: Rules, delay_at: DelayAt | None = None) -> Ran:
                 rules.fused,
                 rules.slots or (),
                 delay_at,
+                transfer_at,
             )
         )
     for i, codes in enumerate(ran.codes):
@@ -129,12 +137,18 @@ def online(costs: Costs, rules: Rules, delay_at: DelayAt | None = None) -> Ran:
     return ran
 
 
-def static(schedule: Schedule, costs: Costs, delay_at: DelayAt | None = None) -> Ran:
+def static(
+    schedule: Schedule,
+    costs: Costs,
+    delay_at: DelayAt | None = None,
+    transfer_at: DelayAt | None = None,
+) -> Ran:
     """:func:`in_order` for a whole schedule.
 
     Raises :class:`ScheduleError` that names an op in a deadlock.
     """
-    ran = in_order(costs, [encode(ops) for ops in schedule.stages], None, delay_at)
+    codes = [encode(ops) for ops in schedule.stages]
+    ran = in_order(costs, codes, None, delay_at, transfer_at)
     for i, ops in enumerate(schedule.stages):
         position = len(ran.start[i])
         if position < len(ops):

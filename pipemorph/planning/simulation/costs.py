@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 INF = float("inf")
 
 DelayAt = Callable[[int, float], float]
-"""(link, time of send) → delay, in the problem's unit."""
+"""(link, time of send) → delay or transfer, in the problem's unit."""
 
 
 class Costs(NamedTuple):
     """Times in the problem's unit. ``queues`` and ``outstanding``: 0 for no limit.
 
-    ``whole_backward``: time of a fused backward. ``device_limits``: None for stages without
+    ``transfer``: how long one message occupies its direction of a link. ``whole_backward``: time of
+    a fused backward. ``device_limits``: None for stages without
     offload; else a copy to the host, or back, takes ``offload_copy``.
     """
 
@@ -29,6 +30,7 @@ class Costs(NamedTuple):
     backward_input: list[float]
     backward_weight: list[float]
     delay: list[float]
+    transfer: list[float]
     queues: list[int]
     outstanding: list[int]
     half_duplex: list[bool]
@@ -49,6 +51,7 @@ class Costs(NamedTuple):
             [s.backward_input for s in stages],
             [s.backward_weight for s in stages],
             [link.delay for link in links],
+            [link.transfer for link in links],
             [link.queues or 0 for link in links],
             [link.outstanding or 0 for link in links],
             [link.half_duplex for link in links],
@@ -89,6 +92,7 @@ class Costs(NamedTuple):
             self.microbatches,
             (self.forward, self.backward_input, self.backward_weight, self.whole_backward),
             self.delay,
+            self.transfer,
             self.queues,
             self.outstanding,
             self.half_duplex,
@@ -101,6 +105,7 @@ class Costs(NamedTuple):
         count = len(self.delay)
         return self._replace(
             delay=[0.0] * count,
+            transfer=[0.0] * count,
             queues=[0] * count,
             outstanding=[0] * count,
             half_duplex=[False] * count,

@@ -140,6 +140,7 @@ def validate_interleaved(
         backward_input=no_time,
         backward_weight=no_time,
         delay=no_time[1:],
+        transfer=no_time[1:],
         queues=[0] * len(no_time[1:]),
         outstanding=[0] * len(no_time[1:]),
         half_duplex=[False] * len(no_time[1:]),
@@ -164,10 +165,10 @@ def simulate_interleaved(schedule: InterleavedSchedule, problem: Problem) -> Int
             f"the plan has {schedule.microbatches} microbatches, the problem {problem.microbatches}"
         )
     for i, link in enumerate(problem.links):
-        if link.queues is not None or link.outstanding is not None:
+        if link.queues is not None or link.outstanding is not None or link.transfer:
             raise InputError(
-                f"links[{i}] has queues or outstanding; with several stages per rank only delay"
-                " is supported"
+                f"links[{i}] has queues, outstanding or a rate; with several stages per rank only"
+                " delay is supported"
             )
     for i, limit in enumerate(problem.device_limits()):
         if limit is not None:

@@ -63,8 +63,8 @@ def busiest_stage(costs: Costs) -> float:
         work = costs.microbatches * (f + b)
         best = max(best, down + work + max(costs.microbatches * w, after))
         if i < costs.stage_count - 1:
-            down += f + costs.delay[i]
-            up += b + costs.delay[i]
+            down += f + costs.transfer[i] + costs.delay[i]
+            up += b + costs.transfer[i] + costs.delay[i]
     return best
 
 

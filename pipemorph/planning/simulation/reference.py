@@ -36,10 +36,14 @@ class _Core:
     """The state of an iteration. The arguments are those of :func:`in_order`."""
 
     def __init__(
-        self, costs: Costs, stages_of: Sequence[Sequence[int]], delay_at: DelayAt | None
+        self,
+        costs: Costs,
+        stages_of: Sequence[Sequence[int]],
+        delay_at: DelayAt | None,
+        transfer_at: DelayAt | None,
     ) -> None:
         n, stages = costs.microbatches, costs.stage_count
-        self.costs, self.delay_at = costs, delay_at
+        self.costs, self.delay_at, self.transfer_at = costs, delay_at, transfer_at
         self.last = stages - 1
         self.ranks = len(stages_of)
         self.rank_of = {stage: rank for rank, mine in enumerate(stages_of) for stage in mine}
@@ -49,6 +53,8 @@ class _Core:
         self.residency = [Residency(limit) for limit in costs.device_limits]
         # Arrivals over each half-duplex link, both directions in the order of their sends.
         self.shared: list[list[float]] = [[] for _ in costs.delay]
+        # When each direction of each link has sent all it was given; of half-duplex links one.
+        self.wires = [[0.0, 0.0] for _ in costs.delay]
         self.codes = [bytearray() for _ in stages_of]
         self.start: list[list[float]] = [[] for _ in stages_of]
         self.end: list[list[float]] = [[] for _ in stages_of]
@@ -126,8 +132,8 @@ class _Core:
     def _send(self, op: _Op, now: float) -> tuple[int, float] | None:
         """Hand over the message of an op; returns the receiving rank and the arrival.
 
-        Messages of a direction leave in microbatch order; with half duplex both directions share
-        the queues, first come, first served.
+        Messages of a direction leave in microbatch order, one at a time for the transfer; with half
+        duplex both directions share queues and wire, first come, first served.
         """
         if op.kind == F and op.stage == self.last:
             self.arrival[B][op.stage][op.microbatch] = now
@@ -138,7 +144,14 @@ class _Core:
         delay = self.costs.delay[link] if self.delay_at is None else self.delay_at(link, now)
         history = self.shared[link] if self.costs.half_duplex[link] else row[: op.microbatch]
         busy = history[-queues] if queues and len(history) >= queues else now
-        row[op.microbatch] = arrival = max(now, busy) + delay
+        leaves = max(now, busy)
+        transfer = self.costs.transfer[link]
+        if self.transfer_at is not None:
+            transfer = self.transfer_at(link, now)
+        if transfer:
+            wire, way = self.wires[link], op.kind != F and not self.costs.half_duplex[link]
+            wire[way] = leaves = max(leaves, wire[way]) + transfer
+        row[op.microbatch] = arrival = leaves + delay
         self.shared[link].append(arrival)
         return self.rank_of[to], arrival
 
@@ -148,9 +161,10 @@ def in_order(
     codes: Sequence[bytes],
     stages_of: Sequence[Sequence[int]],
     delay_at: DelayAt | None,
+    transfer_at: DelayAt | None,
 ) -> tuple[Any, ...]:
     """See :func:`pipemorph.planning.simulation.core.in_order`."""
-    core = _Core(costs, stages_of, delay_at)
+    core = _Core(costs, stages_of, delay_at, transfer_at)
 
     def choose(rank: int, now: float) -> tuple[_Op | None, float]:
         position = len(core.codes[rank])
@@ -164,9 +178,11 @@ def in_order(
     return core.run(choose)
 
 
-def online(costs: Costs, rules: Rules, delay_at: DelayAt | None) -> tuple[Any, ...]:
+def online(
+    costs: Costs, rules: Rules, delay_at: DelayAt | None, transfer_at: DelayAt | None
+) -> tuple[Any, ...]:
     """See :func:`pipemorph.planning.simulation.core.online`: the first ready op of B, F, W."""
-    core = _Core(costs, [[i] for i in range(costs.stage_count)], delay_at)
+    core = _Core(costs, [[i] for i in range(costs.stage_count)], delay_at, transfer_at)
     n, slots = costs.microbatches, rules.slots
 
     def choose(i: int, now: float) -> tuple[_Op | None, float]:

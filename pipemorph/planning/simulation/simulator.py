@@ -86,15 +86,23 @@ def simulate(
     device limits and the slots of the links. Raises :class:`ScheduleError` if the schedule is
     invalid or exceeds a cap of the problem.
     """
-    return _execute(schedule, problem, dispatch_mode, warmup or schedule.warmup(), None)
+    return _execute(schedule, problem, dispatch_mode, warmup or schedule.warmup())
 
 
 def simulate_changing(
-    schedule: Schedule, problem: Problem, delay_at: DelayAt, mode: Dispatch = Dispatch.STATIC
+    schedule: Schedule,
+    problem: Problem,
+    delay_at: DelayAt,
+    mode: Dispatch = Dispatch.STATIC,
+    *,
+    transfer_at: DelayAt | None = None,
 ) -> Simulation:
-    """:func:`simulate` with ``delay_at(link, sent)`` instead of the links' delays; queues and
-    limits are the problem's. ``sent``: time since the start of the iteration."""
-    return _execute(schedule, problem, mode, schedule.warmup(), delay_at)
+    """:func:`simulate` with ``delay_at(link, sent)`` instead of the links' delays, and
+    ``transfer_at(link, sent)``, if given, instead of their transfers; queues and limits are the
+    problem's. ``sent``: time since the start of the iteration."""
+    return _execute(
+        schedule, problem, mode, schedule.warmup(), delay_at=delay_at, transfer_at=transfer_at
+    )
 
 
 def _execute(
@@ -102,13 +110,17 @@ def _execute(
     problem: Problem,
     mode: Dispatch,
     warmup: Sequence[int],
-    delay_at: DelayAt | None,
+    *,
+    delay_at: DelayAt | None = None,
+    transfer_at: DelayAt | None = None,
 ) -> Simulation:
     check_fits(schedule, problem)
     costs = Costs.of(problem)
     if mode is Dispatch.STATIC:
         validate(schedule, problem.in_flight_limits(), problem.device_limits())
-        return Simulation.of(core.static(schedule, costs, delay_at), costs.microbatches)
+        return Simulation.of(
+            core.static(schedule, costs, delay_at, transfer_at), costs.microbatches
+        )
     validate(schedule)
     rules = Rules.of(
         problem,
@@ -116,7 +128,7 @@ def _execute(
         fused=fused_stages(schedule),
         slots=[link.slots for link in problem.links],
     )
-    return Simulation.of(core.online(costs, rules, delay_at), costs.microbatches)
+    return Simulation.of(core.online(costs, rules, delay_at, transfer_at), costs.microbatches)
 
 
 def predict(schedule: Schedule, problem: Problem) -> float:

@@ -28,6 +28,7 @@ def uneven(rng: random.Random, problem: Problem) -> Costs:
         backward_input=[rng.uniform(0.1, 9) for _ in costs.forward],
         whole_backward=[rng.uniform(0.1, 9) for _ in costs.forward],
         delay=[rng.uniform(0, 9) for _ in costs.delay],
+        transfer=[rng.choice([0.0, rng.uniform(0, 9)]) for _ in costs.delay],
     )
 
 
@@ -37,6 +38,12 @@ def changing(rng: random.Random) -> DelayAt | None:
         return None
     every, low, high = rng.uniform(1, 9), rng.uniform(0, 3), rng.uniform(3, 20)
     return lambda link, sent: (high if int(sent / every + link) % 2 else low) + sent / 7
+
+
+def both_changing(rng: random.Random) -> tuple[DelayAt | None, DelayAt | None]:
+    """The same, and transfers that change with them."""
+    delay_at = changing(rng)
+    return delay_at, changing(rng) if delay_at is not None else None
 
 
 def same(compiled: Ran, plain: Ran) -> None:
@@ -55,12 +62,12 @@ def test_a_given_order(problem: Problem, seed: int) -> None:
     """Also one that deadlocks: both stop at the same ops."""
     rng = random.Random(seed)
     schedule = random_schedule(rng, problem.stage_count, problem.microbatches)
-    costs, delay_at = uneven(rng, problem), changing(rng)
+    costs, (delay_at, transfer_at) = uneven(rng, problem), both_changing(rng)
     # Orders that exceed a device limit are no valid plans; the core executes them all the same.
     codes = [core.encode(ops) for ops in schedule.stages]
-    ran = core.in_order(costs, codes, None, delay_at)
+    ran = core.in_order(costs, codes, None, delay_at, transfer_at)
     stages_of = [[i] for i in range(problem.stage_count)]
-    same(ran, Ran(*reference.in_order(costs, codes, stages_of, delay_at)))
+    same(ran, Ran(*reference.in_order(costs, codes, stages_of, delay_at, transfer_at)))
     finished = all(len(row) == len(ops) for row, ops in zip(ran.end, codes, strict=True))
     if delay_at is None:
         assert core.makespan(costs, codes) == (ran.makespan if finished else float("inf"))
@@ -70,7 +77,7 @@ def test_a_given_order(problem: Problem, seed: int) -> None:
 @settings(max_examples=examples(150), deadline=None)
 def test_online_dispatch(problem: Problem, seed: int) -> None:
     rng = random.Random(seed)
-    costs, delay_at = uneven(rng, problem), changing(rng)
+    costs, (delay_at, transfer_at) = uneven(rng, problem), both_changing(rng)
     most = problem.microbatches
     warmup: list[int] = []
     for limit in problem.in_flight_limits():
@@ -83,8 +90,8 @@ def test_online_dispatch(problem: Problem, seed: int) -> None:
         slots = [rng.choice([None, x, x + 1]) for x in needed]
     fused = [rng.random() < 0.3 for _ in problem.stages]
     rules = Rules.of(problem, warmup, exact_warmup=exact, fused=fused, slots=slots)
-    ran = core.online(costs, rules, delay_at)
-    same(ran, Ran(*reference.online(costs, rules, delay_at)))
+    ran = core.online(costs, rules, delay_at, transfer_at)
+    same(ran, Ran(*reference.online(costs, rules, delay_at, transfer_at)))
     schedule = core.decode(ran.codes, problem.microbatches)
     validate(schedule, problem.in_flight_limits(), problem.device_limits())
     assert not exact or all(
@@ -113,7 +120,7 @@ def test_several_stages_per_rank(problem: Problem, seed: int) -> None:
             row.append(4 * place + CODE[rows[place].pop(0).kind])
         codes.append(bytes(row))
     ran = core.in_order(costs, codes, stages_of)
-    same(ran, Ran(*reference.in_order(costs, codes, stages_of, None)))
+    same(ran, Ran(*reference.in_order(costs, codes, stages_of, None, None)))
     assert ran == core.in_order(costs, codes, stages_of, lambda link, _: costs.delay[link])
 
 

@@ -172,7 +172,7 @@ def test_overlapped_ops_run_one_after_another() -> None:
             problem(8, 8, ranks=4).model_copy(
                 update={"links": (Link(delay=1, queues=2), *[Link()] * 6)}
             ),
-            "links[0] has queues or outstanding",
+            "links[0] has queues, outstanding or a rate",
         ),
         (
             problem(8, 8, ranks=4).model_copy(
