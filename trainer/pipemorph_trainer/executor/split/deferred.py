@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from pipemorph_trainer.errors import SplitError
-from pipemorph_trainer.executor.torch_private import version
+from pipemorph_trainer.executor.torch_private import grad_dtype, version
 
 
 @dataclass(slots=True)
@@ -202,9 +202,11 @@ def run_weight_work(work: list[LinearWork]) -> None:
 
 
 def accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
-    """Add a gradient to ``parameter.grad``, in the parameter's dtype and layout."""
-    if grad.dtype != parameter.dtype:
-        grad = grad.to(parameter.dtype)
+    """Add a gradient to ``parameter.grad``, in the parameter's layout and in the dtype of its
+    gradient: its own, or the one that FSDP2 reduces in."""
+    dtype = grad_dtype(parameter)
+    if grad.dtype != dtype:
+        grad = grad.to(dtype)
     into = parameter.grad
     if into is not None:
         into.add_(grad)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from pipemorph_trainer.executor.split.deferred import DeferredLinear, Layer, LinearCall, Sink
 from pipemorph_trainer.executor.torch_private import compiled, tensor_hooked
 
 
-def opaque_modules(stage: nn.Module) -> dict[str, str]:
-    """Submodules that cannot be patched or cut inside, by name, each with the reason."""
-    gradient_hookers = _gradient_hookers()
+def opaque_modules(stage: nn.Module, *, sharded: bool = False) -> dict[str, str]:
+    """Submodules that cannot be patched or cut inside, by name, each with the reason. ``sharded``:
+    see :func:`find_layers`."""
+    gradient_hookers = _gradient_hookers(sharded)
     found = {}
     for name, module in stage.named_modules():
         if compiled(module):
@@ -29,12 +32,13 @@ def opaque_modules(stage: nn.Module) -> dict[str, str]:
     return found
 
 
-def _gradient_hookers() -> tuple[type, ...]:
+def _gradient_hookers(sharded: bool) -> tuple[type, ...]:
     """Wrappers that reduce or shard gradients during the backward. Only of modules that are
     imported already, since there are no instances otherwise."""
     known = {
         "torch.nn.parallel": ("DistributedDataParallel",),
-        "torch.distributed.fsdp": ("FullyShardedDataParallel", "FSDPModule"),
+        "torch.distributed.fsdp": ("FullyShardedDataParallel",)
+        + (() if sharded else ("FSDPModule",)),
     }
     return tuple(
         getattr(sys.modules[module], name)
@@ -48,16 +52,21 @@ def _called(name: str) -> str:
     return repr(name) if name else "the stage"
 
 
-def find_layers(stage: nn.Module) -> tuple[list[Layer], dict[str, str]]:
+def find_layers(stage: nn.Module, *, sharded: bool = False) -> tuple[list[Layer], dict[str, str]]:
     """The Linears that can be deferred, and every other trainable parameter with its reason.
 
     A Linear counts only if it is certain to run ``nn.Linear.forward`` on its own plain parameter.
+
+    ``sharded``: for a stage that another trainer has prepared. Its parameters may be sharded by
+    FSDP2, if gradients are reduced after the last W and not in a backward: they are plain while
+    their module runs. And a Linear's forward may have been wrapped: then each call of ``F.linear``
+    with its own weight is deferred.
     """
     owners: dict[int, list[str]] = {}
     for prefix, module in stage.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             owners.setdefault(id(parameter), []).append(f"{prefix}.{name}" if prefix else name)
-    opaque = opaque_modules(stage)
+    opaque = opaque_modules(stage, sharded=sharded)
     layers: list[Layer] = []
     refused: dict[str, str] = {}
     for prefix, module in stage.named_modules():
@@ -70,7 +79,7 @@ def find_layers(stage: nn.Module) -> tuple[list[Layer], dict[str, str]]:
             continue
         reason = next(
             (why for name, why in opaque.items() if _inside(prefix, name)), ""
-        ) or _why_not(module)
+        ) or _why_not(module, sharded)
         for parameter in own.values():
             names = owners[id(parameter)]
             if not reason and len(names) > 1:
@@ -89,7 +98,7 @@ def _inside(name: str, parent: str) -> bool:
     return not parent or name == parent or name.startswith(parent + ".")
 
 
-def _why_not(module: nn.Module) -> str:
+def _why_not(module: nn.Module, sharded: bool) -> str:
     """Why a module's own parameters cannot be deferred; empty if they can."""
     kind = type(module).__name__
     if isinstance(module, nn.utils.parametrize.ParametrizationList):
@@ -98,7 +107,9 @@ def _why_not(module: nn.Module) -> str:
         return f"in a {kind}, which is not an nn.Linear"
     if type(module).forward is not nn.Linear.forward:
         return f"in a {kind}, whose forward is not nn.Linear's"
-    if "forward" in module.__dict__:
+    if isinstance(module.__dict__.get("forward"), (_Forward, _Wrapped)):
+        return "the split of another stage defers it"
+    if "forward" in module.__dict__ and not sharded:
         return f"the forward of this {kind} was replaced"
     for name in ("weight", "bias"):
         if name not in module._parameters:
@@ -106,11 +117,19 @@ def _why_not(module: nn.Module) -> str:
         parameter = module._parameters[name]
         if parameter is None:
             continue
+        if sharded and is_dtensor(parameter):
+            continue  # Its layer checks what it is when it runs.
         if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
             return f"the {name} is a {type(parameter).__name__}, not a plain parameter"
         if not parameter.is_floating_point():
             return f"the {name} is {parameter.dtype}"
     return ""
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor. Does not import the class, which takes long."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 class Patch:
@@ -121,7 +140,7 @@ class Patch:
     """
 
     def __init__(self, layers: list[Layer], sink: Sink) -> None:
-        self._patched = [(layer.module.__dict__, _forward_of(layer, sink)) for layer in layers]
+        self._patched = [(layer.module.__dict__, _Forward(layer, sink)) for layer in layers]
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -133,18 +152,29 @@ class Patch:
             for attributes, _ in self._patched:
                 attributes.pop("forward", None)
 
+    def install(self) -> None:
+        """Replace the forward for good. Copies of a layer have what was there before."""
+        for attributes, forward in self._patched:
+            replaced = attributes.get("forward")
+            attributes["forward"] = _Wrapped(replaced, forward) if replaced else forward
 
-def _forward_of(layer: Layer, sink: Sink) -> Any:
-    module = layer.module
-    calls = {autocast: LinearCall(layer, sink, autocast) for autocast in (False, True)}
 
-    def forward(input: Tensor) -> Tensor:
+class _Forward:
+    """The forward of a Linear whose backward leaves the weight's gradient to W."""
+
+    def __init__(self, layer: Layer, sink: Sink) -> None:
+        self._layer = layer
+        self._calls = [LinearCall(layer, sink, autocast) for autocast in (False, True)]
+
+    def __call__(self, input: Tensor) -> Tensor:
+        module = self._layer.module
         weight, bias = module.weight, module.bias
         if (
             torch.compiler.is_compiling()
             or not torch.is_grad_enabled()
-            or layer.excluded
+            or self._layer.excluded
             or type(input) not in _PLAIN
+            or type(weight) not in _PLAIN
             or not (weight.requires_grad or (bias is not None and bias.requires_grad))
             or tensor_hooked(weight)
             or (bias is not None and tensor_hooked(bias))
@@ -154,11 +184,56 @@ def _forward_of(layer: Layer, sink: Sink) -> Any:
         autocast = torch.is_autocast_enabled(device) and input.dtype != torch.float64
         if autocast:
             input = input.to(torch.get_autocast_dtype(device))
-        call = calls[autocast]
-        result: Tensor = DeferredLinear.apply(input, weight, bias, call)
+        result: Tensor = DeferredLinear.apply(input, weight, bias, self._calls[autocast])
         return result
 
-    return forward
+    def is_own(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+        """Whether these are the arguments of ``F.linear`` in the layer's own forward."""
+        return weight is self._layer.module.weight and bias is self._layer.module.bias
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copied or pickled layer gets its own class's forward."""
+        return _own_forward, (self._layer.module,)
+
+
+def _own_forward(module: nn.Linear) -> MethodType:
+    return MethodType(type(module).forward, module)
+
+
+class _Wrapped:
+    """The forward of a Linear that was replaced before, with its products deferred."""
+
+    def __init__(self, replaced: Any, forward: _Forward) -> None:
+        self._replaced, self._defer = replaced, _DeferProducts(forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._replaced(*args, **kwargs)
+        with self._defer:
+            return self._replaced(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _same, (self._replaced,)
+
+
+def _same(replaced: Any) -> Any:
+    return replaced
+
+
+class _DeferProducts(TorchFunctionMode):
+    """Calls ``forward`` instead of ``F.linear`` with the layer's own parameters."""
+
+    def __init__(self, forward: _Forward) -> None:
+        super().__init__()
+        self._forward = forward
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.nn.functional.linear and self._forward.is_own(*args, **kwargs):
+            return self._forward(args[0] if args else kwargs["input"])
+        return function(*args, **kwargs)
 
 
 _PLAIN = (Tensor, nn.Parameter)

@@ -33,6 +33,7 @@ class ModuleSplit(Splitter):
         self.layers = layers
         self._sink = Sink()
         self._patch = Patch(layers, self._sink)
+        self._before: list[tuple[Layer, nn.Parameter, int | None]] = []
         self._ran: set[int] = set()
         self._names: dict[int, str] = {}
         for layer in layers:
@@ -45,22 +46,39 @@ class ModuleSplit(Splitter):
     def backward_input(self, flight: Flight, output_grads: Sequence[Tensor | None] | None) -> Grads:
         tensors, grads = flight.roots(output_grads)
         flight.outputs = ()
-        work: list[LinearWork] = []
-        flight.work = work
+        flight.work = []
         if tensors:
-            before = self._grad_marks()
-            self._sink.work = work
+            self.begin_deferring()
             try:
                 # Patched here, too, since activation checkpointing calls the layers again.
                 with self._patch():
                     torch.autograd.backward(tensors, grads)
             finally:
-                self._sink.work = None
-            self._exclude_foreign(before, work)
+                flight.work = self.end_deferring()
         return flight.take_input_grads()
 
+    def patch_for_good(self) -> None:
+        """Patch the layers for good, for a caller that neither runs F nor B."""
+        self._patch.install()
+
+    def begin_deferring(self) -> None:
+        """From now on a backward of the patched layers leaves its work to W."""
+        self._before = self._grad_marks()
+        self._sink.work = []
+
+    def end_deferring(self) -> list[LinearWork]:
+        """End what :meth:`begin_deferring` began. Returns the work for W; none if it did not
+        begin."""
+        work, self._sink.work = self._sink.work or [], None
+        self._exclude_foreign(self._before, work)
+        self._before = []
+        return work
+
     def backward_weight(self, flight: Flight) -> None:
-        work: list[LinearWork] = flight.work
+        self.run_weight_work(flight.work)
+
+    def run_weight_work(self, work: list[LinearWork]) -> None:
+        """Run the W of one microbatch. Empties ``work``."""
         for item in work:
             if id(item.layer) not in self._ran:
                 self._ran.add(id(item.layer))
