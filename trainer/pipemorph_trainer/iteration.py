@@ -107,7 +107,8 @@ class Iterations:
             reserve=plans.shapes_known,
             device_times=self._device_times,
             gate=gate,
-            refuses=True,
+            # A stage of another trainer does not restart an iteration.
+            refuses=stage.emulated or stage.module is not None,
         )
         up, down = neighbours.upstream, neighbours.downstream
         self._agreement = Agreement(
@@ -121,7 +122,7 @@ class Iterations:
         self.rounds = Rounds(world=world, wait=wait, report=self._report)
         """Results of the iterations. Its caller ends each iteration."""
         self._deadline = deadline
-        self._warm = stage.module is None
+        self._warm = stage.emulated
         """Whether the first iteration with its self-test is over. Emulated stages need none."""
         self._evaluated = False
         self._training_began = 0.0
@@ -160,7 +161,7 @@ class Iterations:
             self._replicas.sync()
             self._waiting.end()
         self._stage.update()
-        if not self._warm:
+        if not self._warm and self._stage.module is not None:
             self._choose_split()
         self._end(iteration, plan, origin, outcome, loss)
         return loss

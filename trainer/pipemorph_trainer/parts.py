@@ -17,9 +17,8 @@ from pipemorph.planning import Plan
 from pipemorph_trainer.agent import AgentHandle
 from pipemorph_trainer.agent.messages import ControlClient, NoControl
 from pipemorph_trainer.context import TrainerContext
-from pipemorph_trainer.executor.local_stage import OwnStage, device_of
+from pipemorph_trainer.executor.local_stage import OwnStage, Stage, device_of
 from pipemorph_trainer.executor.split.flight import LossFn
-from pipemorph_trainer.executor.stages.emulated import EmulatedStage
 from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
 from pipemorph_trainer.iteration import Iterations
 from pipemorph_trainer.links.channels.arrival import OpClock
@@ -51,7 +50,7 @@ class Parts:
 
     def __init__(
         self,
-        stage: nn.Module | EmulatedStage,
+        stage: Stage,
         context: TrainerContext,
         given: Mapping[str, Any],
         *,
@@ -63,7 +62,7 @@ class Parts:
         control: ControlClient | None,
     ) -> None:
         module = stage if isinstance(stage, nn.Module) else None
-        self.device = device_of(module)
+        self.device = device_of(stage)
         accelerator = accelerator_of(self.device)
         if accelerator is not None:
             # Allocations that name no device then go to the stage's device.
@@ -115,7 +114,10 @@ class Parts:
         rails = self.neighbours.engine.rails if self.neighbours.engine is not None else None
         self.reporter = Reporter(self.coordinate, self.control, ends, rails)
         self.trace = TraceWriter(
-            context.trace_dir, self.coordinate, emulated=module is None, limit=context.trace_bytes
+            context.trace_dir,
+            self.coordinate,
+            emulated=self.stage.emulated,
+            limit=context.trace_bytes,
         )
         self.iterations = Iterations(
             world=self.world, neighbours=self.neighbours, stage=self.stage,
@@ -137,7 +139,7 @@ class Parts:
         )  # fmt: skip
 
     def _open_checkpoints(self, optimizer: torch.optim.Optimizer | None) -> Checkpoints | None:
-        if self.settings.checkpoint is None:
+        if self.settings.checkpoint is None or self.stage.keeper is None:
             return None
         # Its import takes longer than that of torch.
         from pipemorph_trainer.state.checkpoint import Checkpoints

@@ -24,6 +24,7 @@ from pipemorph_trainer.executor.dispatch import Inputs
 from pipemorph_trainer.executor.inputs import check_grad_mode, join
 from pipemorph_trainer.executor.split.flight import LossFn
 from pipemorph_trainer.executor.stages.emulated import EmulatedStage
+from pipemorph_trainer.executor.stages.interface import GivenStage
 from pipemorph_trainer.parts import Parts
 from pipemorph_trainer.settings import DuplexChoice, EngineChoice, RouteChoice
 from pipemorph_trainer.signals import LastWord
@@ -83,7 +84,7 @@ class Pipeline:
 
     def __init__(
         self,
-        stage: nn.Module | EmulatedStage,
+        stage: nn.Module | EmulatedStage | GivenStage,
         *,
         context: TrainerContext,
         loss_fn: LossFn | None = None,

@@ -11,15 +11,17 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from pipemorph.api.mesh import Coordinate
 from pipemorph.control.first_plan import initial_plan
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan
 from pipemorph.wire import PlanMessage
 from pipemorph_trainer.context import TrainerContext
-from pipemorph_trainer.executor.local_stage import mode_of, open_store
+from pipemorph_trainer.executor.local_stage import Stage, mode_of, open_store
 from pipemorph_trainer.executor.offload import ActivationStore
 from pipemorph_trainer.executor.split import Mode
 from pipemorph_trainer.executor.stages.emulated import EmulatedStage
+from pipemorph_trainer.executor.stages.interface import GivenStage
 from pipemorph_trainer.links.engine import EngineOptions
 from pipemorph_trainer.plans.book import check_offload, check_stages
 from pipemorph_trainer.settings import Settings, engine_options
@@ -46,7 +48,7 @@ class Preparation:
 
 
 def prepare(
-    stage: nn.Module | EmulatedStage,
+    stage: Stage,
     context: TrainerContext,
     given: Mapping[str, Any],
     plan: Plan | None,
@@ -66,10 +68,12 @@ def prepare(
     """
     try:
         mode = mode_of(split)
-        if not isinstance(stage, EmulatedStage):
+        if not isinstance(stage, (EmulatedStage, GivenStage)):
             check_stage(stage)
         settings = Settings.choose(context, given, mesh)
         coordinate = settings.mesh.coordinate(context.rank)
+        if isinstance(stage, GivenStage):
+            _check_given(stage, settings, coordinate)
         if plan is None:
             plan = initial_plan(context.job.spec) if context.job is not None else settings.plan()
         check_stages(plan, coordinate)
@@ -90,8 +94,22 @@ def prepare(
     except InputError as error:
         return None, Start(refusal=str(error))
     first = digest(PlanMessage.of(plan).model_dump_json(exclude_defaults=True))
-    held = () if isinstance(stage, EmulatedStage) else held_by(stage)
+    held = held_by(stage) if isinstance(stage, nn.Module) else ()
     return (
         Preparation(settings, plan, mode, store, no_offload, engine),
         Start(mesh=settings.mesh, microbatches=microbatches, plan=first, held=held),
     )
+
+
+def _check_given(stage: GivenStage, settings: Settings, coordinate: Coordinate) -> None:
+    """Raise :class:`InputError` if a given stage has no place here."""
+    if (stage.index, stage.stages) != (coordinate.stage, coordinate.stages):
+        raise InputError(
+            f"{coordinate} of {coordinate.stages} stages was given stage {stage.index} of "
+            f"{stage.stages}; give each rank the stage of its place"
+        )
+    if settings.checkpoint is not None:
+        raise InputError(
+            "the manifest has spec.checkpoint, but this trainer saves its checkpoints itself; leave"
+            " it out"
+        )

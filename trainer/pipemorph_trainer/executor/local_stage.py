@@ -15,7 +15,7 @@ from pipemorph.planning.offload import host_limit, host_peak
 from pipemorph.wire import StageProfile
 from pipemorph_trainer.agent.messages import Offloaded
 from pipemorph_trainer.executor.dispatch import Inputs
-from pipemorph_trainer.executor.inputs import of_stage
+from pipemorph_trainer.executor.inputs import of_stage, signature
 from pipemorph_trainer.executor.offload import ActivationStore
 from pipemorph_trainer.executor.split import Mode, SplitReport, StageRunner
 from pipemorph_trainer.executor.split.flight import LossFn
@@ -27,13 +27,15 @@ from pipemorph_trainer.executor.stage_profile import (
     stage_profile,
 )
 from pipemorph_trainer.executor.stages.emulated import EmulatedRunner, EmulatedStage
-from pipemorph_trainer.executor.stages.interface import Runner
+from pipemorph_trainer.executor.stages.interface import GivenStage, Runner
 from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
 from pipemorph_trainer.topology.accelerator import Accelerator
 
+Stage = nn.Module | EmulatedStage | GivenStage
+
 
 class OwnStage:
-    """A module or an emulated stage, at its place in the pipeline.
+    """The stage of this rank, at its place in the pipeline.
 
     ``microbatches``: N. ``split``: of a module's backward. ``accelerator``: of ``device``; None for
     the CPU. ``store``: host memory for activations; None: they stay on the device.
@@ -41,7 +43,7 @@ class OwnStage:
 
     def __init__(
         self,
-        stage: nn.Module | EmulatedStage,
+        stage: Stage,
         coordinate: Coordinate,
         *,
         loss_fn: LossFn | None,
@@ -58,10 +60,14 @@ class OwnStage:
         self._footprint = _footprint_of(stage)
         self._needs_target = False
         self.module: nn.Module | None = None
-        """None if the stage is emulated."""
+        """None if the stage is emulated or given."""
+        self.emulated = isinstance(stage, EmulatedStage)
         self.runner: Runner
-        self.keeper: nn.Module | EmulatedRunner
-        """The object with the stage's state, for checkpoints."""
+        self.keeper: nn.Module | EmulatedRunner | None = None
+        """The object with the stage's state, for checkpoints; None if it is another trainer's."""
+        if isinstance(stage, GivenStage):
+            self.runner = stage.runner
+            return
         if isinstance(stage, EmulatedStage):
             self.runner = self.keeper = EmulatedRunner(
                 stage, coordinate.stage, coordinate.stages, coordinate.column
@@ -90,8 +96,11 @@ class OwnStage:
         """Microbatches of the arguments that this stage uses, and a signature that changes if the
         shapes of its outputs may change, or which of them need a gradient. ``needs_target``: a
         ``loss_fn`` has to get one."""
-        if not isinstance(self.runner, StageRunner):
+        if self.emulated:
             return Inputs(), ("emulated",)
+        if not isinstance(self.runner, StageRunner):
+            given = Inputs(args, kwargs["microbatches"], target or ())
+            return given, signature((args[:1], given.kwargs[:1]))
         inputs, shapes = of_stage(
             self._coordinate,
             self.microbatches,
@@ -149,11 +158,14 @@ class OwnStage:
             self._store.close()
 
 
-def device_of(module: nn.Module | None) -> torch.device:
-    """Device of a module's first parameter or buffer; the CPU if it has none."""
-    if module is None:
+def device_of(stage: Stage) -> torch.device:
+    """Device of a stage, for a module that of its first parameter or buffer; the CPU if it has
+    none."""
+    if isinstance(stage, GivenStage):
+        return stage.device
+    if isinstance(stage, EmulatedStage):
         return torch.device("cpu")
-    first = next((t for t in (*module.parameters(), *module.buffers())), None)
+    first = next((t for t in (*stage.parameters(), *stage.buffers())), None)
     return first.device if first is not None else torch.device("cpu")
 
 
@@ -168,7 +180,7 @@ def mode_of(split: str) -> Mode:
 
 
 def open_store(
-    stage: nn.Module | EmulatedStage,
+    stage: Stage,
     device: torch.device,
     accelerator: Accelerator | None,
     host_memory: int | None,
@@ -177,6 +189,8 @@ def open_store(
     """The host memory for a stage's activations, of at most ``host_memory`` bytes; None for an
     emulated stage, whose copies only take time. Also returns why the activations must stay on the
     device; empty if they need not."""
+    if isinstance(stage, GivenStage):
+        return None, "its activations belong to torch's stage"
     if host_memory is None:
         return None, (
             "it has no host memory for activations; give adaptation.allowOffload and"
@@ -189,7 +203,7 @@ def open_store(
     return ActivationStore(device, host_memory, accelerator), ""
 
 
-def _footprint_of(stage: nn.Module | EmulatedStage) -> Footprint:
+def _footprint_of(stage: Stage) -> Footprint:
     """The given values of an emulated stage; for a module nothing is known yet."""
     if not isinstance(stage, EmulatedStage):
         return Footprint()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 Split = Literal["module", "graph", "fused", "emulated"]
@@ -14,8 +16,9 @@ Grads = tuple[Tensor | None, ...]
 class Runner(Protocol):
     """Runs the ops of one stage. Ops of one kind come in microbatch order.
 
-    Implemented by :class:`pipemorph_trainer.executor.split.StageRunner` for a module, and by
-    :class:`pipemorph_trainer.executor.stages.emulated.EmulatedRunner` for an emulated stage.
+    Implemented by :class:`pipemorph_trainer.executor.split.StageRunner` for a module, by
+    :class:`pipemorph_trainer.executor.stages.emulated.EmulatedRunner` for an emulated stage, and by
+    :class:`pipemorph_trainer.torch.stage.TorchStageRunner` for one of torch's.
     """
 
     @property
@@ -79,3 +82,18 @@ class Runner(Protocol):
         self, microbatch: int, output_grads: Sequence[Tensor | None] | None = None
     ) -> Grads:
         """Run B and W as one op (BW)."""
+
+
+@dataclass(frozen=True)
+class GivenStage:
+    """A stage of another trainer, which also splits batches, and owns parameters and replicas.
+
+    ``index``, ``stages``: its place in the pipeline. ``step`` takes its microbatches as they are: a
+    list of argument tuples, ``kwargs`` a list of dicts named ``microbatches``, and ``target`` a
+    list.
+    """
+
+    runner: Runner
+    device: torch.device
+    index: int
+    stages: int

@@ -1,0 +1,222 @@
+"""``AdaptiveSchedule`` over torch's own stages: the bits of ``Schedule1F1B``, while it adapts.
+
+One launch runs several cases, since a start of ranks costs more than a case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import run_ranks
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from pipemorph.api.spec import Fault
+from pipemorph.errors import InputError
+from pipemorph.planning import (
+    Link,
+    Plan,
+    Policy,
+    Problem,
+    Route,
+    StageTimes,
+    plan,
+)
+from pipemorph_trainer import TrainerContext
+from pipemorph_trainer.torch import AdaptiveSchedule
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.needs_engine]
+
+WIDTH, BATCH, MICROBATCHES, STEPS = 8, 2, 4, 6
+
+
+class Part(nn.Module):
+    """A stage with two outputs, of which one gets no gradient, and with dropout."""
+
+    def __init__(self, index: int, stages: int) -> None:
+        super().__init__()
+        torch.manual_seed(index)
+        self.first, self.last = index == 0, index == stages - 1
+        if self.first:
+            self.embedding = nn.Embedding(11, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.1)
+        if self.last:
+            self.head = nn.Linear(WIDTH, 11, bias=False)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, scale: Tensor) -> Any:
+        if self.first:
+            mask = (x % 2).to(torch.int32)
+            x = self.embedding(x)
+        assert mask is not None
+        hidden = nn.functional.gelu(self.up(self.norm(x))) * (1 + mask.unsqueeze(-1))
+        x = x + self.drop(self.down(hidden)) * scale.mean()
+        return self.head(x) if self.last else (x, mask)
+
+
+def loss_fn(output: Tensor, target: Tensor, *, weight: float = 1.0) -> Tensor:
+    return weight * nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 11, (BATCH * MICROBATCHES, 5), generator=generator)
+    scale = torch.rand(BATCH * MICROBATCHES, generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), scale
+
+
+def make_plan(
+    version: int, stages: int, policy: Policy, *, routes: Any = (), delay: float = 0.0
+) -> Plan:
+    times = StageTimes(forward=1, backward_input=1, backward_weight=1)
+    problem = Problem(
+        microbatches=MICROBATCHES,
+        stages=(times,) * stages,
+        links=(Link(delay=delay),) * (stages - 1),
+        policy=policy,
+    )
+    return plan(problem).to_plan(version, routes or (Route.DIRECT,) * (stages - 1))
+
+
+@dataclass
+class Seen:
+    """What one run of one rank gave."""
+
+    losses: list[list[float]] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    grads: list[dict[str, Tensor]] = field(default_factory=list)
+    evaluated: list[Any] = field(default_factory=list)
+    plans: list[int] = field(default_factory=list)
+    splits: list[str] = field(default_factory=list)
+
+
+def train(context: TrainerContext, make: Callable[..., Any], **more: Any) -> Seen:
+    """Train one stage for some steps with a schedule of ``make(stages, n, loss_fn)``; evaluate
+    after the second."""
+    rank, world = context.rank, context.world_size
+    part = Part(rank, world)
+    stage = PipelineStage(part, rank, world, torch.device("cpu"))
+    schedule = make(stage, MICROBATCHES, loss_fn, **more)
+    optimizer = torch.optim.AdamW(part.parameters(), 1e-2)
+    adapts = isinstance(schedule, AdaptiveSchedule)
+    seen = Seen()
+    torch.manual_seed(99)
+    for step in range(STEPS):
+        x, target, scale = batch(step)
+        losses: list[Tensor] = []
+        last: dict[str, Any] = {"target": target, "losses": losses} if part.last else {}
+        if adapts and step == 1:
+            routes = (Route.DELEGATED,) * (world - 1)
+            schedule.pipeline.install(make_plan(7, world, Policy.PIPEMORPH, routes=routes))
+        optimizer.zero_grad()
+        out = schedule.step(
+            *([x] if part.first else []), scale=scale, loss_kwargs={"weight": 0.5}, **last
+        )
+        seen.losses.append([loss.item() for loss in losses])
+        seen.outputs.append(out)
+        seen.grads.append(
+            {n: p.grad.clone() for n, p in part.named_parameters() if p.grad is not None}
+        )
+        if adapts:
+            seen.plans.append(schedule.pipeline.plan.version)
+            seen.splits.append(schedule.pipeline.split)
+        optimizer.step()
+        if step == 2:
+            state = torch.get_rng_state()
+            part.eval()
+            with torch.no_grad():
+                found = schedule.eval(*([x] if part.first else []), scale=scale, **last)
+            seen.evaluated.append((found, [loss.item() for loss in losses]))
+            part.train()
+            torch.set_rng_state(state)
+    if adapts:
+        schedule.close()
+    return seen
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def join(context: TrainerContext) -> None:
+    dist.init_process_group("gloo", rank=context.rank, world_size=context.world_size,
+        init_method=f"tcp://{context.master_addr}:{context.master_port}")  # fmt: skip
+
+
+def adaptive(stage: PipelineStage, *args: Any, **kwargs: Any) -> AdaptiveSchedule:
+    return AdaptiveSchedule([stage], *args, deadline_seconds=30.0, **kwargs)
+
+
+def compare(context: TrainerContext) -> list[str]:
+    return list(differences(context))
+
+
+def differences(context: TrainerContext) -> Iterator[str]:
+    join(context)
+    wanted = train(context, Schedule1F1B)
+    stages = context.world_size
+    cases: dict[str, dict[str, Any]] = {
+        "as it comes": {},
+        "whole backward": {"split": "fused"},
+        "1f1b": {"plan": make_plan(0, stages, Policy.ONE_F_ONE_B)},
+        "slow link": {
+            "plan": make_plan(0, stages, Policy.PIPEMORPH, delay=5.0),
+            "faults": [Fault(link=0, delay_ms=20.0)],
+        },
+    }
+    for name, options in cases.items():
+        found = train(context, partial(adaptive, context=context), **options)
+        for what in ("losses", "outputs", "grads", "evaluated"):
+            if not same(getattr(found, what), getattr(wanted, what)):
+                yield f"{name}: {what} differ"
+        # It is in force when stage 0 has heard that the others hold it.
+        if found.plans != sorted(found.plans) or found.plans[0] or found.plans[-3:] != [7] * 3:
+            yield f"{name}: plans {found.plans}"
+        usual = "fused" if name == "whole backward" else "module"
+        if set(found.splits) != {usual}:
+            yield f"{name}: splits {found.splits}"
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_losses_and_gradients_are_those_of_1f1b(stages: int) -> None:
+    assert run_ranks(stages, compare) == [[]] * stages
+
+
+def misfits(context: TrainerContext) -> list[str]:
+    join(context)
+    part = Part(context.rank, 2)
+    stage = PipelineStage(part, 1 - context.rank, 2, torch.device("cpu"))
+    told = []
+    for make in (
+        lambda: AdaptiveSchedule([stage], 4, loss_fn, context=context),
+        lambda: AdaptiveSchedule([stage, stage], 4, loss_fn, context=context),
+        lambda: AdaptiveSchedule([stage], 4, loss_fn, context=context, split="torch"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(InputError) as raised:
+            make()
+        told.append(str(raised.value))
+    return told
+
+
+def test_what_does_not_fit_is_refused_in_one_line() -> None:
+    for told in run_ranks(2, misfits):
+        assert told == [
+            "rank 0: rank 0 (stage 0) of 2 stages was given stage 1 of 2; give each rank the stage"
+            " of its place (1 other rank cannot start either)",
+            "stages are: PipelineStage, PipelineStage; expected a list with one PipelineStage",
+            "split is 'torch'; expected module or fused",
+        ]

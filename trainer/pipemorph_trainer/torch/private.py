@@ -1,0 +1,126 @@
+"""What the adaptive schedule uses of torch's pipelining without a promise: the only module that
+names it, with a check of the installed torch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, _Action
+from torch.distributed.tensor import DTensor
+
+_STAGE = {
+    "forward_one_chunk": ("fwd_chunk_id", "args", "kwargs", "save_forward_output"),
+    "backward_one_chunk": ("bwd_chunk_id", "loss", "full_backward"),
+    "backward_weight_one_chunk": ("bwd_chunk_id",),
+    "set_local_fwd_input": ("prev_stage_outputs", "mb_index"),
+    "set_local_bwd_input": ("next_stage_bwd_outputs", "mb_index"),
+    "get_local_bwd_output": ("mb_index",),
+    "clear_runtime_states": (),
+    "perform_reduce_grad": ("grad_scale_factor",),
+}
+_SCHEDULE = {
+    "_initialize_stages": ("args", "kwargs", "target", "loss_kwargs"),
+    "_check_inputs": ("arg_mbs", "kwarg_mbs", "target_mbs", "losses"),
+    "_maybe_compute_loss": ("stage", "output", "target_mbs", "mb_index", "loss_kwargs"),
+    "_maybe_get_loss": ("stage", "mb_index"),
+    "_update_losses": ("stages", "losses"),
+    "_step_microbatches": (
+        "arg_mbs", "kwarg_mbs", "target_mbs", "losses", "return_outputs", "loss_kwargs",
+    ),
+}  # fmt: skip
+
+
+def missing() -> str:
+    """What this torch lacks, in one line; empty if it lacks nothing."""
+    for owner, wanted in ((PipelineStage, _STAGE), (PipelineScheduleMulti, _SCHEDULE)):
+        for name, parameters in wanted.items():
+            found = getattr(owner, name, None)
+            if found is None:
+                return f"{owner.__name__} has no {name}"
+            has = inspect.signature(found).parameters
+            lacks = [each for each in parameters if each not in has]
+            if lacks:
+                return f"{owner.__name__}.{name} has no parameter {lacks[0]}"
+    return ""
+
+
+class StageOps:
+    """The ops of torch's stage, with tensors of this rank in and out."""
+
+    def __init__(self, stage: PipelineStage) -> None:
+        self._stage = stage
+
+    def forward(
+        self, microbatch: int, args: Sequence[Any], kwargs: Any, *, keep_output: bool
+    ) -> Any:
+        """Run F. Returns what the module returned."""
+        if not self._stage.is_first:
+            self._stage.set_local_fwd_input(tuple(args), microbatch)
+            args = ()
+        return self._stage.forward_one_chunk(
+            microbatch, tuple(args), dict(kwargs or {}), save_forward_output=keep_output
+        )
+
+    def backward(
+        self, microbatch: int, grads: Sequence[Tensor | None] | None, loss: Tensor | None, *,
+        whole: bool,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        """Run B, and W at once if ``whole``. Returns one gradient per input; none on the first
+        stage."""
+        stage = self._stage
+        if grads is not None:
+            stage.set_local_bwd_input(tuple(grads), microbatch)
+        stage.backward_one_chunk(microbatch, loss=loss, full_backward=whole)
+        if stage.is_first:
+            # Kept there for nobody.
+            stage.bwd_cache.pop(microbatch, None)
+            return ()
+        found = stage.get_local_bwd_output(microbatch)  # type: ignore[no-untyped-call]
+        return tuple(local(grad) for grad in found)
+
+    def weight(self, microbatch: int) -> None:
+        """Run W."""
+        self._stage.backward_weight_one_chunk(microbatch)
+
+    def gather(self) -> None:
+        """Gather the parameters that FSDP2 shards. They arrive while others are on the way."""
+        shards = [each for each in self._stage.submod.modules() if isinstance(each, FSDPModule)]
+        waiting = [each.unshard(async_op=True) for each in shards]
+        for handle in waiting:
+            if handle is not None:
+                handle.wait()
+
+    def reduce(self, scale: int) -> None:
+        """Divide gradients by ``scale``, after FSDP2 has reduced them and sharded its parameters
+        again."""
+        self._stage.perform_reduce_grad(scale)
+
+    def clear(self) -> None:
+        """Drop all microbatches."""
+        self._stage.clear_runtime_states()
+        self._stage.bwd_cache.clear()
+        self._stage.dw_runner.clear()
+
+
+def local(value: Any) -> Any:
+    """The rank's own part of a DTensor; other values as they are."""
+    if isinstance(value, DTensor):
+        return value.to_local()
+    return value
+
+
+def forward_only(stages: int, microbatches: int) -> dict[int, list[_Action | None]]:
+    """The order of an evaluation, by rank: each stage one slot after the stage above."""
+    return {
+        stage: [
+            *[None] * stage,
+            *(_Action.from_str(f"{stage}F{microbatch}") for microbatch in range(microbatches)),
+            *[None] * (stages - 1 - stage),
+        ]
+        for stage in range(stages)
+    }

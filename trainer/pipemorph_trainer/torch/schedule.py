@@ -1,0 +1,168 @@
+"""A schedule of torch's pipelining that adapts: PipeMorph's executor over torch's own stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+
+from pipemorph.api.spec import Fault
+from pipemorph.errors import InputError
+from pipemorph.planning import Dispatch, Plan, Policy
+from pipemorph_trainer.agent.messages import ControlClient
+from pipemorph_trainer.context import TrainerContext
+from pipemorph_trainer.executor.stages.interface import GivenStage
+from pipemorph_trainer.pipeline import Pipeline
+from pipemorph_trainer.settings import EngineChoice, RouteChoice
+from pipemorph_trainer.torch.private import StageOps, forward_only, missing
+from pipemorph_trainer.torch.splitting import split_backward
+from pipemorph_trainer.torch.stage import TorchStageRunner
+
+
+class AdaptiveSchedule(PipelineScheduleMulti):
+    """One of torch's pipeline schedules, whose order, links and routes adapt while it runs.
+
+    :meth:`step` and :meth:`eval` take and return what those of torch's own schedules do, and losses
+    and gradients are those of ``Schedule1F1B``, to the bit. torch's stages compute, with FSDP2
+    inside if the module has it; PipeMorph decides the order of ops and moves activations and
+    gradients. Make it on all ranks at the same time, and :meth:`close` it at the end.
+
+    torch's own transport runs once before the first step, in which the stages exchange shapes, and
+    in :meth:`eval`. Shapes stay as they were in the first step, as with torch's schedules.
+
+    Args:
+        stages: a list with the one stage of this rank.
+        n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads:
+            as of torch's schedules. Without ``loss_fn`` :meth:`step` evaluates.
+        split: ``module``: B and W of Linears run apart (see
+            :func:`~pipemorph_trainer.torch.split_backward`), or as the stage's own ``dw_builder``
+            does it. ``fused``: B is the whole backward.
+        mesh: all ranks, by the dimensions that :class:`pipemorph_trainer.Pipeline` knows; needed
+            if there are more ranks than stages. The stages of ranks that share all but ``pp`` form
+            a pipeline. Ranks of one stage run the same ops in the same order.
+        context: identity of this rank; default: :meth:`TrainerContext.from_env`.
+        policy, dispatch, route, plan, faults, deadline_seconds, engine, queues, direct_sends,
+            control: as of :class:`pipemorph_trainer.Pipeline`.
+
+    Raises :class:`InputError` on all ranks if the ranks, the job and the stages do not fit, and on
+    this one if the installed torch lacks something that is used.
+    """
+
+    def __init__(  # noqa: PLR0917  torch's order
+        self,
+        stages: Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
+        kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
+        output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
+        scale_grads: bool = True,
+        *,
+        split: Literal["module", "fused"] = "module",
+        mesh: DeviceMesh | None = None,
+        context: TrainerContext | None = None,
+        policy: Policy | str | None = None,
+        dispatch: Dispatch | str | None = None,
+        route: RouteChoice | None = None,
+        plan: Plan | None = None,
+        faults: Sequence[Fault] | None = None,
+        deadline_seconds: float | None = None,
+        engine: EngineChoice | None = None,
+        queues: int | None = None,
+        direct_sends: int | None = None,
+        control: ControlClient | None = None,
+    ) -> None:
+        if why := missing():
+            raise InputError(
+                f"this version of torch is not supported by AdaptiveSchedule: {why}; use one of"
+                " torch's schedules with split_backward, or install the torch of pyproject.toml"
+            )
+        if len(stages) != 1 or not isinstance(stages[0], PipelineStage):
+            kinds = ", ".join(type(stage).__name__ for stage in stages) or "none"
+            raise InputError(f"stages are: {kinds}; expected a list with one PipelineStage")
+        if split not in ("module", "fused"):
+            raise InputError(f"split is {split!r}; expected module or fused")
+        stage = stages[0]
+        super().__init__(
+            [stage],
+            n_microbatches,
+            loss_fn,
+            args_chunk_spec=args_chunk_spec,
+            kwargs_chunk_spec=kwargs_chunk_spec,
+            output_merge_spec=output_merge_spec,
+            scale_grads=scale_grads,
+        )
+        self.pipeline_order = forward_only(stage.num_stages, n_microbatches)
+        if split == "module" and stage.dw_builder is None:
+            stage.dw_builder = split_backward(stage.submod)
+        self._target_mbs: list[Any] | None = None
+        self._loss_kwargs: dict[str, Any] | None = None
+
+        # Not typed in torch.
+        untyped: Any = self
+        self._make_loss, self._kept_loss = untyped._maybe_compute_loss, untyped._maybe_get_loss
+        self._update = untyped._update_losses
+
+        def loss_of(output: Any, microbatch: int) -> None:
+            self._make_loss(stage, output, self._target_mbs, microbatch, self._loss_kwargs)
+
+        self._runner = TorchStageRunner(
+            StageOps(stage),
+            stage.submod,
+            splits=split == "module",
+            loss_of=loss_of if stage.is_last else None,
+            loss_kept=partial(self._kept_loss, stage),
+        )
+        self.pipeline = Pipeline(
+            GivenStage(self._runner, stage.device, stage.stage_index, stage.num_stages),
+            context=context or TrainerContext.from_env(),
+            microbatches=n_microbatches,
+            mesh=mesh,
+            stages=stage.num_stages,
+            policy=policy,
+            dispatch=dispatch,
+            route=route,
+            plan=plan,
+            faults=faults,
+            deadline_seconds=deadline_seconds,
+            engine=engine,
+            queues=queues,
+            direct_sends=direct_sends,
+            control=control,
+        )
+        """The pipeline below, for its ``plan``, ``iteration`` and ``install``."""
+
+    def close(self) -> None:
+        """Wait for all ranks, and end the connections. Idempotent."""
+        self.pipeline.close()
+
+    def _step_microbatches(  # noqa: PLR0917  torch's order
+        self,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        if not self._has_backward:
+            super()._step_microbatches(
+                arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs
+            )
+            return
+        arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+        stage = self._stages[0]
+        target = target_mbs[0] if target_mbs is not None else None
+        self._initialize_stages(arg_mbs[0], kwarg_mbs[0], target, loss_kwargs)
+        self._target_mbs, self._loss_kwargs = target_mbs, loss_kwargs
+        self._runner.keeps_output = return_outputs
+        self.pipeline.step(*arg_mbs, microbatches=kwarg_mbs)
+        scale = self._n_microbatches if self.scale_grads else 1
+        self._runner.end_iteration(scale if self._finalize_gradients else None)
+        self._update([stage], losses)
