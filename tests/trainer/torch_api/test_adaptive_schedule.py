@@ -15,7 +15,10 @@ import torch
 import torch.distributed as dist
 from launch import run_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor
 
 from pipemorph.api.spec import Fault
 from pipemorph.errors import InputError
@@ -29,11 +32,15 @@ from pipemorph.planning import (
     plan,
 )
 from pipemorph_trainer import TrainerContext
-from pipemorph_trainer.torch import AdaptiveSchedule
+from pipemorph_trainer.errors import SplitError
+from pipemorph_trainer.torch import AdaptiveSchedule, SplitBackward
+from pipemorph_trainer.torch.stage import TorchStageRunner
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.needs_engine]
 
 WIDTH, BATCH, MICROBATCHES, STEPS = 8, 2, 4, 6
+
+LINEARS = {f"{layer}.{parameter}" for layer in ("up", "down") for parameter in ("weight", "bias")}
 
 
 class Part(nn.Module):
@@ -95,15 +102,18 @@ class Seen:
     grads: list[dict[str, Tensor]] = field(default_factory=list)
     evaluated: list[Any] = field(default_factory=list)
     plans: list[int] = field(default_factory=list)
-    splits: list[str] = field(default_factory=list)
+    deferred: frozenset[str] = frozenset()
 
 
 def train(context: TrainerContext, make: Callable[..., Any], **more: Any) -> Seen:
     """Train one stage for some steps with a schedule of ``make(stages, n, loss_fn)``; evaluate
     after the second."""
-    rank, world = context.rank, context.world_size
-    part = Part(rank, world)
-    stage = PipelineStage(part, rank, world, torch.device("cpu"))
+    part = Part(context.rank, context.world_size)
+    stage = PipelineStage(part, context.rank, context.world_size, torch.device("cpu"))
+    return train_stage(part, stage, make, **more)
+
+
+def train_stage(part: Any, stage: PipelineStage, make: Callable[..., Any], **more: Any) -> Seen:
     schedule = make(stage, MICROBATCHES, loss_fn, **more)
     optimizer = torch.optim.AdamW(part.parameters(), 1e-2)
     adapts = isinstance(schedule, AdaptiveSchedule)
@@ -114,8 +124,10 @@ def train(context: TrainerContext, make: Callable[..., Any], **more: Any) -> See
         losses: list[Tensor] = []
         last: dict[str, Any] = {"target": target, "losses": losses} if part.last else {}
         if adapts and step == 1:
-            routes = (Route.DELEGATED,) * (world - 1)
-            schedule.pipeline.install(make_plan(7, world, Policy.PIPEMORPH, routes=routes))
+            routes = (Route.DELEGATED,) * (stage.num_stages - 1)
+            schedule.pipeline.install(
+                make_plan(7, stage.num_stages, Policy.PIPEMORPH, routes=routes)
+            )
         optimizer.zero_grad()
         out = schedule.step(
             *([x] if part.first else []), scale=scale, loss_kwargs={"weight": 0.5}, **last
@@ -127,7 +139,6 @@ def train(context: TrainerContext, make: Callable[..., Any], **more: Any) -> See
         )
         if adapts:
             seen.plans.append(schedule.pipeline.plan.version)
-            seen.splits.append(schedule.pipeline.split)
         optimizer.step()
         if step == 2:
             state = torch.get_rng_state()
@@ -138,11 +149,16 @@ def train(context: TrainerContext, make: Callable[..., Any], **more: Any) -> See
             part.train()
             torch.set_rng_state(state)
     if adapts:
+        if schedule.pipeline.split == "module":
+            assert isinstance(stage.dw_builder, SplitBackward)
+            seen.deferred = stage.dw_builder.deferred - {"head.weight"}
         schedule.close()
     return seen
 
 
 def same(a: Any, b: Any) -> bool:
+    if isinstance(a, DTensor):
+        return isinstance(b, DTensor) and torch.equal(a.to_local(), b.to_local())
     if isinstance(a, Tensor):
         return isinstance(b, Tensor) and torch.equal(a, b)
     if isinstance(a, dict):
@@ -186,14 +202,47 @@ def differences(context: TrainerContext) -> Iterator[str]:
         # It is in force when stage 0 has heard that the others hold it.
         if found.plans != sorted(found.plans) or found.plans[0] or found.plans[-3:] != [7] * 3:
             yield f"{name}: plans {found.plans}"
-        usual = "fused" if name == "whole backward" else "module"
-        if set(found.splits) != {usual}:
-            yield f"{name}: splits {found.splits}"
+        if found.deferred != (frozenset() if name == "whole backward" else LINEARS):
+            yield f"{name}: deferred {found.deferred}"
 
 
 @pytest.mark.parametrize("stages", [2, 3])
 def test_losses_and_gradients_are_those_of_1f1b(stages: int) -> None:
     assert run_ranks(stages, compare) == [[]] * stages
+
+
+def sharded_part(mesh: DeviceMesh, case: str) -> tuple[Part, PipelineStage]:
+    index = mesh.get_local_rank("pp")
+    part = Part(index, 2)
+    options: dict[str, Any] = {"mesh": mesh["dp_shard"], "reshard_after_forward": case == "reshard"}
+    if case == "mixed":
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    fully_shard([part.up, part.down], **options)
+    fully_shard(part, **options)
+    return part, PipelineStage(part, index, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+
+
+def compare_sharded(context: TrainerContext) -> list[str]:
+    join(context)
+    told = []
+    for names in (("pp", "dp_shard"), ("dp_shard", "pp")):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        for case in ("gathered", "reshard", "mixed") if names[0] == "pp" else ("gathered",):
+            wanted = train_stage(*sharded_part(mesh, case), Schedule1F1B)
+            make = partial(adaptive, context=context, mesh=mesh)
+            found = train_stage(*sharded_part(mesh, case), make)
+            told += [
+                f"{names} {case}: {what} differ"
+                for what in ("losses", "outputs", "grads", "evaluated")
+                if not same(getattr(found, what), getattr(wanted, what))
+            ]
+            if found.plans[-1] != 7 or found.deferred != LINEARS:
+                told.append(f"{names} {case}: plans {found.plans}, deferred {found.deferred}")
+    return told
+
+
+def test_stages_may_be_sharded_by_fsdp2() -> None:
+    assert run_ranks(4, compare_sharded) == [[]] * 4
 
 
 def misfits(context: TrainerContext) -> list[str]:
@@ -220,3 +269,47 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
             "stages are: PipelineStage, PipelineStage; expected a list with one PipelineStage",
             "split is 'torch'; expected module or fused",
         ]
+
+
+class LosesOne(nn.Module):
+    """As torch's own split loses the gradients below a chunked loss: the split backward gives one
+    parameter none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept, self.lost = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+
+    def forward(self, microbatch: int, args: Any, kwargs: Any, *, keep_output: bool) -> Tensor:
+        return self.kept + self.lost
+
+    def backward(self, microbatch: int, grads: Any, loss: Any, *, whole: bool) -> Any:
+        for parameter in (self.kept, self.lost) if whole else (self.kept,):
+            parameter.grad = torch.ones(1) if parameter.grad is None else parameter.grad + 1
+        return ()
+
+    def weight(self, microbatch: int) -> None: ...
+
+    def gather(self) -> None: ...
+
+    def reduce(self, scale: int) -> None: ...
+
+
+@pytest.mark.parametrize("zero_grad", [False, True])
+def test_a_split_that_loses_a_gradient_is_refused(zero_grad: bool) -> None:
+    stage: Any = LosesOne()
+    runner = TorchStageRunner(
+        stage, stage, splits=True, loss_of=None, loss_kept=lambda microbatch: None
+    )
+
+    def step() -> None:
+        runner.begin_iteration(only_fused=False)
+        runner.forward(0, ())
+        runner.backward_input(0)
+        runner.backward_weight(0)
+        runner.end_iteration(1)
+
+    step()
+    if zero_grad:
+        stage.zero_grad()
+    with pytest.raises(SplitError, match="gives no gradient to 'lost', which a whole backward"):
+        step()

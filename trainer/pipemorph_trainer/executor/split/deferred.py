@@ -57,11 +57,14 @@ class Layer:
 
     def parameter_names(self) -> dict[int, str]:
         """Map from ``id(parameter)`` to its name in the stage."""
-        prefix = f"{self.name}." if self.name else ""
         return {
-            id(parameter): prefix + name
+            id(parameter): self.full_name(name)
             for name, parameter in self.module.named_parameters(recurse=False)
         }
+
+    def full_name(self, parameter: str) -> str:
+        """The name of the layer's ``weight`` or ``bias`` in the stage."""
+        return f"{self.name}.{parameter}" if self.name else parameter
 
 
 class Sink:

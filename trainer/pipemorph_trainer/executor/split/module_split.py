@@ -82,8 +82,9 @@ class ModuleSplit(Splitter):
         for item in work:
             if id(item.layer) not in self._ran:
                 self._ran.add(id(item.layer))
+                kinds = {"weight": item.weight, "bias": item.bias}
                 self.deferred.update(
-                    self._names[id(p)] for p in (item.weight, item.bias) if id(p) in self._names
+                    item.layer.full_name(kind) for kind, p in kinds.items() if p is not None
                 )
         run_weight_work(work)
 
