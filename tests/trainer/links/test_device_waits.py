@@ -47,6 +47,7 @@ from pipemorph_trainer.links.message import (
     TensorMeta,
 )
 from pipemorph_trainer.links.recorder import LinkRecorder
+from pipemorph_trainer.plans.book import PlanBook
 
 META = TensorMeta((16,), torch.float32, gradient=True)
 PATIENCE = 0.3
@@ -135,27 +136,48 @@ def test_a_stage_can_page_lock_memory_before_it_has_sent(
 
 
 @pytest.mark.needs_engine
-def test_a_plan_that_comes_between_ops_is_prepared_when_nothing_is_posted() -> None:
+def test_a_plan_that_needs_page_locked_memory_is_prepared_when_nothing_is_posted() -> None:
+    job = Job(2, 12)
+    first, same = (make_plan(job, version, "1f1b") for version in (0, 1))
+    wide = make_plan(job, 2, "pipemorph", warmup=(9, 1))
     device = SimulatedDevice(strict=True, patience=PATIENCE)
     with driven(device), rigged(devices=(SimulatedDevice(), device)) as rig:
-        receive = device.post_receive("F of microbatch 3")
-        plan: Any = SimpleNamespace(version=1)
-        iterations = object.__new__(Iterations)
-        told: Any = SimpleNamespace(between_ops=lambda: None, iteration=1)
-        vars(iterations).update(
-            _neighbours=SimpleNamespace(ends=[]), _reporter=told, _polled_at=0.0, _wanted=None,
-            _training_began=0.0, _loss=told, rounds=SimpleNamespace(finish_if_done=lambda _: None),
-            _control=SimpleNamespace(newest_plan=lambda: plan),
-            install=lambda _: rig.incoming.reserve(4, rig.batch(META)),
+        end: Any = SimpleNamespace(
+            link=0, staged=True, delegated=rig.incoming, route=Route.DIRECT,
+            has=lambda _: True, expect=lambda _: None,
         )  # fmt: skip
-        iterations._between_ops()
-        assert not device.waited_for_all
+        book = PlanBook(first, MeshShape(2).coordinate(1), [end], no_offload="")
+        book.shapes_known(end, (META,))
+        had = len(device.registered)
+        assert had, "the first plan has slots"
+        receive = device.post_receive("F of microbatch 3")
+        arrived: list[Plan] = []
+        iterations = object.__new__(Iterations)
+        told: Any = SimpleNamespace(between_ops=lambda: None, advance=lambda: None, prepared=0)
+        vars(iterations).update(
+            _neighbours=SimpleNamespace(ends=[]), _reporter=told, _loss=told, rounds=told,
+            _polled_at=0.0, _training_began=0.0, _warm=True, _postponed=None, _plans=book,
+            _agreement=SimpleNamespace(tell=lambda: None),
+            _control=SimpleNamespace(newest_plan=lambda: arrived.pop() if arrived else None),
+        )  # fmt: skip
+
+        def between_ops(plan: Plan) -> None:
+            arrived.append(plan)
+            iterations._polled_at = 0.0
+            iterations._between_ops()
+            assert not arrived
+
+        between_ops(same)
+        assert book.held() == {1}, "it needs no more memory than the first one"
+        between_ops(wide)
+        assert book.held() == {1}
+        assert len(device.registered) == had
         with pytest.raises(RuntimeError, match=f"cudaHostRegister {NEVER}F of microbatch 3"):
-            iterations._prepare()
-        iterations._between_ops()
+            iterations._prepare_postponed()
         device.deliver(receive)
-        iterations._prepare()
-        assert device.registered
+        iterations._prepare_postponed()
+        assert book.held() == {1, 2}
+        assert len(device.registered) > had
 
 
 @pytest.mark.needs_engine
