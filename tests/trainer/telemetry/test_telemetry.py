@@ -6,13 +6,12 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, median_low
-from typing import Any
 
 import pytest
 from launch import run_ranks
 
 from pipemorph.api.spec import Fault
-from pipemorph.planning import Plan, Route
+from pipemorph.planning import Plan
 from pipemorph.wire import LinkSample
 from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
 from pipemorph_trainer.agent.messages import RankTelemetry
@@ -31,14 +30,12 @@ class Recorder:
     """A control line that keeps what is published."""
 
     messages: list[RankTelemetry] = field(default_factory=list)
-    plan: Plan | None = None
 
     def publish(self, telemetry: RankTelemetry) -> None:
         self.messages.append(telemetry)
 
     def newest_plan(self) -> Plan | None:
-        plan, self.plan = self.plan, None
-        return plan
+        return None
 
     def close(self) -> None:
         """Nothing is open."""
@@ -166,42 +163,6 @@ def test_traces_and_the_record_of_faults(route: str, tmp_path: Path) -> None:
         assert [cut["applied"] for cut in cuts] == (
             [True] if route == "delegated" and not rank else []
         )
-
-
-class Switching(Recorder):
-    """Delivers a plan in the middle of iteration 1."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__()
-        self._later: Plan | None = plan
-
-    def publish(self, telemetry: RankTelemetry) -> None:
-        super().publish(telemetry)
-        if telemetry.iteration == 1 and self._later is not None:
-            self.plan, self._later = self._later, None
-
-
-def switching(context: TrainerContext) -> list[int]:
-    from trainer_jobs import Job, make_plan
-
-    control = Switching(make_plan(Job(2, MICROBATCHES), 5, "gpipe", routes=(Route.DIRECT,)))
-    versions = []
-    with Pipeline(
-        EmulatedStage(*TIMES, message_bytes=4096),
-        context=context,
-        microbatches=MICROBATCHES,
-        control=control,
-    ) as pipe:
-        for _ in range(6):
-            pipe.step()
-            versions.append(pipe.plan.version)
-    return versions
-
-
-def test_a_directive_in_mid_iteration_is_in_force_two_iterations_later() -> None:
-    versions: list[Any] = run_ranks(2, switching)
-    assert versions[0] == versions[1]
-    assert versions[0] in ([0, 0, 0, 5, 5, 5], [0, 0, 0, 0, 5, 5])
 
 
 def fourth_forward(context: TrainerContext, route: str) -> float:
