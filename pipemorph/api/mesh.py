@@ -92,6 +92,10 @@ class MeshShape:
             found.setdefault(key, []).append(rank)
         return list(found.values())
 
+    def others(self, place: Coordinate, names: Collection[Dimension]) -> list[int]:
+        """The ranks that share all coordinates of ``place`` but those of ``names``, itself too."""
+        return next(group for group in self.groups(names) if place.rank in group)
+
     def column_name(self, column: int) -> str:
         """A column for messages: ``replica 1, tensor 0``; empty if it is the only one."""
         place = _digits(column, COLUMN, self.sizes)

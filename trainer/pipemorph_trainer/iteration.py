@@ -10,9 +10,10 @@ import sys
 from time import monotonic, time
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from pipemorph.api.mesh import COLUMN
+from pipemorph.api.mesh import COLUMN, LOCKSTEP
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan
 from pipemorph.wire import IterationSample
@@ -147,10 +148,14 @@ class Iterations:
         self._executor.mail.call = name_call(iteration, evaluation=False)
         self.rounds.begin(iteration, at=monotonic())
         self._take_plan(page_lock=True)
-        version, start = self._token.start(iteration, shapes, refused=refusal is not None)
+        refused = self._any_refuses(f"iteration {iteration}", refusal is not None)
+        version, start = self._token.start(iteration, shapes, refused=refused)
         plan = self._begin(iteration, version)
         self._loss.begin()
         outcome = self._executor.run(plan, iteration, self._token.generations, inputs, start)
+        self._waiting.begin(f"gradients of iteration {iteration} of the other shards")
+        self._stage.reduce()
+        self._waiting.end()
         # Usually here already: it was sent after the last F.
         loss = self._loss.wait(f"iteration {iteration}", refused=self._executor.refused)
         if self._loss.refused:
@@ -182,15 +187,16 @@ class Iterations:
             end.recorder.paused = True
         self._allow(self._deadline * (1 if self._evaluated else self._coordinate.stages))
         try:
-            self._executor.mail.call = name_call(iteration, evaluation=True)
+            call = self._executor.mail.call = name_call(iteration, evaluation=True)
+            refused = self._any_refuses(call, refusal is not None)
             _, start = self._token.start(
-                iteration, ("evaluation", shapes), refused=refusal is not None, evaluation=True
+                iteration, ("evaluation", shapes), refused=refused, evaluation=True
             )
             self._loss.begin()
             self._executor.evaluate(
                 self._stage.microbatches, iteration, self._token.generations, inputs, start
             )
-            loss = self._loss.wait(self._executor.mail.call, refused=self._executor.refused)
+            loss = self._loss.wait(call, refused=self._executor.refused)
             if self._loss.refused:
                 raise self._refused(f"evaluate() before iteration {iteration}", refusal)
             self._executor.end_uncounted()
@@ -202,6 +208,17 @@ class Iterations:
         self._evaluated = True
         self._allow(self._deadline)
         return loss
+
+    def _any_refuses(self, call: str, refuses: bool) -> bool:
+        """Whether a rank refuses that runs collectives with this one: then none begins an op, in
+        which they would wait for it."""
+        group = self._world.group(LOCKSTEP)
+        if group is None:
+            return refuses
+        found = torch.tensor([float(refuses)])
+        work = dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        self._wait_for(work, f"the other ranks of the stage to begin {call}")
+        return bool(found)
 
     def _refused(self, call: str, refusal: Exception | None) -> BatchError:
         """Prepare for the next call after a refused one. Returns the error to raise. ``refusal``:

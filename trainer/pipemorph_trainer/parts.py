@@ -78,6 +78,8 @@ class Parts:
         assert prepared is not None, "join() raises on a rank that refuses"
         self.settings = prepared.settings
         self.coordinate = self.world.coordinate
+        self.placements = frozenset(held.placement for each in starts for held in each.held)
+        """Placements of the parameters of all stages."""
 
         self.waiting = Waiting(str(self.coordinate))
         self.wait_for = CollectiveWait(self.waiting, self.settings.deadline_seconds)
@@ -109,7 +111,7 @@ class Parts:
         self.stage = OwnStage(
             stage, self.coordinate, loss_fn=loss_fn, split=prepared.split, store=prepared.store,
             microbatches=prepared.plan.schedule.microbatches,
-            device=self.device, accelerator=accelerator,
+            device=self.device, accelerator=accelerator, agree=self.world.agree,
         )  # fmt: skip
         rails = self.neighbours.engine.rails if self.neighbours.engine is not None else None
         self.reporter = Reporter(self.coordinate, self.control, ends, rails)

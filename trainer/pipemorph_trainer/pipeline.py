@@ -45,9 +45,9 @@ class Pipeline:
     ``DistributedDataParallel``. Rank 0 logs a warning if any of them differed.
 
     Args:
-        stage: any ``nn.Module`` that is whole on its rank (no DDP, no FSDP, no DTensors), or an
-            :class:`EmulatedStage`. Stage 0 gets the arguments of :meth:`step`, stage *i* the
-            tensors that stage *i-1* returned.
+        stage: any ``nn.Module``, plain or distributed over ``mesh`` by ``parallelize_module`` and
+            ``fully_shard`` (no DDP, no FSDP1), or an :class:`EmulatedStage`. Stage 0 gets the
+            arguments of :meth:`step`, stage *i* the tensors that stage *i-1* returned.
         context: identity of this rank, from :meth:`TrainerContext.from_env`.
         loss_fn: ``loss_fn(output, target)`` → scalar; needed on the last stage unless its
             module returns the loss itself.
@@ -159,10 +159,10 @@ class Pipeline:
         and go to **this** rank's stage, as in ``torch.distributed.pipelining``: a mask that every
         stage needs is passed on every rank instead of being sent. They get no gradient.
 
-        Returns the loss on **every** rank: the mean over microbatches and replicas, 0-dim
-        float32. Gradients are added to ``.grad``, averaged over replicas. With ``return_outputs``,
-        returns the loss and what the last stage returned, without gradients and joined along
-        dimension 0; None on other stages.
+        Returns the loss on **every** rank: the mean over microbatches and columns, 0-dim
+        float32. Gradients are added to ``.grad``, averaged over the ranks with other data. With
+        ``return_outputs``, returns the loss and what the last stage returned, without gradients and
+        joined along dimension 0; None on other stages.
 
         Raises :class:`BatchError` on every rank if the batch of one of them does not fit; then no
         gradient has changed, and ``step`` can be called again. Raises :class:`PipelineError` if a
@@ -220,7 +220,8 @@ class Pipeline:
         return (loss, join(inputs.outputs)) if return_outputs else loss
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip gradients by their 2-norm over **all** stages. Call it on every rank.
+        """Clip gradients by their 2-norm over **all** stages; every element counts once. Call it on
+        every rank.
 
         Returns the norm before clipping, 0-dim float32, the same on all ranks. Emulated stages
         have no gradients but take part in the collective.
@@ -228,11 +229,12 @@ class Pipeline:
         self._check_open("clip_grad_norm_")
         parts = self._parts
         module = parts.stage.module
-        parameters = [] if module is None else list(module.parameters())
+        parameters = [] if module is None else list(module.named_parameters())
         parts.waiting.begin(f"the gradient norm of iteration {self.iteration - 1} of all stages")
         with self._failing():
-            stages = parts.world.group(("pp",))
-            norm = clip_global_norm(parameters, max_norm, stages, parts.wait_for)
+            norm = clip_global_norm(
+                parameters, max_norm, parts.world, parts.placements, parts.wait_for
+            )
         parts.waiting.end()
         self._last_activity = monotonic()
         return norm

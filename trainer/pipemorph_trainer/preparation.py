@@ -86,6 +86,7 @@ def prepare(
         store, no_offload = open_store(stage, device, accelerator, settings.host_memory, mode)
         check_offload(plan, coordinate, no_offload)
         engine = engine_options(context, settings, plan, directed=directed)
+        held = held_by(stage, coordinate) if isinstance(stage, nn.Module) else ()
         if settings.checkpoint is not None:
             # Its import takes longer than that of torch.
             from pipemorph_trainer.state.checkpoint import check_directory
@@ -94,7 +95,6 @@ def prepare(
     except InputError as error:
         return None, Start(refusal=str(error))
     first = digest(PlanMessage.of(plan).model_dump_json(exclude_defaults=True))
-    held = held_by(stage) if isinstance(stage, nn.Module) else ()
     return (
         Preparation(settings, plan, mode, store, no_offload, engine),
         Start(mesh=settings.mesh, microbatches=microbatches, plan=first, held=held),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,14 +17,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipemorph.api.mesh import COLUMN, DATA, MeshShape
+from pipemorph.api.mesh import COLUMN, DATA, LOCKSTEP, Dimension, MeshShape
 from pipemorph.errors import InputError
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.errors import PipelineError
-from pipemorph_trainer.state.gradients import Wait, broadcast
+from pipemorph_trainer.state.gradients import (
+    Wait,
+    averaged_over,
+    broadcast,
+    levelled_over,
+    measured_over,
+)
 from pipemorph_trainer.state.weights import Held, fingerprint
 from pipemorph_trainer.topology.groups import Groups
 from pipemorph_trainer.topology.mesh import device_mesh, join_process_group
+from pipemorph_trainer.topology.placement import local
 from pipemorph_trainer.topology.world import World
 
 MOST_NAMES = 3
@@ -138,33 +145,47 @@ def join(
         control=control,
         secret=context.secret or starts[0].secret,
     )
-    world.make_groups([("pp",), COLUMN, DATA])
+    world.make_groups([("pp",), COLUMN, DATA, LOCKSTEP, *_groups_of(starts)])
     world.connect_first_stages()
     # If rank 0 failed now, its store would vanish while the others still use it.
     dist.barrier(control)
     return world, starts
 
 
+def _groups_of(starts: Sequence[Start]) -> Iterator[Iterable[Dimension]]:
+    """Groups over which tensors of any rank are averaged, levelled or measured, the same on all
+    ranks."""
+    placements = {held.placement for start in starts for held in start.held}
+    for spread in sorted(placements):
+        yield averaged_over(spread)
+        yield levelled_over(spread)
+    yield measured_over(placements)
+
+
 def level(world: World, starts: Sequence[Start], module: nn.Module, wait: Wait) -> None:
     """Copy the values of the first replica to all replicas of this rank's stage, for tensors that
-    differ, and check the result. Collective over the ranks with the same stage and tensor
-    coordinate.
+    differ, and check the result. Of a distributed tensor, copy each part to the ranks that should
+    have the same. Collective over the ranks with the same stage and tensor coordinate.
 
     Raises :class:`PipelineError` if a received tensor differs from that of the first replica.
     """
     coordinate = world.coordinate
-    group = world.group(DATA)
-    if group is None:
+    if world.group(DATA) is None:
         return
-    first = coordinate.first_along(DATA)
-    expected = {_key(held): held.fingerprint for held in starts[first].held}
-    ranks = dist.get_process_group_ranks(group)
-    differing = {key for rank in ranks for key in _differing(starts, rank)}
+    mine = {_key(held): held for held in starts[coordinate.rank].held}
+    differing = {
+        key for rank in coordinate.mesh.others(coordinate, DATA) for key in _differing(starts, rank)
+    }
     for key, tensor in _tensors(module):
-        if key not in differing:
+        names = levelled_over(mine[key].placement)
+        group = world.group(names)
+        if key not in differing or group is None:
             continue
-        broadcast(tensor, first, group, wait)
-        if fingerprint(tensor) != expected[key]:
+        first = coordinate.first_along(names)
+        expected = next(held.fingerprint for held in starts[first].held if _key(held) == key)
+        part = local(tensor)
+        broadcast(part, first, group, wait)
+        if fingerprint(part) != expected:
             raise PipelineError(
                 f"{coordinate}: {' '.join(key)} differs from replica 0 right after it was received"
             )
@@ -230,11 +251,15 @@ def _one_matrix_twice(starts: Sequence[Start]) -> Iterator[str]:
 
 def _differing(starts: Sequence[Start], rank: int) -> list[tuple[str, str]]:
     """Keys of a rank's tensors whose values differ from those of replica 0."""
-    first = starts[0].mesh.coordinate(rank).first_along(DATA)
+    coordinate = starts[0].mesh.coordinate(rank)
+    first = {
+        spread: starts[coordinate.first_along(levelled_over(spread))].held
+        for spread in {held.placement for held in starts[rank].held}
+    }
     return [
         _key(mine)
-        for mine, theirs in zip(starts[rank].held, starts[first].held, strict=True)
-        if mine.fingerprint != theirs.fingerprint
+        for index, mine in enumerate(starts[rank].held)
+        if mine.fingerprint != first[mine.placement][index].fingerprint
     ]
 
 

@@ -366,3 +366,34 @@ def test_nothing_is_kept_once_it_is_over() -> None:
     runner.self_test()
     train(runner)
     assert runner._samples == []
+
+
+def test_ranks_of_a_stage_decide_alike() -> None:
+    """What another rank finds wrong is not deferred here either, and its failure ends the test
+    here: both run the stage equally often, and choose one split."""
+    wrong = "the gradient of '0.weight'"
+    calls = []
+
+    def other_finds(value: Any) -> list[Any]:
+        calls.append(value)
+        return [value, [wrong] if isinstance(value, list) else ""]
+
+    def choose(agree: Any) -> SplitReport:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        runner = runner_of(module, agree=agree)
+        train(runner)
+        return runner.self_test()
+
+    assert choose(lambda value: [value, value]).split == "module"
+    assert set(choose(lambda value: [value, value]).deferred) == {
+        "0.weight", "0.bias", "2.weight", "2.bias",
+    }  # fmt: skip
+    loose = choose(other_finds)
+    assert calls and wrong in loose.irreproducible, "what differs there is not compared here"
+    failed = choose(lambda value: [value, "it broke"] if isinstance(value, str) else [value])
+    assert failed.split == "fused"
+    assert "the self-test could not run the stage: it broke" in failed.reason
+    foreign = choose(lambda value: [value, ["0"]] if isinstance(value, list) else [value])
+    assert "0.weight" not in foreign.deferred
+    assert "another rank of the stage cannot defer it" in foreign.not_deferred["0.weight"]

@@ -364,26 +364,74 @@ def test_a_stage_that_cannot_repeat_itself_is_named() -> None:
     assert runner.split == "module"
 
 
-@pytest.mark.parametrize("kind", ["DistributedDataParallel", "FSDPModule"])
-def test_wrappers_that_hook_gradients_are_refused_by_name(kind: str) -> None:
+def test_a_wrapper_that_hooks_gradients_is_refused_by_name() -> None:
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        module = mlp()
-        if kind == "FSDPModule":
-            fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
-        else:
-            module = DistributedDataParallel(module)
-        runner = runner_of(module)
+        runner = runner_of(DistributedDataParallel(mlp()))
         assert runner.split == "fused"
-        assert f"the stage is a {kind}, which acts on gradients" in runner.reason
+        assert "is a DistributedDataParallel, which acts on gradients" in runner.reason
         runner.forward(0, batch())
         runner.backward_input(0, batch(1))
         runner.backward_weight(0)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_sharded_stage_is_split_as_a_plain_one() -> None:
+    """Gathered for an iteration, sharded between iterations, with the gradients of a plain one,
+    which add up over iterations."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    def iterate(runner: StageRunner) -> None:
+        runner.begin_iteration(only_fused=False)
+        for k in range(3):
+            runner.forward(k, batch(k))
+        for k in range(3):
+            runner.backward_input(k, batch(k + 3))
+        for k in range(3):
+            runner.backward_weight(k)
+        runner.end_iteration()
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        plain = mlp()
+        sharded = copy.deepcopy(plain)
+        mesh = init_device_mesh("cpu", (1,))
+        fully_shard(sharded[0], mesh=mesh)
+        fully_shard(sharded, mesh=mesh)
+        first, second = runner_of(plain), runner_of(sharded)
+        assert first.split == second.split == "module"
+        assert first.report is not None and second.report is not None
+        assert first.report.deferred == second.report.deferred
+        for iteration in range(2):
+            iterate(first)
+            iterate(second)
+            for (name, one), (_, two) in zip(
+                plain.named_parameters(), sharded.named_parameters(), strict=True
+            ):
+                assert isinstance(two, DTensor), f"{name} is not sharded again"
+                assert one.grad is not None and isinstance(two.grad, DTensor), name
+                if iteration == 0:
+                    same_bits(one.grad, two.grad.full_tensor(), name)
+                # Later the sum of an iteration is added to those before it.
+                torch.testing.assert_close(one.grad, two.grad.full_tensor())
+        # A refused iteration leaves no trace.
+        before = [p.grad.full_tensor() for p in sharded.parameters() if p.grad is not None]
+        second.begin_iteration(only_fused=False)
+        second.forward(0, batch())
+        second.discard()
+        second.end_iteration()
+        after = [p.grad.full_tensor() for p in sharded.parameters() if p.grad is not None]
+        for old, new in zip(before, after, strict=True):
+            same_bits(old, new, "after a refused iteration")
+        iterate(second)
     finally:
         dist.destroy_process_group()
 

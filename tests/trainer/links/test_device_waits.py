@@ -30,7 +30,7 @@ from pipemorph.planning import Plan, Route
 from pipemorph_trainer import TrainerContext, iteration, parts
 from pipemorph_trainer.agent.messages import NoControl
 from pipemorph_trainer.errors import PipelineError, WaitTimeoutError
-from pipemorph_trainer.executor import dispatch, token
+from pipemorph_trainer.executor import call, dispatch
 from pipemorph_trainer.executor.offload.pool import HostPool
 from pipemorph_trainer.iteration import Iterations
 from pipemorph_trainer.links import rendezvous
@@ -239,7 +239,7 @@ def test_memory_for_sends_is_page_locked_before_receives_are_posted() -> None:
     )  # fmt: skip
     executor.input_metas = executor.output_metas = (META,)
     plan = make_plan(Job(3, 4), 0, "1f1b")
-    executor.begin(plan.schedule, 1, token.Generations(), dispatch.Inputs(), token.Start())
+    executor.begin(plan.schedule, 1, call.Generations(), dispatch.Inputs(), call.Start())
     assert order[:2] == ["send to above", "send to below"], order
     assert sorted(order[2:]) == ["receive from above", "receive from below"], order
 

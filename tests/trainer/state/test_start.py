@@ -18,12 +18,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor, Replicate
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import Checkpoint, Fault, PipeMorphJob
 from pipemorph.errors import InputError
 from pipemorph.planning import Policy
 from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
+from pipemorph_trainer.errors import SplitError
+from pipemorph_trainer.executor.split import StageRunner
 from pipemorph_trainer.preparation import Preparation, prepare
 from pipemorph_trainer.settings import MANIFEST, Settings
 from pipemorph_trainer.start import Start, check_starts, warnings
@@ -34,7 +37,7 @@ State = dict[str, Tensor]
 
 def start_of(module: nn.Module, stages: int = 2, replicas: int = 2) -> Start:
     mesh = MeshShape(stages, replicas, order=("dp_replicate", "pp"))
-    return Start(mesh=mesh, microbatches=4, held=held_by(module))
+    return Start(mesh=mesh, microbatches=4, held=held_by(module, mesh.coordinate(0)))
 
 
 def linear(seed: int, width: int = 4) -> nn.Linear:
@@ -138,6 +141,18 @@ def test_a_stage_that_shares_out_its_own_work_is_refused() -> None:
         mesh = init_device_mesh("cpu", (1,))
         sharded = nn.Sequential(linear(0))
         fully_shard(sharded, mesh=mesh)
+        check_stage(sharded)
+        whole = DTensor.from_local(torch.ones(2, 4), mesh, [Replicate()])
+        for stage, told in (
+            (nn.Identity(), "output 0 of the stage is a DTensor; return this rank's part"),
+            (nn.Module(), "the last stage returned a DTensor; return loss.full_tensor()"),
+        ):
+            is_last = not isinstance(stage, nn.Identity)
+            stage.forward = lambda x: whole.sum() if x is None else whole
+            runner = StageRunner(stage, is_first=True, is_last=is_last, microbatches=1)
+            with pytest.raises(SplitError) as wrong:
+                runner.forward(0, [None if is_last else torch.ones(2, 4)])
+            assert told in str(wrong.value)
         cases: list[tuple[Any, str]] = [
             (nn.parallel.DistributedDataParallel(linear(0)), "the stage is wrapped in Distributed"),
             (
@@ -145,7 +160,6 @@ def test_a_stage_that_shares_out_its_own_work_is_refused() -> None:
                 "module '0' of the stage is wrapped in DistributedDataParallel; give Pipeline the "
                 "module in it (.module)",
             ),
-            (sharded, "parameter '0.weight' of the stage is a DTensor (as fully_shard"),
             (
                 PipelineStage(linear(0), 0, 1, torch.device("cpu")),
                 "the stage is a PipelineStage of torch.distributed.pipelining; give Pipeline the "

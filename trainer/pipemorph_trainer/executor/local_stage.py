@@ -19,6 +19,7 @@ from pipemorph_trainer.executor.inputs import of_stage, signature
 from pipemorph_trainer.executor.offload import ActivationStore
 from pipemorph_trainer.executor.split import Mode, SplitReport, StageRunner
 from pipemorph_trainer.executor.split.flight import LossFn
+from pipemorph_trainer.executor.split.self_test import Agree
 from pipemorph_trainer.executor.stage_profile import (
     Footprint,
     footprint,
@@ -38,7 +39,8 @@ class OwnStage:
     """The stage of this rank, at its place in the pipeline.
 
     ``microbatches``: N. ``split``: of a module's backward. ``accelerator``: of ``device``; None for
-    the CPU. ``store``: host memory for activations; None: they stay on the device.
+    the CPU. ``store``: host memory for activations; None: they stay on the device. ``agree``: see
+    :class:`StageRunner`.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class OwnStage:
         device: torch.device,
         accelerator: Accelerator | None,
         store: ActivationStore | None,
+        agree: Agree,
     ) -> None:
         self._coordinate = coordinate
         self.microbatches = microbatches
@@ -83,6 +86,7 @@ class OwnStage:
             microbatches=microbatches,
             mode=split,
             store=store,
+            agree=agree,
         )
 
     def inputs(
@@ -118,6 +122,12 @@ class OwnStage:
         report = self.runner.self_test()
         self._footprint = footprint(report)
         return report
+
+    def reduce(self) -> None:
+        """Reduce the gradients of a sharded module after its last op. Collective over the ranks
+        that share its parameters."""
+        if isinstance(self.runner, StageRunner):
+            self.runner.end_iteration()
 
     def update(self) -> None:
         """End an iteration of an emulated stage, as an optimizer does for a module."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from pipemorph.api.mesh import Coordinate
+from pipemorph.api.spec import ONLINE_IN_LOCKSTEP
 from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, Plan, Route, validate, validate_online
 from pipemorph_trainer.errors import PipelineError
@@ -35,11 +36,14 @@ def check_plan(plan: Plan, current: Plan) -> None:
 
 
 def check_stages(plan: Plan, coordinate: Coordinate) -> None:
-    """Raise :class:`InputError` if a plan has another number of stages than the job."""
+    """Raise :class:`InputError` if a plan has another number of stages than the job, or an order of
+    ops that the ranks of one stage cannot have in common."""
     if plan.schedule.stage_count != coordinate.stages:
         raise InputError(
             f"the plan has {plan.schedule.stage_count} stages; this job runs {coordinate.stages}"
         )
+    if plan.dispatch is Dispatch.ONLINE and coordinate.mesh.lockstep > 1:
+        raise InputError(f"plan {plan.version} has dispatch online; {ONLINE_IN_LOCKSTEP}")
 
 
 def check_offload(plan: Plan, coordinate: Coordinate, no_offload: str) -> None:
@@ -105,6 +109,7 @@ class PlanBook:
         if plan.version <= self.in_force.version or plan.version in self._plans:
             return True
         check_plan(plan, self.in_force)
+        check_stages(plan, self._coordinate)
         if not page_lock and any(end.staged and self._lacks(end, plan) for end in self._ends):
             return False
         self.reserve(plan)

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipemorph.api.mesh import DATA
+from pipemorph.api.mesh import DATA, DIMENSIONS, LOCKSTEP, Dimension
 from pipemorph_trainer.executor.torch_private import version
 from pipemorph_trainer.state.weights import bytes_of, comparable
+from pipemorph_trainer.topology.placement import Placement, local, placement
 
 if TYPE_CHECKING:
     from pipemorph_trainer.topology.world import World
@@ -21,16 +22,39 @@ Wait = Callable[[Any], None]
 """Waits for a collective on CPU tensors, with a deadline and a description."""
 
 
-class Replicas:
-    """Keeps the replicas of this rank's stage equal: all get the mean gradient and the buffers of
-    replica 0.
+def averaged_over(spread: Placement) -> tuple[Dimension, ...]:
+    """Dimensions over which a parameter's gradient is averaged here: those with other data, without
+    those along which the parameter itself is distributed, whose ranks reduce it as part of its
+    backward (FSDP does)."""
+    return tuple(name for name in DATA if name not in spread.spanned)
 
-    Every call is collective over the replicas of the stage.
+
+def levelled_over(spread: Placement) -> tuple[Dimension, ...]:
+    """Dimensions along which ranks hold the same elements of a tensor."""
+    return tuple(name for name in DATA if name not in spread.sharded)
+
+
+def measured_over(spreads: Iterable[Placement]) -> tuple[Dimension, ...]:
+    """Dimensions of the ranks that add up the gradient norm: all of a replica, and the replicas if
+    a parameter is sharded over them."""
+    sharded = {name for spread in spreads for name in spread.sharded}
+    return ("pp", *sorted(sharded | set(LOCKSTEP), key=DIMENSIONS.index))
+
+
+class Replicas:
+    """Keeps the ranks equal that hold the same elements of this rank's stage: all get the mean
+    gradient and the buffers of the first.
+
+    Every call is collective over the ranks with the same stage and tensor coordinate.
     """
 
     def __init__(self, module: nn.Module, world: World, wait: Wait) -> None:
-        # Keeps the world and not its group, whose last reference World.leave() drops.
+        # Keeps the world and not its groups, whose last references World.leave() drops.
         self._module, self._world, self._wait = module, world, wait
+        self._names = {
+            name: averaged_over(placement(name, parameter, world.coordinate))
+            for name, parameter in module.named_parameters()
+        }
         self._buffered = [m for m in module.modules() if any(True for _ in m.buffers(False))]
         self._marks = [_marks(m) for m in self._buffered]
 
@@ -41,23 +65,30 @@ class Replicas:
         Whole modules, because torch does not count a batch norm's writes to its running statistics,
         only those to ``num_batches_tracked`` beside them.
         """
-        group = self._world.group(DATA)
-        assert group is not None
-        parameters = [p for p in self._module.parameters() if p.requires_grad]
+        parts: dict[tuple[Dimension, ...], list[nn.Parameter]] = {}
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad:
+                parts.setdefault(self._names[name], []).append(parameter)
         written = [_written(m, marks) for m, marks in zip(self._buffered, self._marks, strict=True)]
-        mask = [*(p.grad is not None for p in parameters), *written]
-        if not mask:
-            return
-        counts = torch.tensor(mask, dtype=torch.int32)
-        self._wait(dist.all_reduce(counts, group=group, async_op=True))
-        used, written_by = counts[: len(parameters)], counts[len(parameters) :]
-        average(parameters, used.tolist(), group, self._wait)
-        for module, count in zip(self._buffered, written_by.tolist(), strict=True):
-            if count:
-                self._share(module.buffers(recurse=False))
+        parts.setdefault(DATA, [])
+        for names in sorted(parts):
+            group = self._world.group(names)
+            if group is None:
+                continue
+            parameters, buffers = parts[names], written if names == DATA else []
+            mask = [*(p.grad is not None for p in parameters), *buffers]
+            if not mask:
+                continue
+            counts = torch.tensor(mask, dtype=torch.int32)
+            self._wait(dist.all_reduce(counts, group=group, async_op=True))
+            used, written_by = counts[: len(parameters)], counts[len(parameters) :]
+            average(parameters, used.tolist(), group, self._wait)
+            for module, count in zip(self._buffered if buffers else [], written_by, strict=True):
+                if count:
+                    self._share(module.buffers(recurse=False))
 
     def share_buffers(self) -> None:
-        """Copy every buffer of replica 0 to all replicas, even if torch counted no write to it."""
+        """Copy every buffer of the first rank to all, even if torch counted no write to it."""
         self._share(self._module.buffers())
 
     def _share(self, buffers: Iterable[Tensor]) -> None:
@@ -99,7 +130,7 @@ def average(
     for parameter, count in zip(parameters, used, strict=True):
         if count and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    for bucket in _buckets(p.grad for p in parameters if p.grad is not None):
+    for bucket in _buckets(local(p.grad) for p in parameters if p.grad is not None):
         flat = torch.cat([grad.reshape(-1) for grad in bucket])
         _finish(dist.all_reduce(flat, group=group, async_op=True), flat, wait)
         flat /= size
@@ -143,26 +174,41 @@ def _buckets(grads: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def clip_global_norm(
-    parameters: Iterable[nn.Parameter],
+    parameters: Iterable[tuple[str, nn.Parameter]],
     max_norm: float,
-    group: dist.ProcessGroup | None,
+    world: World,
+    spreads: Iterable[Placement],
     wait: Wait,
 ) -> Tensor:
     """Scale gradients so that their 2-norm over all stages is at most ``max_norm``.
 
-    Returns the norm before scaling (0-dim float32), bitwise equal on all stages: every rank adds
-    the stages' squares in stage order, in float64.
+    Every element counts once: of ranks that hold the same one, the first along each dimension
+    counts it. ``spreads``: placements of the parameters of all stages. Returns the norm before
+    scaling (0-dim float32), bitwise equal on all ranks: each adds the squares of all in rank order,
+    in float64.
     """
-    with_grad = [p for p in parameters if p.grad is not None]
-    grads = [p.grad for p in with_grad if p.grad is not None]
+    over = measured_over(spreads)
+    coordinate = world.coordinate
+    grads, counted = [], []
+    for name, parameter in parameters:
+        if parameter.grad is None:
+            continue
+        grads.append(local(parameter.grad))
+        sharded = placement(name, parameter, coordinate).sharded
+        if not any(coordinate.along(n) for n in over if n != "pp" and n not in sharded):
+            counted.append(grads[-1])
     mine = torch.zeros(1, dtype=torch.float64)
-    if grads:
-        mine[0] = torch.nn.utils.get_total_norm(grads).double().cpu() ** 2
+    if counted:
+        mine[0] = torch.nn.utils.get_total_norm(counted).double().cpu() ** 2
     squares = [mine]
+    group = world.group(over)
     if group is not None:
         squares = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         wait(dist.all_gather(squares, mine, group=group, async_op=True))
     total = torch.stack(squares).sum().sqrt().float()
     if grads:
-        torch.nn.utils.clip_grads_with_norm_(with_grad, max_norm, total.to(grads[0].device))
+        # As torch.nn.utils.clip_grads_with_norm_, on the parts of this rank.
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for grad in grads:
+            grad.mul_(factor.to(grad.device))
     return total

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from pipemorph.api.mesh import Coordinate
 from pipemorph.errors import InputError
+from pipemorph_trainer.topology.placement import Placement, loaded, local, placement
 
 _WORDS = {"cpu": 1 << 16}
 _MOST_WORDS = 1 << 22
@@ -22,9 +23,10 @@ _63_BITS = (1 << 63) - 1
 class Held(NamedTuple):
     """One parameter or buffer of a stage.
 
-    ``fingerprint``: None if the bytes cannot be read: sparse, quantized or on the meta device, or a
-    subclass of Tensor. ``matrix``: a trainable parameter with at least two dimensions whose
-    elements are not all equal, so that two stages do not have the same one by chance.
+    ``fingerprint``: of this rank's part; None if the bytes cannot be read: sparse, quantized or on
+    the meta device, or another subclass of Tensor. ``matrix``: a trainable parameter with at least
+    two dimensions whose elements are not all equal, so that two stages do not have the same one by
+    chance.
     """
 
     name: str
@@ -34,13 +36,15 @@ class Held(NamedTuple):
     trainable: bool
     fingerprint: int | None
     matrix: bool
+    placement: Placement = Placement()
 
     @property
     def form(self) -> str:
         """Shape and dtype for messages: ``float32[4, 8]``."""
         dtype = str(self.dtype).removeprefix("torch.")
         frozen = ", frozen" if self.kind == "parameter" and not self.trainable else ""
-        return f"{dtype}{list(self.shape)}{frozen}"
+        sharded = ", ".join(self.placement.sharded)
+        return f"{dtype}{list(self.shape)}{frozen}{' sharded over ' if sharded else ''}{sharded}"
 
 
 def check_stage(stage: object) -> None:
@@ -65,18 +69,12 @@ def check_stage(stage: object) -> None:
                 f"{where} is wrapped in {type(module).__name__}; give Pipeline the module in it "
                 "(.module): step() averages gradients over the replicas itself"
             )
-        if isinstance(module, _loaded("torch.distributed.fsdp", "FullyShardedDataParallel")):
+        if isinstance(module, loaded("torch.distributed.fsdp", "FullyShardedDataParallel")):
             raise InputError(
-                f"{where} is wrapped in FullyShardedDataParallel; give Pipeline the module before "
-                "it was sharded: each rank holds its whole stage"
+                f"{where} is wrapped in FullyShardedDataParallel; shard the module before it with "
+                "fully_shard (FSDP2)"
             )
     for name, parameter in stage.named_parameters():
-        if isinstance(parameter, _loaded("torch.distributed.tensor", "DTensor")):
-            raise InputError(
-                f"parameter {name!r} of the stage is a DTensor (as fully_shard and "
-                "parallelize_module make them); give Pipeline the module before it was sharded: "
-                "each rank holds its whole stage"
-            )
         if is_lazy(parameter):
             raise InputError(
                 f"parameter {name!r} of the stage has no shape yet; run the lazy module once "
@@ -84,29 +82,27 @@ def check_stage(stage: object) -> None:
             )
 
 
-def _loaded(module: str, name: str) -> type | tuple[()]:
-    """A class that is slow to import. If it was never imported, there are no instances of it."""
-    found: type | tuple[()] = getattr(sys.modules.get(module), name, ())
-    return found
+def held_by(module: nn.Module, coordinate: Coordinate) -> tuple[Held, ...]:
+    """All parameters and buffers of a stage, in the order of the module. Raises
+    :class:`InputError` if one is distributed in a way that a stage cannot be."""
+    parameters = [("parameter", *each) for each in module.named_parameters()]
+    buffers = [("buffer", *each) for each in module.named_buffers()]
+    return tuple(_held(*each, coordinate) for each in (*parameters, *buffers))
 
 
-def held_by(module: nn.Module) -> tuple[Held, ...]:
-    """All parameters and buffers of a stage, in the order of the module."""
-    parameters = [_held("parameter", name, value) for name, value in module.named_parameters()]
-    buffers = [_held("buffer", name, value) for name, value in module.named_buffers()]
-    return (*parameters, *buffers)
-
-
-def _held(kind: str, name: str, value: Tensor) -> Held:
+def _held(kind: str, name: str, value: Tensor, coordinate: Coordinate) -> Held:
     trainable = kind == "parameter" and value.requires_grad
+    part = local(value)
+    known = comparable(part)
     return Held(
         name=name,
         kind=kind,
         shape=tuple(value.shape),
         dtype=value.dtype,
         trainable=trainable,
-        fingerprint=fingerprint(value) if comparable(value) else None,
-        matrix=trainable and value.dim() >= 2 and comparable(value) and not _constant(value),
+        fingerprint=fingerprint(part) if known else None,
+        matrix=trainable and value.dim() >= 2 and known and not _constant(part),
+        placement=placement(name, value, coordinate),
     )
 
 
@@ -153,5 +149,5 @@ def _mixed(words: Tensor, start: int) -> Tensor:
 
 
 def _constant(value: Tensor) -> bool:
-    rows = bytes_of(value).reshape(-1, value.element_size())
+    rows = bytes_of(value).view(value.numel(), value.element_size())
     return bool((rows[:64] == rows[:1]).all()) and bool((rows == rows[:1]).all())

@@ -102,6 +102,16 @@ class World:
         dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
+    def agree(self, value: Any) -> list[Any]:
+        """The values of all ranks that run collectives inside this stage, in rank order. Only at
+        the start."""
+        group = self.group(LOCKSTEP)
+        if group is None:
+            return [value]
+        found: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, value, group=group)
+        return found
+
     def leave(self, *, clean: bool) -> None:
         """Destroy the groups of this world; see :meth:`Groups.destroy`.
 

@@ -29,7 +29,7 @@ class SplitBackward:
     def __init__(self, module: nn.Module) -> None:
         if why := missing():
             raise SplitError(f"this version of torch is not supported: {why}")
-        layers, self.not_deferred = find_layers(module, sharded=True)
+        layers, self.not_deferred = find_layers(module, wrapped=True)
         self._split = ModuleSplit(layers)
         self._split.patch_for_good()
 

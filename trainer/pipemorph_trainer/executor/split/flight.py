@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from pipemorph_trainer.errors import SplitError
 from pipemorph_trainer.executor.split.snapshot import Snapshot
+from pipemorph_trainer.topology.placement import is_dtensor
 
 if TYPE_CHECKING:
     from pipemorph_trainer.executor.offload.store import ActivationStore, SavedFlight
@@ -212,6 +213,11 @@ class StageCall:
                     f"output {index} of the stage is a {type(out).__name__}; a stage returns "
                     f"a tensor or a tuple of tensors"
                 )
+            if is_dtensor(out):
+                raise SplitError(
+                    f"output {index} of the stage is a DTensor; return this rank's part, as "
+                    "parallelize_module does with use_local_output=True, or out.to_local()"
+                )
         return outputs
 
     def _loss(self, output: Any, target: Any) -> Tensor:
@@ -220,6 +226,9 @@ class StageCall:
             what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             source = "the last stage" if self.loss_fn is None else "loss_fn"
             raise SplitError(f"{source} returned {what}; expected a scalar loss")
+        if is_dtensor(loss):
+            source = "the last stage" if self.loss_fn is None else "loss_fn"
+            raise SplitError(f"{source} returned a DTensor; return loss.full_tensor()")
         return loss
 
 

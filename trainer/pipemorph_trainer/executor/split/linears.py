@@ -14,12 +14,12 @@ from torch.overrides import TorchFunctionMode
 
 from pipemorph_trainer.executor.split.deferred import DeferredLinear, Layer, LinearCall, Sink
 from pipemorph_trainer.executor.torch_private import compiled, tensor_hooked
+from pipemorph_trainer.topology.placement import is_dtensor
 
 
-def opaque_modules(stage: nn.Module, *, sharded: bool = False) -> dict[str, str]:
-    """Submodules that cannot be patched or cut inside, by name, each with the reason. ``sharded``:
-    see :func:`find_layers`."""
-    gradient_hookers = _gradient_hookers(sharded)
+def opaque_modules(stage: nn.Module) -> dict[str, str]:
+    """Submodules that cannot be patched or cut inside, by name, each with the reason."""
+    gradient_hookers = _gradient_hookers()
     found = {}
     for name, module in stage.named_modules():
         if compiled(module):
@@ -32,13 +32,12 @@ def opaque_modules(stage: nn.Module, *, sharded: bool = False) -> dict[str, str]
     return found
 
 
-def _gradient_hookers(sharded: bool) -> tuple[type, ...]:
+def _gradient_hookers() -> tuple[type, ...]:
     """Wrappers that reduce or shard gradients during the backward. Only of modules that are
     imported already, since there are no instances otherwise."""
     known = {
         "torch.nn.parallel": ("DistributedDataParallel",),
-        "torch.distributed.fsdp": ("FullyShardedDataParallel",)
-        + (() if sharded else ("FSDPModule",)),
+        "torch.distributed.fsdp": ("FullyShardedDataParallel",),
     }
     return tuple(
         getattr(sys.modules[module], name)
@@ -52,21 +51,20 @@ def _called(name: str) -> str:
     return repr(name) if name else "the stage"
 
 
-def find_layers(stage: nn.Module, *, sharded: bool = False) -> tuple[list[Layer], dict[str, str]]:
+def find_layers(stage: nn.Module, *, wrapped: bool = False) -> tuple[list[Layer], dict[str, str]]:
     """The Linears that can be deferred, and every other trainable parameter with its reason.
 
-    A Linear counts only if it is certain to run ``nn.Linear.forward`` on its own plain parameter.
+    A Linear counts only if it is certain to run ``nn.Linear.forward`` on its own parameter, a plain
+    one or a DTensor.
 
-    ``sharded``: for a stage that another trainer has prepared. Its parameters may be sharded by
-    FSDP2, if gradients are reduced after the last W and not in a backward: they are plain while
-    their module runs. And a Linear's forward may have been wrapped: then each call of ``F.linear``
-    with its own weight is deferred.
+    ``wrapped``: a Linear's forward may have been replaced, as in stages that another trainer has
+    prepared. Then each call of ``F.linear`` with the layer's own weight is deferred.
     """
     owners: dict[int, list[str]] = {}
     for prefix, module in stage.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             owners.setdefault(id(parameter), []).append(f"{prefix}.{name}" if prefix else name)
-    opaque = opaque_modules(stage, sharded=sharded)
+    opaque = opaque_modules(stage)
     layers: list[Layer] = []
     refused: dict[str, str] = {}
     for prefix, module in stage.named_modules():
@@ -79,7 +77,7 @@ def find_layers(stage: nn.Module, *, sharded: bool = False) -> tuple[list[Layer]
             continue
         reason = next(
             (why for name, why in opaque.items() if _inside(prefix, name)), ""
-        ) or _why_not(module, sharded)
+        ) or _why_not(module, wrapped)
         for parameter in own.values():
             names = owners[id(parameter)]
             if not reason and len(names) > 1:
@@ -98,7 +96,7 @@ def _inside(name: str, parent: str) -> bool:
     return not parent or name == parent or name.startswith(parent + ".")
 
 
-def _why_not(module: nn.Module, sharded: bool) -> str:
+def _why_not(module: nn.Module, wrapped: bool) -> str:
     """Why a module's own parameters cannot be deferred; empty if they can."""
     kind = type(module).__name__
     if isinstance(module, nn.utils.parametrize.ParametrizationList):
@@ -109,7 +107,7 @@ def _why_not(module: nn.Module, sharded: bool) -> str:
         return f"in a {kind}, whose forward is not nn.Linear's"
     if isinstance(module.__dict__.get("forward"), (_Forward, _Wrapped)):
         return "the split of another stage defers it"
-    if "forward" in module.__dict__ and not sharded:
+    if "forward" in module.__dict__ and not wrapped:
         return f"the forward of this {kind} was replaced"
     for name in ("weight", "bias"):
         if name not in module._parameters:
@@ -117,19 +115,12 @@ def _why_not(module: nn.Module, sharded: bool) -> str:
         parameter = module._parameters[name]
         if parameter is None:
             continue
-        if sharded and is_dtensor(parameter):
-            continue  # Its layer checks what it is when it runs.
-        if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
+        plain = type(parameter) is nn.Parameter or is_dtensor(parameter)
+        if not plain or parameter.layout is not torch.strided:
             return f"the {name} is a {type(parameter).__name__}, not a plain parameter"
         if not parameter.is_floating_point():
             return f"the {name} is {parameter.dtype}"
     return ""
-
-
-def is_dtensor(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor. Does not import the class, which takes long."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 class Patch:
@@ -173,8 +164,8 @@ class _Forward:
             torch.compiler.is_compiling()
             or not torch.is_grad_enabled()
             or self._layer.excluded
-            or type(input) not in _PLAIN
-            or type(weight) not in _PLAIN
+            or not (type(input) in _PLAIN or is_dtensor(input))
+            or is_dtensor(input) != is_dtensor(weight)
             or not (weight.requires_grad or (bias is not None and bias.requires_grad))
             or tensor_hooked(weight)
             or (bias is not None and tensor_hooked(bias))

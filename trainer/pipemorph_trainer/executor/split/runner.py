@@ -19,10 +19,11 @@ from pipemorph_trainer.executor.split.flight import (
     find_clone_inputs,
 )
 from pipemorph_trainer.executor.split.report import Mode, OrderError, Split, SplitReport
-from pipemorph_trainer.executor.split.self_test import SelfTest
+from pipemorph_trainer.executor.split.self_test import Agree, SelfTest, alone
 from pipemorph_trainer.executor.split.snapshot import copy_tensors
 from pipemorph_trainer.executor.split.splitters import Splitter
 from pipemorph_trainer.executor.split.trial import Sample
+from pipemorph_trainer.executor.stages.sharded import Sharded
 
 if TYPE_CHECKING:
     from pipemorph_trainer.executor.offload.store import ActivationStore
@@ -51,6 +52,10 @@ class StageRunner:
         microbatches: N; the loss is divided by it before the backward.
         mode: ``auto``, or a split to use from the start and without a test.
         store: host memory for activations; None: they stay on the device.
+        agree: gathers a value of every rank that runs collectives inside this stage.
+
+    A stage that ``fully_shard`` has sharded is gathered from :meth:`begin_iteration` to
+    :meth:`end_iteration`, which reduces its gradients; both are collective.
 
     Raises :class:`SplitError` if the split ``mode`` is not possible for the stage's modules.
     """
@@ -65,6 +70,7 @@ class StageRunner:
         microbatches: int,
         mode: Mode = "auto",
         store: ActivationStore | None = None,
+        agree: Agree = alone,
     ) -> None:
         if microbatches < 1:
             raise SplitError(f"microbatches is {microbatches}; expected at least 1")
@@ -83,8 +89,11 @@ class StageRunner:
             microbatches=microbatches,
         )
         self._splitter: Splitter = Splitter()
+        self._agree = agree
+        self._sharded = Sharded(module)
         if mode != "auto":
-            self._splitter, self.report = asked_for(mode, module)
+            with self._sharded.gathered():
+                self._splitter, self.report = asked_for(mode, module)
         self._samples: list[Sample] = []
         """Copies of the first microbatches, until the self-test."""
         self._has_run = False
@@ -135,6 +144,11 @@ class StageRunner:
         self._call.outputs = outputs
         if self._store is not None:
             self._store.reclaim()
+        self._sharded.gather()
+
+    def end_iteration(self) -> None:
+        """End an iteration: reduce the gradients of a sharded stage, if there are any."""
+        self._sharded.reduce()
 
     @property
     def _active(self) -> Splitter:
@@ -165,7 +179,9 @@ class StageRunner:
         samples = samples or self._samples
         if not samples:
             raise SplitError("self-test before the first iteration, so without a microbatch")
-        self._splitter, self.report = SelfTest(self._call, samples, self._store).run()
+        with self._sharded.gathered():
+            test = SelfTest(self._call, samples, self._store, self._agree)
+            self._splitter, self.report = test.run()
         self._samples = []
         return self.report
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -50,6 +50,14 @@ MEASURABLE = 1e-3
 """Least seconds of an unsplit backward for its times to be used."""
 
 
+Agree = Callable[[Any], list[Any]]
+
+
+def alone(value: Any) -> list[Any]:
+    """For a rank that runs no collectives inside its stage."""
+    return [value]
+
+
 class SelfTest:
     """One self-test of one stage. :meth:`run` returns the splitter and the report.
 
@@ -58,8 +66,8 @@ class SelfTest:
     the chosen splitter is also tested with offload.
 
     The test needs memory for one additional set of gradients, since runs are compared by digests.
-    The number of runs does not depend on measured times, so it is equal on all ranks with the same
-    stage (replicas, shards), and collectives inside the stage match.
+    ``agree`` gathers a value of every rank that runs collectives inside the stage. These ranks
+    decide every step alike, so that they run the stage equally often and choose one split.
     """
 
     def __init__(
@@ -67,8 +75,10 @@ class SelfTest:
         call: StageCall,
         samples: Sequence[Sample],
         store: ActivationStore | None = None,
+        agree: Agree = alone,
     ) -> None:
         self._call = call
+        self._agree = agree
         self._store = store
         self._samples = [*samples, *samples][:2]
         self._snapshot = Snapshot(call.module)
@@ -86,14 +96,18 @@ class SelfTest:
             self._snapshot.restore()
 
     def _run(self) -> tuple[Splitter, SplitReport]:
+        failure = ""
         try:
             self._baseline()
         except Exception as error:  # noqa: BLE001 - any error, since the stage has run in training
-            why = f"the self-test could not run the stage: {_first_line(error)}"
+            failure = _first_line(error)
+        if failure := self._first(failure):
+            why = f"the self-test could not run the stage: {failure}"
             offload = None if self._store is None else OffloadAttempt(reason=why)
             return Splitter(), SplitReport(
                 "fused", why, tested=False, sizes=self._sizes, offload=offload
             )
+        self._loose = self._union(self._loose)
         chosen = self._try_module()
         if chosen is None or self._share(chosen) < SMALL_SHARE:
             graph = self._try_graph()
@@ -134,7 +148,10 @@ class SelfTest:
             splitter = ModuleSplit(active)
             excluded_before = len(layers) - len(active)
             outcome, wrong = self._attempt(splitter)
+            foreign = self._union([layer.name for layer in active if layer.excluded])
             for layer in active:
+                if layer.name in foreign and not layer.excluded:
+                    layer.excluded = "another rank of the stage cannot defer it"
                 names = layer.parameter_names().values()
                 if not layer.excluded and any(
                     f"the gradient of {name!r}" in wrong for name in names
@@ -174,8 +191,11 @@ class SelfTest:
         if not splitter.deferred:
             return self._refuse("graph", "every parameter is used in several places")
         ratio = self._overhead(splitter)
+        slow = ""
         if self._times.backward > MEASURABLE and ratio > MAX_OVERHEAD:
-            return self._refuse("graph", f"B + W take {ratio:.1f} times the unsplit backward")
+            slow = f"B + W take {ratio:.1f} times the unsplit backward"
+        if slow := self._first(slow):
+            return self._refuse("graph", slow)
         return self._accept(splitter, outcome)
 
     def _overhead(self, splitter: Splitter) -> float:
@@ -194,14 +214,17 @@ class SelfTest:
             return OffloadAttempt(reason=f"this version of torch is not supported: {why}")
         moved, seconds = 0, 0.0
         for _ in range(2):
+            outcome, failure = Outcome(), ""
             try:
                 outcome = run_trial(
                     splitter, self._call, self._samples, self._snapshot, fused=False, store=store
                 )
+                if wrong := differences(self._reference, outcome, self._loose):
+                    failure = f"{wrong[0]} differs from a run without it"
             except Exception as error:  # noqa: BLE001 - after any error, activations stay
-                return OffloadAttempt(reason=_first_line(error))
-            if wrong := differences(self._reference, outcome, self._loose):
-                return OffloadAttempt(reason=f"{wrong[0]} differs from a run without it")
+                failure = _first_line(error)
+            if failure := self._first(failure):
+                return OffloadAttempt(reason=failure)
             moved = outcome.moved_bytes
             seconds = max(outcome.seconds["out"], outcome.seconds["back"])
         return OffloadAttempt(moved, seconds)
@@ -209,16 +232,33 @@ class SelfTest:
     def _attempt(self, splitter: Splitter) -> tuple[Outcome | None, list[str]]:
         """Run the split twice; the first run is a warm-up. Without an outcome, returns the
         error."""
+        outcome, wrong = self._compared(splitter)
+        if outcome is None or wrong:
+            return outcome, wrong
+        again, wrong = self._compared(splitter)
+        if again is not None:
+            outcome.seconds = again.seconds
+        return again and outcome, wrong
+
+    def _compared(self, splitter: Splitter) -> tuple[Outcome | None, list[str]]:
+        """Run the split, and name what differs on any rank."""
+        outcome, wrong, failure = Outcome(), [], ""
         try:
             outcome = self._trial(splitter)
             wrong = differences(self._reference, outcome, self._loose)
-            if not wrong:
-                again = self._trial(splitter)
-                wrong = differences(self._reference, again, self._loose)
-                outcome.seconds = again.seconds
         except Exception as error:  # noqa: BLE001 - after any error, the stage runs unsplit
-            return None, [_first_line(error)]
-        return outcome, wrong
+            failure = _first_line(error)
+        if failure := self._first(failure):
+            return None, [failure]
+        return outcome, list(self._union(wrong))
+
+    def _first(self, text: str) -> str:
+        """The first text that is not empty, of all ranks."""
+        return next((found for found in self._agree(text) if found), "")
+
+    def _union(self, texts: Sequence[str]) -> tuple[str, ...]:
+        """The texts of all ranks, each once."""
+        return tuple(dict.fromkeys(text for found in self._agree(list(texts)) for text in found))
 
     def _accept(self, splitter: Splitter, outcome: Outcome) -> Splitter:
         took = outcome.seconds

@@ -1,0 +1,196 @@
+"""Stages that are distributed over several ranks train as the whole model does on one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hybrid_models import (
+    LENGTH,
+    Reference,
+    batch_of,
+    distribute,
+    loss_fn,
+    part_of,
+    whole_model,
+)
+from launch import run_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from trainer_jobs import Job, make_plan
+
+from pipemorph.api.spec import Checkpoint
+from pipemorph.errors import InputError
+from pipemorph.planning import Route
+from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph_trainer.errors import BatchError
+from pipemorph_trainer.topology.mesh import join_process_group
+from pipemorph_trainer.topology.placement import is_dtensor
+
+N, ROWS, ITERATIONS, LR, CLIP = 4, 8, 4, 0.1, 0.5
+RANKS = 8
+CLOSE = {"rtol": 1e-11, "atol": 1e-13}
+"""Of float64: the order of sums differs where they run over several ranks."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of the mesh by dimension, in its order. ``delegated``: the second plan's route."""
+
+    mesh: dict[str, int]
+    delegated: bool = False
+    resume: str = ""
+    save: str = ""
+    exact: bool = False
+    """Whether gradients have the reference's bits: means are over two ranks, and each product is
+    computed whole."""
+
+
+CASES = {
+    "pp2 tp2 dp2": Case({"dp_replicate": 2, "pp": 2, "tp": 2}, save="a"),
+    "pp2 fsdp4": Case({"pp": 2, "dp_shard": 4}, delegated=True),
+    "pp4 fsdp2": Case({"pp": 4, "dp_shard": 2}, save="b", exact=True),
+    "pp2 hsdp2x2": Case({"pp": 2, "dp_replicate": 2, "dp_shard": 2}, resume="a"),
+    "pp2 cp2 tp2": Case({"pp": 2, "cp": 2, "tp": 2}),
+    "pp2 fsdp2 tp2": Case({"pp": 2, "dp_shard": 2, "tp": 2}, resume="b"),
+}
+
+
+REFUSALS = (
+    "parameter '0.weight' of the stage is distributed over ranks of other stages; use a mesh of",
+    "mesh has the dimensions pp, dp; expected pp, dp_replicate, dp_shard, cp, tp",
+    "Pipeline was given stages=4, and its mesh has 2 stages × 2 replicas × 2 tensor; leave",
+    "plan 0 has dispatch online; ranks of one stage that run collectives inside ops",
+    "plan 1 has dispatch online; ranks of one stage that run collectives inside ops",
+    "step() of iteration 0 is refused on all ranks: rank 1 (stage 0, replica 0, tensor 1): input 0",
+)
+
+
+def full(value: Tensor) -> Tensor:
+    return value.full_tensor() if is_dtensor(value) else value  # type: ignore[attr-defined, no-any-return]
+
+
+def cut(batch: tuple[Tensor, Tensor], index: int, parts: int) -> list[Tensor]:
+    """The part of the sequence of a context-parallel rank."""
+    each = LENGTH // parts
+    return [t[:, index * each : (index + 1) * each].contiguous() for t in batch]
+
+
+def train(context: TrainerContext, name: str, folder: str) -> str:
+    """One case, compared with the reference in every iteration. Returns how the stage is split."""
+    case = CASES[name]
+    join_process_group(context, torch.device("cpu"))
+    mesh = init_device_mesh("cpu", tuple(case.mesh.values()), mesh_dim_names=tuple(case.mesh))
+    place = {dim: mesh.get_local_rank(dim) for dim in case.mesh}
+    size = case.mesh.get
+    stages = case.mesh["pp"]
+    shards = size("dp_shard", 1)
+    data = place.get("dp_replicate", 0) * shards + place.get("dp_shard", 0)
+    whole = whole_model()
+    part = distribute(part_of(whole, place["pp"], stages), mesh)
+    optimizer = torch.optim.SGD(part.parameters(), lr=LR, momentum=0.9)
+    job = Job(stages, N)
+    reference = Reference(N, ROWS, LR)
+    where = f"{folder}/{case.resume or case.save}"
+    checkpoint = None
+    if case.save or case.resume:
+        checkpoint = Checkpoint(directory=where, every=ITERATIONS, resume=bool(case.resume))
+    with Pipeline(
+        part, context=context, mesh=mesh, loss_fn=loss_fn, optimizer=optimizer,
+        plan=make_plan(job, 0, "zero-bubble"), checkpoint=checkpoint, deadline_seconds=60,
+    ) as pipe:  # fmt: skip
+        assert (pipe.is_first, pipe.is_last) == (place["pp"] == 0, place["pp"] == stages - 1)
+        assert pipe.start_iteration == (ITERATIONS if case.resume else 0)
+        for iteration in range(pipe.start_iteration):
+            # Of the run that saved, which had as many ranks with data of their own.
+            reference.step(iteration, 2, CLIP)
+        for iteration in range(pipe.start_iteration, pipe.start_iteration + ITERATIONS):
+            if iteration == 0:
+                route = Route.DELEGATED if case.delegated else Route.DIRECT
+                routes = (route,) * (stages - 1)
+                pipe.install(make_plan(job, 1, "1f1b", routes=routes))
+            batch = batch_of(iteration, data, ROWS)
+            tokens, target = cut(batch, place.get("cp", 0), size("cp", 1))
+            loss = pipe.step(tokens, target=target)
+            wanted, norm, grads = reference.step(iteration, size("dp_replicate", 1) * shards, CLIP)
+            torch.testing.assert_close(float(loss), wanted, rtol=1e-6, atol=0)
+            for key, parameter in part.named_parameters():
+                assert parameter.grad is not None, key
+                what = f"{name}, iteration {iteration}: {key}"
+                close = {"rtol": 0, "atol": 0} if case.exact else CLOSE
+                torch.testing.assert_close(
+                    full(parameter.grad), grads[key], msg=lambda m, w=what: f"{w}: {m}", **close
+                )
+            torch.testing.assert_close(float(pipe.clip_grad_norm_(CLIP)), norm, rtol=1e-6, atol=0)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert pipe.plan.version == (0 if case.resume else 1)
+        split = pipe.split
+    for key, parameter in part.named_parameters():
+        torch.testing.assert_close(full(parameter), dict(reference.model.named_parameters())[key])
+    return split
+
+
+def refusals(context: TrainerContext) -> list[str]:
+    """What cannot be trained, and what is said of it. A batch that does not fit on one rank of a
+    stage is refused before its ranks wait for each other; the next step runs."""
+    cpu = torch.device("cpu")
+    join_process_group(context, cpu)
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp_replicate", "tp"))
+    told = []
+
+    def refused(part: nn.Module, **options: Any) -> None:
+        with pytest.raises(InputError) as error:
+            Pipeline(part, context=context, loss_fn=loss_fn, microbatches=N, **options)
+        told.append(str(error.value))
+
+    part = part_of(whole_model(), mesh.get_local_rank("pp"), 2)
+    everyone = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("pp",))
+    spread = nn.Sequential(nn.Linear(8, 8))
+    parallelize_module(spread, everyone, {"0": ColwiseParallel()})
+    refused(spread, mesh=mesh)
+    refused(part, mesh=init_device_mesh("cpu", (2, 4), mesh_dim_names=("pp", "dp")))
+    refused(part, mesh=mesh, stages=4)
+    refused(part, mesh=mesh, dispatch="online")
+    with Pipeline(
+        distribute(part, mesh), context=context, mesh=mesh, loss_fn=loss_fn, microbatches=N,
+        deadline_seconds=60,
+    ) as pipe:  # fmt: skip
+        online = make_plan(Job(2, N), 1, "pipemorph", dispatch="online")
+        with pytest.raises(InputError) as error:
+            pipe.install(online)
+        told.append(str(error.value))
+        for rows in (ROWS - 1, ROWS):
+            tokens, target = batch_of(0, mesh.get_local_rank("dp_replicate"), ROWS)
+            # The other tensor rank of the stage has a batch that fits.
+            tokens = tokens[:rows] if context.rank == 1 else tokens
+            try:
+                pipe.step(tokens, target=target)
+            except BatchError as refusal:
+                assert rows < ROWS
+                told.append(str(refusal))
+        assert pipe.iteration == 1
+        assert all(parameter.grad is not None for parameter in part.parameters())
+    return told
+
+
+def every_case(context: TrainerContext, names: list[str], folder: str) -> Any:
+    return {name: train(context, name, folder) for name in names}, refusals(context)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.needs_engine
+def test_every_mesh_trains_as_one_process(tmp_path: Path) -> None:
+    """Losses, gradients and norms, across a plan change, a delegated link and a resume on another
+    mesh."""
+    results = run_ranks(RANKS, every_case, list(CASES), str(tmp_path), timeout=300.0)
+    for name in CASES:
+        assert {result[0][name] for result in results} == {"module"}, name
+    for _, told in results:
+        for line, words in zip(told, REFUSALS, strict=True):
+            assert words in line, told
+            assert "\n" not in line
