@@ -34,6 +34,7 @@ from pipemorph_trainer.plans.agreement import Agreement
 from pipemorph_trainer.plans.book import PlanBook
 from pipemorph_trainer.plans.token import TokenPass
 from pipemorph_trainer.state.gradients import Replicas
+from pipemorph_trainer.state.tied import Tied
 from pipemorph_trainer.telemetry.reporter import Reporter
 from pipemorph_trainer.telemetry.rounds import Rounds
 from pipemorph_trainer.telemetry.trace import TraceWriter
@@ -52,6 +53,7 @@ class Iterations:
         neighbours: the links of the stage.
         stage: runs the ops.
         replicas: keeps the stage's replicas equal; None for one replica or an emulated stage.
+        tied: sums the gradients of weights that other stages hold, too; None without any.
         plans: the plans of this rank; plans from ``control`` are added to it.
         reporter, trace: report each iteration, and write its trace.
         poller: waits for events for the executor; ``op_clock``: tells the links when ops run.
@@ -68,6 +70,7 @@ class Iterations:
         neighbours: Neighbourhood,
         stage: OwnStage,
         replicas: Replicas | None,
+        tied: Tied | None,
         plans: PlanBook,
         control: ControlClient,
         reporter: Reporter,
@@ -79,7 +82,7 @@ class Iterations:
     ) -> None:
         self._world, self._coordinate = world, world.coordinate
         self._neighbours, self._stage, self._plans = neighbours, stage, plans
-        self._replicas = replicas
+        self._replicas, self._tied = replicas, tied
         self._control, self._reporter, self._trace = control, reporter, trace
         self._waiting, self._wait_for = wait.waiting, wait
         self._device_times: DeviceTimes | None = None
@@ -152,6 +155,8 @@ class Iterations:
         version, start = self._token.start(iteration, shapes, refused=refused)
         plan = self._begin(iteration, version)
         self._loss.begin()
+        if self._tied is not None:
+            self._tied.begin()
         outcome = self._executor.run(plan, iteration, self._token.generations, inputs, start)
         self._waiting.begin(f"gradients of iteration {iteration} of the other shards")
         self._stage.reduce()
@@ -160,7 +165,13 @@ class Iterations:
         loss = self._loss.wait(f"iteration {iteration}", refused=self._executor.refused)
         if self._loss.refused:
             self.rounds.drop(iteration)
+            if self._tied is not None:
+                self._tied.undo()
             raise self._refused(f"step() of iteration {iteration}", refusal)
+        if self._tied is not None:
+            self._waiting.begin(f"gradients of iteration {iteration} of tied weights")
+            self._tied.sum()
+            self._waiting.end()
         if self._replicas is not None:
             self._waiting.begin(f"gradients of iteration {iteration} of the other replicas")
             self._replicas.sync()
@@ -196,6 +207,8 @@ class Iterations:
             self._executor.evaluate(
                 self._stage.microbatches, iteration, self._token.generations, inputs, start
             )
+            # A sharded stage stays gathered after a forward; there are no gradients to reduce.
+            self._stage.reduce()
             loss = self._loss.wait(call, refused=self._executor.refused)
             if self._loss.refused:
                 raise self._refused(f"evaluate() before iteration {iteration}", refusal)

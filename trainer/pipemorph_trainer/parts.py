@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from pipemorph_trainer.plans.book import PlanBook
 from pipemorph_trainer.preparation import Preparation, prepare
 from pipemorph_trainer.start import join, level, warnings
 from pipemorph_trainer.state.gradients import Replicas
+from pipemorph_trainer.state.tied import Tied
 from pipemorph_trainer.telemetry.metrics import metered
 from pipemorph_trainer.telemetry.reporter import Reporter, join_agent
 from pipemorph_trainer.telemetry.trace import TraceWriter
@@ -60,6 +61,7 @@ class Parts:
         loss_fn: LossFn | None,
         optimizer: torch.optim.Optimizer | None,
         control: ControlClient | None,
+        tied: Sequence[Any] | None,
     ) -> None:
         module = stage if isinstance(stage, nn.Module) else None
         self.device = device_of(stage)
@@ -71,7 +73,7 @@ class Parts:
         if control is not None:
             directed = not isinstance(control, NoControl)
         prepared, start = prepare(
-            stage, context, given, plan, split, mesh=mesh,
+            stage, context, given, plan, split, mesh=mesh, tied=tied,
             device=self.device, accelerator=accelerator, directed=directed,
         )  # fmt: skip
         self.world, starts = join(context, self.device, start, mesh)
@@ -89,6 +91,12 @@ class Parts:
             level(self.world, starts, module, self.wait_for)
             self.waiting.end()
             self.replicas = Replicas(module, self.world, self.wait_for)
+        self.tied: Tied | None = None
+        if start.ties:
+            self.waiting.begin("the tied weights of their first stage")
+            self.tied = Tied(start.ties, module, self.world, self.wait_for)
+            self.tied.level()
+            self.waiting.end()
         if self.coordinate.rank == 0:
             for line in warnings(starts):
                 log.warning(line)
@@ -123,7 +131,7 @@ class Parts:
         )
         self.iterations = Iterations(
             world=self.world, neighbours=self.neighbours, stage=self.stage,
-            replicas=self.replicas, plans=self.plans, control=self.control,
+            replicas=self.replicas, tied=self.tied, plans=self.plans, control=self.control,
             reporter=self.reporter, trace=self.trace, poller=self.poller, op_clock=op_clock,
             wait=self.wait_for, deadline=self.settings.deadline_seconds,
         )  # fmt: skip
@@ -147,7 +155,8 @@ class Parts:
         from pipemorph_trainer.state.checkpoint import Checkpoints
 
         folder = Path(self.settings.checkpoint.directory)
-        return Checkpoints(folder, self.world, self.stage.keeper, optimizer)
+        aliases = self.tied.aliases if self.tied is not None else {}
+        return Checkpoints(folder, self.world, self.stage.keeper, optimizer, aliases)
 
     def _on_broken(self, end: LinkEnd, why: str) -> None:
         """A direct route broke: reserve slots, since its messages now go through the engine."""

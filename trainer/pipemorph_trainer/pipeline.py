@@ -76,6 +76,10 @@ class Pipeline:
         deadline_seconds: longest wait for one message; default: 300.
         engine: transport of delegated links: auto (the default), tcp, shm or rdma.
         queues: engine queues per direction of a link; default: 8.
+        tied: parameters of several stages that are one weight, as ``[("embed.weight", 0),
+            ("head.weight", -1)]``, or a list of such lists. All begin with the value of the first.
+            Their gradients are summed over the stages, they count once in the gradient norm, and
+            they have one name in checkpoints. Their optimizers have to be equal.
         control: source of plans and sink of telemetry; default: the job's agent, if any.
 
     Raises :class:`InputError` on all ranks if the stage, the job and the ranks do not fit, even if
@@ -105,6 +109,7 @@ class Pipeline:
         checkpoint: Checkpoint | None = None,
         host_memory: int | None = None,
         split: str = "auto",
+        tied: Sequence[Any] | None = None,
         control: ControlClient | None = None,
     ) -> None:
         self.context = context
@@ -120,7 +125,7 @@ class Pipeline:
         self._parts = Parts(
             stage, context, given,
             mesh=mesh, plan=plan, split=split, loss_fn=loss_fn,
-            optimizer=optimizer, control=control,
+            optimizer=optimizer, control=control, tied=tied,
         )  # fmt: skip
         self.device, self.coordinate = self._parts.device, self._parts.coordinate
         self._last_word = LastWord(self.current_wait, self._leave_traces)
@@ -233,8 +238,9 @@ class Pipeline:
         parts.waiting.begin(f"the gradient norm of iteration {self.iteration - 1} of all stages")
         with self._failing():
             norm = clip_global_norm(
-                parameters, max_norm, parts.world, parts.placements, parts.wait_for
-            )
+                parameters, max_norm, parts.world, parts.placements, parts.wait_for,
+                uncounted=parts.tied.uncounted if parts.tied is not None else (),
+            )  # fmt: skip
         parts.waiting.end()
         self._last_activity = monotonic()
         return norm

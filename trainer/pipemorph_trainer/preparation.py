@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from pipemorph_trainer.links.engine import EngineOptions
 from pipemorph_trainer.plans.book import check_offload, check_stages
 from pipemorph_trainer.settings import Settings, engine_options
 from pipemorph_trainer.start import Start, digest
+from pipemorph_trainer.state.tied import forms as tied_forms
+from pipemorph_trainer.state.tied import parse as parse_tied
 from pipemorph_trainer.state.weights import check_stage, held_by
 from pipemorph_trainer.topology.accelerator import Accelerator
 
@@ -55,6 +57,7 @@ def prepare(
     split: str,
     *,
     mesh: DeviceMesh | None = None,
+    tied: Sequence[Any] | None,
     device: torch.device,
     accelerator: Accelerator | None,
     directed: bool,
@@ -63,8 +66,8 @@ def prepare(
     no preparation, and a start with the reason.
 
     ``given``: the arguments that a job replaces, by name (see :meth:`Settings.choose`). ``mesh``:
-    the user's, if any. ``plan``: the first plan; None: made from the settings. ``split``: as the
-    user gave it. ``directed``: directives may change the plan.
+    the user's, if any. ``plan``: the first plan; None: made from the settings. ``split``, ``tied``:
+    as the user gave them. ``directed``: directives may change the plan.
     """
     try:
         mode = mode_of(split)
@@ -74,6 +77,9 @@ def prepare(
         coordinate = settings.mesh.coordinate(context.rank)
         if isinstance(stage, GivenStage):
             _check_given(stage, settings, coordinate)
+        module = stage if isinstance(stage, nn.Module) else None
+        ties = parse_tied(tied, coordinate.stages)
+        forms = tied_forms(ties, module, coordinate.stage)
         if plan is None:
             plan = initial_plan(context.job.spec) if context.job is not None else settings.plan()
         check_stages(plan, coordinate)
@@ -86,7 +92,7 @@ def prepare(
         store, no_offload = open_store(stage, device, accelerator, settings.host_memory, mode)
         check_offload(plan, coordinate, no_offload)
         engine = engine_options(context, settings, plan, directed=directed)
-        held = held_by(stage, coordinate) if isinstance(stage, nn.Module) else ()
+        held = () if module is None else held_by(module, coordinate)
         if settings.checkpoint is not None:
             # Its import takes longer than that of torch.
             from pipemorph_trainer.state.checkpoint import check_directory
@@ -97,7 +103,14 @@ def prepare(
     first = digest(PlanMessage.of(plan).model_dump_json(exclude_defaults=True))
     return (
         Preparation(settings, plan, mode, store, no_offload, engine),
-        Start(mesh=settings.mesh, microbatches=microbatches, plan=first, held=held),
+        Start(
+            mesh=settings.mesh,
+            microbatches=microbatches,
+            plan=first,
+            held=held,
+            ties=ties,
+            tied=forms,
+        ),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,8 @@ from pipemorph_trainer.state.gradients import (
     levelled_over,
     measured_over,
 )
+from pipemorph_trainer.state.tied import Forms, Holder, Tie
+from pipemorph_trainer.state.tied import check as check_tied
 from pipemorph_trainer.state.weights import Held, fingerprint
 from pipemorph_trainer.topology.groups import Groups
 from pipemorph_trainer.topology.mesh import device_mesh, join_process_group
@@ -52,6 +54,8 @@ class Start:
     plan: str = ""
     """The :func:`digest` of its first plan: plan 0, or an interleaved schedule."""
     held: tuple[Held, ...] = ()
+    ties: tuple[Tie, ...] = ()
+    tied: Forms = field(default_factory=dict)
     secret: bytes = b""
     """All ranks use that of rank 0 if the host provides no secret."""
 
@@ -101,6 +105,11 @@ def check_starts(starts: Sequence[Start]) -> None:
                 "two builds may plan differently: install the same build of PipeMorph on both, and "
                 "give both the same plan or policy"
             )
+        if start.ties != first.ties:
+            raise InputError(
+                f"rank {rank} was given another tied= than rank 0; give every rank the same"
+            )
+    check_tied(first.ties, (start.tied for start in starts))
     for rank, start in enumerate(starts):
         coordinate = first.mesh.coordinate(rank)
         other = first.mesh.coordinate(coordinate.first_along(DATA))
@@ -230,12 +239,14 @@ def _one_matrix_twice(starts: Sequence[Start]) -> Iterator[str]:
     seen: dict[tuple[object, ...], tuple[int, str]] = {}
     pairs: list[tuple[int, str, int, str]] = []
     mesh = starts[0].mesh
+    tied = {holder: tie for tie in starts[0].ties for holder in tie}
     for stage in range(mesh.stages):
         for held in starts[mesh.rank(stage, 0)].held:
             if held.matrix:
                 what = (held.fingerprint, held.shape, held.dtype)
                 first, name = seen.setdefault(what, (stage, held.name))
-                if first != stage:
+                tie = tied.get(Holder(name, first), ())
+                if first != stage and Holder(held.name, stage) not in tie:
                     pairs.append((first, name, stage, held.name))
     if not pairs:
         return
@@ -243,9 +254,9 @@ def _one_matrix_twice(starts: Sequence[Start]) -> Iterator[str]:
     more = f" (and {_count(len(pairs) - 1, 'other pair')})" if len(pairs) > 1 else ""
     yield (
         f"{name!r} of stage {first} and {other!r} of stage {stage} begin with the same values"
-        f"{more}. Each stage trains its own: a weight that the model ties (an embedding and the "
-        "output layer) is not tied here. If they are not meant to be one weight, seed each stage "
-        "differently"
+        f"{more}. Each stage trains its own. If they are one weight (an embedding and the output "
+        f"layer), give Pipeline tied=[({name!r}, {first}), ({other!r}, {stage})]; if they are not, "
+        "seed each stage differently"
     )
 
 

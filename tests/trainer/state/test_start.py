@@ -234,7 +234,7 @@ def test_arguments_that_the_manifest_contradicts_are_errors() -> None:
 def prepared(stage: Any, **options: Any) -> tuple[Preparation | None, Start]:
     arguments: dict[str, Any] = {"given": {"microbatches": 4}, "plan": None, "context": None}
     arguments |= {"split": "auto", "device": torch.device("cpu"), "accelerator": None}
-    arguments |= {"directed": False} | options
+    arguments |= {"directed": False, "tied": None} | options
     arguments["context"] = arguments["context"] or context_of(None)
     return prepare(stage, **arguments)
 
@@ -250,6 +250,7 @@ def test_a_rank_that_cannot_take_part_says_why_instead_of_raising(tmp_path: Path
         ({"stage": nn.DataParallel(linear(0))}, "the stage is wrapped in DataParallel"),
         ({"given": {}}, "microbatches is missing"),
         ({"split": "linear"}, "split is 'linear'; expected"),
+        ({"tied": [("weight", 0)]}, "expected at least two (name, stage)"),
         ({"given": {"microbatches": 4, "stages": 3}}, "1 ranks cannot be cut into pipelines of 3"),
         ({"given": {"microbatches": 4, "checkpoint": blocked}}, "/file cannot be written to"),
         (

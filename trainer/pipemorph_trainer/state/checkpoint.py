@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from torch.distributed.checkpoint.state_dict import (
 from pipemorph.errors import InputError
 from pipemorph_trainer.errors import PipelineError, first_sentence
 from pipemorph_trainer.executor.stages.emulated import EmulatedRunner
+from pipemorph_trainer.state.tied import Holder
 from pipemorph_trainer.topology.world import World
 
 log = logging.getLogger("pipemorph.trainer")
@@ -51,7 +53,8 @@ _STAGES = "pipemorph.stages"
 class Checkpoints:
     """Saves and resumes one pipeline. Every call is collective over all ranks.
 
-    ``stage``: the module of this rank, or the runner of an emulated stage.
+    ``stage``: the module of this rank, or the runner of an emulated stage. ``aliases``: tied
+    weights of the module, with their first holder, under whose name they are saved.
     """
 
     def __init__(
@@ -60,9 +63,13 @@ class Checkpoints:
         world: World,
         stage: nn.Module | EmulatedRunner,
         optimizer: torch.optim.Optimizer | None,
+        aliases: Mapping[str, Holder],
     ) -> None:
         self._directory, self._world = directory, world
         self._stage, self._optimizer = stage, optimizer
+        self._aliases = aliases
+        self._keys: dict[str, str] = {}
+        """The key in a checkpoint of each value of this rank."""
         self._prefix = ""
         if isinstance(stage, nn.Module):
             self._prefix = self._find_prefix(stage)
@@ -72,7 +79,9 @@ class Checkpoints:
         if stages is None:
             return ""
         names: list[Any] = [None] * dist.get_world_size(stages)
-        dist.all_gather_object(names, sorted(module.state_dict()), group=stages)
+        mine = (self._world.coordinate.stage, sorted(module.state_dict()))
+        own = [n for n in mine[1] if n not in self._aliases or self._aliases[n] == (n, mine[0])]
+        dist.all_gather_object(names, own, group=stages)
         seen: dict[str, int] = {}
         for stage, mine in enumerate(names):
             for name in mine:
@@ -139,11 +148,11 @@ class Checkpoints:
         saved = FileSystemReader(folder).read_metadata().state_dict_metadata
         gradients = {name: p for name, p in self._gradients().items() if name in saved}
         state = self._state() | {name: torch.zeros_like(p) for name, p in gradients.items()}
-        moments = [name for name in state if name.startswith(f"{self._prefix}optimizer.state.")]
+        moments = [k for name, k in self._keys.items() if name.startswith("optimizer.state.")]
         stepped = not moments or any(name in saved for name in moments)
         if not stepped:
             # Saved before the optimizer's first step: those that `_state` made count one too many.
-            for name in moments:
+            for name in {*moments}:
                 del state[name]
         try:
             state_dict_loader.load(state, checkpoint_id=folder, process_group=self._world.control)
@@ -164,20 +173,35 @@ class Checkpoints:
             name = f"emulated.replica{coordinate.column}.stage{coordinate.stage}"
             return {name: torch.tensor(list(self._stage.state().to_bytes(8, "little")))}
         state = {
-            f"{self._prefix}model.{name}": value
+            f"model.{name}": value
             for name, value in get_model_state_dict(self._stage, options=_OPTIONS).items()
         }
         if self._optimizer is not None:
             found: Any = get_optimizer_state_dict(self._stage, self._optimizer, options=_OPTIONS)
-            state |= {f"{self._prefix}optimizer.{name}": v for name, v in found.items()}
-        return state
+            state |= {f"optimizer.{name}": v for name, v in found.items()}
+        self._keys = {name: self._key(name) for name in state}
+        return {self._keys[name]: value for name, value in state.items()}
+
+    def _key(self, name: str) -> str:
+        """The key of a value in a checkpoint.
+
+        ``name``: ``model.`` or ``gradient.`` and a parameter; ``optimizer.state.`` or
+        ``optimizer.param_groups.``, a parameter and one of its fields.
+        """
+        for alias, (shared, stage) in self._aliases.items():
+            for kind in ("model.", "gradient.", "optimizer.state.", "optimizer.param_groups."):
+                start = kind + alias
+                if name == start or (kind[0] == "o" and name.startswith(f"{start}.")):
+                    prefix = self._prefix and f"stage{stage}."
+                    return f"{prefix}{kind}{shared}{name[len(start) :]}"
+        return self._prefix + name
 
     def _gradients(self) -> dict[str, nn.Parameter]:
         """Parameters, by the names of their gradients in a checkpoint."""
         if isinstance(self._stage, EmulatedRunner):
             return {}
         return {
-            f"{self._prefix}gradient.{name.replace('_orig_mod.', '')}": parameter
+            self._key(f"gradient.{name.replace('_orig_mod.', '')}"): parameter
             for name, parameter in self._stage.named_parameters()
             if parameter.requires_grad
         }
@@ -189,8 +213,12 @@ class Checkpoints:
             return
 
         def part(kind: str) -> dict[str, Any]:
-            start = f"{self._prefix}{kind}."
-            return {k.removeprefix(start): v for k, v in state.items() if k.startswith(start)}
+            start = f"{kind}."
+            return {
+                name.removeprefix(start): state[key]
+                for name, key in self._keys.items()
+                if name.startswith(start) and key in state
+            }
 
         set_model_state_dict(self._stage, part("model"), options=_OPTIONS)
         if self._optimizer is None:

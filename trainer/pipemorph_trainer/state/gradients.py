@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,7 +132,7 @@ def average(
             parameter.grad = torch.zeros_like(parameter)
     for bucket in _buckets(local(p.grad) for p in parameters if p.grad is not None):
         flat = torch.cat([grad.reshape(-1) for grad in bucket])
-        _finish(dist.all_reduce(flat, group=group, async_op=True), flat, wait)
+        finish(dist.all_reduce(flat, group=group, async_op=True), flat, wait)
         flat /= size
         offset = 0
         for grad in bucket:
@@ -146,13 +146,13 @@ def broadcast(value: Tensor, source: int, group: dist.ProcessGroup, wait: Wait) 
     raw = bytes_of(value)
     if not raw.numel():
         return
-    _finish(dist.broadcast(raw, source, group=group, async_op=True), raw, wait)
+    finish(dist.broadcast(raw, source, group=group, async_op=True), raw, wait)
     if raw.data_ptr() != value.data_ptr():
         with torch.no_grad():
             value.copy_(raw.view(value.dtype).view(value.shape))
 
 
-def _finish(work: Any, tensor: Tensor, wait: Wait) -> None:
+def finish(work: Any, tensor: Tensor, wait: Wait) -> None:
     """Wait for a collective. On CUDA the stream waits, not the host."""
     if tensor.is_cuda:
         work.wait()
@@ -179,13 +179,15 @@ def clip_global_norm(
     world: World,
     spreads: Iterable[Placement],
     wait: Wait,
+    *,
+    uncounted: Collection[int] = (),
 ) -> Tensor:
     """Scale gradients so that their 2-norm over all stages is at most ``max_norm``.
 
     Every element counts once: of ranks that hold the same one, the first along each dimension
-    counts it. ``spreads``: placements of the parameters of all stages. Returns the norm before
-    scaling (0-dim float32), bitwise equal on all ranks: each adds the squares of all in rank order,
-    in float64.
+    counts it. ``spreads``: placements of the parameters of all stages. ``uncounted``: ids of
+    parameters that another stage counts. Returns the norm before scaling (0-dim float32), bitwise
+    equal on all ranks: each adds the squares of all in rank order, in float64.
     """
     over = measured_over(spreads)
     coordinate = world.coordinate
@@ -194,6 +196,8 @@ def clip_global_norm(
         if parameter.grad is None:
             continue
         grads.append(local(parameter.grad))
+        if id(parameter) in uncounted:
+            continue
         sharded = placement(name, parameter, coordinate).sharded
         if not any(coordinate.along(n) for n in over if n != "pp" and n not in sharded):
             counted.append(grads[-1])

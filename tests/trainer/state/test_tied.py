@@ -1,0 +1,173 @@
+"""Tied weights: one weight on two stages trains, counts and is saved as in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gate import same_bits
+from launch import Ranks, run_ranks
+from torch import Tensor, nn
+
+from pipemorph.api.spec import Checkpoint
+from pipemorph.errors import InputError
+from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph_trainer.errors import BatchError
+from pipemorph_trainer.state import tied as ties
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(400)]
+
+VOCABULARY, WIDTH, LAYERS, N = 9, 6, 3, 4
+TIED = [("embed.weight", 0), ("head.weight", -1)]
+
+
+class Part(nn.Module):
+    """A stage of a small language model; all of it with one stage."""
+
+    def __init__(self, stage: int, stages: int, seed: int = 0) -> None:
+        super().__init__()
+        per = LAYERS // stages
+        if stage == 0:
+            torch.manual_seed(100 + seed)
+            self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleDict()
+        for layer in range(stage * per, (stage + 1) * per):
+            torch.manual_seed(layer)
+            self.layers[str(layer)] = nn.Linear(WIDTH, WIDTH)
+        self.first, self.last = stage == 0, stage == stages - 1
+        if self.last:
+            torch.manual_seed(200 + seed)
+            self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+            if self.first:
+                self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            x = self.embed(x)
+        for layer in self.layers.values():
+            x = x + torch.tanh(layer(x))
+        return self.head(x) if self.last else x
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, target)
+
+
+def make_batch(iteration: int, replica: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(10 * iteration + replica)
+    x = torch.randint(0, VOCABULARY, (2 * N,), generator=generator)
+    return x, x.flip(0)
+
+
+def train(
+    context: TrainerContext, stages: int, until: int, folder: str | None, every: int = 2
+) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+    """Losses and norms, and the tied weight by its names here. One optimizer step for two steps of
+    the pipeline; a batch that does not fit between them."""
+    place = context.coordinate(stages)
+    stage, replica = place.stage, place.replica
+    module = Part(stage, stages, seed=replica)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
+    found = []
+    with Pipeline(
+        module, context=context, loss_fn=loss_fn, microbatches=N, stages=stages,
+        optimizer=optimizer, tied=TIED, deadline_seconds=30.0,
+        checkpoint=Checkpoint(directory=folder, every=every) if folder else None,
+    ) as pipe:  # fmt: skip
+        for iteration in range(pipe.start_iteration, until):
+            x, target = make_batch(iteration, replica)
+            loss = pipe.step(x, target=target)
+            if iteration == 2:
+                before = {n: p.grad.clone() for n, p in module.named_parameters()}
+                with pytest.raises(BatchError):
+                    pipe.step(x[1:], target=target)
+                for name, parameter in module.named_parameters():
+                    same_bits(parameter.grad, before[name], name)
+            if iteration % 2:
+                norm = pipe.clip_grad_norm_(0.3)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=iteration % 4 == 1)
+                found.append((float(loss), float(norm)))
+    held = dict(module.named_parameters(remove_duplicate=False))
+    return found, {n: held[n].detach() for n, _ in TIED if n in held}
+
+
+def one_process(until: int, replicas: int) -> list[tuple[float, float]]:
+    module = Part(0, 1)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
+    found, losses = [], [0.0] * until
+    for iteration in range(until):
+        for replica in range(replicas):
+            for x, y in zip(*(t.chunk(N) for t in make_batch(iteration, replica)), strict=True):
+                loss = loss_fn(module(x), y) / N / replicas
+                loss.backward()
+                losses[iteration] += float(loss.detach())
+        if iteration % 2:
+            norm = nn.utils.clip_grad_norm_(module.parameters(), 0.3)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append((losses[iteration], float(norm)))
+    return found
+
+
+def check(results: Any, expected: list[tuple[float, float]]) -> None:
+    copies = [value for _, held in results for value in held.values()]
+    for found, _ in results:
+        assert len(found) == len(expected)
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-4)
+    for copy in copies:
+        same_bits(copy, copies[0])
+
+
+def test_a_tied_weight_is_one_weight_in_training_and_in_checkpoints(tmp_path: Path) -> None:
+    expected = one_process(8, 1)
+    whole = run_ranks(3, train, 3, 8, None)
+    check(whole, expected)
+    # Saved in the middle of an accumulation, after iteration 2, and after an optimizer's step.
+    run_ranks(3, train, 3, 4, str(tmp_path), 3)
+    check(run_ranks(1, train, 1, 6, str(tmp_path), 6), expected[1:3])
+    resumed = run_ranks(3, train, 3, 8, str(tmp_path), 100)
+    check(resumed, expected[3:])
+
+
+def test_replicas_share_a_tied_weight() -> None:
+    expected = one_process(6, 2)
+    check(run_ranks(6, train, 3, 6, None), expected)
+
+
+def test_what_cannot_be_tied_is_refused() -> None:
+    a, b = ("a", 0), ("b", -1)
+    assert ties.parse(None, 3) == ()
+    assert ties.parse([a, b], 3) == ties.parse([[a, b]], 3) == ((("a", 0), ("b", 2)),)
+    for wrong, told in (
+        ([a], "at least two"),
+        ([[a, b], a], "expected at least two"),
+        ("embed.weight", "expected at least two"),
+        ([a, ("b", 3)], "stage 3 for 'b', expected -3 to 2"),
+        ([a, ("a", -3)], "'a' of stage 0 twice"),
+    ):
+        with pytest.raises(InputError, match=told):
+            ties.parse(wrong, 3)
+    two = ties.parse([("0.weight", 0), ("1.weight", 0)], 1)
+    with pytest.raises(InputError, match="two parameters of one stage"):
+        ties.forms(two, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 0)
+    with pytest.raises(InputError, match="of stage 0, which has no such parameter"):
+        ties.forms(two, nn.Sequential(nn.Linear(2, 2)), 0)
+    one = ties.parse([a, b], 2)
+    with pytest.raises(InputError, match=r"'a' of stage 0 is float32\[2\], 'b' of stage 1 is"):
+        ties.check(one, [{(0, 0): "float32[2]"}, {(0, 1): "float32[3]"}])
+
+
+def untied(context: TrainerContext) -> None:
+    module = nn.Sequential(nn.Linear(VOCABULARY, VOCABULARY))
+    tied = None if context.rank else [("0.weight", 0), ("0.weight", 1)]
+    with Pipeline(module, context=context, loss_fn=loss_fn, microbatches=N, tied=tied):
+        pass
+
+
+def test_ranks_have_to_tie_the_same() -> None:
+    for result in Ranks(2, untied).wait():
+        assert "InputError: rank 1 was given another tied= than rank 0" in result.error

@@ -1,0 +1,211 @@
+"""Tied weights: one parameter that several stages hold, as an embedding that is the output layer.
+
+Each holder has a copy. All begin with that of the first holder. After the ops of an iteration their
+gradients are summed, in one collective over the ranks that hold the weight, so that equal
+optimizers keep the copies equal to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipemorph.errors import InputError
+from pipemorph_trainer.state.gradients import Wait, broadcast, finish
+from pipemorph_trainer.topology.placement import local
+
+if TYPE_CHECKING:
+    from pipemorph_trainer.topology.world import World
+
+
+class Holder(NamedTuple):
+    """One place of a tied weight: the name of a parameter in the module of a stage."""
+
+    name: str
+    stage: int
+
+    def __str__(self) -> str:
+        return f"{self.name!r} of stage {self.stage}"
+
+
+Tie = tuple[Holder, ...]
+"""The holders of one weight. Its name in checkpoints is that of the first one."""
+Forms = Mapping[tuple[int, int], str]
+"""Shape and dtype of the tied parameters that a rank holds, by tie and holder."""
+
+
+def parse(tied: Sequence[Any] | None, stages: int) -> tuple[Tie, ...]:
+    """The argument ``tied`` of a pipeline: a list of ``(name, stage)``, or a list of such lists.
+
+    Stages count from the end if negative. Raises :class:`InputError` if it is something else.
+    """
+    groups = list(tied or ())
+    if groups and all(_is_holder(item) for item in groups):
+        groups = [groups]
+    ties = []
+    for group in groups:
+        if not isinstance(group, Sequence) or not all(map(_is_holder, group)) or len(group) < 2:
+            raise InputError(
+                f"tied has {group!r}; expected at least two (name, stage), such as "
+                "[('embed.weight', 0), ('head.weight', -1)]"
+            )
+        for name, stage in group:
+            if not -stages <= stage < stages:
+                raise InputError(
+                    f"tied has stage {stage} for {name!r}, expected {-stages} to {stages - 1}"
+                )
+        ties.append(tuple(Holder(name, stage % stages) for name, stage in group))
+    names = [holder for tie in ties for holder in tie]
+    if again := next((holder for holder in names if names.count(holder) > 1), None):
+        raise InputError(f"tied has {again} twice; name every parameter once")
+    return tuple(ties)
+
+
+def _is_holder(item: Any) -> bool:
+    return (
+        isinstance(item, (tuple, list))
+        and len(item) == 2
+        and isinstance(item[0], str)
+        and isinstance(item[1], int)
+    )
+
+
+def forms(ties: Sequence[Tie], module: nn.Module | None, stage: int) -> Forms:
+    """The tied parameters of a stage. Raises :class:`InputError` if its module has not all of them,
+    or has two parameters for one weight."""
+    parameters: dict[str, nn.Parameter] = {}
+    if module is not None:
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+    found: dict[tuple[int, int], str] = {}
+    for number, tie in enumerate(ties):
+        mine = [(place, holder) for place, holder in enumerate(tie) if holder.stage == stage]
+        for place, holder in mine:
+            parameter = parameters.get(holder.name)
+            if parameter is None:
+                raise InputError(f"tied has {holder}, which has no such parameter")
+            if parameter is not parameters[mine[0][1].name]:
+                raise InputError(
+                    f"tied has {mine[0][1]} and {holder.name!r}, two parameters of one stage; tie "
+                    "them in the module, by assigning one to the other"
+                )
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            frozen = "" if parameter.requires_grad else ", frozen"
+            found[number, place] = f"{dtype}{list(parameter.shape)}{frozen}"
+    return found
+
+
+def check(ties: Sequence[Tie], everyone: Iterable[Forms]) -> None:
+    """Raise :class:`InputError` if the holders of a weight differ in shape or dtype."""
+    first: dict[int, tuple[int, str]] = {}
+    for mine in everyone:
+        for (number, place), form in mine.items():
+            other, wanted = first.setdefault(number, (place, form))
+            if form != wanted:
+                tie = ties[number]
+                raise InputError(
+                    f"tied weights differ: {tie[other]} is {wanted}, {tie[place]} is {form}"
+                )
+
+
+class Tied:
+    """The tied weights that this rank holds. Every call is collective over their holders.
+
+    ``aliases``: the first holder of each weight, by the weight's names in this rank's module.
+    ``uncounted``: ids of the parameters that another rank counts in a norm.
+    """
+
+    def __init__(
+        self, ties: Sequence[Tie], module: nn.Module | None, world: World, wait: Wait
+    ) -> None:
+        """Collective over all ranks, since all ranks create all groups."""
+        self._wait = wait
+        stage, mesh = world.coordinate.stage, world.coordinate.mesh
+        columns = [
+            [mesh.rank(each, column) for each in range(mesh.stages)]
+            for column in range(mesh.columns)
+        ]
+        mine = columns[world.coordinate.column]
+        self.aliases = {
+            holder.name: tie[0] for tie in ties for holder in tie if holder.stage == stage
+        }
+        self._shared: list[_Shared] = []
+        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for tie in ties:
+            stages = sorted({holder.stage for holder in tie})
+            if len(stages) == 1:
+                continue
+            for column in columns:
+                ranks = tuple(column[each] for each in stages)
+                if ranks not in groups:
+                    groups[ranks] = world.groups.new([*ranks], group_desc="pipemorph tied weights")
+            name = next((holder.name for holder in tie if holder.stage == stage), None)
+            if name is None or module is None:
+                continue
+            self._shared.append(
+                _Shared(
+                    module.get_parameter(name),
+                    groups[tuple(mine[each] for each in stages)],
+                    first=mine[tie[0].stage],
+                    is_first=tie[0].stage == stage,
+                )
+            )
+        self.uncounted = {id(each.parameter) for each in self._shared if not each.is_first}
+        self._world = world
+        self._aside: list[tuple[nn.Parameter, Tensor]] = []
+        self._summed = True
+        """Whether each ``.grad`` is already the sum, of an earlier step or a checkpoint."""
+
+    def level(self) -> None:
+        """Copy the values of the first holder to the others."""
+        for each in self._shared:
+            broadcast(local(each.parameter), each.first, each.group, self._wait)
+
+    def begin(self) -> None:
+        """Begin an iteration. A gradient that is the sum of an accumulation counts once: it is set
+        aside on all holders but the first."""
+        self._aside = []
+        for each in self._shared if self._summed else ():
+            if not each.is_first and each.parameter.grad is not None:
+                self._aside.append((each.parameter, each.parameter.grad))
+                each.parameter.grad = None
+
+    def undo(self) -> None:
+        """End a refused iteration: put the gradients back."""
+        for parameter, grad in self._aside:
+            parameter.grad = grad
+
+    def skip(self) -> None:
+        """End an iteration without a sum; the next sum has its gradients, too."""
+        self._summed = self._summed and not self._shared
+        self._aside = []
+
+    def sum(self) -> None:
+        """Replace every gradient by the sum over the holders."""
+        self._aside = []
+        self._summed = True
+        for each in self._shared:
+            parameter = each.parameter
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad.layout is not torch.strided:
+                parameter.grad = parameter.grad.to_dense()
+            grad = local(parameter.grad)
+            flat = grad if grad.is_contiguous() else grad.contiguous()
+            finish(dist.all_reduce(flat, group=each.group, async_op=True), flat, self._wait)
+            if flat is not grad:
+                grad.copy_(flat)
+
+
+class _Shared(NamedTuple):
+    """A weight that this rank shares with others. ``first``: rank of the first holder."""
+
+    parameter: nn.Parameter
+    group: dist.ProcessGroup
+    first: int
+    is_first: bool
