@@ -40,7 +40,14 @@ from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
 from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
 from pipemorph_trainer.links import peer_socket
 from pipemorph_trainer.links.faults import LinkFaults
-from pipemorph_trainer.links.message import ALL_PRESENT, DIRECT_QUEUE, Direction, Note, TensorMeta
+from pipemorph_trainer.links.message import (
+    ALL_PRESENT,
+    DIRECT_QUEUE,
+    Contents,
+    Direction,
+    Note,
+    TensorMeta,
+)
 from pipemorph_trainer.links.poller import Poller
 from pipemorph_trainer.links.recorder import LinkRecorder
 from pipemorph_trainer.signals import LastWord
@@ -150,14 +157,14 @@ def test_notes_tokens_and_shapes_cross_a_line() -> None:
     note = Note(1, 2, 3, ALL_PRESENT, 4.0, 5.0, 6.0)
     metas = (TensorMeta((2, 3), torch.bfloat16, gradient=True), TensorMeta((), torch.bool))
     here.send_token(peer_socket.StepToken(7, 8, 9))
-    here.send_shapes(metas)
+    here.send_shapes(Contents(metas, "structure"))
     here.send_note(Direction.BACKWARD, note)
     here.close(goodbye=True)
     deadline = time.monotonic() + 10
     while there.lost is None and time.monotonic() < deadline:
         there.pump()
     assert there.tokens.popleft() == peer_socket.StepToken(7, 8, 9)
-    assert there.shapes.popleft() == metas
+    assert there.shapes.popleft() == Contents(metas, "structure")
     assert there.notes[1, 2, 3] == note
     assert there.goodbye and there.lost == "it left"
 

@@ -26,7 +26,7 @@ from pipemorph_trainer.errors import PipelineError, first_sentence
 from pipemorph_trainer.executor.call import Generations
 from pipemorph_trainer.executor.call import Start as TokenStart
 from pipemorph_trainer.executor.dispatch import Executor, Inputs, Outcome
-from pipemorph_trainer.executor.inputs import check_grad_mode, of_stage
+from pipemorph_trainer.executor.inputs import Given, check_grad_mode, of_stage
 from pipemorph_trainer.executor.split import StageRunner
 from pipemorph_trainer.executor.split.flight import LossFn
 from pipemorph_trainer.executor.timed import TimedOp
@@ -194,7 +194,7 @@ class InterleavedPipeline:
         shapes: list[Any] = []
         for stage, coordinate in self._coordinates.items():
             inputs[stage], found = of_stage(
-                coordinate, self.schedule.microbatches, args, {}, target,
+                coordinate, self.schedule.microbatches, Given(args, target=target),
                 needs_target=self._needs_target,
             )  # fmt: skip
             shapes += [found, self._runners[stage].trained]

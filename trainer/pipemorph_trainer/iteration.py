@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipemorph.api.mesh import COLUMN, LOCKSTEP
+from pipemorph.api.mesh import COLUMN, DATA, LOCKSTEP
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan
 from pipemorph.wire import IterationSample
@@ -90,7 +90,6 @@ class Iterations:
             self._device_times = DeviceTimes(stage.accelerator)
         self._loss = SharedLoss(
             world=world,
-            microbatches=stage.microbatches,
             accelerator=stage.accelerator,
             wait=wait,
         )
@@ -151,10 +150,11 @@ class Iterations:
         self._executor.mail.call = name_call(iteration, evaluation=False)
         self.rounds.begin(iteration, at=monotonic())
         self._take_plan(page_lock=True)
+        self._weigh(inputs)
         refused = self._any_refuses(f"iteration {iteration}", refusal is not None)
         version, start = self._token.start(iteration, shapes, refused=refused)
         plan = self._begin(iteration, version)
-        self._loss.begin()
+        self._loss.begin(inputs.divisor or self._stage.microbatches)
         if self._tied is not None:
             self._tied.begin()
         outcome = self._executor.run(plan, iteration, self._token.generations, inputs, start)
@@ -199,11 +199,12 @@ class Iterations:
         self._allow(self._deadline * (1 if self._evaluated else self._coordinate.stages))
         try:
             call = self._executor.mail.call = name_call(iteration, evaluation=True)
+            self._weigh(inputs)
             refused = self._any_refuses(call, refusal is not None)
             _, start = self._token.start(
                 iteration, ("evaluation", shapes), refused=refused, evaluation=True
             )
-            self._loss.begin()
+            self._loss.begin(inputs.divisor or self._stage.microbatches)
             self._executor.evaluate(
                 self._stage.microbatches, iteration, self._token.generations, inputs, start
             )
@@ -232,6 +233,17 @@ class Iterations:
         work = dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group, async_op=True)
         self._wait_for(work, f"the other ranks of the stage to begin {call}")
         return bool(found)
+
+    def _weigh(self, inputs: Inputs) -> None:
+        """Divide by the weight of the batches of all ranks with other data, where one was given.
+        The mean over these ranks follows."""
+        group = self._world.group(DATA)
+        if inputs.divisor is None or group is None:
+            return
+        total = torch.tensor([inputs.divisor], dtype=torch.float64)
+        work = dist.all_reduce(total, group=group, async_op=True)
+        self._wait_for(work, f"the weight of {self._executor.mail.call} of the other replicas")
+        inputs.divisor = float(total) / dist.get_world_size(group)
 
     def _refused(self, call: str, refusal: Exception | None) -> BatchError:
         """Prepare for the next call after a refused one. Returns the error to raise. ``refusal``:

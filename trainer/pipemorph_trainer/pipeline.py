@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic
 from types import TracebackType
@@ -21,7 +21,7 @@ from pipemorph_trainer.agent.messages import ControlClient
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.errors import BatchError, PipelineError
 from pipemorph_trainer.executor.dispatch import Inputs
-from pipemorph_trainer.executor.inputs import check_grad_mode, join
+from pipemorph_trainer.executor.inputs import Given, check_grad_mode, join
 from pipemorph_trainer.executor.split.flight import LossFn
 from pipemorph_trainer.executor.stages.emulated import EmulatedStage
 from pipemorph_trainer.executor.stages.interface import GivenStage
@@ -144,17 +144,23 @@ class Pipeline:
     # --- public methods -----------------------------------------------------------------
 
     @overload
-    def step(
-        self, *args: Any, target: Any = None, return_outputs: Literal[False] = False, **kwargs: Any
-    ) -> Tensor: ...
+    def step(self, *args: Any, return_outputs: Literal[False] = False, **kwargs: Any) -> Tensor: ...
 
     @overload
     def step(
-        self, *args: Any, target: Any = None, return_outputs: Literal[True], **kwargs: Any
+        self, *args: Any, return_outputs: Literal[True], **kwargs: Any
     ) -> tuple[Tensor, Any]: ...
 
     def step(
-        self, *args: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        target: Any = None,
+        weight: Tensor | float | None = None,
+        arg_mbs: Sequence[Any] | None = None,
+        kwarg_mbs: Sequence[dict[str, Any]] | None = None,
+        target_mbs: Sequence[Any] | None = None,
+        return_outputs: bool = False,
+        **kwargs: Any,
     ) -> Tensor | tuple[Tensor, Any]:
         """Run one iteration: forward and backward of all microbatches.
 
@@ -163,6 +169,12 @@ class Pipeline:
         uses ``target``. Other stages may pass them or nothing. ``kwargs`` are split in the same way
         and go to **this** rank's stage, as in ``torch.distributed.pipelining``: a mask that every
         stage needs is passed on every rank instead of being sent. They get no gradient.
+
+        A batch that is split already is passed as lists of N: ``arg_mbs`` of tuples, ``kwarg_mbs``
+        of dicts, ``target_mbs``. ``weight``, on the last stage: how much the batch counts, such as
+        its mask of tokens that are no padding (a tensor, which is summed) or their number.
+        ``loss_fn`` then returns the weighted **sum** of its losses, and the mean is over the
+        weights of all microbatches and columns; give it in all columns or in none.
 
         Returns the loss on **every** rank: the mean over microbatches and columns, 0-dim
         float32. Gradients are added to ``.grad``, averaged over the ranks with other data. With
@@ -184,27 +196,34 @@ class Pipeline:
                 "the manifest; step from pipe.start_iteration to spec.trainer.iterations, or "
                 "raise that"
             )
+        given = Given(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, weight)
         with self._failing():
             self._end_iteration(monotonic())
             self._save_if_due()
-            loss, inputs = self._run(
-                self._parts.iterations.run, args, kwargs, target, return_outputs
-            )
+            loss, inputs = self._run(self._parts.iterations.run, given, return_outputs)
             self.iteration += 1
         return (loss, join(inputs.outputs)) if return_outputs else loss
 
     @overload
     def evaluate(
-        self, *args: Any, target: Any = None, return_outputs: Literal[False] = False, **kwargs: Any
+        self, *args: Any, return_outputs: Literal[False] = False, **kwargs: Any
     ) -> Tensor: ...
 
     @overload
     def evaluate(
-        self, *args: Any, target: Any = None, return_outputs: Literal[True], **kwargs: Any
+        self, *args: Any, return_outputs: Literal[True], **kwargs: Any
     ) -> tuple[Tensor, Any]: ...
 
     def evaluate(
-        self, *args: Any, target: Any = None, return_outputs: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        target: Any = None,
+        weight: Tensor | float | None = None,
+        arg_mbs: Sequence[Any] | None = None,
+        kwarg_mbs: Sequence[dict[str, Any]] | None = None,
+        target_mbs: Sequence[Any] | None = None,
+        return_outputs: bool = False,
+        **kwargs: Any,
     ) -> Tensor | tuple[Tensor, Any]:
         """Run the forwards of all microbatches, without gradients.
 
@@ -216,10 +235,11 @@ class Pipeline:
         With ``return_outputs`` the target may be missing; then the loss is NaN.
         """
         self._check_open("evaluate")
+        given = Given(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, weight)
         with self._failing():
             self._end_iteration(monotonic())
             loss, inputs = self._run(
-                self._parts.iterations.evaluate, args, kwargs, target, return_outputs,
+                self._parts.iterations.evaluate, given, return_outputs,
                 needs_target=not return_outputs,
             )  # fmt: skip
         return (loss, join(inputs.outputs)) if return_outputs else loss
@@ -330,9 +350,7 @@ class Pipeline:
     def _run(
         self,
         run: Callable[[int, Inputs, Any, Exception | None], float],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        target: Any,
+        given: Given,
         return_outputs: bool,
         *,
         needs_target: bool = True,
@@ -340,11 +358,12 @@ class Pipeline:
         """Run an iteration or an evaluation. Returns the loss and the inputs with the outputs."""
         inputs, shapes, refusal = Inputs(), None, None
         try:
-            inputs, shapes = self._parts.stage.inputs(
-                args, kwargs, target, needs_target=needs_target
-            )
+            inputs, shapes = self._parts.stage.inputs(given, needs_target=needs_target)
         except Exception as error:  # noqa: BLE001  all ranks are told of any error
             refusal = error
+            if given.weight is not None and self.coordinate.last:
+                # The other replicas wait for the weight of this one.
+                inputs.divisor = 0.0
         if return_outputs and self.coordinate.last:
             inputs.outputs = []
         loss = run(self.iteration, inputs, shapes, refusal)

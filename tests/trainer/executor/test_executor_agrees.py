@@ -36,6 +36,7 @@ from pipemorph.planning.policies.interleaved import plan_interleaved
 from pipemorph_trainer.executor import dispatch, mailbox
 from pipemorph_trainer.executor.call import Generations, Start
 from pipemorph_trainer.executor.dispatch import Executor, Inputs
+from pipemorph_trainer.executor.stages.structure import SINGLE
 from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.link import Neighbourhood
@@ -173,6 +174,7 @@ class Runner:
     """Ops that take their time on the world's clock."""
 
     split = "emulated"
+    structure = SINGLE
 
     def __init__(self, world: World, stage: int, times: StageTimes) -> None:
         self.world, self.stage, self.times = world, stage, times

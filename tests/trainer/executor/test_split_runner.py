@@ -314,8 +314,8 @@ def test_a_split_that_was_asked_for_and_cannot_be_raises() -> None:
 
 def test_what_cannot_be_sent_is_refused() -> None:
     options = {"is_first": False, "is_last": False, "microbatches": 1}
-    with pytest.raises(SplitError, match="output 1 of the stage is a str"):
-        StageRunner(_Returns((torch.zeros(1), "x")), **options).forward(0, batch())
+    with pytest.raises(SplitError, match=r"output\[1\] of the stage is a set"):
+        StageRunner(_Returns((torch.zeros(1), {1})), **options).forward(0, batch())
     with pytest.raises(SplitError, match="positional argument 0 of a stage is a list"):
         StageRunner(nn.Identity(), **options).forward(0, ([1],))
     options["is_last"] = True

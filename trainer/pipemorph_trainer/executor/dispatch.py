@@ -21,13 +21,14 @@ from pipemorph.api.mesh import Coordinate
 from pipemorph.planning import Dispatch, Op, OpKind, Plan, Schedule
 from pipemorph.planning.offload import Residency
 from pipemorph_trainer.errors import PipelineError, ShapeError
-from pipemorph_trainer.executor.call import Generations, Start
+from pipemorph_trainer.executor.call import Generations, Start, name_call
 from pipemorph_trainer.executor.device_times import DeviceTimes
 from pipemorph_trainer.executor.mailbox import Mailbox
 from pipemorph_trainer.executor.profiling import profiling
 from pipemorph_trainer.executor.receives import SPARE, of_stage
 from pipemorph_trainer.executor.refusal import Gate, is_of_batch
 from pipemorph_trainer.executor.stages.interface import Grads, Runner
+from pipemorph_trainer.executor.stages.structure import SINGLE, Structure
 from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
 from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.links.channels.arrival import OpClock
@@ -35,6 +36,7 @@ from pipemorph_trainer.links.link import LinkEnd, Neighbourhood
 from pipemorph_trainer.links.message import (
     RECEIVE_ALL,
     Batch,
+    Contents,
     Receives,
     TensorMeta,
     gradients_of,
@@ -55,6 +57,8 @@ class Inputs:
     targets: Sequence[Any] = ()
     outputs: list[Any] | None = None
     """Filled with what the last stage returns for each microbatch; None: it is not kept."""
+    divisor: float | None = None
+    """By which each loss is divided for the mean; None: the number of microbatches."""
 
 
 @dataclass
@@ -115,6 +119,7 @@ class Executor:
         self._iteration = self._microbatches = 0
         self._generations = Generations()
         self._inputs = Inputs()
+        self._structure = SINGLE
         self._shapes_known = False
         self._outcome = Outcome()
         self._residency = Residency(None)
@@ -200,6 +205,7 @@ class Executor:
         microbatches with activations on the device. ``receives``: from above and from below.
         """
         self._iteration = iteration
+        self.mail.call = name_call(iteration, evaluation=self._evaluating)
         self._generations = generations
         self._microbatches = schedule.microbatches
         self._inputs = inputs
@@ -207,7 +213,9 @@ class Executor:
         self._residency = Residency(device_limit)
         self._shapes_known = not start.shapes_to_below
         kinds = {op.kind for op in schedule.stages[self._coordinate.stage]}
-        self._runner.begin_iteration(only_fused=OpKind.B not in kinds, outputs=inputs.outputs)
+        self._runner.begin_iteration(
+            only_fused=OpKind.B not in kinds, outputs=inputs.outputs, divisor=inputs.divisor
+        )
         self.refused, self.cause = start.refused, None
         self._from_above, self._from_below = receives
         if self._gate is not None:
@@ -503,18 +511,23 @@ class Executor:
 
     def _check_outputs(self, outputs: tuple[Tensor, ...], end: LinkEnd) -> None:
         """Send the shapes to the next stage if they are unknown there; else check outputs."""
-        metas = tuple(TensorMeta.of(output) for output in outputs)
+        metas, structure = tuple(map(TensorMeta.of, outputs)), self._runner.structure
         if not self._shapes_known:
             if len(metas) > 31:
                 raise ShapeError(
                     f"{self._coordinate}: the stage has {len(metas)} outputs; "
                     "at most 31 can be sent"
                 )
-            self.output_metas = metas
-            end.socket.send_shapes(metas)
+            self.output_metas, self._structure = metas, structure
+            end.socket.send_shapes(Contents(metas, structure.encode()))
             self._reserve(end, gradients_of(metas))
             self._begin_downstream(end)
             self._shapes_known = True
+        elif structure != self._structure:
+            raise ShapeError(
+                f"{self._coordinate}: the structure of the outputs is {structure.encode()} in "
+                f"{self.mail.call}; expected {self._structure.encode()} as in its first microbatch"
+            )
         elif metas != self.output_metas and not self._covered(metas):
             raise ShapeError(
                 f"{self._coordinate}: outputs are {words(metas)} in {self.mail.call}; "
@@ -529,11 +542,13 @@ class Executor:
         )
 
     def _await_shapes(self, end: LinkEnd) -> None:
-        metas = self.mail.await_queue(end, f"shapes from stage {end.peer_stage}", end.socket.shapes)
-        if metas is None:
+        found = self.mail.await_queue(end, f"shapes from stage {end.peer_stage}", end.socket.shapes)
+        if found is None:
             self._above = None
             self._refuse()
         else:
-            self.input_metas = metas
-            self._runner.expect([meta.gradient for meta in metas])
-            self._reserve(end, metas)
+            self.input_metas = found.metas
+            self._runner.expect(
+                Structure.decode(found.structure), [meta.gradient for meta in found.metas]
+            )
+            self._reserve(end, found.metas)

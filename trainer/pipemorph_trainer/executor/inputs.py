@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -87,33 +89,86 @@ def join(chunks: Sequence[Any] | None) -> Any:
     return tree_map(joined, *chunks)
 
 
+@dataclass(frozen=True)
+class Given:
+    """What a rank gives to ``step``. It is split here, unless it is given as microbatches."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    target: Any = None
+    arg_mbs: Sequence[Any] | None = None
+    kwarg_mbs: Sequence[dict[str, Any]] | None = None
+    target_mbs: Sequence[Any] | None = None
+    weight: Any = None
+
+
 def of_stage(
-    coordinate: Coordinate,
-    microbatches: int,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    target: Any,
-    *,
-    needs_target: bool,
+    coordinate: Coordinate, microbatches: int, given: Given, *, needs_target: bool
 ) -> tuple[Inputs, Any]:
     """Microbatches of the arguments that this stage uses, and the signature of their shapes.
 
-    Raises :class:`InputError` if an argument is missing.
+    Raises :class:`InputError` if an argument is missing or given twice, and :class:`ShapeError` if
+    it cannot be split, or if microbatches on stage 0 differ in shape.
     """
+    for name, whole, parts in (
+        ("arg", bool(given.args), given.arg_mbs),
+        ("kwarg", bool(given.kwargs), given.kwarg_mbs),
+        ("target", given.target is not None, given.target_mbs),
+    ):
+        if parts is None:
+            continue
+        if whole:
+            raise InputError(f"{coordinate}: step() got {name}_mbs and the same as one batch")
+        if len(parts) != microbatches:
+            raise ShapeError(
+                f"{name}_mbs has {len(parts)} microbatches; expected {microbatches}, as the plan"
+            )
     inputs = Inputs()
-    if kwargs:
-        inputs.kwargs = split((), kwargs, microbatches)[1]
+    if given.kwarg_mbs is not None:
+        inputs.kwargs = [dict(kwargs) for kwargs in given.kwarg_mbs]
+    elif given.kwargs:
+        inputs.kwargs = split((), given.kwargs, microbatches)[1]
     if coordinate.first:
-        if not args and not kwargs:
+        if given.arg_mbs is not None:
+            inputs.args = [
+                tuple(a) if isinstance(a, (tuple, list)) else (a,) for a in given.arg_mbs
+            ]
+        elif given.args:
+            inputs.args = split(given.args, {}, microbatches)[0]
+        elif not inputs.kwargs:
             raise InputError(f"{coordinate}: step() got no input; stage 0 needs the batch")
-        if args:
-            inputs.args = split(args, {}, microbatches)[0]
     shapes = signature((*inputs.args[:1], *inputs.kwargs[:1]))
-    if coordinate.last and target is not None:
-        inputs.targets = [chunk[0] for chunk in split((target,), {}, microbatches, "target")[0]]
-    elif coordinate.last and needs_target:
-        raise InputError(f"{coordinate}: step() got no target; loss_fn on this stage needs it")
+    if coordinate.first:
+        _check_alike(inputs, shapes, microbatches)
+    if coordinate.last:
+        if given.target_mbs is not None:
+            inputs.targets = list(given.target_mbs)
+        elif given.target is not None:
+            parts = split((given.target,), {}, microbatches, "target")[0]
+            inputs.targets = [part[0] for part in parts]
+        elif needs_target:
+            raise InputError(f"{coordinate}: step() got no target; loss_fn on this stage needs it")
+        if given.weight is not None:
+            inputs.divisor = _total(given.weight)
     return inputs, shapes
+
+
+def _check_alike(inputs: Inputs, shapes: Any, microbatches: int) -> None:
+    for k in range(1, microbatches):
+        found = signature((*inputs.args[k : k + 1], *inputs.kwargs[k : k + 1]))
+        if found != shapes:
+            raise ShapeError(
+                f"microbatch {k} has {in_words(found)}; expected {in_words(shapes)} as microbatch "
+                "0: all microbatches need the same shapes"
+            )
+
+
+def _total(weight: Any) -> float:
+    """The sum of the weights of a batch. Raises :class:`InputError` unless it is above 0."""
+    total = float(weight.sum()) if isinstance(weight, Tensor) else float(weight)
+    if not 0 < total < math.inf:
+        raise InputError(f"the sum of weight is {total:g}; expected a number above 0")
+    return total
 
 
 def signature(value: Any) -> Any:
@@ -125,6 +180,15 @@ def signature(value: Any) -> Any:
     if isinstance(value, Mapping):
         return tuple((key, signature(inner)) for key, inner in value.items())
     return type(value)
+
+
+def in_words(shapes: Any) -> str:
+    """A signature in words: the shapes of its tensors."""
+    if isinstance(shapes, TensorMeta):
+        return str(shapes)
+    if isinstance(shapes, tuple):
+        return ", ".join(filter(None, map(in_words, shapes)))
+    return ""
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import torch
@@ -15,7 +15,7 @@ from pipemorph.planning.offload import host_limit, host_peak
 from pipemorph.wire import StageProfile
 from pipemorph_trainer.agent.messages import Offloaded
 from pipemorph_trainer.executor.dispatch import Inputs
-from pipemorph_trainer.executor.inputs import of_stage, signature
+from pipemorph_trainer.executor.inputs import Given, of_stage, signature
 from pipemorph_trainer.executor.offload import ActivationStore
 from pipemorph_trainer.executor.split import Mode, SplitReport, StageRunner
 from pipemorph_trainer.executor.split.flight import LossFn
@@ -89,28 +89,19 @@ class OwnStage:
             agree=agree,
         )
 
-    def inputs(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        target: Any,
-        *,
-        needs_target: bool = True,
-    ) -> tuple[Inputs, Any]:
+    def inputs(self, given: Given, *, needs_target: bool = True) -> tuple[Inputs, Any]:
         """Microbatches of the arguments that this stage uses, and a signature that changes if the
         shapes of its outputs may change, or which of them need a gradient. ``needs_target``: a
         ``loss_fn`` has to get one."""
         if self.emulated:
             return Inputs(), ("emulated",)
         if not isinstance(self.runner, StageRunner):
-            given = Inputs(args, kwargs["microbatches"], target or ())
-            return given, signature((args[:1], given.kwargs[:1]))
+            args, kwargs = given.arg_mbs or (), given.kwarg_mbs or ()
+            return Inputs(args, kwargs, given.target_mbs or ()), signature((args[:1], kwargs[:1]))
         inputs, shapes = of_stage(
             self._coordinate,
             self.microbatches,
-            args,
-            kwargs,
-            target,
+            given,
             needs_target=self._needs_target and needs_target,
         )
         return inputs, (shapes, self.runner.trained)

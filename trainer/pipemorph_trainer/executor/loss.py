@@ -18,20 +18,19 @@ from pipemorph_trainer.topology.world import World
 class SharedLoss:
     """Shares the loss of one iteration after another: :meth:`begin`, :meth:`post`, :meth:`wait`.
 
-    The loss is the mean over ``microbatches`` and columns: replicas, shards and context ranks have
-    different data, tensor ranks the same loss.
+    The loss is the mean over columns of the sum over microbatches, divided by a divisor. Replicas,
+    shards and context ranks have different data, tensor ranks the same loss.
     """
 
     def __init__(
         self,
         *,
         world: World,
-        microbatches: int,
         accelerator: Accelerator | None,
         wait: CollectiveWait,
     ) -> None:
         # Keeps the world and not its groups, whose last references World.leave() drops.
-        self._world, self._microbatches = world, microbatches
+        self._world, self._divisor = world, 1.0
         self._accelerator, self._wait_for = accelerator, wait
         self._loss = torch.zeros(2, dtype=torch.float64)
         self._work: Any = None
@@ -39,9 +38,10 @@ class SharedLoss:
         self.refused = False
         """Whether a replica refused the step. Valid after :meth:`wait`."""
 
-    def begin(self) -> None:
-        """Begin a call."""
+    def begin(self, divisor: float) -> None:
+        """Begin a call. ``divisor``: of the sum over microbatches; only used on the last stage."""
         self._work = self._copy = None
+        self._divisor = divisor
         if not self._world.coordinate.last:
             self._share([])
 
@@ -79,5 +79,5 @@ class SharedLoss:
         total = 0.0
         for loss in losses:
             total += loss
-        self._loss = torch.tensor([total / self._microbatches, refused], dtype=torch.float64)
+        self._loss = torch.tensor([total / self._divisor, refused], dtype=torch.float64)
         self._work = dist.all_reduce(self._loss, group=self._world.control, async_op=True)

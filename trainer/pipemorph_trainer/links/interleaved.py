@@ -23,7 +23,7 @@ from pipemorph.planning import Route
 from pipemorph_trainer.links import peer_socket
 from pipemorph_trainer.links.faults import LinkFaults
 from pipemorph_trainer.links.link import LinkEnd, Neighbourhood
-from pipemorph_trainer.links.message import Batch, Direction, TensorMeta
+from pipemorph_trainer.links.message import Batch, Contents, Direction
 from pipemorph_trainer.links.peer_socket import PeerSocket
 from pipemorph_trainer.links.rendezvous import LinkConfig
 from pipemorph_trainer.topology.addresses import everywhere
@@ -69,10 +69,10 @@ class LocalPeerSocket:
 
     def __init__(self, rank: int) -> None:
         self.peer_rank = rank
-        self.shapes: deque[tuple[TensorMeta, ...] | None] = deque()
+        self.shapes: deque[Contents | None] = deque()
 
-    def send_shapes(self, metas: tuple[TensorMeta, ...] | None) -> None:
-        self.shapes.append(metas)
+    def send_shapes(self, contents: Contents | None) -> None:
+        self.shapes.append(contents)
 
     def pump(self) -> None:
         """Does nothing: there is no connection."""

@@ -74,6 +74,14 @@ def gradients_of(metas: tuple[TensorMeta, ...]) -> tuple[TensorMeta, ...]:
     return tuple(meta._replace(gradient=False) for meta in metas if meta.gradient)
 
 
+class Contents(NamedTuple):
+    """What all messages of a link carry forward. ``structure``: of the tensors, as the stages
+    describe it to each other."""
+
+    metas: tuple[TensorMeta, ...]
+    structure: str
+
+
 def words(metas: tuple[TensorMeta, ...]) -> str:
     return ", ".join(str(meta) for meta in metas) or "nothing"
 

@@ -24,8 +24,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import NamedTuple
 
-from pipemorph_trainer.errors import PipelineError
-from pipemorph_trainer.links.message import Direction, Note, Position, TensorMeta
+from pipemorph_trainer.errors import PipelineError, ShapeError
+from pipemorph_trainer.links.message import Contents, Direction, Note, Position, TensorMeta
 from pipemorph_trainer.topology.addresses import in_url
 
 log = logging.getLogger("pipemorph.trainer")
@@ -40,6 +40,7 @@ _MOST_CLIENTS = 256
 _MOST_LOGGED = 100
 _STEP, _NOTE, _SHAPES, _GOODBYE, _TAKEN, _MISSING, _HELD = 1, 2, 3, 4, 5, 6, 7
 _READ = 1 << 16
+_MOST_BYTES = (1 << 16) - 1
 
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
@@ -82,7 +83,7 @@ class PeerSocket:
         self.peer_rank = peer_rank
         self.notes: dict[tuple[int, int, int], Note] = {}
         self.tokens: deque[StepToken] = deque()
-        self.shapes: deque[tuple[TensorMeta, ...] | None] = deque()
+        self.shapes: deque[Contents | None] = deque()
         """None: no shapes, because the step was refused."""
         self.taken: dict[int, Position] = {}
         """Per direction, the first direct message that the neighbour has not taken yet."""
@@ -105,9 +106,17 @@ class PeerSocket:
     def send_token(self, token: StepToken) -> None:
         self._send(_STEP, 0, _TOKEN.pack(*token))
 
-    def send_shapes(self, metas: tuple[TensorMeta, ...] | None) -> None:
-        encoded = None if metas is None else [meta.encode() for meta in metas]
-        self._send(_SHAPES, 0, json.dumps(encoded).encode())
+    def send_shapes(self, contents: Contents | None) -> None:
+        encoded = None
+        if contents is not None:
+            encoded = [[meta.encode() for meta in contents.metas], contents.structure]
+        body = json.dumps(encoded).encode()
+        if len(body) > _MOST_BYTES:
+            raise ShapeError(
+                f"the structure of the stage's output takes {len(body)} bytes to describe; "
+                f"expected at most {_MOST_BYTES}"
+            )
+        self._send(_SHAPES, 0, body)
 
     def send_taken(self, direction: Direction, after: Position) -> None:
         """Say that messages of ``direction`` before ``after`` were taken and need not be kept."""
@@ -190,9 +199,10 @@ class PeerSocket:
                 )
             elif kind == _SHAPES:
                 shapes = json.loads(body)
-                self.shapes.append(
-                    None if shapes is None else tuple(TensorMeta.decode(m) for m in shapes)
-                )
+                if shapes is not None:
+                    metas, structure = shapes
+                    shapes = Contents(tuple(TensorMeta.decode(m) for m in metas), structure)
+                self.shapes.append(shapes)
             elif kind == _TAKEN:
                 self.taken[direction] = Position(*_POSITION.unpack(body))
             elif kind == _MISSING:

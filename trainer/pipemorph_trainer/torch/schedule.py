@@ -162,7 +162,7 @@ class AdaptiveSchedule(PipelineScheduleMulti):
         self._initialize_stages(arg_mbs[0], kwarg_mbs[0], target, loss_kwargs)
         self._target_mbs, self._loss_kwargs = target_mbs, loss_kwargs
         self._runner.keeps_output = return_outputs
-        self.pipeline.step(*arg_mbs, microbatches=kwarg_mbs)
+        self.pipeline.step(arg_mbs=arg_mbs, kwarg_mbs=kwarg_mbs)
         scale = self._n_microbatches if self.scale_grads else 1
         self._runner.end_iteration(scale if self._finalize_gradients else None)
         self._update([stage], losses)

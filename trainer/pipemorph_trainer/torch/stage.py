@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from pipemorph_trainer.errors import SplitError
 from pipemorph_trainer.executor.stages.interface import Grads, Split
+from pipemorph_trainer.executor.stages.structure import SINGLE, Structure
 from pipemorph_trainer.executor.torch_private import version
 from pipemorph_trainer.torch.private import StageOps, local
 
@@ -47,14 +48,24 @@ class TorchStageRunner:
         self.keeps_output = False
         """Whether torch's stage keeps the last stage's outputs for the caller of ``step``."""
 
+    structure = SINGLE
+    """torch's stages exchange a flat sequence of tensors."""
+
     @property
     def split(self) -> Split:
         return "module" if self._splits and not self._first else "fused"
 
-    def expect(self, gradients: Sequence[bool]) -> None:
+    def expect(self, structure: Structure, gradients: Sequence[bool]) -> None:
         """torch's stages have told each other already."""
 
-    def begin_iteration(self, *, only_fused: bool, outputs: list[Any] | None = None) -> None:
+    def begin_iteration(
+        self,
+        *,
+        only_fused: bool,
+        outputs: list[Any] | None = None,
+        divisor: float | None = None,
+    ) -> None:
+        """``outputs`` and ``divisor`` are torch's schedule's to keep and to apply."""
         self._only_fused = only_fused
         if not self._checked:
             self._before = self._marks()

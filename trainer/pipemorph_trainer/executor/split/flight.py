@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from pipemorph_trainer.errors import SplitError
 from pipemorph_trainer.executor.split.snapshot import Snapshot
+from pipemorph_trainer.executor.stages.structure import SINGLE, Structure, take_apart
 from pipemorph_trainer.topology.placement import is_dtensor
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ class StageCall:
 
     On every stage but the first, the positional arguments that need a gradient become autograd
     leaves; keyword arguments are local and get no gradient. On the last stage the loss is
-    divided by the number of microbatches before the backward, as
+    divided by ``divisor`` before the backward, usually by the number of microbatches, as
     ``(loss_fn(output, target) / microbatches).backward()`` does.
     """
 
@@ -138,13 +139,17 @@ class StageCall:
         is_first: bool,
         is_last: bool,
         loss_fn: LossFn | None,
-        microbatches: int,
+        divisor: float,
     ) -> None:
         self.module = module
         self.is_first = is_first
         self.is_last = is_last
         self.loss_fn = loss_fn
-        self.microbatches = microbatches
+        self.divisor = divisor
+        self.received: Structure | None = None
+        """How the module gets its positional arguments; None: as they are."""
+        self.structure = SINGLE
+        """Of the outputs of the newest call."""
         self.needed: Sequence[bool] | None = None
         """Which positional arguments need a gradient; None: all floating-point ones."""
         self.outputs: list[Any] | None = None
@@ -164,13 +169,13 @@ class StageCall:
                 if leaf is not None:
                     inputs[index] = leaf.clone() if self.clone_inputs else leaf
         with torch.enable_grad():
-            output = self.module(*inputs, **(kwargs or {}))
+            output = self._run(inputs, kwargs)
             if not self.is_last:
-                outputs = self._tensors(output)
+                outputs, self.structure = take_apart(output)
                 return Flight(microbatch, leaves, outputs, sent=tuple(map(_apart, outputs)))
             loss = self._loss(output, target)
             self._keep(output)
-            return Flight(microbatch, leaves, (loss / self.microbatches,), sent=(loss.detach(),))
+            return Flight(microbatch, leaves, (loss / self.divisor,), sent=(loss.detach(),))
 
     def evaluate(
         self, args: Sequence[Any], kwargs: Mapping[str, Any] | None, target: Any
@@ -178,13 +183,26 @@ class StageCall:
         """Run the forward without gradients. Returns the outputs to send, or the loss: NaN if there
         is no target for ``loss_fn``."""
         with torch.no_grad():
-            output = self.module(*args, **(kwargs or {}))
+            output = self._run(args, kwargs)
             if not self.is_last:
-                return tuple(out.detach() for out in self._tensors(output))
+                outputs, self.structure = take_apart(output)
+                return tuple(out.detach() for out in outputs)
             self._keep(output)
             if target is None and self.loss_fn is not None:
                 return (torch.tensor(torch.nan),)
             return (self._loss(output, target),)
+
+    def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+        named = dict(kwargs or {})
+        if self.received is not None:
+            args, received = self.received.arguments(args)
+            if twice := received.keys() & named.keys():
+                raise SplitError(
+                    f"the stage gets {min(twice)!r} from the stage above and from the keyword "
+                    "arguments of this rank; give it once"
+                )
+            named |= received
+        return self.module(*args, **named)
 
     def _keep(self, output: Any) -> None:
         if self.outputs is not None:
@@ -203,22 +221,6 @@ class StageCall:
                 f"stages pass tensors one by one, so that each gets its gradient"
             )
         return None
-
-    @staticmethod
-    def _tensors(output: Any) -> tuple[Tensor, ...]:
-        outputs = tuple(output) if isinstance(output, (tuple, list)) else (output,)
-        for index, out in enumerate(outputs):
-            if not isinstance(out, Tensor):
-                raise SplitError(
-                    f"output {index} of the stage is a {type(out).__name__}; a stage returns "
-                    f"a tensor or a tuple of tensors"
-                )
-            if is_dtensor(out):
-                raise SplitError(
-                    f"output {index} of the stage is a DTensor; return this rank's part, as "
-                    "parallelize_module does with use_local_output=True, or out.to_local()"
-                )
-        return outputs
 
     def _loss(self, output: Any, target: Any) -> Tensor:
         loss = output if self.loss_fn is None else self.loss_fn(output, target)

@@ -24,6 +24,7 @@ from pipemorph_trainer.executor.split.snapshot import copy_tensors
 from pipemorph_trainer.executor.split.splitters import Splitter
 from pipemorph_trainer.executor.split.trial import Sample
 from pipemorph_trainer.executor.stages.sharded import Sharded
+from pipemorph_trainer.executor.stages.structure import Structure
 
 if TYPE_CHECKING:
     from pipemorph_trainer.executor.offload.store import ActivationStore
@@ -49,7 +50,7 @@ class StageRunner:
         module: the stage. Its class, names and ``state_dict`` do not change.
         is_first: inputs are data, which get no gradient.
         is_last: the output goes to ``loss_fn`` (None: the module returns its loss).
-        microbatches: N; the loss is divided by it before the backward.
+        microbatches: N; each loss is divided by it before the backward.
         mode: ``auto``, or a split to use from the start and without a test.
         store: host memory for activations; None: they stay on the device.
         agree: gathers a value of every rank that runs collectives inside this stage.
@@ -86,7 +87,7 @@ class StageRunner:
             is_first=is_first,
             is_last=is_last,
             loss_fn=loss_fn,
-            microbatches=microbatches,
+            divisor=microbatches,
         )
         self._splitter: Splitter = Splitter()
         self._agree = agree
@@ -127,13 +128,26 @@ class StageRunner:
         """Whether each parameter is trained. If it changes, outputs may need other gradients."""
         return tuple(parameter.requires_grad for parameter in self._parameters)
 
-    def expect(self, gradients: Sequence[bool]) -> None:
-        """Say which positional arguments need a gradient. By default all floating-point ones."""
-        self._call.needed = tuple(gradients)
+    @property
+    def structure(self) -> Structure:
+        """The structure of the outputs of the newest F or evaluation."""
+        return self._call.structure
 
-    def begin_iteration(self, *, only_fused: bool, outputs: list[Any] | None = None) -> None:
+    def expect(self, structure: Structure, gradients: Sequence[bool]) -> None:
+        """Say how the module gets the positional arguments of F, and which of them need a gradient.
+        By default it gets them as they are, and all floating-point ones need one."""
+        self._call.received, self._call.needed = structure, tuple(gradients)
+
+    def begin_iteration(
+        self,
+        *,
+        only_fused: bool,
+        outputs: list[Any] | None = None,
+        divisor: float | None = None,
+    ) -> None:
         """Begin an iteration. ``only_fused``: all its backwards are fused (op BW). ``outputs``: the
-        last stage appends what its module returns for each microbatch, detached.
+        last stage appends what its module returns for each microbatch, detached. ``divisor``: of
+        each loss before its backward; None: N.
 
         With ``only_fused``, F runs without the overhead of a split, which is a few per cent for a
         small stage. Raises :class:`SplitError` with microbatches in flight.
@@ -142,6 +156,7 @@ class StageRunner:
             raise SplitError(f"a new iteration with {len(self._flights)} microbatches in flight")
         self._only_fused = only_fused
         self._call.outputs = outputs
+        self._call.divisor = self.microbatches if divisor is None else divisor
         if self._store is not None:
             self._store.reclaim()
         self._sharded.gather()

@@ -25,6 +25,7 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.errors import InputError
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.executor.stages.interface import Grads, Split
+from pipemorph_trainer.executor.stages.structure import SINGLE, Structure
 
 _MASK = (1 << 64) - 1
 _TIMER_ABSTIME = 1
@@ -129,6 +130,7 @@ class EmulatedRunner:
     """Runs an :class:`EmulatedStage`; a :class:`~.interface.Runner`."""
 
     split: Split = "emulated"
+    structure = SINGLE
 
     def __init__(self, emulated: EmulatedStage, stage: int, stages: int, replica: int) -> None:
         self._times = emulated
@@ -150,10 +152,16 @@ class EmulatedRunner:
     def restore(self, state: int) -> None:
         self._state = state
 
-    def expect(self, gradients: Sequence[bool]) -> None:
+    def expect(self, structure: Structure, gradients: Sequence[bool]) -> None:
         """Does nothing: its one argument needs a gradient."""
 
-    def begin_iteration(self, *, only_fused: bool, outputs: list[Any] | None = None) -> None:
+    def begin_iteration(
+        self,
+        *,
+        only_fused: bool,
+        outputs: list[Any] | None = None,
+        divisor: float | None = None,
+    ) -> None:
         """Does nothing: an emulated op needs no preparation."""
 
     def forward(

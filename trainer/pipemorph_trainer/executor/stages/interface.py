@@ -9,6 +9,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from pipemorph_trainer.executor.stages.structure import Structure
+
 Split = Literal["module", "graph", "fused", "emulated"]
 Grads = tuple[Tensor | None, ...]
 
@@ -25,13 +27,24 @@ class Runner(Protocol):
     def split(self) -> Split:
         """How B and W are split; ``fused``: B is the whole backward, W is empty."""
 
-    def expect(self, gradients: Sequence[bool]) -> None:
-        """Say which arguments of F need a gradient, on a stage with a stage above."""
+    @property
+    def structure(self) -> Structure:
+        """The structure of the outputs of the newest F or evaluation."""
 
-    def begin_iteration(self, *, only_fused: bool, outputs: list[Any] | None = None) -> None:
+    def expect(self, structure: Structure, gradients: Sequence[bool]) -> None:
+        """Say, on a stage with a stage above, how the module gets the tensors that are the
+        arguments of F, and which of them need a gradient."""
+
+    def begin_iteration(
+        self,
+        *,
+        only_fused: bool,
+        outputs: list[Any] | None = None,
+        divisor: float | None = None,
+    ) -> None:
         """Begin an iteration. ``only_fused``: all its backwards on this stage are BW. ``outputs``:
         the last stage appends what it returns for each microbatch, detached; None: it is not
-        kept."""
+        kept. ``divisor``: of each loss before its backward; None: the number of microbatches."""
 
     def forward(
         self,
@@ -88,9 +101,8 @@ class Runner(Protocol):
 class GivenStage:
     """A stage of another trainer, which also splits batches, and owns parameters and replicas.
 
-    ``index``, ``stages``: its place in the pipeline. ``step`` takes its microbatches as they are: a
-    list of argument tuples, ``kwargs`` a list of dicts named ``microbatches``, and ``target`` a
-    list.
+    ``index``, ``stages``: its place in the pipeline. ``step`` is called with ``arg_mbs``,
+    ``kwarg_mbs`` and ``target_mbs``.
     """
 
     runner: Runner

@@ -1,0 +1,121 @@
+"""How a batch is given: as microbatches, and with what counts in the mean."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from gate import same_bits
+from launch import run_ranks
+from torch import Tensor, nn
+from trainer_jobs import make_batch, make_stage
+
+from pipemorph.api.mesh import MeshShape
+from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph_trainer.errors import BatchError
+
+pytestmark = pytest.mark.multiprocess
+
+N, STAGES, PADDING = 4, 2, -100
+
+
+def sum_of_tokens(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(
+        output.flatten(0, 1), target.flatten(), ignore_index=PADDING, reduction="sum"
+    )
+
+
+def padded(replica: int) -> tuple[Tensor, Tensor]:
+    """Few tokens count in replica 1, and none in its first microbatch."""
+    tokens, target = make_batch(replica, 2 * N)
+    target[0, 1:] = PADDING
+    if replica:
+        target[:2] = PADDING
+        target[3:, :2] = PADDING
+    return tokens, target
+
+
+def weighted(context: TrainerContext, world: int) -> Any:
+    place = context.coordinate(STAGES)
+    stage, replica = place.stage, place.replica
+    module = make_stage(stage, STAGES, torch.float32)
+    tokens, target = padded(replica)
+    counts = target != PADDING
+    with Pipeline(
+        module, context=context, loss_fn=sum_of_tokens, microbatches=N, stages=STAGES,
+        deadline_seconds=30.0,
+    ) as pipe:  # fmt: skip
+        evaluated = pipe.evaluate(tokens, target=target, weight=counts)
+        again = pipe.evaluate(tokens, target=target, weight=int(counts.sum()))
+        for rank in (1, world - 1):
+            for wrong in (torch.zeros(1), math.inf, "many"):
+                with pytest.raises(BatchError, match="is refused on all ranks: rank"):
+                    pipe.step(
+                        tokens, target=target, weight=wrong if rank == context.rank else counts
+                    )
+        loss = pipe.step(tokens, target=target, weight=counts)
+    same_bits(evaluated, loss)
+    same_bits(again, loss)
+    return loss, {n: p.grad for n, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_padding_counts_nothing(replicas: int) -> None:
+    world = replicas * STAGES
+    modules = [make_stage(stage, STAGES, torch.float32) for stage in range(STAGES)]
+    batches = [padded(replica) for replica in range(replicas)]
+    value: Any = (torch.cat([tokens for tokens, _ in batches]),)
+    for module in modules:
+        value = module(*value)
+    expected = nn.functional.cross_entropy(
+        value.flatten(0, 1), torch.cat([t for _, t in batches]).flatten(), ignore_index=PADDING
+    )
+    expected.backward()
+    for rank, (loss, grads) in enumerate(run_ranks(world, weighted, world)):
+        torch.testing.assert_close(loss, expected.detach())
+        for name, parameter in modules[
+            MeshShape(STAGES, world // STAGES).coordinate(rank).stage
+        ].named_parameters():
+            torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-5, atol=1e-7)
+
+
+def split_already(context: TrainerContext) -> None:
+    module = make_stage(context.rank, STAGES, torch.float32)
+    tokens, target = make_batch(0, 2 * N)
+    x, y = tokens.chunk(N), target.chunk(N)
+    named = [{"unused": float(k)} for k in range(N)]
+
+    def grads() -> dict[str, Tensor]:
+        found = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+        module.zero_grad()
+        return found
+
+    with Pipeline(
+        module, context=context, loss_fn=sum_of_tokens, microbatches=N, deadline_seconds=30.0
+    ) as pipe:
+        loss = pipe.step(tokens, target=target)
+        expected = grads()
+        for parts in (
+            {"arg_mbs": [(each,) for each in x], "target_mbs": list(y)},
+            {"arg_mbs": x, "target": target, "kwarg_mbs": named if context.rank == 0 else None},
+        ):
+            same_bits(pipe.evaluate(**parts), loss)
+            same_bits(pipe.step(**parts), loss)
+            for name, value in grads().items():
+                same_bits(value, expected[name], name)
+        for wrong, told in (
+            ({"arg_mbs": x[1:], "target": target}, "arg_mbs has 3 microbatches; expected 4"),
+            ({"arg_mbs": x, "target_mbs": y[1:]}, "target_mbs has 3 microbatches; expected 4"),
+            ({"arg_mbs": (*x[1:], x[0][:1]), "target_mbs": y}, "microbatch 3 has int64[1, 3]; ex"),
+        ):
+            with pytest.raises(BatchError) as refused:
+                pipe.step(**wrong)
+            assert told in str(refused.value)
+        with pytest.raises(BatchError, match="got arg_mbs and the same as one batch"):
+            pipe.step(tokens, arg_mbs=x, target=target)
+
+
+def test_a_batch_may_be_split_already() -> None:
+    run_ranks(STAGES, split_already)
