@@ -12,9 +12,12 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleInput,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 
@@ -85,6 +88,13 @@ def distribute(part: Part, mesh: DeviceMesh) -> Part:
     names = mesh.mesh_dim_names or ()
     for layer in part.layers.values():
         if "tp" in names:
+            # Each rank norms a part of the sequence. The weights' gradients are partial sums.
+            parallelize_module(
+                layer.norm,  # type: ignore[arg-type]
+                mesh["tp"],
+                PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)),
+            )
+            parallelize_module(layer.norm, mesh["tp"], SequenceParallel())  # type: ignore[arg-type]
             parallelize_module(layer, mesh["tp"], TENSOR_PLAN)
         if "cp" in names:
             layer.context = mesh.get_group("cp")  # type: ignore[assignment]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from torch.autograd.function import once_differentiable
 
 from pipemorph_trainer.errors import SplitError
 from pipemorph_trainer.executor.torch_private import grad_dtype, version
-from pipemorph_trainer.topology.placement import is_dtensor
 
 
 @dataclass(slots=True)
@@ -211,10 +210,6 @@ def accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
     dtype = grad_dtype(parameter)
     if grad.dtype != dtype:
         grad = grad.to(dtype)
-    if is_dtensor(parameter):
-        # A partial sum, such as of a sequence that is cut over the ranks.
-        distributed: Any = grad
-        grad = distributed.redistribute(placements=cast(Any, parameter).placements)
     into = parameter.grad
     if into is not None:
         into.add_(grad)

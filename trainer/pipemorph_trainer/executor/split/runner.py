@@ -23,7 +23,7 @@ from pipemorph_trainer.executor.split.self_test import Agree, SelfTest, alone
 from pipemorph_trainer.executor.split.snapshot import copy_tensors
 from pipemorph_trainer.executor.split.splitters import Splitter
 from pipemorph_trainer.executor.split.trial import Sample
-from pipemorph_trainer.executor.stages.sharded import Sharded
+from pipemorph_trainer.executor.stages.sharded import Sharded, reduce_partial
 from pipemorph_trainer.executor.stages.structure import Structure
 
 if TYPE_CHECKING:
@@ -162,8 +162,9 @@ class StageRunner:
         self._sharded.gather()
 
     def end_iteration(self) -> None:
-        """End an iteration: reduce the gradients of a sharded stage, if there are any."""
+        """End an iteration: reduce the gradients of a distributed stage, if there are any."""
         self._sharded.reduce()
+        reduce_partial(self.module)
 
     @property
     def _active(self) -> Splitter:

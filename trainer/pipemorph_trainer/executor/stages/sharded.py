@@ -1,20 +1,21 @@
-"""Gathers and reduces the parameters of a stage that ``fully_shard`` has sharded (FSDP2).
+"""Gathers the parameters and reduces the gradients of a distributed stage.
 
-Parameters stay gathered from the first op of an iteration to its last W. Their gradients add up
-unsharded on each rank, and are reduce-scattered once. Between iterations the stage is sharded, as
-the optimizer, the gradient norm and checkpoints need it.
+Of a stage that ``fully_shard`` has sharded (FSDP2), parameters stay gathered from the first op of
+an iteration to its last W. Their gradients add up unsharded on each rank, and are reduce-scattered
+once. Between iterations the stage is sharded, as the optimizer, the gradient norm and checkpoints
+need it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 from pipemorph.errors import InputError
-from pipemorph_trainer.topology.placement import loaded
+from pipemorph_trainer.topology.placement import is_dtensor, loaded
 
 
 class Sharded:
@@ -68,3 +69,16 @@ class Sharded:
             yield
         finally:
             self.reduce()
+
+
+def reduce_partial(stage: nn.Module) -> None:
+    """Add up the gradients that are partial sums, such as those of a norm whose ranks each have a
+    part of the sequence, so that a gradient is placed as its parameter. Collective over the ranks
+    of the parameter's mesh."""
+    for parameter in stage.parameters():
+        if parameter.grad is None or not is_dtensor(parameter.grad):
+            continue
+        grad: Any = parameter.grad
+        if any(kind.is_partial() for kind in grad.placements):
+            placements = cast(Any, parameter).placements
+            parameter.grad = grad.redistribute(placements=placements)
