@@ -83,7 +83,7 @@ class Parallelism(SpecModel):
         default=1, ge=1, le=1024, description="Ranks that divide a stage's layers (tp)."
     )
     order: list[Dimension] = Field(
-        default_factory=lambda: list(DIMENSIONS),
+        default=list(DIMENSIONS),
         max_length=len(DIMENSIONS),
         json_schema_extra={"x-kubernetes-list-type": "set"},
         description="Dimensions of the mesh, from outermost to innermost: ranks that differ in "

@@ -101,7 +101,8 @@ def _names(stages: Iterable[StageTrace], run: RunRecord) -> list[dict[str, Any]]
     events: list[dict[str, Any]] = []
     replicas = {stage.replica for stage in stages}
     for replica in sorted(replicas):
-        name = run.job.metadata.name + (f", replica {replica}" if len(replicas) > 1 else "")
+        column = run.job.spec.parallelism.mesh.column_name(replica)
+        name = f"{run.job.metadata.name}{', ' if column else ''}{column}"
         events.append(_metadata("process_name", replica, 0, {"name": name}))
     for replica, stage in sorted({(stage.replica, stage.stage) for stage in stages}):
         events.append(_metadata("thread_name", replica, stage, {"name": f"stage {stage}"}))

@@ -70,8 +70,8 @@ def test_all_objects_are_owned_by_the_job_and_labelled() -> None:
 
 
 def test_one_indexed_job_one_failure_ends_it() -> None:
-    job = batch_job(attempt(parallelism={"stages": 2, "replicas": 3}), CONFIG)["spec"]
-    assert (job["completions"], job["parallelism"], job["completionMode"]) == (6, 6, "Indexed")
+    job = batch_job(attempt(parallelism={"stages": 2, "replicas": 3, "tensor": 2}), CONFIG)["spec"]
+    assert (job["completions"], job["parallelism"], job["completionMode"]) == (12, 12, "Indexed")
     assert job["backoffLimit"] == 0
     assert job["template"]["spec"]["restartPolicy"] == "Never"
     assert "onPodConditions" in job["podFailurePolicy"]["rules"][0], "policy.restart reads index 0"

@@ -25,10 +25,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from pipemorph.errors import InputError
-from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph_trainer import Pipeline, TrainerContext, make_mesh
 from pipemorph_trainer.devices import own_device
 
 VOCABULARY = 256
@@ -82,10 +83,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, sequence, width = x.shape
         qkv = self.qkv(self.norm_attention(x))
-        qkv = qkv.view(batch, sequence, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        # By heads, of which a tensor-parallel rank has some.
+        qkv = qkv.view(batch, sequence, -1, 3, width // self.heads)
+        q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, sequence, width))
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
         hidden: Tensor = functional.gelu(self.up(self.norm_mlp(x)))
         out: Tensor = x + self.down(hidden)
         return out
@@ -126,6 +128,30 @@ class GPTStage(nn.Module):
         return x
 
 
+def distribute(stage: GPTStage, mesh: DeviceMesh) -> None:
+    """Divide the heads and the MLPs over the tensor-parallel ranks, and shard what each has over
+    the data-parallel ones, where the mesh has such ranks."""
+    names = mesh.mesh_dim_names or ()
+    for block in stage.blocks.values():
+        if "tp" in names:
+            # Its import takes longer than that of torch; so does that of FSDP.
+            from torch.distributed.tensor.parallel import (
+                ColwiseParallel,
+                RowwiseParallel,
+                parallelize_module,
+            )
+
+            columns, rows = ColwiseParallel(), RowwiseParallel()
+            plan = {"qkv": columns, "out": rows, "up": columns, "down": rows}
+            parallelize_module(block, mesh["tp"], plan)
+        if "dp_shard" in names:
+            from torch.distributed.fsdp import fully_shard
+
+            fully_shard(block, mesh=mesh["dp_shard"])
+    if "dp_shard" in names:
+        fully_shard(stage, mesh=mesh["dp_shard"])
+
+
 def load_corpus() -> Tensor:
     """The first :data:`CORPUS_BYTES` of the standard library's sources, uint8, in name order."""
     root = Path(sysconfig.get_paths()["stdlib"])
@@ -144,7 +170,7 @@ def sample_batch(
     corpus: Tensor, *, seed: int, iteration: int, replica: int, batch: int, sequence: int
 ) -> tuple[Tensor, Tensor]:
     """Tokens and next tokens, int64 (batch, sequence). A pure function of its arguments, so that
-    all ranks of a replica draw the same, and a resumed run continues with the same data."""
+    all ranks with the same data draw the same, and a resumed run continues with the same data."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + iteration * 4099 + replica)
     starts = torch.randint(0, len(corpus) - sequence - 1, (batch,), generator=generator)
     rows = torch.stack([corpus[s : s + sequence + 1] for s in starts.tolist()]).long()
@@ -163,23 +189,30 @@ def train(context: TrainerContext) -> None:
     arguments = Arguments.of(context)
     stages = spec.parallelism.stages
     layers = spec.parallelism.layers or stages
-    if spec.parallelism.context * spec.parallelism.tensor > 1:
-        raise InputError("spec.parallelism: this example has no context or tensor parallel layers")
+    if spec.parallelism.context > 1:
+        raise InputError("spec.parallelism.context: this example has no context-parallel attention")
+    if arguments.heads % spec.parallelism.tensor:
+        raise InputError(
+            f"spec.trainer.args.heads is {arguments.heads}, which spec.parallelism.tensor, "
+            f"{spec.parallelism.tensor}, does not divide"
+        )
     coordinate = context.coordinate()
     stage = coordinate.stage
     # One seed per stage, so that a stage's weights do not depend on other stages.
     torch.manual_seed(spec.trainer.seed * 1000 + stage)
     device = own_device(context.local_rank)
     module = GPTStage(arguments, stage, stages, layers).to(device)
+    mesh = make_mesh(context, device)
+    distribute(module, mesh)
     optimizer = torch.optim.AdamW(module.parameters(), lr=arguments.learning_rate)
     corpus = load_corpus()
-    with Pipeline(module, context=context, loss_fn=loss_fn, optimizer=optimizer) as pipe:
+    with Pipeline(module, context=context, mesh=mesh, loss_fn=loss_fn, optimizer=optimizer) as pipe:
         for iteration in range(pipe.start_iteration, spec.trainer.iterations):
             tokens, target = sample_batch(
                 corpus,
                 seed=spec.trainer.seed,
                 iteration=iteration,
-                replica=coordinate.column,
+                replica=coordinate.replica * spec.parallelism.shard + coordinate.shard,
                 batch=arguments.microbatch_size * spec.schedule.microbatches,
                 sequence=arguments.sequence,
             )
