@@ -83,8 +83,9 @@ def part_of(model: Part, stage: int, stages: int) -> Part:
     return part
 
 
-def distribute(part: Part, mesh: DeviceMesh) -> Part:
-    """Distribute a stage over the dimensions of the mesh, as torch's trainers do."""
+def distribute(part: Part, mesh: DeviceMesh, *, hybrid: bool = True) -> Part:
+    """Distribute a stage over the dimensions of the mesh, as torch's trainers do. ``hybrid``: FSDP
+    averages over replicas, too."""
     names = mesh.mesh_dim_names or ()
     for layer in part.layers.values():
         if "tp" in names:
@@ -99,7 +100,8 @@ def distribute(part: Part, mesh: DeviceMesh) -> Part:
         if "cp" in names:
             layer.context = mesh.get_group("cp")  # type: ignore[assignment]
     if "dp_shard" in names:
-        over = ("dp_replicate", "dp_shard") if "dp_replicate" in names else ("dp_shard",)
+        hybrid = hybrid and "dp_replicate" in names
+        over = ("dp_replicate", "dp_shard") if hybrid else ("dp_shard",)
         data: Any = mesh[over]
         for layer in part.layers.values():
             fully_shard(layer, mesh=data)

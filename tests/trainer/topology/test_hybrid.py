@@ -45,6 +45,8 @@ class Case:
     delegated: bool = False
     resume: str = ""
     save: str = ""
+    hybrid: bool = True
+    """Whether FSDP has the replicas in its mesh, or the pipeline averages over them."""
     exact: bool = False
     """Whether gradients have the reference's bits: means are over two ranks, and each product is
     computed whole."""
@@ -55,6 +57,7 @@ CASES = {
     "pp2 fsdp4": Case({"pp": 2, "dp_shard": 4}, delegated=True),
     "pp4 fsdp2": Case({"pp": 4, "dp_shard": 2}, save="b", exact=True),
     "pp2 hsdp2x2": Case({"pp": 2, "dp_replicate": 2, "dp_shard": 2}, resume="a"),
+    "pp2 fsdp2 dp2": Case({"dp_replicate": 2, "pp": 2, "dp_shard": 2}, hybrid=False),
     "pp2 cp2 tp2": Case({"pp": 2, "cp": 2, "tp": 2}),
     "pp2 fsdp2 tp2": Case({"pp": 2, "dp_shard": 2, "tp": 2}, resume="b"),
 }
@@ -91,7 +94,11 @@ def train(context: TrainerContext, name: str, folder: str) -> str:
     shards = size("dp_shard", 1)
     data = place.get("dp_replicate", 0) * shards + place.get("dp_shard", 0)
     whole = whole_model()
-    part = distribute(part_of(whole, place["pp"], stages), mesh)
+    part = distribute(part_of(whole, place["pp"], stages), mesh, hybrid=case.hybrid)
+    if place.get("dp_replicate"):
+        # The pipeline begins with the weights of the first replica, also where they are sharded.
+        for parameter in part.parameters():
+            parameter.data.add_(1.0)
     optimizer = torch.optim.SGD(part.parameters(), lr=LR, momentum=0.9)
     job = Job(stages, N)
     reference = Reference(N, ROWS, LR)
