@@ -45,6 +45,7 @@ CASES = (
     *(Case("nine-faults", each, cap=CAP, goal=0.97) for each in get_args(Telemetry)),
     Case("nine-faults", "python", Dispatch.ONLINE, goal=0.99),
     Case("redrawn", "python", goal=0.98),
+    *(Case("narrow", each, goal=0.5) for each in get_args(Telemetry)),
     Case("redrawn", "python", Dispatch.ONLINE, goal=0.98),
 )
 

@@ -75,6 +75,9 @@ class LinkSample(WireModel):
     wire: WireTime
     queue_p50: Seconds
     """Median time a message waited in its queue before the first byte left."""
+    spacing: Seconds | None = None
+    """Shortest time between two arrivals in a row of which the second message had to wait in its
+    queue; None if none had. A link with enough queues and such waits is narrow."""
     rtt_min: Seconds | None = None
     """Shortest round trip on the engine's control connection; None if not measured."""
 

@@ -195,6 +195,8 @@ class JobController:
             self._plan_version = report.observed_plan_version
             self._foreign_plan = True
         self._ledger.add(report.iterations, reported.stages.peak_memory)
+        if reported.applied_plan_version == self._wanted.version:
+            self._running = self._wanted
         if report.iterations:
             self._compare(now)
         self._consider(now)
@@ -218,9 +220,6 @@ class JobController:
         truth, ledger, judged = self._truth, self._ledger, self._judgement.situation
         if self._reported.state != "training" or self._pending is not None:
             return
-        newest = ledger.newest()
-        if newest is not None and newest.plan_version == self._wanted.version:
-            self._running = self._wanted
         verdict = truth.judge(ledger, ledger.last_iteration)
         if verdict is not None:
             self._conclude(verdict, now)

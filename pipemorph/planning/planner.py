@@ -137,16 +137,23 @@ def problem_for(
     delays: Sequence[float],
     routes: Sequence[Route] | None = None,
     *,
+    transfers: Sequence[float] | None = None,
     queues: int = DELEGATED_QUEUES,
     half_duplex: bool = False,
 ) -> Problem:
-    """The problem that :func:`plan_for` plans, to predict other schedules for it."""
+    """The problem that :func:`plan_for` plans, to predict other schedules for it. ``transfers[i]``:
+    how long a message occupies link *i* before it travels for ``delays[i]``."""
     if routes is None:
         links = [Link(delay=delay) for delay in delays]
     else:
         links = [
             link_on(route, delay, queues=queues, half_duplex=half_duplex)
             for route, delay in zip(routes, delays, strict=True)
+        ]
+    if transfers is not None and any(transfers):
+        links = [
+            link.model_copy(update={"transfer": transfer})
+            for link, transfer in zip(links, transfers, strict=True)
         ]
     return Problem(microbatches=microbatches, stages=tuple(stages), links=tuple(links))
 

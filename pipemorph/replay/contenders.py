@@ -119,21 +119,31 @@ class _Oracle:
         return min(times)
 
     def _plans(self, iteration: int, now: float, lasts: float) -> list[Plan]:
-        # Delays that change within the iteration: plan for their mean.
-        moments = [self._links.added(iteration, now + lasts * k / 16) for k in range(16)]
-        added = tuple(
-            fmean(each.get(link, 0.0) for each in moments)
-            for link in range(len(self._problem.links))
-        )
-        if not any(added):
+        # States that change within the iteration: plan for their mean.
+        moments = [self._links.changed(iteration, now + lasts * k / 16) for k in range(16)]
+        if not any(moments):
             return []
-        return [self._made(added, route) for route in Route]
+        states = [[each.get(link) for each in moments] for link in range(len(self._problem.links))]
+        delays = tuple(fmean(s.delay if s else 0.0 for s in each) for each in states)
+        transfers = tuple(
+            fmean(self._links.transfer(link, s) for s in each) for link, each in enumerate(states)
+        )
+        return [self._made(delays, transfers, route) for route in Route]
 
-    def _make(self, added: tuple[float, ...], slow: Route) -> Plan:
-        problem = self._links.under([slow if more else Route.DIRECT for more in added])
-        late = [link.delay + more for link, more in zip(problem.links, added, strict=True)]
-        routes = tuple(slow if more else Route.DIRECT for more in added)
-        return plan(problem.with_delays(late)).to_plan(0, routes)
+    def _make(self, delays: tuple[float, ...], transfers: tuple[float, ...], slow: Route) -> Plan:
+        own = self._problem.links
+        routes = tuple(
+            slow if delay or transfer != link.transfer else Route.DIRECT
+            for delay, transfer, link in zip(delays, transfers, own, strict=True)
+        )
+        links = tuple(
+            link.model_copy(update={"delay": link.delay + delay, "transfer": transfer})
+            for link, delay, transfer in zip(
+                self._links.under(routes).links, delays, transfers, strict=True
+            )
+        )
+        problem = self._problem.model_copy(update={"links": links})
+        return plan(problem).to_plan(0, routes)
 
 
 def _plan(problem: Problem, policy: Policy) -> Plan:

@@ -6,7 +6,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -22,7 +22,8 @@ TAIL = 20
 class _LinkState(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    delay_ms: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False, strict=False)]
+    delay_ms: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False, strict=False)] = 0.0
+    gbps: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False, strict=False)] | None = None
 
 
 class _Line(BaseModel):
@@ -33,19 +34,26 @@ class _Line(BaseModel):
     links: dict[Annotated[str, Field(pattern=r"^\d{1,4}$")], _LinkState]
 
 
+class LinkState(NamedTuple):
+    """``delay``: seconds added to the link's own delay; ``gbps``: its rate, None for its own."""
+
+    delay: float = 0.0
+    gbps: float | None = None
+
+
 @dataclass(frozen=True)
 class LinkTrace:
-    """``delays[k][link]`` holds from ``since[k]`` on, in seconds; links that it does not name are
-    well. ``unit``: what ``since`` counts, iterations or seconds of training."""
+    """``states[k][link]`` holds from ``since[k]`` on; links that it does not name are well.
+    ``unit``: what ``since`` counts, iterations or seconds of training."""
 
     unit: Literal["iterations", "seconds"]
     since: tuple[float, ...]
-    delays: tuple[Mapping[int, float], ...]
+    states: tuple[Mapping[int, LinkState], ...]
 
-    def at(self, moment: float) -> Mapping[int, float]:
-        """The delays at an iteration or a second of training."""
+    def at(self, moment: float) -> Mapping[int, LinkState]:
+        """The links that are not well at an iteration or a second of training."""
         index = bisect_right(self.since, moment) - 1
-        return self.delays[index] if index >= 0 else {}
+        return self.states[index] if index >= 0 else {}
 
     @property
     def last(self) -> float:
@@ -61,7 +69,7 @@ def parse_trace(text: str, links: int, name: str = "the trace") -> LinkTrace:
     """The same for text."""
     units: list[Literal["iterations", "seconds"]] = []
     since: list[float] = []
-    delays: list[Mapping[int, float]] = []
+    states: list[Mapping[int, LinkState]] = []
     for number, raw in enumerate(text.splitlines(), 1):
         if not raw.strip():
             continue
@@ -80,10 +88,10 @@ def parse_trace(text: str, links: int, name: str = "the trace") -> LinkTrace:
             if int(link) >= links:
                 raise InputError(f"{where}: there is no link {link}; the problem has {links}")
         since.append(at)
-        delays.append({int(k): v.delay_ms / 1e3 for k, v in line.links.items()})
+        states.append({int(k): LinkState(v.delay_ms / 1e3, v.gbps) for k, v in line.links.items()})
     if not since:
         raise InputError(f"{name} has no lines")
-    return LinkTrace(units[0], tuple(since), tuple(delays))
+    return LinkTrace(units[0], tuple(since), tuple(states))
 
 
 def _line(raw: str, where: str) -> _Line:
@@ -91,9 +99,6 @@ def _line(raw: str, where: str) -> _Line:
         data: Any = json.loads(raw)
     except (ValueError, RecursionError):
         raise InputError(f"{where}: is not JSON") from None
-    links = data.get("links") if isinstance(data, dict) else None
-    if isinstance(links, dict) and any(isinstance(v, dict) and "gbps" in v for v in links.values()):
-        raise InputError(f"{where}: gbps is not supported yet; state the delay as delay_ms")
     try:
         return _Line.model_validate(data)
     except ValidationError as error:

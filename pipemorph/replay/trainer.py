@@ -19,9 +19,11 @@ from pipemorph.control import JobController, initial_plan
 from pipemorph.control.decide.replan import propose
 from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, OpKind, Plan, Problem, Route, Simulation, link_on
+from pipemorph.planning.problem import transfer_ms
+from pipemorph.planning.simulation.costs import INF
 from pipemorph.planning.simulation.messages import Message, deliver
 from pipemorph.planning.simulation.simulator import simulate_changing
-from pipemorph.replay.trace import LinkTrace
+from pipemorph.replay.trace import LinkState, LinkTrace
 from pipemorph.wire import IterationSample, LinkHealthReport, LinkSample, StageProfile, WireTime
 
 Telemetry = Literal["exact", "python", "device"]
@@ -29,6 +31,8 @@ Telemetry = Literal["exact", "python", "device"]
 at the end of its op, and says so. device: the same, and it never knows that it was idle, as on the
 direct route of CUDA."""
 
+WAITED = 0.001
+"""Seconds in the queue from which a message counts as held up, as for the ranks' recorders."""
 WINDOW = 0.05
 """Seconds of one window of link samples."""
 DELIVERY = 0.1
@@ -49,38 +53,69 @@ class Iteration:
 
 
 class Links:
-    """The links of a job in seconds: their own delay, and what a trace adds to it."""
+    """The links of a job in seconds: their own delay and transfer, and what a trace changes.
+
+    Raises :class:`InputError` if a trace has rates of links whose messages have no stated size.
+    """
 
     def __init__(self, problem: Problem, trace: LinkTrace) -> None:
         self._base = [link.delay for link in problem.links]
+        self._transfers = [link.transfer for link in problem.links]
+        self._bytes = [link.message_bytes for link in problem.links]
+        for i, state in (pair for states in trace.states for pair in states.items()):
+            if state.gbps is not None and self._bytes[i] is None:
+                raise InputError(f"the trace has gbps of link {i}; set links[{i}].message_bytes")
+        narrow = any(state.gbps for states in trace.states for state in states.values())
+        self._rates = narrow or any(self._transfers)
         self._half = [link.half_duplex for link in problem.links]
         self._problem, self._trace = problem, trace
 
     def under(self, routes: Sequence[Route]) -> Problem:
         """The problem with links as they are without a fault, for messages on ``routes``."""
         links = [
-            link_on(route, base, half_duplex=half)
-            for route, base, half in zip(routes, self._base, self._half, strict=True)
+            link_on(route, base, half_duplex=half).model_copy(update={"transfer": transfer})
+            for route, base, transfer, half in zip(
+                routes, self._base, self._transfers, self._half, strict=True
+            )
         ]
         return self._problem.model_copy(update={"links": tuple(links)})
 
-    def added(self, iteration: int, now: float) -> Mapping[int, float]:
-        """Delays added to the links, seconds."""
+    def changed(self, iteration: int, now: float) -> Mapping[int, LinkState]:
+        """The links that are not well."""
         return self._trace.at(float(iteration) if self._trace.unit == "iterations" else now)
 
     def delay_at(self, iteration: int, began: float) -> Callable[[int, float], float]:
         """(link, seconds since the iteration began) → delay of a message sent then."""
 
         def delay(link: int, sent: float) -> float:
-            return self._base[link] + self.added(iteration, began + sent).get(link, 0.0)
+            state = self.changed(iteration, began + sent).get(link)
+            return self._base[link] + (state.delay if state is not None else 0.0)
 
         return delay
+
+    def transfer(self, link: int, state: LinkState | None) -> float:
+        """How long a message occupies a link in a state."""
+        nbytes = self._bytes[link]
+        if state is None or state.gbps is None or nbytes is None:
+            return self._transfers[link]
+        return transfer_ms(nbytes, state.gbps) / 1e3
+
+    def transfer_at(self, iteration: int, began: float) -> Callable[[int, float], float] | None:
+        """The same for how long a message occupies the link; None if none has a rate."""
+        if not self._rates:
+            return None
+        return lambda link, sent: self.transfer(
+            link, self.changed(iteration, began + sent).get(link)
+        )
 
     def run(self, plan: Plan, iteration: int, began: float) -> Simulation:
         """An iteration of ``plan`` that begins ``began`` seconds after training did."""
         problem = self.under(plan.routes).under(plan)
         delay_at = self.delay_at(iteration, began)
-        return simulate_changing(plan.schedule, problem, delay_at, plan.dispatch)
+        transfer_at = self.transfer_at(iteration, began)
+        return simulate_changing(
+            plan.schedule, problem, delay_at, plan.dispatch, transfer_at=transfer_at
+        )
 
 
 def job_spec(problem: Problem, dispatch: Dispatch) -> JobSpec:
@@ -134,7 +169,10 @@ def in_seconds(problem: Problem) -> Problem:
         )
         for stage in problem.stages
     )
-    links = tuple(link.model_copy(update={"delay": link.delay / 1e3}) for link in problem.links)
+    links = tuple(
+        link.model_copy(update={"delay": link.delay / 1e3, "transfer": link.transfer / 1e3})
+        for link in problem.links
+    )
     return problem.model_copy(update={"stages": stages, "links": links})
 
 
@@ -177,23 +215,38 @@ class AdaptiveTrainer:
     ) -> list[tuple[float, list[LinkSample]]]:
         """Per window, its end since the iteration began and the samples of all links."""
         delay_at = self._links.delay_at(iteration, began)
+        transfer_at = self._links.transfer_at(iteration, began) or (lambda _, __: 0.0)
         seen: dict[int, dict[tuple[int, bool], list[tuple[float, bool]]]] = {}
         held: dict[tuple[int, bool], list[float]] = {}
+        spaced: dict[tuple[int, int, bool], float] = {}
+        before: dict[tuple[int, bool], float] = {}
         for message in deliver(ran).messages:
             stamp, exact = self._observe(ran, message)
-            leaves = message.arrived - delay_at(message.link, message.sent)
-            wire = delay_at(message.link, max(0.0, leaves)) * self._rng.gauss(1.0, NOISE)
+            transfer = transfer_at(message.link, message.sent)
+            leaves = message.arrived - delay_at(message.link, message.sent) - transfer
+            wire = transfer + delay_at(message.link, max(0.0, leaves))
+            wire *= self._rng.gauss(1.0, NOISE)
             if self._rng.random() < OUTLIERS:
                 wire *= OUTLIER
             where = (message.link, message.forward)
             rows = seen.setdefault(int(stamp / WINDOW), {}).setdefault(where, [])
             rows.append((max(0.0, wire) + stamp - message.arrived, exact))
             held.setdefault(where, []).append(max(0.0, leaves - message.sent))
+            if leaves - message.sent > WAITED and where in before:
+                key = (int(stamp / WINDOW), *where)
+                spaced[key] = min(spaced.get(key, INF), max(0.0, stamp - before[where]))
+            before[where] = stamp
         return [
             (
                 min((window + 1) * WINDOW, ran.makespan),
                 [
-                    self._sample(link, forward, rows, median(held[link, forward]))
+                    self._sample(
+                        link,
+                        forward,
+                        rows,
+                        queued=median(held[link, forward]),
+                        spacing=spaced.get((window, link, forward)),
+                    )
                     for (link, forward), rows in sorted(links.items())
                 ],
             )
@@ -212,7 +265,13 @@ class AdaptiveTrainer:
         return message.arrived, self._telemetry == "python"
 
     def _sample(
-        self, link: int, forward: bool, rows: Sequence[tuple[float, bool]], queued: float
+        self,
+        link: int,
+        forward: bool,
+        rows: Sequence[tuple[float, bool]],
+        *,
+        queued: float,
+        spacing: float | None,
     ) -> LinkSample:
         exact = [wire for wire, known in rows if known]
         values = sorted(exact or [wire for wire, _ in rows])
@@ -232,6 +291,7 @@ class AdaptiveTrainer:
                 mean=fmean(values),
             ),
             queue_p50=queued,
+            spacing=spacing,
         )
 
     def _profile(self, stage: int, ran: Simulation) -> StageProfile:

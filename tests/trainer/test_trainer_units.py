@@ -124,6 +124,25 @@ def test_a_window_prefers_what_was_seen_when_it_happened() -> None:
     assert sample is not None and sample.wire.exact == 1
 
 
+def test_messages_that_waited_show_how_far_apart_they_arrive() -> None:
+    recorder = LinkRecorder(2, 0, Direction.FORWARD)
+    told = []
+    # The first waited for one that was not seen; the third came when nothing was on the way.
+    for at, queue in ((1.0, 0.5), (1.05, 0.04), (3.0, 0.0), (3.052, 0.04), (3.104, 0.09)):
+        recorder.arrived(at, queue)
+        recorder.add(0.05, queue, 10, exact=True)
+        if at in (1.0, 1.05, 3.104):
+            sample = recorder.drain()
+            assert sample is not None
+            told.append(sample.spacing)
+    assert told == [None, pytest.approx(0.05), pytest.approx(0.052)]
+    recorder.begin(Route.DELEGATED, "tcp", 1)
+    recorder.arrived(4.0, 0.5)
+    recorder.add(0.05, 0.5, 10, exact=True)
+    sample = recorder.drain()
+    assert sample is not None and sample.spacing is None, "the last one took another route"
+
+
 def test_a_change_of_route_closes_the_window() -> None:
     recorder = LinkRecorder(0, 0, Direction.BACKWARD)
     recorder.add(0.001, 0.0, 1, exact=True)

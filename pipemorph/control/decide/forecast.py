@@ -38,7 +38,8 @@ class Situation:
     """Measurements for a decision. Seconds; one entry per stage or link.
 
     ``wire_times``: current one-way times of a message; ``slow``: which of them are longer than
-    normal; ``delays``: by how much. ``rooms``: memory limits of the stages, from which the limits
+    normal; ``delays``: by how much; ``transfers``: which part of them a message occupies the link,
+    alone. ``rooms``: memory limits of the stages, from which the limits
     in ``stages`` follow; empty if nothing is limited.
     """
 
@@ -48,6 +49,11 @@ class Situation:
     slow: tuple[bool, ...]
     unknown: tuple[bool, ...]
     rooms: tuple[Room, ...] = ()
+    transfers: tuple[float, ...] = ()
+    """Empty if no link is narrow."""
+
+    def transfer(self, link: int) -> float:
+        return self.transfers[link] if self.transfers else 0.0
 
 
 class Option(NamedTuple):
@@ -72,11 +78,14 @@ class Forecast:
 
     def problem(self, routes: tuple[Route, ...]) -> Problem:
         """The planning problem with links on ``routes``."""
+        situation = self._situation
+        transfers = [situation.transfer(i) for i in range(len(routes))]
         problem = problem_for(
             self._spec.schedule.microbatches,
-            self._situation.stages,
-            self._situation.wire_times,
+            situation.stages,
+            [max(0.0, w - t) for w, t in zip(situation.wire_times, transfers, strict=True)],
             routes,
+            transfers=transfers,
             queues=self._spec.transport.queues,
             half_duplex=self._spec.transport.direct_duplex == "half",
         )

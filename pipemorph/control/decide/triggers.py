@@ -104,6 +104,9 @@ class Judgement:
             ),
             unknown=tuple(link.health is Health.UNKNOWN for link in links),
             rooms=rooms,
+            transfers=tuple(
+                link.transfer if known[i] else before.transfer(i) for i, link in enumerate(links)
+            ),
         )
 
     def cause(
@@ -126,9 +129,10 @@ class Judgement:
         change = [now.delays[i] - before.delays[i] for i in links]
         least = self.spec.adaptation.min_delay_ms / 1e3
         material = [max(least, MATERIAL * before.delays[i]) for i in links]
-        if any(now.slow[i] and change[i] > material[i] for i in links):
+        narrowed = [now.transfer(i) - before.transfer(i) for i in links]
+        if any(now.slow[i] and max(change[i], narrowed[i]) > material[i] for i in links):
             return "worse"
-        if any(now.slow[i] and -change[i] > material[i] for i in links):
+        if any(now.slow[i] and -min(change[i], narrowed[i]) > material[i] for i in links):
             return "eased"
         if self._is_steady(now, wanted, progress, hold):
             return "steady"
@@ -212,7 +216,8 @@ class Judgement:
             i
             for i in slow
             if not before.slow[i]
-            or abs(now.delays[i] - before.delays[i]) > max(least, MATERIAL * before.delays[i])
+            or max(abs(now.delays[i] - before.delays[i]), abs(now.transfer(i) - before.transfer(i)))
+            > max(least, MATERIAL * before.delays[i])
         ]
         return frozenset(changed or slow)
 

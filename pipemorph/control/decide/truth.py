@@ -156,6 +156,7 @@ def without(situation: Situation, sources: Iterable[int], before: Situation) -> 
     """``situation``, but with links and op times in ``sources`` as they were ``before``."""
     wires, delays = list(situation.wire_times), list(situation.delays)
     slow = list(situation.slow)
+    transfers = [situation.transfer(i) for i in range(len(slow))]
     stages = situation.stages
     for source in sources:
         if source == OPS:
@@ -173,12 +174,14 @@ def without(situation: Situation, sources: Iterable[int], before: Situation) -> 
             continue
         wires[source] = max(0.0, wires[source] - delays[source] + before.delays[source])
         delays[source], slow[source] = before.delays[source], before.slow[source]
+        transfers[source] = before.transfer(source)
     return replace(
         situation,
         stages=stages,
         wire_times=tuple(wires),
         delays=tuple(delays),
         slow=tuple(slow),
+        transfers=tuple(transfers),
     )
 
 

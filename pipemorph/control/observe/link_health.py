@@ -10,12 +10,14 @@ machines stall.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from pipemorph.control.observe.detector import DelayDetector, Level, Thresholds
+from pipemorph.control.observe.detector import RECENT, DelayDetector, Level, Thresholds
+from pipemorph.planning.ir import Route
 from pipemorph.wire import LinkSample
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -25,6 +27,11 @@ FEW_LINKS = 4
 TOGETHER_SECONDS = 0.15
 """Windows that end within this time count as simultaneous: ranks report every 50 ms, but not in
 step."""
+NARROW = 0.5
+"""A link is narrow if messages that wait for each other arrive this part of a wire time apart. If
+they only travelled for long, they would arrive as close together as they were sent."""
+FEW_SPACINGS = 5
+"""Windows that show it."""
 COMMON_WEIGHT = 1 / 8
 """Weight of a late window while most links are late, which is mostly a machine that stalls for tens
 of milliseconds. If all links are really slow, detection takes 24 windows in a row."""
@@ -48,6 +55,9 @@ class LinkHealth:
     """Above the normal wire time; 0 unless slow."""
     wire_time: float = 0.0
     """Current one-way time of a message: normal wire time plus delay."""
+    transfer: float = 0.0
+    """Of the wire time, how long a message occupies the link, if that is the larger part: messages
+    are sent one at a time, so that more queues do not help. 0 if unknown."""
     confidence: float = 0.0
     """Probability that ``health`` is right."""
     in_doubt: bool = False
@@ -65,6 +75,7 @@ class LinkHealth:
             "health": self.health.value,
             "delay": round(self.delay, 6),
             "wire_time": round(self.wire_time, 6),
+            "transfer": round(self.transfer, 6),
             "confidence": round(self.confidence, 4),
             "replica": self.replica,
             "direction": self.direction,
@@ -78,6 +89,18 @@ class _Series:
     judged_at: float = float("-inf")
     late_at: float = float("-inf")
     """Times of the newest window that could be judged, and of the newest late one."""
+    spacings: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """Between arrivals on the delegated route while slow, see :class:`LinkSample`."""
+
+    @property
+    def transfer(self) -> float:
+        """How long a message occupies the link; 0 if that is unknown or the smaller part."""
+        if self.detector.level is not Level.SLOW or len(self.spacings) < FEW_SPACINGS:
+            return 0.0
+        ranked = sorted(self.spacings)
+        spacing = ranked[len(ranked) // 4]
+        wire = self.detector.wire_time
+        return min(spacing, wire) if spacing >= NARROW * wire else 0.0
 
 
 class _Window(NamedTuple):
@@ -132,6 +155,19 @@ class LinkBook:
                 slack=window.slack,
                 weight=weight,
             )
+        for sample in samples:
+            self._space(sample)
+
+    def _space(self, sample: LinkSample) -> None:
+        """Process the spacing of arrivals. The direct route has one queue: there messages arrive
+        apart from each other whatever the reason."""
+        series = self._series.get((sample.link, sample.replica, sample.direction))
+        if series is None:
+            return
+        if series.detector.level is not Level.SLOW:
+            series.spacings.clear()
+        elif sample.spacing is not None and sample.route is Route.DELEGATED:
+            series.spacings.append(sample.spacing)
 
     def _window(self, sample: LinkSample, now: float, op_time: Callable[[int], float]) -> _Window:
         key = (sample.link, sample.replica, sample.direction)
@@ -201,16 +237,18 @@ class LinkBook:
     def _state(
         self, link: int, all_series: Iterable[tuple[Key, _Series]], now: float
     ) -> LinkHealth:
+        by_key = dict(all_series)
         fresh = [
             (key, series.detector)
-            for key, series in all_series
+            for key, series in by_key.items()
             if now - series.seen_at <= self._stale_after
             and series.detector.level is not Level.LEARNING
         ]
         if not fresh:
             return LinkHealth(link, Health.UNKNOWN)
         slow = [(key, d) for key, d in fresh if d.level is Level.SLOW]
-        (_, replica, direction), worst = max(slow or fresh, key=lambda pair: pair[1].wire_time)
+        key, worst = max(slow or fresh, key=lambda pair: pair[1].wire_time)
+        _, replica, direction = key
         since = [d.changed_at for _, d in slow or fresh if d.changed_at is not None]
         # Slow since the first direction became slow; healthy since the last one recovered.
         began = (min if slow else max)(since) if since else None
@@ -219,6 +257,7 @@ class LinkBook:
             health=Health.SLOW if slow else Health.HEALTHY,
             delay=max((d.delay for _, d in slow), default=0.0),
             wire_time=_plannable(worst),
+            transfer=by_key[key].transfer,
             confidence=max(d.confidence for _, d in slow)
             if slow
             else min(d.confidence for _, d in fresh),

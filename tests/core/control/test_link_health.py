@@ -62,6 +62,33 @@ class Job:
         raise AssertionError(f"{self.slow()} are slow after {most} windows, not {links}")
 
 
+@pytest.mark.parametrize(
+    ("route", "spacing", "transfer"),
+    [
+        (Route.DELEGATED, 0.040, 0.040),
+        (Route.DELEGATED, 0.060, 0.046),  # At most the whole wire time.
+        (Route.DELEGATED, 0.010, 0.0),  # Nine queues were busy: a delay.
+        (Route.DELEGATED, None, 0.0),
+        (Route.DIRECT, 0.046, 0.0),  # One queue: always apart from each other.
+    ],
+)
+def test_a_narrow_link_is_one_on_which_messages_wait_for_each_other(
+    route: Route, spacing: float | None, transfer: float
+) -> None:
+    job = Job()
+    job.until_slow({2}, lambda link: 0.040 if link == 2 else 0.0, 5)
+    for _ in range(30):
+        job.now += 0.05
+        fields = {"route": route, "spacing": spacing}
+        samples = [job.sample(2, d, 0.040).model_copy(update=fields) for d in (0, 1)]
+        job.report(samples)
+    state = job.book.states(job.now)[2]
+    assert state.transfer == pytest.approx(transfer, abs=0.002)
+    assert state.record()["transfer"] == round(state.transfer, 6)
+    job.run(60)
+    assert job.book.states(job.now)[2].transfer == 0.0, "the link is well"
+
+
 def stalls(job: Job, count: int) -> None:
     """Stalls of 10 to 40 ms for up to a third of a second, felt by most links, seconds apart."""
     for _ in range(count):

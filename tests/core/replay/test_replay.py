@@ -43,6 +43,32 @@ def test_a_fault_is_found_and_planned_for(telemetry: Telemetry) -> None:
     assert last.iteration >= 53
 
 
+@pytest.mark.parametrize("telemetry", get_args(Telemetry))
+def test_a_narrow_link_is_told_from_a_delayed_one(telemetry: Telemetry) -> None:
+    """16 MB at 2.5 Gb/s: as long as a delay of 51 ms, but messages do not travel together."""
+    sized = Link(delay=1, message_bytes=16_000_000)
+    problem = Problem(microbatches=24, stages=(TIMES,) * 6, links=(sized,) * 5)
+    trace = parse_trace('{"at_iteration": 10, "links": {"2": {"gbps": 2.5}}}', 5)
+    found = replay(problem, trace, telemetry=telemetry, iterations=50)
+    in_force = [change for change in found.changes if change.iteration is not None]
+    narrow = next(change for change in in_force if "narrow: 51." in change.reason)
+    assert narrow.iteration is not None
+    assert narrow.iteration <= 16
+    # The first answer takes it for a delay; from then on this is what can be had.
+    share = found.share("adaptive")
+    assert share is not None
+    assert share > 0.7
+    if telemetry == "exact":
+        assert narrow.promised == pytest.approx(narrow.measured, abs=0.05)
+        assert len(found.changes) == 2
+
+
+def test_rates_need_the_size_of_messages() -> None:
+    trace = parse_trace('{"at_iteration": 10, "links": {"2": {"gbps": 2.5}}}', 3)
+    with pytest.raises(InputError, match=r"gbps of link 2; set links\[2\]\.message_bytes"):
+        replay(PROBLEM, trace)
+
+
 def test_the_promise_is_what_is_measured() -> None:
     """The simulated trainer runs what the controller predicts with, and the delay is known."""
     change = replay(PROBLEM, FAULT).changes[0]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipemorph.errors import InputError
-from pipemorph.replay.trace import load_trace, parse_trace
+from pipemorph.replay.trace import LinkState, load_trace, parse_trace
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "traces"
 
@@ -21,8 +21,8 @@ def test_each_line_replaces_the_state_before() -> None:
     )
     assert trace.unit == "iterations"
     assert [trace.at(k) for k in (0, 1)] == [{}, {}]
-    assert [trace.at(k) for k in (2, 3)] == [{0: 0.02, 1: 0.005}] * 2
-    assert [trace.at(k) for k in (4, 8)] == [{1: 0.0305}] * 2
+    assert [trace.at(k) for k in (2, 3)] == [{0: LinkState(0.02), 1: LinkState(0.005)}] * 2
+    assert [trace.at(k) for k in (4, 8)] == [{1: LinkState(0.0305)}] * 2
     assert [trace.at(k) for k in (9, 99)] == [{}, {}]
 
 
@@ -30,7 +30,12 @@ def test_a_trace_by_seconds() -> None:
     trace = parse_trace('{"at_seconds": 4.2, "links": {"0": {"delay_ms": 1}}}', 1)
     assert trace.unit == "seconds"
     assert trace.at(4.19) == {}
-    assert trace.at(4.2) == {0: 0.001}
+    assert trace.at(4.2) == {0: LinkState(0.001)}
+
+
+def test_a_trace_with_rates() -> None:
+    line = '{"at_iteration": 1, "links": {"0": {"gbps": 2.5}, "1": {"gbps": 10, "delay_ms": 3}}}'
+    assert parse_trace(line, 2).at(1) == {0: LinkState(gbps=2.5), 1: LinkState(0.003, 10.0)}
 
 
 @pytest.mark.parametrize(
@@ -46,10 +51,7 @@ def test_a_trace_by_seconds() -> None:
         ('{"at_iteration": 1, "links": {"2": {"delay_ms": 1}}}', "line 1: there is no link 2; the"),
         ('{"at_iteration": 1, "links": {"x": {"delay_ms": 1}}}', "line 1: links.x"),
         ('{"at_iteration": 1, "links": {"0": {"delay_ms": NaN}}}', "line 1: links.0.delay_ms: "),
-        (
-            '{"at_iteration": 1, "links": {"0": {"gbps": 2}}}',
-            "gbps is not supported yet; state the",
-        ),
+        ('{"at_iteration": 1, "links": {"0": {"gbps": 0}}}', "line 1: links.0.gbps: "),
         (
             '{"at_iteration": 1, "links": {}}\n{"at_iteration": 1, "links": {}}',
             "T, line 2: is at 1, the line before it at 1",

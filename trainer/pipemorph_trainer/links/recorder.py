@@ -14,6 +14,8 @@ ENOUGH_EXACT = 3
 """Exact samples that are enough to represent a window. Fewer are enough if they are half of it,
 since a slow link has one message per window. Otherwise all samples are used, as upper bounds."""
 MAX_WINDOW = 4096
+WAITED = 0.001
+"""Seconds in the queue from which a message counts as held up by the one before it."""
 
 
 class _Message(NamedTuple):
@@ -35,6 +37,8 @@ class LinkRecorder:
         self._route: Route = Route.DIRECT
         self._transport: Transport = "gloo"
         self._iteration = 0
+        self._arrived_at: float | None = None
+        self._spacing: float | None = None
         self.rtt_min: float | None = None
         self.paused = False
         """Whether messages are left out, such as those of an evaluation."""
@@ -46,8 +50,17 @@ class LinkRecorder:
         if route is not self._route or transport != self._transport:
             left = self.drain()
             self._route, self._transport = route, transport
+            self._arrived_at = None
         self._iteration = iteration
         return left
+
+    def arrived(self, at: float, queue: float) -> None:
+        """Note the time at which a message arrived, by any one clock, for the spacing of arrivals.
+        Call before :meth:`add`."""
+        if self._arrived_at is not None and queue > WAITED:
+            gap = max(0.0, at - self._arrived_at)
+            self._spacing = gap if self._spacing is None else min(gap, self._spacing)
+        self._arrived_at = at
 
     def add(self, wire: float, queue: float, nbytes: int, exact: bool) -> None:
         """Add a message. Negative times, from clock errors, count as 0."""
@@ -60,6 +73,7 @@ class LinkRecorder:
     def drain(self) -> LinkSample | None:
         """Return the window so far and start a new one. None if it is empty."""
         messages, self._messages = self._messages, []
+        spacing, self._spacing = self._spacing, None
         if not messages:
             return None
         exact = [m.wire for m in messages if m.exact]
@@ -83,5 +97,6 @@ class LinkRecorder:
                 mean=statistics.fmean(wires),
             ),
             queue_p50=statistics.median(m.queue for m in messages),
+            spacing=spacing,
             rtt_min=self.rtt_min,
         )

@@ -51,4 +51,5 @@ def record_arrival(
         return  # It was sent without its bytes.
     if note.not_before >= usable:
         start, usable, exact = note.started_at, note.not_before, True
+    recorder.arrived(usable, start - note.posted_at)
     recorder.add(usable - start, start - note.posted_at, nbytes, exact)
