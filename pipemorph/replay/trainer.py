@@ -302,9 +302,9 @@ class AdaptiveTrainer:
         fused = took.get(OpKind.BW)
         return StageProfile(
             stage=stage,
-            forward=fmean(took[OpKind.F]),
-            backward_input=fmean(fused or took[OpKind.B]),
-            backward_weight=0.0 if fused else fmean(took[OpKind.W]),
+            forward=_mean(took[OpKind.F]),
+            backward_input=_mean(fused or took[OpKind.B]),
+            backward_weight=0.0 if fused else _mean(took[OpKind.W]),
             split="emulated",
             peak_memory=0,
         )
@@ -339,3 +339,8 @@ class AdaptiveTrainer:
         if directive is not None:
             self._observed = directive.plan_version
             self._prepared = (now + DELIVERY, directive.plan.plan())
+
+
+def _mean(times: Sequence[float]) -> float:
+    """In whole nanoseconds, as of a clock: rounding errors of sums must not decide between plans."""
+    return round(fmean(times), 9)
