@@ -49,6 +49,19 @@ def missing() -> str:
     return ""
 
 
+def parts_of(schedule: Any) -> dict[str, Any]:
+    """What a schedule was made of, by the names of its arguments."""
+    return {
+        "stages": schedule._stages if hasattr(schedule, "_stages") else [schedule._stage],
+        "n_microbatches": schedule._n_microbatches,
+        "loss_fn": schedule._loss_fn,
+        "args_chunk_spec": schedule._args_chunk_spec,
+        "kwargs_chunk_spec": schedule._kwargs_chunk_spec,
+        "output_merge_spec": schedule._output_merge_spec,
+        "scale_grads": schedule.scale_grads,
+    }
+
+
 class StageOps:
     """The ops of torch's stage, with tensors of this rank in and out."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from pipemorph.api.spec import Fault
 from pipemorph.errors import InputError
@@ -20,9 +20,14 @@ from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.executor.stages.interface import GivenStage
 from pipemorph_trainer.pipeline import Pipeline
 from pipemorph_trainer.settings import EngineChoice, RouteChoice
-from pipemorph_trainer.torch.private import StageOps, forward_only, missing
+from pipemorph_trainer.torch.private import StageOps, forward_only, missing, parts_of
 from pipemorph_trainer.torch.splitting import split_backward
 from pipemorph_trainer.torch.stage import TorchStageRunner
+
+UNSUPPORTED = (
+    "this version of torch is not supported by AdaptiveSchedule: {}; use one of torch's schedules "
+    "with split_backward, or another torch"
+)
 
 
 class AdaptiveSchedule(PipelineScheduleMulti):
@@ -79,10 +84,7 @@ class AdaptiveSchedule(PipelineScheduleMulti):
         control: ControlClient | None = None,
     ) -> None:
         if why := missing():
-            raise InputError(
-                f"this version of torch is not supported by AdaptiveSchedule: {why}; use one of"
-                " torch's schedules with split_backward, or install the torch of pyproject.toml"
-            )
+            raise InputError(UNSUPPORTED.format(why))
         if len(stages) != 1 or not isinstance(stages[0], PipelineStage):
             kinds = ", ".join(type(stage).__name__ for stage in stages) or "none"
             raise InputError(f"stages are: {kinds}; expected a list with one PipelineStage")
@@ -137,6 +139,16 @@ class AdaptiveSchedule(PipelineScheduleMulti):
             control=control,
         )
         """The pipeline below, for its ``plan``, ``iteration`` and ``install``."""
+
+    @staticmethod
+    def of(
+        schedule: PipelineScheduleSingle | PipelineScheduleMulti, **options: Any
+    ) -> AdaptiveSchedule:
+        """A schedule in place of one that a trainer has made but not run, with its stage and its
+        arguments. ``options``: the keyword-only arguments of this class."""
+        if why := missing():
+            raise InputError(UNSUPPORTED.format(why))
+        return AdaptiveSchedule(**parts_of(schedule), **options)
 
     def close(self) -> None:
         """Wait for all ranks, and end the connections. Idempotent."""

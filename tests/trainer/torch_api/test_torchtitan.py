@@ -1,0 +1,45 @@
+"""torchtitan's own trainer with our schedule: the losses, norms and weights of its own 1F1B.
+
+torchtitan is no dependency of ours: ``pip install --no-deps torchtitan==0.3.0`` and what it imports
+(docs/how-to/torchtitan.md). Without it nothing here is checked, and the run says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from launch import run_ranks
+from titan_job import STEPS, TitanJob, train
+
+from pipemorph.planning import Link, Problem, Route, StageTimes, plan
+
+pytestmark = [pytest.mark.soak, pytest.mark.multiprocess, pytest.mark.torch_peer]
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sharded": {"shard": 2},
+    "tensor": {"tensor": 2},
+    "chunked loss, selective checkpointing": {"chunked_loss": True, "recompute": "selective"},
+    "full checkpointing": {"recompute": "full"},
+}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_those_of_torchtitans_own_schedule(case: str) -> None:
+    pytest.importorskip("torchtitan", reason="torchtitan is not installed: it is not checked")
+    times = StageTimes(forward=1, backward_input=1, backward_weight=1)
+    problem = Problem(microbatches=4, stages=(times,) * 2, links=(Link(delay=1),))
+    job = TitanJob(adaptive=True, plan=plan(problem).to_plan(3, (Route.DELEGATED,)), **CASES[case])
+    ranks = job.pipeline * job.shard * job.tensor
+    wanted = run_ranks(ranks, train, replace(job, adaptive=False), timeout=200)
+    found = run_ranks(ranks, train, job, timeout=200)
+    for mine, its in zip(found, wanted, strict=True):
+        assert len(its.seen) == STEPS
+        assert mine.seen == its.seen
+        assert mine.parameters == its.parameters
+        assert mine.plan == 3
+        if job.tensor == 1:
+            assert len(mine.deferred) >= 15, "Linears of three layers"
