@@ -52,6 +52,24 @@ def test_a_slow_link_changes_no_loss_of_the_gpt(tmp_path: Path) -> None:
     assert losses[0][-1] < losses[0][0], "it learns nothing"
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_torchs_stages_train_the_gpt_to_the_same_losses(tmp_path: Path) -> None:
+    """Without clipping, which the example with torch's stages leaves out; sixteen microbatches, so
+    that to divide the loss by them or the gradients is the same."""
+
+    def unclipped(spec: dict[str, Any]) -> None:
+        short_gpt(spec)
+        spec["parallelism"] = {"stages": 2, "layers": 4}
+        spec["trainer"]["args"] = SMALL | {"clip": 1e9}
+
+    losses = [
+        [iteration["loss"] for iteration in run(tmp_path, name, unclipped)["iterations"]]
+        for name in ("gpt", "gpt-torch")
+    ]
+    same_bits(losses[0], losses[1], "losses of the two runs")
+
+
 @pytest.mark.timeout(500)
 def test_the_emulated_profile_runs(tmp_path: Path) -> None:
     def short(spec: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import TracebackType
 from typing import Any, Literal
 
 from torch import Tensor
@@ -36,7 +37,7 @@ class AdaptiveSchedule(PipelineScheduleMulti):
     :meth:`step` and :meth:`eval` take and return what those of torch's own schedules do, and losses
     and gradients are those of ``Schedule1F1B``, to the bit. torch's stages compute, with FSDP2
     inside if the module has it; PipeMorph decides the order of ops and moves activations and
-    gradients. Make it on all ranks at the same time, and :meth:`close` it at the end.
+    gradients. Make it on all ranks at the same time; :meth:`close` it, or use it in ``with``.
 
     torch's own transport runs once before the first step, in which the stages exchange shapes, and
     in :meth:`eval`. Shapes stay as they were in the first step, as with torch's schedules.
@@ -153,6 +154,17 @@ class AdaptiveSchedule(PipelineScheduleMulti):
     def close(self) -> None:
         """Wait for all ranks, and end the connections. Idempotent."""
         self.pipeline.close()
+
+    def __enter__(self) -> AdaptiveSchedule:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.pipeline.__exit__(kind, error, traceback)
 
     def _step_microbatches(  # noqa: PLR0917  torch's order
         self,
