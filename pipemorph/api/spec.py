@@ -426,6 +426,12 @@ class Checkpoint(SpecModel):
     directory: str = Field(min_length=1)
     every: int = Field(ge=1, description="Iterations between checkpoints.")
     resume: bool = Field(default=True, description="Continue from the newest checkpoint there.")
+    keep: int = Field(default=2, ge=1, description="Newest checkpoints to keep.")
+    asynchronous: bool = Field(
+        default=False,
+        alias="async",
+        description="Write while training goes on, from a copy in host memory.",
+    )
 
 
 class FailurePolicy(SpecModel):

@@ -342,5 +342,5 @@ class AdaptiveTrainer:
 
 
 def _mean(times: Sequence[float]) -> float:
-    """In whole nanoseconds, as of a clock: rounding errors of sums must not decide between plans."""
+    """In whole nanoseconds, as of a clock: rounding errors of sums must not choose the plan."""
     return round(fmean(times), 9)

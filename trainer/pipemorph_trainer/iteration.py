@@ -127,6 +127,8 @@ class Iterations:
         self._deadline = deadline
         self._warm = stage.emulated
         """Whether the first iteration with its self-test is over. Emulated stages need none."""
+        self.synchronizes = True
+        """Whether gradients are summed and averaged after an iteration."""
         self._evaluated = False
         self._training_began = 0.0
         self._polled_at = 0.0
@@ -168,6 +170,19 @@ class Iterations:
             if self._tied is not None:
                 self._tied.undo()
             raise self._refused(f"step() of iteration {iteration}", refusal)
+        self._synchronize(iteration)
+        self._stage.update()
+        if not self._warm and self._stage.module is not None:
+            self._choose_split()
+        self._end(iteration, plan, origin, outcome, loss)
+        return loss
+
+    def _synchronize(self, iteration: int) -> None:
+        """Sum the gradients of tied weights, and average all gradients over the replicas."""
+        if not self.synchronizes:
+            if self._tied is not None:
+                self._tied.skip()
+            return
         if self._tied is not None:
             self._waiting.begin(f"gradients of iteration {iteration} of tied weights")
             self._tied.sum()
@@ -176,11 +191,6 @@ class Iterations:
             self._waiting.begin(f"gradients of iteration {iteration} of the other replicas")
             self._replicas.sync()
             self._waiting.end()
-        self._stage.update()
-        if not self._warm and self._stage.module is not None:
-            self._choose_split()
-        self._end(iteration, plan, origin, outcome, loss)
-        return loss
 
     def evaluate(
         self, iteration: int, inputs: Inputs, shapes: Any, refusal: Exception | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,6 +61,7 @@ class Parts:
         optimizer: torch.optim.Optimizer | None,
         control: ControlClient | None,
         tied: Sequence[Any] | None,
+        state: Mapping[str, Any] | None,
     ) -> None:
         module = stage if isinstance(stage, nn.Module) else None
         self.device = device_of(stage)
@@ -135,7 +135,7 @@ class Parts:
             reporter=self.reporter, trace=self.trace, poller=self.poller, op_clock=op_clock,
             wait=self.wait_for, deadline=self.settings.deadline_seconds,
         )  # fmt: skip
-        self.checkpoints = self._open_checkpoints(optimizer)
+        self.checkpoints = self._open_checkpoints(optimizer, state)
 
     def _link_config(self, prepared: Preparation, op_clock: OpClock) -> LinkConfig:
         settings = self.settings
@@ -148,15 +148,25 @@ class Parts:
             engine=prepared.engine,
         )  # fmt: skip
 
-    def _open_checkpoints(self, optimizer: torch.optim.Optimizer | None) -> Checkpoints | None:
+    def _open_checkpoints(
+        self, optimizer: torch.optim.Optimizer | None, state: Mapping[str, Any] | None
+    ) -> Checkpoints | None:
         if self.settings.checkpoint is None or self.stage.keeper is None:
             return None
         # Its import takes longer than that of torch.
         from pipemorph_trainer.state.checkpoint import Checkpoints
+        from pipemorph_trainer.state.extra import Extra
 
-        folder = Path(self.settings.checkpoint.directory)
         aliases = self.tied.aliases if self.tied is not None else {}
-        return Checkpoints(folder, self.world, self.stage.keeper, optimizer, aliases)
+        extra = Extra(state or {}, self.coordinate, self.device)
+        return Checkpoints(
+            self.settings.checkpoint,
+            self.world,
+            self.stage.keeper,
+            optimizer,
+            aliases=aliases,
+            extra=extra,
+        )
 
     def _on_broken(self, end: LinkEnd, why: str) -> None:
         """A direct route broke: reserve slots, since its messages now go through the engine."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from time import monotonic
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,9 @@ from pipemorph_trainer.parts import Parts
 from pipemorph_trainer.settings import DuplexChoice, EngineChoice, RouteChoice
 from pipemorph_trainer.signals import LastWord
 from pipemorph_trainer.state.gradients import clip_global_norm
+
+if TYPE_CHECKING:
+    from pipemorph_trainer.state.checkpoint import Checkpoints
 
 SWITCH_SECONDS = 1e-3
 """Time after which a receiver thread gets the interpreter; the default of 5 ms is half an op. A
@@ -80,6 +84,8 @@ class Pipeline:
             ("head.weight", -1)]``, or a list of such lists. All begin with the value of the first.
             Their gradients are summed over the stages, they count once in the gradient norm, and
             they have one name in checkpoints. Their optimizers have to be equal.
+        state: what else this rank saves in checkpoints and gets back on a resume, by name: objects
+            with ``state_dict`` and ``load_state_dict``, such as a learning-rate scheduler.
         control: source of plans and sink of telemetry; default: the job's agent, if any.
 
     Raises :class:`InputError` on all ranks if the stage, the job and the ranks do not fit, even if
@@ -110,6 +116,7 @@ class Pipeline:
         host_memory: int | None = None,
         split: str = "auto",
         tied: Sequence[Any] | None = None,
+        state: Mapping[str, Any] | None = None,
         control: ControlClient | None = None,
     ) -> None:
         self.context = context
@@ -125,12 +132,14 @@ class Pipeline:
         self._parts = Parts(
             stage, context, given,
             mesh=mesh, plan=plan, split=split, loss_fn=loss_fn,
-            optimizer=optimizer, control=control, tied=tied,
+            optimizer=optimizer, control=control, tied=tied, state=state,
         )  # fmt: skip
         self.device, self.coordinate = self._parts.device, self._parts.coordinate
         self._last_word = LastWord(self.current_wait, self._leave_traces)
         self._last_activity = monotonic()
         self._closed = False
+        self._synchronized = True
+        """Whether the gradients of the last step were averaged over replicas."""
         self._failure: str | None = None
         self._switch_interval = sys.getswitchinterval()
         self.start_iteration = self._parts.resume()
@@ -202,6 +211,7 @@ class Pipeline:
             self._save_if_due()
             loss, inputs = self._run(self._parts.iterations.run, given, return_outputs)
             self.iteration += 1
+            self._synchronized = self._parts.iterations.synchronizes
         return (loss, join(inputs.outputs)) if return_outputs else loss
 
     @overload
@@ -265,6 +275,40 @@ class Pipeline:
         self._last_activity = monotonic()
         return norm
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context in which :meth:`step` leaves gradients as they are on each replica, as in torch's
+        ``DistributedDataParallel``: the next step outside averages their sum. Use it on all
+        ranks. A checkpoint that is due is saved after that step."""
+        iterations = self._parts.iterations
+        before, iterations.synchronizes = iterations.synchronizes, False
+        try:
+            yield
+        finally:
+            iterations.synchronizes = before
+
+    def save(self) -> Path:
+        """Save a checkpoint now. Call it on every rank, after the optimizer's step. Returns its
+        folder.
+
+        Raises :class:`InputError` if no checkpoint folder was given, or in an accumulation whose
+        last step was in :meth:`no_sync`, and :class:`PipelineError` if it cannot be written.
+        """
+        self._check_open("save")
+        if self._parts.checkpoints is None:
+            raise InputError(
+                f"{self.coordinate}: save() needs a folder: give Pipeline checkpoint=, or the "
+                "manifest spec.checkpoint"
+            )
+        if not self._synchronized:
+            raise InputError(
+                f"{self.coordinate}: save() was called after a step in no_sync(), when gradients "
+                "differ between replicas; call it after a step outside"
+            )
+        with self._failing():
+            self._end_iteration(monotonic())
+            return self._save(self._parts.checkpoints)
+
     def current_wait(self) -> str:
         """What this rank is waiting for, or why it failed, as text. Callable from any thread."""
         return self._failure or self._parts.waiting.describe()
@@ -315,6 +359,7 @@ class Pipeline:
         with self._failing():
             self._end_iteration(self._last_activity)
             self._save_if_due()
+            self._finish_writing()
             self._parts.iterations.rounds.finish_all()
         self._closed = True
         wanted = self.context.job.spec.trainer.iterations if self.context.job is not None else 0
@@ -379,20 +424,33 @@ class Pipeline:
             self._parts.iterations.rounds.end(self.iteration - 1, at)
 
     def _save_if_due(self) -> None:
-        """Save a checkpoint if one is due, once. Right before the next step, so after the
-        optimizer's step."""
+        """Save a checkpoint if one is due. Right before the next step, so after the optimizer's
+        step."""
         parts, asked = self._parts, self._parts.settings.checkpoint
-        if parts.checkpoints is None or asked is None or self.iteration == self._saved:
+        if parts.checkpoints is None or asked is None or not self._synchronized:
             return
-        if self.iteration % asked.every:
-            return
+        if self.iteration // asked.every > self._saved // asked.every:
+            self._save(parts.checkpoints)
+
+    def _save(self, checkpoints: Checkpoints) -> Path:
+        parts = self._parts
+        self._finish_writing()
         self._saved = self.iteration
         parts.waiting.begin(f"all ranks to save the checkpoint of iteration {self.iteration}")
         if parts.replicas is not None:
             # Each replica writes a part of the checkpoint.
             parts.replicas.share_buffers()
-        parts.checkpoints.save(self.iteration)
+        folder = checkpoints.save(self.iteration)
         parts.waiting.end()
+        return folder
+
+    def _finish_writing(self) -> None:
+        """Wait for the checkpoint that is being written, if any."""
+        checkpoints, waiting = self._parts.checkpoints, self._parts.waiting
+        if checkpoints is not None and checkpoints.writing is not None:
+            waiting.begin(f"all ranks to write {checkpoints.writing}")
+            checkpoints.finish()
+            waiting.end()
 
     # --- taking down --------------------------------------------------------------------------
 

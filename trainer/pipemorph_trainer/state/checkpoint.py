@@ -5,6 +5,8 @@ layers numbered over the whole model), a checkpoint can be resumed with another 
 two stages do (``nn.Sequential`` numbers each stage from 0), names get the stage as a prefix and the
 number of stages must stay.
 
+Each rank also saves what its user added, and its random state (:mod:`.extra`).
+
 During gradient accumulation ``.grad`` is state as well. It is saved where it is not zero, so that a
 resumed run adds to it as an uninterrupted one does.
 
@@ -17,7 +19,9 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +39,16 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from pipemorph.api.spec import Checkpoint
 from pipemorph.errors import InputError
 from pipemorph_trainer.errors import PipelineError, first_sentence
 from pipemorph_trainer.executor.stages.emulated import EmulatedRunner
+from pipemorph_trainer.state.extra import Extra
 from pipemorph_trainer.state.tied import Holder
 from pipemorph_trainer.topology.world import World
 
 log = logging.getLogger("pipemorph.trainer")
 
-KEPT = 2
-"""Finished checkpoints to keep; older ones are deleted."""
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 _ITERATION = "pipemorph.iteration"
 _STAGES = "pipemorph.stages"
@@ -54,18 +58,27 @@ class Checkpoints:
     """Saves and resumes one pipeline. Every call is collective over all ranks.
 
     ``stage``: the module of this rank, or the runner of an emulated stage. ``aliases``: tied
-    weights of the module, with their first holder, under whose name they are saved.
+    weights of the module, with their first holder, under whose name they are saved. ``extra``: of
+    the user. ``asked.keep`` finished checkpoints are kept, older ones are deleted.
     """
 
     def __init__(
         self,
-        directory: Path,
+        asked: Checkpoint,
         world: World,
         stage: nn.Module | EmulatedRunner,
         optimizer: torch.optim.Optimizer | None,
+        *,
         aliases: Mapping[str, Holder],
+        extra: Extra,
     ) -> None:
-        self._directory, self._world = directory, world
+        self._directory, self._asked, self._world = Path(asked.directory), asked, world
+        self._extra = extra
+        self._group = world.control
+        if asked.asynchronous:
+            # Its collectives run in another thread, at any time between those of the control group.
+            self._group = world.groups.new(backend="gloo", group_desc="pipemorph checkpoints")
+        self._writing: tuple[Path, Future[Any]] | None = None
         self._stage, self._optimizer = stage, optimizer
         self._aliases = aliases
         self._keys: dict[str, str] = {}
@@ -99,8 +112,11 @@ class Checkpoints:
     def save(self, iteration: int) -> Path:
         """Write a checkpoint to be resumed at ``iteration``; returns its folder.
 
-        Raises :class:`PipelineError` on all ranks if one of them cannot write it.
+        An asynchronous one is copied to host memory here, and written by a thread: it counts as
+        finished when all ranks have written it. Raises :class:`PipelineError` on all ranks if one
+        of them cannot write it, or could not write the one before.
         """
+        self.finish()
         folder = self._directory / f"iteration-{iteration:08d}"
         if self._world.coordinate.rank == 0:
             # One of an earlier run would count as finished even if half overwritten. Rank 0 also
@@ -113,17 +129,37 @@ class Checkpoints:
         }
         state[_ITERATION] = torch.tensor(iteration)
         state[_STAGES] = torch.tensor(self._world.coordinate.stages if self._prefix else 0)
-        try:
-            state_dict_saver.save(state, checkpoint_id=folder, process_group=self._world.control)
-        except CheckpointException as error:
-            rank, (why, _) = next(iter(error.failures.items()))
-            raise PipelineError(
-                f"{folder} cannot be written: rank {rank}: {first_sentence(why)}"
-            ) from error
-        if self._world.coordinate.rank == 0:
-            for old in self._finished()[:-KEPT]:
-                _remove(old)
+        state |= self._extra.pack()
+        with _named(folder):
+            if self._asked.asynchronous:
+                written: Any = state_dict_saver.async_save(
+                    state, checkpoint_id=folder, process_group=self._group
+                )
+                self._writing = folder, written
+                return folder
+            state_dict_saver.save(state, checkpoint_id=folder, process_group=self._group)
+        self._remove_old()
         return folder
+
+    @property
+    def writing(self) -> Path | None:
+        """The folder of the checkpoint that is being written; None if there is none."""
+        return None if self._writing is None else self._writing[0]
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that is being written is finished. Raises
+        :class:`PipelineError` on all ranks if one of them cannot write it."""
+        if self._writing is None:
+            return
+        (folder, written), self._writing = self._writing, None
+        with _named(folder):
+            written.result()
+        self._remove_old()
+
+    def _remove_old(self) -> None:
+        if self._world.coordinate.rank == 0:
+            for old in self._finished()[: -self._asked.keep]:
+                _remove(old)
 
     def resume(self) -> int:
         """Load the newest finished checkpoint; returns the iteration to continue with, 0 if there
@@ -162,6 +198,9 @@ class Checkpoints:
         self._restore(state, stepped=stepped)
         for name, parameter in gradients.items():
             parameter.grad = state[name]
+        packed = self._extra.chosen(saved)
+        state_dict_loader.load(packed, checkpoint_id=folder, process_group=self._world.control)
+        self._extra.unpack(packed)
         return int(marks[_ITERATION])
 
     def _finished(self) -> list[Path]:
@@ -241,6 +280,20 @@ def check_directory(directory: Path) -> None:
         raise InputError(
             f"spec.checkpoint.directory: {directory} cannot be written to: {error.strerror}"
         ) from None
+
+
+@contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    """Name the folder, and the first rank that failed, in errors of writing it."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (why, _) = next(iter(error.failures.items()))
+        raise PipelineError(
+            f"{folder} cannot be written: rank {rank}: {first_sentence(why)}"
+        ) from error
+    except RuntimeError as error:
+        raise PipelineError(f"{folder} cannot be written: {first_sentence(error)}") from error
 
 
 def _remove(folder: Path) -> None:

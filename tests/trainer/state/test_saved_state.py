@@ -1,0 +1,215 @@
+"""What is saved beside parameters, when, and while training goes on."""
+
+from __future__ import annotations
+
+import resource
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gate import same_bits
+from launch import Ranks, run_ranks
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from pipemorph.api.spec import Checkpoint
+from pipemorph.errors import InputError
+from pipemorph_trainer import Pipeline, TrainerContext
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(400)]
+
+WIDTH, N, STAGES = 6, 4, 2
+
+
+class Loader:
+    """Batches that depend on all batches before."""
+
+    def __init__(self) -> None:
+        self.seed = 1
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while True:
+            self.seed = self.seed * 5 % 1009
+            yield torch.randn(N, WIDTH, generator=torch.Generator().manual_seed(self.seed))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seed": self.seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seed = state["seed"]
+
+
+def make_stage(stage: int) -> nn.Module:
+    torch.manual_seed(stage)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.3))
+
+
+def train(
+    context: TrainerContext, folder: str, until: int, options: dict[str, Any], every: int = 2
+) -> tuple[int, list[float]]:
+    """Train with dropout, a learning-rate schedule and a loader, all of which have state."""
+    module = make_stage(context.coordinate(STAGES).stage)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)
+    loader, losses = Loader(), []
+    torch.manual_seed(context.rank)
+    with Pipeline(
+        module, context=context, loss_fn=nn.functional.mse_loss, microbatches=N, stages=STAGES,
+        optimizer=optimizer, state={"scheduler": scheduler, "data": loader},
+        checkpoint=Checkpoint(directory=folder, every=every, **options),
+    ) as pipe:  # fmt: skip
+        batches = iter(loader)
+        for _ in range(pipe.start_iteration, until):
+            x = next(batches)
+            losses.append(float(pipe.step(x, target=x.flip(1))))
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+    return pipe.start_iteration, losses
+
+
+@pytest.mark.parametrize("options", [{}, {"asynchronous": True}], ids=["now", "async"])
+def test_random_state_and_objects_of_the_user_go_on(options: Any, tmp_path: Path) -> None:
+    whole = run_ranks(2, train, str(tmp_path / "whole"), 7, options)
+    run_ranks(2, train, str(tmp_path / "cut"), 4, {**options, "keep": 1})
+    assert [path.name for path in (tmp_path / "cut").iterdir()] == ["iteration-00000004"]
+    for (_, losses), (began, resumed) in zip(
+        whole, run_ranks(2, train, str(tmp_path / "cut"), 7, options), strict=True
+    ):
+        assert (began, resumed) == (4, losses[4:])
+
+
+def meanwhile(context: TrainerContext, folder: str) -> None:
+    """The write of a checkpoint is held up until training has gone on and changed the weights."""
+    go_on, begun = threading.Event(), threading.Event()
+    write = FileSystemWriter.write_data
+
+    def held_up(self: Any, *args: Any) -> Any:
+        begun.set()
+        assert go_on.wait(60), "training did not go on"
+        return write(self, *args)
+
+    FileSystemWriter.write_data = held_up  # type: ignore[method-assign]
+    module = make_stage(context.rank).eval()
+    options = {"directory": folder, "every": 100, "asynchronous": True}
+    with Pipeline(
+        module, context=context, loss_fn=nn.functional.mse_loss, microbatches=N,
+        checkpoint=Checkpoint.model_validate(options),
+    ) as pipe:  # fmt: skip
+        x = torch.ones(N, WIDTH)
+        pipe.step(x, target=x)
+        saved = {n: v.clone() for n, v in module.state_dict().items()}
+        path = pipe.save()
+        assert path == Path(folder) / "iteration-00000001"
+        for _ in range(2):
+            pipe.step(x, target=x)
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.add_(1.0)
+        assert begun.wait(60)
+        assert not (path / ".metadata").exists()
+        go_on.set()
+        # It waits for the first.
+        second = pipe.save()
+        assert (path / ".metadata").exists()
+    if context.rank == 0:
+        assert (second / ".metadata").exists()
+        (second / ".metadata").unlink()
+    module = make_stage(context.rank).requires_grad_(False)
+    for parameter in module.parameters():
+        parameter.zero_()
+    with Pipeline(
+        module, context=context, loss_fn=nn.functional.mse_loss, microbatches=N,
+        checkpoint=Checkpoint(directory=folder, every=100),
+    ) as pipe:  # fmt: skip
+        assert pipe.start_iteration == 1
+    for name, value in module.state_dict().items():
+        same_bits(value, saved[name], name)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    run_ranks(2, meanwhile, str(tmp_path))
+
+
+def with_little_room(context: TrainerContext, folder: str) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if context.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        train(context, folder, 4, {"asynchronous": True})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_write_that_fails_later_is_told_on_every_rank(tmp_path: Path) -> None:
+    for result in Ranks(2, with_little_room, str(tmp_path)).wait():
+        last = result.error.strip().splitlines()[-1]
+        assert "iteration-00000002 cannot be written: rank 1: " in last, result.error[-2000:]
+        assert "too large" in last
+
+
+def accumulated(context: TrainerContext, folder: str) -> dict[str, list[Tensor]]:
+    """Gradients after steps without and with an average over replicas. Checkpoints are due after
+    iterations 1 and 3, of which the first is in an accumulation."""
+    place, found = context.coordinate(STAGES), {}
+    replica, module = place.replica, make_stage(place.stage).eval()
+    with Pipeline(
+        module, context=context, loss_fn=nn.functional.mse_loss, microbatches=N, stages=STAGES,
+        checkpoint=Checkpoint(directory=folder, every=1, keep=9),
+    ) as pipe:  # fmt: skip
+        for kind in ("whole", "parts"):
+            for number in range(3):
+                x = torch.full((N, WIDTH), float(number + 3 * replica))
+                if kind == "parts" and number < 2:
+                    with pipe.no_sync():
+                        pipe.step(x, target=x)
+                    with pytest.raises(InputError, match=r"after a step in no_sync\(\)"):
+                        pipe.save()
+                else:
+                    pipe.step(x, target=x)
+                if number == 0:
+                    found[f"first of {kind}"] = [p.grad.clone() for p in module.parameters()]
+            found[kind] = [p.grad.clone() for p in module.parameters()]
+            module.zero_grad()
+    return found
+
+
+def test_replicas_average_once_per_accumulation(tmp_path: Path) -> None:
+    results = run_ranks(4, accumulated, str(tmp_path))
+    for mine, other in zip(results[0]["first of parts"], results[1]["first of parts"], strict=True):
+        assert not torch.equal(mine, other)
+    for rank, found in enumerate(results):
+        for whole, parts in zip(found["whole"], found["parts"], strict=True):
+            torch.testing.assert_close(parts, whole)
+            assert parts.any()
+        for mine, first in zip(found["parts"], results[rank // 2 * 2]["parts"], strict=True):
+            same_bits(mine, first)
+    saved = sorted(int(path.name[-2:]) for path in tmp_path.iterdir())
+    assert saved == [1, 2, 3, 6]
+
+
+def without_folder(context: TrainerContext) -> None:
+    with (
+        Pipeline(
+            make_stage(0), context=context, loss_fn=nn.functional.mse_loss, microbatches=N
+        ) as pipe,
+        pytest.raises(InputError, match="needs a folder: give Pipeline checkpoint="),
+    ):
+        pipe.save()
+
+
+def test_save_needs_a_folder_and_state_needs_methods(tmp_path: Path) -> None:
+    run_ranks(1, without_folder)
+    for result in Ranks(1, stateless, str(tmp_path)).wait():
+        assert "InputError: state has 'count', a int; expected an object with" in result.error
+
+
+def stateless(context: TrainerContext, folder: str) -> None:
+    checkpoint = Checkpoint(directory=folder, every=1)
+    Pipeline(
+        make_stage(0), context=context, loss_fn=nn.functional.mse_loss, microbatches=N,
+        checkpoint=checkpoint, state={"count": 3},
+    )  # fmt: skip
