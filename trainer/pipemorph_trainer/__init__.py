@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from pipemorph_trainer.executor.stages.emulated import EmulatedStage
     from pipemorph_trainer.pipeline import Pipeline
     from pipemorph_trainer.topology.mesh import make_mesh
+    from pipemorph_trainer.topology.part import Part
 
 __all__ = [
     "EmulatedStage",
+    "Part",
     "PeerLostError",
     "Pipeline",
     "PipelineError",
@@ -30,6 +32,7 @@ __all__ = [
 
 _LATE = {
     "EmulatedStage": "executor.stages.emulated",
+    "Part": "topology.part",
     "Pipeline": "pipeline",
     "TrainerContext": "context",
     "make_mesh": "topology.mesh",

@@ -12,11 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipemorph.api.mesh import DATA
+from pipemorph.errors import InputError
 from pipemorph.planning import Plan
 from pipemorph_trainer.agent import AgentHandle
 from pipemorph_trainer.agent.messages import ControlClient, NoControl
 from pipemorph_trainer.context import TrainerContext
-from pipemorph_trainer.executor.local_stage import OwnStage, Stage, device_of
+from pipemorph_trainer.executor.local_stage import OwnStage, device_of
 from pipemorph_trainer.executor.split.flight import LossFn
 from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
 from pipemorph_trainer.iteration import Iterations
@@ -26,7 +27,7 @@ from pipemorph_trainer.links.link import LinkEnd
 from pipemorph_trainer.links.poller import Poller
 from pipemorph_trainer.links.rendezvous import LinkConfig, meet
 from pipemorph_trainer.plans.book import PlanBook
-from pipemorph_trainer.preparation import Preparation, prepare
+from pipemorph_trainer.preparation import MakeOptimizer, Preparation, StageOrBuilder, build, prepare
 from pipemorph_trainer.start import join, level, warnings
 from pipemorph_trainer.state.gradients import Replicas
 from pipemorph_trainer.state.tied import Tied
@@ -50,7 +51,7 @@ class Parts:
 
     def __init__(
         self,
-        stage: Stage,
+        stage: StageOrBuilder,
         context: TrainerContext,
         given: Mapping[str, Any],
         *,
@@ -58,13 +59,14 @@ class Parts:
         plan: Plan | None,
         split: str,
         loss_fn: LossFn | None,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer | MakeOptimizer | None,
         control: ControlClient | None,
         tied: Sequence[Any] | None,
         state: Mapping[str, Any] | None,
     ) -> None:
-        module = stage if isinstance(stage, nn.Module) else None
-        self.device = device_of(stage)
+        own, self.optimizer, failure = build(stage, optimizer, context, given, mesh)
+        module = own if isinstance(own, nn.Module) else None
+        self.device = device_of(own)
         accelerator = accelerator_of(self.device)
         if accelerator is not None:
             # Allocations that name no device then go to the stage's device.
@@ -73,10 +75,13 @@ class Parts:
         if control is not None:
             directed = not isinstance(control, NoControl)
         prepared, start = prepare(
-            stage, context, given, plan, split, mesh=mesh, tied=tied,
+            own, context, given, plan, split, failure=failure, mesh=mesh, tied=tied,
             device=self.device, accelerator=accelerator, directed=directed,
         )  # fmt: skip
-        self.world, starts = join(context, self.device, start, mesh)
+        try:
+            self.world, starts = join(context, self.device, start, mesh)
+        except InputError as error:
+            raise error from failure
         assert prepared is not None, "join() raises on a rank that refuses"
         self.settings = prepared.settings
         self.coordinate = self.world.coordinate
@@ -117,7 +122,7 @@ class Parts:
             if end.failover is not None:
                 end.failover.on_broken = partial(self._on_broken, end)
         self.stage = OwnStage(
-            stage, self.coordinate, loss_fn=loss_fn, split=prepared.split, store=prepared.store,
+            own, self.coordinate, loss_fn=loss_fn, split=prepared.split, store=prepared.store,
             microbatches=prepared.plan.schedule.microbatches,
             device=self.device, accelerator=accelerator, agree=self.world.agree,
         )  # fmt: skip
@@ -135,7 +140,7 @@ class Parts:
             reporter=self.reporter, trace=self.trace, poller=self.poller, op_clock=op_clock,
             wait=self.wait_for, deadline=self.settings.deadline_seconds,
         )  # fmt: skip
-        self.checkpoints = self._open_checkpoints(optimizer, state)
+        self.checkpoints = self._open_checkpoints(state)
 
     def _link_config(self, prepared: Preparation, op_clock: OpClock) -> LinkConfig:
         settings = self.settings
@@ -148,9 +153,7 @@ class Parts:
             engine=prepared.engine,
         )  # fmt: skip
 
-    def _open_checkpoints(
-        self, optimizer: torch.optim.Optimizer | None, state: Mapping[str, Any] | None
-    ) -> Checkpoints | None:
+    def _open_checkpoints(self, state: Mapping[str, Any] | None) -> Checkpoints | None:
         if self.settings.checkpoint is None or self.stage.keeper is None:
             return None
         # Its import takes longer than that of torch.
@@ -163,7 +166,7 @@ class Parts:
             self.settings.checkpoint,
             self.world,
             self.stage.keeper,
-            optimizer,
+            self.optimizer,
             aliases=aliases,
             extra=extra,
         )

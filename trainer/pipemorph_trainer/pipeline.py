@@ -24,9 +24,8 @@ from pipemorph_trainer.errors import BatchError, PipelineError
 from pipemorph_trainer.executor.dispatch import Inputs
 from pipemorph_trainer.executor.inputs import Given, check_grad_mode, join
 from pipemorph_trainer.executor.split.flight import LossFn
-from pipemorph_trainer.executor.stages.emulated import EmulatedStage
-from pipemorph_trainer.executor.stages.interface import GivenStage
 from pipemorph_trainer.parts import Parts
+from pipemorph_trainer.preparation import MakeOptimizer, StageOrBuilder
 from pipemorph_trainer.settings import DuplexChoice, EngineChoice, RouteChoice
 from pipemorph_trainer.signals import LastWord
 from pipemorph_trainer.state.gradients import clip_global_norm
@@ -50,13 +49,16 @@ class Pipeline:
 
     Args:
         stage: any ``nn.Module``, plain or distributed over ``mesh`` by ``parallelize_module`` and
-            ``fully_shard`` (no DDP, no FSDP1), or an :class:`EmulatedStage`. Stage 0 gets the
-            arguments of :meth:`step`, stage *i* the tensors that stage *i-1* returned.
+            ``fully_shard`` (no DDP, no FSDP1), an :class:`EmulatedStage`, or a function that builds
+            the module of a :class:`~pipemorph_trainer.Part` of the model. Stage 0 gets the
+            arguments of :meth:`step`, stage *i* what stage *i-1* returned: a tuple or list as
+            positional arguments, a dict as keyword arguments, anything else as one argument.
         context: identity of this rank, from :meth:`TrainerContext.from_env`.
         loss_fn: ``loss_fn(output, target)`` → scalar; needed on the last stage unless its
             module returns the loss itself.
         microbatches: N; :meth:`step` splits its batch into N along dimension 0.
-        optimizer: saved in checkpoints; the caller steps it.
+        optimizer: saved in checkpoints; the caller steps it. Or a function that makes it for the
+            module: then it is :attr:`optimizer`.
         checkpoint: where and how often to save, and whether to resume. After a resume,
             :attr:`start_iteration` is the iteration to continue with.
         host_memory: bytes of host memory on this rank that a plan may use for activations;
@@ -94,12 +96,12 @@ class Pipeline:
 
     def __init__(
         self,
-        stage: nn.Module | EmulatedStage | GivenStage,
+        stage: StageOrBuilder,
         *,
         context: TrainerContext,
         loss_fn: LossFn | None = None,
         microbatches: int | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | MakeOptimizer | None = None,
         mesh: DeviceMesh | None = None,
         stages: int | None = None,
         policy: Policy | str | None = None,
@@ -334,6 +336,20 @@ class Pipeline:
         """How this stage splits its backward: module, graph, fused or emulated. Final after the
         first step."""
         return self._parts.stage.runner.split
+
+    @property
+    def module(self) -> nn.Module:
+        """The module of this rank's stage. Raises :class:`InputError` if the stage is emulated."""
+        if self._parts.stage.module is None:
+            raise InputError(f"{self.coordinate}: the stage is emulated; it has no module")
+        return self._parts.stage.module
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that was given. Raises :class:`InputError` if there is none."""
+        if self._parts.optimizer is None:
+            raise InputError(f"{self.coordinate}: Pipeline was given no optimizer")
+        return self._parts.optimizer
 
     @property
     def plan(self) -> Plan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from pipemorph_trainer.state.tied import forms as tied_forms
 from pipemorph_trainer.state.tied import parse as parse_tied
 from pipemorph_trainer.state.weights import check_stage, held_by
 from pipemorph_trainer.topology.accelerator import Accelerator
+from pipemorph_trainer.topology.part import Part
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,31 @@ class Preparation:
     engine: EngineOptions | None
 
 
+StageOrBuilder = Stage | Callable[[Part], nn.Module]
+"""What a pipeline is given: a stage, or a function that builds it."""
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def build(
+    stage: StageOrBuilder,
+    optimizer: torch.optim.Optimizer | MakeOptimizer | None,
+    context: TrainerContext,
+    given: Mapping[str, Any],
+    mesh: DeviceMesh | None,
+) -> tuple[Any, torch.optim.Optimizer | None, Exception | None]:
+    """The stage and its optimizer, built where functions were given. Returns the error of a
+    function, too: all ranks have to hear of it."""
+    try:
+        if not isinstance(stage, Stage):
+            place = Settings.choose(context, given, mesh).mesh.coordinate(context.rank)
+            stage = stage(Part(place.stage, place.stages))
+        if callable(optimizer) and isinstance(stage, nn.Module):
+            optimizer = optimizer(stage)
+    except Exception as error:  # noqa: BLE001  all ranks are told of any error
+        return None, None, error
+    return stage, None if callable(optimizer) else optimizer, None
+
+
 def prepare(
     stage: Stage,
     context: TrainerContext,
@@ -57,6 +83,7 @@ def prepare(
     split: str,
     *,
     mesh: DeviceMesh | None = None,
+    failure: Exception | None = None,
     tied: Sequence[Any] | None,
     device: torch.device,
     accelerator: Accelerator | None,
@@ -67,8 +94,13 @@ def prepare(
 
     ``given``: the arguments that a job replaces, by name (see :meth:`Settings.choose`). ``mesh``:
     the user's, if any. ``plan``: the first plan; None: made from the settings. ``split``, ``tied``:
-    as the user gave them. ``directed``: directives may change the plan.
+    as the user gave them. ``directed``: directives may change the plan. ``failure``: why the stage
+    could not be built.
     """
+    if failure is not None:
+        text = f"{type(failure).__name__}: {failure}"
+        told = str(failure) if isinstance(failure, InputError) else f"it cannot be built: {text}"
+        return None, Start(refusal=told)
     try:
         mode = mode_of(split)
         if not isinstance(stage, (EmulatedStage, GivenStage)):

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from pipemorph.errors import InputError
-from pipemorph_trainer import Pipeline, TrainerContext, make_mesh
+from pipemorph_trainer import Part, Pipeline, TrainerContext, make_mesh
 from pipemorph_trainer.devices import own_device
 
 VOCABULARY = 256
@@ -196,17 +196,24 @@ def train(context: TrainerContext) -> None:
             f"spec.trainer.args.heads is {arguments.heads}, which spec.parallelism.tensor, "
             f"{spec.parallelism.tensor}, does not divide"
         )
-    coordinate = context.coordinate()
-    stage = coordinate.stage
-    # One seed per stage, so that a stage's weights do not depend on other stages.
-    torch.manual_seed(spec.trainer.seed * 1000 + stage)
     device = own_device(context.local_rank)
-    module = GPTStage(arguments, stage, stages, layers).to(device)
     mesh = make_mesh(context, device)
-    distribute(module, mesh)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=arguments.learning_rate)
     corpus = load_corpus()
-    with Pipeline(module, context=context, mesh=mesh, loss_fn=loss_fn, optimizer=optimizer) as pipe:
+
+    def build_stage(part: Part) -> GPTStage:
+        # One seed per stage, so that a stage's weights do not depend on other stages.
+        torch.manual_seed(spec.trainer.seed * 1000 + part.stage)
+        module = GPTStage(arguments, part.stage, part.stages, layers).to(device)
+        distribute(module, mesh)
+        return module
+
+    def make_optimizer(module: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(module.parameters(), lr=arguments.learning_rate)
+
+    with Pipeline(
+        build_stage, context=context, mesh=mesh, loss_fn=loss_fn, optimizer=make_optimizer
+    ) as pipe:
+        coordinate = pipe.coordinate
         for iteration in range(pipe.start_iteration, spec.trainer.iterations):
             tokens, target = sample_batch(
                 corpus,
@@ -218,8 +225,8 @@ def train(context: TrainerContext) -> None:
             )
             pipe.step(tokens.to(device), target=target.to(device))
             pipe.clip_grad_norm_(arguments.clip)
-            optimizer.step()
-            optimizer.zero_grad()
+            pipe.optimizer.step()
+            pipe.optimizer.zero_grad()
 
 
 def main() -> int:
