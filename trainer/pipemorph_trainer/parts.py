@@ -17,6 +17,7 @@ from pipemorph.planning import Plan
 from pipemorph_trainer.agent import AgentHandle
 from pipemorph_trainer.agent.messages import ControlClient, NoControl
 from pipemorph_trainer.context import TrainerContext
+from pipemorph_trainer.devices import own_device
 from pipemorph_trainer.executor.local_stage import OwnStage, device_of
 from pipemorph_trainer.executor.split.flight import LossFn
 from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
@@ -66,7 +67,8 @@ class Parts:
     ) -> None:
         own, self.optimizer, failure = build(stage, optimizer, context, given, mesh)
         module = own if isinstance(own, nn.Module) else None
-        self.device = device_of(own)
+        # A rank without a stage joins the others on the device that its stage probably had.
+        self.device = device_of(own) if failure is None else own_device(context.local_rank)
         accelerator = accelerator_of(self.device)
         if accelerator is not None:
             # Allocations that name no device then go to the stage's device.
