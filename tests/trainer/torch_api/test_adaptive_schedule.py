@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from pipemorph.api.spec import Fault
 from pipemorph.errors import InputError
@@ -118,11 +119,19 @@ def train_stage(part: Any, stage: PipelineStage, make: Callable[..., Any], **mor
     optimizer = torch.optim.AdamW(part.parameters(), 1e-2)
     adapts = isinstance(schedule, AdaptiveSchedule)
     seen = Seen()
+    x, target, scale = batch(100)
+    losses: list[Tensor] = []
+    last: dict[str, Any] = {"target": target, "losses": losses} if part.last else {}
+    part.eval()
+    # Before the first step, and under the caller's grad mode.
+    found = schedule.eval(*([x] if part.first else []), scale=scale, **last)
+    seen.evaluated.append((found, [loss.item() for loss in losses]))
+    part.train()
     torch.manual_seed(99)
     for step in range(STEPS):
         x, target, scale = batch(step)
-        losses: list[Tensor] = []
-        last: dict[str, Any] = {"target": target, "losses": losses} if part.last else {}
+        losses = []
+        last = {"target": target, "losses": losses} if part.last else {}
         if adapts and step == 1:
             routes = (Route.DELEGATED,) * (stage.num_stages - 1)
             schedule.pipeline.install(
@@ -249,11 +258,13 @@ def misfits(context: TrainerContext) -> list[str]:
     join(context)
     part = Part(context.rank, 2)
     stage = PipelineStage(part, 1 - context.rank, 2, torch.device("cpu"))
+    wrapped = PipelineStage(DistributedDataParallel(part), 0, 2, torch.device("cpu"))
     told = []
     for make in (
         lambda: AdaptiveSchedule([stage], 4, loss_fn, context=context),
         lambda: AdaptiveSchedule([stage, stage], 4, loss_fn, context=context),
         lambda: AdaptiveSchedule([stage], 4, loss_fn, context=context, split="torch"),  # type: ignore[arg-type]
+        lambda: AdaptiveSchedule([wrapped], 4, loss_fn, context=context),
     ):
         with pytest.raises(InputError) as raised:
             make()
@@ -268,6 +279,8 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
             " of its place (1 other rank cannot start either)",
             "stages are: PipelineStage, PipelineStage; expected a list with one PipelineStage",
             "split is 'torch'; expected module or fused",
+            "the stage has a DistributedDataParallel, which reduces gradients in its own backward;"
+            " use fully_shard, or average gradients after step()",
         ]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, _Action
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.distributed.tensor import DTensor
 
 _STAGE = {
@@ -125,15 +125,3 @@ def local(value: Any) -> Any:
     if isinstance(value, DTensor):
         return value.to_local()
     return value
-
-
-def forward_only(stages: int, microbatches: int) -> dict[int, list[_Action | None]]:
-    """The order of an evaluation, by rank: each stage one slot after the stage above."""
-    return {
-        stage: [
-            *[None] * stage,
-            *(_Action.from_str(f"{stage}F{microbatch}") for microbatch in range(microbatches)),
-            *[None] * (stages - 1 - stage),
-        ]
-        for stage in range(stages)
-    }

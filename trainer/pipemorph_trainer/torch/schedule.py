@@ -9,9 +9,11 @@ from typing import Any, Literal
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.nn.parallel import DistributedDataParallel
 
 from pipemorph.api.spec import Fault
 from pipemorph.errors import InputError
@@ -21,10 +23,11 @@ from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.executor.stages.interface import GivenStage
 from pipemorph_trainer.pipeline import Pipeline
 from pipemorph_trainer.settings import EngineChoice, RouteChoice
-from pipemorph_trainer.torch.private import StageOps, forward_only, missing, parts_of
+from pipemorph_trainer.torch.private import StageOps, missing, parts_of
 from pipemorph_trainer.torch.splitting import split_backward
 from pipemorph_trainer.torch.stage import TorchStageRunner
 
+Distributed = (DistributedDataParallel, FullyShardedDataParallel)
 UNSUPPORTED = (
     "this version of torch is not supported by AdaptiveSchedule: {}; use one of torch's schedules "
     "with split_backward, or another torch"
@@ -36,11 +39,12 @@ class AdaptiveSchedule(PipelineScheduleMulti):
 
     :meth:`step` and :meth:`eval` take and return what those of torch's own schedules do, and losses
     and gradients are those of ``Schedule1F1B``, to the bit. torch's stages compute, with FSDP2
-    inside if the module has it; PipeMorph decides the order of ops and moves activations and
-    gradients. Make it on all ranks at the same time; :meth:`close` it, or use it in ``with``.
+    inside if the module has it; PipeMorph decides the order of ops, and moves activations and
+    gradients, also in :meth:`eval`. Make it on all ranks at the same time; :meth:`close` it, or use
+    it in ``with``.
 
-    torch's own transport runs once before the first step, in which the stages exchange shapes, and
-    in :meth:`eval`. Shapes stay as they were in the first step, as with torch's schedules.
+    torch's own transport runs once, in which the stages exchange shapes before the first step, and
+    once more if that follows an :meth:`eval`.
 
     Args:
         stages: a list with the one stage of this rank.
@@ -101,7 +105,11 @@ class AdaptiveSchedule(PipelineScheduleMulti):
             output_merge_spec=output_merge_spec,
             scale_grads=scale_grads,
         )
-        self.pipeline_order = forward_only(stage.num_stages, n_microbatches)
+        if wrapped := [m for m in stage.submod.modules() if isinstance(m, Distributed)]:
+            raise InputError(
+                f"the stage has a {type(wrapped[0]).__name__}, which reduces gradients in its own"
+                " backward; use fully_shard, or average gradients after step()"
+            )
         if split == "module" and stage.dw_builder is None:
             stage.dw_builder = split_backward(stage.submod)
         self._target_mbs: list[Any] | None = None
@@ -175,18 +183,17 @@ class AdaptiveSchedule(PipelineScheduleMulti):
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        if not self._has_backward:
-            super()._step_microbatches(
-                arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs
-            )
-            return
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
-        stage = self._stages[0]
-        target = target_mbs[0] if target_mbs is not None else None
-        self._initialize_stages(arg_mbs[0], kwarg_mbs[0], target, loss_kwargs)
+        if self._has_backward or not self._stages_forward_initialized:
+            target = target_mbs[0] if target_mbs is not None else None
+            self._initialize_stages(arg_mbs[0], kwarg_mbs[0], target, loss_kwargs)
         self._target_mbs, self._loss_kwargs = target_mbs, loss_kwargs
         self._runner.keeps_output = return_outputs
-        self.pipeline.step(arg_mbs=arg_mbs, kwarg_mbs=kwarg_mbs)
-        scale = self._n_microbatches if self.scale_grads else 1
-        self._runner.end_iteration(scale if self._finalize_gradients else None)
-        self._update([stage], losses)
+        self._runner.evaluating = not self._has_backward
+        if self._has_backward:
+            self.pipeline.step(arg_mbs=arg_mbs, kwarg_mbs=kwarg_mbs)
+            scale = self._n_microbatches if self.scale_grads else 1
+            self._runner.end_iteration(scale if self._finalize_gradients else None)
+        else:
+            self.pipeline.evaluate(arg_mbs=arg_mbs, kwarg_mbs=kwarg_mbs)
+        self._update(self._stages, losses)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipemorph_trainer.errors import SplitError
@@ -26,7 +28,7 @@ class TorchStageRunner:
         splits: whether the stage can run B and W apart.
         loss_of: makes the loss of the last stage's output, ``(output, microbatch)``; None on other
             stages.
-        loss_kept: that loss, with its graph.
+        loss_kept: that loss, with its graph; None if the schedule has no ``loss_fn``.
     """
 
     def __init__(
@@ -47,6 +49,8 @@ class TorchStageRunner:
         self._before: dict[str, tuple[int, int] | None] = {}
         self.keeps_output = False
         """Whether torch's stage keeps the last stage's outputs for the caller of ``step``."""
+        self.evaluating = False
+        """Whether the next iteration is an evaluation. FSDP2 then gathers in each forward."""
 
     structure = SINGLE
     """torch's stages exchange a flat sequence of tensors."""
@@ -67,6 +71,8 @@ class TorchStageRunner:
     ) -> None:
         """``outputs`` and ``divisor`` are torch's schedule's to keep and to apply."""
         self._only_fused = only_fused
+        if self.evaluating:
+            return
         if not self._checked:
             self._before = self._marks()
         self._ops.gather()
@@ -97,6 +103,8 @@ class TorchStageRunner:
             )
         self._loss_of(output, microbatch)
         loss = self._loss_kept(microbatch)
+        if loss is None:
+            return (torch.full((), math.nan),)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise SplitError(f"loss_fn returned {what}; expected a scalar loss")
@@ -128,7 +136,8 @@ class TorchStageRunner:
         kwargs: Mapping[str, Any] | None = None,
         target: Any = None,
     ) -> tuple[Tensor, ...]:
-        raise SplitError("evaluate torch's stage by the eval() of its schedule")
+        with torch.no_grad():
+            return self.forward(microbatch, args, kwargs, target)
 
     def discard(self) -> None:
         self._ops.clear()
