@@ -195,7 +195,7 @@ def _slow(view: JobView) -> list[LinkHealth]:
 
 def _name(link: LinkHealth) -> str:
     # Rounded to milliseconds, so that the message does not change with every sample.
-    return f"link {link.link} (+{link.delay * 1e3:.0f} ms {link.direction})"
+    return f"{link.name} (+{link.delay * 1e3:.0f} ms {link.direction})"
 
 
 def _list(links: Sequence[int]) -> str:

@@ -63,7 +63,7 @@ def doubted(cause: Cause, links: Sequence[LinkHealth], lacking: int) -> str:
 def describe(slow: Sequence[LinkHealth]) -> str:
     """Slow links, with their delays."""
     return ", ".join(
-        f"link {link.link} is slow by {shown_time(link.delay)} one way"
+        f"{link.name} is slow by {shown_time(link.delay)} one way"
         f"{f', narrow: {shown_time(link.transfer)} per message' if link.transfer else ''}"
         f" ({link.direction}, {link.confidence:.0%} sure)"
         for link in slow

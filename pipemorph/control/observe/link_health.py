@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from pipemorph.api.mesh import MeshShape
 from pipemorph.control.observe.detector import RECENT, DelayDetector, Level, Thresholds
 from pipemorph.planning.ir import Route
 from pipemorph.wire import LinkSample
@@ -66,7 +67,15 @@ class LinkHealth:
     """Iteration of the first window that showed this state."""
     replica: int = 0
     direction: str = FORWARD
-    """Replica and direction with the longest wire time."""
+    """Column (see :class:`~pipemorph.api.mesh.MeshShape`) and direction with the longest wire
+    time."""
+    column: str = ""
+    """The column's name for messages; empty if there is only one."""
+
+    @property
+    def name(self) -> str:
+        """``link 2 of replica 1, tensor 0``."""
+        return f"link {self.link}{' of ' if self.column else ''}{self.column}"
 
     def record(self) -> dict[str, Any]:
         """For report.json and status."""
@@ -119,10 +128,10 @@ Key = tuple[int, int, str]
 
 
 class LinkBook:
-    """All links of a job. Bounded: one detector per link, replica and direction."""
+    """All links of a job. Bounded: one detector per link, column and direction."""
 
-    def __init__(self, links: int, *, thresholds: Thresholds, stale_after: float) -> None:
-        self._links = links
+    def __init__(self, mesh: MeshShape, *, thresholds: Thresholds, stale_after: float) -> None:
+        self._mesh, self._links = mesh, mesh.stages - 1
         self._thresholds = thresholds
         self._stale_after = stale_after
         self._series: dict[Key, _Series] = {}
@@ -265,6 +274,7 @@ class LinkBook:
             since_iteration=began,
             replica=replica,
             direction=direction,
+            column=self._mesh.column_name(replica),
         )
 
     def bases(self) -> list[tuple[int, int, str, dict[str, float]]]:

@@ -76,21 +76,20 @@ class Reported:
         self, spec: JobSpec, *, footprints: Sequence[Footprint] = (), events: Events
     ) -> None:
         adaptation = spec.adaptation
-        links = spec.parallelism.stages - 1
         self.sequence = 0
         self.state = "starting"
         self.message: str | None = None
         self.iteration = 0
         self.observed_plan_version = self.applied_plan_version = 0
         self.stages = StageBook(spec, footprints)
+        mesh = spec.parallelism.mesh
         self.links = LinkBook(
-            links,
+            mesh,
             thresholds=Thresholds(
                 min_delay=adaptation.min_delay_ms / 1e3, relative=adaptation.min_delay_fraction
             ),
             stale_after=adaptation.stale_after_seconds,
         )
-        mesh = spec.parallelism.mesh
         self.rails = RailBook(named=spec.transport.rdma.devices, mesh=mesh, events=events)
         self.transports = TransportBook(mesh, events=events)
         self._heard = False

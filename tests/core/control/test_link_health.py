@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from pipemorph.api.mesh import MeshShape
 from pipemorph.control.observe.detector import Thresholds
-from pipemorph.control.observe.link_health import FEW_LINKS, Health, LinkBook
+from pipemorph.control.observe.link_health import FEW_LINKS, Health, LinkBook, LinkHealth
 from pipemorph.planning import Route
 from pipemorph.wire import LinkSample, WireTime
 
@@ -22,7 +23,7 @@ class Job:
 
     def __init__(self, links: int = LINKS, seed: int = 0) -> None:
         self.links = links
-        self.book = LinkBook(links, thresholds=Thresholds(), stale_after=30.0)
+        self.book = LinkBook(MeshShape(links + 1), thresholds=Thresholds(), stale_after=30.0)
         self.rng = random.Random(seed)
         self.now = 1000.0
         self.windows = 0
@@ -145,3 +146,12 @@ def test_a_network_that_is_slow_everywhere_is_believed_in_the_end() -> None:
 def test_few_links_are_judged_one_by_one() -> None:
     job = Job(links=FEW_LINKS - 1)
     assert job.until_slow(set(range(FEW_LINKS - 1)), lambda link: 0.03, 10) <= 5
+
+
+def test_a_link_is_named_with_the_column_where_it_is_slow() -> None:
+    """Everything is numbered by column, and people read coordinates."""
+    mesh = MeshShape(2, replicas=2, tensor=2)
+    assert LinkHealth(0, Health.SLOW, column=mesh.column_name(3)).name == (
+        "link 0 of replica 1, tensor 1"
+    )
+    assert LinkHealth(0, Health.SLOW, column=MeshShape(2).column_name(0)).name == "link 0"
