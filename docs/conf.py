@@ -32,6 +32,7 @@ CONTENTS = {
         "running",
         "job-spec",
         "trainer",
+        "how-to/adapt-under-torchrun",
         "cuda",
         "operations",
         "/charts/pipemorph-operator/README",

@@ -22,6 +22,7 @@ COMMANDS = {
     "plan": "pipemorph.commands.plan",
     "replay": "pipemorph.commands.replay",
     "run": "pipemorph.commands.run",
+    "serve": "pipemorph.commands.serve",
     "simulate": "pipemorph.commands.simulate",
 }
 

@@ -5,7 +5,7 @@ limits connections, ``interfaces`` defines what a host provides: authentication 
 of jobs, persistence of directives.
 """
 
-from pipemorph.ingest.app import IngestServer, make_app
+from pipemorph.ingest.app import IngestServer, Join, make_app
 from pipemorph.ingest.connections import Acceptor, ConnectionLimits
 from pipemorph.ingest.handler import IngestHandler, Limits, Reply
 from pipemorph.ingest.interfaces import (
@@ -29,6 +29,7 @@ __all__ = [
     "IngestHandler",
     "IngestServer",
     "JobStore",
+    "Join",
     "Limits",
     "MemoryStore",
     "Planner",

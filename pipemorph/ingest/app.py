@@ -12,7 +12,7 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -27,6 +27,9 @@ from pipemorph.wire import MAX_REPORT_BYTES
 
 log = logging.getLogger("pipemorph.ingest")
 
+Join = Callable[[Mapping[str, str], str], Reply]
+"""Answers ``GET /v1/job``, by which a rank asks for the job of its token: the query, and the rank's
+address."""
 OnAnswer = Callable[[str, int, float], None]
 """Called for every response: ``report`` or ``poll``, HTTP status, duration in seconds."""
 
@@ -65,10 +68,12 @@ def make_app(
     *,
     timeouts: Timeouts | None = None,
     on_answer: OnAnswer | None = None,
+    join: Join | None = None,
 ) -> web.Application:
     """The aiohttp application, for a host with its own server.
 
-    ``on_answer`` is called for every response, for metrics.
+    ``on_answer`` is called for every response, for metrics. ``join``: for a host with one job;
+    without it, ranks cannot ask for their job.
     """
     limits = timeouts or Timeouts()
 
@@ -80,9 +85,10 @@ def make_app(
                 raise Refused(401, "expected the header Authorization: Bearer TOKEN")
             await authenticator.authenticate(token.strip(), namespace, name, request.remote or "")
         except Refused as refusal:
+            wanted = f"job {_shown(namespace)}/{_shown(name)}" if name else "the job"
             log.warning(
-                "refused %s for job %s/%s from %s: %s",
-                request.method, _shown(namespace), _shown(name), request.remote, refusal.reason,
+                "refused %s for %s from %s: %s",
+                request.method, wanted, request.remote, refusal.reason,
             )  # fmt: skip
             # Disconnect unauthorized callers.
             return Reply.error(refusal.status, refusal.reason)._replace(hangs_up=True)
@@ -124,6 +130,11 @@ def make_app(
             wait=query.get("wait", "0"),
         )
 
+    async def job(request: web.Request) -> Reply:
+        assert join is not None
+        refusal = await authenticate(request, "", "")
+        return refusal or join(request.query, request.remote or "")
+
     def answering(
         kind: str, decide: Callable[[web.Request], Awaitable[Reply]]
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
@@ -153,6 +164,8 @@ def make_app(
     app[_HANDLER] = handler
     app.router.add_post("/v1/jobs/{namespace}/{name}/reports", answering("report", reports))
     app.router.add_get("/v1/jobs/{namespace}/{name}/directive", answering("poll", directive))
+    if join is not None:
+        app.router.add_get("/v1/job", answering("join", job))
     app.on_shutdown.append(_release_polls)
     return app
 
@@ -197,6 +210,7 @@ class IngestServer:
         on_answer: OnAnswer | None = None,
         connections: ConnectionLimits | None = None,
         on_unserved: OnUnserved | None = None,
+        join: Join | None = None,
     ) -> None:
         self.handler = IngestHandler(store, limits=limits, planner=planner)
         self._authenticator = authenticator
@@ -206,6 +220,7 @@ class IngestServer:
         self._on_answer = on_answer
         self._connections = connections or ConnectionLimits()
         self._on_unserved = on_unserved
+        self._join = join
         self._runner: web.AppRunner | None = None
         self._acceptor: Acceptor | None = None
 
@@ -226,6 +241,7 @@ class IngestServer:
             self._authenticator,
             timeouts=self._timeouts,
             on_answer=self._on_answer,
+            join=self._join,
         )
         runner = web.AppRunner(
             app,

@@ -80,10 +80,10 @@ def run_job(manifest: str, out: Path, *, force: bool = False, stream: TextIO = s
         run.finish(ending, journal.iterations(), service.adaptations(), journal.view)
     progress.close()
 
-    written = _written(write_report, folder, run)
-    progress.note(_final_message(ending, run, folder, manifest, written))
-    written = written and _written(write_timeline, folder, run, progress.note)
-    return EXIT[ending.end] if written else EXIT[ending.end] or UNWRITTEN_STATUS
+    complete = written(write_report, folder, run)
+    progress.note(_final_message(ending, run, folder, manifest, complete))
+    complete = complete and written(write_timeline, folder, run, progress.note)
+    return EXIT[ending.end] if complete else EXIT[ending.end] or UNWRITTEN_STATUS
 
 
 @dataclass
@@ -201,14 +201,14 @@ class _Host:
         return None if seconds is None else self.started + seconds
 
 
-def _written(write: Callable[..., None], folder: OutFolder, *rest: Any) -> bool:
-    """Write a result; False, with a message on stderr, if that fails."""
+def written(
+    write: Callable[..., None], folder: OutFolder, *rest: Any, who: str = "pipemorph run"
+) -> bool:
+    """Write a result; False, with a message of command ``who`` on stderr, if that fails."""
     try:
         write(folder, *rest)
     except OSError as error:
-        print(
-            f"pipemorph run: {folder.root}: {error.strerror}; results are missing", file=sys.stderr
-        )
+        print(f"{who}: {folder.root}: {error.strerror}; results are missing", file=sys.stderr)
         return False
     return True
 
@@ -225,12 +225,12 @@ def _resumes(checkpoint: Checkpoint) -> bool:
 
 
 def _final_message(
-    ending: Ending, run: RunRecord, folder: OutFolder, manifest: str, written: bool
+    ending: Ending, run: RunRecord, folder: OutFolder, manifest: str, complete: bool
 ) -> str:
     """The final message: how the run ended, where its results are, how to resume."""
     lines = [] if ending.end is End.COMPLETED else [describe(ending)]
     lines.append(run.summary())
-    if written:
+    if complete:
         lines.append(f"report: {folder.report}")
     checkpoint = run.job.spec.checkpoint
     if ending.end is not End.COMPLETED and checkpoint is not None and _resumes(checkpoint):

@@ -102,7 +102,8 @@ def rails_phrase(rails: RailsView, transports: TransportsView) -> str:
 class Progress:
     """Shows the journal's progress. Call :meth:`update` a few times a second.
 
-    ``on_closed`` is called once when ``stream`` can no longer be written.
+    ``on_closed`` is called once when ``stream`` can no longer be written. ``who``: the command, for
+    its own errors.
     """
 
     def __init__(
@@ -111,10 +112,12 @@ class Progress:
         job: PipeMorphJob,
         journal: Journal,
         *,
+        who: str = "pipemorph run",
         on_closed: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = stream
+        self._who = who
         self._on_closed = on_closed
         self._closed = False
         self._live = stream.isatty()
@@ -204,7 +207,7 @@ class Progress:
             if not isinstance(error, BrokenPipeError):
                 why = f"standard output cannot be written: {error.strerror}"
                 with contextlib.suppress(OSError):  # stderr may be the same closed terminal
-                    print(f"pipemorph run: {why}; stopping", file=sys.stderr)
+                    print(f"{self._who}: {why}; stopping", file=sys.stderr)
             self._on_closed()
 
 

@@ -1,4 +1,4 @@
-"""Runs the ingest and the job's controller of a local run in a separate thread.
+"""Runs the ingest and the controller of one job in a separate thread.
 
 Uses the same code as a cluster. The thread's event loop answers at once, while the main thread
 draws, waits or writes files.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import ssl
 import threading
 import time
 from collections.abc import Coroutine
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.control.controller import JobController
 from pipemorph.control.history import AdaptationRecord
-from pipemorph.ingest import BearerAuthenticator, IngestServer, MemoryStore
+from pipemorph.ingest import BearerAuthenticator, IngestServer, Join, MemoryStore
 from pipemorph.local.results.history import Journal
 from pipemorph.wire import LinkHealthReport
 
@@ -28,12 +29,29 @@ CALL_SECONDS = 10.0
 
 
 class ControlService:
-    """A context manager that serves the ingest on 127.0.0.1, and records reports in ``journal``."""
+    """A context manager that serves the ingest, and records reports in ``journal``.
 
-    def __init__(self, job: PipeMorphJob, journal: Journal) -> None:
+    ``token``: of the ranks; by default a new one. ``host``, ``port``: where to listen; by default
+    any port of 127.0.0.1. ``join``: answers ranks that ask for the job. Entering it raises OSError
+    if the address cannot be used.
+    """
+
+    def __init__(
+        self,
+        job: PipeMorphJob,
+        journal: Journal,
+        *,
+        token: str | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        tls: ssl.SSLContext | None = None,
+        join: Join | None = None,
+    ) -> None:
         self._job = job
         self._journal = journal
-        self.token = secrets.token_urlsafe(32)
+        self.token = token or secrets.token_urlsafe(32)
+        self.heard_at: float | None = None
+        """Time of the newest report, monotonic; None before the first."""
         self._controller = JobController(job.spec, on_report=self._on_report)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="ingest", daemon=True)
@@ -41,7 +59,9 @@ class ControlService:
         name = (job.metadata.namespace, job.metadata.name)
         store = MemoryStore()
         store.add(*name, self._controller)
-        self._server = IngestServer(store, BearerAuthenticator(self.token))
+        self._server = IngestServer(
+            store, BearerAuthenticator(self.token), host=host, port=port, tls=tls, join=join
+        )
 
     @property
     def url(self) -> str:
@@ -62,9 +82,17 @@ class ControlService:
         """Switch to the ranks of a new attempt. Raises ValueError unless it is a later one."""
 
         async def begin() -> None:
-            self._controller.begin_attempt(attempt)
+            self.begin_attempt_here(attempt)
 
         self._call(begin())
+
+    def begin_attempt_here(self, attempt: int) -> None:
+        """Like :meth:`begin_attempt`, in the thread of the ingest."""
+        self._controller.begin_attempt(attempt)
+
+    def silence(self) -> float:
+        """Seconds since the newest report; 0 before the first."""
+        return 0.0 if self.heard_at is None else time.monotonic() - self.heard_at
 
     def adaptations(self) -> list[AdaptationRecord]:
         """Every adaptation so far, oldest first."""
@@ -75,6 +103,7 @@ class ControlService:
         return self._call(read())
 
     def _on_report(self, report: LinkHealthReport) -> None:
+        self.heard_at = time.monotonic()
         self._journal.take(report, self._controller, time.time())
 
     async def _start(self) -> None:

@@ -4,10 +4,11 @@
 variable               meaning
 ====================== ==========================================================
 RANK, WORLD_SIZE, …    as torchrun sets them (``PET_*`` names are read as well)
-PIPEMORPH_JOB_FILE     the PipeMorphJob as JSON; without it arguments decide
-PIPEMORPH_ARGS         ``spec.trainer.args`` as JSON
+PIPEMORPH_JOB_FILE     the PipeMorphJob as JSON; without it the ingest is asked for the
+                       job, and without an ingest arguments decide
+PIPEMORPH_ARGS         ``spec.trainer.args`` as JSON; default: those of the job
 PIPEMORPH_NAMESPACE    namespace of the job
-PIPEMORPH_ATTEMPT      attempt number, from 0
+PIPEMORPH_ATTEMPT      attempt number, from 0; default: torchrun's restart count
 PIPEMORPH_SECRET_FILE  file with the attempt's engine secret
 PIPEMORPH_INGEST_URL   base URL of the ingest; without it there is no agent
 PIPEMORPH_TOKEN_FILE   file with the bearer token for the ingest
@@ -36,6 +37,7 @@ from pipemorph.api.spec import PipeMorphJob
 from pipemorph.document import read_text
 from pipemorph.errors import InputError, one_line
 from pipemorph.manifest import MAX_BYTES, describe
+from pipemorph_trainer.joining import ask_for_job
 
 TRACE_BYTES = 256 << 20
 LEAST_TRACE_BYTES = 1 << 16
@@ -83,24 +85,43 @@ class TrainerContext:
             return environ.get(name) or environ.get(f"PET_{name}") or None
 
         job_file = environ.get("PIPEMORPH_JOB_FILE")
-        job = _job(job_file) if job_file else None
         secret_file = environ.get("PIPEMORPH_SECRET_FILE")
         token_file = environ.get("PIPEMORPH_TOKEN_FILE")
         trace_dir = environ.get("PIPEMORPH_TRACE_DIR")
-        world_size = number("WORLD_SIZE")
+        rank, world_size = number("RANK"), number("WORLD_SIZE")
+        attempt = number("PIPEMORPH_ATTEMPT", number("TORCHELASTIC_RESTART_COUNT", 0))
+        ingest_url = text("PIPEMORPH_INGEST_URL")
+        job = None
+        if job_file:
+            job = _job(job_file)
+        elif ingest_url is not None:
+            job = _parsed(
+                ask_for_job(
+                    ingest_url,
+                    Path(token_file) if token_file else None,
+                    environ.get("PIPEMORPH_CA_FILE"),
+                    rank=rank,
+                    world_size=world_size,
+                    attempt=attempt,
+                ),
+                ingest_url,
+            )
+        args = environ.get("PIPEMORPH_ARGS")
         context = TrainerContext(
-            rank=number("RANK"),
+            rank=rank,
             world_size=world_size,
             local_rank=number("LOCAL_RANK", 0),
             local_world_size=number("LOCAL_WORLD_SIZE", 1),
             master_addr=text("MASTER_ADDR") or "127.0.0.1",
             master_port=number("MASTER_PORT"),
             job=job,
-            args=_args(environ.get("PIPEMORPH_ARGS", "{}")),
-            namespace=environ.get("PIPEMORPH_NAMESPACE", "default"),
-            attempt=number("PIPEMORPH_ATTEMPT", 0),
+            args=_args(args) if args is not None else job.spec.trainer.args if job else {},
+            namespace=environ.get(
+                "PIPEMORPH_NAMESPACE", job.metadata.namespace if job else "default"
+            ),
+            attempt=attempt,
             secret=_secret(secret_file) if secret_file else b"",
-            ingest_url=text("PIPEMORPH_INGEST_URL"),
+            ingest_url=ingest_url,
             token_file=Path(token_file) if token_file else None,
             trace_dir=Path(trace_dir) if trace_dir else None,
             trace_bytes=number("PIPEMORPH_TRACE_BYTES", TRACE_BYTES),
@@ -141,11 +162,17 @@ class TrainerContext:
 
 def _job(file: str) -> PipeMorphJob:
     try:
-        return PipeMorphJob.model_validate_json(read_text(file, MAX_BYTES))
+        content = read_text(file, MAX_BYTES)
     except InputError as error:
         raise InputError(f"PIPEMORPH_JOB_FILE: {error}") from None
+    return _parsed(content, f"PIPEMORPH_JOB_FILE: {one_line(file)}")
+
+
+def _parsed(content: str, source: str) -> PipeMorphJob:
+    try:
+        return PipeMorphJob.model_validate_json(content)
     except ValidationError as error:
-        raise InputError(f"PIPEMORPH_JOB_FILE: {one_line(file)}: {_why(error)}") from None
+        raise InputError(f"{source}: {_why(error)}") from None
 
 
 def _why(error: ValidationError) -> str:

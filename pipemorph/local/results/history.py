@@ -43,6 +43,7 @@ class Journal:
 
     view: View = field(default_factory=View)
     _iterations: dict[int, IterationSample] = field(default_factory=dict)
+    _done: int = 0
     _unseen: list[IterationSample] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -61,16 +62,27 @@ class Journal:
         with self._lock:
             for sample in report.iterations:
                 self._iterations[sample.index] = sample
+                self._done = max(self._done, sample.index + 1)
                 self._unseen.append(sample)
             while len(self._iterations) > MOST_ITERATIONS:
                 del self._iterations[next(iter(self._iterations))]
             self.view = view
+
+    def forget_view(self) -> None:
+        """Forget the current state: the ranks start again."""
+        with self._lock:
+            self.view = View()
 
     def unseen(self) -> list[IterationSample]:
         """Iterations that finished since the last call."""
         with self._lock:
             unseen, self._unseen = self._unseen, []
             return unseen
+
+    def done(self) -> int:
+        """One more than the index of the newest iteration; 0 without one."""
+        with self._lock:
+            return self._done
 
     def iterations(self) -> list[IterationSample]:
         """All iterations, by index."""

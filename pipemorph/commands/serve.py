@@ -1,0 +1,67 @@
+"""``pipemorph serve JOB``: the control loop for ranks that torchrun or Slurm starts."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from pipemorph.errors import InputError
+from pipemorph.log_level import log_level
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "serve",
+        help="host the control loop of a job that another launcher starts",
+        description="Host the control loop of the PipeMorphJob of JOB for ranks that torchrun, "
+        "Slurm or another launcher starts. Ends when the job does. Exit status: 0 completed, 1 not "
+        "completed, 2 invalid input, 130 interrupted.",
+    )
+    parser.add_argument("job", metavar="JOB", help="PipeMorphJob manifest, YAML or JSON")
+    parser.add_argument(
+        "--listen", metavar="HOST:PORT", required=True, help="address for rank 0's agent and ranks"
+    )
+    parser.add_argument(
+        "--token-file",
+        metavar="FILE",
+        required=True,
+        help="the ranks' token; made, with mode 0600, if there is no such file",
+    )
+    parser.add_argument(
+        "--secret-file",
+        metavar="FILE",
+        help="the secret that ranks share; made like the token (default: the token's file with "
+        ".secret added)",
+    )
+    parser.add_argument("--tls-cert", metavar="FILE", help="certificate, PEM; needed off loopback")
+    parser.add_argument("--tls-key", metavar="FILE", help="its key, PEM")
+    parser.add_argument("--out", metavar="DIR", help="folder for report.json (default: no report)")
+    parser.add_argument(
+        "--force", action="store_true", help="replace the results of an earlier run in DIR"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    # Imported late: other subcommands do not need the server.
+    from pipemorph.local.serve import ServeOptions, serve_job
+
+    for name in ("token_file", "secret_file", "tls_cert", "tls_key", "out"):
+        if getattr(args, name) == "":
+            # pathlib would take it as the current folder.
+            raise InputError(f"--{name.replace('_', '-')} is empty; name a file or folder")
+    log_level()  # Reject an invalid PIPEMORPH_LOG now.
+    options = ServeOptions(
+        listen=args.listen,
+        token_file=Path(args.token_file),
+        secret_file=Path(args.secret_file or f"{args.token_file}.secret"),
+        tls_cert=_path(args.tls_cert),
+        tls_key=_path(args.tls_key),
+        out=_path(args.out),
+        force=args.force,
+    )
+    return serve_job(args.job, options)
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)

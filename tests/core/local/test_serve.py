@@ -1,0 +1,193 @@
+"""``pipemorph serve``: what it refuses, who may come, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served import Served, certificate, job, manifest
+
+from pipemorph.cli import main
+from pipemorph.local import serve
+from pipemorph.local.results.history import Journal, View
+from pipemorph.local.serve import RollCall, parse_listen
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Any]:
+    with contextlib.ExitStack() as stack:
+
+        def start(*options: str, **spec: Any) -> Served:
+            host = Served(tmp_path, manifest(**spec), *options)
+            stack.callback(host.stop)
+            return host
+
+        yield start
+
+
+# --- what is refused --------------------------------------------------------------------------
+
+
+def refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """The one line with which it refuses its options."""
+    file = tmp_path / "job.json"
+    file.write_text(json.dumps(manifest()))
+    token = () if "--token-file" in options else ("--token-file", str(tmp_path / "token"))
+    assert main(["serve", str(file), *token, *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("pipemorph serve: ")
+    return line
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "192.0.2.7", "train-0.example"])
+def test_other_machines_need_tls(
+    host: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refusal(tmp_path, capsys, "--listen", f"{host}:7411")
+    assert "without TLS the token travels in clear text; give --tls-cert and --tls-key" in line
+    assert not (tmp_path / "token").exists()
+
+
+def test_a_certificate_and_its_key_are_given_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cert, key = map(str, certificate(tmp_path))
+    listen = ("--listen", "127.0.0.1:0")
+    assert "given together" in refusal(tmp_path, capsys, *listen, "--tls-cert", cert)
+    line = refusal(tmp_path, capsys, *listen, "--tls-cert", key, "--tls-key", cert)
+    assert "expected a certificate and its key in PEM format" in line
+    line = refusal(tmp_path, capsys, *listen, "--tls-cert", cert, "--tls-key", "/none")
+    assert "No such file" in line
+
+
+@pytest.mark.parametrize("text", ["7411", "127.0.0.1", "127.0.0.1:", ":7411", "::1:7", "h:99999"])
+def test_an_address_has_a_host_and_a_port(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "expected HOST:PORT" in refusal(tmp_path, capsys, "--listen", text)
+
+
+def test_addresses_are_read() -> None:
+    assert parse_listen("127.0.0.1:7411") == ("127.0.0.1", 7411)
+    assert parse_listen("[::1]:0") == ("::1", 0)
+
+
+def test_files_that_prove_nothing_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    token = tmp_path / "token"
+    options = ("--listen", "127.0.0.1:0", "--token-file", str(token))
+    token.write_text("secret")
+    token.chmod(0o644)
+    line = refusal(tmp_path, capsys, *options)
+    assert "can be read by other users (mode 0644); chmod 600 it" in line
+    token.write_text(" \n")
+    token.chmod(0o600)
+    assert "holds no secret" in refusal(tmp_path, capsys, *options)
+    missing = str(tmp_path / "none" / "token")
+    line = refusal(tmp_path, capsys, *options[:2], "--token-file", missing)
+    assert "cannot be made: No such file" in line
+
+
+# --- who may come -----------------------------------------------------------------------------
+
+
+class Service:
+    """The part of a ControlService that a roll call uses."""
+
+    def __init__(self) -> None:
+        self.heard_at: float | None = None
+        self.attempts: list[int] = []
+
+    def begin_attempt_here(self, attempt: int) -> None:
+        self.attempts.append(attempt)
+
+
+def asked(roll: RollCall, rank: int, *, world: int = 4, attempt: int = 0) -> tuple[int, Any]:
+    query = {"rank": str(rank), "world_size": str(world), "attempt": str(attempt)}
+    reply = roll.join(query, "127.0.0.1")
+    return reply.status, json.loads(reply.body)
+
+
+def test_ranks_are_given_their_job_and_missing_ones_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    roll = RollCall(job(stages=4), Journal(), Service())  # type: ignore[arg-type]
+    status, answer = asked(roll, 2)
+    assert (status, answer["metadata"]["name"]) == (200, "served")
+    assert roll.news() == []
+    monkeypatch.setattr(serve, "JOIN_SECONDS", 0.0)
+    asked(roll, 0)
+    (line,) = roll.news()
+    assert line.startswith("2 of 4 ranks have come in 0 s; missing: 1, 3. Each needs")
+    assert roll.news() == [], "it is told once"
+
+
+def test_all_ranks_have_come() -> None:
+    roll = RollCall(job(stages=2), Journal(), Service())  # type: ignore[arg-type]
+    for rank in (1, 0):
+        assert roll.news() == []
+        asked(roll, rank, world=2)
+    assert roll.news() == ["all 2 ranks have come"]
+
+
+def test_ranks_of_other_sizes_and_attempts_are_refused_and_named_once() -> None:
+    service = Service()
+    journal = Journal(View(state="failed"))
+    roll = RollCall(job(stages=4), journal, service)  # type: ignore[arg-type]
+    for _ in range(2):
+        status, answer = asked(roll, 1, world=2)
+        assert status == 409
+        assert answer["error"] == "this rank is of 2 ranks (WORLD_SIZE); job served has 4"
+    (line,) = roll.news()
+    assert line.startswith("rank 1 from 127.0.0.1 is refused: it is of 2 ranks")
+    assert asked(roll, 0, attempt=2)[0] == 200
+    assert service.attempts == [2]
+    assert journal.view.state == "starting", "what earlier ranks said counts no more"
+    status, answer = asked(roll, 1, attempt=1)
+    assert status == 409
+    assert "Set PIPEMORPH_ATTEMPT to 3" in answer["error"]
+    assert roll.join({"rank": "x"}, "").status == 400
+
+
+# --- how it ends ------------------------------------------------------------------------------
+
+
+def test_files_are_made_for_their_owner_and_kept(served: Any, tmp_path: Path) -> None:
+    host = served("--out", str(tmp_path / "out"))
+    environment = host.environment()
+    for name in ("TOKEN", "SECRET"):
+        file = Path(environment[f"PIPEMORPH_{name}_FILE"])
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert len(file.read_text().strip()) >= 32
+    before = (tmp_path / "token").read_text()
+    host.process.send_signal(signal.SIGINT)
+    assert host.ended() == 130
+    assert "Traceback" not in host.output
+    assert "stopped by SIGINT; the ranks train on with their plan" in host.output
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["end"] == "interrupted"
+    again = served()
+    again.environment()
+    assert (tmp_path / "token").read_text() == before
+
+
+def test_an_address_that_is_taken_is_said(served: Any, tmp_path: Path) -> None:
+    address = served().environment()["PIPEMORPH_INGEST_URL"].removeprefix("http://")
+    (tmp_path / "two").mkdir()
+    second = Served(tmp_path / "two", manifest(), "--listen", address)
+    assert second.ended() == 2
+    assert f"--listen {address} cannot be used: " in second.output
+    assert "Traceback" not in second.output
+
+
+def test_a_deadline_ends_it(served: Any) -> None:
+    host = served(activeDeadlineSeconds=1)
+    assert host.ended() == 1
+    assert "not over within 1 s (spec.activeDeadlineSeconds)" in host.output

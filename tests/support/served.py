@@ -1,0 +1,92 @@
+"""A job as ``pipemorph serve`` hosts it, and certificates for it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from pipemorph.api.spec import PipeMorphJob
+
+OP = {"forward": 10, "backwardInput": 10, "backwardWeight": 10}
+DEADLINE = 60.0
+
+
+def manifest(stages: int = 2, iterations: int = 12, **spec: Any) -> dict[str, Any]:
+    base: dict[str, Any] = {
+        "parallelism": {"stages": stages},
+        "schedule": {"microbatches": 8, "stageTimes": [OP] * stages},
+        "emulation": {"stageTimes": [OP], "messageBytes": 4096},
+        "trainer": {"module": "train", "iterations": iterations, "args": {"width": 3}},
+    }
+    return {
+        "apiVersion": "pipemorph.io/v1alpha1",
+        "kind": "PipeMorphJob",
+        "metadata": {"name": "served", "namespace": "lab"},
+        "spec": base | spec,
+    }
+
+
+def job(**spec: Any) -> PipeMorphJob:
+    return PipeMorphJob.model_validate(manifest(**spec))
+
+
+def certificate(folder: Path) -> tuple[Path, Path]:
+    """A certificate for 127.0.0.1 that is its own authority, and its key."""
+    made = folder / "cert.pem", folder / "key.pem"
+    subprocess.run(
+        [
+            "openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
+            "-subj", "/CN=served", "-addext", "subjectAltName=IP:127.0.0.1",
+            "-out", str(made[0]), "-keyout", str(made[1]),
+        ],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return made
+
+
+class Served:
+    """``pipemorph serve`` as a process, at any port of 127.0.0.1."""
+
+    def __init__(self, folder: Path, content: dict[str, Any], *options: str) -> None:
+        self.folder = folder
+        (folder / "job.json").write_text(json.dumps(content))
+        self._log = folder / "serve.log"
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable, "-m", "pipemorph.cli", "serve", str(folder / "job.json"),
+                    "--listen", "127.0.0.1:0", "--token-file", str(folder / "token"), *options,
+                ],
+                stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text()
+
+    def environment(self) -> dict[str, str]:
+        """What it says that every rank needs."""
+        self.says("PIPEMORPH_SECRET_FILE=")
+        lines = [line for line in self.output.splitlines() if line.startswith("  export ")]
+        pairs = (line.removeprefix("  export ").partition("=") for line in lines)
+        return {name: value for name, _, value in pairs}
+
+    def says(self, text: str) -> None:
+        """Wait until it has printed ``text``."""
+        until = time.monotonic() + DEADLINE
+        while text not in self.output:
+            running = self.process.poll() is None
+            assert running and time.monotonic() < until, f"no {text!r} in:\n{self.output}"
+            time.sleep(0.02)
+
+    def ended(self) -> int:
+        """Its exit status, once it has ended."""
+        return self.process.wait(DEADLINE)
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()

@@ -1,0 +1,198 @@
+"""Ranks of torchrun under ``pipemorph serve``: they get their job, report, and adapt."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import free_port
+from served import Served, certificate, job, manifest
+
+from pipemorph.errors import InputError
+from pipemorph.local.results.history import Journal
+from pipemorph.local.serve import RollCall, ServeOptions, tls_context
+from pipemorph.local.service import ControlService
+from pipemorph_trainer.context import TrainerContext
+from pipemorph_trainer.joining import ask_for_job
+
+pytestmark = pytest.mark.multiprocess
+
+SLOW_FROM, ITERATIONS = 4, 14
+SCRIPT = """
+import os
+import torch.distributed as dist
+from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
+
+dist.init_process_group("gloo")
+context = TrainerContext.from_env()
+assert context.args == {"width": 3}, context.args
+stage = EmulatedStage.of(context.job.spec, stage=context.rank)
+with Pipeline(stage, context=context) as pipe:
+    for iteration in range(context.job.spec.trainer.iterations):
+        if os.environ.get("FAIL_ONCE") and (context.attempt, context.rank, iteration) == (0, 1, 2):
+            raise RuntimeError("rank 1 fails in its first attempt")
+        pipe.step()
+dist.destroy_process_group()
+"""
+
+
+def torchrun(folder: Path, environment: dict[str, str], *options: str) -> tuple[int, str]:
+    """Two ranks of :data:`SCRIPT`; their exit status and output."""
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+            "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}",
+            "--local-addr", "127.0.0.1", *options, str(script),
+        ],
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Any]:
+    with contextlib.ExitStack() as stack:
+
+        def start(content: dict[str, Any], *options: str) -> Served:
+            host = Served(tmp_path, content, *options)
+            stack.callback(host.stop)
+            return host
+
+        yield start
+
+
+def test_ranks_of_torchrun_adapt(served: Any, tmp_path: Path) -> None:
+    """Over TLS, with a link that turns slow."""
+    cert, key = certificate(tmp_path)
+    fault = {"link": 0, "fromIteration": SLOW_FROM, "delayMs": 60}
+    host = served(
+        manifest(iterations=ITERATIONS, faults=[fault]),
+        "--tls-cert", str(cert), "--tls-key", str(key), "--out", str(tmp_path / "out"),
+    )  # fmt: skip
+    environment = host.environment()
+    assert environment["PIPEMORPH_INGEST_URL"].startswith("https://127.0.0.1:")
+    status, output = torchrun(tmp_path, environment)
+    assert status == 0, output
+    assert host.ended() == 0, host.output
+    assert "all 2 ranks have come" in host.output
+    assert "link 0 +" in host.output and "in effect since iteration" in host.output
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["completed"] is True
+    assert [each["index"] for each in report["iterations"]] == list(range(ITERATIONS))
+    changed = [each for each in report["adaptations"] if each["applied_at_iteration"]]
+    assert changed, host.output
+    assert changed[-1]["plan_version"] == report["iterations"][-1]["plan_version"]
+
+
+def test_ranks_that_torchrun_starts_again_are_another_attempt(served: Any, tmp_path: Path) -> None:
+    host = served(
+        manifest(iterations=5, failurePolicy={"maxRestarts": 1}), "--out", str(tmp_path / "out")
+    )
+    # Without the second, torch's own groups find addresses of the first attempt.
+    again = {"FAIL_ONCE": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment = host.environment() | again
+    status, output = torchrun(tmp_path, environment, "--max-restarts", "1")
+    assert status == 0, output
+    assert host.ended() == 0, host.output
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert [each["end"] for each in report["attempts"]] == ["failed", "completed"]
+    assert "waiting for the ranks to start again: 1 of at most 1" in host.output
+    assert len(report["iterations"]) == 5
+
+
+# --- ranks that may not join ------------------------------------------------------------------
+
+
+class Host:
+    """The service of ``pipemorph serve``, in this process."""
+
+    def __init__(self, *, tls: tuple[Path, Path] | None = None) -> None:
+        self.roll = RollCall(job(stages=2), Journal())
+        options = ServeOptions("", Path(), Path(), *(tls or ()))
+        self.service = ControlService(
+            job(stages=2), self.roll.journal, token="right",
+            tls=tls_context(options, "127.0.0.1"), join=self.roll.join,
+        )  # fmt: skip
+        self.roll.service = self.service
+
+    def __enter__(self) -> ControlService:
+        return self.service.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.service.__exit__(*error)
+
+
+def ask(url: str, folder: Path, *, token: str = "right", authority: Path | None = None) -> str:
+    file = folder / "token"
+    file.write_text(f"{token}\n")
+    where = None if authority is None else str(authority)
+    return ask_for_job(url, file, where, rank=0, world_size=2, attempt=0, patience=0.0)
+
+
+def refused(url: str, folder: Path, **options: Any) -> str:
+    with pytest.raises(InputError) as caught:
+        ask(url, folder, **options)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def test_a_rank_with_another_token_is_refused(tmp_path: Path) -> None:
+    with Host() as service:
+        assert json.loads(ask(service.url, tmp_path))["metadata"]["name"] == "served"
+        told = refused(service.url, tmp_path, token="wrong")
+        assert "refuses this rank: the bearer token is not this" in told
+        assert "PIPEMORPH_TOKEN_FILE has to be the --token-file of pipemorph serve" in told
+
+
+def test_a_certificate_is_checked(tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path)
+    with Host(tls=(cert, key)) as service:
+        assert json.loads(ask(service.url, tmp_path, authority=cert))
+        told = refused(service.url, tmp_path)
+        assert "is not trusted" in told and "set PIPEMORPH_CA_FILE to its authority" in told
+        plain = service.url.replace("https", "http")
+        assert "no ingest answers at" in refused(plain, tmp_path)
+
+
+def test_what_is_missing_is_said(tmp_path: Path) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        told = refused(url, tmp_path)
+        assert f"no ingest answers at {url}" in told and "start pipemorph serve there" in told
+    assert "expected http(s)://HOST:PORT" in refused("nowhere:7", tmp_path)
+    rank = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}
+    with pytest.raises(InputError, match="PIPEMORPH_TOKEN_FILE is not set"):
+        TrainerContext.from_env({**rank, "PIPEMORPH_INGEST_URL": url})
+    missing = {"PIPEMORPH_TOKEN_FILE": str(tmp_path / "none"), "PIPEMORPH_INGEST_URL": url}
+    with pytest.raises(InputError, match="none: cannot be read: No such file"):
+        TrainerContext.from_env({**rank, **missing})
+
+
+def test_a_context_has_what_the_job_says(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("right")
+    with Host() as service:
+        context = TrainerContext.from_env(
+            {
+                "RANK": "1",
+                "WORLD_SIZE": "2",
+                "MASTER_PORT": "1",
+                "TORCHELASTIC_RESTART_COUNT": "2",
+                "PIPEMORPH_INGEST_URL": service.url,
+                "PIPEMORPH_TOKEN_FILE": str(tmp_path / "token"),
+            }
+        )
+    assert context.job is not None and context.job.metadata.name == "served"
+    assert (context.namespace, context.attempt, context.args) == ("lab", 2, {"width": 3})
