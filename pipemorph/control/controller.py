@@ -235,7 +235,7 @@ class JobController:
     def _conclude(self, verdict: Verdict, now: float) -> None:
         """Record what a change brought, and request to take it back if that is too little."""
         trial, last = verdict.trial, self._ledger.last_iteration
-        line = reasons.outcome(trial.version, trial.promise.gain, verdict.saved, verdict.iterations)
+        line = reasons.outcome(verdict)
         self._log(now, "keep", line, line)
         stages = self._reported.stages.times()
         if not verdict.failed or stages is None or not trial.promise.may_go_back:

@@ -11,6 +11,7 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide import findings
 from pipemorph.control.decide.forecast import Option, Situation
 from pipemorph.control.decide.replan import Cause, Proposal
+from pipemorph.control.decide.truth import Verdict
 from pipemorph.control.memory_limits import Excess
 from pipemorph.control.observe.link_health import Health, LinkHealth
 from pipemorph.planning import Plan, Policy
@@ -178,10 +179,14 @@ def _saves(seconds: float) -> str:
     return f"saves {shown_time(seconds)}" if seconds > 0 else "saves nothing"
 
 
-def outcome(version: int, promised: float, saved: float | None, iterations: int) -> str:
-    """What a change brought; ``promised`` and ``saved`` are fractions of an iteration."""
-    measured = "not measured" if saved is None else f"measured {saved:.1%}"
-    return f"plan v{version}: promised {promised:.1%}, {measured}, after {iterations} iterations"
+def outcome(verdict: Verdict) -> str:
+    """What a change brought."""
+    promised, saved = verdict.trial.promise, verdict.saved
+    took = f"{shown_time(verdict.seconds)}, not {shown_time(promised.after)} per iteration"
+    return (
+        f"plan v{verdict.trial.version}: promised {promised.gain:.1%}, measured "
+        f"{took if saved is None else f'{saved:.1%}'}, after {verdict.iterations} iterations"
+    )
 
 
 # --- of a change, on a terminal -----------------------------------------------------------

@@ -43,6 +43,8 @@ KEPT_PROMISE, PAYS = 0.5, 0.02
 iteration it stays, even if it promised more: the plan before is measured to be slower."""
 SIGMAS = 2.0
 """Standard errors of a median that count as noise."""
+MODEL_ERROR = 0.05
+"""Predictions that differ by less, as a fraction, are not told apart by measuring."""
 DOUBTED_NEEDS, MOST_DOUBT = 4, 3
 """Confirming iterations that a change needs after the first failure; twice as many after each
 further one, at most MOST_DOUBT times."""
@@ -211,11 +213,13 @@ class Trial:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a trial. ``failed``: the change is to be taken back; ``saved``: the measured
-    gain as a fraction of an iteration, None without iterations to compare with."""
+    """The result of a trial. ``failed``: the change is to be taken back; ``seconds``: median of the
+    measured ``iterations``; ``saved``: the measured gain as a fraction of an iteration, None if
+    there are none to compare with."""
 
     trial: Trial
     failed: bool
+    seconds: float
     saved: float | None
     iterations: int
 
@@ -333,10 +337,10 @@ class TruthCheck:
     # --- after a change -------------------------------------------------------------------------
 
     def begin(self, trial: Trial) -> None:
-        """A change was issued; its sources are believed."""
-        self.trial = trial
-        for source in trial.sources:
-            self._holds.pop(source, None)
+        """A change was issued; its sources are believed. What was held back until now began to show
+        when it was first held."""
+        ended = [self._holds.pop(source) for source in trial.sources if source in self._holds]
+        self.trial = replace(trial, since=min([trial.since, *(hold.since for hold in ended)]))
 
     def judge(self, ledger: Ledger, last: int) -> Verdict | None:
         """The result of the trial; None as long as it is open."""
@@ -357,7 +361,7 @@ class TruthCheck:
                 level = self.doubt(source, last) + (1 if failed else -1)
                 self._doubts[source] = (min(MOST_DOUBT, max(0, level)), last)
         saved = 1 - median(after) / median(before) if before else None
-        return Verdict(trial, failed is True, saved, len(after))
+        return Verdict(trial, failed is True, median(after), saved, len(after))
 
 
 def _has_failed(promised: Promise, before: Sequence[float], after: Sequence[float]) -> bool | None:
@@ -377,7 +381,9 @@ def _has_failed(promised: Promise, before: Sequence[float], after: Sequence[floa
     noise = SIGMAS * spread / sqrt(len(after))
     if middle - promised.after > half + noise:
         return True
-    if promised.if_wrong is None or abs(promised.after - promised.if_wrong) < half:
+    if promised.if_wrong is None:
+        return None
+    if abs(promised.after - promised.if_wrong) < MODEL_ERROR * promised.after:
         return None
     between = (promised.after + promised.if_wrong) / 2
     if abs(middle - between) < noise:
