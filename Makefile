@@ -50,8 +50,12 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python tests/all.py make --no-print-directory lint
 
-soak: $(STAMP)
+soak: $(STAMP) $(VENV)/.soak-installed
 	$(BIN)/python tests/soak.py
+
+$(VENV)/.soak-installed: $(STAMP)
+	$(INSTALL) --editable '.[dev,soak]'
+	touch $@
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/all.py
