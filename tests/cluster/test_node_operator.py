@@ -237,7 +237,7 @@ def test_a_killed_rank_of_a_pod_with_several_is_named_and_the_job_restarts(jobs:
     assert record["reason"] == "RankFailed"
     assert "pod 1 (ranks 4 to 7)" in record["message"]
     assert (
-        "exited with code 137: rank 6 (stage 2, replica 1) was killed by SIGKILL"
+        "exited with code 137: rank 6 (stage 3, replica 0) was killed by SIGKILL"
         in (record["message"])
     )
     jobs.wait("pods", _attempt_at_iteration(1, 1), START)

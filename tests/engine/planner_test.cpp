@@ -22,6 +22,7 @@ Costs random_costs(Rng& rng, bool split) {
         costs.device_limits.push_back(split ? 0 : rng.below(n + 1));
         if (!i) continue;
         costs.delay.push_back(rng.below(10));
+        costs.transfer.push_back(rng.below(3));
         costs.queues.push_back(rng.below(4));
         costs.outstanding.push_back(rng.below(3));
         costs.half_duplex.push_back(costs.queues.back() && rng.below(3) == 0);

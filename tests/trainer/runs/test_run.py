@@ -135,8 +135,11 @@ def test_the_plan_changes_in_the_iteration_after_the_change_shows(
     assert soonest["applied_at_iteration"] - shown(soonest) <= 1
     assert adapt["warmup_after"][SLOW_LINK] > adapt["warmup_before"][SLOW_LINK]
     assert "link 2 is slow" in adapt["reason"]
-    assert adapt["iteration_seconds_after"] < 0.7 * adapt["iteration_seconds_before"]
-    assert adapt["bubble_after"] < adapt["bubble_before"]
+    # By the end of the fault: a stall may make the first estimate of the delay a bad one.
+    slow = adapted.report["iterations"][SLOW_FROM:SLOW_TO]
+    at_first, at_last = slow[0], slow[-3:]
+    assert median(i["seconds"] for i in at_last) < 0.7 * at_first["seconds"], adapted
+    assert median(i["bubble_fraction"] for i in at_last) < at_first["bubble_fraction"], adapted
 
 
 def test_every_field_of_an_adaptation_is_there(adapted: Done) -> None:

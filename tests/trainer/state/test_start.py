@@ -144,7 +144,7 @@ def test_a_stage_that_shares_out_its_own_work_is_refused() -> None:
         check_stage(sharded)
         whole = DTensor.from_local(torch.ones(2, 4), mesh, [Replicate()])
         for stage, told in (
-            (nn.Identity(), "output 0 of the stage is a DTensor; return this rank's part"),
+            (nn.Identity(), "output of the stage is a DTensor; return this rank's part"),
             (nn.Module(), "the last stage returned a DTensor; return loss.full_tensor()"),
         ):
             is_last = not isinstance(stage, nn.Identity)
