@@ -45,10 +45,10 @@ def one_process(replicas: int) -> list[float]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(loss.item())
         if iteration % example.EVALUATE_EVERY == example.EVALUATE_EVERY - 1:
             with torch.no_grad():
-                losses.append(float(mean_loss(*batch)))
+                losses.append(mean_loss(*batch).item())
     return losses
 
 
