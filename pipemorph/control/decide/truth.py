@@ -352,7 +352,8 @@ class TruthCheck:
             return None
         old = ledger.under(trial.previous.version)[1:]
         before = [f.seconds for f in old if f.index > trial.since][-MOST:]
-        failed = _has_failed(trial.promise, before, after)
+        part = [f.seconds for f in old if f.index == trial.since]
+        failed = _has_failed(trial.promise, before, part, after)
         if failed is None and len(after) < GIVEN_UP_AFTER:
             return None
         self.trial = None
@@ -364,20 +365,25 @@ class TruthCheck:
         return Verdict(trial, failed is True, median(after), saved, len(after))
 
 
-def _has_failed(promised: Promise, before: Sequence[float], after: Sequence[float]) -> bool | None:
-    """Whether the change is to be taken back; None if noise allows both."""
+def _has_failed(
+    promised: Promise, before: Sequence[float], part: Sequence[float], after: Sequence[float]
+) -> bool | None:
+    """Whether the change is to be taken back; None if noise allows both. ``part``: the iteration of
+    the old plan that ran in this state for a part of its time."""
     middle = median(after)
     spread = max(promised.spread, 1.4826 * median(abs(each - middle) for each in after))
     half = KEPT_PROMISE * promised.seconds
-    if before:
-        least = min(half, PAYS * median(before))
-        noise = SIGMAS * spread * sqrt(1 / len(before) + 1 / len(after))
-        saved = median(before) - middle
-        if abs(saved - least) >= noise:
+    if old := before or part:
+        least = min(half, PAYS * median(old))
+        noise = SIGMAS * spread * sqrt(1 / len(old) + 1 / len(after))
+        saved = median(old) - middle
+        # The whole of the iteration in ``part`` would have taken longer, so it is no proof of
+        # failure.
+        if abs(saved - least) >= noise and (before or saved > least):
             return saved < least
-        return None
-    # No iteration of the old plan ran in this state from start to end. So compare with the two
-    # predictions for the new plan: with the evidence, and without it.
+        if before:
+            return None
+    # Compare with the two predictions for the new plan: with the evidence, and without it.
     noise = SIGMAS * spread / sqrt(len(after))
     if middle - promised.after > half + noise:
         return True

@@ -12,6 +12,8 @@ from plant_support import Plant, spec
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController
+from pipemorph.control.decide.truth import Promise, Trial, TruthCheck
+from pipemorph.control.history import Ledger
 from pipemorph.planning import StageTimes
 from pipemorph.wire import IterationSample, LinkSample, StageProfile
 
@@ -129,6 +131,30 @@ def test_op_times_that_do_not_lengthen_iterations_change_nothing() -> None:
     plant.run(55)
     assert plant.kinds() == ["adapt", "revert"], "what was tried after all is taken back"
     assert plant.plan.runs_as(first)
+
+
+@pytest.mark.parametrize(("part", "failed"), [(1.0, False), (0.75, True)])
+def test_the_iteration_in_which_a_fault_began_may_show_that_a_change_pays(
+    part: float, failed: bool
+) -> None:
+    """Predicted from 1 s to 0.5 s, measured 0.8 s: nothing else ran under the plan before."""
+    plant = Plant(spec())
+    truth, ledger = TruthCheck(), Ledger()
+    promised = Promise(before=1.0, after=0.5, if_wrong=0.49)
+    situation = plant.controller._judgement.situation
+    truth.begin(Trial(1, plant.plan, frozenset({1}), promised, situation, since=20))
+    seconds = {19: 0.4, 20: part, **dict.fromkeys(range(21, 27), 0.8)}
+    ledger.add(
+        [
+            IterationSample(
+                index=index, seconds=each, loss=1.0, plan_version=index > 20, bubble_fraction=0.1
+            )
+            for index, each in seconds.items()
+        ],
+        list,
+    )
+    verdict = truth.judge(ledger, 26)
+    assert verdict is not None and verdict.failed is failed
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])
