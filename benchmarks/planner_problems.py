@@ -118,9 +118,12 @@ def harder_problems(stages: int, microbatches: int, index: int) -> dict[str, Pro
 def digest(problem: Problem) -> str:
     """Tells a problem that is not the one a fact is about."""
     data = problem.model_dump(mode="json", exclude_none=True)
+    # The facts are older than rates of links and the choice of an objective.
     for link in data["links"]:
-        if not link["transfer"]:  # The facts are older than rates of links.
+        if not link["transfer"]:
             del link["transfer"]
+    if data["objective"] == "makespan":
+        del data["objective"]
     text = json.dumps(data, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 

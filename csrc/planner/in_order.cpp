@@ -51,9 +51,11 @@ void InOrder::begin(const Order& order) {
 
 double InOrder::finish(bool finished) const {
     double makespan = 0.0;
-    for (const Row& row : rows_) {
+    for (size_t rank = 0; rank < rows_.size(); ++rank) {
+        const Row& row = rows_[rank];
         if (!finished || !row.finished()) return kNever;
-        if (row.size) makespan = std::max(makespan, row.end[row.size - 1]);
+        const double after = core_.costs().after[rank];
+        if (row.size) makespan = std::max(makespan, row.end[row.size - 1] + after);
     }
     return makespan;
 }

@@ -71,7 +71,7 @@ struct Chooser {
     void began(Core&, int i, const Op& op, double, double end) {
         ++ops_run;
         left[i] -= costs.took[op.kind][i];
-        makespan = std::max(makespan, end);
+        makespan = std::max(makespan, end + costs.after[i]);
         order[i].push_back(static_cast<unsigned char>(op.kind));
     }
     void ended(int, double) {}
@@ -90,8 +90,9 @@ MostUrgent::MostUrgent(const Costs& costs)
 double MostUrgent::run(const Times& tail, const Tuning& tuning, double bound) {
     for (int i = 0; i < costs_.stages; ++i) {
         order_[i].clear();
-        left_[i] = costs_.microbatches *
-                   (costs_.took[kForward][i] + costs_.took[kBackward][i] + costs_.took[kWeight][i]);
+        left_[i] = costs_.microbatches * (costs_.took[kForward][i] + costs_.took[kBackward][i] +
+                                          costs_.took[kWeight][i]) +
+                   costs_.after[i];
     }
     Chooser chooser{costs_, tail, tuning, bound, order_, left_};
     const bool finished = core_.run_in_time(chooser);

@@ -20,8 +20,9 @@ void trace(const Costs& costs, const InOrder& executor, const Order& order, Rng&
     blocks.clear();
     int stage = 0;
     int position = kKinds * costs.microbatches - 1, end = position;
+    const auto ends = [&](int i) { return executor.end(i, position) + costs.after[i]; };
     for (int i = 1; i < costs.stages; ++i)
-        if (executor.end(i, position) > executor.end(stage, position)) stage = i;
+        if (ends(i) > ends(stage)) stage = i;
     while (true) {
         const double start = executor.start(stage, position);
         const int kind = order[stage][position], m = executor.microbatch(stage, position);

@@ -103,6 +103,7 @@ Times heads(const Costs& costs, const std::vector<int>& caps) {
 Times tails(const Costs& costs, const std::vector<int>& caps) {
     const int n = costs.microbatches, stages = costs.stages;
     Times times(stages, n + 1);
+    for (int i = 0; i < stages; ++i) times.row(kWeight, i)[n] = costs.after[i];
     std::vector<double> down(stages), up(stages);  // by way of the messages of microbatch m + 1
     for (int m = n - 1; m >= 0; --m) {
         const int left = n - m;
@@ -115,13 +116,15 @@ Times tails(const Costs& costs, const std::vector<int>& caps) {
             // F that wait for W of this microbatch or a later one.
             const int held = std::max(0, left - caps[i]);
             const double freed = held ? forward[m + caps[i]] : 0.0;
-            weight[m] = std::max(w + std::max(weight[m + 1], freed), left * w + held * (f + b));
+            const double rest = costs.after[i];
+            weight[m] =
+                std::max(w + std::max(weight[m + 1], freed), left * w + held * (f + b) + rest);
             const double above =
                 i ? up[i] = by_message(costs, i - 1, times.row(kBackward, i - 1)[m], up[i]) : 0.0;
             const double after = b + std::max({weight[m], backward[m + 1], above});
             const double last = m < n - 1 ? backward[n - 1] - b : 0.0;
-            backward[m] =
-                std::max({after, left * (b + w) + held * f, left * b + held * (f + w) + last});
+            backward[m] = std::max(
+                {after, left * (b + w) + held * f + rest, left * b + held * (f + w) + last});
         }
         for (int i = stages - 1; i >= 0; --i) {
             const double f = costs.took[kForward][i], b = costs.took[kBackward][i],
@@ -137,9 +140,9 @@ Times tails(const Costs& costs, const std::vector<int>& caps) {
             // On this stage: everything from here on; up to the last B; up to the last F.
             const double last_backward = backward[n - 1] - b;
             const double last_forward = m < n - 1 ? forward[n - 1] - f : 0.0;
-            forward[m] =
-                std::max({after, left * (f + b + w), left * (f + b) + held * w + last_backward,
-                          left * f + held * (b + w) + last_forward});
+            forward[m] = std::max({after, left * (f + b + w) + costs.after[i],
+                                   left * (f + b) + held * w + last_backward,
+                                   left * f + held * (b + w) + last_forward});
         }
     }
     return times;

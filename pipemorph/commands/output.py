@@ -78,13 +78,15 @@ def format_of(args: argparse.Namespace) -> str:
 
 def stats(fields: dict[str, Any]) -> list[tuple[str, str]]:
     """Names and values shown above the picture."""
-    makespan, bound = fields["makespan"], fields["lower_bound"]
+    objective, bound = fields[fields["objective"]], fields["lower_bound"]
     near = "proven shortest"
-    if makespan > bound:
+    if objective > bound:
         # If all ops take no time the bound is 0.
-        near = f"at most {makespan / bound - 1:.1%} above the shortest" if bound else "no bound"
+        near = f"at most {objective / bound - 1:.1%} above the shortest" if bound else "no bound"
+    period = [("period", f"{objective:g} ms")] if fields["objective"] == "period" else []
     return [
-        ("iteration", f"{makespan:g} ms"),
+        ("iteration", f"{fields['makespan']:g} ms"),
+        *period,
         ("lower bound", f"{bound:g} ms, {near}"),
         ("idle", f"{fields['bubble_fraction']:.1%}"),
         ("stages × microbatches", f"{len(fields['stages'])} × {fields['microbatches']}"),
@@ -100,8 +102,9 @@ def few(values: list[int]) -> str:
 
 
 def headline(fields: dict[str, Any]) -> str:
-    """One line: policy, makespan against its bound, bubble."""
+    """One line: policy, makespan or period against its bound, bubble."""
+    what = "a period of " if fields["objective"] == "period" else ""
     return (
-        f"{fields['policy']}: {fields['makespan']:g} ms simulated"
+        f"{fields['policy']}: {what}{fields[fields['objective']]:g} ms simulated"
         f" (lower bound {fields['lower_bound']:g}), bubble {fields['bubble_fraction']:.1%}"
     )

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
             simulation,
             problem,
             policy=planned.policy,
-            lower_bound=min(planned.lower_bound, simulation.makespan),
+            lower_bound=min(planned.lower_bound, simulation.objective(problem)),
             planning_seconds=planned.planning_seconds,
             dispatch=dispatch,
         ),

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             simulation,
             problem,
             policy=loaded.policy,
-            lower_bound=min(lower_bound(problem), simulation.makespan),
+            lower_bound=min(lower_bound(problem), simulation.objective(problem)),
             planning_seconds=loaded.planning_seconds,
             dispatch=dispatch,
         ),
@@ -68,6 +68,7 @@ def _simulate_interleaved(
 ) -> None:
     if args.dispatch == Dispatch.ONLINE.value:
         raise InputError("--dispatch online needs a plan with one stage per rank; use static")
+    problem.check_makespan("a plan with several stages per rank")
     ran = simulate_interleaved(order, problem)
     fields = report_interleaved(
         ran,

@@ -12,6 +12,7 @@ Costs = tuple[
     Sequence[bool],  # per link: both directions share the queues
     Sequence[float],  # copy time per stage
     Sequence[int],  # device limit per stage, 0 for no offload
+    Sequence[float],  # per stage: what follows its last op
 ]
 
 Rows = list[list[float]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from time import perf_counter
 
@@ -27,8 +27,8 @@ class PlannedSchedule(Variant):
     """A schedule with its problem and predicted time.
 
     ``problem``: the given one, with the device limits and in-flight caps that the plan uses.
-    No schedule is shorter than ``lower_bound``. ``planning_seconds``: wall time; all other times
-    are in the problem's unit.
+    No schedule has a smaller ``objective`` than ``lower_bound``. ``planning_seconds``: wall time;
+    all other times are in the problem's unit.
     """
 
     lower_bound: float
@@ -42,7 +42,14 @@ class PlannedSchedule(Variant):
     @property
     def gap(self) -> float:
         """Excess over ``lower_bound`` as a fraction of it; 0: proven shortest."""
-        return self.makespan / self.lower_bound - 1 if self.lower_bound > 0 else 0.0
+        return self.objective / self.lower_bound - 1 if self.lower_bound > 0 else 0.0
+
+    @property
+    def objective(self) -> float:
+        """Makespan or period, as the problem asks for."""
+        if self.problem.objective == "makespan":
+            return self.makespan
+        return self.simulation.objective(self.problem)
 
 
 def plan(
@@ -60,13 +67,17 @@ def plan(
     """
     began = perf_counter()
     policy = problem.policy if policy is None else policy
+    if problem.objective == "period":
+        _check_period(problem, policy)
     if policy is Policy.PIPEMORPH and has_variants(problem):
         bound = lower_bound(problem)
         best = best_variant(problem)
         problem, schedule, makespan = best.problem, best.schedule, best.makespan
     elif policy is Policy.PIPEMORPH:
         found = search(problem)
-        schedule, makespan, bound = found.schedule, found.makespan, found.bound
+        schedule, bound = found.schedule, found.bound
+        is_makespan = problem.objective == "makespan"
+        makespan = found.objective if is_makespan else predict(schedule, problem)
     elif policy is Policy.EXACT:
         if has_variants(problem):
             raise InputError(
@@ -82,15 +93,27 @@ def plan(
         schedule, bound = _made_by_hand(problem, policy), lower_bound(problem)
         makespan = predict(schedule, problem)
     validate(schedule, problem.in_flight_limits(), problem.device_limits())
-    return PlannedSchedule(
+    planned = PlannedSchedule(
         policy=policy,
         problem=problem,
         schedule=schedule,
         makespan=makespan,
-        # Both are sums of the same times in different order: ignore rounding errors.
-        lower_bound=makespan if makespan <= bound * (1 + SAME) else bound,
+        lower_bound=bound,
         planning_seconds=perf_counter() - began,
     )
+    # Both are sums of the same times in different order: ignore rounding errors.
+    near = planned.objective <= bound * (1 + SAME)
+    return replace(planned, lower_bound=planned.objective) if near else planned
+
+
+def _check_period(problem: Problem, policy: Policy) -> None:
+    if policy is Policy.EXACT:
+        problem.check_makespan("policy exact")
+    if has_variants(problem):
+        raise InputError(
+            "objective is period, which is planned with neither offload nor fused backwards; remove"
+            " device_limit and any fused_backward shorter than backward_input + backward_weight"
+        )
 
 
 def _made_by_hand(problem: Problem, policy: Policy) -> Schedule:

@@ -7,7 +7,7 @@ A problem has no fixed unit of time: results are in the unit of its times. The P
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -159,7 +159,10 @@ class Problem(_Model):
     """The planner's input. ``links[i]`` connects ``stages[i]`` and ``stages[i+1]``.
 
     ``warmup``: fixes ``x_i``, the forwards of stage *i* before its first backward. ``dispatch``:
-    whether stages keep the plan's order or run the next ready op. ``ranks``: number of ranks, for
+    whether stages keep the plan's order or run the next ready op. ``objective``: what policy
+    pipemorph minimizes: the makespan of an iteration, or the longest time from the start of a
+    stage's first op to the end of its last one, which is the time per iteration (period) if nothing
+    makes stages wait for each other between iterations. ``ranks``: number of ranks, for
     policies with several stages per rank; links still connect consecutive stages. ``layers``: all
     layers of the model, and ``layer_split``: their number per stage, for `pipemorph advise`.
     Raises :class:`pydantic.ValidationError`; :func:`parse_problem` converts it to one line.
@@ -171,6 +174,7 @@ class Problem(_Model):
     policy: Policy = Policy.PIPEMORPH
     warmup: tuple[Count, ...] | None = None
     dispatch: Dispatch = Dispatch.STATIC
+    objective: Literal["makespan", "period"] = "makespan"
     ranks: Count | None = None
     layers: tuple[Layers, ...] | None = Field(default=None, min_length=1)
     layer_split: tuple[Count, ...] | None = None
@@ -239,6 +243,14 @@ class Problem(_Model):
             for link, delay in zip(self.links, delays, strict=True)
         )
         return self.model_copy(update={"links": links})
+
+    def check_makespan(self, what: str) -> None:
+        """Raise :class:`InputError` if the objective is another, which ``what`` does not know."""
+        if self.objective != "makespan":
+            raise InputError(
+                f"objective is {self.objective}; {what} knows only makespan: leave objective out,"
+                " or plan with policy pipemorph"
+            )
 
     def with_warmup(self, warmup: Sequence[int]) -> Problem:
         """The problem with fixed warm-up counts. Raises :class:`InputError` if they are invalid."""

@@ -20,6 +20,7 @@ Costs random_costs(Rng& rng, bool split) {
         costs.caps.push_back(rng.below(2) ? n : 1 + rng.below(n));
         costs.copy.push_back(split ? 0.0 : rng.below(3));
         costs.device_limits.push_back(split ? 0 : rng.below(n + 1));
+        costs.after.push_back(rng.below(3));
         if (!i) continue;
         costs.delay.push_back(rng.below(10));
         costs.transfer.push_back(rng.below(3));

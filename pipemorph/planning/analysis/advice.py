@@ -88,6 +88,7 @@ def advise(problem: Problem) -> Advice:
             f"policy {policy.value} has several stages per rank, which advise cannot change yet;"
             " use pipemorph, zero-bubble, 1f1b or gpipe"
         )
+    problem.check_makespan("advise")
     advisor = _Advisor(problem, plan(problem, policy))
     options, missing = [advisor.today], []
     for lever in (advisor.microbatches, advisor.split, advisor.offload):

@@ -37,8 +37,10 @@ def report(
         "dispatch": dispatch.value,
         "microbatches": schedule.microbatches,
         "makespan": _rounded(simulation.makespan),
+        "period": _rounded(simulation.period),
+        "objective": problem.objective,
         "lower_bound": _rounded(lower_bound),
-        "gap": _gap(simulation.makespan, lower_bound),
+        "gap": _gap(simulation.objective(problem), lower_bound),
         "bubble_fraction": _rounded(simulation.bubble_fraction),
         "warmup": list(schedule.warmup()),
         "slackness": list(schedule.slackness()),
@@ -68,6 +70,8 @@ def report_interleaved(
         "dispatch": Dispatch.STATIC.value,
         "microbatches": schedule.microbatches,
         "makespan": _rounded(ran.makespan),
+        "period": _rounded(ran.period),
+        "objective": problem.objective,
         "lower_bound": _rounded(lower_bound),
         "gap": _gap(ran.makespan, lower_bound),
         "bubble_fraction": _rounded(ran.bubble_fraction),
@@ -83,9 +87,9 @@ def report_interleaved(
     }
 
 
-def _gap(makespan: float, lower_bound: float) -> float:
+def _gap(objective: float, lower_bound: float) -> float:
     """Excess over the bound as a fraction of it; 0: proven shortest."""
-    return _rounded(makespan / lower_bound - 1) if lower_bound > 0 else 0.0
+    return _rounded(objective / lower_bound - 1) if lower_bound > 0 else 0.0
 
 
 def _bubbles(idle: Explanation) -> dict[str, list[float]]:

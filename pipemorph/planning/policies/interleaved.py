@@ -40,6 +40,7 @@ def plan_interleaved(problem: Problem, policy: Policy | None = None) -> Interlea
     """
     began = perf_counter()
     policy = problem.policy if policy is None else policy
+    problem.check_makespan(f"policy {policy.value}")
     if problem.warmup is not None:
         raise InputError(f"warmup is {list(problem.warmup)}; policy {policy.value} sets its own")
     make = zero_bubble_v if policy is Policy.ZERO_BUBBLE_V else one_f_one_b_interleaved

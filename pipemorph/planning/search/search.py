@@ -37,10 +37,11 @@ log = logging.getLogger(__name__)
 
 
 class Found(NamedTuple):
-    """The best order found, as the core's codes, its makespan and a lower bound of all."""
+    """The best order found, as the core's codes, its makespan or period, as the problem asks for,
+    and a lower bound of all."""
 
     order: list[bytes]
-    makespan: float
+    objective: float
     bound: float
     microbatches: int
 
@@ -60,11 +61,14 @@ def search(
     ``listing_effort`` and ``shifting_effort``: ops that the two local searches may execute.
     """
     costs, n = Costs.of(problem), problem.microbatches
+    less = 0.0
+    if problem.objective == "period":
+        costs, less = costs.for_period(), costs.last_start()
     warmup = problem.warmup or paper_warmup(problem)
     if core.compiled is None:
         warn_of_no_build()
         order = _start(problem, costs, warmup)
-        return Found(order, core.makespan(costs, order), lower_bound(problem), n)
+        return Found(order, _objective(problem, order), lower_bound(problem), n)
     if listing_effort is None:
         listing_effort = max(LISTING_EFFORT, FEWEST_LISTINGS * 3 * n * costs.stage_count)
     start: list[bytes] = []
@@ -85,7 +89,15 @@ def search(
         listing_effort,
         shifting_effort,
     )
-    return Found(order, makespan, bound, n)
+    return Found(order, makespan - less, bound - less, n)
+
+
+def _objective(problem: Problem, order: list[bytes]) -> float:
+    costs = Costs.of(problem)
+    if problem.objective == "makespan":
+        return core.makespan(costs, order)
+    ran = core.in_order(costs, order)
+    return max(end[-1] - start[0] for start, end in zip(ran.start, ran.end, strict=True))
 
 
 def _as_delay(link: Link) -> Link:

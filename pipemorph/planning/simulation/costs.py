@@ -22,7 +22,8 @@ class Costs(NamedTuple):
 
     ``transfer``: how long one message occupies its direction of a link. ``whole_backward``: time of
     a fused backward. ``device_limits``: None for stages without
-    offload; else a copy to the host, or back, takes ``offload_copy``.
+    offload; else a copy to the host, or back, takes ``offload_copy``. ``after``: what follows the
+    last op of a stage; only bounds and the search know it.
     """
 
     microbatches: int
@@ -37,6 +38,7 @@ class Costs(NamedTuple):
     whole_backward: list[float]
     offload_copy: list[float]
     device_limits: list[int | None]
+    after: list[float]
 
     @property
     def stage_count(self) -> int:
@@ -58,6 +60,7 @@ class Costs(NamedTuple):
             [s.whole_backward for s in stages],
             [s.offload_copy or 0.0 for s in stages],
             [s.device_limit for s in stages],
+            [0.0] * len(stages),
         )
 
     def least(self) -> Costs:
@@ -98,7 +101,25 @@ class Costs(NamedTuple):
             self.half_duplex,
             self.offload_copy,
             [limit or 0 for limit in self.device_limits],
+            self.after,
         )
+
+    def for_period(self) -> Costs:
+        """Costs whose makespan is the period (see :class:`~pipemorph.planning.problem.Problem`) of
+        these plus :meth:`last_start`: what a stage begins later than others, it may end later."""
+        begins = self._begins()
+        return self._replace(after=[begins[-1] - begin for begin in begins])
+
+    def last_start(self) -> float:
+        """When the last stage begins its first op."""
+        return self._begins()[-1]
+
+    def _begins(self) -> list[float]:
+        """When each stage begins its first op, in any schedule: the forward of microbatch 0."""
+        begins = [0.0]
+        for forward, transfer, delay in zip(self.forward, self.transfer, self.delay, strict=False):
+            begins.append(begins[-1] + forward + transfer + delay)
+        return begins
 
     def without_delay(self) -> Costs:
         """The same stages with links without delay, for policies that ignore delays."""

@@ -102,6 +102,11 @@ class InterleavedSimulation:
         return self.simulation.makespan
 
     @property
+    def period(self) -> float:
+        """As :attr:`Simulation.period`, of the ranks."""
+        return max(ops[-1][1].end - ops[0][1].start for ops in self.by_rank())
+
+    @property
     def bubble_fraction(self) -> float:
         """Idle time of the ranks over ``ranks × makespan``."""
         whole = len(self.schedule.ranks) * self.makespan
@@ -147,6 +152,7 @@ def validate_interleaved(
         whole_backward=no_time,
         offload_copy=no_time,
         device_limits=[None] * per_stage.stage_count,
+        after=no_time,
     )
     _run(schedule, free)
 

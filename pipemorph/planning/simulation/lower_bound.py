@@ -27,13 +27,18 @@ class Windows(NamedTuple):
 
 
 def lower_bound(problem: Problem) -> float:
-    """Lower bound of the makespan of all schedules of the problem, in its unit.
+    """Lower bound of the problem's objective (makespan or period) for all schedules, in its unit.
 
     Valid for split and fused backwards, with and without offload, static and online dispatch, and
     all link models: limits on sends only delay messages. Without the compiled planner it is a
     weaker one.
     """
     costs = Costs.of(problem).least()
+    if problem.objective == "period":
+        if core.compiled is None:
+            return max(map(sum, zip(*costs[1:4], strict=True))) * costs.microbatches
+        bound = core.compiled.lower_bound(costs.for_period().packed(), hard_caps(problem))
+        return bound - costs.last_start()
     if core.compiled is None:
         return busiest_stage(costs)
     return core.compiled.lower_bound(costs.packed(), hard_caps(problem))

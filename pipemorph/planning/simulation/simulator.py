@@ -58,6 +58,16 @@ class Simulation:
         return max(ops[-1].end for ops in self.stages)
 
     @property
+    def period(self) -> float:
+        """Longest time from the start of a stage's first op to the end of its last one: the time
+        per iteration if nothing makes stages wait for each other between iterations."""
+        return max(ops[-1].end - ops[0].start for ops in self.stages)
+
+    def objective(self, problem: Problem) -> float:
+        """Makespan or period, as the problem asks for."""
+        return self.period if problem.objective == "period" else self.makespan
+
+    @property
     def bubble_fraction(self) -> float:
         """Idle time over ``S × makespan``; 0 if no op takes any time."""
         whole = len(self.stages) * self.makespan
