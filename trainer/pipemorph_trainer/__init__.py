@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from pipemorph_trainer.context import TrainerContext
     from pipemorph_trainer.executor.stages.emulated import EmulatedStage
     from pipemorph_trainer.pipeline import Pipeline
+    from pipemorph_trainer.state.scaler import GradScaler
     from pipemorph_trainer.topology.mesh import make_mesh
     from pipemorph_trainer.topology.part import Part
 
 __all__ = [
     "EmulatedStage",
+    "GradScaler",
     "Part",
     "PeerLostError",
     "Pipeline",
@@ -32,6 +34,7 @@ __all__ = [
 
 _LATE = {
     "EmulatedStage": "executor.stages.emulated",
+    "GradScaler": "state.scaler",
     "Part": "topology.part",
     "Pipeline": "pipeline",
     "TrainerContext": "context",

@@ -156,7 +156,10 @@ class Iterations:
         refused = self._any_refuses(f"iteration {iteration}", refusal is not None)
         version, start = self._token.start(iteration, shapes, refused=refused)
         plan = self._begin(iteration, version)
-        self._loss.begin(inputs.divisor or self._stage.microbatches)
+        divisor = inputs.divisor or self._stage.microbatches
+        self._loss.begin(divisor)
+        if inputs.scale != 1.0:
+            inputs.divisor = divisor / inputs.scale
         if self._tied is not None:
             self._tied.begin()
         outcome = self._executor.run(plan, iteration, self._token.generations, inputs, start)

@@ -31,6 +31,7 @@ from pipemorph_trainer.plans.book import PlanBook
 from pipemorph_trainer.preparation import MakeOptimizer, Preparation, StageOrBuilder, build, prepare
 from pipemorph_trainer.start import join, level, warnings
 from pipemorph_trainer.state.gradients import Replicas
+from pipemorph_trainer.state.scaler import GradScaler
 from pipemorph_trainer.state.tied import Tied
 from pipemorph_trainer.telemetry.metrics import metered
 from pipemorph_trainer.telemetry.reporter import Reporter, join_agent
@@ -64,6 +65,7 @@ class Parts:
         control: ControlClient | None,
         tied: Sequence[Any] | None,
         state: Mapping[str, Any] | None,
+        scaler: GradScaler | None,
     ) -> None:
         own, self.optimizer, failure = build(stage, optimizer, context, given, mesh)
         module = own if isinstance(own, nn.Module) else None
@@ -77,7 +79,7 @@ class Parts:
         if control is not None:
             directed = not isinstance(control, NoControl)
         prepared, start = prepare(
-            own, context, given, plan, split, failure=failure, mesh=mesh, tied=tied,
+            own, context, given, plan, split, failure=failure, mesh=mesh, tied=tied, scaler=scaler,
             device=self.device, accelerator=accelerator, directed=directed,
         )  # fmt: skip
         try:
@@ -104,6 +106,9 @@ class Parts:
             self.tied = Tied(start.ties, module, self.world, self.wait_for)
             self.tied.level()
             self.waiting.end()
+        self.scaler = scaler
+        if scaler is not None:
+            scaler.attach(self.world, self.device, self.wait_for)
         if self.coordinate.rank == 0:
             for line in warnings(starts):
                 log.warning(line)

@@ -32,6 +32,7 @@ from pipemorph_trainer.state.gradients import clip_global_norm
 
 if TYPE_CHECKING:
     from pipemorph_trainer.state.checkpoint import Checkpoints
+    from pipemorph_trainer.state.scaler import GradScaler
 
 SWITCH_SECONDS = 1e-3
 """Time after which a receiver thread gets the interpreter; the default of 5 ms is half an op. A
@@ -88,6 +89,7 @@ class Pipeline:
             they have one name in checkpoints. Their optimizers have to be equal.
         state: what else this rank saves in checkpoints and gets back on a resume, by name: objects
             with ``state_dict`` and ``load_state_dict``, such as a learning-rate scheduler.
+        scaler: a :class:`~pipemorph_trainer.GradScaler`, for gradients in fp16.
         control: source of plans and sink of telemetry; default: the job's agent, if any.
 
     Raises :class:`InputError` on all ranks if the stage, the job and the ranks do not fit, even if
@@ -119,6 +121,7 @@ class Pipeline:
         split: str = "auto",
         tied: Sequence[Any] | None = None,
         state: Mapping[str, Any] | None = None,
+        scaler: GradScaler | None = None,
         control: ControlClient | None = None,
     ) -> None:
         self.context = context
@@ -134,7 +137,7 @@ class Pipeline:
         self._parts = Parts(
             stage, context, given,
             mesh=mesh, plan=plan, split=split, loss_fn=loss_fn,
-            optimizer=optimizer, control=control, tied=tied, state=state,
+            optimizer=optimizer, control=control, tied=tied, state=state, scaler=scaler,
         )  # fmt: skip
         self.device, self.coordinate = self._parts.device, self._parts.coordinate
         self._last_word = LastWord(self.current_wait, self._leave_traces)
@@ -427,6 +430,8 @@ class Pipeline:
                 inputs.divisor = 0.0
         if return_outputs and self.coordinate.last:
             inputs.outputs = []
+        if self._parts.scaler is not None and self.coordinate.last:
+            inputs.scale = self._parts.scaler.get_scale()
         loss = run(self.iteration, inputs, shapes, refusal)
         if self._parts.agent is not None:
             self._parts.agent.tend()

@@ -26,6 +26,7 @@ from pipemorph_trainer.links.engine import EngineOptions
 from pipemorph_trainer.plans.book import check_offload, check_stages
 from pipemorph_trainer.settings import Settings, engine_options
 from pipemorph_trainer.start import Start, digest
+from pipemorph_trainer.state.scaler import GradScaler
 from pipemorph_trainer.state.tied import forms as tied_forms
 from pipemorph_trainer.state.tied import parse as parse_tied
 from pipemorph_trainer.state.weights import check_stage, held_by
@@ -85,6 +86,7 @@ def prepare(
     mesh: DeviceMesh | None = None,
     failure: Exception | None = None,
     tied: Sequence[Any] | None,
+    scaler: GradScaler | None = None,
     device: torch.device,
     accelerator: Accelerator | None,
     directed: bool,
@@ -103,6 +105,11 @@ def prepare(
         return None, Start(refusal=told)
     try:
         mode = mode_of(split)
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise InputError(
+                f"scaler is a {type(scaler).__name__}; expected a pipemorph_trainer.GradScaler, "
+                "which is torch's with one verdict over all stages"
+            )
         if not isinstance(stage, (EmulatedStage, GivenStage)):
             check_stage(stage)
         settings = Settings.choose(context, given, mesh)

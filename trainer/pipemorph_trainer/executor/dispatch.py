@@ -59,6 +59,8 @@ class Inputs:
     """Filled with what the last stage returns for each microbatch; None: it is not kept."""
     divisor: float | None = None
     """By which each loss is divided for the mean; None: the number of microbatches."""
+    scale: float = 1.0
+    """Of each loss, for its backward alone."""
 
 
 @dataclass
