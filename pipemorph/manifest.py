@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import json
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
@@ -55,12 +56,21 @@ def parse_job(text: str) -> PipeMorphJob:
 
 
 def check_module(job: PipeMorphJob) -> None:
-    """Raise :class:`InputError` if Python cannot find ``spec.trainer.module`` on this host.
+    """Raise :class:`InputError` if this host has no program ``spec.trainer.command``, or if Python
+    cannot find ``spec.trainer.module``.
 
     Searches like an import, without running the user's code: parent packages are searched, not
     imported.
     """
-    module = job.spec.trainer.module
+    module, command = job.spec.trainer.module, job.spec.trainer.command
+    if module is None:
+        program = command[0] if command else ""
+        if program != "python" and shutil.which(program) is None:
+            raise InputError(
+                f"spec.trainer.command: begins with {json.dumps(program)}, which is no program on "
+                "this machine's PATH; name a program, such as python"
+            )
+        return
     where: Sequence[str] | None = None
     found = ""
     parts = module.split(".")

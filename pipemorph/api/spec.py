@@ -329,12 +329,21 @@ class Transport(SpecModel):
 
 
 class Trainer(SpecModel):
-    """What runs in every rank."""
+    """What runs in every rank: a module or a command."""
 
-    module: str = Field(
+    module: str | None = Field(
+        default=None,
         pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$",
         max_length=253,
         description="Python module, run as `python -m MODULE` on every rank.",
+    )
+    command: list[Annotated[str, Field(max_length=4096)]] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=256,
+        description="Program and its arguments, run on every rank instead of a module: "
+        "`[python, train.py, --lr, 3e-4]`. No shell reads it. On one machine `python` is the one "
+        "that runs `pipemorph`.",
     )
     args: dict[str, Any] = Field(
         default_factory=dict, description="Arguments, passed as JSON in PIPEMORPH_ARGS."
@@ -349,6 +358,18 @@ class Trainer(SpecModel):
         description="Port of each rank's Prometheus metrics in its pod; 0 disables them. Ignored "
         "on one machine.",
     )
+
+    @model_validator(mode="after")
+    def _one_program(self) -> Trainer:
+        if (self.module is None) == (self.command is None):
+            found = "neither" if self.module is None else "both"
+            raise FieldError("", f"has {found} of module and command; give one of them")
+        return self
+
+    def argv(self, python: str) -> list[str]:
+        """The program of a rank and its arguments; ``python``: the interpreter that it means."""
+        program, *rest = self.command or ("python", "-m", str(self.module))
+        return [python if program == "python" else program, *rest]
 
 
 class Emulation(SpecModel):

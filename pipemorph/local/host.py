@@ -187,7 +187,7 @@ class _Host:
             token_file=private.token,
             trace_dir=self.folder.trace.resolve(),
         )
-        command = [sys.executable, "-m", self.job.spec.trainer.module]
+        command = self.job.spec.trainer.argv(sys.executable)
         for rank in range(parallelism.world_size):
             position = parallelism.mesh.coordinate(rank)
             env = rank_environment(self.job, where, rank, os.environ)

@@ -70,6 +70,7 @@ BAD = [
     ("schedule.inFlightLimit", 0, "spec.schedule.inFlightLimit"),
     ("schedule.stageTimes", [], "spec.schedule.stageTimes"),
     ("trainer.module", "no module", "spec.trainer.module"),
+    ("trainer.command", ["python", "x.py"], "give one of module and command"),
     ("trainer.iterations", 0, "spec.trainer.iterations"),
     ("adaptation.minGain", 1.0, "spec.adaptation.minGain"),
     ("adaptation.minGian", 0.5, "spec.adaptation.minGian"),

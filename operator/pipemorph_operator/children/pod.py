@@ -136,7 +136,7 @@ def _command(attempt: Attempt, spec: Object) -> list[str]:
             command.append("--memlock")
     if asked.shared_memory is not None:
         command.append(f"--shm={asked.shared_memory}")
-    trainer = ["python", "-m", attempt.job.spec.trainer.module]
+    trainer = attempt.job.spec.trainer.argv("python")
     if attempt.job.spec.parallelism.ranks_per_pod > 1:
         grace = float(spec.get("terminationGracePeriodSeconds", POD_GRACE_SECONDS))
         launcher = ["python", "-m", "pipemorph_trainer.launcher"]

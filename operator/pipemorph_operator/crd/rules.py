@@ -218,6 +218,12 @@ RULES: dict[str, list[Rule]] = {
             field_path=".toSeconds",
         ),
     ],
+    "spec.trainer": [
+        Rule(
+            rule="has(self.module) != has(self.command)",
+            message="give one of module and command",
+        ),
+    ],
     "spec.placement.gang": [
         Rule(
             rule="[has(self.kueue), has(self.volcano), has(self.coscheduling)]"

@@ -14,6 +14,7 @@ from gate import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pipemorph.api.spec import PipeMorphJob
 from pipemorph.errors import InputError
 from pipemorph.manifest import check_module, load_job, parse_job
 
@@ -221,6 +222,16 @@ ENV = "spec/template/spec/containers/1/env/0/name"
             "spec.emulation.messageBytes: is 2147483648; expected at most 1073741824",
         ),
         ("spec/trainer/module", "no module", 'spec.trainer.module: is "no module"; expected a'),
+        (
+            "spec/trainer/module",
+            ...,
+            "spec.trainer: has neither of module and command; give one of them",
+        ),
+        (
+            "spec/trainer/command",
+            ["python"],
+            "spec.trainer: has both of module and command; give one of them",
+        ),
         ("spec/trainer/args", [1], "spec.trainer.args: is [1]; expected a mapping"),
         ("spec/trainer", None, "spec.trainer: is null; expected a mapping"),
         ("metadata/name", "a" * 64, f'metadata.name: is "{"a" * 64}"; expected at most 63'),
@@ -345,6 +356,19 @@ def test_the_module_must_be_found_without_being_imported(
             check_module(job)
         assert str(caught.value).startswith(f'spec.trainer.module: is "{module}"')
         assert message in str(caught.value)
+
+
+def test_a_command_must_be_a_program() -> None:
+    def job(*command: str) -> PipeMorphJob:
+        trainer = {"command": list(command), "iterations": 1}
+        return parse_job(json.dumps(changed("spec/trainer", trainer)))
+
+    given = job("python", "train.py", "--lr", "3e-4")
+    check_module(given)
+    assert given.spec.trainer.argv("/venv/python") == ["/venv/python", "train.py", "--lr", "3e-4"]
+    check_module(job("env", "A=1", "python", "train.py"))
+    with pytest.raises(InputError, match=r'begins with "trian\.sh", which is no program'):
+        check_module(job("trian.sh"))
 
 
 @pytest.mark.parametrize("form", ["json", "yaml"])

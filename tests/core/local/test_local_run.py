@@ -76,6 +76,21 @@ def test_a_completed_job(runs: Runs) -> None:
     assert_clean(run)
 
 
+def test_a_command_runs_in_place_of_a_module(runs: Runs) -> None:
+    run = runs(others="finish")
+    trainer = run.manifest()["spec"]["trainer"]
+    del trainer["module"]
+    script = "import sys; print(sys.argv[1:]); import runpy; runpy.run_module('fake_rank')"
+    trainer["command"] = ["python", "-c", script, "--lr", "3e-4 $HOME"]
+    run.spec["trainer"] = trainer
+    run.__post_init__()
+    status, output = run.finish()
+    assert status == 0, output
+    log = (run.out / "logs" / "rank-3.log").read_text()
+    assert log == "['--lr', '3e-4 $HOME']\nrank 3 is here\n"
+    assert_clean(run)
+
+
 def test_what_a_rank_sees(runs: Runs) -> None:
     template = {
         "spec": {

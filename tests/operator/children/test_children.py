@@ -106,6 +106,14 @@ def test_a_pod_of_several_ranks_starts_them_with_the_launcher(tmp_path: Any) -> 
     assert TrainerContext.from_env(own).rank == 11
 
 
+def test_a_command_runs_in_place_of_the_module() -> None:
+    command = ["torch-script", "--lr", "3e-4"]
+    made = attempt(trainer={"command": command, "iterations": 4})
+    assert trainer(made)["command"] == [
+        "python", "-m", "pipemorph_trainer.preflight", "--", *command
+    ]  # fmt: skip
+
+
 def test_a_short_grace_period_is_the_launchers_as_well() -> None:
     template = {"spec": {"containers": [{"name": "trainer", "image": "i"}]}}
     template["spec"]["terminationGracePeriodSeconds"] = 5  # type: ignore[assignment]
