@@ -54,8 +54,9 @@ double InOrder::finish(bool finished) const {
     for (size_t rank = 0; rank < rows_.size(); ++rank) {
         const Row& row = rows_[rank];
         if (!finished || !row.finished()) return kNever;
-        const double after = core_.costs().after[rank];
-        if (row.size) makespan = std::max(makespan, row.end[row.size - 1] + after);
+        // Only problems with one stage per rank have tails, and a rank may have no stage.
+        if (row.size)
+            makespan = std::max(makespan, row.end[row.size - 1] + core_.costs().after[rank]);
     }
     return makespan;
 }
