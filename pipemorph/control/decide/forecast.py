@@ -7,7 +7,7 @@ cancel in the comparison.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pipemorph.api.spec import JobSpec
@@ -31,6 +31,8 @@ from pipemorph.planning.search.variants import has_variants, variants
 
 SAME = 0.01
 """Predictions within this fraction count as equal, since the model is not more exact."""
+STRAIN = 0.15
+"""By how much more a delay may turn out to be than it was measured to be, as a fraction."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,11 @@ class Situation:
 
     def transfer(self, link: int) -> float:
         return self.transfers[link] if self.transfers else 0.0
+
+    def strained(self) -> Situation:
+        """The situation with all delays longer by :data:`STRAIN`."""
+        wires = [w + STRAIN * d for w, d in zip(self.wire_times, self.delays, strict=True)]
+        return replace(self, wire_times=tuple(wires))
 
 
 class Option(NamedTuple):
@@ -97,6 +104,26 @@ class Forecast:
         if plan.dispatch is Dispatch.STATIC:
             return Option(plan, predict(plan.schedule, problem))
         return Option(plan, simulate(plan.schedule, problem, plan.dispatch).makespan)
+
+    def best(self, options: Iterable[Option]) -> Option:
+        """The fastest option. Among equals, one that stays fast if delays are somewhat longer than
+        measured, then the one with the fewest delegated links, the fewest offloading stages, the
+        first."""
+        ranked = list(options)
+        quickest = min(option.seconds for option in ranked)
+        equal = [option for option in ranked if option.seconds <= quickest * (1 + SAME)]
+        if len(equal) > 1 and any(self._situation.slow):
+            strained = self.under(self._situation.strained())
+            times = [strained.of(option.plan).seconds for option in equal]
+            least = min(times) * (1 + SAME)
+            equal = [each for each, time in zip(equal, times, strict=True) if time <= least]
+        return min(equal, key=lambda each: (len(each.plan.delegated), len(each.plan.offloading)))
+
+    def stays_as_fast(self, option: Option, other: Option) -> bool:
+        """Whether ``option`` is no slower than ``other``, also with somewhat longer delays."""
+        strained = self.under(self._situation.strained())
+        limit = strained.of(other.plan).seconds * (1 + SAME)
+        return option.seconds <= other.seconds and strained.of(option.plan).seconds <= limit
 
     def fresh(self, routes: tuple[Route, ...]) -> list[Option]:
         """New plans for this situation: a plain one, and shorter ones with fused backwards or
@@ -146,12 +173,3 @@ def runnable(plan: Plan) -> str | None:
     except InputError as error:
         return str(error)
     return None
-
-
-def best(options: Iterable[Option]) -> Option:
-    """The fastest option. Among equals, the one with the fewest delegated links, then with the
-    fewest offloading stages, then the first."""
-    ranked = list(options)
-    quickest = min(option.seconds for option in ranked)
-    equal = [option for option in ranked if option.seconds <= quickest * (1 + SAME)]
-    return min(equal, key=lambda option: (len(option.plan.delegated), len(option.plan.offloading)))

@@ -12,7 +12,7 @@ from typing import Literal
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide import findings, truth
-from pipemorph.control.decide.forecast import SAME, Forecast, Option, Situation, best, runnable
+from pipemorph.control.decide.forecast import SAME, Forecast, Option, Situation, runnable
 from pipemorph.control.decide.truth import Evidence, Promise
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan, Route
@@ -133,10 +133,10 @@ def _choose(
     if current is not None:
         too_much = forecast.excess(current.plan)
         if too_much is not None:
-            return best(options), findings.MustNotStay(too_much)
+            return forecast.best(options), findings.MustNotStay(too_much)
     if not any(situation.slow) and not any(situation.unknown):
         return _choose_baseline(asked, forecast, options, current)
-    quickest = best(options)
+    quickest = forecast.best(options)
     if current is None:
         return quickest, None
     gain = 1 - quickest.seconds / current.seconds if current.seconds > 0 else 0.0
@@ -149,11 +149,11 @@ def _choose(
         for option in options
         if may_ease
         and len(option.plan.delegated) < len(current.plan.delegated)
-        and option.seconds <= current.seconds
+        and forecast.stays_as_fast(option, current)
         and (asked.cause == "steady" or _keeps_slow(option, situation))
     ]
     if lighter:
-        return best(lighter), None
+        return forecast.best(lighter), None
     return None, findings.TooLittle(current.seconds, gain, asked.spec.adaptation.min_gain)
 
 
@@ -163,10 +163,10 @@ def _choose_baseline(
     """Choose for healthy links: the baseline plan, unless another one is fast enough to replace
     it."""
     least = 1 - asked.spec.adaptation.min_gain
-    target, baseline = best(options), None
+    target, baseline = forecast.best(options), None
     if forecast.excess(asked.baseline) is None:
         baseline = forecast.of(asked.baseline)
-        target = best([baseline, *options])
+        target = forecast.best([baseline, *options])
         target = target if target.seconds < baseline.seconds * least else baseline
     if current is None:
         return target, None
