@@ -41,7 +41,7 @@ DESCRIPTIONS: dict[str, str] = {
     "spec.faults[].fromSeconds": "Start, seconds since training began.",
     "spec.faults[].toSeconds": "End, seconds since training began.",
     "spec.template": "Pod template of every rank; its container trainer runs the stage. Without "
-    "a command it runs python -m MODULE. The operator sets RANK and similar variables.",
+    "a command it runs what spec.trainer says. The operator sets RANK and similar variables.",
     "spec.failurePolicy": "What happens when an attempt fails.",
     "spec.failurePolicy.maxRestarts": "Coordinated restarts of all ranks before the job is "
     "Failed. Evictions and lost nodes do not count.",
