@@ -268,7 +268,7 @@ class ControlState(StatusModel):
     attempt: int = Field(ge=0, description="Attempt of the directive.")
     plan_version: int = Field(ge=0, description="Highest plan version issued; never decreases.")
     snapshot: str = Field(
-        max_length=1 << 20, description="State of the controller: JSON, zlib, base64."
+        max_length=1 << 20, description="State of the controller: JSON, xz, base64."
     )
 
 

@@ -7,8 +7,7 @@ literature: F forward, B backward for the input, W backward for the weights, BW 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -71,25 +70,10 @@ class Op(NamedTuple):
         return f"{self.kind.value}{self.microbatch}"
 
 
-_TOKEN = re.compile(r"(F|BW|B|W)(\d+)")
+LETTERS = {OpKind.F: "F", OpKind.B: "I", OpKind.W: "W", OpKind.BW: "B"}
+"""An op's kind in one letter, as torch writes it: I is the backward of the inputs, B the whole."""
 
-
-def encode_ops(ops: Iterable[Op]) -> str:
-    """``[Op(F,0), Op(B,0)]`` → ``"F0 B0"``, the wire format."""
-    return " ".join(str(op) for op in ops)
-
-
-def decode_ops(text: str) -> tuple[Op, ...]:
-    """Inverse of :func:`encode_ops`. Raises :class:`InputError` that names an invalid token."""
-    ops: list[Op] = []
-    for position, token in enumerate(text.split()):
-        match = _TOKEN.fullmatch(token)
-        if match is None:
-            raise InputError(
-                f"op {position} is {token!r}; expected F, B, W or BW and a microbatch, as in 'F0'"
-            )
-        ops.append(Op(OpKind(match.group(1)), int(match.group(2))))
-    return tuple(ops)
+KIND_OF_LETTER = {letter: kind for kind, letter in LETTERS.items()}
 
 
 @dataclass(frozen=True)
@@ -136,12 +120,44 @@ class Schedule:
         return tuple(peaks)
 
     def encode(self) -> list[str]:
-        """One string of op tokens per stage."""
-        return [encode_ops(ops) for ops in self.stages]
+        """The wire format: per stage one of :data:`LETTERS` for each op.
+
+        Each kind of a valid schedule runs in microbatch order, so the kinds say all. 512 stages of
+        2048 microbatches take 3 MB, and a tenth of it compressed.
+        """
+        return ["".join([LETTERS[kind] for kind, _ in ops]) for ops in self.stages]
 
     @staticmethod
     def decode(microbatches: int, stages: Sequence[str]) -> Schedule:
-        return Schedule(microbatches, tuple(decode_ops(text) for text in stages))
+        """Inverse of :meth:`encode`. Raises :class:`InputError` that names a stage and an op."""
+        longest = min(microbatches, max(map(len, stages), default=0))
+        # All stages share these: a large plan has millions of ops.
+        ops = {
+            letter: [Op(kind, m) for m in range(longest)] for letter, kind in KIND_OF_LETTER.items()
+        }
+        return Schedule(microbatches, tuple(_decode(i, text, ops) for i, text in enumerate(stages)))
+
+
+def _decode(stage: int, text: str, ops: Mapping[str, Sequence[Op]]) -> tuple[Op, ...]:
+    found: list[Op] = []
+    forwards = backwards = weights = 0
+    for position, letter in enumerate(text):
+        if letter not in ops:
+            raise InputError(
+                f"stage {stage}, op {position} is {letter!r}; expected F, I (backward of the"
+                " inputs), W or B (the whole backward)"
+            )
+        turn = forwards if letter == "F" else weights if letter == "W" else backwards
+        if turn >= len(ops[letter]):
+            raise InputError(
+                f"stage {stage}, op {position} is a {letter} of microbatch {turn}; the schedule has"
+                f" {len(ops[letter])} microbatches"
+            )
+        found.append(ops[letter][turn])
+        forwards += letter == "F"
+        backwards += letter in ("I", "B")
+        weights += letter in ("W", "B")
+    return tuple(found)
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,13 @@ from pipemorph.document import check_plain, named, only_document, read_text
 from pipemorph.errors import InputError
 from pipemorph.planning.ir import Dispatch, Plan, Policy
 
-# Far above any real pipeline; small enough that a typo in `microbatches` gives an error instead of
-# exhausting the memory.
-MAX_OPS = 1_000_000
-MAX_CELLS = MAX_OPS // 3
-"""Most stages × microbatches: each microbatch has an F, a B and a W on each stage."""
+MAX_CELLS = 512 * 2048
+"""Most stages × microbatches. Far above any real pipeline; small enough that a typo in
+``microbatches`` gives an error instead of exhausting the memory."""
+MAX_OPS = 3 * MAX_CELLS
+"""Each microbatch has an F, a B and a W on each stage."""
+MAX_VALUES = 1_000_000
+"""Most numbers, texts and keys of a problem file."""
 MAX_LAYERS = 4096
 MAX_BYTES = 64 << 20
 """Largest problem file; a problem of 1000 stages has 100 KB."""
@@ -367,7 +369,7 @@ def parse_problem(text: str) -> Problem:
     data = only_document(text)
     if not isinstance(data, dict):
         raise InputError(f"is {shown(data)}; expected the fields of a problem")
-    check_plain(data, MAX_OPS)
+    check_plain(data, MAX_VALUES)
     try:
         return Problem.model_validate(data)
     except ValidationError as error:

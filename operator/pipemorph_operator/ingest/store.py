@@ -158,7 +158,7 @@ class ClusterStore:
         started = self._monotonic()
         self._budget.charge(started)
         async with tracked.writing:
-            tracked.control = snapshot_codec.pack(snapshot)
+            tracked.control = await snapshot_codec.pack_beside(snapshot)
             await self._write(tracked)
         DIRECTIVES.inc()
         PERSIST_SECONDS.observe(self._monotonic() - started)
@@ -383,7 +383,8 @@ class ClusterStore:
         async with tracked.writing:
             try:
                 if state_changed and training.adaptations and tracked.control is not None:
-                    tracked.control = snapshot_codec.pack(tracked.controller.snapshot())
+                    snapshot = tracked.controller.snapshot()
+                    tracked.control = await snapshot_codec.pack_beside(snapshot)
                 await self._write(tracked)
             except (*REQUEST_ERRORS, Overtaken, snapshot_codec.TooLarge) as error:
                 tracked.reports.pending = True

@@ -15,12 +15,10 @@ import re
 from collections.abc import Iterator
 
 from pipemorph.errors import InputError
-from pipemorph.planning.ir import OpKind
+from pipemorph.planning.ir import KIND_OF_LETTER, LETTERS
 from pipemorph.planning.problem import MAX_OPS, shown
 from pipemorph.planning.simulation.interleaved import InterleavedSchedule, StageOp
 
-LETTERS = {OpKind.F: "F", OpKind.B: "I", OpKind.W: "W", OpKind.BW: "B"}
-_KINDS = {letter: kind for kind, letter in LETTERS.items()}
 _CELL = re.compile(r"(\d{1,9})([FIWB])(\d{1,9})", re.ASCII)
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 _OTHER = re.compile(r"\d+[A-Z_]+\d*", re.ASCII)
@@ -70,4 +68,4 @@ def _op(cell: str, rank: int, column: int) -> StageOp:
         if _OTHER.fullmatch(cell):
             why = "expected a compute-only schedule (F, I, W, B) without communication ops"
         raise InputError(f"the plan: rank {rank}, column {column}: found {shown(cell)}; {why}")
-    return StageOp(int(match.group(1)), _KINDS[match.group(2)], int(match.group(3)))
+    return StageOp(int(match.group(1)), KIND_OF_LETTER[match.group(2)], int(match.group(3)))

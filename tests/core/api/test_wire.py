@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from schedule_text import schedule_of
 
 from pipemorph.planning import Dispatch, Policy, Problem, Route, StageTimes, plan
-from pipemorph.planning.ir import Plan, Schedule
+from pipemorph.planning.ir import Plan
 from pipemorph.wire import (
     Directive,
     DirectiveEnvelope,
@@ -52,7 +53,7 @@ def test_a_plan_survives_the_wire(
 
 
 def test_device_limits_survive_the_wire_and_are_left_out_where_nothing_is_offloaded() -> None:
-    schedule = Schedule.decode(2, ["F0 F1 B0 W0 B1 W1", "F0 B0 W0 F1 B1 W1"])
+    schedule = schedule_of(2, ["F0 F1 B0 W0 B1 W1", "F0 B0 W0 F1 B1 W1"])
     plan = Plan(
         version=3,
         policy=Policy.PIPEMORPH,

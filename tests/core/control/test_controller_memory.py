@@ -12,6 +12,7 @@ from gate import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plant_support import OP, Plant, spec
+from schedule_text import schedule_of
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController, initial_plan
@@ -26,7 +27,6 @@ from pipemorph.planning import (
     Plan,
     Policy,
     Route,
-    Schedule,
     StageTimes,
     validate,
     validate_online,
@@ -336,7 +336,7 @@ def test_one_quick_or_slow_iteration_does_not_fuse_a_backward() -> None:
 
 
 def test_what_a_plan_holds_is_found_stage_by_stage() -> None:
-    schedule = Schedule.decode(3, ["F0 F1 F2 B0 W0 B1 W1 B2 W2"])
+    schedule = schedule_of(3, ["F0 F1 F2 B0 W0 B1 W1 B2 W2"])
     none = Plan(0, Policy.PIPEMORPH, schedule, (), (None,))
     two = replace(none, in_flight_limits=(3,), device_limits=(2,))
     online = replace(none, in_flight_limits=(2,), dispatch=Dispatch.ONLINE)

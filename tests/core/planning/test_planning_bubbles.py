@@ -7,6 +7,7 @@ from gate import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_strategies import problems
+from schedule_text import schedule_of
 
 from pipemorph.planning import (
     Dispatch,
@@ -14,7 +15,6 @@ from pipemorph.planning import (
     OpKind,
     Policy,
     Problem,
-    Schedule,
     StageTimes,
     plan,
     simulate,
@@ -69,9 +69,7 @@ def test_no_op_runs_before_its_message_is_here(
 
 
 def causes(schedule: list[str], problem: Problem) -> list[list[Bubble]]:
-    return explain(
-        simulate(Schedule.decode(problem.microbatches, schedule), problem), problem
-    ).bubbles
+    return explain(simulate(schedule_of(problem.microbatches, schedule), problem), problem).bubbles
 
 
 def test_fill_link_and_drain() -> None:

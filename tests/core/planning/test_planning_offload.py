@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from planning_reference import told_copies
+from schedule_text import ops_of, schedule_of
 
 from pipemorph.errors import InputError
-from pipemorph.planning.ir import Op, OpKind, Schedule, decode_ops
+from pipemorph.planning.ir import Op, OpKind, Schedule
 from pipemorph.planning.offload import (
     Residency,
     copying,
@@ -23,7 +24,7 @@ from pipemorph.planning.validator import ScheduleError, validate, validate_onlin
 
 def copied(text: str, limit: int | None) -> str:
     """The ops that copy, as text."""
-    ops = decode_ops(text)
+    ops = ops_of(text)
     return " ".join(str(op) for op, copies in zip(ops, copying(ops, limit), strict=True) if copies)
 
 
@@ -129,7 +130,7 @@ def test_whatever_is_run_stays_within_the_device_and_the_host(
     ],
 )
 def test_the_validator_names_the_op_that_does_not_fit(ops: str, limit: int, message: str) -> None:
-    schedule = Schedule.decode(ops.count("F"), [ops])
+    schedule = schedule_of(ops.count("F"), [ops])
     validate(schedule, None, [None])
     with pytest.raises(ScheduleError) as error:
         validate(schedule, None, [limit])
@@ -138,11 +139,11 @@ def test_the_validator_names_the_op_that_does_not_fit(ops: str, limit: int, mess
 
 
 def test_the_validator_takes_what_fits() -> None:
-    validate(Schedule.decode(4, ["F0 F1 F2 B0 B1 W0 W1 F3 B2 W2 B3 W3"]), None, [2])
+    validate(schedule_of(4, ["F0 F1 F2 B0 B1 W0 W1 F3 B2 W2 B3 W3"]), None, [2])
 
 
 def test_a_device_limit_below_one_is_refused() -> None:
-    schedule = Schedule.decode(1, ["F0 B0 W0"])
+    schedule = schedule_of(1, ["F0 B0 W0"])
     with pytest.raises(ScheduleError, match="stage 0: device_limit is 0; expected at least 1"):
         validate(schedule, None, [0])
     with pytest.raises(ScheduleError, match="stage 1: device_limit is 0; expected at least 1"):
@@ -150,7 +151,7 @@ def test_a_device_limit_below_one_is_refused() -> None:
 
 
 def test_limits_for_other_stages_are_refused() -> None:
-    schedule = Schedule.decode(1, ["F0 B0 W0"])
+    schedule = schedule_of(1, ["F0 B0 W0"])
     with pytest.raises(InputError, match="2 device limits for 1 stages"):
         validate(schedule, None, [1, 1])
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from schedule_text import schedule_of
 
 from pipemorph.cli import main
 from pipemorph.planning import (
     Link,
     Policy,
     Problem,
-    Schedule,
     StageTimes,
     lower_bound,
     plan,
@@ -38,7 +38,7 @@ def test_messages_leave_one_after_another() -> None:
     one = StageTimes(forward=1, backward_input=1, backward_weight=1)
     link = Link(delay=2, transfer=5)
     both = Problem(microbatches=2, stages=(one, one), links=(link,))
-    schedule = Schedule.decode(2, ["F0 F1 B0 W0 B1 W1", "F0 B0 W0 F1 B1 W1"])
+    schedule = schedule_of(2, ["F0 F1 B0 W0 B1 W1", "F0 B0 W0 F1 B1 W1"])
     ran = simulate(schedule, both)
     starts = {(op.kind.value, op.microbatch): op.start for op in ran.stages[1]}
     assert starts["F", 0] == 1 + 5 + 2

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_reference import assert_runs_as_the_fixpoint, fixpoint_ends
 from planning_strategies import problems, random_schedule
+from schedule_text import schedule_of
 
 from pipemorph.errors import InputError
 from pipemorph.planning import (
@@ -18,7 +19,6 @@ from pipemorph.planning import (
     OpKind,
     Policy,
     Problem,
-    Schedule,
     ScheduleError,
     StageTimes,
     plan,
@@ -65,7 +65,7 @@ def test_the_third_send_blocks_compute_until_the_first_has_arrived() -> None:
         StageTimes(forward=1, backward_input=0, backward_weight=0),
         StageTimes(forward=0, backward_input=0, backward_weight=0),
     )
-    schedule = Schedule.decode(4, ["F0 F1 F2 F3 BW0 BW1 BW2 BW3", "F0 F1 F2 F3 BW0 BW1 BW2 BW3"])
+    schedule = schedule_of(4, ["F0 F1 F2 F3 BW0 BW1 BW2 BW3", "F0 F1 F2 F3 BW0 BW1 BW2 BW3"])
 
     def forwards(link: Link) -> tuple[list[float], list[float]]:
         problem = Problem(microbatches=4, stages=stages, links=(link,))
@@ -157,7 +157,7 @@ def test_a_plan_must_fit_the_problem() -> None:
 
 def test_a_stage_with_both_backward_forms_has_no_online_order() -> None:
     problem = Problem(microbatches=2, stages=(TEN,))
-    mixed = Schedule.decode(2, ["F0 F1 BW0 B1 W1"])
+    mixed = schedule_of(2, ["F0 F1 BW0 B1 W1"])
     simulate(mixed, problem)
     with pytest.raises(ScheduleError, match="one form per stage"):
         simulate(mixed, problem, Dispatch.ONLINE)

@@ -7,8 +7,9 @@ from gate import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_strategies import problems
+from schedule_text import schedule_of
 
-from pipemorph.planning import Dispatch, Link, Policy, Problem, Schedule, StageTimes, plan, simulate
+from pipemorph.planning import Dispatch, Link, Policy, Problem, StageTimes, plan, simulate
 from pipemorph.planning.simulation.simulator import simulate_changing
 
 
@@ -25,7 +26,7 @@ def test_delays_that_do_not_change(problem: Problem, mode: Dispatch) -> None:
 def test_a_message_takes_the_delay_of_the_moment_it_is_sent(mode: Dispatch) -> None:
     one = StageTimes(forward=1, backward_input=1, backward_weight=1)
     problem = Problem(microbatches=2, stages=(one, one), links=(Link(delay=0),))
-    schedule = Schedule.decode(2, ["F0 F1 B0 W0 B1 W1", "F0 F1 B0 B1 W0 W1"])
+    schedule = schedule_of(2, ["F0 F1 B0 W0 B1 W1", "F0 F1 B0 B1 W0 W1"])
 
     def delay_at(link: int, sent: float) -> float:
         assert link == 0

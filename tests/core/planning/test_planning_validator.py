@@ -7,13 +7,14 @@ import random
 import pytest
 from planning_reference import runs_to_the_end
 from planning_strategies import random_schedule
+from schedule_text import schedule_of
 
 from pipemorph.errors import InputError
 from pipemorph.planning import Schedule, ScheduleError, validate, validate_online
 
 
 def check(stages: list[str], microbatches: int, limits: list[int | None] | None = None) -> None:
-    validate(Schedule.decode(microbatches, stages), limits)
+    validate(schedule_of(microbatches, stages), limits)
 
 
 def test_accepts_split_fused_and_both_on_one_stage() -> None:
@@ -65,7 +66,7 @@ def test_in_flight_ends_at_w_not_at_b() -> None:
     [
         (Schedule(0, ((),)), None, "at least 1 microbatch"),
         (Schedule(1, ()), None, "at least one stage"),
-        (Schedule.decode(1, ["F0 B0 W0"]), [1, 1], "2 in-flight limits for 1 stages"),
+        (schedule_of(1, ["F0 B0 W0"]), [1, 1], "2 in-flight limits for 1 stages"),
     ],
 )
 def test_refuses_what_is_no_schedule(

@@ -16,7 +16,7 @@ from plant_support import settle
 from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import JobStatus, SlowLink, TrainingStatus
 from pipemorph.control import JobController
-from pipemorph.wire import LinkHealthReport
+from pipemorph.wire import LinkHealthReport, PlanMessage
 from pipemorph_operator.cluster.client import ApiRefused
 from pipemorph_operator.ingest import snapshot_codec, store, write_budget
 from pipemorph_operator.ingest.__main__ import decide
@@ -63,12 +63,20 @@ def test_damaged_state_still_gives_its_plan_version(damage: str) -> None:
 
 
 def test_a_large_plan_fits_into_status() -> None:
-    many = JobSpec.model_validate(body(stages=128)["spec"] | {"schedule": {"microbatches": 512}})
+    """Of a 16th of the largest size, with stages all different: an order without a pattern."""
+    times = [
+        {"forward": 10 + i * 7 % 5, "backwardInput": 11 + i * 3 % 4, "backwardWeight": 6 + i % 3}
+        for i in range(128)
+    ]
+    many = JobSpec.model_validate(
+        body(stages=128)["spec"]
+        | {"schedule": {"microbatches": 512, "stageTimes": times, "inFlightLimit": 160}}
+    )
     controller = JobController(many)
-    snapshot = controller.snapshot()
-    plan = {"stages": ["".join(f"F{i}B{i}W{i}" for i in range(512))] * 128}
-    state = snapshot_codec.pack(snapshot | {"bases": plan})
-    assert len(state.snapshot) < snapshot_codec.MAX_PACKED / 4
+    plan = PlanMessage.of(controller.wanted).model_dump(mode="json")
+    state = snapshot_codec.pack(controller.snapshot() | {"bases": plan})
+    assert len(state.snapshot) < snapshot_codec.MAX_PACKED / 16
+    assert snapshot_codec.unpack(state)["bases"] == plan
 
 
 def test_what_does_not_fit_is_refused() -> None:

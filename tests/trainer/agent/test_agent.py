@@ -20,8 +20,9 @@ from typing import Any, TypeVar
 import pytest
 from aiohttp import web
 from launch import ended, free_port
+from schedule_text import schedule_of
 
-from pipemorph.planning.ir import Plan, Policy, Route, Schedule
+from pipemorph.planning.ir import Plan, Policy, Route
 from pipemorph.wire import (
     MAX_REPORT_BYTES,
     Directive,
@@ -171,7 +172,7 @@ def plan(version: int, stages: int = 2, microbatches: int = 2) -> Plan:
     return Plan(
         version=version,
         policy=Policy.PIPEMORPH,
-        schedule=Schedule.decode(microbatches, [ops] * stages),
+        schedule=schedule_of(microbatches, [ops] * stages),
         routes=(Route.DIRECT,) * (stages - 1),
         in_flight_limits=(None,) * stages,
     )
