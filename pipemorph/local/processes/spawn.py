@@ -18,7 +18,11 @@ def main() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != host:
         sys.exit("the host died before this process started")
-    os.execv(command[0], command)
+    try:
+        # With the PATH of the rank, which its pod template may set.
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.exit(f"cannot run {command[0]}: {error.strerror}")
 
 
 if __name__ == "__main__":

@@ -91,6 +91,24 @@ def test_a_command_runs_in_place_of_a_module(runs: Runs) -> None:
     assert_clean(run)
 
 
+def test_a_command_is_looked_up_in_the_path_of_the_rank(runs: Runs) -> None:
+    run = runs(others="finish", stages=2)
+    trainer = run.manifest()["spec"]["trainer"]
+    del trainer["module"]
+    run.spec["trainer"] = trainer | {"command": ["env", "A=1", sys.executable, "-m", "fake_rank"]}
+    run.__post_init__()
+    status, output = run.finish()
+    assert status == 0, output
+    template = {
+        "spec": {"containers": [{"name": "trainer", "env": [{"name": "PATH", "value": "/"}]}]}
+    }
+    run.spec["template"] = template
+    run.__post_init__()
+    status, output = run.finish("--force")
+    assert status == 1, output
+    assert "cannot run env: No such file or directory" in output and "Traceback" not in output
+
+
 def test_what_a_rank_sees(runs: Runs) -> None:
     template = {
         "spec": {
@@ -199,7 +217,7 @@ def test_results_that_cannot_be_written(runs: Runs) -> None:
     (run.out / "report.json.partial").symlink_to("/dev/full")
     status, output = run.finish()
     assert status == 1
-    assert "completed: 0 of 5 iterations" in output
+    assert "completed: 5 of 5 iterations (none reported)" in output
     assert "pipemorph run: out: No space left on device; results are missing" in output
     assert "Traceback" not in output
     assert_clean(run)
