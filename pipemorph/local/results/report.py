@@ -79,8 +79,14 @@ class RunRecord:
         return self.job.spec.emulation is not None
 
     def summary(self) -> str:
-        """``completed: 40 iterations, median 1.234 s, 2 adaptations``"""
-        parts = [f"{len(self.iterations)} of {self.job.spec.trainer.iterations} iterations"]
+        """``completed: 40 of 40 iterations (resumed at 12), median 1.234 s, 2 adaptations``"""
+        wanted = self.job.spec.trainer.iterations
+        first = self.iterations[0].index if self.iterations else 0
+        done = self.iterations[-1].index + 1 if self.iterations else 0
+        resumed = f" (resumed at {first})" if first else ""
+        if self.completed and not self.iterations:
+            done, resumed = wanted, " (none reported)"
+        parts = [f"{done} of {wanted} iterations{resumed}"]
         if self.iterations:
             parts.append(f"median {median(i.seconds for i in self.iterations):.3f} s")
         parts.append(f"{len(self.adaptations)} adaptations")

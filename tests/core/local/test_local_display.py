@@ -200,6 +200,19 @@ def test_nothing_is_said_of_rails_that_are_not_there() -> None:
     )
 
 
+def test_the_summary_counts_iterations_of_earlier_runs() -> None:
+    run, wanted = RunRecord(job(), 1.0), job().spec.trainer.iterations
+    run.finish(Ending(End.COMPLETED), [], [])
+    assert (
+        run.summary()
+        == f"completed: {wanted} of {wanted} iterations (none reported), 0 adaptations"
+    )
+    run.finish(Ending(End.INTERRUPTED), [sample(4), sample(5)], [])
+    assert run.summary().startswith(f"interrupted: 6 of {wanted} iterations (resumed at 4), median")
+    run.finish(Ending(End.INTERRUPTED), [sample(0), sample(1)], [])
+    assert run.summary().startswith(f"interrupted: 2 of {wanted} iterations, median")
+
+
 def test_rails_and_transports_of_the_end_are_in_the_report(tmp_path: Path) -> None:
     folder = OutFolder.claim(tmp_path / "out", force=False)
     run = RunRecord(job(), 1.0)
