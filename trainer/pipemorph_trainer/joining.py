@@ -37,8 +37,9 @@ def ask_for_job(
     """The PipeMorphJob as JSON. ``authority``: PEM file with that of the ingest's certificate;
     None: the system's.
 
-    Raises :class:`InputError` in one line that says what to set, if there is no ingest at ``url``
-    for ``patience`` seconds, or if it refuses this rank.
+    The host may start at the same time, and makes the token's file if there is none: both are
+    waited for. Raises :class:`InputError` in one line that says what to set, if there is no token
+    or no ingest at ``url`` for ``patience`` seconds, or if it refuses this rank.
     """
     if not url.startswith(("http://", "https://")):
         raise InputError(f"PIPEMORPH_INGEST_URL is {one_line(url)!r}; expected http(s)://HOST:PORT")
@@ -46,8 +47,9 @@ def ask_for_job(
         raise InputError(
             "PIPEMORPH_TOKEN_FILE is not set; the ingest at PIPEMORPH_INGEST_URL needs the token"
         )
+    deadline = time.monotonic() + patience
     try:
-        token = token_file.read_text().strip()
+        token = _token(token_file, deadline)
         trust = ssl.create_default_context(cafile=authority or None)
         query = {"rank": rank, "world_size": world_size, "attempt": attempt}
         request = urllib.request.Request(
@@ -66,7 +68,6 @@ def ask_for_job(
     opener = urllib.request.build_opener(
         urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=trust)
     )
-    deadline = time.monotonic() + patience
     while True:
         try:
             with opener.open(request, timeout=REQUEST_SECONDS) as answer:
@@ -88,6 +89,21 @@ def ask_for_job(
                     "unset the variable to train without it"
                 ) from None
             time.sleep(PAUSE_SECONDS)
+
+
+def _token(file: Path, deadline: float) -> str:
+    """The token, once there is one. Raises :class:`OSError` if the file cannot be read."""
+    while True:
+        try:
+            token = file.read_text().strip()
+        except FileNotFoundError:
+            if time.monotonic() > deadline:
+                raise
+        else:
+            # The host makes the file before it writes it.
+            if token or time.monotonic() > deadline:
+                return token
+        time.sleep(PAUSE_SECONDS)
 
 
 def _refusal(url: str, error: urllib.error.HTTPError) -> str:

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from pipemorph.local.results.history import Journal
 from pipemorph.local.serve import RollCall, ServeOptions, tls_context
 from pipemorph.local.service import ControlService
 from pipemorph_trainer.context import TrainerContext
-from pipemorph_trainer.joining import ask_for_job
+from pipemorph_trainer.joining import PAUSE_SECONDS, ask_for_job
 
 pytestmark = pytest.mark.multiprocess
 
@@ -176,9 +177,26 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     rank = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}
     with pytest.raises(InputError, match="PIPEMORPH_TOKEN_FILE is not set"):
         TrainerContext.from_env({**rank, "PIPEMORPH_INGEST_URL": url})
-    missing = {"PIPEMORPH_TOKEN_FILE": str(tmp_path / "none"), "PIPEMORPH_INGEST_URL": url}
     with pytest.raises(InputError, match="none: cannot be read: No such file"):
-        TrainerContext.from_env({**rank, **missing})
+        ask_for_job(url, tmp_path / "none", None, rank=0, world_size=2, attempt=0, patience=0.0)
+
+
+def test_a_rank_waits_for_the_token_of_a_host_that_starts(tmp_path: Path) -> None:
+    """Its file is made first and written then."""
+    file, found = tmp_path / "token", list[str]()
+    with Host() as service:
+        rank = threading.Thread(
+            target=lambda: found.append(
+                ask_for_job(service.url, file, None, rank=0, world_size=2, attempt=0)
+            )
+        )
+        rank.start()
+        file.touch()
+        rank.join(2 * PAUSE_SECONDS)
+        assert rank.is_alive(), "an empty token is none"
+        file.write_text("right\n")
+        rank.join(60)
+    assert json.loads(found[0])["metadata"]["name"] == "served"
 
 
 def test_a_context_has_what_the_job_says(tmp_path: Path) -> None:
