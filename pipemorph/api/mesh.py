@@ -140,6 +140,17 @@ class Coordinate:
             column = column * self.mesh.sizes[name] + self.along(name)
         return column
 
+    @property
+    def dp_rank(self) -> int:
+        """Index of the rank's part of a batch, of :attr:`dp_size`: the same on all ranks that get
+        the same samples, along ``pp``, ``cp`` and ``tp``."""
+        return self.replica * self.mesh.shard + self.shard
+
+    @property
+    def dp_size(self) -> int:
+        """Into how many parts a batch is divided: replicas × shards."""
+        return self.mesh.replicas * self.mesh.shard
+
     def along(self, name: Dimension) -> int:
         """The rank's index along a dimension."""
         index: int = getattr(self, _FIELDS[name])

@@ -47,6 +47,12 @@ def test_every_rank_has_one_place(order: tuple[Any, ...]) -> None:
         first = shape.coordinate(at.first_along(DATA))
         assert (first.stage, first.tensor) == (at.stage, at.tensor)
         assert (first.replica, first.shard, first.context) == (0, 0, 0)
+        # Ranks with the same samples, and how the parts of a batch are numbered.
+        assert (at.dp_rank, at.dp_size) == (
+            at.replica * shape.shard + at.shard,
+            shape.replicas * shape.shard,
+        )
+        assert shape.coordinate(at.first_along(("pp", "cp", "tp"))).dp_rank == at.dp_rank
     assert len(seen) == shape.world_size
     for names in (("pp",), COLUMN, DATA, LOCKSTEP):
         groups = shape.groups(names)

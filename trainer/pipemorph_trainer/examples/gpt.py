@@ -219,7 +219,7 @@ def train(context: TrainerContext) -> None:
                 corpus,
                 seed=spec.trainer.seed,
                 iteration=iteration,
-                replica=coordinate.replica * spec.parallelism.shard + coordinate.shard,
+                replica=coordinate.dp_rank,
                 batch=arguments.microbatch_size * spec.schedule.microbatches,
                 sequence=arguments.sequence,
             )
