@@ -120,8 +120,9 @@ class Parts:
         self.control = metered(control, context, self.coordinate, prepared.plan)
         config = self._link_config(prepared, op_clock)
         self.neighbours = meet(
-            self.coordinate, config, master_addr=context.master_addr, groups=self.world.groups
-        )
+            self.coordinate, config, master_addr=context.master_addr, groups=self.world.groups,
+            control=self.world.control,
+        )  # fmt: skip
         self.wait_for.who_is_gone = self.neighbours.gone
         ends = self.neighbours.ends
         self.plans = PlanBook(prepared.plan, self.coordinate, ends, no_offload=prepared.no_offload)

@@ -128,8 +128,7 @@ def join(
 
     ``mesh``: the user's; None: it is made here. Raises the same :class:`InputError` on all ranks if
     one of them refuses or if their starts do not fit together
-    (:func:`~pipemorph_trainer.start.check_starts`). Raises it too if the existing process group
-    carries no CPU tensors.
+    (:func:`~pipemorph_trainer.start.check_starts`).
     """
     groups = Groups()
     try:

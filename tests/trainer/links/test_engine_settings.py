@@ -33,7 +33,7 @@ def told(monkeypatch: pytest.MonkeyPatch, transport: dict[str, Any]) -> dict[str
         def refused(self) -> list[str]:
             return []
 
-    def gather(into: list[Any], mine: Any) -> None:
+    def gather(into: list[Any], mine: Any, group: Any = None) -> None:
         into[:] = [mine]
 
     for module in (engine, settings):

@@ -25,6 +25,7 @@ from pipemorph_trainer.executor.device_times import LAUNCHED_AHEAD, DeviceTimes,
 from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
 from pipemorph_trainer.links import rendezvous
 from pipemorph_trainer.start import Start
+from pipemorph_trainer.topology import mesh
 
 
 def simulate(context: TrainerContext, job: Job, seed: int) -> tuple[Record, int, list[str]]:
@@ -236,14 +237,12 @@ def test_losses_cross_behind_their_ops_and_exactly() -> None:
     assert copy.take() == [float(value) for value in values]
 
 
-def test_a_process_group_without_cpu_tensors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ``init_process_group("nccl")`` makes it: what ranks agree on is on the CPU."""
-    monkeypatch.setattr(start.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(start.dist, "get_backend_config", lambda: "cuda:nccl")
+def test_torch_without_gloo_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh.dist, "is_gloo_available", lambda: False)
     context = TrainerContext(
         rank=0, world_size=2, local_rank=0, master_addr="127.0.0.1", master_port=1
     )
-    with pytest.raises(InputError, match=r"made with cuda:nccl; .*'cpu:gloo,cuda:nccl'"):
+    with pytest.raises(InputError, match="without gloo, over which ranks agree on plans"):
         start.join(context, torch.device("cuda", 0), Start(mesh=MeshShape(2), microbatches=1))
 
 

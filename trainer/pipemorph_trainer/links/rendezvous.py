@@ -142,9 +142,15 @@ class Rendezvous:
     """Connects one rank to both neighbours, in the steps of :meth:`meet`."""
 
     def __init__(
-        self, coordinate: Coordinate, config: LinkConfig, master_addr: str, groups: Groups
+        self,
+        coordinate: Coordinate,
+        config: LinkConfig,
+        master_addr: str,
+        groups: Groups,
+        control: dist.ProcessGroup | None,
     ) -> None:
         self._coordinate, self._config, self._groups = coordinate, config, groups
+        self._control = control
         self._mine = _Peer(this_machine(), addresses.own_address(master_addr))
         self._peers: list[_Peer] = []
         self._engine: _engine.Engine | None = None
@@ -289,13 +295,19 @@ class Rendezvous:
 
     def _gather(self, mine: _Peer) -> None:
         found: list[Any] = [None] * self._coordinate.mesh.world_size
-        dist.all_gather_object(found, mine)
+        dist.all_gather_object(found, mine, group=self._control)
         self._peers = found
 
 
 def meet(
-    coordinate: Coordinate, config: LinkConfig, *, master_addr: str, groups: Groups
+    coordinate: Coordinate,
+    config: LinkConfig,
+    *,
+    master_addr: str,
+    groups: Groups,
+    control: dist.ProcessGroup | None = None,
 ) -> Neighbourhood:
     """Connect a rank to both neighbours. ``groups``: gets the groups of direct routes;
-    ``master_addr``: of rank 0. Collective, see :meth:`Rendezvous.meet`."""
-    return Rendezvous(coordinate, config, master_addr, groups).meet()
+    ``master_addr``: of rank 0; ``control``: carries what ranks tell each other (None: the default
+    group). Collective, see :meth:`Rendezvous.meet`."""
+    return Rendezvous(coordinate, config, master_addr, groups, control).meet()

@@ -32,7 +32,12 @@ class Groups:
 
     def new(self, ranks: list[int] | None = None, **options: Any) -> dist.ProcessGroup:
         """Create a group that ends with the pipeline, by ``dist.new_group``. Collective over all
-        ranks of the world, including those that are not in the group."""
+        ranks of the world, including those that are not in the group.
+
+        Without ``backend`` it has those of the default group, and carries CPU tensors in any case.
+        """
+        if "backend" not in options and not carries_cpu(dist.GroupMember.WORLD):
+            options["backend"] = f"cpu:gloo,{dist.get_backend_config()}"
         return self.adopt(dist.new_group(ranks, **options))
 
     def adopt(self, group: Any) -> dist.ProcessGroup:
@@ -56,6 +61,12 @@ class Groups:
             # A user may have destroyed all groups already, as torch's own scripts do last.
             with contextlib.suppress(ValueError):
                 dist.destroy_process_group(group)
+
+
+def carries_cpu(group: dist.ProcessGroup | None) -> bool:
+    """Whether tensors in host memory can go through a group. Not if the script has made it with
+    ``nccl`` alone."""
+    return "cpu:" in dist.get_backend_config(group)
 
 
 def abandon(group: dist.ProcessGroup, backends: str) -> bool:

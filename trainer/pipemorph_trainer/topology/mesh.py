@@ -74,14 +74,14 @@ def _shown(ranks: list[int]) -> str:
 
 
 def join_process_group(context: TrainerContext, device: torch.device) -> None:
-    """Join the job's process group, unless the script has done so. Raises :class:`InputError` if
-    the existing one carries no CPU tensors."""
+    """Join the job's process group, unless the script has done so. One without CPU tensors, as
+    ``init_process_group("nccl")`` makes it, will do: the pipeline's own groups carry them. Raises
+    :class:`InputError` if torch has no gloo for that."""
+    if not dist.is_gloo_available():
+        raise InputError(
+            "torch was built without gloo, over which ranks agree on plans; install a build with it"
+        )
     if dist.is_initialized():
-        if "cpu:" not in dist.get_backend_config():
-            raise InputError(
-                f"the process group was made with {dist.get_backend_config()}; it has to carry CPU "
-                "tensors as well: init_process_group('cpu:gloo,cuda:nccl'), or leave it to Pipeline"
-            )
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=SETUP_SECONDS)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipemorph.api.mesh import LOCKSTEP, Coordinate, Dimension
-from pipemorph_trainer.topology.groups import Groups
+from pipemorph_trainer.topology.groups import Groups, carries_cpu
 
 
 @dataclass(eq=False)
@@ -70,7 +70,7 @@ class World:
         if self.owns_mesh and len(names) == 1:
             group: Any = self.mesh.get_group(names[0])
             # For a dimension with all ranks the mesh uses the default group, which is the user's.
-            if group is not dist.GroupMember.WORLD:
+            if group is not dist.GroupMember.WORLD and carries_cpu(group):
                 return group  # type: ignore[no-any-return]
         made = [
             self.groups.new(each, group_desc=f"pipemorph {' × '.join(names)}") for each in ranks
