@@ -21,6 +21,7 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "sharded": {"shard": 2},
     "tensor": {"tensor": 2},
+    "sharded, tensor": {"shard": 2, "tensor": 2},
     "chunked loss, selective checkpointing": {"chunked_loss": True, "recompute": "selective"},
     "full checkpointing": {"recompute": "full"},
 }
@@ -34,8 +35,8 @@ def test_weights_are_those_of_torchtitans_own_schedule(case: str) -> None:
     problem = Problem(microbatches=4, stages=(times,) * 2, links=(Link(delay=1),))
     job = TitanJob(adaptive=True, plan=plan(problem).to_plan(3, (Route.DELEGATED,)), **CASES[case])
     ranks = job.pipeline * job.shard * job.tensor
-    wanted = run_ranks(ranks, train, replace(job, adaptive=False), timeout=200)
-    found = run_ranks(ranks, train, job, timeout=200)
+    wanted = run_ranks(ranks, train, replace(job, adaptive=False), timeout=280)
+    found = run_ranks(ranks, train, job, timeout=280)
     for mine, its in zip(found, wanted, strict=True):
         assert len(its.seen) == STEPS
         assert mine.seen == its.seen
