@@ -154,6 +154,9 @@ class IterationSample(WireModel):
     loss: float | None
     plan_version: Count
     bubble_fraction: Annotated[float, Field(ge=0, le=1)]
+    barrier: bool | None = None
+    """Whether all stages waited for each other between this iteration and the next one, as for the
+    gradient norm of all stages; None if unknown."""
 
 
 class LinkHealthReport(WireModel):

@@ -24,7 +24,7 @@ namespace {
 using CostsTuple =
     std::tuple<int, std::array<std::vector<double>, kKinds + 1>, std::vector<double>,
                std::vector<double>, std::vector<int>, std::vector<int>, std::vector<bool>,
-               std::vector<double>, std::vector<int>, std::vector<double>>;
+               std::vector<double>, std::vector<int>, std::vector<double>, std::vector<double>>;
 using Ran = std::tuple<std::vector<nb::bytes>, std::vector<std::vector<double>>,
                        std::vector<std::vector<double>>, std::vector<std::vector<double>>,
                        std::vector<std::vector<double>>, std::vector<std::vector<double>>>;
@@ -35,8 +35,8 @@ void expect(bool holds, const char* message) {
 
 Costs to_costs(CostsTuple given, std::vector<int> caps = {}, std::vector<int> warmup = {}) {
     Costs costs;
-    auto& [n, took, delay, transfer, queues, outstanding, half_duplex, copy, device_limits, after] =
-        given;
+    auto& [n, took, delay, transfer, queues, outstanding, half_duplex, copy, device_limits, after,
+           before] = given;
     costs.microbatches = n;
     costs.stages = static_cast<int>(took[kForward].size());
     for (int kind = 0; kind <= kKinds; ++kind) costs.took[kind] = std::move(took[kind]);
@@ -48,6 +48,7 @@ Costs to_costs(CostsTuple given, std::vector<int> caps = {}, std::vector<int> wa
     costs.copy = std::move(copy);
     costs.device_limits = std::move(device_limits);
     costs.after = std::move(after);
+    costs.before = std::move(before);
     costs.caps = std::move(caps);
     costs.warmup = std::move(warmup);
     const size_t stages = costs.took[kForward].size(), links = stages - 1;
@@ -57,8 +58,8 @@ Costs to_costs(CostsTuple given, std::vector<int> caps = {}, std::vector<int> wa
         expect(times.size() == stages, "expected an op time of each kind per stage");
     expect(costs.caps.size() == stages, "expected an in-flight cap per stage");
     expect(costs.copy.size() == stages && costs.device_limits.size() == stages &&
-               costs.after.size() == stages,
-           "expected a copy time, a device limit and what follows the last op per stage");
+               costs.after.size() == stages && costs.before.size() == stages,
+           "expected a copy time, a device limit, and what precedes and follows the ops per stage");
     expect(costs.warmup.empty() || costs.warmup.size() == stages, "expected a warm-up per stage");
     expect(costs.delay.size() == links && costs.transfer.size() == links &&
                costs.queues.size() == links && costs.outstanding.size() == links &&

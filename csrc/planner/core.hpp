@@ -153,6 +153,8 @@ class Core {
         constexpr bool kEnds = !Chooser::kForesees;
         reset();
         agenda_.reset();
+        for (int rank = 0; rank < ranks(); ++rank)
+            if (const double at = begins(rank); at > 0.0) agenda_.set<kEnds>(rank, at, false);
         for (auto& history : shared_) history.clear();
         while (true) {
             const int rank = agenda_.first();
@@ -205,7 +207,7 @@ class Core {
         set_tail(tail);
         todo_.clear();
         for (int rank = ranks() - 1; rank >= 0; --rank) todo_.push_back(rank);
-        std::fill(now_.begin(), now_.end(), 0.0);
+        for (int rank = 0; rank < ranks(); ++rank) now_[rank] = begins(rank);
         while (!todo_.empty()) {
             const int rank = todo_.back();
             todo_.pop_back();
@@ -267,6 +269,8 @@ class Core {
     };
 
     const Way& way(int kind, int stage) const { return ways_[4 * stage + kind]; }
+    // Only problems with one stage per rank state it, and a rank may have no stage.
+    double begins(int rank) const { return rank < costs_.stages ? costs_.before[rank] : 0.0; }
     void reset();
     void set_tail(const Times* tail);
 

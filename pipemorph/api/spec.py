@@ -161,6 +161,13 @@ class ScheduleSpec(SpecModel):
     )
     policy: Literal["pipemorph", "zero-bubble", "1f1b", "gpipe", "exact"] = "pipemorph"
     dispatch: Literal["static", "online"] = "static"
+    objective: Literal["auto", "makespan", "period"] = Field(
+        default="auto",
+        description="What plans make short: the iteration of all stages together (makespan), or "
+        "the time each stage is occupied, which is the time per iteration if stages do not wait "
+        "for each other between iterations (period). auto: the period once the trainer reports "
+        "that nothing, such as the gradient norm of all stages, makes them wait.",
+    )
     in_flight_limit: (
         Annotated[int, Field(ge=1)]
         | Annotated[list[Annotated[int, Field(ge=1)]], Field(max_length=512)]

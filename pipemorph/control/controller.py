@@ -29,6 +29,7 @@ from pipemorph.control.decide.rate_limit import Pacing
 from pipemorph.control.decide.replan import CHECKED, Cause, Proposal, Replan
 from pipemorph.control.decide.triggers import Judgement, Progress
 from pipemorph.control.decide.truth import (
+    BARRIER,
     DOUBTED_NEEDS,
     Evidence,
     Sources,
@@ -48,7 +49,7 @@ from pipemorph.control.observe.stage_profile import Footprint
 from pipemorph.control.observe.transports import TransportsView
 from pipemorph.control.snapshot import Snapshot
 from pipemorph.control.view import JobView
-from pipemorph.planning import Plan
+from pipemorph.planning import Plan, StageTimes
 from pipemorph.planning.offload import offloaded
 from pipemorph.wire import Directive, LinkHealthReport, PlanMessage
 
@@ -226,8 +227,7 @@ class JobController:
             return
         stages = self._reported.stages.times() if truth.collects else None
         if stages is not None and not self._foreign_plan:
-            situation = self._judgement.now(stages, self.links(now), self._reported.stages.rooms)
-            situation = self._believed(situation)
+            situation = self._believed(self._now(stages, self.links(now)))
             if situation.slow == judged.slow:
                 iterations = ledger.under(self._wanted.version)[1:]
                 truth.collect(iterations, self._wanted, situation)
@@ -241,9 +241,10 @@ class JobController:
         if not verdict.failed or stages is None or not trial.promise.may_go_back:
             return
         links = self.links(now)
-        present = self._judgement.now(stages, links, self._reported.stages.rooms)
+        present = self._now(stages, links)
         # Without the evidence that was wrong, which is not believed again for now.
         self._truth.hold(trial.sources, last + 1, last, DOUBTED_NEEDS)
+        self._baseline = trial.baseline
         situation = without(present, trial.sources, trial.before)
         self._ask("undelivered", situation, links, previous=trial.previous)
 
@@ -255,6 +256,7 @@ class JobController:
         rooms = reported.stages.rooms
         slow_lately = any(judgement.situation.slow) or reported.links.any_slow
         quiet = not (self._foreign_plan or slow_lately) and rooms == self._checked_rooms
+        quiet = quiet and not judgement.barrier_differs(self._barrier())
         if quiet and not judgement.profile_is_due(self._progress()):
             return  # The common case: every other cause needs a link that is or was slow.
         links = self.links(now)
@@ -273,7 +275,7 @@ class JobController:
             if any(link.health is Health.SLOW for link in links):
                 self._note(now, "times", "a link is slow, but no stage has reported op times yet")
             return
-        situation = self._believed(judgement.now(stages, links, rooms))
+        situation = self._believed(self._now(stages, links))
         if not self._knows_memory(now):
             return
         if any(room.device == 0 for room in rooms):
@@ -290,7 +292,7 @@ class JobController:
             return
         last, sources = self._ledger.last_iteration, judgement.sources(cause, situation)
         since = judgement.detectable_at(situation, links, reported.iteration)
-        if cause == "profile":
+        if cause in ("profile", "barrier"):
             since = last - COMPARED
         iterations = self._ledger.under(self._wanted.version)[1:]
         otherwise = without(situation, sources, judgement.situation)
@@ -306,6 +308,20 @@ class JobController:
         self._truth.seen_well(situation.slow)
         held = self._truth.held(self._ledger.last_iteration)
         return without(situation, held, self._judgement.situation) if held else situation
+
+    def _now(self, stages: tuple[StageTimes, ...], links: Sequence[LinkHealth]) -> Situation:
+        """The current situation."""
+        rooms = self._reported.stages.rooms
+        return self._judgement.now(stages, links, rooms, barrier=self._barrier())
+
+    def _barrier(self) -> bool:
+        """Whether stages wait for each other between iterations. Also if the trainer sees nothing
+        that makes them wait, but a plan for that did not bring what it promised."""
+        objective = self.spec.schedule.objective
+        if objective != "auto":
+            return objective == "makespan"
+        ledger = self._ledger
+        return ledger.barrier or self._truth.doubt(BARRIER, ledger.last_iteration) > 0
 
     def _progress(self) -> Progress:
         newest, wanted = self._ledger.newest(), self._wanted.version
@@ -403,13 +419,14 @@ class JobController:
                 Trial(
                     version=self._wanted.version,
                     previous=asked.running,
+                    baseline=asked.baseline,
                     sources=pending.sources,
                     promise=proposal.promise,
                     before=pending.before.situation,
                     since=pending.detectable_at,
                 )
             )
-        if asked.cause in ("profile", "memory") and not any(asked.situation.slow):
+        if asked.cause in ("profile", "memory", "barrier") and not any(asked.situation.slow):
             self._baseline = replace(self._wanted, version=0, routes=self._first.routes)
 
     def _issue(self, pending: Pending, proposal: Proposal, chosen: Option, now: float) -> None:
@@ -549,7 +566,7 @@ class JobController:
             reported.stages.restore_footprints(saved.footprints)
         judged = saved.judged(judgement.situation.stages)
         if judged is not None:
-            judgement.situation = judged
+            judgement.situation = replace(judged, barrier=judgement.situation.barrier)
         self._truth.restore_doubts(saved.doubts)
         reported.links.restore_bases(saved.bases)
         reported.links.restore_delays(saved.slow_series)

@@ -56,6 +56,7 @@ def initial_problem(spec: JobSpec) -> Problem:
             links=(Link(),) * (len(stages) - 1),
             policy=spec.schedule.policy_kind,
             warmup=tuple(warmup) if warmup is not None else None,
+            objective="period" if spec.schedule.objective == "period" else "makespan",
         )
     except ValidationError as error:
         message = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")

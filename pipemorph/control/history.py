@@ -24,6 +24,9 @@ BEFORE = 8
 KEPT_ITERATIONS = 32
 """Enough for the medians before and after a change and for the newest time. Bounded, since a host
 has thousands of jobs."""
+LOOKED_AT, FEW_BARRIERS = 8, 0.25
+"""Newest iterations, and the share of them that may have a barrier for none to be expected: some
+jobs clip gradients only after several steps."""
 OPEN_RECORDS = 4
 """Newest records that may still get figures."""
 KEPT_RECORDS = 256
@@ -100,6 +103,7 @@ class Finished:
     loss: float | None
     plan_version: int
     bubble_fraction: float
+    barrier: bool = True
 
 
 class Ledger:
@@ -137,6 +141,15 @@ class Ledger:
         return self._iterations.get(self._last)
 
     @property
+    def barrier(self) -> bool:
+        """Whether stages wait for each other after more than a few of the newest iterations, or it
+        is unknown."""
+        newest = [self._iterations[i] for i in sorted(self._iterations)[-LOOKED_AT:]]
+        if len(newest) < LOOKED_AT / 2:
+            return True
+        return sum(each.barrier for each in newest) > FEW_BARRIERS * len(newest)
+
+    @property
     def finished(self) -> int:
         """Number of finished iterations of this attempt that are kept."""
         return len(self._iterations)
@@ -153,6 +166,8 @@ class Ledger:
                 sample.loss,
                 sample.plan_version,
                 sample.bubble_fraction,
+                # Unknown: assume one, since a plan that expects it also suits a job without it.
+                sample.barrier is not False,
             )
             self._last = max(self._last, sample.index)
             changed = True

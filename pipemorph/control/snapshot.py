@@ -36,7 +36,7 @@ class Snapshot(BaseModel):
     baseline: PlanMessage | None = None
     """The plan for healthy links, if it is not that of the spec."""
     doubts: dict[int, int] = Field(default_factory=dict)
-    """How often a link, or the op times (-1), were wrong lately."""
+    """How often a link, the op times (-1) or what is known of a barrier (-2) were wrong lately."""
     footprints: list[tuple[int | None, float | None]] = Field(default_factory=list)
     """Per stage: activation bytes of one microbatch, and seconds to copy them."""
 

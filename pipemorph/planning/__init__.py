@@ -4,7 +4,13 @@ from pipemorph.planning.ir import Dispatch, Op, OpKind, Plan, Policy, Route, Sch
 from pipemorph.planning.planner import PlannedSchedule, link_on, plan, plan_for, problem_for
 from pipemorph.planning.problem import Link, Problem, StageTimes, load_problem, parse_problem
 from pipemorph.planning.simulation.lower_bound import lower_bound
-from pipemorph.planning.simulation.simulator import Simulation, TimedOp, predict, simulate
+from pipemorph.planning.simulation.simulator import (
+    Simulation,
+    TimedOp,
+    predict,
+    predict_period,
+    simulate,
+)
 from pipemorph.planning.validator import ScheduleError, validate, validate_online
 
 __all__ = [
@@ -29,6 +35,7 @@ __all__ = [
     "plan",
     "plan_for",
     "predict",
+    "predict_period",
     "problem_for",
     "simulate",
     "validate",

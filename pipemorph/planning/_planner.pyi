@@ -13,6 +13,7 @@ Costs = tuple[
     Sequence[float],  # copy time per stage
     Sequence[int],  # device limit per stage, 0 for no offload
     Sequence[float],  # per stage: what follows its last op
+    Sequence[float],  # per stage: when it may begin
 ]
 
 Rows = list[list[float]]

@@ -44,12 +44,12 @@ class PlannedSchedule(Variant):
         """Excess over ``lower_bound`` as a fraction of it; 0: proven shortest."""
         return self.objective / self.lower_bound - 1 if self.lower_bound > 0 else 0.0
 
-    @property
+    @cached_property
     def objective(self) -> float:
         """Makespan or period, as the problem asks for."""
         if self.problem.objective == "makespan":
             return self.makespan
-        return self.simulation.objective(self.problem)
+        return self.simulation.period
 
 
 def plan(
@@ -67,8 +67,8 @@ def plan(
     """
     began = perf_counter()
     policy = problem.policy if policy is None else policy
-    if problem.objective == "period":
-        _check_period(problem, policy)
+    if policy is Policy.EXACT:
+        problem.check_makespan("policy exact")
     if policy is Policy.PIPEMORPH and has_variants(problem):
         bound = lower_bound(problem)
         best = best_variant(problem)
@@ -104,16 +104,6 @@ def plan(
     # Both are sums of the same times in different order: ignore rounding errors.
     near = planned.objective <= bound * (1 + SAME)
     return replace(planned, lower_bound=planned.objective) if near else planned
-
-
-def _check_period(problem: Problem, policy: Policy) -> None:
-    if policy is Policy.EXACT:
-        problem.check_makespan("policy exact")
-    if has_variants(problem):
-        raise InputError(
-            "objective is period, which is planned with neither offload nor fused backwards; remove"
-            " device_limit and any fused_backward shorter than backward_input + backward_weight"
-        )
 
 
 def _made_by_hand(problem: Problem, policy: Policy) -> Schedule:

@@ -9,7 +9,8 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from pipemorph.control import AdaptationRecord
-from pipemorph.planning import Dispatch, Plan, Policy, Problem, Route, plan
+from pipemorph.planning import Dispatch, Plan, Policy, Problem, Route, Simulation, plan
+from pipemorph.planning.simulation.costs import Costs
 from pipemorph.replay.trace import TAIL, LinkTrace
 from pipemorph.replay.trainer import AdaptiveTrainer, Links, Telemetry, in_seconds, job_spec
 
@@ -93,7 +94,8 @@ def replay(
         iterations = _iterations(trace, links, fixed["static"])
 
     def keep(made: Plan) -> Callable[[int, float], float]:
-        return lambda iteration, now: links.run(made, iteration, now).makespan
+        pace = links.pace()
+        return lambda iteration, now: pace.follow(links.run(made, iteration, now, pace.before))
 
     seconds = {name: _train(iterations, keep(made)) for name, made in fixed.items()}
     adaptive = AdaptiveTrainer(spec, links, telemetry, seed)
@@ -110,13 +112,23 @@ class _Oracle:
     def __init__(self, problem: Problem, links: Links, static: Plan) -> None:
         self._problem, self._links, self._static = problem, links, static
         self._made = cache(self._make)
+        self._pace = links.pace()
+        self._begins = Costs.of(problem).begins()
 
     def step(self, iteration: int, now: float) -> float:
-        quick = self._links.run(self._static, iteration, now).makespan
-        times = [quick]
-        for plan_for in self._plans(iteration, now, quick):
-            times.append(self._links.run(plan_for, iteration, now).makespan)
-        return min(times)
+        ran = [self._run(self._static, iteration, now)]
+        lasts = ran[0].makespan
+        ran += [self._run(each, iteration, now) for each in self._plans(iteration, now, lasts)]
+        return self._pace.follow(min(ran, key=self._ends))
+
+    def _run(self, plan: Plan, iteration: int, now: float) -> Simulation:
+        return self._links.run(plan, iteration, now, self._pace.before)
+
+    def _ends(self, ran: Simulation) -> float:
+        """When the iteration ends; without a barrier, by how much it holds the next one up."""
+        if self._pace.barrier:
+            return ran.makespan
+        return max(ops[-1].end - begin for ops, begin in zip(ran.stages, self._begins, strict=True))
 
     def _plans(self, iteration: int, now: float, lasts: float) -> list[Plan]:
         # States that change within the iteration: plan for their mean.
@@ -161,8 +173,8 @@ def _train(iterations: int, step: Callable[[int, float], float]) -> float:
 def _iterations(trace: LinkTrace, links: Links, static: Plan) -> int:
     if trace.unit == "iterations":
         return int(trace.last) + TAIL
-    now, count = 0.0, 0
+    now, count, pace = 0.0, 0, links.pace()
     while now < trace.last:
-        now += links.run(static, count, now).makespan
+        now += pace.follow(links.run(static, count, now, pace.before))
         count += 1
     return count + TAIL

@@ -22,7 +22,7 @@ from pipemorph.planning import Dispatch, OpKind, Plan, Problem, Route, Simulatio
 from pipemorph.planning.problem import transfer_ms
 from pipemorph.planning.simulation.costs import INF
 from pipemorph.planning.simulation.messages import Message, deliver
-from pipemorph.planning.simulation.simulator import simulate_changing
+from pipemorph.planning.simulation.simulator import following, simulate_changing
 from pipemorph.replay.trace import LinkState, LinkTrace
 from pipemorph.wire import IterationSample, LinkHealthReport, LinkSample, StageProfile, WireTime
 
@@ -80,6 +80,10 @@ class Links:
         ]
         return self._problem.model_copy(update={"links": tuple(links)})
 
+    def pace(self) -> Pace:
+        """Of another trainer that begins."""
+        return Pace(self._problem)
+
     def changed(self, iteration: int, now: float) -> Mapping[int, LinkState]:
         """The links that are not well."""
         return self._trace.at(float(iteration) if self._trace.unit == "iterations" else now)
@@ -108,14 +112,40 @@ class Links:
             link, self.changed(iteration, began + sent).get(link)
         )
 
-    def run(self, plan: Plan, iteration: int, began: float) -> Simulation:
-        """An iteration of ``plan`` that begins ``began`` seconds after training did."""
+    def run(
+        self, plan: Plan, iteration: int, began: float, before: Sequence[float] | None = None
+    ) -> Simulation:
+        """An iteration of ``plan`` that begins ``began`` seconds after training did. ``before``:
+        when each stage may begin, counted from then; see :class:`Pace`."""
         problem = self.under(plan.routes).under(plan)
         delay_at = self.delay_at(iteration, began)
         transfer_at = self.transfer_at(iteration, began)
         return simulate_changing(
-            plan.schedule, problem, delay_at, plan.dispatch, transfer_at=transfer_at
+            plan.schedule,
+            problem,
+            delay_at,
+            plan.dispatch,
+            transfer_at=transfer_at,
+            before=before,
         )
+
+
+class Pace:
+    """Makes iterations follow each other: all stages begin the next one when the last stage has
+    ended, or, without a barrier, each when it has ended itself."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.barrier = problem.objective == "makespan"
+        self.before: list[float] | None = None
+        """When each stage may begin the next iteration, counted from its begin on stage 0."""
+
+    def follow(self, ran: Simulation) -> float:
+        """Seconds from the begin of an iteration to that of the next, which is then the one that
+        follows."""
+        if self.barrier:
+            return ran.makespan
+        took, self.before = following(ran.free)
+        return took
 
 
 def job_spec(problem: Problem, dispatch: Dispatch) -> JobSpec:
@@ -182,6 +212,7 @@ class AdaptiveTrainer:
     def __init__(self, spec: JobSpec, links: Links, telemetry: Telemetry, seed: int) -> None:
         self.controller = JobController(spec)
         self._links, self._telemetry = links, telemetry
+        self._pace = links.pace()
         self._rng = random.Random(seed)
         self._plan = initial_plan(spec)
         self._prepared: tuple[float, Plan] | None = None
@@ -194,26 +225,29 @@ class AdaptiveTrainer:
         index, began = self._iteration, self._now
         if self._prepared is not None and began >= self._prepared[0]:
             self._plan, self._prepared = self._prepared[1], None
-        ran = self._links.run(self._plan, index, began)
-        for end, samples in self._windows(ran, index, began):
+        ran = self._links.run(self._plan, index, began, self._pace.before)
+        seconds = self._pace.follow(ran)
+        for end, samples in self._windows(ran, index, began, seconds):
             self._send(began + end, links=samples)
-        self._now = began + ran.makespan
+        self._now = began + seconds
         self._iteration += 1
         finished = IterationSample(
             index=index,
-            seconds=ran.makespan,
+            seconds=seconds,
             loss=None,
             plan_version=self._plan.version,
             bubble_fraction=ran.bubble_fraction,
+            barrier=self._pace.barrier,
         )
         profiles = [self._profile(i, ran) for i in range(len(ran.stages))]
         self._send(self._now, iterations=[finished], stages=profiles)
-        return Iteration(ran.makespan, self._plan.version)
+        return Iteration(seconds, self._plan.version)
 
     def _windows(
-        self, ran: Simulation, iteration: int, began: float
+        self, ran: Simulation, iteration: int, began: float, seconds: float
     ) -> list[tuple[float, list[LinkSample]]]:
-        """Per window, its end since the iteration began and the samples of all links."""
+        """Per window, its end since the iteration began and the samples of all links. ``seconds``:
+        until the next iteration begins, in which the last windows of this one may end."""
         delay_at = self._links.delay_at(iteration, began)
         transfer_at = self._links.transfer_at(iteration, began) or (lambda _, __: 0.0)
         seen: dict[int, dict[tuple[int, bool], list[tuple[float, bool]]]] = {}
@@ -238,7 +272,7 @@ class AdaptiveTrainer:
             before[where] = stamp
         return [
             (
-                min((window + 1) * WINDOW, ran.makespan),
+                min((window + 1) * WINDOW, seconds),
                 [
                     self._sample(
                         link,

@@ -13,8 +13,9 @@ from typing import Any, Literal
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import AdaptationRecord, Health, JobController, initial_plan
 from pipemorph.control.decide.replan import propose
-from pipemorph.planning import OpKind, Plan, Route, StageTimes, problem_for, simulate, validate
+from pipemorph.planning import OpKind, Plan, Route, StageTimes, problem_for, validate
 from pipemorph.planning.offload import device_peak
+from pipemorph.planning.simulation.simulator import following, simulate_changing
 from pipemorph.wire import (
     IterationSample,
     LinkHealthReport,
@@ -74,6 +75,11 @@ class Plant:
         """Whether decisions are made as soon as they are asked for."""
         self.activation_bytes: int | None = None
         """What a microbatch is measured to hold; ``ops`` say what a copy of it takes."""
+        self.barrier: bool | None = None
+        """What the ranks say of a barrier between iterations."""
+        self.waits = True
+        """Whether there is one."""
+        self._before = [0.0] * self.stages
 
     def run(self, iterations: int) -> None:
         for _ in range(iterations):
@@ -94,17 +100,22 @@ class Plant:
             self.plan.routes,
             queues=8,
         ).under(self.plan)
-        result = simulate(self.plan.schedule, problem)
-        windows = max(2, int(result.makespan / 0.05))
+        result = simulate_changing(
+            self.plan.schedule, problem, lambda link, _: felt[link], before=self._before
+        )
+        seconds = result.makespan
+        if not self.waits:
+            seconds, self._before = following(result.free)
+        windows = max(2, int(seconds / 0.05))
         for _ in range(windows):
-            self.now += result.makespan / windows
+            self.now += seconds / windows
             links = [
                 self.sample(link, direction, felt[link])
                 for link in range(self.stages - 1)
                 for direction in ("forward", "backward")
             ]
             self.send(links=links)
-        self.seconds.append(result.makespan)
+        self.seconds.append(seconds)
         self.versions.append(self.plan.version)
         self.iteration += 1
         self.send(
@@ -112,10 +123,11 @@ class Plant:
             iterations=[
                 IterationSample(
                     index=self.iteration - 1,
-                    seconds=result.makespan,
+                    seconds=seconds,
                     loss=1.0,
                     plan_version=self.plan.version,
                     bubble_fraction=result.bubble_fraction,
+                    barrier=self.barrier,
                 )
             ],
         )

@@ -145,6 +145,8 @@ class Pipeline:
         self._closed = False
         self._synchronized = True
         """Whether the gradients of the last step were averaged over replicas."""
+        self._met = False
+        """Whether all stages have waited for each other since the last step."""
         self._failure: str | None = None
         self._switch_interval = sys.getswitchinterval()
         self.start_iteration = self._parts.resume()
@@ -277,6 +279,7 @@ class Pipeline:
                 uncounted=parts.tied.uncounted if parts.tied is not None else (),
             )  # fmt: skip
         parts.waiting.end()
+        self._met = True
         self._last_activity = monotonic()
         return norm
 
@@ -442,7 +445,16 @@ class Pipeline:
         """End the last iteration at the time ``at``, once even if a step is refused."""
         if self.iteration > self._over:
             self._over = self.iteration
-            self._parts.iterations.rounds.end(self.iteration - 1, at)
+            self._parts.iterations.rounds.end(self.iteration - 1, at, self._barrier())
+            self._met = False
+
+    def _barrier(self) -> bool | None:
+        """Whether all stages have waited for each other since the last iteration; None if the
+        stage's own trainer does what is between two iterations."""
+        parts = self._parts
+        if self._met or parts.tied is not None or parts.scaler is not None:
+            return True
+        return False if parts.stage.emulated or parts.stage.module is not None else None
 
     def _save_if_due(self) -> None:
         """Save a checkpoint if one is due. Right before the next step, so after the optimizer's

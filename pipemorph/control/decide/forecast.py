@@ -22,6 +22,7 @@ from pipemorph.planning import (
     StageTimes,
     plan,
     predict,
+    predict_period,
     problem_for,
     simulate,
     validate,
@@ -42,7 +43,8 @@ class Situation:
     ``wire_times``: current one-way times of a message; ``slow``: which of them are longer than
     normal; ``delays``: by how much; ``transfers``: which part of them a message occupies the link,
     alone. ``rooms``: memory limits of the stages, from which the limits
-    in ``stages`` follow; empty if nothing is limited.
+    in ``stages`` follow; empty if nothing is limited. ``barrier``: whether stages wait for each
+    other between iterations, so that the makespan counts, and not the period.
     """
 
     stages: tuple[StageTimes, ...]
@@ -53,6 +55,7 @@ class Situation:
     rooms: tuple[Room, ...] = ()
     transfers: tuple[float, ...] = ()
     """Empty if no link is narrow."""
+    barrier: bool = True
 
     def transfer(self, link: int) -> float:
         return self.transfers[link] if self.transfers else 0.0
@@ -96,11 +99,15 @@ class Forecast:
             queues=self._spec.transport.queues,
             half_duplex=self._spec.transport.direct_duplex == "half",
         )
+        if not situation.barrier:
+            problem = problem.model_copy(update={"objective": "period"})
         return problem if self._warmup is None else problem.with_warmup(self._warmup)
 
     def of(self, plan: Plan) -> Option:
         """Predicted time of a valid plan, under the plan's own limits."""
         problem = self.problem(plan.routes).under(plan)
+        if not self._situation.barrier:
+            return Option(plan, predict_period(plan.schedule, problem, plan.dispatch))
         if plan.dispatch is Dispatch.STATIC:
             return Option(plan, predict(plan.schedule, problem))
         return Option(plan, simulate(plan.schedule, problem, plan.dispatch).makespan)
@@ -132,7 +139,7 @@ class Forecast:
         if not has_variants(problem):
             return [self.of(plan(problem, Policy.PIPEMORPH).to_plan(0, routes, dispatch))]
         made = [(found.to_plan(0, routes, dispatch), found.makespan) for found in variants(problem)]
-        if dispatch is Dispatch.STATIC:
+        if dispatch is Dispatch.STATIC and self._situation.barrier:
             return [Option(*each) for each in made]
         return [self.of(each) for each, _ in made]
 

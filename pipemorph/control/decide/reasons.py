@@ -87,6 +87,8 @@ def _why(cause: Cause, links: Sequence[LinkHealth]) -> str:
     match cause:
         case "profile":
             return "op times or wire times differ from the planned ones"
+        case "barrier":
+            return "the plan was made for another kind of barrier between iterations"
         case "steady":
             return f"{describe(slow)}, for a while now"
         case "restart":
@@ -232,6 +234,8 @@ def _short_why(cause: Cause, links: Sequence[LinkHealth]) -> list[str]:
     match cause:
         case "profile":
             return ["other op or wire times"]
+        case "barrier":
+            return ["other barrier"]
         case "restart":
             return ["unknown plan in effect"]
         case "memory":

@@ -18,11 +18,21 @@ from pipemorph.errors import InputError
 from pipemorph.planning import Plan, Route
 
 Cause = Literal[
-    "slow", "worse", "eased", "recovered", "steady", "profile", "memory", "restart", "undelivered"
+    "slow",
+    "worse",
+    "eased",
+    "recovered",
+    "steady",
+    "profile",
+    "barrier",
+    "memory",
+    "restart",
+    "undelivered",
 ]
-"""Why another decision is needed. undelivered: the last change did not bring what it promised."""
+"""Why another decision is needed. barrier: stages wait for each other between iterations, or do so
+no longer; undelivered: the last change did not bring what it promised."""
 
-CHECKED: frozenset[Cause] = frozenset({"slow", "worse", "eased", "steady", "profile"})
+CHECKED: frozenset[Cause] = frozenset({"slow", "worse", "eased", "steady", "profile", "barrier"})
 """Causes of changes for a gain, which measured iterations can confirm. When a link has recovered,
 the plan for healthy links returns even if it is no faster."""
 
@@ -162,7 +172,11 @@ def _choose_baseline(
 ) -> tuple[Option | None, findings.Finding | None]:
     """Choose for healthy links: the baseline plan, unless another one is fast enough to replace
     it."""
-    least = 1 - asked.spec.adaptation.min_gain
+    min_gain = asked.spec.adaptation.min_gain
+    if asked.cause == "barrier":
+        # The plan for healthy links was made short for something else.
+        min_gain = min(min_gain, SAME)
+    least = 1 - min_gain
     target, baseline = forecast.best(options), None
     if forecast.excess(asked.baseline) is None:
         baseline = forecast.of(asked.baseline)
@@ -177,7 +191,7 @@ def _choose_baseline(
     if target.seconds < current.seconds * least:
         return _if_it_pays(asked, current, target)
     gain = 1 - target.seconds / current.seconds
-    return None, findings.TooLittle(current.seconds, gain, asked.spec.adaptation.min_gain)
+    return None, findings.TooLittle(current.seconds, gain, min_gain)
 
 
 def _if_it_pays(

@@ -10,7 +10,7 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide.forecast import Situation
 from pipemorph.control.decide.rate_limit import Pacing
 from pipemorph.control.decide.replan import Cause
-from pipemorph.control.decide.truth import OPS, Sources
+from pipemorph.control.decide.truth import BARRIER, OPS, Sources
 from pipemorph.control.first_plan import initial_problem, initial_routes
 from pipemorph.control.memory_limits import Room, excess
 from pipemorph.control.observe.link_health import Health, LinkHealth
@@ -59,6 +59,8 @@ class Judgement:
     """The newest finished iteration at the last decision."""
     _of_steady: bool = False
     """Whether the cause of the last decision was a constant delay."""
+    _barrier: bool = True
+    """Whether the plan for healthy links expects a barrier between iterations."""
     _profiled_at: int | None = None
     _compare_from: int = 0
 
@@ -71,8 +73,10 @@ class Judgement:
             delays=(0.0,) * links,
             slow=(False,) * links,
             unknown=(True,) * links,
+            barrier=spec.schedule.objective != "period",
         )
-        return Judgement(spec, situation, expected_times(spec) is None)
+        assumed = expected_times(spec) is None
+        return Judgement(spec, situation, assumed, _barrier=situation.barrier)
 
     def made(self, cause: Cause, situation: Situation, last: int) -> None:
         """Record a decision for ``cause``, made after iteration ``last``."""
@@ -80,9 +84,16 @@ class Judgement:
         self._of_steady = cause == "steady"
         if cause in ("profile", "memory"):
             self._profiled_at = last
+        if not any(situation.slow):
+            self._barrier = situation.barrier
 
     def now(
-        self, stages: tuple[StageTimes, ...], links: Sequence[LinkHealth], rooms: tuple[Room, ...]
+        self,
+        stages: tuple[StageTimes, ...],
+        links: Sequence[LinkHealth],
+        rooms: tuple[Room, ...],
+        *,
+        barrier: bool,
     ) -> Situation:
         """The current situation. Values that are unknown or in doubt are those of the last one."""
         before = self.situation
@@ -107,6 +118,7 @@ class Judgement:
             transfers=tuple(
                 link.transfer if known[i] else before.transfer(i) for i, link in enumerate(links)
             ),
+            barrier=barrier,
         )
 
     def cause(
@@ -136,9 +148,15 @@ class Judgement:
             return "eased"
         if self._is_steady(now, wanted, progress, hold):
             return "steady"
+        if self.barrier_differs(now.barrier) and not any(now.slow):
+            return "barrier"
         if self.profile_is_due(progress) and self._differs(now, progress):
             return "profile"
         return None
+
+    def barrier_differs(self, barrier: bool) -> bool:
+        """Whether the plan for healthy links expects otherwise."""
+        return barrier != self._barrier
 
     def _is_steady(self, now: Situation, wanted: Plan, progress: Progress, hold: int) -> bool:
         since = self._after
@@ -210,6 +228,8 @@ class Judgement:
         """What a decision for this cause would be based on."""
         if cause == "profile":
             return frozenset({OPS})
+        if cause == "barrier":
+            return frozenset({BARRIER})
         before, least = self.situation, self.spec.adaptation.min_delay_ms / 1e3
         slow = [i for i, is_slow in enumerate(now.slow) if is_slow]
         changed = [

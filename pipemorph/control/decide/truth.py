@@ -28,10 +28,11 @@ from pipemorph.control.decide.forecast import SAME, Forecast, Option, Situation
 from pipemorph.control.history import Finished, Ledger
 from pipemorph.planning import Plan
 
-OPS = -1
-"""The evidence "op times"; links have their numbers."""
+OPS, BARRIER = -1, -2
+"""The evidence "op times", and whether stages wait for each other between iterations; links have
+their numbers."""
 Sources = frozenset[int]
-"""Evidence that a decision is based on: links, or :data:`OPS`."""
+"""Evidence that a decision is based on: links, :data:`OPS` or :data:`BARRIER`."""
 
 FEWEST, MOST = 3, 8
 """Iterations in a median of measured times."""
@@ -155,12 +156,15 @@ def _needed(promised: Promise) -> int:
 
 
 def without(situation: Situation, sources: Iterable[int], before: Situation) -> Situation:
-    """``situation``, but with links and op times in ``sources`` as they were ``before``."""
+    """``situation``, but with what is in ``sources`` as it was ``before``."""
     wires, delays = list(situation.wire_times), list(situation.delays)
     slow = list(situation.slow)
     transfers = [situation.transfer(i) for i in range(len(slow))]
-    stages = situation.stages
+    stages, barrier = situation.stages, situation.barrier
     for source in sources:
+        if source == BARRIER:
+            barrier = before.barrier
+            continue
         if source == OPS:
             stages = tuple(
                 new.model_copy(
@@ -184,6 +188,7 @@ def without(situation: Situation, sources: Iterable[int], before: Situation) -> 
         delays=tuple(delays),
         slow=tuple(slow),
         transfers=tuple(transfers),
+        barrier=barrier,
     )
 
 
@@ -201,10 +206,12 @@ class _Hold:
 @dataclass(frozen=True)
 class Trial:
     """A change of plan that is not judged yet. ``before``: the situation of the decision before;
-    ``since``: iteration in which the reason for the change began to show."""
+    ``since``: iteration in which the reason for the change began to show; ``previous`` and
+    ``baseline``: the plan in effect and the one for healthy links before the change."""
 
     version: int
     previous: Plan
+    baseline: Plan
     sources: Sources
     promise: Promise
     before: Situation
@@ -331,7 +338,7 @@ class TruthCheck:
 
     def seen_well(self, slow: Sequence[bool]) -> None:
         """Drop the holds of links that are not ``slow`` any more."""
-        for source in [s for s in self._holds if s != OPS and not slow[s]]:
+        for source in [s for s in self._holds if s >= 0 and not slow[s]]:
             del self._holds[source]
 
     # --- after a change -------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from pipemorph.planning.problem import Problem, StageTimes
 from pipemorph.planning.search.rng import Rng
 from pipemorph.planning.search.search import search
 from pipemorph.planning.simulation.lower_bound import SAME
-from pipemorph.planning.simulation.simulator import predict
+from pipemorph.planning.simulation.simulator import predict, simulate
 
 SHARES = (1.0, 0.5, 0.25)
 """Shares of host memory to try, of the memory that a plan without device limit would use."""
@@ -57,6 +58,13 @@ class Variant:
             device_limits=self.problem.device_limits(),
         )
 
+    @cached_property
+    def objective(self) -> float:
+        """Makespan or period, as the problem asks for."""
+        if self.problem.objective == "makespan":
+            return self.makespan
+        return simulate(self.schedule, self.problem).period
+
     @property
     def offloads(self) -> bool:
         return any(limit is not None for limit in self.problem.device_limits())
@@ -78,7 +86,7 @@ def has_variants(problem: Problem) -> bool:
 
 def best_variant(problem: Problem) -> Variant:
     """The shortest plan found, with or without offload and fused backwards."""
-    return min(variants(problem), key=lambda each: each.makespan)
+    return min(variants(problem), key=lambda each: each.objective)
 
 
 def variants(problem: Problem) -> Iterator[Variant]:
@@ -118,7 +126,7 @@ def fused_variants(problem: Problem) -> Iterator[Variant]:
             return False
         tried.add(choice)
         variant = _plan(problem, choice)
-        if variant.makespan >= found.makespan * (1 - SAME):
+        if variant.objective >= found.objective * (1 - SAME):
             return False
         best, found = choice, variant
         return True
@@ -162,7 +170,7 @@ def offloading_variants(problem: Problem, without: Variant | None) -> Iterator[V
         for copies in (True, False):
             choice = _Choice(caps, fused, copies)
             variant = attempt(choice)
-            if variant.offloads and (found is None or variant.makespan < found.makespan):
+            if variant.offloads and (found is None or variant.objective < found.objective):
                 best, found = choice, variant
                 yield variant
     if found is None:
@@ -171,7 +179,7 @@ def offloading_variants(problem: Problem, without: Variant | None) -> Iterator[V
     for _ in range(_steps(problem)):
         choice = _step(best, rng, own, most, devices)
         variant = attempt(choice)
-        if variant.offloads and variant.makespan < found.makespan * (1 - SAME):
+        if variant.offloads and variant.objective < found.objective * (1 - SAME):
             best, found = choice, variant
             yield variant
 

@@ -23,7 +23,8 @@ class Costs(NamedTuple):
     ``transfer``: how long one message occupies its direction of a link. ``whole_backward``: time of
     a fused backward. ``device_limits``: None for stages without
     offload; else a copy to the host, or back, takes ``offload_copy``. ``after``: what follows the
-    last op of a stage; only bounds and the search know it.
+    last op of a stage; only bounds and the search know it. ``before``: when a stage may begin, 0 or
+    later; only executions know it.
     """
 
     microbatches: int
@@ -39,6 +40,7 @@ class Costs(NamedTuple):
     offload_copy: list[float]
     device_limits: list[int | None]
     after: list[float]
+    before: list[float]
 
     @property
     def stage_count(self) -> int:
@@ -60,6 +62,7 @@ class Costs(NamedTuple):
             [s.whole_backward for s in stages],
             [s.offload_copy or 0.0 for s in stages],
             [s.device_limit for s in stages],
+            [0.0] * len(stages),
             [0.0] * len(stages),
         )
 
@@ -102,19 +105,20 @@ class Costs(NamedTuple):
             self.offload_copy,
             [limit or 0 for limit in self.device_limits],
             self.after,
+            self.before,
         )
 
     def for_period(self) -> Costs:
         """Costs whose makespan is the period (see :class:`~pipemorph.planning.problem.Problem`) of
         these plus :meth:`last_start`: what a stage begins later than others, it may end later."""
-        begins = self._begins()
+        begins = self.begins()
         return self._replace(after=[begins[-1] - begin for begin in begins])
 
     def last_start(self) -> float:
         """When the last stage begins its first op."""
-        return self._begins()[-1]
+        return self.begins()[-1]
 
-    def _begins(self) -> list[float]:
+    def begins(self) -> list[float]:
         """When each stage begins its first op, in any schedule: the forward of microbatch 0."""
         begins = [0.0]
         for forward, transfer, delay in zip(self.forward, self.transfer, self.delay, strict=False):

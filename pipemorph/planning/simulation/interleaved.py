@@ -153,6 +153,7 @@ def validate_interleaved(
         offload_copy=no_time,
         device_limits=[None] * per_stage.stage_count,
         after=no_time,
+        before=no_time,
     )
     _run(schedule, free)
 

@@ -8,7 +8,7 @@ of ops come first, since another rank may wait for their message.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
 from pipemorph.planning.ir import OpKind
@@ -83,7 +83,10 @@ class _Core:
     def run(self, choose: _Chooser) -> tuple[Any, ...]:
         """Run until nothing can; the fields of :class:`~pipemorph.planning.simulation.core.Ran`."""
         running: list[_Op | None] = [None] * self.ranks
-        events = [(0.0, _CHOOSE, rank) for rank in range(self.ranks)]
+        # A rank may have no stage.
+        begins = [*self.costs.before, *[0.0] * self.ranks]
+        events = [(begins[rank], _CHOOSE, rank) for rank in range(self.ranks)]
+        heapify(events)
         while events:
             now, phase, rank = heappop(events)
             op = running[rank]
@@ -97,7 +100,7 @@ class _Core:
                     heappush(events, (sent[1], _CHOOSE, sent[0]))
                 running[rank] = None
                 heappush(events, (now, _CHOOSE, rank))
-            elif op is None:
+            elif op is None and now >= begins[rank]:
                 op, again = choose(rank, now)
                 if op is not None:
                     running[rank] = op

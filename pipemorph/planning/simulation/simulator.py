@@ -15,6 +15,9 @@ from pipemorph.planning.simulation.costs import Costs, DelayAt
 from pipemorph.planning.simulation.online import Rules
 from pipemorph.planning.validator import ScheduleError, validate
 
+SETTLED = 4
+"""Iterations after which consecutive ones take about the same time."""
+
 
 class TimedOp(NamedTuple):
     """One op with its times, in the problem's unit."""
@@ -106,12 +109,20 @@ def simulate_changing(
     mode: Dispatch = Dispatch.STATIC,
     *,
     transfer_at: DelayAt | None = None,
+    before: Sequence[float] | None = None,
 ) -> Simulation:
     """:func:`simulate` with ``delay_at(link, sent)`` instead of the links' delays, and
     ``transfer_at(link, sent)``, if given, instead of their transfers; queues and limits are the
-    problem's. ``sent``: time since the start of the iteration."""
+    problem's. ``sent``: time since the start of the iteration; ``before``: see
+    :func:`following`."""
     return _execute(
-        schedule, problem, mode, schedule.warmup(), delay_at=delay_at, transfer_at=transfer_at
+        schedule,
+        problem,
+        mode,
+        schedule.warmup(),
+        delay_at=delay_at,
+        transfer_at=transfer_at,
+        before=before,
     )
 
 
@@ -123,22 +134,29 @@ def _execute(
     *,
     delay_at: DelayAt | None = None,
     transfer_at: DelayAt | None = None,
+    before: Sequence[float] | None = None,
 ) -> Simulation:
     check_fits(schedule, problem)
     costs = Costs.of(problem)
+    if before is not None:
+        costs = costs._replace(before=list(before))
     if mode is Dispatch.STATIC:
         validate(schedule, problem.in_flight_limits(), problem.device_limits())
         return Simulation.of(
             core.static(schedule, costs, delay_at, transfer_at), costs.microbatches
         )
     validate(schedule)
-    rules = Rules.of(
+    rules = _rules(schedule, problem, warmup)
+    return Simulation.of(core.online(costs, rules, delay_at, transfer_at), costs.microbatches)
+
+
+def _rules(schedule: Schedule, problem: Problem, warmup: Sequence[int]) -> Rules:
+    return Rules.of(
         problem,
         warmup,
         fused=fused_stages(schedule),
         slots=[link.slots for link in problem.links],
     )
-    return Simulation.of(core.online(costs, rules, delay_at, transfer_at), costs.microbatches)
 
 
 def predict(schedule: Schedule, problem: Problem) -> float:
@@ -147,6 +165,40 @@ def predict(schedule: Schedule, problem: Problem) -> float:
     The fast path of the adaptation controller: no checks, so the schedule must be valid.
     """
     return makespan_of(schedule, Costs.of(problem))
+
+
+def following(free: core.Rows) -> tuple[float, list[float]]:
+    """When stage 0 may begin the next iteration, and when each stage may, counted from then, if
+    nothing makes stages wait for each other between iterations. ``free``: of the iteration before
+    it, see :class:`~pipemorph.planning.simulation.core.Ran`."""
+    took = free[0][-1]
+    # No stage has anything to do before stage 0 begins.
+    return took, [max(0.0, row[-1] - took) for row in free]
+
+
+def predict_period(
+    schedule: Schedule, problem: Problem, dispatch_mode: Dispatch = Dispatch.STATIC
+) -> float:
+    """Time per iteration of ``schedule`` if many of them follow each other and nothing makes stages
+    wait for each other in between, in the problem's unit.
+
+    At most :attr:`Simulation.period`: a stage need not begin as early as it could. Without checks,
+    like :func:`predict`.
+    """
+    costs = Costs.of(problem)
+    codes = [core.encode(ops) for ops in schedule.stages]
+    rules = None
+    if dispatch_mode is not Dispatch.STATIC:
+        rules = _rules(schedule, problem, schedule.warmup())
+    steps: list[float] = []
+    while len(steps) < 2 * SETTLED:
+        ran = core.in_order(costs, codes) if rules is None else core.online(costs, rules)
+        took, before = following(ran.free)
+        if before == costs.before:
+            return took
+        steps.append(took)
+        costs = costs._replace(before=before)
+    return sum(steps[SETTLED:]) / SETTLED
 
 
 def makespan_of(schedule: Schedule, costs: Costs) -> float:

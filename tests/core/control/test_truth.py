@@ -142,7 +142,7 @@ def test_the_iteration_in_which_a_fault_began_may_show_that_a_change_pays(
     truth, ledger = TruthCheck(), Ledger()
     promised = Promise(before=1.0, after=0.5, if_wrong=0.49)
     situation = plant.controller._judgement.situation
-    truth.begin(Trial(1, plant.plan, frozenset({1}), promised, situation, since=20))
+    truth.begin(Trial(1, plant.plan, plant.plan, frozenset({1}), promised, situation, since=20))
     seconds = {19: 0.4, 20: part, **dict.fromkeys(range(21, 27), 0.8)}
     ledger.add(
         [

@@ -29,6 +29,7 @@ def uneven(rng: random.Random, problem: Problem) -> Costs:
         whole_backward=[rng.uniform(0.1, 9) for _ in costs.forward],
         delay=[rng.uniform(0, 9) for _ in costs.delay],
         transfer=[rng.choice([0.0, rng.uniform(0, 9)]) for _ in costs.delay],
+        before=[rng.choice([0.0, rng.uniform(0, 40)]) for _ in costs.forward],
     )
 
 

@@ -12,9 +12,21 @@ from typing import Any
 import pytest
 
 from pipemorph.errors import InputError
-from pipemorph.planning import Op, OpKind, Policy, Problem, Schedule, lower_bound, plan, simulate
+from pipemorph.planning import (
+    Dispatch,
+    Op,
+    OpKind,
+    Policy,
+    Problem,
+    Schedule,
+    lower_bound,
+    plan,
+    predict_period,
+    simulate,
+)
 from pipemorph.planning.analysis.advice import advise
 from pipemorph.planning.policies.interleaved import plan_interleaved
+from pipemorph.planning.simulation.simulator import SETTLED
 from pipemorph.planning.validator import ScheduleError
 
 KINDS = (OpKind.F, OpKind.B, OpKind.W)
@@ -98,6 +110,54 @@ def test_a_shorter_period_need_not_lengthen_the_iteration(
     assert other.simulation.period > period or not any(delays)
 
 
+def test_fused_backwards_and_offload_shorten_the_period() -> None:
+    stage = {"forward": 10, "backward_input": 10, "backward_weight": 10}
+    split = plan(problem(12, 2, [0.0], stages=[stage] * 2))
+    fused = plan(problem(12, 2, [0.0], stages=[stage | {"fused_backward": 14}] * 2))
+    assert fused.objective == fused.simulation.period < split.objective
+    assert fused.objective >= fused.lower_bound
+    held = [stage | {"device_limit": 2, "offload_copy": 1}] * 3
+    capped = [stage | {"in_flight_limit": 2}] * 3
+    away = plan(problem(8, 3, [30.0, 0.0], stages=held))
+    assert away.offloads
+    assert away.objective == away.simulation.period
+    assert away.objective < plan(problem(8, 3, [30.0, 0.0], stages=capped)).objective
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_predicted_period_is_that_of_one_long_iteration(seed: int) -> None:
+    """Iterations without a barrier are one with as many microbatches, in the order repeated."""
+    rng = random.Random(seed)
+    given = drawn(rng, rng.choice([2, 3]))
+    stages = [stage.model_copy(update={"in_flight_limit": None}) for stage in given.stages]
+    given = given.model_copy(update={"stages": tuple(stages)})
+    n, count = given.microbatches, 2 * SETTLED
+    made = plan(given, rng.choice([Policy.PIPEMORPH, Policy.GPIPE, Policy.ONE_F_ONE_B])).schedule
+    if rng.random() < 0.5:
+        half = [link.model_copy(update={"queues": 1, "half_duplex": True}) for link in given.links]
+        given = given.model_copy(update={"links": tuple(half)})
+    repeated = Schedule(
+        n * count,
+        tuple(
+            tuple(Op(op.kind, op.microbatch + k * n) for k in range(count) for op in ops)
+            for ops in made.stages
+        ),
+    )
+    whole = simulate(repeated, given.model_copy(update={"microbatches": n * count}))
+    each = len(made.stages[0])
+    ends = [whole.stages[0][each * (k + 1) - 1].end for k in range(count)]
+    settled = (ends[-1] - ends[SETTLED - 1]) / SETTLED
+    assert predict_period(made, given) == pytest.approx(settled)
+    assert predict_period(made, given) <= simulate(made, given).period * (1 + 1e-9)
+
+
+def test_the_period_under_online_dispatch() -> None:
+    given = problem(12, 4, [20.0, 0.0, 0.0])
+    made = plan(given)
+    found = predict_period(made.schedule, given, Dispatch.ONLINE)
+    assert made.lower_bound <= found < simulate(made.schedule, given, Dispatch.ONLINE).makespan
+
+
 def test_what_knows_no_period_says_so() -> None:
     given = problem(4, 2, [0.0])
     with pytest.raises(InputError, match="policy exact knows only makespan"):
@@ -106,8 +166,5 @@ def test_what_knows_no_period_says_so() -> None:
         advise(given)
     with pytest.raises(InputError, match="policy zero-bubble-v knows only makespan"):
         plan_interleaved(given, Policy.ZERO_BUBBLE_V)
-    fused = {"forward": 10, "backward_input": 10, "backward_weight": 10, "fused_backward": 18}
-    with pytest.raises(InputError, match="neither offload nor fused backwards"):
-        plan(problem(4, 2, [0.0], stages=[fused] * 2))
     by_hand = plan(given, Policy.ZERO_BUBBLE)
     assert by_hand.gap == pytest.approx(by_hand.simulation.period / by_hand.lower_bound - 1)

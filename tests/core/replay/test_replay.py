@@ -10,7 +10,7 @@ import pytest
 
 from pipemorph.cli import main
 from pipemorph.errors import InputError
-from pipemorph.planning import Dispatch, Link, Problem, StageTimes
+from pipemorph.planning import Dispatch, Link, Problem, StageTimes, lower_bound
 from pipemorph.replay.contenders import Replay, replay
 from pipemorph.replay.trace import parse_trace
 from pipemorph.replay.trainer import Telemetry
@@ -150,3 +150,18 @@ def test_iterations_must_be_positive(capsys: pytest.CaptureFixture[str]) -> None
 def test_fields_without_time() -> None:
     nothing = Replay(1, dict.fromkeys(("static", "adaptive", "oracle"), 0.0), [])
     assert nothing.fields()["contenders"]["adaptive"]["iterations_per_minute"] is None
+
+
+def test_iterations_without_a_barrier_follow_each_other() -> None:
+    """The first plan is for the makespan; the oracle's and zero-bubble's are simulated alike."""
+    given = Problem(
+        microbatches=24, stages=(TIMES,) * 8, links=(Link(delay=1),) * 7, objective="period"
+    )
+    found = replay(given, parse_trace('{"at_iteration": 40, "links": {}}', 7), iterations=40)
+    (change,) = found.changes
+    assert change.promised == pytest.approx(change.measured, abs=1e-3)
+    seconds = found.seconds
+    assert seconds["adaptive"] < seconds["zero-bubble"] < seconds["1f1b"]
+    # But for the first iterations; the bound is of all schedules.
+    assert seconds["adaptive"] < 1.01 * 40 * lower_bound(given) / 1e3
+    assert seconds["oracle"] == pytest.approx(seconds["static"])

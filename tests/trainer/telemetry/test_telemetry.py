@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, median_low
@@ -42,7 +43,11 @@ class Recorder:
 
 
 def entry(
-    context: TrainerContext, route: str, faults: list[Fault], policy: str = "zero-bubble"
+    context: TrainerContext,
+    route: str,
+    faults: list[Fault],
+    policy: str = "zero-bubble",
+    clipped: Collection[int] = range(ITERATIONS),
 ) -> tuple[list[RankTelemetry], list[float]]:
     control = Recorder()
     losses = []
@@ -56,9 +61,10 @@ def entry(
         control=control,
         deadline_seconds=30,
     ) as pipe:
-        for _ in range(ITERATIONS):
+        for iteration in range(ITERATIONS):
             losses.append(float(pipe.step()))
-            pipe.clip_grad_norm_(1.0)
+            if iteration in clipped:
+                pipe.clip_grad_norm_(1.0)
     return control.messages, losses
 
 
@@ -124,6 +130,14 @@ def test_profiles_and_iterations() -> None:
         assert 0.0 < sample.bubble_fraction <= 1.0
     assert median_low(sample.bubble_fraction for sample in finished) < 0.8
     assert not any(m.finished_iteration for m in told[1][0])
+
+
+def test_a_barrier_between_iterations_is_reported() -> None:
+    told = run_ranks(2, entry, "direct", [], "zero-bubble", (0, 3))
+    finished = [m.finished_iteration for m in told[0][0] if m.finished_iteration is not None]
+    assert [sample.barrier for sample in finished] == [True, False, False, True]
+    for sample in finished:
+        assert 0.0 < sample.bubble_fraction <= 1.0
 
 
 def test_losses_come_from_the_messages() -> None:

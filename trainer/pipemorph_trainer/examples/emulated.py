@@ -2,6 +2,8 @@
 
 Run it with ``pipemorph run examples/emulated-14b.yaml --out out/emulated``. Times and message sizes
 come from ``spec.emulation``. Executor, transports, agent and controller are those of a real model.
+``spec.trainer.args``: ``clip`` (true), whether every rank waits for the global gradient norm after
+each iteration.
 """
 
 from __future__ import annotations
@@ -15,13 +17,18 @@ from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
 def train(context: TrainerContext) -> None:
     if context.job is None or context.job.spec.emulation is None:
         raise InputError("this example needs a job with spec.emulation; see examples/")
-    spec = context.job.spec
+    spec, clip = context.job.spec, context.args.get("clip", True)
+    if set(context.args) - {"clip"} or not isinstance(clip, bool):
+        raise InputError(
+            f"spec.trainer.args is {context.args}; this example knows clip: true|false"
+        )
     stage = EmulatedStage.of(spec, stage=context.coordinate().stage)
     with Pipeline(stage, context=context) as pipe:
         for _ in range(pipe.start_iteration, spec.trainer.iterations):
             pipe.step()
-            # Like in real training, every rank waits for the global gradient norm.
-            pipe.clip_grad_norm_(1.0)
+            if clip:
+                # Like in most training, every rank waits for the global gradient norm.
+                pipe.clip_grad_norm_(1.0)
 
 
 def main() -> int:

@@ -32,10 +32,10 @@ class Summary(NamedTuple):
     busy: float
     ranks: int
 
-    @property
-    def bubble_fraction(self) -> float:
-        """Idle time over ranks × span, from the first op of any rank to the last."""
-        span = self.ended - self.began
+    def bubble_fraction(self, seconds: float) -> float:
+        """Idle time over ranks × span, from the first op of any rank to the last; or over ranks ×
+        ``seconds``, if the next iteration begins before the end of this one."""
+        span = min(seconds, self.ended - self.began)
         if span <= 0:
             return 0.0
         return min(1.0, max(0.0, 1.0 - self.busy / (self.ranks * span)))
@@ -78,6 +78,7 @@ class _Round:
     def __init__(self, began: float) -> None:
         self.began, self.ended = began, 0.0
         self.loss = 0.0
+        self.barrier: bool | None = None
         self.column: Reduction | None = None
         """None before :meth:`Rounds.offer`."""
         self.columns: Reduction | None = None
@@ -139,13 +140,15 @@ class Rounds:
             if each <= iteration and found.last is not None:
                 found.last.wait(self._wait_for, _what(each))
 
-    def end(self, iteration: int, at: float) -> None:
+    def end(self, iteration: int, at: float, barrier: bool | None) -> None:
         """End an iteration at the time ``at``: the next step() has begun, or none follows.
+        ``barrier``: whether all stages waited for each other after it, None if unknown.
 
         An iteration lasts from its step() to the next one, without the time for a checkpoint. So it
         includes the optimizer, the gradient norm and data loading.
         """
-        self._open[iteration].ended = at
+        found = self._open[iteration]
+        found.ended, found.barrier = at, barrier
 
     def advance(self) -> None:
         """Report the iterations that are over, without waiting."""
@@ -169,13 +172,15 @@ class Rounds:
         if found.last is None:
             return
         summary = found.last.wait(self._wait_for, _what(iteration))
+        seconds = max(0.0, found.ended - found.began)
         self._report(
             IterationSample(
                 index=iteration,
-                seconds=max(0.0, found.ended - found.began),
+                seconds=seconds,
                 loss=found.loss,
                 plan_version=summary.version,
-                bubble_fraction=summary.bubble_fraction,
+                bubble_fraction=summary.bubble_fraction(seconds),
+                barrier=found.barrier,
             )
         )
 

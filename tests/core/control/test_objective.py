@@ -1,0 +1,145 @@
+"""Jobs with and without a barrier between iterations: makespan or period."""
+
+from __future__ import annotations
+
+import pytest
+from plant_support import BASE, Plant, settle, spec
+
+from pipemorph.api.spec import JobSpec
+from pipemorph.control import JobController, initial_plan
+from pipemorph.planning import Plan, Policy, Route, StageTimes, plan, predict_period, problem_for
+
+STAGES, MICROBATCHES = 8, 24
+OPS = (0.010, 0.0105, 0.0055)
+
+
+def job(objective: str = "auto") -> JobSpec:
+    names = ("forward", "backwardInput", "backwardWeight")
+    times = [{name: 1e3 * op for name, op in zip(names, OPS, strict=True)}] * STAGES
+    return spec(STAGES, MICROBATCHES, schedule={"objective": objective, "stageTimes": times})
+
+
+def plant_of(objective: str = "auto") -> Plant:
+    plant = Plant(job(objective))
+    f, b, w = OPS
+    plant.ops = [StageTimes(forward=f, backward_input=b, backward_weight=w)] * STAGES
+    return plant
+
+
+def without_barrier(objective: str = "auto") -> Plant:
+    plant = plant_of(objective)
+    plant.barrier, plant.waits = False, False
+    return plant
+
+
+def shortest(plant: Plant) -> float:
+    """The bound of the period of healthy links."""
+    wires = [BASE] * (STAGES - 1)
+    problem = problem_for(MICROBATCHES, plant.ops, wires, [Route.DIRECT] * (STAGES - 1))
+    planned = plan(problem.model_copy(update={"objective": "period"}))
+    return planned.lower_bound
+
+
+def runs_as_first(plant: Plant, made: Plan) -> bool:
+    return made.runs_as(initial_plan(plant.spec))
+
+
+def test_a_job_without_a_barrier_gets_the_shortest_period() -> None:
+    plant = without_barrier()
+    plant.run(40)
+    record = plant.only()
+    assert record.kind == "adapt"
+    assert "barrier" in record.reason
+    assert record.measured == pytest.approx(record.promised, abs=0.002)
+    assert plant.seconds[-1] <= 1.01 * shortest(plant)
+    assert plant.seconds[-1] < 0.99 * plant.seconds[3]
+    wires = [BASE] * (STAGES - 1)
+    problem = problem_for(MICROBATCHES, plant.ops, wires, [Route.DIRECT] * (STAGES - 1))
+    zero_bubble = plan(problem, Policy.ZERO_BUBBLE).schedule
+    assert plant.seconds[-1] <= predict_period(zero_bubble, problem)
+
+
+@pytest.mark.parametrize("barrier", [True, None])
+@pytest.mark.parametrize("objective", ["auto", "makespan"])
+def test_with_a_barrier_the_plan_of_the_spec_stays(barrier: bool | None, objective: str) -> None:
+    plant = plant_of(objective)
+    plant.barrier = barrier
+    plant.run(40)
+    assert plant.controller.records == []
+    assert plant.plan == initial_plan(job())
+
+
+def test_the_spec_may_say_that_the_makespan_counts() -> None:
+    plant = without_barrier("makespan")
+    plant.run(40)
+    assert plant.controller.records == []
+
+
+def test_the_spec_may_say_that_the_period_counts() -> None:
+    plant = without_barrier("period")
+    plant.barrier = None
+    assert plant.plan != initial_plan(job())
+    plant.run(40)
+    assert plant.controller.records == []
+    # Its wires are not those of plan 0, which knows none.
+    assert plant.seconds[-1] <= 1.02 * shortest(plant)
+
+
+def test_a_few_barriers_do_not_count() -> None:
+    """A job that clips gradients after every fifth step."""
+    plant = without_barrier()
+    for k in range(60):
+        plant.barrier = plant.waits = k % 5 == 0
+        plant.step()
+    assert len(plant.controller.records) == 1
+
+
+def test_a_barrier_that_ranks_do_not_see_is_found_out() -> None:
+    plant = plant_of()
+    plant.barrier = False
+    plant.run(60)
+    assert [record.kind for record in plant.controller.records] == ["adapt", "revert"]
+    assert runs_as_first(plant, plant.plan)
+    plant.delays[3] = 0.04
+    plant.run(20)
+    assert not runs_as_first(plant, plant.plan)
+    plant.delays[3] = 0.0
+    plant.run(40)
+    assert plant.controller.records[-1].kind == "return"
+    assert runs_as_first(plant, plant.plan)
+
+
+def test_a_slow_link_of_a_job_without_a_barrier() -> None:
+    plant = without_barrier()
+    plant.run(20)
+    well, healthy = plant.plan, plant.seconds[-1]
+    plant.delays[6] = 0.03
+    plant.run(20)
+    assert plant.plan.delegated == (6,)
+    assert plant.seconds[-1] < 1.12 * healthy
+    plant.delays[6] = 0.0
+    plant.run(40)
+    assert plant.plan.runs_as(well)
+    assert plant.seconds[-1] == pytest.approx(healthy)
+
+
+def test_a_barrier_that_appears_ends_it() -> None:
+    plant = without_barrier()
+    plant.run(20)
+    assert not runs_as_first(plant, plant.plan)
+    plant.barrier = plant.waits = True
+    plant.run(30)
+    with_barrier = plant_of()
+    with_barrier.run(5)
+    assert plant.seconds[-1] <= 1.01 * with_barrier.seconds[-1]
+
+
+def test_a_restored_controller_keeps_the_period() -> None:
+    plant = without_barrier()
+    plant.run(20)
+    version = plant.controller.plan_version
+    plant.controller = JobController.restore(plant.spec, plant.controller.snapshot())
+    plant.run(20)
+    settle(plant.controller, plant.now)
+    assert plant.controller.plan_version == version
+    assert plant.plan.version == version
