@@ -59,6 +59,15 @@ class MeshShape:
         return self.world_size // self.stages
 
     @property
+    def data(self) -> int:
+        """Ranks of a stage with data of their own, which reduce their gradients together."""
+        return prod(self.sizes[name] for name in DATA)
+
+    def data_group(self, column: int) -> int:
+        """The first column of those that reduce their gradients together with ``column``."""
+        return self.coordinate(self.coordinate(self.rank(0, column)).first_along(DATA)).column
+
+    @property
     def lockstep(self) -> int:
         """Number of ranks of one stage and replica."""
         return self.shard * self.context * self.tensor

@@ -394,34 +394,49 @@ class Emulation(SpecModel):
         ge=1,
         description="Bytes that an emulated microbatch reports to hold between its F and its W.",
     )
+    gradient_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        le=1 << 30,
+        description="Bytes of gradients per stage that replicas reduce. Default: none.",
+    )
 
 
 class Fault(SpecModel):
-    """One entry of a fault trace, injected in the transport and recorded in the report.
+    """One entry of a fault trace, injected in the transport and recorded in the report. It is of a
+    link, or of the gradient reduction of a stage.
 
     Bounds are iterations (``fromIteration`` inclusive, ``toIteration`` exclusive) or
     seconds since training began; exactly one kind of bound.
     """
 
-    link: int = Field(ge=0)
+    link: int | None = Field(default=None, ge=0)
+    reduction: int | None = Field(
+        default=None,
+        ge=0,
+        description="Instead of a link: the stage whose replicas reduce their gradients slowly. A "
+        "fault of one replica slows its whole group.",
+    )
     replica: int = Field(
         default=0,
         ge=0,
-        description="Pipeline column of the link: with replicas alone, the replica; else the index "
-        "of (replica, shard, context, tensor), the last running fastest.",
+        description="Pipeline column of the link or stage: with replicas alone, the replica; else "
+        "the index of (replica, shard, context, tensor), the last running fastest.",
     )
     from_iteration: int | None = Field(default=None, ge=0)
     to_iteration: int | None = Field(default=None, ge=1)
     from_seconds: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     to_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     delay_ms: Milliseconds | None = Field(
-        default=None, description="Delays every message on its queue by this time."
+        default=None,
+        description="Delays every message on its queue by this time, or every bucket of gradients.",
     )
     bandwidth_mbps: float | None = Field(
         default=None,
         ge=0.001,
         allow_inf_nan=False,
-        description="Limits the link to this many megabits per second.",
+        description="Limits the link, or the gradients that each rank reduces, to this many "
+        "megabits per second.",
     )
     sever: Literal["data", "control", "direct"] | None = Field(
         default=None,
@@ -435,6 +450,14 @@ class Fault(SpecModel):
         ]
         if not effects:
             raise FieldError("", "has no effect; give one of delayMs, bandwidthMbps, sever")
+        if (self.link is None) == (self.reduction is None):
+            found = "neither" if self.link is None else "both"
+            raise FieldError("", f"has {found} of link and reduction; give one of them")
+        if self.reduction is not None and self.sever is not None:
+            raise FieldError(
+                "sever",
+                f"is {self.sever}, which cuts a link; a reduction takes delayMs or bandwidthMbps",
+            )
         by_iteration = self.from_iteration is not None or self.to_iteration is not None
         by_seconds = self.from_seconds is not None or self.to_seconds is not None
         if by_iteration and by_seconds:
@@ -578,13 +601,19 @@ class JobSpec(SpecModel):
         for i, fault in enumerate(self.faults):
             for name, value, count, what in (
                 ("link", fault.link, cut.stages - 1, "links"),
+                ("reduction", fault.reduction, cut.stages, "stages"),
                 ("replica", fault.replica, cut.mesh.columns, columns),
             ):
-                if value >= count:
+                if value is not None and value >= count:
                     raise FieldError(
                         f"faults[{i}].{name}",
                         f"is {value}; {_counted(count, what)}, numbered from 0",
                     )
+            if fault.reduction is not None and cut.mesh.data == 1:
+                raise FieldError(
+                    f"faults[{i}].reduction",
+                    f"is {fault.reduction}; the job has one replica, which reduces no gradients",
+                )
 
 
 def _counted(count: int, what: str) -> str:

@@ -294,7 +294,7 @@ class InterleavedPipeline:
 
 def _check_faults(faults: Sequence[Fault], placement: Sequence[int]) -> None:
     for i, fault in enumerate(faults):
-        if fault.link >= len(placement) - 1:
+        if fault.link is None or fault.link >= len(placement) - 1:
             raise InputError(
                 f"faults[{i}].link is {fault.link}; {len(placement)} stages have links 0 to"
                 f" {len(placement) - 2}"

@@ -34,6 +34,7 @@ from pipemorph_trainer.plans.agreement import Agreement
 from pipemorph_trainer.plans.book import PlanBook
 from pipemorph_trainer.plans.token import TokenPass
 from pipemorph_trainer.state.gradients import Replicas
+from pipemorph_trainer.state.reduction import Reducer
 from pipemorph_trainer.state.tied import Tied
 from pipemorph_trainer.telemetry.reporter import Reporter
 from pipemorph_trainer.telemetry.rounds import Rounds
@@ -53,6 +54,7 @@ class Iterations:
         neighbours: the links of the stage.
         stage: runs the ops.
         replicas: keeps the stage's replicas equal; None for one replica or an emulated stage.
+        reducer: averages their gradients; that of ``replicas``, or of an emulated stage.
         tied: sums the gradients of weights that other stages hold, too; None without any.
         plans: the plans of this rank; plans from ``control`` are added to it.
         reporter, trace: report each iteration, and write its trace.
@@ -70,6 +72,7 @@ class Iterations:
         neighbours: Neighbourhood,
         stage: OwnStage,
         replicas: Replicas | None,
+        reducer: Reducer | None,
         tied: Tied | None,
         plans: PlanBook,
         control: ControlClient,
@@ -83,6 +86,7 @@ class Iterations:
         self._world, self._coordinate = world, world.coordinate
         self._neighbours, self._stage, self._plans = neighbours, stage, plans
         self._replicas, self._tied = replicas, tied
+        self._reducer = reducer
         self._control, self._reporter, self._trace = control, reporter, trace
         self._waiting, self._wait_for = wait.waiting, wait
         self._device_times: DeviceTimes | None = None
@@ -112,6 +116,7 @@ class Iterations:
             gate=gate,
             # A stage of another trainer does not restart an iteration.
             refuses=stage.emulated or stage.module is not None,
+            last_op=reducer,
         )
         up, down = neighbours.upstream, neighbours.downstream
         self._agreement = Agreement(
@@ -162,16 +167,18 @@ class Iterations:
             inputs.divisor = divisor / inputs.scale
         if self._tied is not None:
             self._tied.begin()
+        if self._reducer is not None and self.synchronizes:
+            self._reducer.begin(iteration)
         outcome = self._executor.run(plan, iteration, self._token.generations, inputs, start)
-        self._waiting.begin(f"gradients of iteration {iteration} of the other shards")
-        self._stage.reduce()
-        self._waiting.end()
+        self._reduce_shards(iteration)
         # Usually here already: it was sent after the last F.
         loss = self._loss.wait(f"iteration {iteration}", refused=self._executor.refused)
         if self._loss.refused:
             self.rounds.drop(iteration)
             if self._tied is not None:
                 self._tied.undo()
+            if self._reducer is not None:
+                self._reducer.drop()
             raise self._refused(f"step() of iteration {iteration}", refusal)
         self._synchronize(iteration)
         self._stage.update()
@@ -180,8 +187,18 @@ class Iterations:
         self._end(iteration, plan, origin, outcome, loss)
         return loss
 
+    def _reduce_shards(self, iteration: int) -> None:
+        """Reduce the gradients of a sharded stage."""
+        self._waiting.begin(f"gradients of iteration {iteration} of the other shards")
+        began = time()
+        self._stage.reduce()
+        if self._reducer is not None and self._replicas is not None and self._replicas.sharded:
+            self._reducer.add(time() - began)
+        self._waiting.end()
+
     def _synchronize(self, iteration: int) -> None:
-        """Sum the gradients of tied weights, and average all gradients over the replicas."""
+        """Sum the gradients of tied weights, and wait until all gradients are averaged over the
+        replicas."""
         if not self.synchronizes:
             if self._tied is not None:
                 self._tied.skip()
@@ -190,10 +207,12 @@ class Iterations:
             self._waiting.begin(f"gradients of iteration {iteration} of tied weights")
             self._tied.sum()
             self._waiting.end()
+        self._waiting.begin(f"gradients of iteration {iteration} of the other replicas")
         if self._replicas is not None:
-            self._waiting.begin(f"gradients of iteration {iteration} of the other replicas")
             self._replicas.sync()
-            self._waiting.end()
+        elif self._reducer is not None:
+            self._reducer.finish()
+        self._waiting.end()
 
     def evaluate(
         self, iteration: int, inputs: Inputs, shapes: Any, refusal: Exception | None = None

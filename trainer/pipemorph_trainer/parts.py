@@ -20,6 +20,7 @@ from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.devices import own_device
 from pipemorph_trainer.executor.local_stage import OwnStage, device_of
 from pipemorph_trainer.executor.split.flight import LossFn
+from pipemorph_trainer.executor.stages.emulated import EmulatedRunner
 from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
 from pipemorph_trainer.iteration import Iterations
 from pipemorph_trainer.links.channels.arrival import OpClock
@@ -31,6 +32,7 @@ from pipemorph_trainer.plans.book import PlanBook
 from pipemorph_trainer.preparation import MakeOptimizer, Preparation, StageOrBuilder, build, prepare
 from pipemorph_trainer.start import join, level, warnings
 from pipemorph_trainer.state.gradients import Replicas
+from pipemorph_trainer.state.reduction import Reducer
 from pipemorph_trainer.state.scaler import GradScaler
 from pipemorph_trainer.state.tied import Tied
 from pipemorph_trainer.telemetry.metrics import metered
@@ -94,18 +96,26 @@ class Parts:
 
         self.waiting = Waiting(str(self.coordinate))
         self.wait_for = CollectiveWait(self.waiting, self.settings.deadline_seconds)
-        self.replicas: Replicas | None = None
-        if module is not None and self.world.group(DATA) is not None:
+        several = self.world.group(DATA) is not None
+        faults = FaultTrace(self.settings.faults, self.settings.direct_duplex == "half")
+        self._reduction_faults = faults.of_group(self.coordinate)
+        if module is not None and several:
             self.waiting.begin("the parameters and buffers of replica 0")
             level(self.world, starts, module, self.wait_for)
             self.waiting.end()
-            self.replicas = Replicas(module, self.world, self.wait_for)
         self.tied: Tied | None = None
         if start.ties:
             self.waiting.begin("the tied weights of their first stage")
             self.tied = Tied(start.ties, module, self.world, self.wait_for)
             self.tied.level()
             self.waiting.end()
+        self.replicas: Replicas | None = None
+        if module is not None and several:
+            self.replicas = Replicas(
+                module, self.world, self.wait_for,
+                accelerator=accelerator, tied=self.tied.shared if self.tied is not None else (),
+                faults=self._reduction_faults,
+            )  # fmt: skip
         self.scaler = scaler
         if scaler is not None:
             scaler.attach(self.world, self.device, self.wait_for)
@@ -118,7 +128,7 @@ class Parts:
         if control is None:
             control, self.agent = join_agent(context, self.world)
         self.control = metered(control, context, self.coordinate, prepared.plan)
-        config = self._link_config(prepared, op_clock)
+        config = self._link_config(prepared, op_clock, faults)
         self.neighbours = meet(
             self.coordinate, config, master_addr=context.master_addr, groups=self.world.groups,
             control=self.world.control,
@@ -144,19 +154,37 @@ class Parts:
         )
         self.iterations = Iterations(
             world=self.world, neighbours=self.neighbours, stage=self.stage,
-            replicas=self.replicas, tied=self.tied, plans=self.plans, control=self.control,
+            replicas=self.replicas, reducer=self._reducer(),
+            tied=self.tied, plans=self.plans, control=self.control,
             reporter=self.reporter, trace=self.trace, poller=self.poller, op_clock=op_clock,
             wait=self.wait_for, deadline=self.settings.deadline_seconds,
         )  # fmt: skip
         self.checkpoints = self._open_checkpoints(state)
 
-    def _link_config(self, prepared: Preparation, op_clock: OpClock) -> LinkConfig:
+    def _reducer(self) -> Reducer | None:
+        """What averages the gradients over replicas, if there are any."""
+        if self.replicas is not None:
+            return self.replicas.reducer
+        runner = self.stage.runner
+        if not isinstance(runner, EmulatedRunner) or not runner.parameters:
+            return None
+        if self.world.group(DATA) is None:
+            return None
+        return Reducer(
+            [(parameter, DATA) for parameter in runner.parameters], self.world, self.wait_for,
+            # One bucket for each.
+            most=1, faults=self._reduction_faults,
+        )  # fmt: skip
+
+    def _link_config(
+        self, prepared: Preparation, op_clock: OpClock, faults: FaultTrace
+    ) -> LinkConfig:
         settings = self.settings
         return LinkConfig(
             secret=self.world.secret, device=self.device,
             deadline=settings.deadline_seconds, poller=self.poller, op_clock=op_clock,
             begin_wait=self.waiting.begin, end_wait=self.waiting.end,
-            faults=FaultTrace(settings.faults, settings.direct_duplex == "half"),
+            faults=faults,
             max_sends=settings.direct_sends,
             engine=prepared.engine,
         )  # fmt: skip
@@ -193,7 +221,10 @@ class Parts:
 
     def leave_traces(self, iterations: int) -> None:
         """Write the rest of the traces. ``iterations``: number of finished ones. Idempotent."""
-        self.trace.close(self.neighbours.ends, iterations)
+        faults = [entry for end in self.neighbours.ends for entry in end.faults.record()]
+        if self._reduction_faults is not None:
+            faults += self._reduction_faults.record()
+        self.trace.close(faults, iterations)
 
     def close(self, *, goodbye: bool, iterations: int) -> None:
         """Release everything. ``goodbye``: the end is normal, and the neighbours are told so."""

@@ -22,12 +22,12 @@ from pipemorph.errors import InputError
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.state.gradients import (
-    Wait,
     averaged_over,
     broadcast,
     levelled_over,
     measured_over,
 )
+from pipemorph_trainer.state.reduction import Wait
 from pipemorph_trainer.state.tied import Forms, Holder, Tie
 from pipemorph_trainer.state.tied import check as check_tied
 from pipemorph_trainer.state.weights import Held, fingerprint

@@ -108,8 +108,11 @@ RULES: dict[str, list[Rule]] = {
             field_path=".emulation.stageTimes",
         ),
         Rule(
-            rule="!has(self.faults) || self.faults.all(f, f.link < self.parallelism.stages - 1)",
-            message="faults: link must be below stages - 1; links are numbered from 0",
+            rule="!has(self.faults) || self.faults.all(f,"
+            " (!has(f.link) || f.link < self.parallelism.stages - 1)"
+            " && (!has(f.reduction) || f.reduction < self.parallelism.stages))",
+            message="faults: link must be below stages - 1, and reduction below stages; both are"
+            " numbered from 0",
             field_path=".faults",
         ),
         Rule(
@@ -199,6 +202,11 @@ RULES: dict[str, list[Rule]] = {
         Rule(
             rule="has(self.delayMs) || has(self.bandwidthMbps) || has(self.sever)",
             message="a fault needs an effect: delayMs, bandwidthMbps or sever",
+        ),
+        Rule(
+            rule="has(self.link) != has(self.reduction)"
+            " && !(has(self.reduction) && has(self.sever))",
+            message="a fault is of a link or of a reduction, which cannot be severed",
         ),
         Rule(
             rule="!((has(self.fromIteration) || has(self.toIteration))"

@@ -59,7 +59,7 @@ def suspects(noted: AttemptNodes, slow: Iterable[SlowLink], faults: Iterable[Fau
     Ignores links within a node, which use no network, and links into which the job itself injects
     faults.
     """
-    injected = {(fault.link, fault.replica) for fault in faults}
+    injected = {(fault.link, fault.replica) for fault in faults if fault.link is not None}
     counted = {(link.link, link.replica) for link in slow} - injected
     return {
         node

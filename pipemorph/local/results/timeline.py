@@ -179,7 +179,7 @@ def choose_panels(
         if len(drawn) > 1:
             return drawn
     for fault in faults:
-        if fault.delay_ms and fault.from_iteration is not None:
+        if fault.delay_ms and fault.link is not None and fault.from_iteration is not None:
             delayed = {fault.link: fault.delay_ms / 1e3}
             panels = [
                 Panel(fault.from_iteration - 1, "undisturbed", {}),

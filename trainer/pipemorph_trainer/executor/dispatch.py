@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import monotonic, time
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.autograd import profiler
@@ -74,6 +74,16 @@ class Outcome:
     losses: list[Tensor] = field(default_factory=list)
 
 
+class LastOp(Protocol):
+    """Is told of the op of an iteration that is the last to write gradients, W or BW."""
+
+    def begin_last_op(self, kind: OpKind) -> None:
+        """It begins."""
+
+    def end_last_op(self) -> None:
+        """It has ended. No op follows on this stage."""
+
+
 class Executor:
     """Runs the ops of one stage. Main thread only."""
 
@@ -93,9 +103,11 @@ class Executor:
         device_times: DeviceTimes | None = None,
         gate: Gate | None = None,
         refuses: bool = False,
+        last_op: LastOp | None = None,
     ) -> None:
         """``refuses``: an error of the stage in the first forward of an iteration only refuses this
-        iteration. ``gate``: for the last stage if there are several replicas."""
+        iteration. ``gate``: for the last stage if there are several replicas. ``last_op``: is told
+        of the last op."""
         self._coordinate, self._runner = coordinate, runner
         self._device_times = device_times
         self._up, self._down = neighbours.upstream, neighbours.downstream
@@ -108,6 +120,7 @@ class Executor:
         self._boundary, self._on_last_forward = boundary, on_last_forward
         self._reserve = reserve
         self._gate, self._refuses = gate, refuses
+        self._last_op = last_op
         self.refused = False
         """Whether the iteration is refused: messages are sent as planned, but empty."""
         self.cause: Exception | None = None
@@ -406,6 +419,8 @@ class Executor:
             grads = [next(came) if meta.gradient else None for meta in self.output_metas]
         run = self._runner.backward if kind is OpKind.BW else self._runner.backward_input
         returns = self._residency.run(kind, microbatch)
+        if kind is OpKind.BW:
+            self._begin_if_last(kind, microbatch)
         start = self._start_op()
         letter = "B" if kind is OpKind.BW else "I"
         with self._range(letter, microbatch):
@@ -413,6 +428,8 @@ class Executor:
                 self._copy(kind, microbatch, self._runner.fetch)
             found = run(microbatch, grads)
         self._end_op(kind, microbatch, start)
+        if kind is OpKind.BW:
+            self._end_if_last(microbatch)
         if self._above is not None and self._has_gradients(self._above):
             self._send(kind, microbatch, self._to_send(found))
         self._boundary()
@@ -426,11 +443,22 @@ class Executor:
 
     def _weight(self, microbatch: int) -> None:
         self._residency.run(OpKind.W, microbatch)
+        self._begin_if_last(OpKind.W, microbatch)
         start = self._start_op()
         with self._range("W", microbatch):
             self._runner.backward_weight(microbatch)
         self._end_op(OpKind.W, microbatch, start)
+        self._end_if_last(microbatch)
         self._boundary()
+
+    def _begin_if_last(self, kind: OpKind, microbatch: int) -> None:
+        """Tell of the last op: in every order it is the W or BW of the last microbatch."""
+        if self._last_op is not None and microbatch == self._microbatches - 1:
+            self._last_op.begin_last_op(kind)
+
+    def _end_if_last(self, microbatch: int) -> None:
+        if self._last_op is not None and microbatch == self._microbatches - 1:
+            self._last_op.end_last_op()
 
     def _range(self, letter: str, microbatch: int) -> AbstractContextManager[Any]:
         """A range ``PP:3F7`` for torch.profiler. None without a profiler, since it costs 40 µs."""

@@ -73,7 +73,7 @@ class OwnStage:
             return
         if isinstance(stage, EmulatedStage):
             self.runner = self.keeper = EmulatedRunner(
-                stage, coordinate.stage, coordinate.stages, coordinate.column
+                stage, coordinate.stage, coordinate.stages, coordinate.column, microbatches
             )
             return
         self.module = self.keeper = stage

@@ -1,4 +1,4 @@
-"""Applies the fault trace of a job: holds messages and cuts connections.
+"""Applies the fault trace of a job: holds messages and gradients, and cuts connections.
 
 A delay ``d`` holds every message on its queue for ``d``: the queue is busy for that time, and the
 receiver does not use the message before. It is implemented as one number per queue at the sender
@@ -6,7 +6,8 @@ and a time in the message's note. Nothing sleeps, and the transports are not inv
 directions of the link are delayed.
 
 Only this module knows of faults: a link end has its :class:`LinkFaults`, and channels get its
-:meth:`LinkFaults.hold`.
+:meth:`LinkFaults.hold`. The gradient reduction of a stage has its :class:`ReductionFaults`, which
+hold the main thread, as a collective would.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import logging
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from pipemorph.api.mesh import Coordinate
 from pipemorph.api.spec import Fault
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.links.message import DIRECT_QUEUE, Direction
@@ -40,6 +43,18 @@ class FaultTrace:
 
     def of(self, link: int, replica: int) -> list[Fault]:
         return [f for f in self.faults if f.link == link and f.replica == replica]
+
+    def of_group(self, coordinate: Coordinate) -> ReductionFaults | None:
+        """The faults of the ranks that reduce gradients together with this one; None if it has
+        none."""
+        mesh = coordinate.mesh
+        group = mesh.data_group(coordinate.column)
+        mine = [
+            fault
+            for fault in self.faults
+            if fault.reduction == coordinate.stage and mesh.data_group(fault.replica) == group
+        ]
+        return ReductionFaults(mine) if mine else None
 
     def make_queue(self, link: int, replica: int) -> SharedQueue | None:
         """The shared queue of both directions of a link; None if it needs none."""
@@ -99,17 +114,14 @@ class LinkFaults:
         return held
 
     def _hold(self, queue: int, nbytes: int, now: float) -> tuple[float, float]:
-        active = [i for i, fault in enumerate(self._faults) if self._is_active(fault, now)]
+        began = self._began
+        active = [
+            i for i, f in enumerate(self._faults) if _is_active(f, self._iteration, began, now)
+        ]
         start = max(now, self._queues.get(queue, 0.0))
         if not active:
             return start, (start if start > now else 0.0)
-        delay, rate = 0.0, 0.0
-        for i in active:
-            fault = self._faults[i]
-            delay += (fault.delay_ms or 0.0) / 1e3
-            if fault.bandwidth_mbps is not None:
-                limit = fault.bandwidth_mbps * 1e6 / 8
-                rate = limit if not rate else min(rate, limit)
+        delay, rate = _effect(self._faults[i] for i in active)
         left = start
         if rate:
             start = max(start, self._wire_free)
@@ -128,7 +140,7 @@ class LinkFaults:
     def cut_due(self, now: float) -> None:
         """Make the cuts that are due. Called between ops, so that they happen during an
         iteration."""
-        for fault in [f for f in self._cuts if self._has_begun(f, now)]:
+        for fault in [f for f in self._cuts if _has_begun(f, self._iteration, self._began, now)]:
             self._cuts.remove(fault)
             if self.cut is None:
                 log.warning("fault trace: link %d has no engine connection to cut", fault.link)
@@ -158,17 +170,78 @@ class LinkFaults:
         ]
         return [*held, *self._cut_record]
 
-    def _has_begun(self, fault: Fault, now: float) -> bool:
-        if _by_seconds(fault):
-            return now - self._began >= (fault.from_seconds or 0.0)
-        return self._iteration >= (fault.from_iteration or 0)
 
-    def _is_active(self, fault: Fault, now: float) -> bool:
-        if _by_seconds(fault):
-            ended = fault.to_seconds is not None and now - self._began >= fault.to_seconds
-        else:
-            ended = fault.to_iteration is not None and self._iteration >= fault.to_iteration
-        return not ended and self._has_begun(fault, now)
+class ReductionFaults:
+    """The faults of the group in which this rank reduces its gradients. All its ranks call it."""
+
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        self._faults = faults
+        self._counts = [_Count() for _ in faults]
+        self._began: float | None = None
+
+    def hold(self, sent: Sequence[float], sizes: Sequence[int], iteration: int) -> list[float]:
+        """Wait until all buckets are there, and return when each was. ``sent``: when the last rank
+        of the group sent each; wall clock. ``sizes``: bytes."""
+        now = time.time()
+        # Training began at most an iteration ago.
+        self._began = self._began or now
+        active = [
+            i for i, f in enumerate(self._faults) if _is_active(f, iteration, self._began, now)
+        ]
+        if not active or not sizes:
+            return list(sent)
+        delay, rate = _effect(self._faults[i] for i in active)
+        ends, free = [], 0.0
+        for at, nbytes in zip(sent, sizes, strict=True):
+            free = max(at, free) + (nbytes / rate if rate else 0.0)
+            ends.append(free + delay)
+        for i in active:
+            count = self._counts[i]
+            count.messages += len(sizes)
+            count.hold_seconds += ends[-1] - sent[0]
+            count.last_iteration = iteration
+            if count.first_iteration is None:
+                count.first_iteration = iteration
+        time.sleep(max(0.0, ends[-1] - now))
+        return ends
+
+    def record(self) -> list[dict[str, Any]]:
+        """One entry per fault: the fault and its effects on this rank."""
+        return [
+            {
+                **fault.model_dump(exclude_none=True),
+                "buckets_held": count.messages,
+                "hold_seconds": count.hold_seconds,
+                "first_iteration": count.first_iteration,
+                "last_iteration": count.last_iteration,
+            }
+            for fault, count in zip(self._faults, self._counts, strict=True)
+        ]
+
+
+def _effect(faults: Iterable[Fault]) -> tuple[float, float]:
+    """The delays together, seconds; and the least rate, bytes per second, 0 for none."""
+    delay, rate = 0.0, 0.0
+    for fault in faults:
+        delay += (fault.delay_ms or 0.0) / 1e3
+        if fault.bandwidth_mbps is not None:
+            limit = fault.bandwidth_mbps * 1e6 / 8
+            rate = limit if not rate else min(rate, limit)
+    return delay, rate
+
+
+def _has_begun(fault: Fault, iteration: int, began: float, now: float) -> bool:
+    if _by_seconds(fault):
+        return now - began >= (fault.from_seconds or 0.0)
+    return iteration >= (fault.from_iteration or 0)
+
+
+def _is_active(fault: Fault, iteration: int, began: float, now: float) -> bool:
+    if _by_seconds(fault):
+        ended = fault.to_seconds is not None and now - began >= fault.to_seconds
+    else:
+        ended = fault.to_iteration is not None and iteration >= fault.to_iteration
+    return not ended and _has_begun(fault, iteration, began, now)
 
 
 def _shaping(faults: Sequence[Fault]) -> list[Fault]:

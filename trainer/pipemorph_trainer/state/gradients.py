@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipemorph.api.mesh import DATA, DIMENSIONS, LOCKSTEP, Dimension
+from pipemorph_trainer.executor.stages.sharded import is_sharded
 from pipemorph_trainer.executor.torch_private import version
+from pipemorph_trainer.state.reduction import Over, Reducer, Wait, finish
 from pipemorph_trainer.state.weights import bytes_of, comparable
 from pipemorph_trainer.topology.placement import Placement, local, placement
 
 if TYPE_CHECKING:
+    from pipemorph_trainer.links.faults import ReductionFaults
+    from pipemorph_trainer.topology.accelerator import Accelerator
     from pipemorph_trainer.topology.world import World
-
-BUCKET_BYTES = 25 << 20
-Wait = Callable[[Any], None]
-"""Waits for a collective on CPU tensors, with a deadline and a description."""
 
 
 def averaged_over(spread: Placement) -> tuple[Dimension, ...]:
@@ -45,47 +45,50 @@ class Replicas:
     """Keeps the ranks equal that hold the same elements of this rank's stage: all get the mean
     gradient and the buffers of the first.
 
-    Every call is collective over the ranks with the same stage and tensor coordinate.
+    Every call is collective over the ranks with the same stage and tensor coordinate. ``tied``:
+    ids of parameters whose gradients other stages change after the ops.
     """
 
-    def __init__(self, module: nn.Module, world: World, wait: Wait) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        world: World,
+        wait: Wait,
+        *,
+        accelerator: Accelerator | None = None,
+        tied: Collection[int] = (),
+        faults: ReductionFaults | None = None,
+    ) -> None:
         # Keeps the world and not its groups, whose last references World.leave() drops.
         self._module, self._world, self._wait = module, world, wait
-        self._names = {
-            name: averaged_over(placement(name, parameter, world.coordinate))
-            for name, parameter in module.named_parameters()
-        }
         self._buffered = [m for m in module.modules() if any(True for _ in m.buffers(False))]
         self._marks = [_marks(m) for m in self._buffered]
+        self.sharded = is_sharded(module)
+        """Whether FSDP reduces the gradients of the shards itself, after the last op."""
+        early: list[tuple[Tensor, Over]] = []
+        late: list[tuple[Tensor, Over]] = []
+        for name, parameter in module.named_parameters():
+            over = averaged_over(placement(name, parameter, world.coordinate))
+            held_back = self.sharded or id(parameter) in tied
+            (late if held_back else early).append((parameter, over))
+        self.reducer = Reducer(
+            early, world, wait,
+            accelerator=accelerator, late=late, marks=self._written, faults=faults,
+        )  # fmt: skip
 
     def sync(self) -> None:
-        """Average the gradients after an iteration, and share the buffers of every module in which
-        a rank has written a buffer.
+        """Wait until the gradients are averaged after an iteration, and share the buffers of every
+        module in which a rank has written a buffer.
 
         Whole modules, because torch does not count a batch norm's writes to its running statistics,
         only those to ``num_batches_tracked`` beside them.
         """
-        parts: dict[tuple[Dimension, ...], list[nn.Parameter]] = {}
-        for name, parameter in self._module.named_parameters():
-            if parameter.requires_grad:
-                parts.setdefault(self._names[name], []).append(parameter)
-        written = [_written(m, marks) for m, marks in zip(self._buffered, self._marks, strict=True)]
-        parts.setdefault(DATA, [])
-        for names in sorted(parts):
-            group = self._world.group(names)
-            if group is None:
-                continue
-            parameters, buffers = parts[names], written if names == DATA else []
-            mask = [*(p.grad is not None for p in parameters), *buffers]
-            if not mask:
-                continue
-            counts = torch.tensor(mask, dtype=torch.int32)
-            self._wait(dist.all_reduce(counts, group=group, async_op=True))
-            used, written_by = counts[: len(parameters)], counts[len(parameters) :]
-            average(parameters, used.tolist(), group, self._wait)
-            for module, count in zip(self._buffered if buffers else [], written_by, strict=True):
-                if count:
-                    self._share(module.buffers(recurse=False))
+        for module, count in zip(self._buffered, self.reducer.finish(), strict=True):
+            if count:
+                self._share(module.buffers(recurse=False))
+
+    def _written(self) -> list[bool]:
+        return [_written(m, marks) for m, marks in zip(self._buffered, self._marks, strict=True)]
 
     def share_buffers(self) -> None:
         """Copy every buffer of the first rank to all, even if torch counted no write to it."""
@@ -117,29 +120,6 @@ def _written(module: nn.Module, before: Marks) -> bool:
     )
 
 
-def average(
-    parameters: Sequence[nn.Parameter], used: Sequence[int], group: dist.ProcessGroup, wait: Wait
-) -> None:
-    """Replace every ``.grad`` by its mean over the ranks of ``group``, bitwise equal on each.
-    ``used``: number of ranks on which each parameter has a gradient.
-
-    Gradients are sent in flat buckets, in the order of the parameters. A parameter without a
-    gradient on any rank keeps none; if only some ranks have one, the others count as zero.
-    """
-    size = dist.get_world_size(group)
-    for parameter, count in zip(parameters, used, strict=True):
-        if count and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    for bucket in _buckets(local(p.grad) for p in parameters if p.grad is not None):
-        flat = torch.cat([grad.reshape(-1) for grad in bucket])
-        finish(dist.all_reduce(flat, group=group, async_op=True), flat, wait)
-        flat /= size
-        offset = 0
-        for grad in bucket:
-            grad.copy_(flat[offset : offset + grad.numel()].view_as(grad))
-            offset += grad.numel()
-
-
 def broadcast(value: Tensor, source: int, group: dist.ProcessGroup, wait: Wait) -> None:
     """Copy a tensor of rank ``source`` to all ranks of ``group``. It is sent as bytes, so any dtype
     works."""
@@ -150,27 +130,6 @@ def broadcast(value: Tensor, source: int, group: dist.ProcessGroup, wait: Wait) 
     if raw.data_ptr() != value.data_ptr():
         with torch.no_grad():
             value.copy_(raw.view(value.dtype).view(value.shape))
-
-
-def finish(work: Any, tensor: Tensor, wait: Wait) -> None:
-    """Wait for a collective. On CUDA the stream waits, not the host."""
-    if tensor.is_cuda:
-        work.wait()
-    else:
-        wait(work)
-
-
-def _buckets(grads: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    bucket: list[Tensor] = []
-    size = 0
-    for grad in grads:
-        if bucket and (size >= BUCKET_BYTES or grad.dtype != bucket[0].dtype):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(grad)
-        size += grad.numel() * grad.element_size()
-    if bucket:
-        yield bucket
 
 
 def clip_global_norm(

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipemorph.errors import InputError
-from pipemorph_trainer.state.gradients import Wait, broadcast, finish
+from pipemorph_trainer.state.gradients import broadcast
+from pipemorph_trainer.state.reduction import Wait, finish
 from pipemorph_trainer.topology.placement import local
 
 if TYPE_CHECKING:
@@ -115,7 +116,8 @@ class Tied:
     """The tied weights that this rank holds. Every call is collective over their holders.
 
     ``aliases``: the first holder of each weight, by the weight's names in this rank's module.
-    ``uncounted``: ids of the parameters that another rank counts in a norm.
+    ``uncounted``: ids of the parameters that another rank counts in a norm. ``shared``: ids of all
+    whose gradients are summed.
     """
 
     def __init__(
@@ -154,6 +156,7 @@ class Tied:
                 )
             )
         self.uncounted = {id(each.parameter) for each in self._shared if not each.is_first}
+        self.shared = {id(each.parameter) for each in self._shared}
         self._world = world
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
         self._summed = True

@@ -22,13 +22,13 @@ import contextlib
 import json
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from pipemorph.api.mesh import Coordinate
 from pipemorph_trainer.context import TRACE_BYTES
 from pipemorph_trainer.executor.dispatch import Outcome
-from pipemorph_trainer.links.link import LinkEnd
 
 log = logging.getLogger("pipemorph.trainer")
 
@@ -136,7 +136,7 @@ class TraceWriter:
         """Write how this rank's stage splits its backward, and why."""
         self._write("split", record, "how the backward is split")
 
-    def close(self, ends: list[LinkEnd], iterations: int = 0) -> None:
+    def close(self, faults: Sequence[dict[str, Any]], iterations: int = 0) -> None:
         """Write the effects of the fault trace and the number of iterations. Idempotent."""
         if self._folder is None or self._closed:
             return
@@ -145,8 +145,8 @@ class TraceWriter:
             with contextlib.suppress(OSError):
                 self._file.close()
             self._file = None
-        faults = [entry for end in ends for entry in end.faults.record()]
-        self._write("faults", {"iterations": iterations, "faults": faults}, "the fault trace")
+        record = {"iterations": iterations, "faults": list(faults)}
+        self._write("faults", record, "the fault trace")
 
     def _write(self, kind: str, record: dict[str, Any], what: str) -> None:
         if self._folder is None:

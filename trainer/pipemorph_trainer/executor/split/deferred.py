@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from pipemorph_trainer.errors import SplitError
+from pipemorph_trainer.executor.stages.written import written
 from pipemorph_trainer.executor.torch_private import grad_dtype, version
 
 
@@ -217,3 +218,4 @@ def accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
         parameter.grad = grad
     else:
         parameter.grad = torch.empty_like(parameter).copy_(grad)
+    written(parameter)

@@ -26,7 +26,10 @@ from pipemorph.errors import InputError
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.executor.stages.interface import Grads, Split
 from pipemorph_trainer.executor.stages.structure import SINGLE, Structure
+from pipemorph_trainer.executor.stages.written import written
 
+GRADIENT_PARTS = 8
+"""Buckets of gradients of an emulated stage."""
 _MASK = (1 << 64) - 1
 _TIMER_ABSTIME = 1
 _PR_SET_TIMERSLACK = 29
@@ -85,6 +88,7 @@ class EmulatedStage:
     ``stands_for_bytes``: the message size of the emulated stage, if messages are scaled down.
     ``offload_copy``: seconds to copy a microbatch's activations one way; ``activation_bytes``:
     their reported size. ``fused_backward``: seconds of BW, by default those of B and W together.
+    ``gradient_bytes``: what replicas reduce; the last W makes it in equal parts; None: nothing.
     """
 
     forward: float
@@ -95,6 +99,7 @@ class EmulatedStage:
     offload_copy: float = 0.0
     activation_bytes: int | None = None
     fused_backward: float | None = None
+    gradient_bytes: int | None = None
 
     @staticmethod
     def of(spec: JobSpec, *, stage: int) -> EmulatedStage:
@@ -116,6 +121,7 @@ class EmulatedStage:
             mine.offload_copy / 1e3,
             spec.emulation.activation_bytes,
             None if mine.fused_backward is None else mine.fused_backward / 1e3,
+            spec.emulation.gradient_bytes,
         )
 
     @property
@@ -132,8 +138,25 @@ class EmulatedRunner:
     split: Split = "emulated"
     structure = SINGLE
 
-    def __init__(self, emulated: EmulatedStage, stage: int, stages: int, replica: int) -> None:
+    def __init__(
+        self,
+        emulated: EmulatedStage,
+        stage: int,
+        stages: int,
+        replica: int,
+        microbatches: int | None = None,
+    ) -> None:
+        """``microbatches``: N, with gradients to reduce after the last one."""
         self._times = emulated
+        size = emulated.gradient_bytes or 0
+        self.parameters = [
+            torch.nn.Parameter(torch.zeros(max(1, size // GRADIENT_PARTS // 4)))
+            for _ in range(GRADIENT_PARTS if size and microbatches is not None else 0)
+        ]
+        """Stand for those whose gradients replicas reduce, in the order of their use."""
+        for parameter in self.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        self._last_microbatch = None if microbatches is None else microbatches - 1
         self._accelerator = Accelerator()
         self._stage = stage
         self._first, self._last = stage == 0, stage == stages - 1
@@ -219,13 +242,22 @@ class EmulatedRunner:
         return self._finish_backward(microbatch, output_grads)
 
     def backward_weight(self, microbatch: int) -> None:
-        self._accelerator.hold(self._times.backward_weight)
+        self._hold_backward(self._times.backward_weight, microbatch)
         del self._held[microbatch]
+
+    def _hold_backward(self, seconds: float, microbatch: int) -> None:
+        """Let the time of a W or BW pass; that of the last microbatch writes gradients."""
+        if microbatch != self._last_microbatch or not self.parameters:
+            self._accelerator.hold(seconds)
+            return
+        for parameter in reversed(self.parameters):
+            self._accelerator.hold(seconds / len(self.parameters))
+            written(parameter)
 
     def backward(
         self, microbatch: int, output_grads: Sequence[Tensor | None] | None = None
     ) -> Grads:
-        self._accelerator.hold(self._times.whole_backward)
+        self._hold_backward(self._times.whole_backward, microbatch)
         result = self._finish_backward(microbatch, output_grads)
         del self._held[microbatch]
         return result

@@ -71,6 +71,12 @@ class Sharded:
             self.reduce()
 
 
+def is_sharded(stage: nn.Module) -> bool:
+    """Whether ``fully_shard`` has sharded a module of the stage."""
+    kind = loaded("torch.distributed.fsdp", "FSDPModule")
+    return any(isinstance(module, kind) for module in stage.modules())
+
+
 def reduce_partial(stage: nn.Module) -> None:
     """Add up the gradients that are partial sums, such as those of a norm whose ranks each have a
     part of the sequence, so that a gradient is placed as its parameter. Collective over the ranks
