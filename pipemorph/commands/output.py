@@ -11,12 +11,12 @@ from typing import Any
 from pipemorph.commands.emit import emit
 from pipemorph.errors import InputError
 from pipemorph.pictures import Timeline, render_html, render_png, render_text
-from pipemorph.planning.formats.torch_csv import dump_csv
+from pipemorph.planning.formats.torch_csv import dump_comms_csv, dump_csv
 from pipemorph.planning.problem import Problem
 from pipemorph.planning.simulation.interleaved import InterleavedSchedule, InterleavedSimulation
 from pipemorph.planning.simulation.simulator import Simulation
 
-FORMATS = ("json", "text", "html", "png", "csv")
+FORMATS = ("json", "text", "html", "png", "csv", "csv-comms")
 # Formats by the extension of --out.
 ENDINGS = {
     ".json": "json",
@@ -33,7 +33,8 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         choices=FORMATS,
         help="format (default: by the extension of FILE, else json); html is one file with "
-        "details of every op, csv is torch.distributed.pipelining's compute-only format",
+        "details of every op, csv is torch.distributed.pipelining's compute-only format, csv-comms "
+        "the one with sends and receives",
     )
     parser.add_argument("--out", metavar="FILE", help="write to FILE, not to stdout")
 
@@ -47,12 +48,16 @@ def write(fields: dict[str, Any], ran: Ran, problem: Problem, args: argparse.Nam
     if output == "json":
         emit((json.dumps(fields) + "\n").encode(), args.out)
         return
-    if output == "csv":
+    if output in ("csv", "csv-comms"):
         if isinstance(ran, Simulation):
-            order = InterleavedSchedule.of(ran.schedule())
+            order, rows = InterleavedSchedule.of(ran.schedule()), ran.stages
         else:
             order = ran.schedule
-        emit(dump_csv(order).encode(), args.out)
+            rows = tuple(tuple(op for _, op in ops) for ops in ran.by_rank())
+        text = dump_csv(order)
+        if output == "csv-comms":
+            text = dump_comms_csv(order, [[op.end for op in ops] for ops in rows])
+        emit(text.encode(), args.out)
         return
     if isinstance(ran, Simulation):
         timeline = Timeline.of_simulation(ran, problem, title=headline(fields))

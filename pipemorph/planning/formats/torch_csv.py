@@ -1,18 +1,24 @@
-"""Reads and writes schedules as torch.distributed.pipelining's compute-only CSV.
+"""Reads and writes schedules as torch.distributed.pipelining's CSV.
 
 One row per rank, one op per cell: ``2F0`` is the forward of microbatch 0 on stage 2, ``I`` the
 backward for the input (our B), ``W`` the backward for the weights, ``B`` the fused backward (our
 BW). An empty cell is a step without an op; it only aligns the columns for readers.
 ``(1F2;6B0)OVERLAP_F_B`` has ops that may overlap; here they run one after another, as in torch by
-default.
+default. This is the compute-only format.
+
+The compute-and-communication format, which is only written, has the sends and receives as well:
+``2RECV_F0``, ``2SEND_B0``, one ``2WAIT_SEND_B0`` per send, and ``2UNSHARD``, ``2REDUCE_GRAD``,
+``2WAIT_REDUCE_GRAD`` and ``2RESHARD``, which FSDP and the scaling of gradients need. torch executes
+it as it is. It places those of a compute-only schedule itself, as if every op took one step.
 """
 
 from __future__ import annotations
 
 import csv
+import heapq
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pipemorph.errors import InputError
 from pipemorph.planning.ir import KIND_OF_LETTER, LETTERS
@@ -31,6 +37,85 @@ def dump_csv(schedule: InterleavedSchedule) -> str:
     for ops in schedule.ranks:
         writer.writerow(f"{op.stage}{LETTERS[op.kind]}{op.microbatch}" for op in ops)
     return out.getvalue()
+
+
+def dump_comms_csv(schedule: InterleavedSchedule, ends: Sequence[Sequence[float]]) -> str:
+    """The CSV text with sends and receives. ``ends[r][k]``: when op *k* of rank *r* ends.
+
+    A receive is posted when the message is sent: after the receiver's ops that end before that, and
+    before those that end later. So any two ranks have their messages in one order, both directions
+    together, and cannot wait for each other over a communicator that takes one at a time.
+    """
+    placement = schedule.placement()
+    last = len(placement) - 1
+    rows: list[list[str]] = [
+        [f"{stage}UNSHARD" for stage in dict.fromkeys(op.stage for op in ops)]
+        for ops in schedule.ranks
+    ]
+    pending: list[list[str]] = [[] for _ in rows]
+    backwards = [0] * len(placement)
+    for rank, (stage, kind, microbatch) in _by_end(schedule, ends):
+        row = rows[rank]
+        row.append(f"{stage}{LETTERS[kind]}{microbatch}")
+        backward = kind in (OpKind.B, OpKind.BW)
+        if backward and (wait := f"{stage}WAIT_SEND_F{microbatch}") in pending[rank]:
+            # The gradient came back, so what was sent has been received.
+            pending[rank].remove(wait)
+            row.append(wait)
+        to = stage + 1 if kind is OpKind.F else stage - 1
+        if (backward or kind is OpKind.F) and 0 <= to <= last and placement[to] != rank:
+            what = "F" if kind is OpKind.F else "B"
+            row.append(f"{stage}SEND_{what}{microbatch}")
+            pending[rank].append(f"{stage}WAIT_SEND_{what}{microbatch}")
+            rows[placement[to]].append(f"{to}RECV_{what}{microbatch}")
+        if kind in (OpKind.W, OpKind.BW):
+            backwards[stage] += 1
+            if backwards[stage] == schedule.microbatches:
+                row += [f"{stage}{each}" for each in ("REDUCE_GRAD", "WAIT_REDUCE_GRAD", "RESHARD")]
+    out = io.StringIO()
+    csv.writer(out).writerows(row + left for row, left in zip(rows, pending, strict=True))
+    return out.getvalue()
+
+
+def _by_end(
+    schedule: InterleavedSchedule, ends: Sequence[Sequence[float]]
+) -> Iterator[tuple[int, StageOp]]:
+    """All ops with their ranks, by the time at which they end; where those are equal, an op that
+    another one waits for comes first."""
+    stages = len(schedule.placement())
+    position = [0] * len(schedule.ranks)
+    done: set[tuple[int, bool, int]] = set()
+    """Stage, whether backward, microbatch."""
+    blocked: dict[tuple[int, bool, int], int] = {}
+    ready: list[tuple[float, int]] = []
+
+    def offer(rank: int) -> None:
+        if position[rank] == len(schedule.ranks[rank]):
+            return
+        stage, kind, microbatch = schedule.ranks[rank][position[rank]]
+        needs = None
+        if kind is OpKind.F and stage > 0:
+            needs = (stage - 1, False, microbatch)
+        elif kind in (OpKind.B, OpKind.BW) and stage < stages - 1:
+            needs = (stage + 1, True, microbatch)
+        if needs is None or needs in done:
+            heapq.heappush(ready, (ends[rank][position[rank]], rank))
+        else:
+            blocked[needs] = rank
+
+    for rank in range(len(schedule.ranks)):
+        offer(rank)
+    while ready:
+        _, rank = heapq.heappop(ready)
+        op = schedule.ranks[rank][position[rank]]
+        yield rank, op
+        position[rank] += 1
+        offer(rank)
+        if op.kind is not OpKind.W:
+            made = (op.stage, op.kind is not OpKind.F, op.microbatch)
+            done.add(made)
+            if made in blocked:
+                offer(blocked.pop(made))
 
 
 def parse_csv(text: str) -> InterleavedSchedule:
