@@ -40,12 +40,15 @@ class Case(NamedTuple):
 
 
 GOALS: dict[Telemetry, float] = {"exact": 0.99, "python": 0.99, "device": 0.98}
+"""A directive is in force in the iteration after the first slow one, so that no telemetry gets more
+than 98.6% of it."""
+NARROW: dict[Telemetry, float] = {"exact": 0.85, "python": 0.85, "device": 0.75}
 CASES = (
     *(Case("nine-faults", each, goal=GOALS[each]) for each in get_args(Telemetry)),
     *(Case("nine-faults", each, cap=CAP, goal=0.97) for each in get_args(Telemetry)),
     Case("nine-faults", "python", Dispatch.ONLINE, goal=0.99),
     Case("redrawn", "python", goal=0.98),
-    *(Case("narrow", each, goal=0.5) for each in get_args(Telemetry)),
+    *(Case("narrow", each, goal=NARROW[each]) for each in get_args(Telemetry)),
     Case("redrawn", "python", Dispatch.ONLINE, goal=0.98),
 )
 

@@ -78,6 +78,10 @@ class LinkSample(WireModel):
     spacing: Seconds | None = None
     """Shortest time between two arrivals in a row of which the second message had to wait in its
     queue; None if none had. A link with enough queues and such waits is narrow."""
+    latency: Seconds | None = None
+    """Shortest time from the start of a message until a few bytes that left with it arrived, if
+    they take the same way; None if not measured. A wire time that is much longer is that of a
+    narrow link."""
     rtt_min: Seconds | None = None
     """Shortest round trip on the engine's control connection; None if not measured."""
 

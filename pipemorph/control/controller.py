@@ -443,10 +443,12 @@ class JobController:
         )
         asked, finished = pending.replan, self._ledger.last_iteration
         if asked.cause in ("slow", "worse", "restart"):
-            self._pacing.hurried(finished)
-        moves_back = len(chosen.plan.delegated) < len(asked.current.delegated)
-        returning = record.kind == "return" or (moves_back and record.kind != "revert")
-        self._pacing.issued(finished, returning=returning)
+            self._pacing.hurried(finished, pending.sources)
+        returning = set(asked.current.delegated) - set(chosen.plan.delegated)
+        if record.kind == "return":
+            was, now_slow = pending.before.situation.slow, asked.situation.slow
+            returning |= {i for i, slow in enumerate(was) if slow and not now_slow[i]}
+        self._pacing.issued(finished, returning if record.kind != "revert" else ())
         self._ledger.records.append(record)
         line = reasons.short(self._plan_version, asked.cause, pending.links, proposal)
         self._log(now, record.kind, record.reason, line, self._plan_version)

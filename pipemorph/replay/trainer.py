@@ -27,9 +27,9 @@ from pipemorph.replay.trace import LinkState, LinkTrace
 from pipemorph.wire import IterationSample, LinkHealthReport, LinkSample, StageProfile, WireTime
 
 Telemetry = Literal["exact", "python", "device"]
-"""How arrivals are observed. exact: as they happen. python: a receiver that computes sees a message
-at the end of its op, and says so. device: the same, and it never knows that it was idle, as on the
-direct route of CUDA."""
+"""How arrivals are observed on the direct route. exact: as they happen. python: a receiver that
+computes sees a message at the end of its op, and says so. device: the same, and it never knows that
+it was idle, as on CUDA. On the delegated route the engine sees all as they happen."""
 
 WAITED = 0.001
 """Seconds in the queue from which a message counts as held up, as for the ranks' recorders."""
@@ -254,17 +254,23 @@ class AdaptiveTrainer:
         held: dict[tuple[int, bool], list[float]] = {}
         spaced: dict[tuple[int, int, bool], float] = {}
         before: dict[tuple[int, bool], float] = {}
+        latencies: dict[tuple[int, int, bool], float] = {}
         for message in deliver(ran).messages:
             stamp, exact = self._observe(ran, message)
             transfer = transfer_at(message.link, message.sent)
             leaves = message.arrived - delay_at(message.link, message.sent) - transfer
-            wire = transfer + delay_at(message.link, max(0.0, leaves))
+            latency = delay_at(message.link, max(0.0, leaves))
+            wire = transfer + latency
             wire *= self._rng.gauss(1.0, NOISE)
             if self._rng.random() < OUTLIERS:
                 wire *= OUTLIER
             where = (message.link, message.forward)
             rows = seen.setdefault(int(stamp / WINDOW), {}).setdefault(where, [])
             rows.append((max(0.0, wire) + stamp - message.arrived, exact))
+            if self._knows_latency(message.link):
+                key = (int(stamp / WINDOW), *where)
+                latency *= max(0.0, self._rng.gauss(1.0, NOISE))
+                latencies[key] = min(latencies.get(key, INF), latency)
             held.setdefault(where, []).append(max(0.0, leaves - message.sent))
             if leaves - message.sent > WAITED and where in before:
                 key = (int(stamp / WINDOW), *where)
@@ -280,6 +286,7 @@ class AdaptiveTrainer:
                         rows,
                         queued=median(held[link, forward]),
                         spacing=spaced.get((window, link, forward)),
+                        latency=latencies.get((window, link, forward)),
                     )
                     for (link, forward), rows in sorted(links.items())
                 ],
@@ -289,7 +296,7 @@ class AdaptiveTrainer:
 
     def _observe(self, ran: Simulation, message: Message) -> tuple[float, bool]:
         """When the receiver sees a message, and whether it knows that this was when it came."""
-        if self._telemetry == "exact":
+        if self._telemetry == "exact" or self._plan.routes[message.link] is Route.DELEGATED:
             return message.arrived, True
         stage = message.link + 1 if message.forward else message.link
         ops = ran.stages[stage]
@@ -297,6 +304,11 @@ class AdaptiveTrainer:
         if running.start <= message.arrived < running.end:
             return running.end, False
         return message.arrived, self._telemetry == "python"
+
+    def _knows_latency(self, link: int) -> bool:
+        """Whether ranks measure the latency: of the notes beside direct messages, but not where
+        NCCL may take another way than they do."""
+        return self._plan.routes[link] is Route.DIRECT and self._telemetry != "device"
 
     def _sample(
         self,
@@ -306,6 +318,7 @@ class AdaptiveTrainer:
         *,
         queued: float,
         spacing: float | None,
+        latency: float | None,
     ) -> LinkSample:
         exact = [wire for wire, known in rows if known]
         values = sorted(exact or [wire for wire, _ in rows])
@@ -326,6 +339,7 @@ class AdaptiveTrainer:
             ),
             queue_p50=queued,
             spacing=spacing,
+            latency=latency,
         )
 
     def _profile(self, stage: int, ran: Simulation) -> StageProfile:

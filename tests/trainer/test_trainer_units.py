@@ -6,6 +6,7 @@ import errno
 import json
 import re
 import resource
+import select
 import signal
 import socket
 import threading
@@ -39,12 +40,14 @@ from pipemorph_trainer.executor.stages.emulated import Accelerator
 from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
 from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
 from pipemorph_trainer.links import peer_socket
+from pipemorph_trainer.links.channels.arrival import PeerClock, record_arrival
 from pipemorph_trainer.links.faults import LinkFaults
 from pipemorph_trainer.links.message import (
     ALL_PRESENT,
     DIRECT_QUEUE,
     Contents,
     Direction,
+    Held,
     Note,
     TensorMeta,
 )
@@ -60,13 +63,13 @@ from pipemorph_trainer.topology import addresses
 def test_a_delay_holds_each_message_on_its_queue() -> None:
     faults = LinkFaults([Fault(link=0, delay_ms=60.0, from_iteration=2)], Direction.FORWARD)
     faults.begin(1, 0.0)
-    assert faults.hold(DIRECT_QUEUE, 100, 10.0) == (10.0, 0.0)
+    assert faults.hold(DIRECT_QUEUE, 100, 10.0) == Held(10.0, 0.0)
     faults.begin(2, 0.0)
-    assert faults.hold(DIRECT_QUEUE, 100, 10.0) == pytest.approx((10.0, 10.06))
+    assert faults.hold(DIRECT_QUEUE, 100, 10.0) == pytest.approx((10.0, 10.06, 0.06))
     # The direct route has one queue: the next message starts when the first is through.
-    assert faults.hold(DIRECT_QUEUE, 100, 10.01) == pytest.approx((10.06, 10.12))
+    assert faults.hold(DIRECT_QUEUE, 100, 10.01) == pytest.approx((10.06, 10.12, 0.06))
     # Another queue is free.
-    assert faults.hold(3, 100, 10.02) == pytest.approx((10.02, 10.08))
+    assert faults.hold(3, 100, 10.02) == pytest.approx((10.02, 10.08, 0.06))
     (record,) = faults.record()
     assert record["messages_held"] == 3
     assert record["hold_seconds"] == pytest.approx(0.18)
@@ -78,15 +81,17 @@ def test_what_is_queued_stays_queued_when_the_fault_ends() -> None:
     faults.begin(0, 0.0)
     faults.hold(0, 100, 10.0)
     faults.begin(1, 0.0)
-    assert faults.hold(0, 100, 10.01) == pytest.approx((10.06, 10.06))
-    assert faults.hold(0, 100, 10.2) == (10.2, 0.0)
+    assert faults.hold(0, 100, 10.01) == pytest.approx((10.06, 10.06, 0.0))
+    assert faults.hold(0, 100, 10.2) == Held(10.2, 0.0)
 
 
 def test_bandwidth_is_shared_by_all_queues() -> None:
     faults = LinkFaults([Fault(link=0, bandwidth_mbps=8.0)], Direction.BACKWARD)
     faults.begin(0, 0.0)
-    assert faults.hold(0, 100_000, 5.0) == pytest.approx((5.0, 5.1))
-    assert faults.hold(1, 100_000, 5.0) == pytest.approx((5.1, 5.2))
+    assert faults.hold(0, 100_000, 5.0) == pytest.approx((5.0, 5.1, 0.0)), (
+        "its first byte is not late"
+    )
+    assert faults.hold(1, 100_000, 5.0) == pytest.approx((5.1, 5.2, 0.0))
 
 
 def test_faults_by_seconds_are_looked_up_per_message() -> None:
@@ -143,6 +148,28 @@ def test_messages_that_waited_show_how_far_apart_they_arrive() -> None:
     assert sample is not None and sample.spacing is None, "the last one took another route"
 
 
+def test_the_latency_of_a_window_is_that_of_its_quickest_note() -> None:
+    recorder = LinkRecorder(2, 0, Direction.FORWARD)
+    note = Note(1, 2, 3, ALL_PRESENT, 4.0, 5.0, 0.0)
+    for noted_at, arrived_at in ((6.012, 6.05), (6.002, 6.05), (None, 6.05)):
+        record_arrival(
+            recorder, note, PeerClock(1.0), arrived_at, 10, exact=True, noted_at=noted_at
+        )
+    sample = recorder.drain()
+    assert sample is not None and sample.latency == pytest.approx(0.002)
+    assert sample.wire.p50 == pytest.approx(0.05)
+    # A fault's delay holds back the first byte, a bandwidth limit does not.
+    for held_back in (0.06, 0.0):
+        late = note._replace(not_before=5.06, held_back=held_back)
+        record_arrival(recorder, late, PeerClock(), 5.001, 10, exact=False, noted_at=5.001)
+        sample = recorder.drain()
+        assert sample is not None and sample.wire.p50 == pytest.approx(0.06)
+        assert sample.latency == pytest.approx(max(held_back, 0.001))
+    record_arrival(recorder, note, PeerClock(), 6.0, 10, exact=True)
+    sample = recorder.drain()
+    assert sample is not None and sample.latency is None
+
+
 def test_a_change_of_route_closes_the_window() -> None:
     recorder = LinkRecorder(0, 0, Direction.BACKWARD)
     recorder.add(0.001, 0.0, 1, exact=True)
@@ -173,18 +200,25 @@ def test_notes_tokens_and_shapes_cross_a_line() -> None:
         here = peer_socket.dial("127.0.0.1", port, rank=0, peer_rank=1, secret=b"s", timeout=10)
         thread.join(10)
     (there,) = made
-    note = Note(1, 2, 3, ALL_PRESENT, 4.0, 5.0, 6.0)
+    note = Note(1, 2, 3, ALL_PRESENT, 4.0, 5.0, 6.0, 7.0)
     metas = (TensorMeta((2, 3), torch.bfloat16, gradient=True), TensorMeta((), torch.bool))
     here.send_token(peer_socket.StepToken(7, 8, 9))
     here.send_shapes(Contents(metas, "structure"))
+    before = time.time()
     here.send_note(Direction.BACKWARD, note)
+    assert select.select([there], [], [], 10)[0], "the note does not arrive"
+    late = time.time()
+    time.sleep(0.05)  # A rank that computes reads it later.
+    there.pump()
     here.close(goodbye=True)
     deadline = time.monotonic() + 10
     while there.lost is None and time.monotonic() < deadline:
         there.pump()
     assert there.tokens.popleft() == peer_socket.StepToken(7, 8, 9)
     assert there.shapes.popleft() == Contents(metas, "structure")
-    assert there.notes[1, 2, 3] == note
+    arrived = there.notes[1, 2, 3]
+    assert arrived.note == note
+    assert arrived.at is not None and before <= arrived.at <= late, "not the kernel's time"
     assert there.goodbye and there.lost == "it left"
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 HURRY = 3
 """Most directives in a row for links that became slow."""
@@ -10,13 +11,15 @@ REFILL = 4
 """Iterations until one more of these directives is allowed."""
 SETTLE = 3
 """Iterations under a plan before a change that is not urgent: enough to measure the plan."""
-HOLD, BACKOFF, MOST_FLAPS = 2, 4, 4
-"""Iterations for which a link must be healthy before its old plan returns; multiplied by BACKOFF
-each time it became slow again soon, at most MOST_FLAPS times. A return that fails costs a few
-iterations of several times their length, waiting costs a few per cent of each: hence the factor. It
-also stops the changes for a fault of the direct route only, which ends whenever it is avoided."""
+FIRST_HOLD, HOLD, BACKOFF, MOST_FLAPS = 1, 2, 4, 4
+"""Iterations for which a link must be healthy before its old plan returns: FIRST_HOLD, or HOLD
+multiplied by BACKOFF each time it became slow again soon, at most MOST_FLAPS times. A return that
+fails costs a few iterations of several times their length, waiting mostly costs a few per cent of
+each: hence the factor. It also stops the changes for a fault of the direct route only, which ends
+whenever it is avoided."""
 SOON = 10
-"""A link that becomes slow again within this many holds has flapped."""
+"""A link that becomes slow again within this many holds, each of HOLD iterations at least, has
+flapped. Another link that becomes slow has not."""
 
 
 @dataclass
@@ -27,11 +30,12 @@ class Pacing:
     _spent: int = 0
     _refilled_at: int = 0
     _issued_at: int | None = None
-    _returned_at: int | None = None
+    _returned: dict[int, int] = field(default_factory=dict)
+    """Per link that is healthy again: when the plan for that was issued."""
 
     @property
     def hold(self) -> int:
-        return HOLD * int(BACKOFF**self.flaps)
+        return HOLD * int(BACKOFF**self.flaps) if self.flaps else FIRST_HOLD
 
     def may_hurry(self, finished: int) -> bool:
         """Whether a link that became slow may cause a directive at once: not if there were too
@@ -39,15 +43,19 @@ class Pacing:
         regained = max(0, finished - self._refilled_at) // REFILL
         return self._spent - regained < HURRY
 
-    def hurried(self, finished: int) -> None:
-        """Record a directive for a slow link. Counts for the limit, and detects flaps."""
+    def hurried(self, finished: int, links: Iterable[int]) -> None:
+        """Record a directive for slow ``links``. Counts for the limit, and detects flaps."""
         regained = max(0, finished - self._refilled_at) // REFILL
         self._spent = max(0, self._spent - regained) + 1
         self._refilled_at = max(self._refilled_at, finished)
-        if self._returned_at is not None:
-            soon = finished - self._returned_at <= SOON * self.hold
-            self.flaps = min(MOST_FLAPS, self.flaps + 1) if soon else 0
-            self._returned_at = None
+        hold = max(HOLD, self.hold)
+        again = self._returned.keys() & set(links)
+        lately = {i: at for i, at in self._returned.items() if finished - at <= SOON * hold}
+        if again & lately.keys():
+            self.flaps = min(MOST_FLAPS, self.flaps + 1)
+        elif self._returned and not lately:
+            self.flaps = 0
+        self._returned = {i: at for i, at in lately.items() if i not in again}
 
     def is_settled(self, finished: int) -> bool:
         """Whether other causes may change the plan: after the last change has been measured."""
@@ -57,10 +65,10 @@ class Pacing:
         """Whether the plan of a link that is healthy since iteration ``well_since`` may return."""
         return finished - well_since >= self.hold
 
-    def issued(self, finished: int, *, returning: bool) -> None:
+    def issued(self, finished: int, returning: Iterable[int]) -> None:
+        """Record a directive that avoids the links ``returning`` less than the one before."""
         self._issued_at = finished
-        if returning:
-            self._returned_at = finished
+        self._returned |= dict.fromkeys(returning, finished)
 
 
 __all__ = ["Pacing"]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide.forecast import Situation
-from pipemorph.control.decide.rate_limit import Pacing
+from pipemorph.control.decide.rate_limit import HOLD, Pacing
 from pipemorph.control.decide.replan import Cause
 from pipemorph.control.decide.truth import BARRIER, OPS, Sources
 from pipemorph.control.first_plan import initial_problem, initial_routes
@@ -29,8 +29,8 @@ MATERIAL_OP = 0.2
 """Relative change of an op time that requires another decision."""
 
 STEADY = 4
-"""Holds after which a constant delay is considered once more: on a route that was first used while
-the link was slow, it may be the route's normal wire time."""
+"""Holds, of HOLD iterations at least, after which a constant delay is considered once more: on a
+route that was first used while the link was slow, it may be the route's normal wire time."""
 
 
 class Progress(NamedTuple):
@@ -163,7 +163,7 @@ class Judgement:
         if since is None or self._of_steady or wanted.routes == initial_routes(self.spec):
             return False
         waited = progress.last - since
-        return any(now.slow) and waited >= STEADY * hold
+        return any(now.slow) and waited >= STEADY * max(HOLD, hold)
 
     def profile_is_due(self, progress: Progress) -> bool:
         """Whether to compare op times with the planned ones. Done every few iterations only, since

@@ -22,10 +22,12 @@ Memory is bounded: sums, and at most ``RECENT`` values.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from math import erf, sqrt
 from statistics import fmean, median, pstdev
+from typing import NamedTuple
 
 ALARM = 3.0
 """Windows well above the threshold before an alarm: the fewest that one short stall does not
@@ -72,6 +74,32 @@ class Thresholds:
         return max(quiet, self.noise * min(noise, quiet))
 
 
+class _Within(NamedTuple):
+    """A window's wire time is from ``low`` to ``high``; both are the same if it is exact."""
+
+    low: float
+    high: float
+
+    @staticmethod
+    def exactly(value: float) -> _Within:
+        return _Within(value, value)
+
+
+TRIM = 0.1
+"""Part of the windows at either end that an average leaves out: outliers of a busy machine."""
+
+
+def _likely(windows: Iterable[_Within]) -> list[float]:
+    """One wire time per window, in ascending order, without the outliers: the one within its bounds
+    that is nearest to the median of all bounds. Where all bounds agree, that is the middle of what
+    they have in common; exact windows stay as they are."""
+    known = list(windows)
+    middle = median([end for window in known for end in window])
+    values = sorted(min(max(middle, low), high) for low, high in known)
+    cut = int(TRIM * len(values))
+    return values[cut : len(values) - cut]
+
+
 @dataclass
 class _Base:
     """Normal wire time on one route in seconds, and its noise (mean absolute deviation)."""
@@ -100,7 +128,7 @@ class DelayDetector:
         self._bases: dict[str, _Base] = {}
         self._learning: list[tuple[float, bool]] = []
         self._sum = 0.0
-        self._since: deque[float] = deque(maxlen=RECENT)
+        self._since: deque[_Within] = deque(maxlen=RECENT)
         self._suspected_at: int | None = None
         self._turned_at: int | None = None
         """Mark of the first of the newest windows that all show the other level. A suspicion may be
@@ -136,7 +164,7 @@ class DelayDetector:
         if self.level is not Level.SLOW or not self._since:
             return 0.0
         base = self.base
-        return self._carried[1] if base is None else max(0.0, fmean(self._since) - base)
+        return self._carried[1] if base is None else max(0.0, fmean(_likely(self._since)) - base)
 
     @property
     def wire_time(self) -> float:
@@ -151,6 +179,11 @@ class DelayDetector:
         return self._suspected_at
 
     @property
+    def suspects(self) -> bool:
+        """Whether the link is healthy, but its newest windows may be those of a slow one."""
+        return self.level is Level.HEALTHY and self._sum > 0
+
+    @property
     def confidence(self) -> float:
         """Probability, 0 … 1, that the level is right: that the mean of the windows is on the right
         side of the middle between base and threshold (normal approximation)."""
@@ -159,8 +192,9 @@ class DelayDetector:
             return 0.0
         middle = base + self.threshold / 2
         if self.level is Level.SLOW and self._since:
-            spread = max(pstdev(self._since), self.threshold / 8)
-            z = (fmean(self._since) - middle) / (spread / sqrt(len(self._since)))
+            values = _likely(self._since)
+            spread = max(pstdev(values), self.threshold / 8)
+            z = (fmean(values) - middle) / (spread / sqrt(len(values)))
         else:
             z = (1 - self._sum / ALARM) * 3
         return 0.5 * (1 + erf(z / sqrt(2)))
@@ -203,17 +237,21 @@ class DelayDetector:
         if exact and not known.exact:
             # The base was an upper bound. The first exact value may lower it.
             known.exact, known.value = True, min(known.value, value)
+        within = _Within.exactly(value)
         if not exact:
+            within = _Within(max(0.0, value - slack), value)
             expected = self.wire_time
-            if value - slack <= expected <= value:
+            if within.low <= expected <= value:
+                if self.level is Level.SLOW:
+                    self._since.append(within)
                 return
             if value > expected:
                 # The bound minus one op is certain, and from here on as good as an exact value.
-                value, slack = value - slack, 0.0
+                value, slack = within.low, 0.0
         if self.level is Level.SLOW:
-            self._observe_slow(known, value, mark, 0.0 if exact else slack)
+            self._observe_slow(known, value, within, mark, 0.0 if exact else slack)
         else:
-            self._observe_healthy(known, value, mark, weight)
+            self._observe_healthy(known, value, within, mark, weight)
 
     def lower_base(self, base: float) -> bool:
         """Use ``base``, from the link's peers, as the normal wire time if it is much lower.
@@ -227,7 +265,7 @@ class DelayDetector:
         # Twice the threshold, since healthy links of a job differ somewhat.
         if known.value - base < 2 * limit:
             return False
-        self._since = deque([known.value] * LEARN, RECENT)
+        self._since = deque([_Within.exactly(known.value)] * LEARN, RECENT)
         known.value = base
         self._become(Level.SLOW, self.changed_at)
         return True
@@ -245,7 +283,7 @@ class DelayDetector:
         base = self.base
         if base is None:
             return
-        self._since = deque([base + delay] * LEARN, RECENT)
+        self._since = deque([_Within.exactly(base + delay)] * LEARN, RECENT)
         self._alarmed_at = delay
         self.level = Level.SLOW
 
@@ -265,7 +303,9 @@ class DelayDetector:
             self._learning.clear()
         elif self.level is Level.SLOW and self.base is not None:
             shift = self._bases[route].value - self.base
-            self._since = deque((value + shift for value in self._since), RECENT)
+            self._since = deque(
+                (_Within(low + shift, high + shift) for low, high in self._since), RECENT
+            )
         self.route = route
         self._sum, self._suspected_at, self._turned_at = 0.0, None, None
 
@@ -289,7 +329,7 @@ class DelayDetector:
             came_along = values[int(0.8 * len(values))] - usual > delay / 4
             base = max(min(usual, level), level - delay) if came_along else level
             self._bases[self.route] = _Base(base, noise, exact=bool(true), guessed=came_along)
-            self._since = deque([level] * LEARN, RECENT)
+            self._since = deque([_Within.exactly(level)] * LEARN, RECENT)
             if not came_along:
                 self._since.clear()
                 self._become(Level.HEALTHY, self._suspected_at)
@@ -300,7 +340,9 @@ class DelayDetector:
             self.level = Level.HEALTHY
         self._suspected_at = None
 
-    def _observe_healthy(self, known: _Base, value: float, mark: int, weight: float) -> None:
+    def _observe_healthy(
+        self, known: _Base, value: float, within: _Within, mark: int, weight: float
+    ) -> None:
         threshold = self.thresholds.of(known.value, known.noise)
         step = min(1.0, max(-1.0, (value - known.value) / threshold - 0.5))
         self._sum = max(0.0, self._sum + (step * weight if step > 0 else step))
@@ -316,14 +358,17 @@ class DelayDetector:
             if far_below:
                 known.noise -= DROP * known.noise
             return
-        self._since.append(value)
+        self._since.append(within)
         if self._sum >= ALARM:
             self._sum = ALARM
-            if median(self._since) - known.value >= threshold:
-                self._alarmed_at = median(self._since) - known.value
+            certain = median(window.low for window in self._since) - known.value
+            if certain >= threshold:
+                self._alarmed_at = certain
                 self._become(Level.SLOW, mark if self._turned_at is None else self._turned_at)
 
-    def _observe_slow(self, known: _Base, value: float, mark: int, slack: float) -> None:
+    def _observe_slow(
+        self, known: _Base, value: float, within: _Within, mark: int, slack: float
+    ) -> None:
         """Process a window while slow. If ``slack`` is above 0, ``value`` is an upper bound: below
         the line it is stronger evidence than a noisy value; above it, it is none if the true value
         may be below."""
@@ -349,16 +394,16 @@ class DelayDetector:
             self._since.clear()
             self._become(Level.HEALTHY, mark if self._turned_at is None else self._turned_at)
         else:
-            self._follow(value, threshold)
+            self._follow(within, threshold)
 
-    def _follow(self, value: float, threshold: float) -> None:
+    def _follow(self, within: _Within, threshold: float) -> None:
         """Update the estimate: an average, restarted when the delay has changed permanently."""
         if self._since:
-            estimate = fmean(self._since)
+            estimate = fmean(_likely(self._since))
             margin = max(threshold / 2, 0.2 * (estimate - (self.base or 0.0)))
-            side = (value > estimate + margin) - (value < estimate - margin)
+            side = (within.low > estimate + margin) - (within.high < estimate - margin)
             self._side = self._side + side if side * self._side > 0 else side
-        self._since.append(value)
+        self._since.append(within)
         if abs(self._side) >= SHIFT:
             self._since = deque(list(self._since)[-SHIFT:], RECENT)
             self._side = 0

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from statistics import median
 from typing import Any, NamedTuple
 
 from pipemorph.api.mesh import MeshShape
@@ -29,10 +30,12 @@ TOGETHER_SECONDS = 0.15
 """Windows that end within this time count as simultaneous: ranks report every 50 ms, but not in
 step."""
 NARROW = 0.5
-"""A link is narrow if messages that wait for each other arrive this part of a wire time apart. If
-they only travelled for long, they would arrive as close together as they were sent."""
+"""A link is narrow if this part of a wire time or more is a message's transfer. It shows in two
+ways. A few bytes that leave with the message do not take as long (the direct route, from the first
+window). And messages that wait for each other arrive that far apart: if they only travelled for
+long, they would arrive as close together as they were sent (the delegated route)."""
 FEW_SPACINGS = 5
-"""Windows that show it."""
+"""Windows that show it in the spacing of arrivals."""
 COMMON_WEIGHT = 1 / 8
 """Weight of a late window while most links are late, which is mostly a machine that stalls for tens
 of milliseconds. If all links are really slow, detection takes 24 windows in a row."""
@@ -100,16 +103,52 @@ class _Series:
     """Times of the newest window that could be judged, and of the newest late one."""
     spacings: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     """Between arrivals on the delegated route while slow, see :class:`LinkSample`."""
+    transfers: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """Bounds of the wire time beyond the latency, while slow or suspected to be."""
+    well: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """Latencies while healthy."""
 
     @property
     def transfer(self) -> float:
         """How long a message occupies the link; 0 if that is unknown or the smaller part."""
-        if self.detector.level is not Level.SLOW or len(self.spacings) < FEW_SPACINGS:
+        if self.detector.level is not Level.SLOW:
             return 0.0
-        ranked = sorted(self.spacings)
-        spacing = ranked[len(ranked) // 4]
         wire = self.detector.wire_time
-        return min(spacing, wire) if spacing >= NARROW * wire else 0.0
+        if len(self.spacings) >= FEW_SPACINGS:
+            # Of messages whose delay varies, some arrive close together.
+            transfer = sorted(self.spacings)[len(self.spacings) // 10]
+        elif self.transfers:
+            transfer = median([end for bounds in self.transfers for end in bounds])
+        else:
+            return 0.0
+        return min(transfer, wire) if transfer >= NARROW * wire else 0.0
+
+    def take(self, window: _Window) -> None:
+        """Process the spacing of arrivals and the latency, after the wire time. Spacing on the
+        direct route says nothing: it has one queue, where messages arrive apart from each other
+        whatever the reason."""
+        slow, latency = self.detector.level is Level.SLOW, window.latency
+        if not slow:
+            self.spacings.clear()
+        elif window.spacing is not None and window.route == Route.DELEGATED:
+            self.spacings.append(window.spacing)
+        if not slow and not self.detector.suspects:
+            self.transfers.clear()
+            if latency is not None:
+                self.well.append(latency)
+        elif latency is not None:
+            beyond = window.value - latency
+            self.transfers.append((beyond - window.slack, beyond))
+
+    def refined(self, low: float, high: float, latency: float | None) -> float | None:
+        """The wire time from its bounds and the latency, which is exact even if the receiver
+        computes: what is normal without latency, and the latency. None if that is unknown, or not
+        within the bounds."""
+        base = self.detector.base
+        if latency is None or base is None or not self.well:
+            return None
+        value = max(0.0, base - median(self.well)) + latency
+        return value if low <= value <= high else None
 
 
 class _Window(NamedTuple):
@@ -121,6 +160,8 @@ class _Window(NamedTuple):
     route: str
     exact: bool
     slack: float
+    latency: float | None
+    spacing: float | None
 
 
 Key = tuple[int, int, str]
@@ -164,19 +205,7 @@ class LinkBook:
                 slack=window.slack,
                 weight=weight,
             )
-        for sample in samples:
-            self._space(sample)
-
-    def _space(self, sample: LinkSample) -> None:
-        """Process the spacing of arrivals. The direct route has one queue: there messages arrive
-        apart from each other whatever the reason."""
-        series = self._series.get((sample.link, sample.replica, sample.direction))
-        if series is None:
-            return
-        if series.detector.level is not Level.SLOW:
-            series.spacings.clear()
-        elif sample.spacing is not None and sample.route is Route.DELEGATED:
-            series.spacings.append(sample.spacing)
+            window.series.take(window)
 
     def _window(self, sample: LinkSample, now: float, op_time: Callable[[int], float]) -> _Window:
         key = (sample.link, sample.replica, sample.direction)
@@ -190,14 +219,22 @@ class LinkBook:
         series.seen_at = max(series.seen_at, now)
         receiver = sample.link + 1 if sample.direction == FORWARD else sample.link
         exact = sample.wire.exact > 0
+        # Of several upper bounds, the least is the closest.
+        value = sample.wire.p50 if exact else sample.wire.min
+        slack = 0.0 if exact else op_time(receiver)
+        if not exact and sample.route.value == series.detector.route:
+            refined = series.refined(value - slack, value, sample.latency)
+            if refined is not None:
+                value, slack, exact = refined, 0.0, True
         return _Window(
             series,
-            # Of several upper bounds, the least is the closest.
-            sample.wire.p50 if exact else sample.wire.min,
+            value,
             sample.iteration,
             sample.route.value,
             exact,
-            0.0 if exact else op_time(receiver),
+            slack,
+            sample.latency,
+            sample.spacing,
         )
 
     def _most_are_late(self, now: float) -> bool:

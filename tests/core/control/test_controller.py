@@ -11,7 +11,7 @@ from plant_support import BASE, OP, Plant, settle, spec
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import Health, JobController, initial_plan
-from pipemorph.control.decide.rate_limit import HOLD
+from pipemorph.control.decide.rate_limit import HOLD, SOON, Pacing
 from pipemorph.control.observe.reports import ReplayedReport, ReportMismatch, WrongAttempt
 from pipemorph.errors import InputError
 from pipemorph.planning import Route, StageTimes
@@ -520,3 +520,17 @@ def test_state_stays_bounded() -> None:
     assert len(plant.controller.decisions) <= 64
     assert len(json.dumps(plant.controller.snapshot())) < 200_000
     assert plant.controller.view(plant.now).iteration == 160
+
+
+def test_another_link_that_becomes_slow_is_no_flap() -> None:
+    """The plan of a link that flaps returns later each time."""
+    pacing = Pacing()
+    for at, link, flaps in ((10, 3, 0), (30, 1, 0), (50, 1, 1), (70, 1, 2)):
+        pacing.hurried(at, {link})
+        assert pacing.flaps == flaps, f"iteration {at}"
+        pacing.issued(at, ())
+        pacing.issued(at + 5, {link})
+    hold = pacing.hold
+    pacing.hurried(75 + SOON * hold + 1, {2})
+    assert pacing.flaps == 0, "it was long ago"
+    assert hold > pacing.hold

@@ -221,6 +221,23 @@ def test_upper_bounds_far_beyond_one_op_do() -> None:
     assert 0.050 <= run.detector.delay <= 0.070
 
 
+def test_bounds_that_agree_give_what_they_have_in_common() -> None:
+    """Not what is certain, which is up to one op too little."""
+    rng = random.Random(10)
+    run = learned(rng)
+    late = [BASE + 0.020 + rng.uniform(0, 0.009) for _ in range(40)]
+    run.feed(late, exact=False, slack=0.010)
+    assert run.detector.delay == pytest.approx(0.0195, abs=0.001)
+
+
+def test_few_outliers_do_not_move_an_estimate() -> None:
+    rng = random.Random(11)
+    run = learned(rng)
+    run.feed([value + (0.2 if i in (12, 15) else 0.0)
+              for i, value in enumerate(noisy(rng, 30, BASE + 0.030))])  # fmt: skip
+    assert run.detector.delay == pytest.approx(0.030, abs=0.001)
+
+
 def test_upper_bounds_lower_an_estimate() -> None:
     rng = random.Random(8)
     run = learned(rng)

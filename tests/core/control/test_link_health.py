@@ -90,6 +90,42 @@ def test_a_narrow_link_is_one_on_which_messages_wait_for_each_other(
     assert job.book.states(job.now)[2].transfer == 0.0, "the link is well"
 
 
+@pytest.mark.parametrize(
+    ("latency", "transfer"),
+    [
+        (0.001, 0.045),
+        (0.011, 0.035),  # Some of both, but mostly narrow.
+        (0.041, 0.0),  # What is small is as late: a delay.
+        (None, 0.0),  # Unknown, as with NCCL.
+    ],
+)
+@pytest.mark.parametrize("exact", [True, False])
+def test_what_is_small_and_not_late_shows_a_narrow_link_from_the_first_window(
+    latency: float | None, transfer: float, exact: bool
+) -> None:
+    job = Job()
+
+    def late(link: int, direction: int, slow: bool) -> LinkSample:
+        sample = job.sample(link, direction, 0.040 if slow else 0.0)
+        took = latency if slow else 0.001
+        wire = sample.wire
+        if not exact and slow:  # The receiver computed, for 0 to 9 ms since it had come.
+            least = wire.min + job.rng.uniform(0, 0.009)
+            wire = wire.model_copy(update={"exact": 0, "min": least})
+        return sample.model_copy(update={"latency": took, "wire": wire})
+
+    for slow, windows in ((False, 60), (True, 5)):
+        for _ in range(windows):
+            job.now += 0.05
+            job.report([late(i, d, slow and i == 2) for i in range(LINKS) for d in (0, 1)])
+    assert job.slow() == {2}
+    state = job.book.states(job.now)[2]
+    assert state.transfer == pytest.approx(transfer, abs=0.003)
+    # The receiver's op makes it uncertain, unless what is small has the same delay.
+    bound = 0.001 if latency == 0.041 else 0.004
+    assert state.wire_time == pytest.approx(BASE + 0.040, abs=bound)
+
+
 def stalls(job: Job, count: int) -> None:
     """Stalls of 10 to 40 ms for up to a third of a second, felt by most links, seconds apart."""
     for _ in range(count):

@@ -51,16 +51,18 @@ def test_a_narrow_link_is_told_from_a_delayed_one(telemetry: Telemetry) -> None:
     trace = parse_trace('{"at_iteration": 10, "links": {"2": {"gbps": 2.5}}}', 5)
     found = replay(problem, trace, telemetry=telemetry, iterations=50)
     in_force = [change for change in found.changes if change.iteration is not None]
-    narrow = next(change for change in in_force if "narrow: 51." in change.reason)
-    assert narrow.iteration is not None
-    assert narrow.iteration <= 16
-    # The first answer takes it for a delay; from then on this is what can be had.
+    narrow = next(change for change in in_force if "narrow: 5" in change.reason)
     share = found.share("adaptive")
     assert share is not None
-    assert share > 0.7
-    if telemetry == "exact":
+    if telemetry == "device":
+        # Its notes take another way, so that the first answer takes it for a delay.
+        assert narrow.iteration == 12
+        assert share > 0.8
+    else:
+        assert narrow.iteration == 11, "not told in the first iteration"
+        assert found.changes == [narrow]
         assert narrow.promised == pytest.approx(narrow.measured, abs=0.05)
-        assert len(found.changes) == 2
+        assert share > 0.95
 
 
 def test_rates_need_the_size_of_messages() -> None:

@@ -37,6 +37,7 @@ from pipemorph_trainer.links.message import (
     Receives,
     TensorMeta,
 )
+from pipemorph_trainer.links.peer_socket import ArrivedNote
 from pipemorph_trainer.links.recorder import LinkRecorder
 
 META = TensorMeta((1,), torch.float32)
@@ -164,7 +165,9 @@ def receiving(
     monkeypatch.setattr(direct.dist, "get_group_rank", lambda group, rank: 0)
     wire = Wire()
     notes = {
-        (0, batch.iteration, m): Note(1, batch.iteration, m, ALL_PRESENT, 0.0, 0.0, 0.0)
+        (0, batch.iteration, m): ArrivedNote(
+            Note(1, batch.iteration, m, ALL_PRESENT, 0.0, 0.0, 0.0), None
+        )
         for m in range(batch.microbatches)
     }
     socket: Any = SimpleNamespace(notes=notes, pump=lambda: None)

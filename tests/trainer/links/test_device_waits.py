@@ -46,6 +46,7 @@ from pipemorph_trainer.links.message import (
     Receives,
     TensorMeta,
 )
+from pipemorph_trainer.links.peer_socket import ArrivedNote
 from pipemorph_trainer.links.recorder import LinkRecorder
 from pipemorph_trainer.plans.book import PlanBook
 
@@ -103,7 +104,9 @@ def test_a_stage_can_page_lock_memory_before_it_has_sent(
         posted.append(event)
         return Receive(device, event, lambda: incoming._side)
 
-    notes = {(1, 0, m): Note(1, 0, m, ALL_PRESENT, 0.0, 0.0, 0.0) for m in range(2)}
+    notes = {
+        (1, 0, m): ArrivedNote(Note(1, 0, m, ALL_PRESENT, 0.0, 0.0, 0.0), None) for m in range(2)
+    }
     with driven(SimulatedDevice(strict=True, patience=PATIENCE)) as device:
         group: Any = SimpleNamespace(recv=recv)
         socket: Any = SimpleNamespace(notes=notes, pump=lambda: None)

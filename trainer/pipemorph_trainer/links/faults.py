@@ -26,7 +26,7 @@ from typing import Any
 from pipemorph.api.mesh import Coordinate
 from pipemorph.api.spec import Fault
 from pipemorph_trainer.errors import PipelineError
-from pipemorph_trainer.links.message import DIRECT_QUEUE, Direction
+from pipemorph_trainer.links.message import DIRECT_QUEUE, Direction, Held
 
 log = logging.getLogger("pipemorph.trainer")
 
@@ -100,10 +100,11 @@ class LinkFaults:
         """Begin an iteration. Queues are not reset, even if the route changes."""
         self._iteration, self._began = iteration, training_began
 
-    def hold(self, queue: int, nbytes: int, now: float) -> tuple[float, float]:
-        """``(started_at, not_before)`` of a message handed to ``queue`` at ``now``.
+    def hold(self, queue: int, nbytes: int, now: float) -> Held:
+        """How a message is held that is handed to ``queue`` at ``now``.
 
-        ``not_before``: 0 if no fault applies and the queue is free.
+        ``not_before``: 0 if no fault applies and the queue is free. A bandwidth limit holds back
+        the last byte only, a delay the first one as well.
         """
         if self._shared is None or queue != DIRECT_QUEUE:
             return self._hold(queue, nbytes, now)
@@ -113,14 +114,14 @@ class LinkFaults:
             self._shared.free_at = self._queues[queue]
         return held
 
-    def _hold(self, queue: int, nbytes: int, now: float) -> tuple[float, float]:
+    def _hold(self, queue: int, nbytes: int, now: float) -> Held:
         began = self._began
         active = [
             i for i, f in enumerate(self._faults) if _is_active(f, self._iteration, began, now)
         ]
         start = max(now, self._queues.get(queue, 0.0))
         if not active:
-            return start, (start if start > now else 0.0)
+            return Held(start, start if start > now else 0.0)
         delay, rate = _effect(self._faults[i] for i in active)
         left = start
         if rate:
@@ -135,7 +136,7 @@ class LinkFaults:
             count.last_iteration = self._iteration
             if count.first_iteration is None:
                 count.first_iteration = self._iteration
-        return start, done
+        return Held(start, done, delay)
 
     def cut_due(self, now: float) -> None:
         """Make the cuts that are due. Called between ops, so that they happen during an

@@ -86,7 +86,7 @@ def words(metas: tuple[TensorMeta, ...]) -> str:
     return ", ".join(str(meta) for meta in metas) or "nothing"
 
 
-_NOTE = struct.Struct("<IIIIddd")
+_NOTE = struct.Struct("<IIIIdddd")
 NOTE_BYTES = _NOTE.size
 ALL_PRESENT = 0xFFFFFFFF
 NOTHING = 0
@@ -109,8 +109,9 @@ class Note(NamedTuple):
     """Sent with every message. Times are the sender's wall clock, seconds.
 
     ``posted_at``: when it was given to the channel; ``started_at``: when it left the queue;
-    ``not_before``: the receiver must not use it earlier because of an injected fault, else 0. Bit
-    *k* of ``present``: whether tensor *k* exists, since a gradient may be None.
+    ``not_before``: the receiver must not use it earlier because of an injected fault, else 0;
+    ``held_back``: seconds by which the fault delays even its first byte. Bit *k* of ``present``:
+    whether tensor *k* exists, since a gradient may be None.
     """
 
     generation: int
@@ -120,6 +121,7 @@ class Note(NamedTuple):
     posted_at: float
     started_at: float
     not_before: float
+    held_back: float = 0.0
 
     def pack(self) -> bytes:
         return _NOTE.pack(*self)
@@ -131,10 +133,19 @@ class Note(NamedTuple):
 
 DIRECT_QUEUE = -1
 """The only queue of the direct route; those of the delegated route are numbered from 0."""
-Hold = Callable[[int, int, float], tuple[float, float]]
-"""``hold(queue, nbytes, now)``: the time at which a message given to ``queue`` now leaves it, and
-the time before which the receiver must not use it, 0 for none. Only a fault trace holds
-messages."""
+
+
+class Held(NamedTuple):
+    """``started_at``, ``not_before`` and ``held_back`` of a message's :class:`Note`."""
+
+    started_at: float
+    not_before: float
+    held_back: float = 0.0
+
+
+Hold = Callable[[int, int, float], Held]
+"""``hold(queue, nbytes, now)``: how a message that is given to ``queue`` now is held. Only a fault
+trace holds messages."""
 
 
 class Position(NamedTuple):

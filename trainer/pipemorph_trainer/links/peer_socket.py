@@ -21,7 +21,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
 from pipemorph_trainer.errors import PipelineError, ShapeError
@@ -39,8 +39,12 @@ _CLIENT_SECONDS = 10.0
 _MOST_CLIENTS = 256
 _MOST_LOGGED = 100
 _STEP, _NOTE, _SHAPES, _GOODBYE, _TAKEN, _MISSING, _HELD = 1, 2, 3, 4, 5, 6, 7
-_READ = 1 << 16
 _MOST_BYTES = (1 << 16) - 1
+_SO_TIMESTAMPNS = 35
+"""Linux's SO_TIMESTAMPNS, which Python does not name: with what is received, the kernel says when
+it came. On the few architectures with other numbers it does not, and notes have no arrival time."""
+_STAMP = struct.Struct("ll")
+_EXTRA = socket.CMSG_SPACE(_STAMP.size)
 
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
@@ -71,17 +75,26 @@ class StepToken(NamedTuple):
     evaluation: bool = False
 
 
+class ArrivedNote(NamedTuple):
+    """``at``: when the kernel received it, wall clock, or later; None if that is unknown."""
+
+    note: Note
+    at: float | None
+
+
 class PeerSocket:
     """One connected, authenticated socket to a neighbour. Reads never block."""
 
     def __init__(self, sock: socket.socket, peer_rank: int) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setblocking(False)
+        with suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
         _open.add(sock)
         self._sock = sock
         self._buffer = bytearray()
         self.peer_rank = peer_rank
-        self.notes: dict[tuple[int, int, int], Note] = {}
+        self.notes: dict[tuple[int, int, int], ArrivedNote] = {}
         self.tokens: deque[StepToken] = deque()
         self.shapes: deque[Contents | None] = deque()
         """None: no shapes, because the step was refused."""
@@ -154,8 +167,12 @@ class PeerSocket:
         if self.lost:
             return
         while True:
+            # Not more than one frame, since the kernel tells the time of the newest byte read.
+            buffer, size = self._buffer, _HEADER.size
+            if len(buffer) >= size:
+                size += _HEADER.unpack_from(buffer)[2]
             try:
-                data = self._sock.recv(_READ)
+                data, extra, _, _ = self._sock.recvmsg(size - len(buffer), _EXTRA)
             except BlockingIOError:
                 break
             except OSError as error:
@@ -164,11 +181,13 @@ class PeerSocket:
             if not data:
                 self.lost = "it left" if self.goodbye else "its connection closed"
                 break
-            self._buffer += data
-            if len(data) < _READ:
-                break
-        if self._buffer:
-            self._parse()
+            buffer += data
+            if len(buffer) >= _HEADER.size:
+                kind, direction, size = _HEADER.unpack_from(buffer)
+                if len(buffer) == _HEADER.size + size:
+                    body = bytes(buffer[_HEADER.size :])
+                    buffer.clear()
+                    self._handle(kind, direction, body, _arrival(extra))
 
     def ends_within(self, seconds: float) -> bool:
         """Wait at most ``seconds`` for the end of the connection; return whether it has ended."""
@@ -181,44 +200,46 @@ class PeerSocket:
             self.pump()
         return self.lost is not None
 
-    def _parse(self) -> None:
-        buffer, at = self._buffer, 0
-        while len(buffer) - at >= _HEADER.size:
-            kind, direction, size = _HEADER.unpack_from(buffer, at)
-            if len(buffer) - at < _HEADER.size + size:
-                break
-            body = bytes(buffer[at + _HEADER.size : at + _HEADER.size + size])
-            at += _HEADER.size + size
-            if kind == _NOTE:
-                note = Note.unpack(body)
-                self.notes[direction, note.iteration, note.microbatch] = note
-            elif kind == _STEP:
-                iteration, version, generation, refused, evaluation = _TOKEN.unpack(body)
-                self.tokens.append(
-                    StepToken(iteration, version, generation, bool(refused), bool(evaluation))
-                )
-            elif kind == _SHAPES:
-                shapes = json.loads(body)
-                if shapes is not None:
-                    metas, structure = shapes
-                    shapes = Contents(tuple(TensorMeta.decode(m) for m in metas), structure)
-                self.shapes.append(shapes)
-            elif kind == _TAKEN:
-                self.taken[direction] = Position(*_POSITION.unpack(body))
-            elif kind == _MISSING:
-                self.missing_from = Position(*_POSITION.unpack(body))
-            elif kind == _HELD:
-                self.held = frozenset(struct.unpack(f"<{size // 4}I", body))
-                self.on_held()
-            else:
-                self.goodbye = True
-        del buffer[:at]
+    def _handle(self, kind: int, direction: int, body: bytes, at: float | None) -> None:
+        """Handle a frame, which arrived at the time ``at``."""
+        if kind == _NOTE:
+            note = Note.unpack(body)
+            self.notes[direction, note.iteration, note.microbatch] = ArrivedNote(note, at)
+        elif kind == _STEP:
+            iteration, version, generation, refused, evaluation = _TOKEN.unpack(body)
+            self.tokens.append(
+                StepToken(iteration, version, generation, bool(refused), bool(evaluation))
+            )
+        elif kind == _SHAPES:
+            shapes = json.loads(body)
+            if shapes is not None:
+                metas, structure = shapes
+                shapes = Contents(tuple(TensorMeta.decode(m) for m in metas), structure)
+            self.shapes.append(shapes)
+        elif kind == _TAKEN:
+            self.taken[direction] = Position(*_POSITION.unpack(body))
+        elif kind == _MISSING:
+            self.missing_from = Position(*_POSITION.unpack(body))
+        elif kind == _HELD:
+            self.held = frozenset(struct.unpack(f"<{len(body) // 4}I", body))
+            self.on_held()
+        else:
+            self.goodbye = True
 
     def close(self, *, goodbye: bool) -> None:
         """Close. ``goodbye``: tell the peer that the end is normal."""
         if goodbye and not self.lost:
             self._send(_GOODBYE, 0, b"")
         self._sock.close()
+
+
+def _arrival(extra: list[tuple[int, int, bytes]]) -> float | None:
+    """The kernel's time of arrival in what was received beside the data."""
+    for level, kind, data in extra:
+        if (level, kind) == (socket.SOL_SOCKET, _SO_TIMESTAMPNS) and len(data) >= _STAMP.size:
+            seconds, nanoseconds = _STAMP.unpack_from(data)
+            return float(seconds + nanoseconds / 1e9)
+    return None
 
 
 def listen(host: str) -> socket.socket:

@@ -23,6 +23,7 @@ class _Message(NamedTuple):
     queue: float
     nbytes: int
     exact: bool
+    latency: float | None
 
 
 class LinkRecorder:
@@ -62,10 +63,14 @@ class LinkRecorder:
             self._spacing = gap if self._spacing is None else min(gap, self._spacing)
         self._arrived_at = at
 
-    def add(self, wire: float, queue: float, nbytes: int, exact: bool) -> None:
-        """Add a message. Negative times, from clock errors, count as 0."""
+    def add(
+        self, wire: float, queue: float, nbytes: int, exact: bool, latency: float | None = None
+    ) -> None:
+        """Add a message. ``latency``: how long its note took. Negative times, from clock errors,
+        count as 0."""
         if len(self._messages) < MAX_WINDOW and not self.paused:
-            self._messages.append(_Message(max(0.0, wire), max(0.0, queue), nbytes, exact))
+            latency = None if latency is None else max(0.0, latency)
+            self._messages.append(_Message(max(0.0, wire), max(0.0, queue), nbytes, exact, latency))
 
     def __bool__(self) -> bool:
         return bool(self._messages)
@@ -98,5 +103,6 @@ class LinkRecorder:
             ),
             queue_p50=statistics.median(m.queue for m in messages),
             spacing=spacing,
+            latency=min((m.latency for m in messages if m.latency is not None), default=None),
             rtt_min=self.rtt_min,
         )

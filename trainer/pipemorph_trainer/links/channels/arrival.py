@@ -39,12 +39,14 @@ def record_arrival(
     *,
     exact: bool,
     started_at: float = 0.0,
+    noted_at: float | None = None,
 ) -> None:
     """Record a message's wire time: from the start of its transfer until it was complete and
     usable.
 
     ``started_at``: when the first byte left, if that is after the note's time. The wire time of a
-    message that a fault holds back is exactly the time for which it was held.
+    message that a fault holds back is exactly the time for which it was held. ``noted_at``: when
+    its note arrived, if that went the same way.
     """
     start, usable = max(note.started_at, started_at), arrived_at - clock.offset
     if note.present == NOTHING:
@@ -52,4 +54,7 @@ def record_arrival(
     if note.not_before >= usable:
         start, usable, exact = note.started_at, note.not_before, True
     recorder.arrived(usable, start - note.posted_at)
-    recorder.add(usable - start, start - note.posted_at, nbytes, exact)
+    latency = None
+    if noted_at is not None:
+        latency = max(noted_at - clock.offset - start, note.held_back)
+    recorder.add(usable - start, start - note.posted_at, nbytes, exact, latency)

@@ -175,11 +175,9 @@ class DelegatedOutgoing:
     def note(self, batch: Batch, microbatch: int, present: int) -> bytes:
         """The note of a message that is given to the next queue now."""
         posted = time.time()
-        started, not_before = self._hold(self._turn, batch.nbytes, posted)
+        held = self._hold(self._turn, batch.nbytes, posted)
         self._turn = (self._turn + 1) % self._queues
-        return Note(
-            batch.generation, batch.iteration, microbatch, present, posted, started, not_before
-        ).pack()
+        return Note(batch.generation, batch.iteration, microbatch, present, posted, *held).pack()
 
     def _hand_over(self, key: Key, payload: bytes | memoryview, note: bytes) -> None:
         """Give one tensor to the engine. If shapes have just grown, the receiver may not have

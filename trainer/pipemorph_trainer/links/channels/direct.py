@@ -141,12 +141,13 @@ class DirectIncoming:
                 raise PipelineError(error)
             return None
         key = (int(self.direction), iteration, microbatch)
-        note = self._socket.notes.get(key)
-        if note is None:
+        arrived = self._socket.notes.get(key)
+        if arrived is None:
             self._socket.pump()
-            note = self._socket.notes.get(key)
-            if note is None:
+            arrived = self._socket.notes.get(key)
+            if arrived is None:
                 return None
+        note = arrived.note
         return note.not_before + self._peer_clock.offset if note.not_before else 0.0
 
     def holds(self, microbatch: int) -> bool:
@@ -157,7 +158,7 @@ class DirectIncoming:
         assert self._batch is not None
         iteration = self._batch.iteration
         tensors, stamp, exact = self._arrived.pop((iteration, microbatch))
-        note = self._socket.notes.pop((int(self.direction), iteration, microbatch))
+        note, noted_at = self._socket.notes.pop((int(self.direction), iteration, microbatch))
         self._taken = microbatch + 1
         self._post_due()
         if note.generation != self._batch.generation:
@@ -165,7 +166,11 @@ class DirectIncoming:
                 f"message of microbatch {microbatch}, iteration {self._batch.step} belongs to "
                 f"shape generation {note.generation}; expected {self._batch.generation}"
             )
-        record_arrival(self._recorder, note, self._peer_clock, stamp, self._nbytes, exact=exact)
+        record_arrival(
+            self._recorder, note, self._peer_clock, stamp, self._nbytes, exact=exact,
+            # NCCL may take another way than the control socket.
+            noted_at=noted_at if self._accelerator is None else None,
+        )  # fmt: skip
         if self._accelerator is not None:
             compute = self._accelerator.compute_stream()
             for tensor in tensors:
@@ -364,7 +369,7 @@ class DirectOutgoing:
         if len(self._outstanding) >= self._max_outstanding:
             self._finish_oldest()
         posted = time.time()
-        started, not_before = self._hold(DIRECT_QUEUE, self._nbytes, posted)
+        held = self._hold(DIRECT_QUEUE, self._nbytes, posted)
         present = presence(tensors)
         payload: list[Tensor] = []
         if tensors is None:
@@ -374,9 +379,7 @@ class DirectOutgoing:
                 payload.append(torch.zeros(meta.shape, dtype=meta.dtype, device=self._device))
             else:
                 payload.append(tensor.detach().contiguous())
-        note = Note(
-            batch.generation, batch.iteration, microbatch, present, posted, started, not_before
-        )
+        note = Note(batch.generation, batch.iteration, microbatch, present, posted, *held)
         self._socket.send_note(self.direction, note)
         try:
             works: list[Any] = [
@@ -384,7 +387,7 @@ class DirectOutgoing:
             ]
         except RuntimeError as error:
             raise self._failed(error) from error
-        self._outstanding.append(_Sent(batch.step, microbatch, not_before, works, payload))
+        self._outstanding.append(_Sent(batch.step, microbatch, held.not_before, works, payload))
 
     def _finish_oldest(self) -> None:
         """Wait for the oldest send, at most until the deadline."""
