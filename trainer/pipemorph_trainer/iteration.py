@@ -358,6 +358,8 @@ class Iterations:
             report = self._stage.choose_split()
         finally:
             self._waiting.end()
+        if self._reducer is not None:
+            self._reducer.forget()
         if report.offload is not None and report.offload.reason:
             self._plans.forbid_offload(report.offload.reason)
         self._trace.split(report.record())

@@ -228,6 +228,10 @@ class Reducer:
         self._active = False
         self._watch.close()
 
+    def forget(self) -> None:
+        """Learn again when gradients are final: the ops have changed."""
+        self._writes_of = {}
+
     def begin_last_op(self, kind: OpKind) -> None:
         """The last op of the iteration, W or BW, begins. Gradients that it does not write, as far
         as known, are final."""
