@@ -63,6 +63,9 @@ class StageTimes(_Model):
     host memory and back (:mod:`pipemorph.planning.offload`), which takes ``offload_copy`` each way.
     None: no offload. ``activation_bytes``: size of one microbatch's activations between its F and
     its W; only `pipemorph advise` uses it.
+
+    ``reduction``: what follows the stage's last op before an iteration is over: the part of its
+    gradient reduction over replicas that its own last W does not hide. None: nothing follows.
     """
 
     forward: Time
@@ -73,6 +76,7 @@ class StageTimes(_Model):
     offload_copy: Time | None = None
     fused_backward: Time | None = None
     device_limit: Count | None = None
+    reduction: Time | None = None
 
     @property
     def whole_backward(self) -> float:

@@ -144,7 +144,7 @@ class Pace:
         follows."""
         if self.barrier:
             return ran.makespan
-        took, self.before = following(ran.free)
+        took, self.before = following(ran.free, ran.after)
         return took
 
 
@@ -187,14 +187,15 @@ def job_spec(problem: Problem, dispatch: Dispatch) -> JobSpec:
     )
 
 
+TIMES = ("forward", "backward_input", "backward_weight", "fused_backward", "reduction")
+
+
 def in_seconds(problem: Problem) -> Problem:
     """A problem file's milliseconds as seconds."""
     stages = tuple(
         stage.model_copy(
             update={
-                name: value / 1e3
-                for name in ("forward", "backward_input", "backward_weight", "fused_backward")
-                if (value := getattr(stage, name)) is not None
+                name: value / 1e3 for name in TIMES if (value := getattr(stage, name)) is not None
             }
         )
         for stage in problem.stages

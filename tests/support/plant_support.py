@@ -105,7 +105,7 @@ class Plant:
         )
         seconds = result.makespan
         if not self.waits:
-            seconds, self._before = following(result.free)
+            seconds, self._before = following(result.free, result.after)
         windows = max(2, int(seconds / 0.05))
         for _ in range(windows):
             self.now += seconds / windows

@@ -38,6 +38,7 @@ def report(
         "microbatches": schedule.microbatches,
         "makespan": _rounded(simulation.makespan),
         "period": _rounded(simulation.period),
+        "exposed_reduction": _rounded(simulation.exposed_reduction),
         "objective": problem.objective,
         "lower_bound": _rounded(lower_bound),
         "gap": _gap(simulation.objective(problem), lower_bound),

@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from pipemorph.errors import InputError
-from pipemorph.planning.ir import KIND_OF_LETTER, LETTERS
+from pipemorph.planning.ir import KIND_OF_LETTER, LETTERS, OpKind
 from pipemorph.planning.problem import MAX_OPS, shown
 from pipemorph.planning.simulation.interleaved import InterleavedSchedule, StageOp
 

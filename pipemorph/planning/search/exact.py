@@ -172,7 +172,7 @@ class _Model:
                 add(backward[m] + tb <= weight[m])
                 if m + caps[i] < n:
                     add(weight[m] + tw <= forward[m + caps[i]])
-            add(self.end >= weight[n - 1] + tw)
+            add(self.end >= weight[n - 1] + tw + self._int(self.costs.after[i]))
             if self.problem.warmup is not None:
                 x = self.problem.warmup[i]
                 add(forward[x - 1] + tf <= backward[0])
@@ -304,7 +304,7 @@ class _Model:
 def _scale(costs: Costs) -> tuple[float, bool]:
     """The scale (integers per unit of time), and whether all times are whole at it."""
     times = [*costs.forward, *costs.backward_input, *costs.backward_weight, *costs.delay]
-    times += costs.transfer
+    times += [*costs.transfer, *costs.after]
     longest = max(times)
     for scale in _SCALES:
         if longest * scale <= 1e7 and all(

@@ -51,9 +51,9 @@ class Ran(NamedTuple):
     above: Rows
     below: Rows
 
-    @property
-    def makespan(self) -> float:
-        return max(ends[-1] for ends in self.end)
+    def makespan(self, after: Sequence[float]) -> float:
+        """The end of the iteration. ``after``: what follows the last op of each rank."""
+        return max(ends[-1] + tail for ends, tail in zip(self.end, after, strict=True))
 
 
 def encode(ops: Iterable[Op]) -> bytes:
@@ -97,7 +97,7 @@ def makespan(costs: Costs, codes: Sequence[bytes]) -> float:
         return compiled.makespan(costs.packed(), codes, stages_of)
     ran = in_order(costs, codes)
     finished = all(len(row) == len(ops) for row, ops in zip(ran.end, codes, strict=True))
-    return ran.makespan if finished else float("inf")
+    return ran.makespan(costs.after) if finished else float("inf")
 
 
 def online(

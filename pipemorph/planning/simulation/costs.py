@@ -23,7 +23,7 @@ class Costs(NamedTuple):
     ``transfer``: how long one message occupies its direction of a link. ``whole_backward``: time of
     a fused backward. ``device_limits``: None for stages without
     offload; else a copy to the host, or back, takes ``offload_copy``. ``after``: what follows the
-    last op of a stage; only bounds and the search know it. ``before``: when a stage may begin, 0 or
+    last op of a stage, and so is part of the makespan. ``before``: when a stage may begin, 0 or
     later; only executions know it.
     """
 
@@ -62,7 +62,7 @@ class Costs(NamedTuple):
             [s.whole_backward for s in stages],
             [s.offload_copy or 0.0 for s in stages],
             [s.device_limit for s in stages],
-            [0.0] * len(stages),
+            [s.reduction or 0.0 for s in stages],
             [0.0] * len(stages),
         )
 
@@ -112,7 +112,8 @@ class Costs(NamedTuple):
         """Costs whose makespan is the period (see :class:`~pipemorph.planning.problem.Problem`) of
         these plus :meth:`last_start`: what a stage begins later than others, it may end later."""
         begins = self.begins()
-        return self._replace(after=[begins[-1] - begin for begin in begins])
+        after = [begins[-1] - begin + tail for begin, tail in zip(begins, self.after, strict=True)]
+        return self._replace(after=after)
 
     def last_start(self) -> float:
         """When the last stage begins its first op."""

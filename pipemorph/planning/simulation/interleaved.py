@@ -182,6 +182,12 @@ def simulate_interleaved(schedule: InterleavedSchedule, problem: Problem) -> Int
             raise InputError(
                 f"stages[{i}].device_limit is {limit}; ranks with several stages do not offload"
             )
+    for i, stage in enumerate(problem.stages):
+        if stage.reduction:
+            raise InputError(
+                f"stages[{i}].reduction is {stage.reduction:g}; with several stages per rank it is"
+                " not simulated: leave it out"
+            )
     validate_interleaved(schedule, problem.in_flight_limits())
     costs = Costs.of(problem)
     delay = [

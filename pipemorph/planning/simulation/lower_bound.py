@@ -36,7 +36,8 @@ def lower_bound(problem: Problem) -> float:
     costs = Costs.of(problem).least()
     if problem.objective == "period":
         if core.compiled is None:
-            return max(map(sum, zip(*costs[1:4], strict=True))) * costs.microbatches
+            rows = zip(*costs[1:4], costs.after, strict=True)
+            return max(sum(ops) * costs.microbatches + after for *ops, after in rows)
         bound = core.compiled.lower_bound(costs.for_period().packed(), hard_caps(problem))
         return bound - costs.last_start()
     if core.compiled is None:
@@ -66,7 +67,8 @@ def busiest_stage(costs: Costs) -> float:
         f, b, w = costs.forward[i], costs.backward_input[i], costs.backward_weight[i]
         after = up + costs.backward_weight[0] if i else w
         work = costs.microbatches * (f + b)
-        best = max(best, down + work + max(costs.microbatches * w, after))
+        weights = costs.microbatches * w
+        best = max(best, down + work + max(weights + costs.after[i], after, weights))
         if i < costs.stage_count - 1:
             down += f + costs.transfer[i] + costs.delay[i]
             up += b + costs.transfer[i] + costs.delay[i]

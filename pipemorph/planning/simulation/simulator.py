@@ -41,9 +41,11 @@ class Simulation:
     free: Rows = field(repr=False, compare=False)
     above: Rows = field(repr=False, compare=False)
     below: Rows = field(repr=False, compare=False)
+    after: tuple[float, ...] = field(default=(), repr=False)
+    """What follows the last op of each stage; empty if nothing does."""
 
     @staticmethod
-    def of(ran: Ran, microbatches: int) -> Simulation:
+    def of(ran: Ran, costs: Costs) -> Simulation:
         """A simulation from an execution with one stage per rank."""
         stages = []
         for codes, start, end in zip(ran.codes, ran.start, ran.end, strict=True):
@@ -53,18 +55,31 @@ class Simulation:
                 ops.append(TimedOp(KINDS[code], turn[code], begin, finish))
                 turn[code] += 1
             stages.append(tuple(ops))
-        return Simulation(microbatches, tuple(stages), ran.free, ran.above, ran.below)
+        after = tuple(costs.after) if any(costs.after) else ()
+        return Simulation(costs.microbatches, tuple(stages), ran.free, ran.above, ran.below, after)
 
     @property
     def makespan(self) -> float:
-        """Time from the start of the iteration to the end of the last op."""
-        return max(ops[-1].end for ops in self.stages)
+        """Time from the start of the iteration to the end of the last op, and of what follows on
+        its stage."""
+        return max(self._ends())
+
+    @property
+    def exposed_reduction(self) -> float:
+        """By how much the reduction of gradients makes the iteration longer: what the ops of no
+        stage hide."""
+        return self.makespan - max(ops[-1].end for ops in self.stages)
 
     @property
     def period(self) -> float:
-        """Longest time from the start of a stage's first op to the end of its last one: the time
-        per iteration if nothing makes stages wait for each other between iterations."""
-        return max(ops[-1].end - ops[0].start for ops in self.stages)
+        """Longest time from the start of a stage's first op to the end of its last one, and of
+        what follows it: the time per iteration if nothing makes stages wait for each other between
+        iterations."""
+        return max(end - ops[0].start for end, ops in zip(self._ends(), self.stages, strict=True))
+
+    def _ends(self) -> list[float]:
+        after = self.after or (0.0,) * len(self.stages)
+        return [ops[-1].end + tail for ops, tail in zip(self.stages, after, strict=True)]
 
     def objective(self, problem: Problem) -> float:
         """Makespan or period, as the problem asks for."""
@@ -142,12 +157,10 @@ def _execute(
         costs = costs._replace(before=list(before))
     if mode is Dispatch.STATIC:
         validate(schedule, problem.in_flight_limits(), problem.device_limits())
-        return Simulation.of(
-            core.static(schedule, costs, delay_at, transfer_at), costs.microbatches
-        )
+        return Simulation.of(core.static(schedule, costs, delay_at, transfer_at), costs)
     validate(schedule)
     rules = _rules(schedule, problem, warmup)
-    return Simulation.of(core.online(costs, rules, delay_at, transfer_at), costs.microbatches)
+    return Simulation.of(core.online(costs, rules, delay_at, transfer_at), costs)
 
 
 def _rules(schedule: Schedule, problem: Problem, warmup: Sequence[int]) -> Rules:
@@ -167,13 +180,14 @@ def predict(schedule: Schedule, problem: Problem) -> float:
     return makespan_of(schedule, Costs.of(problem))
 
 
-def following(free: core.Rows) -> tuple[float, list[float]]:
+def following(free: core.Rows, after: Sequence[float] = ()) -> tuple[float, list[float]]:
     """When stage 0 may begin the next iteration, and when each stage may, counted from then, if
     nothing makes stages wait for each other between iterations. ``free``: of the iteration before
-    it, see :class:`~pipemorph.planning.simulation.core.Ran`."""
-    took = free[0][-1]
+    it, see :class:`~pipemorph.planning.simulation.core.Ran`. ``after``: what follows the last op of
+    each stage; empty if nothing does."""
+    ends = [row[-1] + tail for row, tail in zip(free, after or [0.0] * len(free), strict=True)]
     # No stage has anything to do before stage 0 begins.
-    return took, [max(0.0, row[-1] - took) for row in free]
+    return ends[0], [max(0.0, end - ends[0]) for end in ends]
 
 
 def predict_period(
@@ -193,7 +207,7 @@ def predict_period(
     steps: list[float] = []
     while len(steps) < 2 * SETTLED:
         ran = core.in_order(costs, codes) if rules is None else core.online(costs, rules)
-        took, before = following(ran.free)
+        took, before = following(ran.free, costs.after)
         if before == costs.before:
             return took
         steps.append(took)

@@ -1,0 +1,86 @@
+"""Gradient reductions after the last op of a stage: simulated, bounded and planned for."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pipemorph.errors import InputError
+from pipemorph.planning import Link, Policy, Problem, StageTimes, plan, predict, simulate
+from pipemorph.planning.policies.interleaved import plan_interleaved
+from pipemorph.planning.simulation import core
+from pipemorph.planning.simulation.lower_bound import lower_bound
+
+
+def stage(reduction: float | None = None, **other: float) -> StageTimes:
+    times = {"forward": 10, "backward_input": 10, "backward_weight": 10} | other
+    return StageTimes.model_validate({**times, "reduction": reduction})
+
+
+def problem_of(reductions: list[float | None], microbatches: int = 6, delay: float = 0) -> Problem:
+    return Problem(
+        microbatches=microbatches,
+        stages=tuple(map(stage, reductions)),
+        links=(Link(delay=delay),) * (len(reductions) - 1),
+    )
+
+
+def test_a_reduction_is_hidden_by_the_stages_that_end_later() -> None:
+    """The last stage of a zero-bubble schedule begins last and ends when all do; of 1F1B it ends
+    first, and its reduction is hidden by the backwards of the others."""
+    reductions = [0.0, 0.0, 0.0, 25.0]
+    problem = problem_of(list(reductions))
+    today = simulate(plan(problem, Policy.ONE_F_ONE_B).schedule, problem)
+    ends = [ops[-1].end for ops in today.stages]
+    assert ends == sorted(ends, reverse=True)
+    assert today.exposed_reduction == max(0.0, ends[3] + 25 - ends[0])
+    last = problem_of([25.0, 0.0, 0.0, 0.0])
+    slow = simulate(plan(last, Policy.ONE_F_ONE_B).schedule, last)
+    assert slow.exposed_reduction == 25
+    assert slow.makespan == today.makespan - today.exposed_reduction + 25
+    assert slow.period == slow.makespan
+
+
+def test_plans_know_the_reduction() -> None:
+    """A plan for it is no longer than one for the same job without it, and its time is that of the
+    simulator; no bound is above it."""
+    rng = random.Random(5)
+    for _ in range(12):
+        reductions: list[float | None] = [None, 0.0, float(rng.randrange(10, 80)), None]
+        rng.shuffle(reductions)
+        problem = problem_of(reductions, rng.randrange(4, 9), rng.choice((0, 15)))
+        planned = plan(problem)
+        ran = simulate(planned.schedule, problem)
+        assert planned.makespan == pytest.approx(ran.makespan)
+        assert lower_bound(problem) <= ran.makespan + 1e-9
+        blind = plan(problem_of([None] * 4, problem.microbatches, problem.links[0].delay))
+        assert planned.makespan <= predict(blind.schedule, problem) + 1e-9
+        assert planned.lower_bound >= blind.lower_bound
+
+
+def test_the_exact_search_knows_it() -> None:
+    pytest.importorskip("ortools")
+    problem = problem_of([20.0, None, None], 3)
+    exact = plan(problem, Policy.EXACT)
+    assert exact.makespan == simulate(exact.schedule, problem).makespan
+    assert lower_bound(problem) <= exact.makespan <= plan(problem).makespan
+    assert exact.makespan == plan(problem_of([None] * 3, 3), Policy.EXACT).makespan + 20
+
+
+def test_the_reference_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of([5.0, None, 33.0], 4, 7)
+    planned = plan(problem, Policy.ZERO_BUBBLE)
+    compiled = predict(planned.schedule, problem)
+    monkeypatch.setattr(core, "compiled", None)
+    assert predict(planned.schedule, problem) == compiled
+    assert simulate(planned.schedule, problem).makespan == compiled
+    assert lower_bound(problem) <= compiled
+
+
+def test_several_stages_per_rank_have_none() -> None:
+    problem = problem_of([1.0, None, None, None]).model_copy(
+        update={"policy": Policy.ONE_F_ONE_B_INTERLEAVED, "ranks": 2}
+    )
+    with pytest.raises(InputError, match=r"stages\[0\].reduction is 1; with several stages"):
+        plan_interleaved(problem)
