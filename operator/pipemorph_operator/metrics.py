@@ -75,6 +75,9 @@ JOB_GAUGES = {
         "Condition RailsHealthy: 1 True, 0 False, no series while Unknown.",
         _BY_JOB,
     ),
+    "slow_stages": Gauge(
+        "pipemorph_job_slow_stages", "Stages that compute slower than they should.", _BY_JOB
+    ),
     "rdma_ports": Gauge("pipemorph_job_rdma_ports", "RDMA ports reported.", _BY_JOB),
     "sick_rdma_ports": Gauge(
         "pipemorph_job_sick_rdma_ports", "RDMA ports that are down or count errors.", _BY_JOB

@@ -51,7 +51,8 @@ LINKS_HEALTHY = "LinksHealthy"
 SCHEDULE_ADAPTED = "ScheduleAdapted"
 LINKS_DELEGATED = "LinksDelegated"
 RAILS_HEALTHY = "RailsHealthy"
-INGEST_CONDITIONS = (LINKS_HEALTHY, SCHEDULE_ADAPTED, LINKS_DELEGATED, RAILS_HEALTHY)
+STAGES_EVEN = "StagesEven"
+INGEST_CONDITIONS = (LINKS_HEALTHY, SCHEDULE_ADAPTED, LINKS_DELEGATED, RAILS_HEALTHY, STAGES_EVEN)
 
 # --- reasons ------------------------------------------------------------------------------
 
@@ -92,6 +93,9 @@ R_LINKS_SLOW = "SlowLinks"
 R_NO_REPORTS = "NoReportsYet"
 R_STALE = "ReportsStale"
 R_LINKS_UNKNOWN = "NoRecentSamples"
+R_STAGES_EVEN = "NoStageSlow"
+R_STAGES_SLOW = "SlowStages"
+R_STAGES_UNMEASURED = "StagesNotMeasured"
 R_RAILS_OK = "PortsActive"
 R_RAILS_SICK = "SickPorts"
 R_RAILS_CONGESTED = "NetworkCongested"

@@ -5,7 +5,7 @@ Two processes write it, each its own fields (server-side apply, one field owner 
 * the operator: everything at the top level, and the conditions ``Suspended``, ``PodsReady``,
   ``Running``, ``PreflightPassed``, ``Complete`` and ``Failed``;
 * the ingest: ``training``, ``control``, and the conditions ``LinksHealthy``,
-  ``ScheduleAdapted``, ``LinksDelegated`` and ``RailsHealthy``.
+  ``ScheduleAdapted``, ``LinksDelegated``, ``RailsHealthy`` and ``StagesEven``.
 
 Times are RFC 3339 text at the top level and seconds elsewhere, sizes are bytes.
 """
@@ -20,6 +20,7 @@ from pydantic.alias_generators import to_camel
 MAX_SLOW_LINKS = 32
 MAX_SICK_PORTS = 32
 MAX_FALLEN_LINKS = 32
+MAX_SLOW_STAGES = 32
 MAX_ATTEMPTS_KEPT = 16
 MAX_NODES_KEPT = 64
 MAX_STAGES = 512
@@ -145,6 +146,20 @@ class FallenLink(StatusModel):
     message: Text = Field(default="", description="The engine's reason.")
 
 
+class SlowStage(StatusModel):
+    """A stage that computes slower than its peers, or than before."""
+
+    stage: int = Field(ge=0, description="Number of the stage.")
+    replica: int | None = Field(
+        default=None,
+        ge=0,
+        description="Pipeline column of the slow rank; with replicas alone, the replica. None: the"
+        " stage is slow in all columns.",
+    )
+    microbatch_ms: float = Field(ge=0, description="Milliseconds of F, B and W of one microbatch.")
+    usual_ms: float = Field(ge=0, description="The same of its peers, or in its best iterations.")
+
+
 class SickPort(StatusModel):
     """An RDMA port of a rank's host with a problem."""
 
@@ -255,6 +270,8 @@ class TrainingStatus(StatusModel):
     link_fallbacks: int = _number("Times an end of a link lost its last rail.")
     link_failbacks: int = _number("Times a link recovered a rail.")
     rails: RailsStatus | None = Field(default=None, description="Health of the ranks' RDMA ports.")
+    slow_stage_count: int = _number("Stages that compute slower than they should.")
+    slow_stages: list[SlowStage] = _at_most(MAX_SLOW_STAGES, "The slowest of them, slowest first.")
     peak_memory: list[int] = _at_most(MAX_STAGES, "Peak bytes per stage; 0 where not reported.")
     adaptations: int = _number("Plan changes so far.")
     last_adaptation: AdaptationSummary | None = Field(
@@ -324,7 +341,7 @@ class JobStatus(StatusModel):
             "x-kubernetes-list-map-keys": ["type"],
         },
         description="Suspended, PodsReady, Running, PreflightPassed, LinksHealthy,"
-        " ScheduleAdapted, LinksDelegated, RailsHealthy, Complete, Failed.",
+        " ScheduleAdapted, LinksDelegated, RailsHealthy, StagesEven, Complete, Failed.",
     )
     training: TrainingStatus | None = Field(
         default=None, description="Summary of the ranks' reports."

@@ -46,6 +46,7 @@ from pipemorph.control.observe.link_health import Health, LinkHealth
 from pipemorph.control.observe.rail_health import RailsView
 from pipemorph.control.observe.reports import Reported, check
 from pipemorph.control.observe.stage_profile import Footprint
+from pipemorph.control.observe.stragglers import StragglersView
 from pipemorph.control.observe.transports import TransportsView
 from pipemorph.control.snapshot import Snapshot
 from pipemorph.control.view import JobView
@@ -150,6 +151,10 @@ class JobController:
     def rails(self, now: float) -> RailsView:
         """State of the ranks' RDMA ports."""
         return self._reported.rails.view(now)
+
+    def stragglers(self) -> StragglersView:
+        """Stages that compute slower than they should."""
+        return self._reported.stragglers.view()
 
     def transports(self) -> TransportsView:
         """The transport that carries each link."""

@@ -8,6 +8,7 @@ from pipemorph.control.history import Ledger
 from pipemorph.control.observe.link_health import LinkHealth
 from pipemorph.control.observe.rail_health import RailsView
 from pipemorph.control.observe.reports import Reported
+from pipemorph.control.observe.stragglers import StragglersView
 from pipemorph.control.observe.transports import TransportsView
 from pipemorph.planning import Plan, Route
 from pipemorph.planning.offload import offloaded
@@ -34,6 +35,7 @@ class JobView:
     """Microbatches per iteration that the wanted plan offloads, per stage."""
     rails: RailsView = field(default_factory=RailsView)
     transports: TransportsView = field(default_factory=TransportsView)
+    stragglers: StragglersView = field(default_factory=StragglersView)
 
     @staticmethod
     def of(reported: Reported, ledger: Ledger, wanted: Plan, now: float) -> JobView:
@@ -56,4 +58,5 @@ class JobView:
             peak_memory=reported.stages.peak_memory(),
             rails=reported.rails.view(now),
             transports=reported.transports.view(),
+            stragglers=reported.stragglers.view(),
         )

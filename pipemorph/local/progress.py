@@ -6,13 +6,14 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from pipemorph.api.spec import PipeMorphJob
 from pipemorph.control.history import AdaptationRecord, Decision
 from pipemorph.control.observe.link_health import Health, LinkHealth
 from pipemorph.control.observe.rail_health import RailsView
+from pipemorph.control.observe.stragglers import StragglersView
 from pipemorph.control.observe.transports import TransportsView
 from pipemorph.local.results.history import Journal
 from pipemorph.wire import IterationSample
@@ -56,11 +57,11 @@ def iteration_line(
     links: tuple[LinkHealth, ...],
     *,
     emulated: bool,
-    rails: str = "",
+    troubles: Sequence[str] = (),
 ) -> str:
     """``iteration 12 of 40  loss 2.3451  1.23 s/it  bubble 18%  link 2 slow +30 ms  plan v3``
 
-    ``rails``: problems of the rails; empty if none.
+    ``troubles``: of rails and stages, in words; empty texts are left out.
     """
     loss = "loss -" if sample.loss is None else f"loss {sample.loss:.4f}"
     parts = [
@@ -69,7 +70,7 @@ def iteration_line(
         f"{sample.seconds:.3f} s/it",
         f"bubble {sample.bubble_fraction:.0%}",
         links_phrase(links),
-        rails,
+        *troubles,
         f"plan v{sample.plan_version}",
     ]
     return "  ".join(([] if not emulated else ["EMULATED"]) + [part for part in parts if part])
@@ -97,6 +98,15 @@ def rails_phrase(rails: RailsView, transports: TransportsView) -> str:
     if rails.sick_count:
         parts.append(f"{_count(rails.sick_count, 'sick RDMA port')}")
     return ", ".join(parts)
+
+
+def stragglers_phrase(stragglers: StragglersView) -> str:
+    """The slowest straggler and the number of others; empty if there is none."""
+    if not stragglers.slowest:
+        return ""
+    worst = stragglers.slowest[0]
+    more = f" and {stragglers.count - 1} more" if stragglers.count > 1 else ""
+    return f"slow stage {worst.stage} x{worst.ratio:.1f}{more}"
 
 
 class Progress:
@@ -161,7 +171,10 @@ class Progress:
             self._job.spec.trainer.iterations,
             view.links,
             emulated=self._job.spec.emulation is not None,
-            rails=rails_phrase(view.rails, view.transports),
+            troubles=(
+                rails_phrase(view.rails, view.transports),
+                stragglers_phrase(view.stragglers),
+            ),
         )
         if self._live:
             self._redraw(line)

@@ -453,6 +453,7 @@ class ClusterStore:
                 ("peak_memory_bytes", max(training.peak_memory, default=0) or None),
                 ("last_report_timestamp_seconds", tracked.reports.reported_at),
                 ("rails_healthy", {"True": 1.0, "False": 0.0}.get(healthy or "Unknown")),
+                ("slow_stages", training.slow_stage_count),
                 ("rdma_ports", rails.ports if rails is not None else None),
                 ("sick_rdma_ports", rails.sick_count if rails is not None else None),
                 ("congested_rdma_ports", rails.congested_count if rails is not None else None),

@@ -12,13 +12,20 @@ from pipemorph.api.status import (
     Condition,
     ConditionStatus,
     SlowLink,
+    SlowStage,
     TrainingStatus,
 )
 from pipemorph.control import AdaptationRecord, Health, JobController, JobView, LinkHealth
 from pipemorph.planning import Route
 from pipemorph_operator import names
 from pipemorph_operator.cluster.facts import format_time
-from pipemorph_operator.ingest.rails import fallen_link, rails_healthy, rails_status
+from pipemorph_operator.ingest.rails import (
+    MESSAGE_LENGTH,
+    NAMED,
+    fallen_link,
+    rails_healthy,
+    rails_status,
+)
 from pipemorph_operator.policy.conditions import updated
 
 
@@ -45,6 +52,7 @@ def summarize(
     if source.ended:
         nothing = {"slow_link_count": 0, "slow_links": [], "unknown_link_count": 0}
         nothing |= {"fallen_link_count": 0, "fallen_links": [], "rails": None}
+        nothing |= {"slow_stage_count": 0, "slow_stages": []}
         return summary.model_copy(update=nothing)
     return summary
 
@@ -92,6 +100,16 @@ def _summarize(
         link_fallbacks=view.transports.fallbacks,
         link_failbacks=view.transports.failbacks,
         rails=rails_status(view.rails),
+        slow_stage_count=view.stragglers.count,
+        slow_stages=[
+            SlowStage(
+                stage=each.stage,
+                replica=each.column,
+                microbatch_ms=round(each.seconds * 1e3, 1),
+                usual_ms=round(each.usual * 1e3, 1),
+            )
+            for each in view.stragglers.slowest
+        ],
         peak_memory=_memory(view.peak_memory),
         adaptations=len(records),
         last_adaptation=_adaptation(records[-1]) if records else None,
@@ -101,7 +119,8 @@ def _summarize(
 def judge(
     source: Source, old: Sequence[Condition], now: float, view: JobView | None = None
 ) -> list[Condition]:
-    """Conditions ``LinksHealthy``, ``ScheduleAdapted``, ``LinksDelegated``, ``RailsHealthy``."""
+    """Conditions ``LinksHealthy``, ``ScheduleAdapted``, ``LinksDelegated``, ``RailsHealthy``,
+    ``StagesEven``."""
     view = view or source.controller.view(now)
     conditions = [c for c in old if c.type in names.INGEST_CONDITIONS]
     when = datetime.fromtimestamp(now, UTC)
@@ -120,6 +139,7 @@ def verdicts(source: Source, view: JobView, now: float) -> dict[str, Verdict]:
         names.LINKS_DELEGATED: _links_delegated(source, view),
         names.RAILS_HEALTHY: _without_reports(source, now)
         or rails_healthy(source.controller.spec, view),
+        names.STAGES_EVEN: _stages_even(source, view, now),
     }
 
 
@@ -187,6 +207,25 @@ def _links_delegated(source: Source, view: JobView) -> Verdict:
     if moved:
         return "True", names.R_DELEGATED, f"links {_list(moved)} are delegated to the engine"
     return "False", names.R_DIRECT, "all links are direct"
+
+
+def _stages_even(source: Source, view: JobView, now: float) -> Verdict:
+    unheard = _without_reports(source, now)
+    if unheard is not None:
+        return unheard
+    parallelism, found = source.controller.spec.parallelism, view.stragglers
+    if not found.slowest:
+        if not found.known:
+            return "Unknown", names.R_STAGES_UNMEASURED, "not every stage has reported op times"
+        return "True", names.R_STAGES_EVEN, f"{parallelism.stages} stages, none slow"
+    told = "; ".join(each.text(parallelism.mesh) for each in found.slowest[:NAMED])
+    if found.count > NAMED:
+        told += f"; and {found.count - NAMED} more"
+    split = found.better_split(parallelism.layers) if parallelism.layers is not None else None
+    if split is not None:
+        layers = ", ".join(map(str, split.layers))
+        told += f"; with {layers} layers the slowest stage would take {split.gain:.0%} less"
+    return "False", names.R_STAGES_SLOW, told[:MESSAGE_LENGTH]
 
 
 def _slow(view: JobView) -> list[LinkHealth]:

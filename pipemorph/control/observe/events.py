@@ -1,4 +1,4 @@
-"""Events of rails and transports as text, for the display and report.json. Bounded."""
+"""Events of rails, transports and stragglers as text, for the display and report.json. Bounded."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from pipemorph.control.observe.events import Events
 from pipemorph.control.observe.link_health import LinkBook
 from pipemorph.control.observe.rail_health import RailBook
 from pipemorph.control.observe.stage_profile import Footprint, StageBook
+from pipemorph.control.observe.stragglers import StragglerBook
 from pipemorph.control.observe.transports import TransportBook
 from pipemorph.errors import PipeMorphError
 from pipemorph.wire import LinkHealthReport
@@ -92,6 +93,7 @@ class Reported:
         )
         self.rails = RailBook(named=spec.transport.rdma.devices, mesh=mesh, events=events)
         self.transports = TransportBook(mesh, events=events)
+        self.stragglers = StragglerBook(spec.parallelism.stages, mesh, events)
         self._heard = False
 
     def take(self, report: LinkHealthReport, now: float) -> None:
@@ -103,6 +105,7 @@ class Reported:
         self.applied_plan_version = report.applied_plan_version
         for profile in report.stages:
             self.stages.observe(profile)
+            self.stragglers.observe(profile, now, report.iteration)
         if report.links:
             self.links.observe(report.links, now, op_time=self.stages.longest_op)
             self._heard = True

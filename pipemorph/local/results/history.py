@@ -13,6 +13,7 @@ from pipemorph.control.history import AdaptationRecord, Decision
 from pipemorph.control.observe.events import Event
 from pipemorph.control.observe.link_health import LinkHealth
 from pipemorph.control.observe.rail_health import RailsView
+from pipemorph.control.observe.stragglers import StragglersView
 from pipemorph.control.observe.transports import TransportsView
 from pipemorph.wire import IterationSample, LinkHealthReport
 
@@ -33,8 +34,9 @@ class View:
     message: str | None = None
     rails: RailsView = field(default_factory=RailsView)
     transports: TransportsView = field(default_factory=TransportsView)
+    stragglers: StragglersView = field(default_factory=StragglersView)
     events: tuple[Event, ...] = ()
-    """Events of rails and transports."""
+    """Events of rails, transports and stragglers."""
 
 
 @dataclass
@@ -57,6 +59,7 @@ class Journal:
             message=report.message or self.view.message,
             rails=controller.rails(now),
             transports=controller.transports(),
+            stragglers=controller.stragglers(),
             events=controller.events,
         )
         with self._lock:

@@ -110,6 +110,7 @@ class RunRecord:
             "adaptations": [a.model_dump(mode="json") for a in self.adaptations],
             "links": _links(self.last),
             "rails": _rails(self.last),
+            "stragglers": [each.record() for each in self.last.stragglers.slowest],
             "split": splits,
             "faults": faults,
             "attempts": [attempt.record() for attempt in self.attempts],

@@ -14,12 +14,13 @@ from operator_objects import body
 from plant_support import settle
 
 from pipemorph.api.spec import JobSpec
-from pipemorph.api.status import JobStatus, SlowLink, TrainingStatus
+from pipemorph.api.status import Condition, JobStatus, SlowLink, TrainingStatus
 from pipemorph.control import JobController
 from pipemorph.wire import LinkHealthReport, PlanMessage
 from pipemorph_operator.cluster.client import ApiRefused
 from pipemorph_operator.ingest import snapshot_codec, store, write_budget
 from pipemorph_operator.ingest.__main__ import decide
+from pipemorph_operator.ingest.condition_events import ConditionEvents
 from pipemorph_operator.ingest.fence import Overtaken
 from pipemorph_operator.ingest.store import ClusterStore
 from pipemorph_operator.ingest.summary import Source, judge, summarize
@@ -97,12 +98,55 @@ def test_conditions_before_with_and_after_reports() -> None:
         "ScheduleAdapted": ("False", "InitialPlan"),
         "LinksDelegated": ("False", "AllLinksDirect"),
         "RailsHealthy": ("Unknown", "NoReportsYet"),
+        "StagesEven": ("Unknown", "NoReportsYet"),
     }
     controller.report(report(1), 1000.0)
     found = judge(Source(controller, 1000.0, 1), found, 1001.0)
     assert found[0].reason == "NoRecentSamples"
     found = judge(Source(controller, 1000.0, 1), found, 1060.0)
     assert (found[0].status, found[0].reason) == ("Unknown", "ReportsStale")
+
+
+def test_a_slow_stage_is_named_with_what_another_split_would_give() -> None:
+    job = body(stages=4)["spec"]
+    job["parallelism"]["layers"] = 16
+    controller = JobController(JobSpec.model_validate(job))
+    now, sequence = 1000.0, 0
+
+    def run(iterations: int, times: list[float]) -> tuple[TrainingStatus, dict[str, Condition]]:
+        nonlocal now, sequence
+        for _ in range(iterations):
+            now, sequence = now + 1, sequence + 1
+            stages = [
+                {"stage": i, "forward": t, "backward_input": t, "backward_weight": t,
+                 "split": "module", "peak_memory": 0}
+                for i, t in enumerate(times)
+            ]  # fmt: skip
+            controller.report(report(sequence, iteration=sequence, stages=stages), now)
+        source = Source(controller, now, 1)
+        return summarize(source, now), {c.type: c for c in judge(source, [], now)}
+
+    _, found = run(3, [0.01] * 4)
+    assert (found["StagesEven"].status, found["StagesEven"].reason) == (
+        "Unknown", "StagesNotMeasured",
+    )  # fmt: skip
+    _, found = run(10, [0.01] * 4)
+    assert (found["StagesEven"].status, found["StagesEven"].reason) == ("True", "NoStageSlow")
+    status, found = run(10, [0.01, 0.01, 0.02, 0.01])
+    assert found["StagesEven"].status == "False"
+    assert found["StagesEven"].message == (
+        "stage 2 computes 2.0 times as long as before; with 5, 5, 2, 4 layers the slowest stage"
+        " would take 38% less"
+    )
+    assert status.slow_stage_count == 1
+    (slow,) = status.slow_stages
+    assert (slow.stage, slow.replica, slow.microbatch_ms, slow.usual_ms) == (2, None, 60.0, 30.0)
+    events = ConditionEvents([])
+    assert [e.reason for e in events.changed(found.values()) if e.kind == "Warning"] == [
+        "SlowStages"
+    ]
+    ended = summarize(Source(controller, now, 1, ended=True), now)
+    assert (ended.slow_stage_count, ended.slow_stages) == (0, [])
 
 
 def test_a_new_ingest_leaves_status_as_it_is_until_it_has_a_report() -> None:

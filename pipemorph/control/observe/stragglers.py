@@ -1,0 +1,190 @@
+"""Finds stages that compute slower than they should. Pure, without a clock.
+
+Two comparisons, since a stage's ops take as long as its layers need and stages differ:
+
+- *Against its peers*: ranks that hold the same stage in other columns of the mesh do the same work.
+- *Against its own past*: a stage that takes longer than in its best iterations, while the others do
+  not. If all take longer, the batch has changed, and nobody is slow.
+
+Both compare medians of several iterations, so that a pause names nobody. A straggler only informs
+people: no order of ops makes up for it. What helps is another device, or fewer layers there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from heapq import nlargest
+from statistics import median_low
+from typing import NamedTuple
+
+from pipemorph.api.mesh import MeshShape
+from pipemorph.control.observe.events import Events
+from pipemorph.wire import StageProfile
+
+WINDOWS = 9
+"""Profiles in a median."""
+LEAST_WINDOWS = 5
+STARTS, ENDS = 1.2, 1.1
+"""Times as long as the others or the past from which a stage is slow, and until which it stays so.
+A device at another clock, or one that throttles, differs by more; the speeds of healthy devices of
+one kind differ by a few percent."""
+SHOWN = 32
+"""Most stragglers that a view lists."""
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A slow stage. ``column``: None if the stage is slow in all columns. Seconds of F, B and W of
+    one microbatch: ``seconds`` now, ``usual`` of its peers, or of its own past."""
+
+    stage: int
+    column: int | None
+    seconds: float
+    usual: float
+
+    @property
+    def ratio(self) -> float:
+        return self.seconds / self.usual
+
+    def record(self) -> dict[str, object]:
+        """For report.json."""
+        return {
+            "stage": self.stage,
+            "column": self.column,
+            "seconds": self.seconds,
+            "usual": self.usual,
+            "ratio": self.ratio,
+        }
+
+    def text(self, mesh: MeshShape) -> str:
+        """``stage 2 of replica 1 computes 1.4 times as long as its peers``"""
+        name = mesh.column_name(self.column) if self.column is not None else ""
+        whom = "before" if self.column is None else "its peers"
+        return (
+            f"stage {self.stage}{' of ' if name else ''}{name} computes {self.ratio:.1f} times as"
+            f" long as {whom}"
+        )
+
+
+@dataclass(frozen=True)
+class StragglersView:
+    """The slowest first, at most :data:`SHOWN`. ``known``: whether every stage was measured."""
+
+    known: bool = False
+    count: int = 0
+    slowest: tuple[Straggler, ...] = ()
+    paces: tuple[float, ...] = ()
+    """Seconds of F, B and W of one microbatch of each stage, of its median column; empty if not
+    known."""
+
+    def better_split(self, layers: int) -> Split | None:
+        """How ``layers`` equal layers, now evenly split, would be spread best over stages of
+        these speeds. None if a column alone is slow, or the slowest stage cannot be faster."""
+        if not self.paces or not any(each.column is None for each in self.slowest):
+            return None
+        each = layers // len(self.paces)
+        per_layer = [pace / each for pace in self.paces]
+        counts = [1] * len(per_layer)
+        for _ in range(layers - len(counts)):
+            # The stage that is the fastest with one more. This is the optimum for the slowest.
+            least = min(range(len(counts)), key=lambda i: (counts[i] + 1) * per_layer[i])
+            counts[least] += 1
+        slowest = max(n * took for n, took in zip(counts, per_layer, strict=True))
+        gain = 1 - slowest / max(self.paces)
+        return Split(tuple(counts), gain) if gain > 0.01 else None
+
+
+class Split(NamedTuple):
+    """Layers per stage, and the share by which the slowest stage takes less time with them."""
+
+    layers: tuple[int, ...]
+    gain: float
+
+
+class _Round:
+    """Whether all have reported since the last round. One that has become silent holds up the
+    others for one round only."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self._count = 0
+
+    def complete(self, which: int, of: int) -> bool:
+        self._seen.add(which)
+        self._count += 1
+        if len(self._seen) < of and self._count < 2 * of:
+            return False
+        self._seen.clear()
+        self._count = 0
+        return True
+
+
+@dataclass
+class _Stage:
+    columns: dict[int, deque[float]] = field(default_factory=dict)
+    medians: dict[int, float] = field(default_factory=dict)
+    round: _Round = field(default_factory=_Round)
+    pace: float | None = None
+    """Seconds of its median column."""
+    best: float | None = None
+    """The least pace so far."""
+
+
+class StragglerBook:
+    """Op times of all stages in all columns. Medians are compared when all of a stage, or all
+    stages, have reported anew: else those that report first would seem slow, or fast."""
+
+    def __init__(self, stages: int, mesh: MeshShape, events: Events) -> None:
+        self._stages = [_Stage() for _ in range(stages)]
+        self._mesh, self._events = mesh, events
+        self._round = _Round()
+        self._slow: dict[tuple[int, int | None], Straggler] = {}
+
+    def observe(self, profile: StageProfile, now: float, iteration: int) -> None:
+        """Process the op times of one stage in one column. ``now``: wall clock, seconds."""
+        seconds = profile.forward + profile.backward_input + profile.backward_weight
+        number, column = profile.stage, profile.replica
+        stage = self._stages[number]
+        windows = stage.columns.setdefault(column, deque(maxlen=WINDOWS))
+        windows.append(seconds)
+        if len(windows) >= LEAST_WINDOWS:
+            stage.medians[column] = median_low(windows)
+        if not stage.round.complete(column, self._mesh.columns) or not stage.medians:
+            return
+        pace = stage.pace = median_low(stage.medians.values())
+        if max(map(len, stage.columns.values())) == WINDOWS:
+            stage.best = min(stage.best or pace, pace)
+        if len(stage.medians) > 1:
+            for each, took in stage.medians.items():
+                self._judge(Straggler(number, each, took, pace), 1.0, now, iteration)
+        if self._round.complete(number, len(self._stages)):
+            common = self._common()
+            for i, other in enumerate(self._stages):
+                if other.pace is not None and other.best is not None:
+                    found = Straggler(i, None, other.pace, other.best)
+                    self._judge(found, common, now, iteration)
+
+    def _common(self) -> float:
+        """Times as long as in its past that the median stage takes: what the batch does to all."""
+        ratios = [s.pace / s.best for s in self._stages if s.pace and s.best]
+        return max(1.0, median_low(ratios)) if ratios else 1.0
+
+    def _judge(self, found: Straggler, common: float, now: float, iteration: int) -> None:
+        key = found.stage, found.column
+        if not found.usual:
+            return
+        slow = found.ratio / common >= (ENDS if key in self._slow else STARTS)
+        if slow and key not in self._slow:
+            self._events.add(now, iteration, found.text(self._mesh))
+        elif not slow and key in self._slow:
+            was = self._slow.pop(key).text(self._mesh).split(" computes ")[0]
+            self._events.add(now, iteration, f"{was} computes as fast as it should again")
+        if slow:
+            self._slow[key] = found
+
+    def view(self) -> StragglersView:
+        paces = tuple(stage.pace for stage in self._stages if stage.pace is not None)
+        known = len(paces) == len(self._stages)
+        slowest = nlargest(SHOWN, self._slow.values(), key=lambda each: each.ratio)
+        return StragglersView(known, len(self._slow), tuple(slowest), paces if known else ())

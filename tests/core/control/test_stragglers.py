@@ -1,0 +1,113 @@
+"""Which stages are called slow, against their peers and against their own past."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pipemorph.api.mesh import MeshShape
+from pipemorph.control.observe.events import Events
+from pipemorph.control.observe.stragglers import (
+    LEAST_WINDOWS,
+    WINDOWS,
+    StragglerBook,
+    StragglersView,
+)
+from pipemorph.wire import StageProfile
+
+
+class Job:
+    """Stages 0 … 3 of 10, 11, 12 and 13 ms of F, B and W together, with 3% of noise."""
+
+    def __init__(self, **sizes: int) -> None:
+        self.mesh = MeshShape(4, **sizes)
+        self.events = Events()
+        self.book = StragglerBook(4, self.mesh, self.events)
+        self.iteration = 0
+        self.rng = random.Random(7)
+
+    def run(
+        self, iterations: int, slow: dict[tuple[int, int], float] | None = None, batch: float = 1.0
+    ) -> StragglersView:
+        """``slow``: factors by (stage, column). ``batch``: a factor for all."""
+        for _ in range(iterations):
+            for stage in range(4):
+                for column in range(self.mesh.columns):
+                    took = (10 + stage) * batch * self.rng.uniform(0.97, 1.03)
+                    took *= (slow or {}).get((stage, column), 1.0) / 1e3
+                    profile = StageProfile(
+                        stage=stage, replica=column, split="module", peak_memory=0,
+                        forward=took / 3, backward_input=took / 3, backward_weight=took / 3,
+                    )  # fmt: skip
+                    self.book.observe(profile, 1000.0 + self.iteration, self.iteration)
+            self.iteration += 1
+        return self.book.view()
+
+    @property
+    def told(self) -> list[str]:
+        return [event.text for event in self.events.newest()]
+
+
+def test_stages_of_unequal_size_are_not_slow() -> None:
+    job = Job(replicas=3)
+    assert not job.run(LEAST_WINDOWS - 1).known
+    found = job.run(500)
+    assert found.known
+    assert (found.count, found.slowest, job.told) == (0, (), [])
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 8])
+def test_one_rank_is_slower_than_its_peers_from_the_start(replicas: int) -> None:
+    job = Job(replicas=replicas)
+    found = job.run(LEAST_WINDOWS + 1, slow={(2, 1): 1.4})
+    (straggler,) = found.slowest
+    assert (straggler.stage, straggler.column) == (2, 1)
+    assert straggler.ratio == pytest.approx(1.4, rel=0.08)
+    assert job.told == ["stage 2 of replica 1 computes 1.4 times as long as its peers"]
+    assert found.better_split(16) is None, "layers do not move within one replica"
+    assert job.run(WINDOWS).count == 0
+    assert job.told[-1] == "stage 2 of replica 1 computes as fast as it should again"
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+def test_a_stage_is_slower_than_before_in_all_columns(columns: int) -> None:
+    """Ranks of a tensor group wait for each other inside ops: all of them take as long."""
+    job = Job(tensor=columns)
+    job.run(30)
+    found = job.run(WINDOWS, slow={(1, column): 1.5 for column in range(columns)})
+    (straggler,) = found.slowest
+    assert (straggler.stage, straggler.column) == (1, None)
+    assert job.told == ["stage 1 computes 1.5 times as long as before"]
+    split = found.better_split(16)
+    assert split is not None
+    # Of 4 layers each: 16.5 ms with 3 of them are 12.4, and 10 ms with 5 are 12.5; 13 stay.
+    assert split.layers == (5, 3, 4, 4)
+    assert split.gain == pytest.approx(1 - 13 / 16.5, abs=0.05)
+    assert job.run(WINDOWS).count == 0
+
+
+def test_larger_batches_make_nobody_slow_and_hide_nobody() -> None:
+    job = Job()
+    job.run(30)
+    assert job.run(30, batch=1.8).count == 0
+    assert job.told == []
+    (straggler,) = job.run(WINDOWS, batch=1.8, slow={(3, 0): 1.5}).slowest
+    assert straggler.stage == 3
+
+
+def test_pauses_make_nobody_slow() -> None:
+    job = Job(replicas=2)
+    for _ in range(40):
+        job.run(1, slow={(job.rng.randrange(4), job.rng.randrange(2)): 20.0})
+        job.run(3)
+    assert job.told == []
+
+
+def test_a_straggler_stays_one_until_it_is_clearly_faster() -> None:
+    job = Job(replicas=3)
+    job.run(20, slow={(0, 2): 1.3})
+    for factor in (1.15, 1.25, 1.15, 1.25):
+        job.run(20, slow={(0, 2): factor})
+    assert len(job.told) == 1
+    assert job.run(20, slow={(0, 2): 1.05}).count == 0
