@@ -109,7 +109,7 @@ def most_in_flight(ops: Sequence[TimedOp]) -> int:
 @settings(max_examples=examples(100), deadline=None)
 def test_pipemorph_is_never_worse_than_the_papers_algorithm(problem: Problem) -> None:
     paper = online(Costs.of(problem), Rules.of(problem, paper_warmup(problem)))
-    assert plan(problem, Policy.PIPEMORPH).makespan <= paper.makespan * (1 + 1e-9)
+    assert plan(problem, Policy.PIPEMORPH).makespan <= max(map(max, paper.end)) * (1 + 1e-9)
 
 
 @given(problem=problems(max_stages=3, max_microbatches=3, queues=False))

@@ -24,6 +24,7 @@ FULL = StageTimes(
     in_flight_limit=6,
     device_limit=3,
     activation_bytes=GIB,
+    reduction=3,
 )
 
 
@@ -44,6 +45,9 @@ def test_every_field_of_a_stage_follows_the_size_of_its_microbatches() -> None:
     half, whole = shrunk(FULL, 2), FULL.model_dump()
     limits = {"in_flight_limit", "device_limit"}
     for name in StageTimes.model_fields:
+        if name == "reduction":  # As many gradients, however large a microbatch is.
+            assert half.reduction == whole[name] == 3
+            continue
         factor = 2 if name in limits else 0.5
         assert getattr(half, name) == factor * whole[name], name
     bare = stage()
