@@ -217,7 +217,7 @@ class Adaptation(SpecModel):
 
     enabled: bool = True
     min_gain: float = Field(
-        default=0.05,
+        default=0.02,
         ge=0,
         lt=1,
         description="Fraction of iteration time that a new plan must save, as predicted.",

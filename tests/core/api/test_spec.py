@@ -44,7 +44,7 @@ def test_defaults_are_those_of_the_documentation() -> None:
     assert spec.schedule.policy_kind is Policy.PIPEMORPH
     assert spec.schedule.dispatch_kind is Dispatch.STATIC
     assert spec.adaptation.enabled
-    assert (spec.adaptation.min_gain, spec.adaptation.min_delay_ms) == (0.05, 2.0)
+    assert (spec.adaptation.min_gain, spec.adaptation.min_delay_ms) == (0.02, 2.0)
     assert spec.adaptation.stale_after_seconds == 30
     assert (spec.transport.route, spec.transport.queues) == ("auto", 8)
 

@@ -14,7 +14,7 @@ from pipemorph.control import Health, JobController, initial_plan
 from pipemorph.control.decide.rate_limit import HOLD, SOON, Pacing
 from pipemorph.control.observe.reports import ReplayedReport, ReportMismatch, WrongAttempt
 from pipemorph.errors import InputError
-from pipemorph.planning import Route, StageTimes
+from pipemorph.planning import Route, StageTimes, plan, problem_for
 from pipemorph.wire import (
     LinkHealthReport,
     PlanMessage,
@@ -534,3 +534,18 @@ def test_another_link_that_becomes_slow_is_no_flap() -> None:
     pacing.hurried(75 + SOON * hold + 1, {2})
     assert pacing.flaps == 0, "it was long ago"
     assert hold > pacing.hold
+
+
+def test_a_delay_that_grows_gets_a_plan_of_its_own() -> None:
+    """8 stages, as an emulated job: the plan for 30 ms takes 5% more under 60 ms than need be."""
+    f, b, w = 0.010, 0.0105, 0.0055
+    times = {"forward": 1e3 * f, "backwardInput": 1e3 * b, "backwardWeight": 1e3 * w}
+    plant = Plant(spec(8, 24, schedule={"stageTimes": [times] * 8}))
+    plant.ops = [StageTimes(forward=f, backward_input=b, backward_weight=w)] * 8
+    plant.run(6)
+    for delay in (0.030, 0.060):
+        plant.delays[6] = delay
+        plant.run(8)
+    wires = [BASE + delay for delay in plant.delays]
+    best = plan(problem_for(24, plant.ops, wires, plant.plan.routes)).lower_bound
+    assert plant.seconds[-1] <= 1.02 * best
