@@ -27,7 +27,7 @@ class Costs:
 
 
 def calibrate(folder: Path, iteration_seconds: list[float]) -> Costs:
-    """From ``ops-rank*.jsonl`` in ``folder`` and the times of the same iterations, the first
+    """From ``ops-rank*.jsonl`` in ``folder`` and the times of its first iterations, the very first
     of which (shapes are exchanged) is left out. Raises ValueError if nothing was traced."""
     traces: dict[tuple[int, int], dict[str, Any]] = {}
     for path in sorted(folder.glob("ops-rank*.jsonl")):
@@ -36,7 +36,8 @@ def calibrate(folder: Path, iteration_seconds: list[float]) -> Costs:
             if "ops" not in found:
                 raise ValueError(f"{path} has dropped {found['dropped']} iterations")
             traces[found["stage"], found["iteration"]] = found
-    iterations = sorted({iteration for _, iteration in traces if iteration})
+    timed = range(1, len(iteration_seconds))
+    iterations = sorted({iteration for _, iteration in traces if iteration in timed})
     if not iterations:
         raise ValueError(f"no op traces of a second iteration in {folder}")
     pitch: dict[str, list[float]] = {"F": [], "B": [], "W": []}
