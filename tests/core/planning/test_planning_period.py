@@ -151,6 +151,18 @@ def test_the_predicted_period_is_that_of_one_long_iteration(seed: int) -> None:
     assert predict_period(made, given) <= simulate(made, given).period * (1 + 1e-9)
 
 
+def test_a_stage_that_falls_behind_sets_the_period() -> None:
+    """Its W come last, so that stage 0 has ended long before."""
+    quick = {"forward": 1, "backward_input": 1, "backward_weight": 1}
+    given = problem(2, 2, [0.0], stages=[quick, quick | {"backward_weight": 20}])
+    kinds = (OpKind.F, OpKind.B, OpKind.F, OpKind.B, OpKind.W, OpKind.W)
+    turns = (0, 0, 1, 1, 0, 1)
+    ops = tuple(Op(kind, m) for kind, m in zip(kinds, turns, strict=True))
+    schedule = Schedule(2, (ops, ops))
+    assert simulate(schedule, given).stages[0][-1].end == 10
+    assert predict_period(schedule, given) == 2 * 22
+
+
 def test_the_period_under_online_dispatch() -> None:
     given = problem(12, 4, [20.0, 0.0, 0.0])
     made = plan(given)

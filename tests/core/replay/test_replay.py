@@ -167,3 +167,14 @@ def test_iterations_without_a_barrier_follow_each_other() -> None:
     # But for the first iterations; the bound is of all schedules.
     assert seconds["adaptive"] < 1.01 * 40 * lower_bound(given) / 1e3
     assert seconds["oracle"] == pytest.approx(seconds["static"])
+
+
+def test_a_stage_that_falls_behind_sets_the_pace() -> None:
+    slow = TIMES.model_copy(update={"backward_weight": 20})
+    stages = (TIMES, TIMES, TIMES, slow)
+    given = PROBLEM.model_copy(update={"objective": "period", "stages": stages})
+    found = replay(given, WELL, iterations=20)
+    least = 20 * 12 * (slow.forward + slow.backward_input + slow.backward_weight) / 1e3
+    for name, seconds in found.seconds.items():
+        # Stage 0 may be ahead by what fits into one iteration.
+        assert 0.95 * least < seconds, name
