@@ -110,6 +110,27 @@ class StageProfile(WireModel):
     """Time of one fused backward (BW), if measured in addition to separate B and W."""
 
 
+class ReductionSample(WireModel):
+    """How the gradients of a stage were reduced over the ranks with other data, in one iteration.
+
+    ``seconds`` and ``exposed`` are the least of all ranks of the group, and so the same for all:
+    those of the rank that came last, which waited for the network alone.
+    """
+
+    stage: Count
+    replica: Count = 0
+    iteration: Count
+    bytes: Count
+    """Gradients of this rank."""
+    buckets: Count
+    seconds: Seconds
+    """Time during which gradients were under way."""
+    exposed: Seconds
+    """Of it, after the last op of the rank."""
+    waited: Seconds
+    """``exposed`` of this rank, which may have waited for others of the group."""
+
+
 class RailSample(WireModel):
     """State and driver counters of one RDMA port of a stage's host.
 
@@ -183,6 +204,7 @@ class LinkHealthReport(WireModel):
     iterations: list[IterationSample] = Field(default_factory=list, max_length=256)
     links: list[LinkSample] = Field(default_factory=list, max_length=512)
     stages: list[StageProfile] = Field(default_factory=list, max_length=256)
+    reductions: list[ReductionSample] = Field(default_factory=list, max_length=256)
     rails: list[RailSample] = Field(default_factory=list, max_length=256)
     """Ports that have changed since the last report; all of them every minute."""
     ports: Count | None = None

@@ -56,6 +56,9 @@ JOB_GAUGES = {
         "pipemorph_job_bubble_fraction", "Idle time over stages × iteration time.", _BY_JOB
     ),
     "slow_links": Gauge("pipemorph_job_slow_links", "Links that are currently slow.", _BY_JOB),
+    "slow_reductions": Gauge(
+        "pipemorph_job_slow_reductions", "Gradient reductions that are currently slow.", _BY_JOB
+    ),
     "unknown_links": Gauge("pipemorph_job_unknown_links", "Links without recent samples.", _BY_JOB),
     "worst_link_delay_seconds": Gauge(
         "pipemorph_job_worst_link_delay_seconds", "Largest one-way delay above normal.", _BY_JOB

@@ -52,7 +52,15 @@ SCHEDULE_ADAPTED = "ScheduleAdapted"
 LINKS_DELEGATED = "LinksDelegated"
 RAILS_HEALTHY = "RailsHealthy"
 STAGES_EVEN = "StagesEven"
-INGEST_CONDITIONS = (LINKS_HEALTHY, SCHEDULE_ADAPTED, LINKS_DELEGATED, RAILS_HEALTHY, STAGES_EVEN)
+REDUCTIONS_HEALTHY = "ReductionsHealthy"
+INGEST_CONDITIONS = (
+    LINKS_HEALTHY,
+    SCHEDULE_ADAPTED,
+    LINKS_DELEGATED,
+    RAILS_HEALTHY,
+    STAGES_EVEN,
+    REDUCTIONS_HEALTHY,
+)
 
 # --- reasons ------------------------------------------------------------------------------
 
@@ -90,6 +98,8 @@ R_TTL = "TTLExpired"
 
 R_LINKS_OK = "AllLinksHealthy"
 R_LINKS_SLOW = "SlowLinks"
+R_REDUCTIONS_OK = "ReductionsAsUsual"
+R_REDUCTIONS_SLOW = "SlowReductions"
 R_NO_REPORTS = "NoReportsYet"
 R_STALE = "ReportsStale"
 R_LINKS_UNKNOWN = "NoRecentSamples"

@@ -105,6 +105,11 @@ class MeshShape:
         """The ranks that share all coordinates of ``place`` but those of ``names``, itself too."""
         return next(group for group in self.groups(names) if place.rank in group)
 
+    def lockstep_name(self, column: int) -> str:
+        """What tells a column's data-parallel group from others of its stage, for messages:
+        ``tensor 1``; empty if there is only one."""
+        return f"tensor {self.coordinate(self.rank(0, column)).tensor}" if self.tensor > 1 else ""
+
     def column_name(self, column: int) -> str:
         """A column for messages: ``replica 1, tensor 0``; empty if it is the only one."""
         place = _digits(column, COLUMN, self.sizes)

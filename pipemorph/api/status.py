@@ -5,7 +5,8 @@ Two processes write it, each its own fields (server-side apply, one field owner 
 * the operator: everything at the top level, and the conditions ``Suspended``, ``PodsReady``,
   ``Running``, ``PreflightPassed``, ``Complete`` and ``Failed``;
 * the ingest: ``training``, ``control``, and the conditions ``LinksHealthy``,
-  ``ScheduleAdapted``, ``LinksDelegated``, ``RailsHealthy`` and ``StagesEven``.
+  ``ScheduleAdapted``, ``LinksDelegated``, ``RailsHealthy``, ``StagesEven`` and
+  ``ReductionsHealthy``.
 
 Times are RFC 3339 text at the top level and seconds elsewhere, sizes are bytes.
 """
@@ -111,6 +112,19 @@ class SlowLink(StatusModel):
     delay_ms: float = Field(ge=0, description="One-way time above normal, milliseconds.")
     wire_time_ms: float = Field(ge=0, description="One-way time now, milliseconds.")
     confidence: float = Field(ge=0, le=1, description="Probability that it is slow.")
+
+
+class SlowReduction(StatusModel):
+    """A data-parallel group that reduces its gradients slowly, with its measurements."""
+
+    stage: int = Field(ge=0, description="Stage whose gradients it reduces.")
+    replica: int = _number("First pipeline column of the group.")
+    time_ms: float = Field(ge=0, description="Time of a reduction now, milliseconds.")
+    normal_ms: float = Field(ge=0, description="Usual time, milliseconds.")
+    exposed_ms: float = Field(
+        ge=0, description="Time after the last op of the stage, milliseconds."
+    )
+    bytes: int = _number("Gradients of each rank.")
 
 
 class LinkNodes(StatusModel):
@@ -260,6 +274,10 @@ class TrainingStatus(StatusModel):
     slow_link_count: int = _number("Number of slow links.")
     slow_links: list[SlowLink] = _at_most(MAX_SLOW_LINKS, "The slowest links, slowest first.")
     unknown_link_count: int = _number("Links without recent samples.")
+    slow_reduction_count: int = _number("Number of slow gradient reductions.")
+    slow_reductions: list[SlowReduction] = _at_most(
+        MAX_SLOW_LINKS, "The slowest gradient reductions, slowest first."
+    )
     transports: list[str] = _at_most(
         MAX_STAGES,
         "Transport of each link, as reported: gloo, nccl, tcp, shm or rdma; joined "
@@ -341,7 +359,8 @@ class JobStatus(StatusModel):
             "x-kubernetes-list-map-keys": ["type"],
         },
         description="Suspended, PodsReady, Running, PreflightPassed, LinksHealthy,"
-        " ScheduleAdapted, LinksDelegated, RailsHealthy, StagesEven, Complete, Failed.",
+        " ScheduleAdapted, LinksDelegated, RailsHealthy, StagesEven, ReductionsHealthy, Complete,"
+        " Failed.",
     )
     training: TrainingStatus | None = Field(
         default=None, description="Summary of the ranks' reports."

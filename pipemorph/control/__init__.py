@@ -1,16 +1,18 @@
 """The control loop of one job: reports in, directives out. Pure; hosts bring clock and sockets.
 
 ``observe`` processes reports: ``detector`` judges one direction of a link, ``link_health`` a job's
-links, ``stage_profile`` its stages. ``decide`` makes decisions: ``triggers`` finds a cause,
-``forecast`` predicts iteration times, ``replan`` proposes a plan with its ``findings``, ``reasons``
-turns them into text. ``controller`` runs the loop and issues plans, ``history`` records the effect
-of each, ``snapshot`` is the state that survives a restart of the host.
+links, ``stage_profile`` its stages, ``reductions`` their gradient reductions. ``decide`` makes
+decisions: ``triggers`` finds a cause, ``forecast`` predicts iteration times, ``replan`` proposes a
+plan with its ``findings``, ``reasons`` turns them into text. ``controller`` runs the loop and
+issues plans, ``history`` records the effect of each, ``snapshot`` is the state that survives a
+restart of the host.
 """
 
 from pipemorph.control.controller import JobController
 from pipemorph.control.first_plan import initial_plan, initial_routes
 from pipemorph.control.history import AdaptationRecord, Decision
 from pipemorph.control.observe.link_health import Health, LinkHealth
+from pipemorph.control.observe.reductions import ReductionHealth
 from pipemorph.control.view import JobView
 
 __all__ = [
@@ -20,6 +22,7 @@ __all__ = [
     "JobController",
     "JobView",
     "LinkHealth",
+    "ReductionHealth",
     "initial_plan",
     "initial_routes",
 ]

@@ -44,6 +44,7 @@ from pipemorph.control.memory_limits import Room, excess
 from pipemorph.control.observe.events import Event, Events
 from pipemorph.control.observe.link_health import Health, LinkHealth
 from pipemorph.control.observe.rail_health import RailsView
+from pipemorph.control.observe.reductions import ReductionHealth
 from pipemorph.control.observe.reports import Reported, check
 from pipemorph.control.observe.stage_profile import Footprint
 from pipemorph.control.observe.stragglers import StragglersView
@@ -160,9 +161,13 @@ class JobController:
         """The transport that carries each link."""
         return self._reported.transports.view()
 
+    def reductions(self) -> tuple[ReductionHealth, ...]:
+        """The gradient reduction of each data-parallel group that has reported."""
+        return self._reported.reductions.states()
+
     @property
     def events(self) -> tuple[Event, ...]:
-        """Events of rails and transports, oldest first. Bounded."""
+        """Events of rails, transports and reductions, oldest first. Bounded."""
         return self._events.newest()
 
     def adopt_rails(self, other: JobController) -> None:

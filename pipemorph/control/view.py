@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pipemorph.control.history import Ledger
 from pipemorph.control.observe.link_health import LinkHealth
 from pipemorph.control.observe.rail_health import RailsView
+from pipemorph.control.observe.reductions import ReductionHealth
 from pipemorph.control.observe.reports import Reported
 from pipemorph.control.observe.stragglers import StragglersView
 from pipemorph.control.observe.transports import TransportsView
@@ -36,6 +37,8 @@ class JobView:
     rails: RailsView = field(default_factory=RailsView)
     transports: TransportsView = field(default_factory=TransportsView)
     stragglers: StragglersView = field(default_factory=StragglersView)
+    reductions: tuple[ReductionHealth, ...] = ()
+    """Of every data-parallel group that has reported."""
 
     @staticmethod
     def of(reported: Reported, ledger: Ledger, wanted: Plan, now: float) -> JobView:
@@ -59,4 +62,5 @@ class JobView:
             rails=reported.rails.view(now),
             transports=reported.transports.view(),
             stragglers=reported.stragglers.view(),
+            reductions=reported.reductions.states(),
         )

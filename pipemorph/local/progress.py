@@ -13,6 +13,7 @@ from pipemorph.api.spec import PipeMorphJob
 from pipemorph.control.history import AdaptationRecord, Decision
 from pipemorph.control.observe.link_health import Health, LinkHealth
 from pipemorph.control.observe.rail_health import RailsView
+from pipemorph.control.observe.reductions import ReductionHealth
 from pipemorph.control.observe.stragglers import StragglersView
 from pipemorph.control.observe.transports import TransportsView
 from pipemorph.local.results.history import Journal
@@ -87,6 +88,15 @@ def links_phrase(links: tuple[LinkHealth, ...]) -> str:
     if not links:
         return ""
     return f"links: {unknown} of {len(links)} unknown" if unknown else "links healthy"
+
+
+def reductions_phrase(reductions: tuple[ReductionHealth, ...]) -> str:
+    """The slowest gradient reduction, if any is slow; else empty."""
+    slow = sorted((each for each in reductions if each.slow), key=lambda each: -each.delay)
+    if not slow:
+        return ""
+    more = f" and {len(slow) - 1} more" if len(slow) > 1 else ""
+    return f"slow {slow[0].name} +{1e3 * slow[0].delay:.0f} ms{more}"
 
 
 def rails_phrase(rails: RailsView, transports: TransportsView) -> str:
@@ -172,6 +182,7 @@ class Progress:
             view.links,
             emulated=self._job.spec.emulation is not None,
             troubles=(
+                reductions_phrase(view.reductions),
                 rails_phrase(view.rails, view.transports),
                 stragglers_phrase(view.stragglers),
             ),

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from pipemorph.api.mesh import COLUMN, DATA, LOCKSTEP
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan
-from pipemorph.wire import IterationSample
+from pipemorph.wire import IterationSample, ReductionSample
 from pipemorph_trainer.agent.messages import ControlClient
 from pipemorph_trainer.errors import BatchError
 from pipemorph_trainer.executor import refusal as refusals
@@ -328,6 +328,9 @@ class Iterations:
             outcome.ops = self._device_times.resolve(outcome.ops)
             outcome.copies = self._device_times.resolve_copies(outcome.copies)
             self._waiting.end()
+        reduction = None
+        if self._reducer is not None and self.synchronizes:
+            reduction = self._reducer.measure()
         self._prepare_postponed()
         self.rounds.offer(iteration, plan.version, outcome.ops, loss)
         if profiling():
@@ -340,11 +343,20 @@ class Iterations:
             # Ops of the first iteration are fused, and slower than later ones.
             profile=self._stage.profile(outcome.ops, outcome.copies) if self._warm else None,
             offloaded=self._stage.offloaded(outcome.copies),
+            reduction=self._reduction_sample() if self._warm else None,
         )
-        self._trace.iteration(iteration, plan.version, origin, outcome)
+        self._trace.iteration(iteration, plan.version, origin, outcome, reduction)
         if not self._warm:
             self._warm = True
             self._allow(self._deadline)
+
+    def _reduction_sample(self) -> ReductionSample | None:
+        found = self._reducer.take() if self._reducer is not None else None
+        if found is None:
+            return None
+        return ReductionSample(
+            stage=self._coordinate.stage, replica=self._coordinate.column, **found._asdict()
+        )
 
     def _allow(self, deadline: float) -> None:
         self._executor.allow(deadline)

@@ -446,6 +446,7 @@ class ClusterStore:
                 ("bubble_fraction", training.bubble_fraction),
                 ("slow_links", training.slow_link_count),
                 ("unknown_links", training.unknown_link_count),
+                ("slow_reductions", training.slow_reduction_count),
                 ("worst_link_delay_seconds", worst / 1e3),
                 ("wanted_plan_version", training.wanted_plan_version),
                 ("applied_plan_version", training.applied_plan_version),

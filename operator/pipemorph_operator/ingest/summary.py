@@ -12,10 +12,18 @@ from pipemorph.api.status import (
     Condition,
     ConditionStatus,
     SlowLink,
+    SlowReduction,
     SlowStage,
     TrainingStatus,
 )
-from pipemorph.control import AdaptationRecord, Health, JobController, JobView, LinkHealth
+from pipemorph.control import (
+    AdaptationRecord,
+    Health,
+    JobController,
+    JobView,
+    LinkHealth,
+    ReductionHealth,
+)
 from pipemorph.planning import Route
 from pipemorph_operator import names
 from pipemorph_operator.cluster.facts import format_time
@@ -51,6 +59,7 @@ def summarize(
     summary = _summarize(source, now, view, last)
     if source.ended:
         nothing = {"slow_link_count": 0, "slow_links": [], "unknown_link_count": 0}
+        nothing |= {"slow_reduction_count": 0, "slow_reductions": []}
         nothing |= {"fallen_link_count": 0, "fallen_links": [], "rails": None}
         nothing |= {"slow_stage_count": 0, "slow_stages": []}
         return summary.model_copy(update=nothing)
@@ -94,6 +103,18 @@ def _summarize(
             for link in slow[:MAX_SLOW_LINKS]
         ],
         unknown_link_count=sum(link.health is Health.UNKNOWN for link in view.links),
+        slow_reduction_count=sum(each.slow for each in view.reductions),
+        slow_reductions=[
+            SlowReduction(
+                stage=each.stage,
+                replica=each.replica,
+                time_ms=round(each.seconds * 1e3, 3),
+                normal_ms=round((each.normal or 0.0) * 1e3, 3),
+                exposed_ms=round(each.exposed * 1e3, 3),
+                bytes=each.bytes,
+            )
+            for each in _slow_reductions(view)[:MAX_SLOW_LINKS]
+        ],
         transports=list(view.transports.links),
         fallen_link_count=view.transports.fallen_count,
         fallen_links=[fallen_link(link) for link in view.transports.fallen],
@@ -119,8 +140,8 @@ def _summarize(
 def judge(
     source: Source, old: Sequence[Condition], now: float, view: JobView | None = None
 ) -> list[Condition]:
-    """Conditions ``LinksHealthy``, ``ScheduleAdapted``, ``LinksDelegated``, ``RailsHealthy``,
-    ``StagesEven``."""
+    """The conditions in :data:`names.INGEST_CONDITIONS`; ``ReductionsHealthy`` only of jobs whose
+    ranks reduce gradients."""
     view = view or source.controller.view(now)
     conditions = [c for c in old if c.type in names.INGEST_CONDITIONS]
     when = datetime.fromtimestamp(now, UTC)
@@ -133,7 +154,7 @@ def judge(
 
 def verdicts(source: Source, view: JobView, now: float) -> dict[str, Verdict]:
     """Status, reason and message of each condition: cheap enough for every report."""
-    return {
+    found = {
         names.LINKS_HEALTHY: _links_healthy(source, view, now),
         names.SCHEDULE_ADAPTED: _schedule_adapted(source, view),
         names.LINKS_DELEGATED: _links_delegated(source, view),
@@ -141,6 +162,9 @@ def verdicts(source: Source, view: JobView, now: float) -> dict[str, Verdict]:
         or rails_healthy(source.controller.spec, view),
         names.STAGES_EVEN: _stages_even(source, view, now),
     }
+    if source.controller.spec.parallelism.mesh.data > 1:
+        found[names.REDUCTIONS_HEALTHY] = _reductions_healthy(source, view, now)
+    return found
 
 
 Verdict = tuple[ConditionStatus, str, str]
@@ -178,6 +202,18 @@ def _links_healthy(source: Source, view: JobView, now: float) -> Verdict:
             f"{len(unknown)} of {len(links)} links have no recent samples",
         )
     return "True", names.R_LINKS_OK, f"{len(links)} links, all healthy"
+
+
+def _reductions_healthy(source: Source, view: JobView, now: float) -> Verdict:
+    unheard = _without_reports(source, now)
+    if unheard is not None:
+        return unheard
+    slow = _slow_reductions(view)
+    if slow:
+        shown = ", ".join(f"{each.name} (+{each.delay * 1e3:.0f} ms)" for each in slow[:5])
+        more = f" and {len(slow) - 5} more" if len(slow) > 5 else ""
+        return "False", names.R_REDUCTIONS_SLOW, f"{shown}{more} slow"
+    return "True", names.R_REDUCTIONS_OK, f"{len(view.reductions)} groups, none slow"
 
 
 def _schedule_adapted(source: Source, view: JobView) -> Verdict:
@@ -230,6 +266,11 @@ def _stages_even(source: Source, view: JobView, now: float) -> Verdict:
 
 def _slow(view: JobView) -> list[LinkHealth]:
     return [link for link in view.links if link.health is Health.SLOW]
+
+
+def _slow_reductions(view: JobView) -> list[ReductionHealth]:
+    """The slow ones, slowest first."""
+    return sorted((each for each in view.reductions if each.slow), key=lambda each: -each.delay)
 
 
 def _name(link: LinkHealth) -> str:

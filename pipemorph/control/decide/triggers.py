@@ -175,7 +175,7 @@ class Judgement:
         return progress.last - self._profiled_at >= PROFILE_EVERY
 
     def _differs(self, now: Situation, progress: Progress) -> bool:
-        """Whether op times or normal wire times differ from the planned ones."""
+        """Whether op times, reductions or normal wire times differ from the planned ones."""
         self._compare_from = progress.last + COMPARE_EVERY
         if self._assumed_times and self._profiled_at is None:
             return True
@@ -185,6 +185,11 @@ class Judgement:
             abs(new - old) > MATERIAL_OP * max(old, scale / 2)
             for new_stage, old_stage in zip(now.stages, before.stages, strict=True)
             for new, old in zip(_ops(new_stage), _ops(old_stage), strict=True)
+        )
+        tails = any(
+            abs((new.reduction or 0.0) - (old.reduction or 0.0))
+            > MATERIAL_OP * max(old.reduction or 0.0, scale / 2)
+            for new, old in zip(now.stages, before.stages, strict=True)
         )
         wires = any(
             abs(new - old) > MATERIAL_OP * scale
@@ -196,7 +201,7 @@ class Judgement:
             or (old.fused_backward is None and new.fusing_pays)
             for new, old in zip(now.stages, before.stages, strict=True)
         )
-        return ops or wires or limits
+        return ops or tails or wires or limits
 
     def is_time(
         self, cause: Cause, links: Sequence[LinkHealth], progress: Progress, pacing: Pacing

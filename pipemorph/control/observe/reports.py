@@ -9,6 +9,7 @@ from pipemorph.control.observe.detector import Thresholds
 from pipemorph.control.observe.events import Events
 from pipemorph.control.observe.link_health import LinkBook
 from pipemorph.control.observe.rail_health import RailBook
+from pipemorph.control.observe.reductions import ReductionBook
 from pipemorph.control.observe.stage_profile import Footprint, StageBook
 from pipemorph.control.observe.stragglers import StragglerBook
 from pipemorph.control.observe.transports import TransportBook
@@ -53,6 +54,9 @@ def check(report: LinkHealthReport, cut: Parallelism, *, attempt: int, after: in
     for i, profile in enumerate(report.stages):
         _within(f"stages[{i}].stage", profile.stage, cut.stages, "stages")
         _within(f"stages[{i}].replica", profile.replica, cut.mesh.columns, "columns")
+    for i, reduction in enumerate(report.reductions):
+        _within(f"reductions[{i}].stage", reduction.stage, cut.stages, "stages")
+        _within(f"reductions[{i}].replica", reduction.replica, cut.mesh.columns, "columns")
     for i, rail in enumerate(report.rails):
         _within(f"rails[{i}].stage", rail.stage, cut.stages, "stages")
         _within(f"rails[{i}].replica", rail.replica, cut.mesh.columns, "columns")
@@ -84,11 +88,13 @@ class Reported:
         self.observed_plan_version = self.applied_plan_version = 0
         self.stages = StageBook(spec, footprints)
         mesh = spec.parallelism.mesh
+        thresholds = Thresholds(
+            min_delay=adaptation.min_delay_ms / 1e3, relative=adaptation.min_delay_fraction
+        )
+        self.reductions = ReductionBook(mesh, thresholds, events=events)
         self.links = LinkBook(
             mesh,
-            thresholds=Thresholds(
-                min_delay=adaptation.min_delay_ms / 1e3, relative=adaptation.min_delay_fraction
-            ),
+            thresholds=thresholds,
             stale_after=adaptation.stale_after_seconds,
         )
         self.rails = RailBook(named=spec.transport.rdma.devices, mesh=mesh, events=events)
@@ -106,6 +112,9 @@ class Reported:
         for profile in report.stages:
             self.stages.observe(profile)
             self.stragglers.observe(profile, now, report.iteration)
+        if report.reductions:
+            self.reductions.observe(report.reductions, now)
+            self.stages.reduce(self.reductions.exposed())
         if report.links:
             self.links.observe(report.links, now, op_time=self.stages.longest_op)
             self._heard = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -129,6 +129,7 @@ class StageBook:
         self._expected = expected_times(spec)
         self._stages: list[dict[int, _Windows]] = [{} for _ in range(spec.parallelism.stages)]
         self._times: tuple[StageTimes, ...] | None = None
+        self._reductions: dict[int, float] = {}
         self.footprints = list(footprints) or [Footprint() for _ in self._stages]
         if spec.emulation is not None:
             for mine, stated in zip(self.footprints, _stated(spec) or (), strict=True):
@@ -145,6 +146,11 @@ class StageBook:
         self._times = None
         if self.footprints[profile.stage].add(profile):
             self._rooms = self._measure_rooms()
+
+    def reduce(self, exposed: Mapping[int, float]) -> None:
+        """Note what follows the last op of each stage, seconds."""
+        self._reductions = dict(exposed)
+        self._times = None
 
     def restore_footprints(self, saved: Sequence[tuple[int | None, float | None]]) -> None:
         """Footprints known before a restart, so that limits in bytes hold from the first plan."""
@@ -202,6 +208,7 @@ class StageBook:
             device_limit=known.device_limit,
             activation_bytes=known.activation_bytes,
             offload_copy=known.offload_copy,
+            reduction=self._reductions.get(stage),
         )
 
     def _memory(self, stage: int) -> _Memory:

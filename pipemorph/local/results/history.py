@@ -13,6 +13,7 @@ from pipemorph.control.history import AdaptationRecord, Decision
 from pipemorph.control.observe.events import Event
 from pipemorph.control.observe.link_health import LinkHealth
 from pipemorph.control.observe.rail_health import RailsView
+from pipemorph.control.observe.reductions import ReductionHealth
 from pipemorph.control.observe.stragglers import StragglersView
 from pipemorph.control.observe.transports import TransportsView
 from pipemorph.wire import IterationSample, LinkHealthReport
@@ -35,8 +36,9 @@ class View:
     rails: RailsView = field(default_factory=RailsView)
     transports: TransportsView = field(default_factory=TransportsView)
     stragglers: StragglersView = field(default_factory=StragglersView)
+    reductions: tuple[ReductionHealth, ...] = ()
     events: tuple[Event, ...] = ()
-    """Events of rails, transports and stragglers."""
+    """Events of rails, transports, stragglers and reductions."""
 
 
 @dataclass
@@ -60,6 +62,7 @@ class Journal:
             rails=controller.rails(now),
             transports=controller.transports(),
             stragglers=controller.stragglers(),
+            reductions=controller.reductions(),
             events=controller.events,
         )
         with self._lock:

@@ -109,6 +109,7 @@ class RunRecord:
             "iterations": [i.model_dump(mode="json") for i in self.iterations],
             "adaptations": [a.model_dump(mode="json") for a in self.adaptations],
             "links": _links(self.last),
+            "reductions": [each.record() for each in self.last.reductions],
             "rails": _rails(self.last),
             "stragglers": [each.record() for each in self.last.stragglers.slowest],
             "split": splits,

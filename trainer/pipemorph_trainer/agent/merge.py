@@ -1,11 +1,11 @@
 """Merges the telemetry of all ranks into reports of at most 64 KiB. Pure: no clock, no sockets.
 
 What does not fit waits for the next report, unless newer data replaces it. A report has first the
-newest iterations, which are few and small. Then stage profiles, transports of links, and RDMA ports
-that changed get a share of the bytes each, oldest first: a plan needs a profile of every stage as
-much as windows of every link. The newest windows of links get the rest (see :mod:`.windows`). Any
-bytes left are filled with more of all kinds. Transports and ports are kept, to be reported again to
-an ingest that has restarted.
+newest iterations, which are few and small. Then stage profiles, gradient reductions, transports of
+links, and RDMA ports that changed get a share of the bytes each, oldest first: a plan needs a
+profile of every stage as much as windows of every link. The newest windows of links get the rest
+(see :mod:`.windows`). Any bytes left are filled with more of most kinds. Transports and ports are
+kept, to be reported again to an ingest that has restarted.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pipemorph.wire import (
     LinkHealthReport,
     LinkSample,
     RailSample,
+    ReductionSample,
     StageProfile,
     TransportSample,
     WireModel,
@@ -33,9 +34,9 @@ ITERATIONS_KEPT = 4096
 NEWEST_ITERATIONS = 16
 HEADROOM_BYTES = 256
 """Room for sequence numbers and times, which are set last."""
-PROFILES_SHARE, TRANSPORTS_SHARE, RAILS_SHARE = 1 / 4, 1 / 16, 1 / 8
-"""Shares of a report's bytes while other data waits: about 60 profiles, 30 ends of links, and RDMA
-ports with up to 64 counters each."""
+PROFILES_SHARE, TRANSPORTS_SHARE, RAILS_SHARE, REDUCTIONS_SHARE = 1 / 4, 1 / 16, 1 / 8, 1 / 8
+"""Shares of a report's bytes while other data waits: about 60 profiles, 30 ends of links, RDMA
+ports with up to 64 counters each, and 50 reductions."""
 STATES = ("starting", "training", "finished", "failed")
 
 T = TypeVar("T", bound=WireModel)
@@ -55,6 +56,7 @@ class Selection:
     iterations: list[IterationSample]
     links: list[LinkSample]
     stages: list[StageProfile]
+    reductions: list[ReductionSample]
     rails: list[RailSample]
     transports: list[TransportSample]
     message: str | None
@@ -79,6 +81,7 @@ class TelemetryMerger:
         self._iterations: deque[IterationSample] = deque(maxlen=ITERATIONS_KEPT)
         self._profiles: dict[StageKey, StageProfile] = {}
         self._unsent_profiles: dict[StageKey, StageProfile] = {}
+        self._unsent_reductions: dict[StageKey, ReductionSample] = {}
         self._rails: dict[RailKey, RailSample] = {}
         self._unsent_rails: dict[RailKey, RailSample] = {}
         self._ports: dict[int, int | None] = {}
@@ -100,6 +103,8 @@ class TelemetryMerger:
             self.dirty = True
         if telemetry.profile is not None:
             self._add_profile(telemetry.profile)
+        if (reduced := telemetry.reduction) is not None:
+            self._unsent_reductions[reduced.stage, reduced.replica] = reduced
         for rail in telemetry.rails:
             # Goes with the next report: counters alone do not trigger one.
             port = (rail.stage, rail.replica, rail.device, rail.port)
@@ -150,11 +155,13 @@ class TelemetryMerger:
         budget = Budget(room)
         finished = list(reversed(self._iterations))
         profiles = list(self._unsent_profiles.values())
+        reduced = list(self._unsent_reductions.values())
         ends = list(self._unsent_transports.values())
         ports = list(self._unsent_rails.values())
 
         iterations = _fill(budget, finished, NEWEST_ITERATIONS)
         stages = _fill_part(budget, profiles, 256, room * PROFILES_SHARE)
+        reductions = _fill_part(budget, reduced, 256, room * REDUCTIONS_SHARE)
         transports = _fill_part(budget, ends, 512, room * TRANSPORTS_SHARE)
         rails = _fill_part(budget, ports, 256, room * RAILS_SHARE)
         chosen = self._links.choose(budget, room)
@@ -169,11 +176,14 @@ class TelemetryMerger:
                 "iterations": iterations,
                 "links": links,
                 "stages": stages,
+                "reductions": reductions,
                 "rails": rails,
                 "transports": transports,
             }
         )
-        return Selection(report, iterations, links, stages, rails, transports, self._message)
+        return Selection(
+            report, iterations, links, stages, reductions, rails, transports, self._message
+        )
 
     def delivered(self, selection: Selection) -> None:
         """Drop what the ingest has accepted. Newer data stays."""
@@ -186,6 +196,10 @@ class TelemetryMerger:
             stage = (profile.stage, profile.replica)
             if self._unsent_profiles.get(stage) is profile:
                 del self._unsent_profiles[stage]
+        for reduced in selection.reductions:
+            stage = (reduced.stage, reduced.replica)
+            if self._unsent_reductions.get(stage) is reduced:
+                del self._unsent_reductions[stage]
         for rail in selection.rails:
             port = (rail.stage, rail.replica, rail.device, rail.port)
             if self._unsent_rails.get(port) is rail:

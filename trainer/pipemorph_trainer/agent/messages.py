@@ -16,6 +16,7 @@ from pipemorph.wire import (
     IterationSample,
     LinkSample,
     RailSample,
+    ReductionSample,
     StageProfile,
     TransportSample,
     WireModel,
@@ -51,6 +52,8 @@ class RankTelemetry(WireModel):
     """Set by rank 0 once per iteration. Its bubble fraction is over the op times of all stages."""
     offloaded: Offloaded | None = None
     """Set at the end of an iteration that offloaded."""
+    reduction: ReductionSample | None = None
+    """Of the newest iteration of which the times of all ranks of the group are known."""
     rails: list[RailSample] = Field(default_factory=list)
     ports: int | None = None
     """RDMA ports that this rank sees; None before it has looked."""

@@ -45,7 +45,7 @@ class Reduced(NamedTuple):
     ``bytes``: of this rank's gradients. ``seconds``: during which a bucket was under way.
     ``exposed``: from the end of the rank's last op to the end of the reduction, without waits for
     other things. Times are the least of the ranks of the group: that of the rank which was the last
-    to come, and so waited for the network alone. ``own_exposed``: of this rank.
+    to come, and so waited for the network alone. ``waited``: of this rank.
     """
 
     iteration: int
@@ -53,7 +53,7 @@ class Reduced(NamedTuple):
     buckets: int
     seconds: float
     exposed: float
-    own_exposed: float
+    waited: float
 
 
 def finish(work: Any, tensor: Tensor, wait: Wait) -> None:
@@ -202,10 +202,10 @@ class Reducer:
         self._clock = _HostClock() if accelerator is None else _DeviceClock(accelerator)
         self._last = (-1.0, 0.0, 0.0)
         """Iteration, seconds and exposed seconds of this rank's newest reduction."""
+        self._last_buckets = 0
         self._iteration = -1
         self._extra_seconds = 0.0
-        self.reduced: Reduced | None = None
-        """The newest reduction of which the whole group is known: of the iteration before."""
+        self._reduced: Reduced | None = None
 
     @property
     def nbytes(self) -> int:
@@ -410,22 +410,35 @@ class Reducer:
         """Take the times of the group's last reduction, if all ranks have one of one iteration."""
         rows = [times[at : at + 3] for at in range(0, len(times), 3)]
         if rows[0][0] >= 0 and all(row[0] == rows[0][0] for row in rows):
-            self.reduced = Reduced(
+            self._reduced = Reduced(
                 iteration=int(rows[0][0]),
                 bytes=self.nbytes,
-                buckets=len(self._buckets),
+                buckets=self._last_buckets,
                 seconds=min(row[1] for row in rows),
                 exposed=min(row[2] for row in rows),
-                own_exposed=self._last[2],
+                waited=self._last[2],
             )
 
-    def measure(self) -> tuple[float, float]:
-        """Seconds and exposed seconds of this rank in the iteration, after :meth:`finish`. On a
-        device, waits for it; so call it where the device has to be waited for anyway."""
+    def take(self) -> Reduced | None:
+        """The newest reduction of which the times of the whole group are known, once: that of the
+        iteration before."""
+        found, self._reduced = self._reduced, None
+        return found
+
+    def measure(self) -> dict[str, float]:
+        """The reduction of this rank in the iteration, after :meth:`finish`: bytes, buckets,
+        seconds, and seconds waited after the last op. On a device, waits for it; so call it where
+        the device has to be waited for anyway."""
         seconds, exposed = self._clock.measure()
         extra = self._extra_seconds
         self._last = (float(self._iteration), seconds + extra, exposed + extra)
-        return self._last[1:]
+        self._last_buckets = self._sent
+        return {
+            "bytes": self.nbytes,
+            "buckets": self._last_buckets,
+            "seconds": round(self._last[1], 6),
+            "waited": round(self._last[2], 6),
+        }
 
 
 class _HostClock:

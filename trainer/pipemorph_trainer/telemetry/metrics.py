@@ -87,6 +87,17 @@ class RankMetrics:
             "offload_copy_seconds", "Time of those copies, both ways, within ops."
         )
         self._host_memory = gauge("offload_host_memory_bytes", "Host memory held for activations.")
+        self._reduction_seconds = gauge(
+            "reduction_seconds", "Time of the newest gradient reduction of this rank's group."
+        )
+        self._reduction_exposed = gauge(
+            "reduction_exposed_seconds",
+            "Of it, after the last op of the rank of the group that came last.",
+        )
+        self._reduction_waited = gauge(
+            "reduction_waited_seconds", "Time that this rank waited for it after its last op."
+        )
+        self._reduction_bytes = counter("reduction_bytes", "Gradients reduced.")
         self._wire = gauge(
             "link_wire_seconds",
             "First byte out to whole at the receiver: median of the newest window, with what is "
@@ -156,6 +167,12 @@ class RankMetrics:
             self._offloaded_bytes.labels(**self._who).inc(offloaded.bytes)
             self._offload_seconds.labels(**self._who).inc(offloaded.seconds)
             self._host_memory.labels(**self._who).set(offloaded.host_bytes)
+        reduced = telemetry.reduction
+        if reduced is not None:
+            self._reduction_seconds.labels(**self._who).set(reduced.seconds)
+            self._reduction_exposed.labels(**self._who).set(reduced.exposed)
+            self._reduction_waited.labels(**self._who).set(reduced.waited)
+            self._reduction_bytes.labels(**self._who).inc(reduced.bytes)
         for sample in telemetry.links:
             route = sample.route.value
             where = {"link": str(sample.link), "direction": sample.direction, "route": route}

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pipemorph.api.mesh import Coordinate
 from pipemorph.planning import Route
-from pipemorph.wire import IterationSample, LinkSample, StageProfile
+from pipemorph.wire import IterationSample, LinkSample, ReductionSample, StageProfile
 from pipemorph_trainer.agent import AgentHandle, connect, start_agent
 from pipemorph_trainer.agent.messages import ControlClient, NoControl, Offloaded, RankTelemetry
 from pipemorph_trainer.context import TrainerContext
@@ -64,6 +64,7 @@ class Reporter:
         profile: StageProfile | None = None,
         finished: IterationSample | None = None,
         offloaded: Offloaded | None = None,
+        reduction: ReductionSample | None = None,
         message: str | None = None,
     ) -> None:
         """Publish now, with all link samples so far."""
@@ -90,6 +91,7 @@ class Reporter:
                 profile=profile,
                 finished_iteration=finished,
                 offloaded=offloaded,
+                reduction=reduction,
                 rails=self._rails.take(),
                 ports=self._rails.ports,
                 transports=self._transports.take(),

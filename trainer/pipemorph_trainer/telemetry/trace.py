@@ -4,7 +4,9 @@
 "plan_version", "origin", "ops", "waits", "emulated"}``. ``origin`` is the wall clock at the start
 of the iteration; ``ops`` and ``waits`` are ``[kind, microbatch, start, end]`` in seconds from it.
 With offload, ``copies`` are ``["out" or "back", microbatch, start, end, bytes]``: the end of an F,
-or the beginning of a B or BW.
+or the beginning of a B or BW. With replicas, ``reduction`` has the ``bytes`` and ``buckets`` of
+the gradients, the ``seconds`` during which they were under way, and those that this rank ``waited``
+after its last op.
 
 The file has at most ``PIPEMORPH_TRACE_BYTES`` bytes. When it reaches this limit, the first and the
 newest quarter are kept. A line in between, ``{"rank", "dropped", "limit"}``, has the number of
@@ -61,7 +63,15 @@ class TraceWriter:
         self._file = path.open("a", encoding="utf-8")
         self._size = os.fstat(self._file.fileno()).st_size
 
-    def iteration(self, index: int, plan_version: int, origin: float, outcome: Outcome) -> None:
+    def iteration(
+        self,
+        index: int,
+        plan_version: int,
+        origin: float,
+        outcome: Outcome,
+        reduction: dict[str, float] | None = None,
+    ) -> None:
+        """Write one iteration. ``reduction``: of the gradients over the replicas."""
         if self._file is None:
             return
 
@@ -92,6 +102,8 @@ class TraceWriter:
                 ]
                 for copy in outcome.copies
             ]
+        if reduction is not None:
+            line["reduction"] = reduction
         if self._emulated:
             line["emulated"] = True
         text = json.dumps(line) + "\n"
