@@ -21,6 +21,8 @@ NAMES_IMAGES = (
     "docs/operations.md",
     "examples/kubernetes/eight-gpus.yaml",
     "examples/kubernetes/gpt.yaml",
+    "examples/kubernetes/hf-gpt2.yaml",
+    "examples/kubeflow/runtime.yaml",
     "tests/cluster/node_support.py",
 )
 
