@@ -23,6 +23,7 @@ NAMES = (
     "engine",
     "engine_idle",
     "torch_peer",
+    "torch_slow_link",
     "emulated",
     "gpt_losses",
     "slow_link",
