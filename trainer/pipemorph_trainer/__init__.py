@@ -13,6 +13,7 @@ from pipemorph_trainer.errors import PeerLostError, PipelineError, ShapeError, W
 
 if TYPE_CHECKING:
     from pipemorph_trainer.context import TrainerContext
+    from pipemorph_trainer.executor.split.registered import register_linear
     from pipemorph_trainer.executor.stages.emulated import EmulatedStage
     from pipemorph_trainer.pipeline import Pipeline
     from pipemorph_trainer.state.scaler import GradScaler
@@ -30,6 +31,7 @@ __all__ = [
     "TrainerContext",
     "WaitTimeoutError",
     "make_mesh",
+    "register_linear",
 ]
 
 _LATE = {
@@ -39,6 +41,7 @@ _LATE = {
     "Pipeline": "pipeline",
     "TrainerContext": "context",
     "make_mesh": "topology.mesh",
+    "register_linear": "executor.split.registered",
 }
 
 

@@ -148,7 +148,7 @@ def test_gradients_that_would_hide_a_mistake_do_not(
     runner = runner_of(nn.Linear(WIDTH, WIDTH))
     train(runner, scale)
     assert runner.self_test().split == "module"
-    monkeypatch.setattr(deferred, "_weight_grad", lambda work: 2 * right(work))
+    monkeypatch.setattr(deferred, "_weight_grad", lambda *given: 2 * right(*given))
     runner = runner_of(nn.Linear(WIDTH, WIDTH))
     train(runner, scale)
     assert runner.self_test().split != "module"

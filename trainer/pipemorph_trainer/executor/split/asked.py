@@ -34,8 +34,11 @@ def asked_for(split: Split, stage: nn.Module) -> tuple[Splitter, SplitReport]:
     layers, refused = find_layers(stage)
     if not layers:
         _refuse_if(split, nothing_to_defer(sizes, refused))
-    waiting = {name for layer in layers for name in layer.parameter_names().values()}
+    waiting = {name for layer in layers for name in layer.expected()}
     deferred = tuple(name for name in sizes if name in waiting)
+    # What compiled code defers besides is only known when it runs.
+    unknown = {name for layer in layers for name, _ in layer.parameters()} - waiting
+    refused |= dict.fromkeys(sorted(unknown), "in compiled code, whose graph is not known yet")
     return ModuleSplit(layers), replace(report, deferred=deferred, not_deferred=refused)
 
 

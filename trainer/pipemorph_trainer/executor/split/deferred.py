@@ -1,4 +1,4 @@
-"""``nn.Linear`` with a deferred weight gradient: the autograd function, and its W.
+"""Weight gradients that wait for W, and ``nn.Linear`` whose backward leaves its own to W.
 
 The backward of ``y = x Wᵀ + b`` consists of three independent products. The stage upstream needs
 the one for ``x``; no other op needs those for ``W`` and ``b``. So the function computes the first
@@ -10,7 +10,9 @@ same operand layouts and the same reduction for the bias.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,49 +25,76 @@ from pipemorph_trainer.executor.stages.written import written
 from pipemorph_trainer.executor.torch_private import grad_dtype, version
 
 
-@dataclass(slots=True)
-class LinearWork:
-    """Data that W needs of one call of one Linear. ``rows``: batch × sequence × …
+class Work(ABC):
+    """Data that W needs for the gradients of a few parameters, for one call of their layer.
 
-    ``x``: (rows, in); ``grad``: (rows, out), both in the dtype of the product. ``bias_grad``: ∂y in
-    the shape to which the bias was broadcast.
+    ``names``: by the id of each parameter, its name in the stage.
     """
 
-    layer: Layer
-    x: Tensor
-    grad: Tensor
-    bias_grad: Tensor
-    weight: nn.Parameter | None
-    bias: nn.Parameter | None
-    versions: tuple[int, int]
+    __slots__ = ("names",)
 
+    def __init__(self, names: dict[int, str]) -> None:
+        self.names = names
+
+    @property
+    @abstractmethod
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """The parameters that get a gradient, each once."""
+
+    @abstractmethod
     def check_unchanged(self) -> None:
-        if self.versions != (version(self.x), version(self.grad)):
-            raise SplitError(
-                f"the input of {self.layer.name!r} or the gradient of its output was written "
-                f"in place between B and W"
-            )
+        """Raise :class:`SplitError` if a tensor was overwritten since B."""
+
+    @abstractmethod
+    def gradients(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
+        """Compute the gradient of each parameter. Called once, without grad mode."""
 
 
 class Layer:
-    """One Linear of the stage that may be deferred, with its name in the stage."""
+    """One Linear, or registered module, of the stage that may be deferred, with its name in the
+    stage."""
 
-    def __init__(self, name: str, module: nn.Linear) -> None:
+    def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.module = module
         self.excluded = ""
         """Why it is no longer deferred; empty while it is."""
 
-    def parameter_names(self) -> dict[int, str]:
-        """Map from ``id(parameter)`` to its name in the stage."""
-        return {
-            id(parameter): self.full_name(name)
-            for name, parameter in self.module.named_parameters(recurse=False)
-        }
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Its parameters, by their names in the stage."""
+        for name, parameter in self.module.named_parameters(recurse=False):
+            yield self.full_name(name), parameter
+
+    def expected(self) -> set[str]:
+        """Those whose gradients W computes, as far as the modules tell."""
+        return {name for name, _ in self.parameters()}
 
     def full_name(self, parameter: str) -> str:
         """The name of the layer's ``weight`` or ``bias`` in the stage."""
         return f"{self.name}.{parameter}" if self.name else parameter
+
+
+class CompiledLayer(Layer):
+    """A compiled module of the stage, whose backward itself may leave gradients to W.
+
+    ``names``: of the parameters for which it may, within the module. ``expected``: of those that
+    it would leave if it were not compiled, as far as its modules tell.
+    """
+
+    def __init__(
+        self, name: str, module: nn.Module, names: Collection[str], expected: Collection[str]
+    ) -> None:
+        super().__init__(name, module)
+        self._names = frozenset(names)
+        self._expected = {self.full_name(each) for each in expected}
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self.module.named_parameters():
+            if name in self._names:
+                yield self.full_name(name), parameter
+
+    def expected(self) -> set[str]:
+        return self._expected
 
 
 class Sink:
@@ -73,7 +102,40 @@ class Sink:
     gradient is computed at once, like in autograd."""
 
     def __init__(self) -> None:
-        self.work: list[LinearWork] | None = None
+        self.work: list[Work] | None = None
+        self.owned: Mapping[int, tuple[Layer, str]] = {}
+        """Layer and name of each parameter, by its id, for code that is not patched."""
+        self.whole: dict[int, str] = {}
+        """Parameters of such code whose gradients B computed, by id, each with the reason."""
+        self.tolerance = 0.0
+        """See :attr:`Splitter.tolerance`; of the code that has run."""
+
+    def open(self, owned: Mapping[int, tuple[Layer, str]]) -> None:
+        """Collect work from now on."""
+        self.work, self.owned, self.whole = [], owned, {}
+        if self not in _open:
+            _open.append(self)
+
+    def close(self) -> list[Work]:
+        """Stop collecting. Returns what came; nothing if it was not open."""
+        work, self.work = self.work or [], None
+        if self in _open:
+            _open.remove(self)
+        return work
+
+
+_open: list[Sink] = []
+"""Those of the B's that run; one of each stage at most."""
+
+
+def deferring() -> bool:
+    """Whether a B that defers is running."""
+    return bool(_open)
+
+
+def sink_of(parameter: nn.Parameter) -> Sink | None:
+    """The open sink of the stage that has the parameter; None if there is none."""
+    return next((sink for sink in _open if id(parameter) in sink.owned), None)
 
 
 @dataclass(frozen=True)
@@ -83,6 +145,49 @@ class LinearCall:
     layer: Layer
     sink: Sink
     autocast: bool
+
+
+class LinearWork(Work):
+    """Data that W needs of one call of one Linear. ``rows``: batch × sequence × …
+
+    ``x``: (rows, in); ``grad``: (rows, out), both in the dtype of the product. ``bias_grad``: ∂y in
+    the shape to which the bias was broadcast. ``weight``, ``bias``: None without a gradient.
+    """
+
+    __slots__ = ("bias", "bias_grad", "grad", "layer", "versions", "weight", "x")
+
+    def __init__(
+        self,
+        layer: Layer,
+        x: Tensor,
+        grad: Tensor,
+        bias_grad: Tensor,
+        *,
+        weight: nn.Parameter | None,
+        bias: nn.Parameter | None,
+    ) -> None:
+        kinds = {"weight": weight, "bias": bias}
+        super().__init__({id(p): layer.full_name(k) for k, p in kinds.items() if p is not None})
+        self.layer, self.x, self.grad, self.bias_grad = layer, x, grad, bias_grad
+        self.weight, self.bias = weight, bias
+        self.versions = (version(x), version(grad))
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        return [each for each in (self.weight, self.bias) if each is not None]
+
+    def check_unchanged(self) -> None:
+        if self.versions != (version(self.x), version(self.grad)):
+            raise SplitError(
+                f"the input of {self.layer.name!r} or the gradient of its output was written "
+                f"in place between B and W"
+            )
+
+    def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        if self.weight is not None:
+            yield self.weight, _weight_grad(self, self.weight)
+        if self.bias is not None:
+            yield self.bias, _bias_grad(self)
 
 
 class DeferredLinear(torch.autograd.Function):
@@ -124,14 +229,13 @@ class DeferredLinear(torch.autograd.Function):
             bias_grad=grad_rows if flattened else grad,
             weight=parameter if need_weight else None,
             bias=bias if need_bias else None,
-            versions=(version(rows), version(grad_rows)),
         )
         if ctx.call.sink.work is not None:
             ctx.call.sink.work.append(work)
             return grad_x, None, None, None
         return (
             grad_x,
-            _weight_grad(work).to(parameter.dtype) if need_weight else None,
+            _weight_grad(work, parameter).to(parameter.dtype) if need_weight else None,
             _bias_grad(work).to(bias.dtype) if need_bias else None,
             None,
         )
@@ -143,10 +247,13 @@ def _owned(out: Tensor) -> Tensor:
     Up to torch 2.11 the output of a linear is a view if its input has more than two dimensions, and
     a view that a custom function returns cannot be written in place.
     """
-    if out._base is None:
-        return out
-    alone = torch.empty(0, dtype=out.dtype, device=out.device)
-    return alone.set_(out.untyped_storage(), out.storage_offset(), out.size(), out.stride())
+    return out if out._base is None else alone(out)
+
+
+def alone(out: Tensor) -> Tensor:
+    """Another tensor with the same memory, of which autograd knows nothing."""
+    other = torch.empty(0, dtype=out.dtype, device=out.device)
+    return other.set_(out.untyped_storage(), out.storage_offset(), out.size(), out.stride())
 
 
 def _input_grad(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -156,10 +263,8 @@ def _input_grad(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return grad.mm(weight)
 
 
-def _weight_grad(work: LinearWork) -> Tensor:
+def _weight_grad(work: LinearWork, weight: Tensor) -> Tensor:
     """∂W (out, in)."""
-    weight = work.weight
-    assert weight is not None
     if weight.stride(1) == 1 and weight.stride(0) == weight.size(1):
         return work.grad.t().mm(work.x)
     return work.x.t().mm(work.grad).t()
@@ -173,7 +278,7 @@ def _bias_grad(work: LinearWork) -> Tensor:
     return grad.sum(dim=list(range(grad.dim() - 1)), keepdim=True).view(grad.shape[-1])
 
 
-def run_weight_work(work: list[LinearWork]) -> None:
+def run_weight_work(work: list[Work]) -> None:
     """Run W: compute the deferred gradients and add them to ``.grad``. Empties ``work``.
 
     The contributions of a weight that is used several times in a microbatch are summed in B's
@@ -181,28 +286,22 @@ def run_weight_work(work: list[LinearWork]) -> None:
 
     Raises :class:`SplitError` if an operand was overwritten since B.
     """
-    left = Counter(id(p) for item in work for p in (item.weight, item.bias) if p is not None)
+    left = Counter(id(parameter) for item in work for parameter in item.parameters)
     sums: dict[int, Tensor] = {}
-
-    def add(parameter: nn.Parameter, grad: Tensor) -> None:
-        key = id(parameter)
-        left[key] -= 1
-        partial = sums.pop(key, None)
-        total = grad if partial is None else partial + grad
-        if left[key]:
-            sums[key] = total
-        else:
-            accumulate(parameter, total)
-
     work.reverse()
     with torch.no_grad():
         while work:
             item = work.pop()
             item.check_unchanged()
-            if item.weight is not None:
-                add(item.weight, _weight_grad(item))
-            if item.bias is not None:
-                add(item.bias, _bias_grad(item))
+            for parameter, grad in item.gradients():
+                key = id(parameter)
+                left[key] -= 1
+                partial = sums.pop(key, None)
+                total = grad if partial is None else partial + grad
+                if left[key]:
+                    sums[key] = total
+                else:
+                    accumulate(parameter, total)
 
 
 def accumulate(parameter: nn.Parameter, grad: Tensor) -> None:

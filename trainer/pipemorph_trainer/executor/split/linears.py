@@ -5,14 +5,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipemorph_trainer.executor.split.deferred import DeferredLinear, Layer, LinearCall, Sink
+from pipemorph_trainer.executor.split.compiled.backends import whole_why
+from pipemorph_trainer.executor.split.deferred import (
+    CompiledLayer,
+    DeferredLinear,
+    Layer,
+    LinearCall,
+    Sink,
+)
+from pipemorph_trainer.executor.split.registered import (
+    RegisteredForward,
+    own_forward,
+    weight_gradient_of,
+)
 from pipemorph_trainer.executor.torch_private import compiled, tensor_hooked
 from pipemorph_trainer.topology.placement import is_dtensor
 
@@ -23,7 +34,8 @@ def opaque_modules(stage: nn.Module) -> dict[str, str]:
     found = {}
     for name, module in stage.named_modules():
         if compiled(module):
-            found[name] = f"{_called(name)} is compiled"
+            why = whole_why(module)
+            found[name] = f"{_called(name)} is compiled{why and ', ' + why}"
         elif isinstance(module, gradient_hookers):
             kind = next(base.__name__ for base in type(module).__mro__ if base in gradient_hookers)
             found[name] = f"{_called(name)} is a {kind}, which acts on gradients in its own hooks"
@@ -52,10 +64,11 @@ def _called(name: str) -> str:
 
 
 def find_layers(stage: nn.Module, *, wrapped: bool = False) -> tuple[list[Layer], dict[str, str]]:
-    """The Linears that can be deferred, and every other trainable parameter with its reason.
+    """The Linears that can be deferred, the compiled modules that leave gradients to W themselves,
+    and every other trainable parameter with its reason.
 
     A Linear counts only if it is certain to run ``nn.Linear.forward`` on its own parameter, a plain
-    one or a DTensor.
+    one or a DTensor; a registered module, only if it is certain to run its class's forward.
 
     ``wrapped``: a Linear's forward may have been replaced, as in stages that another trainer has
     prepared. Then each call of ``F.linear`` with the layer's own weight is deferred.
@@ -64,10 +77,17 @@ def find_layers(stage: nn.Module, *, wrapped: bool = False) -> tuple[list[Layer]
     for prefix, module in stage.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             owners.setdefault(id(parameter), []).append(f"{prefix}.{name}" if prefix else name)
-    opaque = opaque_modules(stage)
+    modules = dict(stage.named_modules())
+    splitting = [
+        name for name, module in modules.items() if compiled(module) and not whole_why(module)
+    ]
+    opaque = {name: why for name, why in opaque_modules(stage).items() if name not in splitting}
     layers: list[Layer] = []
     refused: dict[str, str] = {}
-    for prefix, module in stage.named_modules():
+    inside: dict[str, dict[str, bool]] = {}
+    """By the name of a compiled module: each parameter that may wait, and whether it would if the
+    module were not compiled."""
+    for prefix, module in modules.items():
         own = {
             owners[id(parameter)][0]: parameter
             for _, parameter in module.named_parameters(recurse=False)
@@ -75,20 +95,36 @@ def find_layers(stage: nn.Module, *, wrapped: bool = False) -> tuple[list[Layer]
         }
         if not own:
             continue
-        reason = next(
-            (why for name, why in opaque.items() if _inside(prefix, name)), ""
-        ) or _why_not(module, wrapped)
+        within = next((name for name in splitting if _inside(prefix, name)), None)
+        reason = next((why for name, why in opaque.items() if _inside(prefix, name)), "")
+        why_not = _why_not(module, wrapped)
+        if within is None:
+            reason = reason or why_not
         for parameter in own.values():
             names = owners[id(parameter)]
-            if not reason and len(names) > 1:
+            shared = len(names) > 1 and (
+                within is None or not all(_inside(each, within) for each in names)
+            )
+            if not reason and shared:
                 reason = f"tied: the same parameter is {' and '.join(names)}"
             if not reason and tensor_hooked(parameter):
                 reason = f"{names[0]} has gradient hooks"
         if reason:
             refused.update(dict.fromkeys(own, reason))
-        else:
-            assert isinstance(module, nn.Linear)
+        elif within is None:
             layers.append(Layer(prefix, module))
+        else:
+            inside.setdefault(within, {}).update(dict.fromkeys(own, not why_not))
+    for name, found in inside.items():
+        cut = len(name) + 1 if name else 0
+        layers.append(
+            CompiledLayer(
+                name,
+                modules[name],
+                [each[cut:] for each in found],
+                [each[cut:] for each, expected in found.items() if expected],
+            )
+        )
     return layers, refused
 
 
@@ -101,6 +137,8 @@ def _why_not(module: nn.Module, wrapped: bool) -> str:
     kind = type(module).__name__
     if isinstance(module, nn.utils.parametrize.ParametrizationList):
         return "the weight is parametrized"
+    if weight_gradient_of(module) is not None:
+        return _registered_why_not(module)
     if not isinstance(module, nn.Linear):
         return f"in a {kind}, which is not an nn.Linear"
     if type(module).forward is not nn.Linear.forward:
@@ -123,6 +161,18 @@ def _why_not(module: nn.Module, wrapped: bool) -> str:
     return ""
 
 
+def _registered_why_not(module: nn.Module) -> str:
+    kind = type(module).__name__
+    if isinstance(module.__dict__.get("forward"), (RegisteredForward, _Wrapped)):
+        return "the split of another stage defers it"
+    if "forward" in module.__dict__:
+        return f"the forward of this {kind} was replaced"
+    for name, parameter in module._parameters.items():
+        if parameter is not None and type(parameter) is not nn.Parameter:
+            return f"the {name} is a {type(parameter).__name__}, not a plain parameter"
+    return ""
+
+
 class Patch:
     """Replaces the forward of the layers while the stage runs, and restores it.
 
@@ -131,7 +181,11 @@ class Patch:
     """
 
     def __init__(self, layers: list[Layer], sink: Sink) -> None:
-        self._patched = [(layer.module.__dict__, _Forward(layer, sink)) for layer in layers]
+        self._patched = [
+            (layer.module.__dict__, _forward_of(layer, sink))
+            for layer in layers
+            if not isinstance(layer, CompiledLayer)
+        ]
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -147,7 +201,16 @@ class Patch:
         """Replace the forward for good. Copies of a layer have what was there before."""
         for attributes, forward in self._patched:
             replaced = attributes.get("forward")
-            attributes["forward"] = _Wrapped(replaced, forward) if replaced else forward
+            attributes["forward"] = (
+                _Wrapped(replaced, forward)
+                if replaced and isinstance(forward, _Forward)
+                else forward
+            )
+
+
+def _forward_of(layer: Layer, sink: Sink) -> _Forward | RegisteredForward:
+    registered = weight_gradient_of(layer.module)
+    return RegisteredForward(layer, sink, registered) if registered else _Forward(layer, sink)
 
 
 class _Forward:
@@ -158,7 +221,7 @@ class _Forward:
         self._calls = [LinearCall(layer, sink, autocast) for autocast in (False, True)]
 
     def __call__(self, input: Tensor) -> Tensor:
-        module = self._layer.module
+        module: Any = self._layer.module
         weight, bias = module.weight, module.bias
         if (
             torch.compiler.is_compiling()
@@ -180,15 +243,12 @@ class _Forward:
 
     def is_own(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
         """Whether these are the arguments of ``F.linear`` in the layer's own forward."""
-        return weight is self._layer.module.weight and bias is self._layer.module.bias
+        module: Any = self._layer.module
+        return weight is module.weight and bias is module.bias
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copied or pickled layer gets its own class's forward."""
-        return _own_forward, (self._layer.module,)
-
-
-def _own_forward(module: nn.Linear) -> MethodType:
-    return MethodType(type(module).forward, module)
+        return own_forward, (self._layer.module,)
 
 
 class _Wrapped:

@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipemorph_trainer.executor.split.deferred import Layer, LinearWork, Sink, run_weight_work
+from pipemorph_trainer.executor.split.deferred import (
+    CompiledLayer,
+    Layer,
+    Sink,
+    Work,
+    run_weight_work,
+)
 from pipemorph_trainer.executor.split.flight import Flight, Grads
 from pipemorph_trainer.executor.split.linears import Patch
 from pipemorph_trainer.executor.split.report import Split
@@ -33,11 +39,9 @@ class ModuleSplit(Splitter):
         self.layers = layers
         self._sink = Sink()
         self._patch = Patch(layers, self._sink)
-        self._before: list[tuple[Layer, nn.Parameter, int | None]] = []
-        self._ran: set[int] = set()
-        self._names: dict[int, str] = {}
-        for layer in layers:
-            self._names.update(layer.parameter_names())
+        self._before: list[tuple[Layer, str, nn.Parameter, int | None]] = []
+        self._whole: dict[str, str] = {}
+        """Parameters of compiled code whose gradients B has computed, each with the reason."""
 
     def forward(self, *args: Any) -> Flight:
         with self._patch():
@@ -57,35 +61,50 @@ class ModuleSplit(Splitter):
                 flight.work = self.end_deferring()
         return flight.take_input_grads()
 
+    def not_deferred(self) -> dict[str, str]:
+        """Parameters of compiled modules whose gradients W has not computed, with the reasons."""
+        unknown = "in a compiled module, but not in compiled code that ran"
+        return {
+            name: self._whole.get(name, unknown)
+            for layer in self.layers
+            if isinstance(layer, CompiledLayer)
+            for name, _ in layer.parameters()
+            if name not in self.deferred
+        }
+
     def patch_for_good(self) -> None:
         """Patch the layers for good, for a caller that neither runs F nor B."""
         self._patch.install()
 
     def begin_deferring(self) -> None:
-        """From now on a backward of the patched layers leaves its work to W."""
-        self._before = self._grad_marks()
-        self._sink.work = []
+        """From now on a backward of the layers leaves its work to W."""
+        # Number of writes to each deferred parameter's `.grad`; None without a gradient.
+        self._before = [
+            (layer, name, parameter, None if parameter.grad is None else version(parameter.grad))
+            for layer in self.layers
+            for name, parameter in layer.parameters()
+        ]
+        self._sink.open({id(each[2]): each[:2] for each in self._before})
 
-    def end_deferring(self) -> list[LinearWork]:
+    def end_deferring(self) -> list[Work]:
         """End what :meth:`begin_deferring` began. Returns the work for W; none if it did not
         begin."""
-        work, self._sink.work = self._sink.work or [], None
-        self._exclude_foreign(self._before, work)
+        work = self._sink.close()
+        self._exclude_foreign(work)
+        self.tolerance = max(self.tolerance, self._sink.tolerance)
+        for key, why in self._sink.whole.items():
+            if key in self._sink.owned:
+                self._whole[self._sink.owned[key][1]] = why
         self._before = []
         return work
 
     def backward_weight(self, flight: Flight) -> None:
         self.run_weight_work(flight.work)
 
-    def run_weight_work(self, work: list[LinearWork]) -> None:
+    def run_weight_work(self, work: list[Work]) -> None:
         """Run the W of one microbatch. Empties ``work``."""
         for item in work:
-            if id(item.layer) not in self._ran:
-                self._ran.add(id(item.layer))
-                kinds = {"weight": item.weight, "bias": item.bias}
-                self.deferred.update(
-                    item.layer.full_name(kind) for kind, p in kinds.items() if p is not None
-                )
+            self.deferred.update(item.names.values())
         run_weight_work(work)
 
     def backward(self, flight: Flight, output_grads: Sequence[Tensor | None] | None) -> Grads:
@@ -93,24 +112,12 @@ class ModuleSplit(Splitter):
         self.backward_weight(flight)
         return grads
 
-    def _grad_marks(self) -> list[tuple[Layer, nn.Parameter, int | None]]:
-        """Number of writes to each deferred parameter's ``.grad``; None without a gradient."""
-        return [
-            (layer, parameter, None if parameter.grad is None else version(parameter.grad))
-            for layer in self.layers
-            if not layer.excluded
-            for parameter in layer.module.parameters(recurse=False)
-        ]
-
-    def _exclude_foreign(
-        self, before: list[tuple[Layer, nn.Parameter, int | None]], work: list[LinearWork]
-    ) -> None:
+    def _exclude_foreign(self, work: list[Work]) -> None:
         """Stop deferring parameters whose gradient autograd also wrote in B: they are used outside
         their Linear, too, so that the sum would depend on when W runs."""
-        deferred = {id(item.layer) for item in work}
-        for layer, parameter, mark in before:
+        deferred = {key for item in work for key in item.names}
+        for layer, name, parameter, mark in self._before:
             now = None if parameter.grad is None else version(parameter.grad)
-            if now != mark and id(layer) in deferred:
-                name = self._names.get(id(parameter), layer.name)
+            if now != mark and id(parameter) in deferred and not layer.excluded:
                 layer.excluded = f"{name} is also used outside its own Linear"
                 log.warning("split backward: %s; no longer deferred", layer.excluded)

@@ -152,17 +152,17 @@ class SelfTest:
             for layer in active:
                 if layer.name in foreign and not layer.excluded:
                     layer.excluded = "another rank of the stage cannot defer it"
-                names = layer.parameter_names().values()
-                if not layer.excluded and any(
-                    f"the gradient of {name!r}" in wrong for name in names
-                ):
-                    layer.excluded = f"deferring {next(iter(names))} changes its gradient"
+                names = [name for name, _ in layer.parameters()]
+                changed = [name for name in names if f"the gradient of {name!r}" in wrong]
+                if not layer.excluded and changed:
+                    layer.excluded = f"deferring {changed[0]} changes its gradient"
                 if layer.excluded:
                     self._refused.update(dict.fromkeys(names, layer.excluded))
             if outcome is None:
                 return self._refuse("module", wrong[0])
             if not wrong and not any(layer.excluded for layer in active):
                 if not splitter.deferred:
+                    self._refused.update(splitter.not_deferred())
                     return self._refuse("module", self._nothing_to_defer())
                 return self._accept(splitter, outcome)
             if sum(bool(layer.excluded) for layer in layers) == excluded_before:
@@ -219,7 +219,7 @@ class SelfTest:
                 outcome = run_trial(
                     splitter, self._call, self._samples, self._snapshot, fused=False, store=store
                 )
-                if wrong := differences(self._reference, outcome, self._loose):
+                if wrong := self._differences(splitter, outcome):
                     failure = f"{wrong[0]} differs from a run without it"
             except Exception as error:  # noqa: BLE001 - after any error, activations stay
                 failure = _first_line(error)
@@ -245,12 +245,15 @@ class SelfTest:
         outcome, wrong, failure = Outcome(), [], ""
         try:
             outcome = self._trial(splitter)
-            wrong = differences(self._reference, outcome, self._loose)
+            wrong = self._differences(splitter, outcome)
         except Exception as error:  # noqa: BLE001 - after any error, the stage runs unsplit
             failure = _first_line(error)
         if failure := self._first(failure):
             return None, [failure]
         return outcome, list(self._union(wrong))
+
+    def _differences(self, splitter: Splitter, outcome: Outcome) -> list[str]:
+        return differences(self._reference, outcome, self._loose, splitter.tolerance)
 
     def _first(self, text: str) -> str:
         """The first text that is not empty, of all ranks."""
@@ -262,6 +265,11 @@ class SelfTest:
 
     def _accept(self, splitter: Splitter, outcome: Outcome) -> Splitter:
         took = outcome.seconds
+        if splitter.tolerance and (rounded := differences(self._reference, outcome, self._loose)):
+            self._notes.append(
+                f"compiled code rounds elsewhere when it is cut: {rounded[0]} and"
+                f" {len(rounded) - 1} more differ by at most {splitter.tolerance:g}"
+            )
         times = replace(self._times, backward_input=took["B"], backward_weight=took["W"])
         self._attempts.append(Attempt(splitter.split, accepted=True, times=times))
         return splitter
@@ -308,7 +316,9 @@ class SelfTest:
             several = "used in several places of the graph"
             why = dict.fromkeys(splitter.in_b, several)
         else:
-            why = self._refused
+            why = dict(self._refused)
+            if isinstance(splitter, ModuleSplit):
+                why.update(splitter.not_deferred())
         return {
             name: why.get(name, "did not run in the self-test; deferred when it does")
             for name in self._sizes

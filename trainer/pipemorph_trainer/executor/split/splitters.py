@@ -25,6 +25,9 @@ class Splitter:
     def __init__(self) -> None:
         self.deferred: set[str] = set()
         """Names of the parameters whose gradients W has computed so far."""
+        self.tolerance = 0.0
+        """How much gradients may differ from those of an unsplit backward, relative to the largest
+        element: 0 unless compiled code was cut, which may round elsewhere then."""
 
     def forward(
         self,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pipemorph_trainer.executor.split.digest import Digest
+from pipemorph_trainer.executor.split.digest import LOOSE, Digest
 from pipemorph_trainer.executor.split.flight import Flight, StageCall
 from pipemorph_trainer.executor.split.snapshot import Snapshot, copy_tensors
 from pipemorph_trainer.executor.split.splitters import Splitter
@@ -179,19 +179,28 @@ def count_calls(stage: nn.Module, into: dict[str, int]) -> Iterator[None]:
             handle.remove()
 
 
-def differences(expected: Outcome, actual: Outcome, loose: Sequence[str] = ()) -> list[str]:
-    """Names of the values that are not bitwise equal; those in ``loose`` with a tolerance."""
+def differences(
+    expected: Outcome, actual: Outcome, loose: Sequence[str] = (), tolerance: float = 0.0
+) -> list[str]:
+    """Names of the values that are not bitwise equal. Those in ``loose`` are compared with
+    :data:`LOOSE`, other gradients with ``tolerance``."""
+
+    def allowed(name: str) -> float:
+        if name in loose:
+            return LOOSE
+        return tolerance if name.startswith("the gradient") else 0.0
+
     return [
         name
         for name in {**expected.values, **actual.values}
-        if not _same(expected.values.get(name), actual.values.get(name), name in loose)
+        if not _same(expected.values.get(name), actual.values.get(name), allowed(name))
     ]
 
 
-def _same(a: Digest | None, b: Digest | None, loose: bool) -> bool:
+def _same(a: Digest | None, b: Digest | None, tolerance: float) -> bool:
     if a is None or b is None:
         return a is b
-    return a.close(b) if loose else a.same(b)
+    return a.close(b, tolerance) if tolerance else a.same(b)
 
 
 def activation_bytes(call: StageCall, sample: Sample, snapshot: Snapshot) -> int | None:

@@ -1,0 +1,461 @@
+"""Blocks compiled with the backends of the trainer leave the weight gradients to W that they would
+leave uncompiled, and every gradient has the bits of torch's own backend."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from launch import run_ranks
+from split_support import Job, Result, assert_equal, output_grads, sequential, split
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from pipemorph_trainer import TrainerContext
+from pipemorph_trainer.errors import SplitError
+from pipemorph_trainer.executor.split import StageRunner
+from pipemorph_trainer.executor.split.compiled import backends, private
+from pipemorph_trainer.topology.mesh import join_process_group
+
+DELAYED = "F0 F1 F2 B0 B1 W0 B2 W1 W2"
+WHOLE = "F0 F1 F2 BW0 BW1 BW2"
+WIDTH = 16
+OF_TORCH = {"pipemorph": "inductor", "pipemorph_aot_eager": "aot_eager"}
+INDUCTOR = pytest.param("pipemorph", marks=[pytest.mark.soak, pytest.mark.timeout(600)])
+SLOW = pytest.mark.timeout(400)
+"""A machine without a warm cache compiles C++ for a minute."""
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+
+
+def vectors(k: int, length: int = 6) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(k)
+    return (torch.randn(3, length, WIDTH, generator=generator),)
+
+
+def longer(k: int) -> tuple[Tensor, ...]:
+    return vectors(k, 6 + 2 * k)
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float = 0.0, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.dropout = nn.Dropout(dropout)
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.checkpointed:
+            return checkpoint(self._forward, x, use_reentrant=False)
+        return self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.dropout(self.out(y.transpose(1, 2).flatten(2)))
+        return x + self.dropout(self.down(F.gelu(self.up(x))))
+
+
+class Twice(nn.Module):
+    """One Linear used twice, and two that get the same gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(self.a(x).tanh())) + self.c(x)
+
+
+class Autocast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.block(x).float()
+
+
+class Around(nn.Module):
+    """Checkpoints its blocks from outside of what is compiled."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.block = Block(dropout=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=self.reentrant)
+
+
+class Shared(nn.Module):
+    """The same block twice in a row, after another one: they share their code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in (0, 1, 1):
+            x = self.blocks[index](x)
+        return x
+
+
+class Broken(nn.Module):
+    """One compiled module of two graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x).tanh()
+        torch._dynamo.graph_break()
+        return self.b(x)
+
+
+def job_of(case: Case, backend: str) -> Job:
+    torch.manual_seed(3)
+    return Job(
+        case.module(),
+        case.make_args,
+        is_first=case.is_first,
+        prepare=lambda stage: case.prepare(stage, backend) if backend else None,
+    )
+
+
+def compiled(kind: type, **options: object) -> Callable[[nn.Module, str], None]:
+    def prepare(stage: nn.Module, backend: str) -> None:
+        for module in stage.modules():
+            if isinstance(module, kind):
+                module.compile(backend=backend, **options)
+
+    return prepare
+
+
+@dataclass
+class Case:
+    module: Callable[[], nn.Module]
+    prepare: Callable[[nn.Module, str], None] = field(default=compiled(Block))
+    make_args: Callable[[int], tuple[Tensor, ...]] = vectors
+    is_first: bool = False
+    more: bool = False
+    """Whether more waits than without compilation."""
+    rounds: bool = False
+    """Whether inductor's halves round elsewhere than its whole backward."""
+
+
+CASES = {
+    "two blocks": Case(lambda: nn.Sequential(Block(), Block())),
+    "checkpoint inside": Case(lambda: Block(dropout=0.5, checkpointed=True)),
+    "checkpoint outside": Case(lambda: Around(False)),
+    "checkpoint outside, reentrant": Case(lambda: Around(True)),
+    "dropout": Case(lambda: Block(dropout=0.5)),
+    "Linear used twice": Case(Twice, compiled(Twice)),
+    "block used twice, shared code": Case(Shared),
+    "dynamic shapes": Case(Block, compiled(Block, dynamic=True), longer),
+    "shapes that change": Case(Block, compiled(Block), longer),
+    "no gradient for the input": Case(Block, is_first=True),
+    "no norm, no gradient for the input": Case(Twice, compiled(Twice), is_first=True),
+    "BatchNorm": Case(
+        lambda: nn.Sequential(
+            nn.Flatten(), nn.Linear(6 * WIDTH, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+        ),
+        compiled(nn.Sequential),
+    ),
+    "graph break": Case(
+        Broken,
+        lambda stage, backend: stage.compile(backend=backend),
+    ),
+    "in an uncompiled stage": Case(
+        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), nn.Linear(WIDTH, WIDTH))
+    ),
+    "multi-head attention": Case(
+        lambda: nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0, batch_first=True),
+        compiled(nn.TransformerEncoderLayer),
+        more=True,
+        rounds=True,
+    ),
+}
+
+
+def assert_close(want: Result, got: Result, tolerance: float) -> None:
+    """Gradients within the tolerance, relative to a tensor's largest element."""
+    for name, grad in want.grads.items():
+        allowed = tolerance * float(grad.abs().max())
+        torch.testing.assert_close(got.grads[name], grad, rtol=0, atol=allowed)
+
+
+@pytest.mark.parametrize("backend", ["pipemorph_aot_eager", INDUCTOR])
+@pytest.mark.parametrize("name", CASES)
+def test_a_compiled_block_defers_what_it_would_uncompiled(name: str, backend: str) -> None:
+    case = CASES[name]
+    want = sequential(job_of(case, OF_TORCH[backend]))
+    got, runner = split(job_of(case, backend), DELAYED)
+    report = runner.report
+    assert report is not None
+    text = "\n".join(report.lines())
+    assert report.split == "module", text
+    if case.rounds and backend == "pipemorph":
+        assert_close(want, got, 1e-5)
+        assert report.notes, text
+        # From now on with the bits that every plan gives.
+        want = got
+    assert_equal(want, got)
+    _, plain = split(job_of(case, ""), DELAYED)
+    assert plain.report is not None
+    assert set(report.deferred) >= set(plain.report.deferred), text
+    assert (report.deferred_share > plain.report.deferred_share) == case.more, text
+    for order in ("F0 B0 F1 B1 W0 F2 B2 W1 W2", WHOLE):
+        again, _ = split(job_of(case, backend), order)
+        assert_equal(want, again)
+
+
+@SLOW
+def test_inductor_defers_what_the_block_would_uncompiled() -> None:
+    """What `make test` has of the above for inductor."""
+    stage = lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))  # noqa: E731
+    case = Case(stage, compiled(nn.Sequential))
+    want = sequential(job_of(case, "inductor"))
+    got, runner = split(job_of(case, "pipemorph"), DELAYED)
+    assert runner.report is not None
+    assert runner.report.deferred_share == 1.0, runner.report.lines()
+    assert not runner.report.notes
+    assert_equal(want, got)
+
+
+@pytest.mark.soak
+@SLOW
+def test_bf16_differs_at_most_by_rounding_and_then_in_every_plan_alike() -> None:
+    case = Case(Autocast, compiled(Autocast))
+    want = sequential(job_of(case, "inductor"))
+    got, runner = split(job_of(case, "pipemorph"), DELAYED)
+    assert runner.report is not None
+    assert runner.report.deferred_share > 0.9, runner.report.lines()
+    assert_close(want, got, 1e-2)
+    again, fused = split(job_of(case, "pipemorph"), WHOLE)
+    assert_equal(got, again)
+    fused.begin_iteration(only_fused=True)
+    assert fused._active.split == "module"
+
+
+def test_optimized_module_and_name_of_backend() -> None:
+    """torch.compile(block) in place of block.compile()."""
+    stage = nn.Sequential(torch.compile(Block(), backend="pipemorph_aot_eager"), nn.Tanh())
+    _, runner = split(Job(stage, vectors), DELAYED)
+    assert runner.report is not None
+    assert "0._orig_mod.qkv.weight" in runner.report.deferred, runner.report.lines()
+
+
+def test_code_that_dynamo_gives_up_is_named() -> None:
+    """A break in a loop: the stage runs as if it were not compiled."""
+    stage = nn.Sequential(nn.Linear(WIDTH, WIDTH), Broken())
+    job = Job(stage, vectors, prepare=lambda m: m.compile(backend="pipemorph_aot_eager"))
+    want = sequential(job)
+    got, runner = split(job, DELAYED)
+    assert_equal(want, got)
+    assert runner.report is not None
+    why = "in a compiled module, but not in compiled code that ran"
+    assert why in "\n".join(runner.report.lines()), runner.report.lines()
+
+
+def test_another_backend_is_named() -> None:
+    stage = nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH))
+    _, runner = split(Job(stage, vectors, prepare=lambda m: m[0].compile(backend="eager")), DELAYED)
+    assert runner.report is not None
+    assert "0.qkv.weight" in runner.report.not_deferred
+    assert "'0' is compiled, not with backend=\"pipemorph\"" in runner.report.line()
+
+
+def test_without_a_private_name_the_backward_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(3)
+    job = Job(Block(), vectors, prepare=lambda m: m.compile(backend="pipemorph_aot_eager"))
+    want = sequential(job)
+    torch._dynamo.reset()
+    monkeypatch.delattr(torch._C, "_current_autograd_node")
+    private.missing.cache_clear()
+    try:
+        got, runner = split(job, DELAYED)
+    finally:
+        private.missing.cache_clear()
+    assert runner.split == "fused"
+    assert "this version of torch is not supported" in runner.reason
+    assert "_current_autograd_node" in runner.reason
+    assert_equal(want, got)
+
+
+def test_a_chosen_split_needs_no_test() -> None:
+    torch.manual_seed(3)
+    job = Job(
+        nn.Sequential(Block(), Block()),
+        vectors,
+        prepare=lambda stage: compiled(Block)(stage, "pipemorph_aot_eager"),
+        mode="module",
+    )
+    want = sequential(job)
+    torch._dynamo.reset()
+    got, runner = split(job, DELAYED, test=False)
+    assert_equal(want, got)
+    report = runner.report
+    assert report is not None
+    assert "1.down.weight" in report.deferred
+    assert report.not_deferred["0.norm.weight"] == "in compiled code, whose graph is not known yet"
+    assert {"0.qkv.weight", "1.down.weight"} <= runner._splitter.deferred
+
+
+def test_a_hooked_or_tied_weight_keeps_its_whole_region_in_b() -> None:
+    calls: list[Tensor] = []
+
+    def prepare(stage: nn.Module) -> None:
+        compiled(Block)(stage, "pipemorph_aot_eager")
+        stage[0].up.weight.register_post_accumulate_grad_hook(calls.append)
+
+    torch.manual_seed(3)
+    stage = nn.Sequential(Block(), Block())
+    job = Job(stage, vectors, prepare=prepare)
+    want = sequential(job)
+    assert len(calls) == 3
+    got, runner = split(job, DELAYED)
+    assert_equal(want, got)
+    report = runner.report
+    assert report is not None
+    assert "1.up.weight" in report.deferred
+    why = report.not_deferred
+    assert why["0.up.weight"] == "0.up.weight has gradient hooks"
+    assert why["0.qkv.weight"] == "in compiled code with a weight that cannot be deferred"
+
+
+def test_a_write_between_b_and_w_is_an_error() -> None:
+    stage = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    stage.compile(backend="pipemorph_aot_eager")
+    runner = StageRunner(stage, is_first=False, is_last=False, microbatches=1, mode="module")
+    (x,) = vectors(0)
+    (out,) = runner.forward(0, (x,))
+    grad = torch.ones_like(out)
+    runner.backward_input(0, (grad,))
+    grad.zero_()
+    with pytest.raises(SplitError, match=r"compiled code of '0\.bias' needs in W was written in"):
+        runner.backward_weight(0)
+
+
+def test_b_keeps_only_what_products_need() -> None:
+    """Activations that no weight gradient needs are freed by B, as in an uncompiled stage."""
+    held: dict[str, int] = {}
+    for backend in ("", "pipemorph_aot_eager"):
+        stage = Block()
+        if backend:
+            stage.compile(backend=backend)
+        runner = StageRunner(stage, is_first=False, is_last=False, microbatches=1, mode="module")
+        (out,) = runner.forward(0, vectors(0))
+        runner.backward_input(0, output_grads([out], 0))
+        tensors = [
+            value
+            for item in runner._flights[0].work
+            for value in ([item.x, item.grad] if not backend else item._held)
+            if isinstance(value, Tensor)
+        ]
+        held[backend] = sum(
+            {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+        )
+    assert held["pipemorph_aot_eager"] <= 1.1 * held[""]
+
+
+def test_evaluation_between_iterations() -> None:
+    stage = Block()
+    stage.compile(backend="pipemorph_aot_eager")
+    reference = copy.deepcopy(stage)
+    runner = StageRunner(stage, is_first=False, is_last=False, microbatches=1, mode="module")
+    for _ in range(2):
+        (out,) = runner.forward(0, vectors(0))
+        runner.backward_input(0, output_grads([out], 0))
+        runner.backward_weight(0)
+        (evaluated,) = runner.evaluate(0, vectors(0))
+        assert torch.equal(evaluated, reference(*vectors(0)))
+
+
+def test_a_wrong_cut_is_found_by_the_self_test() -> None:
+    """The unsplit backward it compares with is not made of the halves."""
+    right = backends.CompiledWork.gradients
+
+    def wrong(work: backends.CompiledWork) -> list[tuple[nn.Parameter, Tensor]]:
+        return [(p, grad * 1.001) for p, grad in right(work)]
+
+    job = Job(Block(), vectors, prepare=lambda m: m.compile(backend="pipemorph_aot_eager"))
+    with patch.object(backends.CompiledWork, "gradients", wrong):
+        _, runner = split(job, DELAYED)
+    assert runner.split == "fused"
+    assert "changes its gradient" in runner.reason
+
+
+def sharded_stage(backend: str) -> nn.Module:
+    torch.manual_seed(3)
+    stage = nn.Sequential(Block(), Block())
+    if backend:
+        compiled(Block)(stage, backend)
+    for block in stage:
+        fully_shard(block)
+    fully_shard(stage)
+    return stage
+
+
+def train_sharded(context: TrainerContext) -> dict[str, tuple[list[str], list[str]]]:
+    """By backend: what is deferred, and the report."""
+    join_process_group(context, torch.device("cpu"))
+    found = {}
+    wanted: list[Tensor] = []
+    for backend in ("aot_eager", "pipemorph_aot_eager"):
+        stage = sharded_stage(backend)
+        runner = StageRunner(stage, is_first=False, is_last=False, microbatches=2, agree=gathered)
+        for iteration in range(3):
+            stage.zero_grad()
+            runner.begin_iteration(only_fused=iteration != 1)
+            for k in range(2):
+                runner.forward(k, vectors(2 * context.rank + k))
+            for k in range(2):
+                grad = torch.ones(vectors(k)[0].shape)
+                if iteration == 1:
+                    runner.backward_input(k, (grad,))
+                else:
+                    runner.backward(k, (grad,))
+            for k in range(2 if iteration == 1 else 0):
+                runner.backward_weight(k)
+            runner.end_iteration()
+            if iteration == 0:
+                runner.self_test()
+            grads = [p.grad.full_tensor() for p in stage.parameters()]
+            wanted = wanted or grads
+            assert all(torch.equal(a, b) for a, b in zip(wanted, grads, strict=True)), iteration
+        assert runner.report is not None
+        found[backend] = (list(runner.report.deferred), runner.report.lines())
+    return found
+
+
+def gathered(value: object) -> list[object]:
+    values: list[object] = [None, None]
+    dist.all_gather_object(values, value)
+    return values
+
+
+@pytest.mark.multiprocess
+def test_fully_shard_around_compiled_blocks() -> None:
+    for found in run_ranks(2, train_sharded):
+        assert not found["aot_eager"][0]
+        deferred, text = found["pipemorph_aot_eager"]
+        assert {"0.qkv.weight", "1.down.weight"} <= set(deferred), text

@@ -1,0 +1,247 @@
+"""Cuts the graph of a compiled backward into the part for B and the part for W.
+
+W gets the matrix products whose results are weight gradients, and the reductions of a product's
+operand, such as a bias gradient. B gets everything else, and both operands of each product that
+depend on the output gradients, so that W never waits for more than ModuleSplit's would hold.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+NOT_A_PRODUCT = "the gradient is not a matrix product"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Two graphs instead of one. Positions are those of the whole graph's outputs.
+
+    ``early``: outputs that ``first`` computes; its further outputs are for ``second``. ``late``:
+    outputs of ``second``. ``held``: for each input of ``second``, the number of an input of the
+    whole graph, or of an output of ``first``. ``examples``: of ``second``'s inputs.
+    """
+
+    first: fx.GraphModule
+    second: fx.GraphModule
+    examples: list[Any]
+    outputs: int
+    early: tuple[int, ...]
+    late: tuple[int, ...]
+    held: tuple[tuple[int | None, int | None], ...]
+
+    @property
+    def held_inputs(self) -> set[int]:
+        """Inputs of the whole graph that W needs."""
+        return {index for index, _ in self.held if index is not None}
+
+
+def cut_backward(whole: fx.GraphModule, weights: Mapping[int, torch.Size]) -> Cut | None:
+    """Cut a backward graph. ``weights``: shapes of the parameters by the output that is their
+    gradient. None if no gradient is a product."""
+    order = list(whole.graph.nodes)
+    out = order[-1]
+    outputs = list(out.args[0])
+    gradients = {
+        index: outputs[index]
+        for index, shape in weights.items()
+        if isinstance(outputs[index], fx.Node) and _shape(outputs[index]) == shape
+    }
+    flowing = _from_output_gradients(order)
+    products = {index: _products(node) for index, node in gradients.items()}
+    for_w = {node for found in products.values() for node in found}
+    operands = {_base(each) for node in for_w for each in node.all_input_nodes if each in flowing}
+    late = {
+        index for index, node in gradients.items() if products[index] or _is_sum_of(node, operands)
+    }
+    needed = _above(
+        [
+            *(n for i, n in enumerate(outputs) if i not in late and isinstance(n, fx.Node)),
+            *(each for node in for_w for each in node.all_input_nodes if each in flowing),
+            *(node for node in order if not _movable(node)),
+        ]
+    )
+    needed.update(n for n in order if n.target is operator.getitem and n.args[0] in needed)
+    late = {index for index in late if gradients[index] not in needed}
+    if not any(products[index] for index in late):
+        return None
+    return _cut_at(whole, needed, tuple(sorted(late)))
+
+
+def _cut_at(whole: fx.GraphModule, needed: set[fx.Node], late: tuple[int, ...]) -> Cut:
+    order = list(whole.graph.nodes)
+    outputs = list(order[-1].args[0])
+    for_w: set[fx.Node] = set()
+    border: set[fx.Node] = set()
+    stack = [outputs[index] for index in late]
+    while stack:
+        node = stack.pop()
+        if node in for_w or node in border:
+            continue
+        if node.op == "placeholder" or (node in needed and not _is_view(node)):
+            border.add(node)
+        else:
+            for_w.add(node)
+            stack.extend(node.all_input_nodes)
+    inputs = [node for node in order if node.op == "placeholder"]
+    # Shapes of other inputs may be expressed by them.
+    border.update(node for node in inputs if not isinstance(node.meta.get("val"), Tensor))
+    held = [node for node in order if node in border]
+    crossing = [node for node in held if node.op != "placeholder"]
+    early = tuple(i for i in range(len(outputs)) if i not in late)
+
+    first, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in order:
+        if node.op == "placeholder" or node in needed:
+            copies[node] = first.node_copy(node, copies.__getitem__)
+            if node in border and node.op == "placeholder":
+                # Inductor's cache knows a graph by its code, but not which inputs it overwrites.
+                copies[node].name = f"{node.name}_held"
+    first.output(
+        tuple(
+            copies[node] if isinstance(node, fx.Node) else node
+            for node in [*(outputs[index] for index in early), *crossing]
+        )
+    )
+    second, copies = fx.Graph(), {}
+    for node in held:
+        copies[node] = second.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in order:
+        if node in for_w:
+            copies[node] = second.node_copy(node, copies.__getitem__)
+    second.output(tuple(copies[outputs[index]] for index in late))
+    return Cut(
+        first=_module(whole, first),
+        second=_module(whole, second),
+        examples=[node.meta.get("val") for node in held],
+        outputs=len(outputs),
+        early=early,
+        late=late,
+        held=tuple(
+            (inputs.index(node), None)
+            if node.op == "placeholder"
+            else (None, len(early) + crossing.index(node))
+            for node in held
+        ),
+    )
+
+
+def _module(whole: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    graph.lint()
+    out = next(reversed(graph.nodes))
+    # Both halves agree on the strides of what crosses.
+    out.meta["user_visible_output_idxs"] = [
+        index for index, node in enumerate(out.args[0]) if isinstance(node, fx.Node)
+    ]
+    return fx.GraphModule(whole, graph)
+
+
+def _shape(node: fx.Node) -> torch.Size | None:
+    value = node.meta.get("val")
+    return value.shape if isinstance(value, Tensor) else None
+
+
+def _above(roots: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes and everything that they are computed from."""
+    found: set[fx.Node] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+def _from_output_gradients(order: list[fx.Node]) -> set[fx.Node]:
+    """Nodes that depend on the gradients of the forward's outputs."""
+    found: set[fx.Node] = set()
+    for node in order:
+        if node.op == "placeholder":
+            if str(node.target).startswith("tangents"):
+                found.add(node)
+        elif any(each in found for each in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+_PRODUCTS = frozenset(("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm"))
+_SCALED = frozenset(("aten::mul", "aten::div", "aten::neg"))
+_PASSED_ON = _SCALED | {
+    "aten::add", "aten::clone", "aten::_to_copy", "prims::convert_element_type",
+}  # fmt: skip
+_SUMS = frozenset(("aten::sum",))
+_RESHAPES = frozenset(("aten::_unsafe_view", "aten::reshape"))
+
+
+def _operator(node: fx.Node) -> str:
+    """The operator's name without its overload; empty if the node runs none."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return ""
+    return str(node.target._schema.name)
+
+
+def _is_view(node: fx.Node) -> bool:
+    return node.op == "call_function" and (
+        getattr(node.target, "is_view", False) or _operator(node) in _RESHAPES
+    )
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """The node without views of it."""
+    while _is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _movable(node: fx.Node) -> bool:
+    """Whether running a node later gives the same: no collective, no random numbers, no op of
+    which only its author knows."""
+    if node.op in ("placeholder", "output", "get_attr"):
+        return True
+    if node.op != "call_function" or node.is_impure():
+        return False
+    if isinstance(node.target, torch._ops.OpOverload):
+        seeded = torch.Tag.nondeterministic_seeded in node.target.tags
+        return node.target.namespace in ("aten", "prims") and not seeded
+    # Arithmetic of sizes, and parts of tuples.
+    return getattr(node.target, "__module__", "") in ("_operator", "math", "torch")
+
+
+def _products(gradient: fx.Node) -> set[fx.Node]:
+    """The products of which a gradient is the sum; none if it is something else."""
+    found: set[fx.Node] = set()
+    for node in _sources(gradient, lambda node: _operator(node) in _PRODUCTS, _PASSED_ON):
+        if _operator(node) not in _PRODUCTS:
+            return set()
+        found.add(node)
+    return found
+
+
+def _is_sum_of(gradient: fx.Node, operands: set[fx.Node]) -> bool:
+    """Whether a gradient is a sum over dimensions of some of the operands."""
+    sources = _sources(gradient, operands.__contains__, _PASSED_ON | _SUMS)
+    return all(node in operands and node is not _base(gradient) for node in sources)
+
+
+def _sources(
+    gradient: fx.Node, wanted: Callable[[fx.Node], bool], through: Set[str]
+) -> Iterator[fx.Node]:
+    """The nodes from which these operators make a gradient, up to the wanted ones."""
+    stack = [gradient]
+    while stack:
+        node = _base(stack.pop())
+        tensors = [
+            each for each in node.all_input_nodes if isinstance(each.meta.get("val"), Tensor)
+        ]
+        linear = len(tensors) == 1 or _operator(node) not in _SCALED
+        if wanted(node) or not tensors or not linear or _operator(node) not in through:
+            yield node
+        else:
+            stack.extend(tensors)
