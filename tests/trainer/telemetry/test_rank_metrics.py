@@ -13,7 +13,14 @@ from launch import free_port
 from pipemorph.api.mesh import MeshShape
 from pipemorph.errors import InputError
 from pipemorph.planning import Op, OpKind, Plan, Policy, Route, Schedule
-from pipemorph.wire import LinkSample, RailSample, StageProfile, TransportSample, WireTime
+from pipemorph.wire import (
+    LinkSample,
+    RailSample,
+    ReductionSample,
+    StageProfile,
+    TransportSample,
+    WireTime,
+)
 from pipemorph_trainer.agent.messages import NoControl, Offloaded, RankTelemetry
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.telemetry.metrics import (
@@ -220,3 +227,18 @@ def test_the_port_comes_from_the_environment() -> None:
     assert TrainerContext.from_env(base | {"PIPEMORPH_METRICS_PORT": "9464"}).metrics_port == 9464
     with pytest.raises(InputError, match="PIPEMORPH_METRICS_PORT"):
         TrainerContext.from_env(base | {"PIPEMORPH_METRICS_PORT": "many"})
+
+
+def test_gradient_reductions() -> None:
+    metrics = RankMetrics("gpt", 1, 0, clock=Clock())
+    for iteration in (1, 2):
+        reduced = ReductionSample(
+            stage=1, iteration=iteration, bytes=1000, buckets=2, seconds=0.5, exposed=0.2,
+            waited=0.3,
+        )  # fmt: skip
+        metrics.hear(telemetry(iteration + 1, reduction=reduced))
+        metrics.hear(telemetry(iteration + 1))
+    assert read(metrics, "reduction_seconds") == 0.5
+    assert read(metrics, "reduction_exposed_seconds") == 0.2
+    assert read(metrics, "reduction_waited_seconds") == 0.3
+    assert read(metrics, "reduction_bytes_total") == 2000

@@ -1,0 +1,164 @@
+"""Gradient reductions, judged: from samples of ranks to names of slow data-parallel groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipemorph.api.mesh import MeshShape
+from pipemorph.api.spec import JobSpec
+from pipemorph.control import JobController, ReductionHealth
+from pipemorph.control.observe.detector import Thresholds
+from pipemorph.control.observe.events import Events
+from pipemorph.control.observe.reductions import ReductionBook
+from pipemorph.control.observe.reports import ReportMismatch
+from pipemorph.wire import LinkHealthReport, ReductionSample, StageProfile
+
+USUAL, SLOW = 0.020, 0.090
+
+
+def sample(stage: int, iteration: int, seconds: float, replica: int = 0) -> ReductionSample:
+    return ReductionSample(
+        stage=stage, replica=replica, iteration=iteration, bytes=1 << 20, buckets=4,
+        seconds=seconds, exposed=seconds / 2, waited=seconds,
+    )  # fmt: skip
+
+
+class Job:
+    """Four stages of two replicas; every iteration all ranks of a group say the same."""
+
+    def __init__(self) -> None:
+        self.events = Events()
+        self.mesh = mesh = MeshShape(stages=4, replicas=2)
+        self.book = ReductionBook(mesh, Thresholds(), events=self.events)
+        self.iteration = 0
+
+    def run(self, iterations: int, **slow: float) -> None:
+        """``s3=0.09``: the seconds of stage 3; of the other stages as usual."""
+        for _ in range(iterations):
+            self.iteration += 1
+            self.book.observe(
+                [
+                    sample(stage, self.iteration, slow.get(f"s{stage}", USUAL), column)
+                    for stage in range(self.mesh.stages)
+                    for column in range(self.mesh.columns)
+                ],
+                float(self.iteration),
+            )
+
+    @property
+    def slow(self) -> list[str]:
+        return [state.name for state in self.book.states() if state.slow]
+
+
+def test_a_slow_group_is_named_and_recovers() -> None:
+    job = Job()
+    job.run(10)
+    assert job.slow == []
+    job.run(4, s3=SLOW)
+    assert job.slow == ["gradient reduction of stage 3"]
+    (state,) = [each for each in job.book.states() if each.slow]
+    assert (state.seconds, state.normal) == (pytest.approx(SLOW), pytest.approx(USUAL))
+    assert state.delay == pytest.approx(SLOW - USUAL)
+    assert job.book.exposed() == {0: 0.01, 1: 0.01, 2: 0.01, 3: pytest.approx(SLOW / 2)}
+    job.run(20)
+    assert job.slow == []
+    assert [event.text for event in job.events.newest()] == [
+        "gradient reduction of stage 3 is slow: 90 ms, usually 20 ms",
+        "gradient reduction of stage 3 is as fast as usual again",
+    ]
+
+
+def test_one_late_iteration_is_none() -> None:
+    job = Job()
+    job.run(10)
+    for _ in range(5):
+        job.run(1, s3=SLOW)
+        job.run(3)
+    assert job.slow == []
+
+
+def test_a_group_that_was_slow_from_the_start_is_told_from_its_peers() -> None:
+    job = Job()
+    job.run(12, s2=SLOW)
+    assert job.slow == ["gradient reduction of stage 2"]
+
+
+def test_all_groups_late_at_once_count_little() -> None:
+    job = Job()
+    job.run(10)
+    job.run(5, s0=SLOW, s1=SLOW, s2=SLOW, s3=SLOW)
+    assert job.slow == []
+    job.run(40, s0=SLOW, s1=SLOW, s2=SLOW, s3=SLOW)
+    assert len(job.slow) == 4, "but they are slow if that lasts"
+
+
+def test_tensor_ranks_have_groups_of_their_own() -> None:
+    mesh = MeshShape(stages=1, replicas=2, tensor=2)
+    assert [mesh.data_group(column) for column in range(4)] == [0, 1, 0, 1]
+    book = ReductionBook(mesh, Thresholds(), events=Events())
+    for iteration in range(20):
+        for column in range(4):
+            late = iteration > 10 and column % 2
+            book.observe([sample(0, iteration, SLOW if late else USUAL, column)], 0.0)
+    assert [(state.name, state.slow) for state in book.states()] == [
+        ("gradient reduction of stage 0, tensor 0", False),
+        ("gradient reduction of stage 0, tensor 1", True),
+    ]
+
+
+def test_other_gradients_have_another_normal_time() -> None:
+    job = Job()
+    job.run(10)
+    job.book.observe(
+        [
+            sample(0, 11 + i, SLOW).model_copy(update={"bytes": 5 << 20, "iteration": 11 + i})
+            for i in range(8)
+        ],
+        0.0,
+    )
+    assert job.slow == []
+
+
+def spec(**fields: Any) -> JobSpec:
+    return JobSpec.model_validate(
+        {
+            "parallelism": {"stages": 2, "replicas": 2},
+            "schedule": {"microbatches": 4},
+            "trainer": {"module": "m", "iterations": 100},
+            **fields,
+        }
+    )
+
+
+def report(sequence: int, **fields: Any) -> LinkHealthReport:
+    return LinkHealthReport(
+        job="j", namespace="n", attempt=0, sequence=sequence, sent_at=0.0, state="training",
+        iteration=sequence, observed_plan_version=0, applied_plan_version=0, **fields,
+    )  # fmt: skip
+
+
+def test_the_controller_plans_with_it_and_shows_it() -> None:
+    controller = JobController(spec())
+    profiles = [
+        StageProfile(
+            stage=stage, replica=replica, forward=0.01, backward_input=0.01, backward_weight=0.01,
+            split="module", peak_memory=1,
+        )
+        for stage in range(2)
+        for replica in range(2)
+    ]  # fmt: skip
+    for i in range(1, 16):
+        late = SLOW if i > 10 else USUAL
+        reductions = [sample(0, i, USUAL), sample(1, i, late, 1)]
+        controller.report(report(i, stages=profiles, reductions=reductions), float(i))
+    times = controller._reported.stages.times()
+    assert times is not None
+    assert [stage.reduction for stage in times] == [USUAL / 2, SLOW / 2]
+    assert [stage.forward for stage in times] == [0.01, 0.01], "the stages are not slow"
+    found: tuple[ReductionHealth, ...] = controller.view(20.0).reductions
+    assert [(each.stage, each.slow) for each in found] == [(0, False), (1, True)]
+    assert found[1].record()["exposed"] == SLOW / 2
+    with pytest.raises(ReportMismatch, match=r"reductions\[0\].stage: is 2; the job has 2 stages"):
+        controller.report(report(16, reductions=[sample(2, 16, 1.0)]), 16.0)
