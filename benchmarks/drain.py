@@ -44,26 +44,27 @@ class Case(NamedTuple):
     drains: float
     late: bool
     iterations: int
+    stages: int = STAGES
 
 
-def problem(reductions: list[float] | None = None) -> Problem:
+def problem(stages: int, reductions: list[float] | None = None) -> Problem:
     """Seconds. ``reductions``: what follows the last op of each stage."""
-    stages = tuple(
+    times = tuple(
         StageTimes(
             forward=OP_SECONDS, backward_input=OP_SECONDS, backward_weight=OP_SECONDS,
             reduction=reductions[i] if reductions else None,
         )
-        for i in range(STAGES)
+        for i in range(stages)
     )  # fmt: skip
-    return Problem(microbatches=MICROBATCHES, stages=stages, links=(Link(),) * (STAGES - 1))
+    return Problem(microbatches=MICROBATCHES, stages=times, links=(Link(),) * (stages - 1))
 
 
-def schedule_of(policy: str) -> Schedule:
-    return plan(problem(), Policy(policy)).schedule
+def schedule_of(policy: str, stages: int = STAGES) -> Schedule:
+    return plan(problem(stages), Policy(policy)).schedule
 
 
 def drain_of(schedule: Schedule) -> float:
-    ends = [ops[-1].end for ops in simulate(schedule, problem()).stages]
+    ends = [ops[-1].end for ops in simulate(schedule, problem(schedule.stage_count)).stages]
     return max(ends) - min(ends)
 
 
@@ -80,20 +81,20 @@ def cannot_be_hidden(schedule: Schedule, reduction: float, buckets: int) -> floa
     """What the simulator says of reductions of this length on all stages."""
     times = {OpKind.W: OP_SECONDS, OpKind.BW: 2 * OP_SECONDS}
     tails = [left(reduction, times[ops[-1].kind], buckets) for ops in schedule.stages]
-    return simulate(schedule, problem(tails)).exposed_reduction
+    return simulate(schedule, problem(schedule.stage_count, tails)).exposed_reduction
 
 
 # --- a rank ---------------------------------------------------------------------------------
 
 
-def rank_main(case: Case) -> None:
-    """Rank 0 prints, per iteration, the exposed seconds."""
+def exposed(context: Any, case: Case) -> list[float]:
+    """Runs one rank. Returns the exposed seconds of each iteration."""
     import torch.distributed as dist
 
     from pipemorph.api.spec import Fault
-    from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
+    from pipemorph_trainer import EmulatedStage, Pipeline
 
-    schedule = schedule_of(case.policy)
+    schedule = schedule_of(case.policy, case.stages)
     reduction = case.drains * drain_of(schedule)
     rate = GRADIENT_BYTES * 8 / reduction / 1e6
     ops, ends = [], []
@@ -101,9 +102,12 @@ def rank_main(case: Case) -> None:
         EmulatedStage(
             OP_SECONDS, OP_SECONDS, OP_SECONDS, message_bytes=4096, gradient_bytes=GRADIENT_BYTES
         ),
-        context=TrainerContext.from_env(), stages=STAGES, microbatches=MICROBATCHES,
+        context=context, stages=case.stages, microbatches=MICROBATCHES,
         policy=case.policy, deadline_seconds=DEADLINE_SECONDS / 2,
-        faults=[Fault(reduction=i, bandwidth_mbps=rate, from_iteration=0) for i in range(STAGES)],
+        faults=[
+            Fault(reduction=i, bandwidth_mbps=rate, from_iteration=0)
+            for i in range(case.stages)
+        ],
     ) as pipe:  # fmt: skip
         reducer: Any = pipe._parts.iterations._reducer
         world = pipe._parts.world
@@ -126,11 +130,10 @@ def rank_main(case: Case) -> None:
         reducer.end_last_op, reducer.finish = end_last_op, finish
         for _ in range(case.iterations + WARM_UP):
             pipe.step()
-        everyone: list[Any] = [None] * (STAGES * REPLICAS)
+        everyone: list[Any] = [None] * context.world_size
         dist.all_gather_object(everyone, list(zip(ops, ends, strict=True)), group=world.control)
-        if pipe.coordinate.rank == 0:
-            rows = list(zip(*everyone, strict=True))[WARM_UP:]
-            print(json.dumps([max(e for _, e in row) - max(o for o, _ in row) for row in rows]))
+    rows = list(zip(*everyone, strict=True))[WARM_UP:]
+    return [max(e for _, e in row) - max(o for o, _ in row) for row in rows]
 
 
 # --- the table ------------------------------------------------------------------------------
@@ -193,7 +196,10 @@ def main() -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
+        from pipemorph_trainer import TrainerContext
+
         policy, drains, late, iterations = sys.argv[2:]
-        rank_main(Case(policy, float(drains), bool(int(late)), int(iterations)))
+        case = Case(policy, float(drains), bool(int(late)), int(iterations))
+        print(json.dumps(exposed(TrainerContext.from_env(), case)))
     else:
         sys.exit(main())
