@@ -18,8 +18,8 @@ from typing import NamedTuple, get_args
 
 from pipemorph.planning import Dispatch, Problem
 from pipemorph.planning.problem import load_problem
-from pipemorph.replay.contenders import Replay, replay
-from pipemorph.replay.trace import load_trace, parse_trace
+from pipemorph.replay.contenders import Replay, late_share, replay
+from pipemorph.replay.trace import LinkTrace, load_trace, parse_trace
 from pipemorph.replay.trainer import Telemetry
 
 TRACES = Path(__file__).resolve().parent.parent / "examples" / "traces"
@@ -54,9 +54,13 @@ CASES = (
 
 
 def run(case: Case) -> Replay:
-    problem = with_cap(load_problem(str(TRACES / "problem.yaml")), case.cap)
-    trace = load_trace(str(TRACES / f"{case.trace}.jsonl"), len(problem.links))
+    problem, trace = _given(case.trace, case.cap)
     return replay(problem, trace, telemetry=case.telemetry, dispatch=case.dispatch)
+
+
+def _given(trace: str, cap: int | None) -> tuple[Problem, LinkTrace]:
+    problem = with_cap(load_problem(str(TRACES / "problem.yaml")), cap)
+    return problem, load_trace(str(TRACES / f"{trace}.jsonl"), len(problem.links))
 
 
 def with_cap(problem: Problem, cap: int | None) -> Problem:
@@ -83,6 +87,10 @@ def main() -> int:
         rows.append({"case": str(case), "goal": case.goal} | found.fields())
         if share < case.goal:
             missed.append(f"NO {case}: {100 * share:.1f}%, goal {100 * case.goal:.0f}%")
+    if not args.quick:
+        for cap in (None, CAP):
+            share = late_share(*_given("nine-faults", cap))
+            print(f"nine-faults, limit {cap}: an oracle one iteration late gets {100 * share:.1f}%")
     well = parse_trace('{"at_iteration": 0, "links": {}}', 7)
     problem = load_problem(str(TRACES / "problem.yaml"))
     for telemetry in get_args(Telemetry):

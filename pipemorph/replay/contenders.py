@@ -93,33 +93,40 @@ def replay(
     if iterations is None:
         iterations = _iterations(trace, links, fixed["static"])
 
-    def keep(made: Plan) -> Callable[[int, float], float]:
-        pace = links.pace()
-        return lambda iteration, now: pace.follow(links.run(made, iteration, now, pace.before))
-
-    seconds = {name: _train(iterations, keep(made)) for name, made in fixed.items()}
+    seconds = {name: _train(iterations, _keep(links, made)) for name, made in fixed.items()}
     adaptive = AdaptiveTrainer(spec, links, telemetry, seed)
     seconds["adaptive"] = _train(iterations, lambda _, __: adaptive.step().seconds)
-    oracle = _Oracle(problem, links, fixed["static"])
+    oracle = Oracle(problem, links, fixed["static"])
     seconds["oracle"] = _train(iterations, oracle.step)
     return Replay(iterations, seconds, [Change.of(each) for each in adaptive.controller.records])
 
 
-class _Oracle:
+class Oracle:
     """Knows the trace: runs the best plan for the delays of the iteration that begins, directly
-    or with the slow links delegated, at once and at no cost."""
+    or with the slow links delegated, at once and at no cost.
 
-    def __init__(self, problem: Problem, links: Links, static: Plan) -> None:
+    ``late``: runs it in the iteration after that one. Nothing that has to see a fault first, and
+    changes between iterations, is quicker than this.
+    """
+
+    def __init__(self, problem: Problem, links: Links, static: Plan, *, late: bool = False) -> None:
         self._problem, self._links, self._static = problem, links, static
+        self._late, self._last = late, static
         self._made = cache(self._make)
         self._pace = links.pace()
         self._begins = Costs.of(problem).begins()
 
     def step(self, iteration: int, now: float) -> float:
-        ran = [self._run(self._static, iteration, now)]
-        lasts = ran[0].makespan
-        ran += [self._run(each, iteration, now) for each in self._plans(iteration, now, lasts)]
-        return self._pace.follow(min(ran, key=self._ends))
+        """Seconds of an iteration that begins ``now``, seconds since training did."""
+        ran = [(self._static, self._run(self._static, iteration, now))]
+        lasts = ran[0][1].makespan
+        for each in self._plans(iteration, now, lasts):
+            ran.append((each, self._run(each, iteration, now)))
+        best, quickest = min(ran, key=lambda pair: self._ends(pair[1]))
+        if self._late:
+            quickest = self._run(self._last, iteration, now)
+        self._last = best
+        return self._pace.follow(quickest)
 
     def _run(self, plan: Plan, iteration: int, now: float) -> Simulation:
         return self._links.run(plan, iteration, now, self._pace.before)
@@ -162,12 +169,31 @@ def _plan(problem: Problem, policy: Policy) -> Plan:
     return plan(problem, policy).to_plan(0, (Route.DIRECT,) * len(problem.links))
 
 
+def _keep(links: Links, made: Plan) -> Callable[[int, float], float]:
+    """A trainer that never changes its plan."""
+    pace = links.pace()
+    return lambda iteration, now: pace.follow(links.run(made, iteration, now, pace.before))
+
+
 def _train(iterations: int, step: Callable[[int, float], float]) -> float:
     """Seconds of training; ``step`` gets the iteration and the seconds before it."""
     now = 0.0
     for iteration in range(iterations):
         now += step(iteration, now)
     return now
+
+
+def late_share(problem: Problem, trace: LinkTrace) -> float:
+    """The share of an oracle that is an iteration late: most that can be had by seeing a fault.
+    ``problem`` is in milliseconds, and ``trace`` by iterations."""
+    problem = in_seconds(problem)
+    links = Links(problem, trace)
+    static = _plan(links.under((Route.DIRECT,) * len(problem.links)), Policy.PIPEMORPH)
+    iterations = _iterations(trace, links, static)
+    oracles = (Oracle(problem, links, static, late=late) for late in (False, True))
+    most, late = (_train(iterations, oracle.step) for oracle in oracles)
+    fixed = _train(iterations, _keep(links, static))
+    return (fixed - late) / (fixed - most)
 
 
 def _iterations(trace: LinkTrace, links: Links, static: Plan) -> int:

@@ -11,7 +11,7 @@ import pytest
 from pipemorph.cli import main
 from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, Link, Problem, StageTimes, lower_bound
-from pipemorph.replay.contenders import Replay, replay
+from pipemorph.replay.contenders import Replay, late_share, replay
 from pipemorph.replay.trace import parse_trace
 from pipemorph.replay.trainer import Telemetry
 
@@ -178,3 +178,10 @@ def test_a_stage_that_falls_behind_sets_the_pace() -> None:
     for name, seconds in found.seconds.items():
         # Stage 0 may be ahead by what fits into one iteration.
         assert 0.95 * least < seconds, name
+
+
+def test_no_telemetry_beats_an_oracle_that_is_an_iteration_late() -> None:
+    late = late_share(PROBLEM, FAULT)
+    share = replay(PROBLEM, FAULT, telemetry="exact").share("adaptive")
+    assert share is not None
+    assert share - 0.01 < late < 1
