@@ -160,7 +160,8 @@ def test_a_stage_that_falls_behind_sets_the_period() -> None:
     ops = tuple(Op(kind, m) for kind, m in zip(kinds, turns, strict=True))
     schedule = Schedule(2, (ops, ops))
     assert simulate(schedule, given).stages[0][-1].end == 10
-    assert predict_period(schedule, given) == 2 * 22
+    # Its own ops, and the way of a gradient up and a forward down between its first B and second F.
+    assert predict_period(schedule, given) == 2 * 22 + 2
 
 
 def test_the_period_under_online_dispatch() -> None:
