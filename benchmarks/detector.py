@@ -23,7 +23,7 @@ from statistics import fmean, median
 from time import perf_counter
 from typing import Protocol
 
-from pipemorph.control.observe.detector import DelayDetector, Level
+from pipemorph.control.observe.detector import DelayDetector, Level, Thresholds, alarm_level
 
 WINDOW = 0.05
 BASE = 0.006
@@ -49,8 +49,8 @@ class Judge(Protocol):
 class Cusum:
     """The product's detector."""
 
-    def __init__(self) -> None:
-        self._detector = DelayDetector()
+    def __init__(self, series: int = 1) -> None:
+        self._detector = DelayDetector(Thresholds(alarm=alarm_level(series)))
 
     def observe(self, value: float, mark: int) -> None:
         self._detector.observe(value, mark=mark, route="direct")
@@ -139,17 +139,22 @@ def _log_student(value: float, mean: float, weight: float, shape: float, rate: f
     )
 
 
+QUIET = ((0.0, 1.0), (0.01, 1.0), (0.05, 1.0), (0.01, 2.0), (0.05, 2.0))
+"""Part of the windows of a healthy link that are late, and how many are late in a row."""
+STALLS = (0.01, 2.0)
+
 # --- scenarios -----------------------------------------------------------------------------
 
 
-def quiet(rng: random.Random, count: int, outliers: float = 0.01) -> list[float]:
-    """Wire times of a healthy link."""
-    return [
-        BASE * rng.uniform(3, 20)
-        if rng.random() < outliers
-        else max(1e-4, rng.gauss(BASE, 0.08 * BASE))
-        for _ in range(count)
-    ]
+def quiet(rng: random.Random, count: int, outliers: float = 0.01, run: float = 1.0) -> list[float]:
+    """Wire times of a healthy link. ``outliers``: part of the windows; ``run``: how many of them
+    come in a row, on average, as when a machine stalls."""
+    values, stalled = [], False
+    for _ in range(count):
+        stalled = rng.random() < (1 - 1 / run if stalled else outliers / run)
+        late = BASE * rng.uniform(3, 20) if stalled else rng.gauss(BASE, 0.08 * BASE)
+        values.append(max(1e-4, late))
+    return values
 
 
 def step(delay: float, *, missing: float = 0.0) -> Callable[[random.Random], Series]:
@@ -234,11 +239,13 @@ def run_fault(
     )
 
 
-def false_alarms(judge: Callable[[], Judge], seeds: int, outliers: float) -> tuple[float, float]:
+def false_alarms(
+    judge: Callable[[], Judge], seeds: int, outliers: float, run: float
+) -> tuple[float, float]:
     """Alarms per hour of a healthy link, and microseconds per window."""
     alarms, took, windows = 0, 0.0, 2000
     for seed in range(seeds):
-        values = quiet(random.Random(10_000 + seed), windows, outliers)
+        values = quiet(random.Random(10_000 + seed), windows, outliers, run)
         it, was = judge(), False
         began = perf_counter()
         for i, value in enumerate(values):
@@ -272,12 +279,13 @@ def main() -> None:
     ]
     quiet_figures = []
     for judge, seeds in judges:
-        for outliers in (0.0, 0.01, 0.05):
-            rate, cost = false_alarms(judge, seeds, outliers)
+        for outliers, length in QUIET:
+            rate, cost = false_alarms(judge, seeds, outliers, length)
             quiet_figures.append(
                 {
                     "judge": judge.__name__.lower(),
                     "outliers": outliers,
+                    "run": length,
                     "alarms_per_hour": rate,
                     "microseconds_per_window": cost,
                 }
@@ -294,10 +302,16 @@ def main() -> None:
             f"{f'{f.windows_p50:g} (p99 {f.windows_p99:g})':>18}"
             f"{f.cleared_p50:>10g}{f.extra_alarms:>7.2f}{f.error_ms:>6.1f} ms"
         )
+    for series in (16, 2016, 20160):
+        rate, _ = false_alarms(lambda n=series: Cusum(n), args.seeds, *STALLS)
+        print(
+            f"a job of {series} link directions, {STALLS[0]:.0%} outliers in runs of"
+            f" {STALLS[1]:g}: {rate:.2f} false alarms per hour and direction"
+        )
     print()
     for q in quiet_figures:
         print(
-            f"healthy, {q['outliers']:.0%} outliers: {q['judge']:>9} "
+            f"healthy, {q['outliers']:.0%} outliers in runs of {q['run']:g}: {q['judge']:>9} "
             f"{q['alarms_per_hour']:.2f} false alarms per hour and link direction, "
             f"{q['microseconds_per_window']:.1f} µs per window"
         )

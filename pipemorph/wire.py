@@ -82,6 +82,9 @@ class LinkSample(WireModel):
     """Shortest time from the start of a message until a few bytes that left with it arrived, if
     they take the same way; None if not measured. A wire time that is much longer is that of a
     narrow link."""
+    waited: Seconds | None = None
+    """Time for which threads of the receiver have waited for a processor in this window, added up;
+    None if unknown. A message may seem late by as much."""
     rtt_min: Seconds | None = None
     """Shortest round trip on the engine's control connection; None if not measured."""
 
@@ -108,6 +111,9 @@ class StageProfile(WireModel):
     ``backward_input`` exclude copies."""
     fused_backward: Seconds | None = None
     """Time of one fused backward (BW), if measured in addition to separate B and W."""
+    crowding: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] | None = None
+    """Ranks of the job that compute on this host's processors, over the number of those; None for
+    a stage that does not compute on them."""
 
 
 class ReductionSample(WireModel):

@@ -239,6 +239,11 @@ class Adaptation(SpecModel):
         allow_inf_nan=False,
         description="Time without samples after which a link is Unknown.",
     )
+    crowded_hosts: bool = Field(
+        default=False,
+        description="Whether to adapt even if more ranks compute on a host than it has processors. "
+        "There, iterations and wire times tell of the processors, not of links.",
+    )
     allow_delegation: bool = Field(
         default=True, description="Whether a slow link may move to the delegated route."
     )

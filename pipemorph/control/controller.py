@@ -51,7 +51,7 @@ from pipemorph.control.observe.stragglers import StragglersView
 from pipemorph.control.observe.transports import TransportsView
 from pipemorph.control.snapshot import Snapshot
 from pipemorph.control.view import JobView
-from pipemorph.planning import Plan, StageTimes
+from pipemorph.planning import Plan, Policy, StageTimes
 from pipemorph.planning.offload import offloaded
 from pipemorph.wire import Directive, LinkHealthReport, PlanMessage
 
@@ -206,6 +206,8 @@ class JobController:
             self._plan_version = report.observed_plan_version
             self._foreign_plan = True
         self._ledger.add(report.iterations, reported.stages.peak_memory)
+        if any(profile.crowding for profile in report.stages):
+            self._say_crowded(now)
         if reported.applied_plan_version == self._wanted.version:
             self._running = self._wanted
         if report.iterations:
@@ -270,7 +272,7 @@ class JobController:
         if quiet and not judgement.profile_is_due(self._progress()):
             return  # The common case: every other cause needs a link that is or was slow.
         links = self.links(now)
-        refusal = reasons.why_not(self.spec)
+        refusal = reasons.why_not(self.spec, reported.stages.crowding)
         if refusal is not None:
             slow = [link for link in links if link.health is Health.SLOW]
             if slow:
@@ -312,6 +314,13 @@ class JobController:
                 self._keep(now, reasons.doubted(cause, links, lacking))
             return
         self._ask(cause, situation, links, evidence=evidence, sources=sources)
+
+    def _say_crowded(self, now: float) -> None:
+        """Say once that the job does not adapt, or why its measurements tell little."""
+        crowding, adaptation = self._reported.stages.crowding, self.spec.adaptation
+        adapts = adaptation.enabled and self.spec.schedule.policy_kind is Policy.PIPEMORPH
+        if crowding > 1 and adapts:
+            self._note(now, "crowded", reasons.crowded(crowding, adaptation.crowded_hosts))
 
     def _believed(self, situation: Situation) -> Situation:
         """The situation without evidence that measured iterations do not confirm."""

@@ -204,22 +204,39 @@ def test_notes_tokens_and_shapes_cross_a_line() -> None:
     metas = (TensorMeta((2, 3), torch.bfloat16, gradient=True), TensorMeta((), torch.bool))
     here.send_token(peer_socket.StepToken(7, 8, 9))
     here.send_shapes(Contents(metas, "structure"))
-    before = time.time()
     here.send_note(Direction.BACKWARD, note)
-    assert select.select([there], [], [], 10)[0], "the note does not arrive"
-    late = time.time()
-    time.sleep(0.05)  # A rank that computes reads it later.
-    there.pump()
     here.close(goodbye=True)
     deadline = time.monotonic() + 10
     while there.lost is None and time.monotonic() < deadline:
         there.pump()
     assert there.tokens.popleft() == peer_socket.StepToken(7, 8, 9)
     assert there.shapes.popleft() == Contents(metas, "structure")
-    arrived = there.notes[1, 2, 3]
-    assert arrived.note == note
-    assert arrived.at is not None and before <= arrived.at <= late, "not the kernel's time"
+    assert there.notes[1, 2, 3].note == note
     assert there.goodbye and there.lost == "it left"
+
+
+def test_the_kernel_says_when_a_note_arrived() -> None:
+    """However late it is read, as by a rank that computes."""
+    with peer_socket.listen("127.0.0.1") as listener:
+        here = peer_socket.PeerSocket(socket.create_connection(listener.getsockname()), 1)
+        there = peer_socket.PeerSocket(listener.accept()[0], 0)
+    deadline = time.monotonic() + 10
+    # The kernel begins to take times a moment after it was asked to.
+    for microbatch in range(10_000):
+        assert time.monotonic() < deadline, "the kernel takes no times"
+        before = time.time()
+        here.send_note(Direction.FORWARD, Note(1, 2, microbatch, ALL_PRESENT, 4.0, 5.0, 0.0))
+        assert select.select([there], [], [], 10)[0], "the note does not arrive"
+        late = time.time()
+        while time.time() < late + 0.005:
+            pass
+        there.pump()
+        at = there.notes[0, 2, microbatch].at
+        if at is not None:
+            break
+    assert before <= at <= late, "not the kernel's time"
+    here.close(goodbye=True)
+    there.close(goodbye=True)
 
 
 def test_a_neighbour_that_does_not_dial_is_named() -> None:

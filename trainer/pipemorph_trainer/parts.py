@@ -36,6 +36,7 @@ from pipemorph_trainer.state.reduction import Reducer
 from pipemorph_trainer.state.scaler import GradScaler
 from pipemorph_trainer.state.tied import Tied
 from pipemorph_trainer.telemetry.metrics import metered
+from pipemorph_trainer.telemetry.processors import crowding
 from pipemorph_trainer.telemetry.reporter import Reporter, join_agent
 from pipemorph_trainer.telemetry.trace import TraceWriter
 from pipemorph_trainer.topology.accelerator import accelerator_of
@@ -145,7 +146,11 @@ class Parts:
             device=self.device, accelerator=accelerator, agree=self.world.agree,
         )  # fmt: skip
         rails = self.neighbours.engine.rails if self.neighbours.engine is not None else None
-        self.reporter = Reporter(self.coordinate, self.control, ends, rails)
+        computes = accelerator is None and not self.stage.emulated
+        self.reporter = Reporter(
+            self.coordinate, self.control, ends, rails,
+            crowding(context.local_world_size) if computes else None,
+        )  # fmt: skip
         self.trace = TraceWriter(
             context.trace_dir,
             self.coordinate,

@@ -27,13 +27,23 @@ FULL_WARMUP = 8
 # --- before a decision --------------------------------------------------------------------
 
 
-def why_not(spec: JobSpec) -> str | None:
-    """Why a job's plan must not change; None if it may."""
+def why_not(spec: JobSpec, crowding: float) -> str | None:
+    """Why a job's plan must not change; None if it may. ``crowding``: of its worst host."""
     if not spec.adaptation.enabled:
         return "adaptation is disabled in the spec"
     if spec.schedule.policy_kind is not Policy.PIPEMORPH:
         return f"policy {spec.schedule.policy} keeps its schedule and routes"
+    if crowding > 1 and not spec.adaptation.crowded_hosts:
+        return f"{crowding:.3g} ranks per processor compute on a host, see adaptation.crowdedHosts"
     return None
+
+
+def crowded(crowding: float, adapts: bool) -> str:
+    """More ranks compute on a host than it has processors."""
+    what = f"{crowding:.3g} ranks per processor compute on a host, so it is slow when links are not"
+    if adapts:
+        return f"{what}; adaptation.crowdedHosts is set: the plan may change"
+    return f"{what}: the plan stays; to change it nevertheless, set adaptation.crowdedHosts"
 
 
 def not_measured(stages: Sequence[int]) -> str:

@@ -15,6 +15,7 @@ series. Three things are added:
   ``min_delay``, by the fraction ``relative`` of the base, and by four times the link's noise.
 - Both changes have their own test: to become slow takes ``ALARM`` windows above the threshold, to
   become healthy ``CLEAR`` windows (more) below half of it.
+- Stalls come in runs: as far as earlier suspicions of a healthy link went, an alarm takes more.
 
 Memory is bounded: sums, and at most ``RECENT`` values.
 """
@@ -25,16 +26,23 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from math import erf, sqrt
+from math import erf, log2, sqrt
 from statistics import fmean, median, pstdev
 from typing import NamedTuple
 
 ALARM = 3.0
 """Windows well above the threshold before an alarm: the fewest that one short stall does not
 reach."""
+FORGET = 0.9995
+"""Part of the longest earlier suspicion that is left after one more window: half of it after a good
+minute."""
+MOST_EARLIER = 6.0
+"""Most that earlier suspicions add to the windows of an alarm."""
 CLEAR = 8.0
 """Windows well below half the threshold before the link counts as healthy. More than for an alarm,
 since returning too early costs a slow iteration and returning late costs little."""
+FEW_SERIES = 16
+"""Directions of links of a job for which ``ALARM`` is enough: eight stages."""
 LEARN = 5
 """Windows from which the first base is learned."""
 RECENT = 40
@@ -59,13 +67,22 @@ class Level(StrEnum):
     SLOW = "slow"
 
 
+def alarm_level(series: int) -> float:
+    """Windows of evidence in a job with so many directions of links. A stall is about half as
+    likely to last one window longer, and a large job must have no more false alarms than a small
+    one."""
+    return ALARM + log2(max(1.0, series / FEW_SERIES))
+
+
 @dataclass(frozen=True)
 class Thresholds:
-    """Least change that counts. ``min_delay``: seconds; ``relative``: fraction of the base."""
+    """Least change that counts. ``min_delay``: seconds; ``relative``: fraction of the base;
+    ``alarm``: windows of evidence for it."""
 
     min_delay: float = 0.002
     relative: float = 0.25
     noise: float = 4.0
+    alarm: float = ALARM
 
     def of(self, base: float, noise: float) -> float:
         """Least delay that counts. Noise raises it by at most the factor ``noise``, so that a link
@@ -128,6 +145,8 @@ class DelayDetector:
         self._bases: dict[str, _Base] = {}
         self._learning: list[tuple[float, bool]] = []
         self._sum = 0.0
+        self._peak = self._earlier = 0.0
+        """Largest sum of this suspicion; and of earlier ones that ended, less by less."""
         self._since: deque[_Within] = deque(maxlen=RECENT)
         self._suspected_at: int | None = None
         self._turned_at: int | None = None
@@ -179,6 +198,11 @@ class DelayDetector:
         return self._suspected_at
 
     @property
+    def alarm(self) -> float:
+        """Windows of evidence that an alarm takes now."""
+        return self.thresholds.alarm + min(self._earlier, MOST_EARLIER)
+
+    @property
     def suspects(self) -> bool:
         """Whether the link is healthy, but its newest windows may be those of a slow one."""
         return self.level is Level.HEALTHY and self._sum > 0
@@ -196,7 +220,7 @@ class DelayDetector:
             spread = max(pstdev(values), self.threshold / 8)
             z = (fmean(values) - middle) / (spread / sqrt(len(values)))
         else:
-            z = (1 - self._sum / ALARM) * 3
+            z = (1 - self._sum / self.alarm) * 3
         return 0.5 * (1 + erf(z / sqrt(2)))
 
     # --- evidence -------------------------------------------------------------------------
@@ -351,7 +375,12 @@ class DelayDetector:
         self._turn(value - known.value >= threshold, mark)
         rate = NOISE_UP if deviation > known.noise else NOISE_DOWN
         known.noise += rate * (deviation - known.noise)
+        self._earlier *= FORGET
+        self._peak = max(self._peak, self._sum)
         if self._sum == 0.0:
+            if self._peak > 1.0:  # More than one window.
+                self._earlier = max(self._earlier, self._peak)
+            self._peak = 0.0
             self._since.clear()
             far_below = known.value - value > self.thresholds.of(known.value, 0.0) / 2
             known.value += (DROP if far_below else DRIFT) * (value - known.value)
@@ -359,8 +388,8 @@ class DelayDetector:
                 known.noise -= DROP * known.noise
             return
         self._since.append(within)
-        if self._sum >= ALARM:
-            self._sum = ALARM
+        if self._sum >= self.alarm:
+            self._sum = self.alarm
             certain = median(window.low for window in self._since) - known.value
             if certain >= threshold:
                 self._alarmed_at = certain
@@ -418,5 +447,5 @@ class DelayDetector:
     def _become(self, level: Level, mark: int | None) -> None:
         self.level = level
         self.changed_at = mark
-        self._sum, self._side = 0.0, 0
+        self._sum, self._side, self._peak = 0.0, 0, 0.0
         self._suspected_at = self._turned_at = None

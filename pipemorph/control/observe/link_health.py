@@ -11,14 +11,20 @@ machines stall.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from pipemorph.api.mesh import MeshShape
-from pipemorph.control.observe.detector import RECENT, DelayDetector, Level, Thresholds
+from pipemorph.control.observe.detector import (
+    RECENT,
+    DelayDetector,
+    Level,
+    Thresholds,
+    alarm_level,
+)
 from pipemorph.planning.ir import Route
 from pipemorph.wire import LinkSample
 
@@ -36,9 +42,13 @@ window). And messages that wait for each other arrive that far apart: if they on
 long, they would arrive as close together as they were sent (the delegated route)."""
 FEW_SPACINGS = 5
 """Windows that show it in the spacing of arrivals."""
-COMMON_WEIGHT = 1 / 8
-"""Weight of a late window while most links are late, which is mostly a machine that stalls for tens
-of milliseconds. If all links are really slow, detection takes 24 windows in a row."""
+DOUBTED_WEIGHT = 1 / 8
+"""Weight of a late window that something else than the link explains: most links are late at once,
+which is mostly a machine that stalls for tens of milliseconds; or one of the two ranks waited for a
+processor, or its ops took longer than they do. If the link is slow as well, detection takes 24
+windows in a row."""
+EXPLAINS = 0.5
+"""Part of a window's lateness for which a rank must have waited to explain it."""
 
 
 class Health(StrEnum):
@@ -162,6 +172,19 @@ class _Window(NamedTuple):
     slack: float
     latency: float | None
     spacing: float | None
+    sender: tuple[int, int]
+    receiver: tuple[int, int]
+    """Their ranks: stage and column."""
+
+
+class Ends(Protocol):
+    """What is known of the ranks at the ends of links."""
+
+    def longest_op(self, stage: int) -> float:
+        """Longest op of a stage in seconds, infinite if unknown."""
+
+    def inflated(self, stage: int, replica: int) -> bool:
+        """Whether the newest ops of a rank took longer than they can."""
 
 
 Key = tuple[int, int, str]
@@ -173,19 +196,20 @@ class LinkBook:
 
     def __init__(self, mesh: MeshShape, *, thresholds: Thresholds, stale_after: float) -> None:
         self._mesh, self._links = mesh, mesh.stages - 1
-        self._thresholds = thresholds
+        series = self._links * mesh.columns * len((FORWARD, BACKWARD))
+        self._thresholds = replace(thresholds, alarm=alarm_level(series))
         self._stale_after = stale_after
         self._series: dict[Key, _Series] = {}
+        self._waited: dict[tuple[int, int], tuple[float, float]] = {}
+        """Per rank, its newest wait for a processor, and when it was reported. Seconds."""
         self._known_bases: dict[Key, dict[str, float]] = {}
         self._known_delays: dict[Key, float] = {}
 
-    def observe(
-        self, samples: Sequence[LinkSample], now: float, *, op_time: Callable[[int], float]
-    ) -> None:
-        """Process the windows of a report. ``op_time(stage)``: longest op of a stage in seconds,
-        infinite if unknown. A window without an exact arrival may be too long by that much."""
-        windows = [self._window(s, now, op_time) for s in samples if s.wire.count > 0]
-        any_late = False
+    def observe(self, samples: Sequence[LinkSample], now: float, *, ends: Ends) -> None:
+        """Process the windows of a report. A window without an exact arrival may be too long by the
+        longest op of its receiver."""
+        windows = [self._window(s, now, ends) for s in samples if s.wire.count > 0]
+        late_ones: list[bool] = []
         for window in windows:
             late = window.series.detector.is_late(
                 window.value, route=window.route, slack=window.slack
@@ -194,20 +218,21 @@ class LinkBook:
                 window.series.judged_at = now
             if late:
                 window.series.late_at = now
-                any_late = True
-        weight = COMMON_WEIGHT if any_late and self._most_are_late(now) else 1.0
-        for window in windows:
+            late_ones.append(late is True)
+        common = any(late_ones) and self._most_are_late(now)
+        for window, late in zip(windows, late_ones, strict=True):
+            doubted = late and (common or self._is_explained(window, now, ends))
             window.series.detector.observe(
                 window.value,
                 mark=window.mark,
                 route=window.route,
                 exact=window.exact,
                 slack=window.slack,
-                weight=weight,
+                weight=DOUBTED_WEIGHT if doubted else 1.0,
             )
             window.series.take(window)
 
-    def _window(self, sample: LinkSample, now: float, op_time: Callable[[int], float]) -> _Window:
+    def _window(self, sample: LinkSample, now: float, ends: Ends) -> _Window:
         key = (sample.link, sample.replica, sample.direction)
         series = self._series.get(key)
         if series is None:
@@ -217,11 +242,14 @@ class LinkBook:
             if (delay := self._known_delays.get(key)) is not None:
                 series.detector.restore_slow(delay)
         series.seen_at = max(series.seen_at, now)
-        receiver = sample.link + 1 if sample.direction == FORWARD else sample.link
+        lower, upper = (sample.link, sample.replica), (sample.link + 1, sample.replica)
+        sender, receiver = (lower, upper) if sample.direction == FORWARD else (upper, lower)
+        if sample.waited is not None:
+            self._waited[receiver] = (sample.waited, now)
         exact = sample.wire.exact > 0
         # Of several upper bounds, the least is the closest.
         value = sample.wire.p50 if exact else sample.wire.min
-        slack = 0.0 if exact else op_time(receiver)
+        slack = 0.0 if exact else ends.longest_op(receiver[0])
         if not exact and sample.route.value == series.detector.route:
             refined = series.refined(value - slack, value, sample.latency)
             if refined is not None:
@@ -235,7 +263,28 @@ class LinkBook:
             slack,
             sample.latency,
             sample.spacing,
+            sender,
+            receiver,
         )
+
+    def _is_explained(self, window: _Window, now: float, ends: Ends) -> bool:
+        """Whether a window may be late because one of its ranks had no processor. Nothing delays
+        the latency but the link and the sender."""
+        base = window.series.detector.base
+        if base is None:
+            return False
+        least = EXPLAINS * (window.value - window.slack - base)
+        sent, received = (self._waits(rank, now) for rank in (window.sender, window.receiver))
+        well = window.series.well
+        if window.latency is not None and well and window.latency - median(well) >= least:
+            return sent >= least
+        if max(sent, received) >= least:
+            return True
+        return ends.inflated(*window.sender) or ends.inflated(*window.receiver)
+
+    def _waits(self, rank: tuple[int, int], now: float) -> float:
+        waited, at = self._waited.get(rank, (0.0, now))
+        return waited if now - at <= TOGETHER_SECONDS else 0.0
 
     def _most_are_late(self, now: float) -> bool:
         """Whether most links that are not slow already were late at this moment. The cause is then

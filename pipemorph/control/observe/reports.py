@@ -116,7 +116,7 @@ class Reported:
             self.reductions.observe(report.reductions, now)
             self.stages.reduce(self.reductions.exposed())
         if report.links:
-            self.links.observe(report.links, now, op_time=self.stages.longest_op)
+            self.links.observe(report.links, now, ends=self.stages)
             self._heard = True
             self.links.compare_peers()
         self.rails.observe(report.rails, report.ports, now, report.iteration)

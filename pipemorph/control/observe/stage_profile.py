@@ -16,6 +16,8 @@ WINDOWS = 9
 """Profiles in a median: a few iterations, so that one pause has no effect. A profile has the mean
 of each op in an iteration, since an iteration takes their sum."""
 
+INFLATED = 1.3
+"""Ops that take so many times their shortest time of late are inflated."""
 FUSING_PAYS = 0.02
 """Least saving of a fused backward, as a fraction of its parts, for the planner to use it. Less is
 within the error of measured op times."""
@@ -64,12 +66,13 @@ class _Windows:
     ``fused``: times of fused backwards, which are as noisy as their parts.
     """
 
-    __slots__ = ("fused", "ops", "peak_memory")
+    __slots__ = ("crowding", "fused", "ops", "peak_memory")
 
     def __init__(self) -> None:
         self.ops: deque[tuple[float, float, float]] = deque(maxlen=WINDOWS)
         self.fused: deque[float] = deque(maxlen=WINDOWS)
         self.peak_memory = 0
+        self.crowding = 0.0
 
     def add(self, profile: StageProfile, expected: StageTimes | None) -> None:
         """Add a profile. If its backwards were fused, the last times of B and W are kept."""
@@ -85,6 +88,13 @@ class _Windows:
                 backward, weight = expected.backward_input, expected.backward_weight
         self.ops.append((profile.forward, backward, weight))
         self.peak_memory = profile.peak_memory
+        self.crowding = profile.crowding or 0.0
+
+    @property
+    def inflated(self) -> bool:
+        """Whether the newest ops took longer than they can: something else used the processor."""
+        times = [sum(ops) for ops in self.ops]
+        return times[-1] > INFLATED * min(times)
 
 
 class Footprint:
@@ -215,6 +225,16 @@ class StageBook:
         in_flight, device = self._rooms[stage].limits(self._spec.schedule.microbatches)
         known = self.footprints[stage]
         return _Memory(in_flight, device, known.activation_bytes, known.offload_copy)
+
+    def inflated(self, stage: int, replica: int) -> bool:
+        """Whether the newest ops of a rank show that something else used its processor."""
+        windows = self._stages[stage].get(replica)
+        return windows is not None and windows.inflated
+
+    @property
+    def crowding(self) -> float:
+        """Ranks that compute on a host's processors over the number of those, of the worst host."""
+        return max((w.crowding for each in self._stages for w in each.values()), default=0.0)
 
     def longest_op(self, stage: int) -> float:
         """Longest op of a stage, including a copy, in seconds; infinite if unknown."""

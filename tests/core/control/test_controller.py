@@ -18,6 +18,7 @@ from pipemorph.planning import Route, StageTimes, plan, problem_for
 from pipemorph.wire import (
     LinkHealthReport,
     PlanMessage,
+    StageProfile,
 )
 
 
@@ -549,3 +550,22 @@ def test_a_delay_that_grows_gets_a_plan_of_its_own() -> None:
     wires = [BASE + delay for delay in plant.delays]
     best = plan(problem_for(24, plant.ops, wires, plant.plan.routes)).lower_bound
     assert plant.seconds[-1] <= 1.02 * best
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_job_with_more_ranks_than_processors_adapts_only_if_its_spec_says_so(
+    allowed: bool,
+) -> None:
+    class Crowded(Plant):
+        def profile(self, stage: int, op: StageTimes) -> StageProfile:
+            return super().profile(stage, op).model_copy(update={"crowding": 2.0})
+
+    plant = Crowded(spec(adaptation={"crowdedHosts": allowed}))
+    plant.run(6)
+    plant.delays[1] = 0.060
+    plant.run(10)
+    assert len(plant.controller.records) == allowed
+    lines = [decision.line for decision in plant.controller.decisions]
+    said = [line for line in lines if "2 ranks per processor compute on a host, so" in line]
+    assert len(said) == 1
+    assert ("the plan may change" if allowed else "the plan stays") in said[0]

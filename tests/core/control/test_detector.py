@@ -10,7 +10,14 @@ from gate import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipemorph.control.observe.detector import RECENT, DelayDetector, Level, Thresholds
+from pipemorph.control.observe.detector import (
+    ALARM,
+    RECENT,
+    DelayDetector,
+    Level,
+    Thresholds,
+    alarm_level,
+)
 
 BASE = 0.006
 
@@ -118,6 +125,28 @@ def test_one_window_however_late_is_no_alarm(late: float) -> None:
     for _ in range(20):
         assert run.feed([late]) == 0
         assert run.feed(noisy(rng, 3)) == 0
+
+
+def test_where_stalls_come_in_runs_an_alarm_takes_longer() -> None:
+    """As long as the stalls were, and longer: but a fault is found all the same."""
+    run = learned(random.Random(12))
+    rng = random.Random(13)
+    for _ in range(20):
+        assert run.feed(noisy(rng, 2, BASE + 0.040)) == 0
+        assert run.feed(noisy(rng, 20, BASE)) == 0
+    assert run.feed(noisy(rng, 4, BASE + 0.040)) == 0, "somewhat longer than the others"
+    run.feed(noisy(rng, 20, BASE))
+    assert 4 < run.feed(noisy(rng, 20, BASE + 0.040)) <= 8
+
+
+def test_a_large_job_needs_more_evidence() -> None:
+    assert alarm_level(14) == ALARM == alarm_level(16)
+    assert alarm_level(32) == ALARM + 1
+    assert 12 < alarm_level(20160) < 14
+    many = DelayDetector(Thresholds(alarm=alarm_level(20160)))
+    for i in range(40):
+        many.observe(BASE + (0.04 if i >= 20 else 0.0), mark=i, route="direct")
+        assert (many.level is Level.SLOW) == (i >= 33)
 
 
 def test_first_windows_may_be_slow() -> None:

@@ -28,6 +28,7 @@ class Job:
         self.now = 1000.0
         self.windows = 0
         self.slow_seen: set[int] = set()
+        self.inflated_stages: set[int] = set()
         self.run(60)
         assert self.slow() == set()
 
@@ -38,8 +39,14 @@ class Job:
             self.report([self.sample(i, d, late(i)) for i in range(self.links) for d in (0, 1)])
 
     def report(self, samples: list[LinkSample]) -> None:
-        self.book.observe(samples, self.now, op_time=lambda stage: 0.01)
+        self.book.observe(samples, self.now, ends=self)
         self.slow_seen |= self.slow()
+
+    def longest_op(self, stage: int) -> float:
+        return 0.01
+
+    def inflated(self, stage: int, replica: int) -> bool:
+        return stage in self.inflated_stages
 
     def sample(self, link: int, direction: int, late: float) -> LinkSample:
         value = max(1e-4, self.rng.gauss(BASE, 0.0005)) + late
@@ -124,6 +131,40 @@ def test_what_is_small_and_not_late_shows_a_narrow_link_from_the_first_window(
     # The receiver's op makes it uncertain, unless what is small has the same delay.
     bound = 0.001 if latency == 0.041 else 0.004
     assert state.wire_time == pytest.approx(BASE + 0.040, abs=bound)
+
+
+@pytest.mark.parametrize(
+    ("waits", "latency", "inflated", "doubted"),
+    [
+        ({}, 0.001, set(), False),
+        ({3: 0.025}, 0.001, set(), True),  # The receiver forward had no processor.
+        ({2: 0.025}, 0.001, set(), True),  # The sender forward.
+        ({3: 0.005}, 0.001, set(), False),  # For much less than the message is late.
+        ({4: 0.025}, 0.001, set(), False),  # A rank of another link.
+        ({3: 0.025}, 0.041, set(), False),  # The kernel saw the note late as well.
+        ({2: 0.025}, 0.041, set(), True),  # But the sender may have sent it late.
+        ({}, None, {3}, True),
+        ({}, None, {5}, False),
+    ],
+)
+def test_what_a_busy_rank_explains_takes_more_evidence(
+    waits: dict[int, float], latency: float | None, inflated: set[int], doubted: bool
+) -> None:
+    job = Job()
+
+    def sample(link: int, late: float) -> LinkSample:
+        fields = {"waited": waits.get(link + 1, 0.0), "latency": latency if late else 0.001}
+        return job.sample(link, 0, late).model_copy(update=fields)
+
+    for late, windows in ((0.0, 60), (0.040, 10), (0.040, 30)):
+        if late:
+            job.inflated_stages = inflated
+        for _ in range(windows):
+            job.now += 0.05
+            job.report([sample(i, late if i == 2 else 0.0) for i in range(job.links)])
+        if windows == 10:
+            assert job.slow() == (set() if doubted else {2})
+    assert job.slow() == {2}, "it lasts, so it is the link after all"
 
 
 def stalls(job: Job, count: int) -> None:

@@ -75,8 +75,9 @@ class LinkRecorder:
     def __bool__(self) -> bool:
         return bool(self._messages)
 
-    def drain(self) -> LinkSample | None:
-        """Return the window so far and start a new one. None if it is empty."""
+    def drain(self, waited: float | None = None) -> LinkSample | None:
+        """Return the window so far and start a new one. None if it is empty. ``waited``: seconds
+        for which this rank's threads have waited for a processor meanwhile."""
         messages, self._messages = self._messages, []
         spacing, self._spacing = self._spacing, None
         if not messages:
@@ -104,5 +105,6 @@ class LinkRecorder:
             queue_p50=statistics.median(m.queue for m in messages),
             spacing=spacing,
             latency=min((m.latency for m in messages if m.latency is not None), default=None),
+            waited=waited,
             rtt_min=self.rtt_min,
         )

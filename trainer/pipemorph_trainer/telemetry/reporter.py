@@ -13,6 +13,7 @@ from pipemorph_trainer.agent import AgentHandle, connect, start_agent
 from pipemorph_trainer.agent.messages import ControlClient, NoControl, Offloaded, RankTelemetry
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.links.link import LinkEnd
+from pipemorph_trainer.telemetry.processors import RunQueue
 from pipemorph_trainer.telemetry.rails import RailWatch
 from pipemorph_trainer.telemetry.transports import TransportWatch
 from pipemorph_trainer.topology.world import World
@@ -24,7 +25,8 @@ State = Literal["starting", "training", "finished", "failed"]
 class Reporter:
     """Publishes link samples, profiles and finished iterations of one rank.
 
-    ``rails``: of the engine, such as ``rxe0 port 1``; None without an engine.
+    ``rails``: of the engine, such as ``rxe0 port 1``; None without an engine. ``crowding``: of this
+    host's processors, see :class:`~pipemorph.wire.StageProfile`.
     """
 
     def __init__(
@@ -33,10 +35,12 @@ class Reporter:
         control: ControlClient,
         ends: list[LinkEnd],
         rails: Collection[str] | None = None,
+        crowding: float | None = None,
     ) -> None:
         self._coordinate, self._control, self._ends = coordinate, control, ends
         self._left_over: list[LinkSample] = []
         self._published_at = 0.0
+        self._run_queue, self._crowding = RunQueue(), crowding
         self._rails = RailWatch(coordinate.stage, coordinate.column, used=rails)
         self._transports = TransportWatch(ends, coordinate.column)
         self.state: State = "starting"
@@ -70,12 +74,15 @@ class Reporter:
         """Publish now, with all link samples so far."""
         self._published_at = monotonic()
         links, self._left_over = self._left_over, []
+        waited = self._run_queue.waited()
+        if profile is not None and self._crowding is not None:
+            profile = profile.model_copy(update={"crowding": self._crowding})
         for end in self._ends:
             if not end.recorder:
                 continue
             if end.route is Route.DELEGATED or not end.same_host:
                 end.refresh_clock()
-            sample = end.recorder.drain()
+            sample = end.recorder.drain(waited)
             if sample is not None:
                 links.append(sample)
         self._control.publish(

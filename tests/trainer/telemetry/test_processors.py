@@ -1,0 +1,69 @@
+"""Waits of a rank for a processor."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from pipemorph_trainer.telemetry.processors import RunQueue, crowding
+
+DEADLINE = 30.0
+
+
+def test_a_rank_waits_where_something_else_computes() -> None:
+    """Two processes that only compute, on one processor: each waits while the other runs."""
+    allowed = os.sched_getaffinity(0)
+    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        os.sched_setaffinity(other.pid, {min(allowed)})
+        os.sched_setaffinity(0, {min(allowed)})
+        queue = RunQueue()
+        waited, until = 0.0, time.monotonic() + DEADLINE
+        while waited < 0.05:
+            assert time.monotonic() < until, f"waited {waited:.3f} s in {DEADLINE:g} s"
+            sum(range(10_000))
+            waited += queue.waited() or 0.0
+    finally:
+        os.sched_setaffinity(0, allowed)
+        other.kill()
+        other.wait()
+
+
+def test_waits_of_all_threads_since_the_last_call(tmp_path: Path) -> None:
+    ready, end = threading.Event(), threading.Event()
+
+    def run() -> None:
+        ready.set()
+        end.wait(DEADLINE)
+
+    def write(thread: threading.Thread, waits: int) -> None:
+        folder = tmp_path / str(thread.native_id)
+        folder.mkdir(exist_ok=True)
+        (folder / "schedstat").write_text(f"123456789 {waits} 42\n")
+
+    main = threading.main_thread()
+    write(main, 5_000_000_000)
+    queue = RunQueue(tmp_path)
+    assert queue.waited() == 0.0
+    second = threading.Thread(target=run)
+    second.start()
+    assert ready.wait(DEADLINE)
+    write(second, 7_000_000_000)
+    write(main, 5_004_000_000)
+    assert queue.waited() == pytest.approx(0.004), "what the second waited before it was seen"
+    write(second, 7_003_000_000)
+    assert queue.waited() == pytest.approx(0.003)
+    end.set()
+    second.join(DEADLINE)
+    assert queue.waited() == 0.0
+    assert RunQueue(tmp_path / "none").waited() is None, "the kernel does not count it"
+
+
+def test_crowding() -> None:
+    assert crowding(3 * len(os.sched_getaffinity(0))) == 3
