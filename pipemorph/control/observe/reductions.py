@@ -16,7 +16,7 @@ from typing import Any
 from pipemorph.api.mesh import MeshShape
 from pipemorph.control.observe.detector import DelayDetector, Level, Thresholds
 from pipemorph.control.observe.events import Events
-from pipemorph.control.observe.link_health import COMMON_WEIGHT
+from pipemorph.control.observe.link_health import DOUBTED_WEIGHT
 from pipemorph.wire import ReductionSample
 
 NEWEST = 5
@@ -108,7 +108,7 @@ class ReductionBook:
         that stalls."""
         late = sum(group.late for group in self._groups.values())
         common = len(self._groups) >= PEERS and 2 * late > len(self._groups)
-        return COMMON_WEIGHT if common else 1.0
+        return DOUBTED_WEIGHT if common else 1.0
 
     def _tell(self, key: GroupKey, group: _Group, was: Level, now: float) -> None:
         level = group.detector.level
