@@ -116,8 +116,8 @@ def test_what_is_small_and_not_late_shows_a_narrow_link_from_the_first_window(
         sample = job.sample(link, direction, 0.040 if slow else 0.0)
         took = latency if slow else 0.001
         wire = sample.wire
-        if not exact and slow:  # The receiver computed, for 0 to 9 ms since it had come.
-            least = wire.min + job.rng.uniform(0, 0.009)
+        if not exact and slow:  # The receiver computed, for 6 to 9 ms since it had come.
+            least = wire.min + job.rng.uniform(0.006, 0.009)
             wire = wire.model_copy(update={"exact": 0, "min": least})
         return sample.model_copy(update={"latency": took, "wire": wire})
 
