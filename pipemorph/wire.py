@@ -120,11 +120,14 @@ class ReductionSample(WireModel):
     """How the gradients of a stage were reduced over the ranks with other data, in one iteration.
 
     ``seconds`` and ``exposed`` are the least of all ranks of the group, and so the same for all:
-    those of the rank that came last, which waited for the network alone.
+    those of the rank that came last, which waited for the network alone. Only one rank of a group
+    reports to the ingest.
     """
 
     stage: Count
     replica: Count = 0
+    group: Count = 0
+    """First column of the group: that of the rank that reports."""
     iteration: Count
     bytes: Count
     """Gradients of this rank."""

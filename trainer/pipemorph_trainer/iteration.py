@@ -354,9 +354,11 @@ class Iterations:
         found = self._reducer.take() if self._reducer is not None else None
         if found is None:
             return None
+        column = self._coordinate.column
         return ReductionSample(
-            stage=self._coordinate.stage, replica=self._coordinate.column, **found._asdict()
-        )
+            stage=self._coordinate.stage, replica=column,
+            group=self._coordinate.mesh.data_group(column), **found._asdict(),
+        )  # fmt: skip
 
     def _allow(self, deadline: float) -> None:
         self._executor.allow(deadline)

@@ -74,6 +74,21 @@ def test_checks_across_fields_hold_for_code_as_for_manifests() -> None:
         JobSpec.model_validate(minimal(faults=[{"link": 1, "delayMs": 5}])["spec"])
 
 
+@pytest.mark.parametrize(
+    ("replicas", "fault", "said"),
+    [
+        (2, {"reduction": 2, "delayMs": 5}, r"faults\[0\].reduction: is 2; the job has 2 stages"),
+        (1, {"reduction": 1, "delayMs": 5}, r"reduction: is 1; the job has one replica, which"),
+        (2, {"reduction": 1, "sever": "data"}, r"sever: is data, which cuts a link; a reduction"),
+    ],
+)
+def test_faults_of_a_reduction(replicas: int, fault: dict[str, object], said: str) -> None:
+    body = minimal(faults=[fault])["spec"]
+    body["parallelism"]["replicas"] = replicas
+    with pytest.raises(ValidationError, match=said):
+        JobSpec.model_validate(body)
+
+
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "PIPEMORPH_ATTEMPT", "TORCHELASTIC_X"])
 def test_variables_of_the_host_are_reserved_in_every_container(name: str) -> None:
     bad = {"name": "setup", "env": [{"name": name, "value": "1"}]}

@@ -19,6 +19,7 @@ from pipemorph.wire import (
     IterationSample,
     LinkHealthReport,
     LinkSample,
+    ReductionSample,
     StageProfile,
     TransportSample,
     WireTime,
@@ -117,6 +118,19 @@ class Job:
                 self._merger.add(self._rank(stage, replica))
         self.ticks += 1
 
+    def hear_reduction(self, stage: int, replica: int) -> None:
+        """What a rank says of its newest gradient reduction."""
+        reduced = ReductionSample(
+            stage=stage, replica=replica, iteration=self.ticks, bytes=1 << 30, buckets=40,
+            seconds=0.123456789, exposed=0.0123456789, waited=0.123456789,
+        )  # fmt: skip
+        said = RankTelemetry(
+            rank=replica * self.stages + stage, stage=stage, replica=replica, state="training",
+            iteration=self.ticks, applied_plan_version=0, prepared_plan_version=0,
+            reduction=reduced,
+        )  # fmt: skip
+        self._merger.add(said)
+
     def report(self) -> Reported:
         self._sequence += 1
         began = time.process_time()
@@ -159,6 +173,20 @@ def test_a_large_job_reports_every_stage_and_every_link(replicas: int) -> None:
     print(f"{len(job.series)} series: {1e3 * median(taken):.1f} ms per report, bound {least}")
     # There are 20 a second.
     assert median(taken) < 0.025
+
+
+def test_one_rank_of_a_group_reports_its_reduction() -> None:
+    """Those of 64 groups fit; the others of a group say the same."""
+    job = Job(64, 16)
+    told: dict[tuple[int, int], int] = {}
+    for _ in range(6):
+        for stage in range(64):
+            for replica in range(16):
+                job.hear_reduction(stage, replica)
+        found = job.tick().report.reductions
+        told |= {(each.stage, each.replica): each.iteration for each in found}
+    assert set(told) == {(stage, 0) for stage in range(64)}
+    assert min(told.values()) > 0, "the newest, not the first"
 
 
 def test_a_link_that_turns_slow_or_recovers_is_in_the_next_report() -> None:

@@ -103,7 +103,8 @@ class TelemetryMerger:
             self.dirty = True
         if telemetry.profile is not None:
             self._add_profile(telemetry.profile)
-        if (reduced := telemetry.reduction) is not None:
+        reduced = telemetry.reduction
+        if reduced is not None and reduced.replica == reduced.group:
             self._unsent_reductions[reduced.stage, reduced.replica] = reduced
         for rail in telemetry.rails:
             # Goes with the next report: counters alone do not trigger one.
