@@ -236,6 +236,8 @@ class PlanMessage(WireModel):
     dispatch: Dispatch = Dispatch.STATIC
     device_limits: list[int | None] = Field(default_factory=list)
     """One per stage; empty: no stage offloads activations."""
+    turns: list[list[Count]] = Field(default_factory=list)
+    """For ranks with several stages, the stages of each rank's ops in order; else empty."""
 
     @staticmethod
     def of(plan: Plan) -> PlanMessage:
@@ -249,6 +251,7 @@ class PlanMessage(WireModel):
             warmup=list(plan.warmup),
             dispatch=plan.dispatch,
             device_limits=list(plan.device_limits) if plan.offloads else [],
+            turns=[list(stages) for stages in plan.turns],
         )
 
     def plan(self) -> Plan:
@@ -261,6 +264,7 @@ class PlanMessage(WireModel):
             dispatch=self.dispatch,
             warmup=tuple(self.warmup),
             device_limits=tuple(self.device_limits),
+            turns=tuple(map(tuple, self.turns)),
         )
 
 

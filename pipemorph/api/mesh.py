@@ -7,12 +7,13 @@ use it; the trainer makes torch's ``DeviceMesh`` with the same dimensions and or
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Literal, get_args
 
 from pipemorph.errors import InputError
+from pipemorph.planning.ir import StagePlacement, place_stages
 
 Dimension = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
 """A dimension of the mesh, named as in torchtitan."""
@@ -35,6 +36,9 @@ class MeshShape:
     A *column* is a pipeline: one rank per stage, which share the other four coordinates. Columns
     are numbered by (replica, shard, context, tensor), whatever the order; with replicas alone a
     column is a replica. Telemetry names links by column.
+
+    With ``stages_per_rank`` above 1 a column has fewer ranks than stages, placed as ``placement``
+    says.
     """
 
     stages: int = 1
@@ -43,11 +47,14 @@ class MeshShape:
     context: int = 1
     tensor: int = 1
     order: tuple[Dimension, ...] = DIMENSIONS
+    stages_per_rank: int = 1
+    placement: StagePlacement = "interleaved"
 
     @cached_property
     def sizes(self) -> dict[Dimension, int]:
-        """Size of every dimension."""
-        sizes = (self.stages, self.replicas, self.shard, self.context, self.tensor)
+        """Size of every dimension, in ranks."""
+        ranks = self.stages // self.stages_per_rank
+        sizes = (ranks, self.replicas, self.shard, self.context, self.tensor)
         return dict(zip(DIMENSIONS, sizes, strict=True))
 
     @property
@@ -56,7 +63,12 @@ class MeshShape:
 
     @property
     def columns(self) -> int:
-        return self.world_size // self.stages
+        return self.world_size // self.sizes["pp"]
+
+    @cached_property
+    def placed(self) -> tuple[int, ...]:
+        """Index along ``pp`` of the rank of every stage."""
+        return place_stages(self.stages, self.sizes["pp"], self.placement)
 
     @property
     def data(self) -> int:
@@ -82,11 +94,13 @@ class MeshShape:
         if not 0 <= rank < self.world_size:
             raise InputError(f"rank is {rank}; the mesh has {self.world_size} ranks ({self})")
         place = _digits(rank, self.order, self.sizes)
-        return Coordinate(rank, self, **{_FIELDS[name]: place[name] for name in place})
+        # In both placements the first turn gives stage i to index i.
+        stage, replica, shard, context, tensor = (place.get(name, 0) for name in DIMENSIONS)
+        return Coordinate(rank, self, stage, replica, shard, context, tensor)
 
     def rank(self, stage: int, column: int) -> int:
         """The rank of a stage in a column."""
-        place = {**_digits(column, COLUMN, self.sizes), "pp": stage}
+        place = {**_digits(column, COLUMN, self.sizes), "pp": self.placed[stage]}
         rank = 0
         for name in self.order:
             rank = rank * self.sizes[name] + place[name]
@@ -116,15 +130,19 @@ class MeshShape:
         return ", ".join(f"{_FIELDS[n]} {place[n]}" for n in COLUMN if self.sizes[n] > 1)
 
     def __str__(self) -> str:
-        """``2 stages × 4 replicas × 2 tensor``."""
-        words = ("stages", "replicas", "shard", "context", "tensor")
-        named = zip(self.sizes.items(), words, strict=True)
-        return " × ".join(f"{n} {word}" for (name, n), word in named if n > 1 or name == "pp")
+        """``2 stages × 4 replicas × 2 tensor``, ``4 stages (2 per rank, v) × 2 replicas``."""
+        stages = f"{self.stages} stages"
+        if self.stages_per_rank > 1:
+            stages += f" ({self.stages_per_rank} per rank, {self.placement})"
+        words = dict(zip(COLUMN, ("replicas", "shard", "context", "tensor"), strict=True))
+        named = [f"{self.sizes[name]} {word}" for name, word in words.items()]
+        return " × ".join([stages, *(n for n in named if not n.startswith("1 "))])
 
 
 @dataclass(frozen=True)
 class Coordinate:
-    """A rank's place in the mesh."""
+    """A rank's place in the mesh, or that of one of its stages (:meth:`of`). ``stage``: the first
+    of the rank's stages, or the one."""
 
     rank: int
     mesh: MeshShape
@@ -133,18 +151,32 @@ class Coordinate:
     shard: int = 0
     context: int = 0
     tensor: int = 0
+    alone: bool = False
+    """Whether this is the place of one stage of several."""
 
     @property
     def stages(self) -> int:
         return self.mesh.stages
 
+    @cached_property
+    def held(self) -> tuple[int, ...]:
+        """The stages at this place, in order: those of the rank, or the one."""
+        if self.alone or self.mesh.stages_per_rank == 1:
+            return (self.stage,)
+        here = self.mesh.placed[self.stage]
+        return tuple(stage for stage, at in enumerate(self.mesh.placed) if at == here)
+
+    def of(self, stage: int) -> Coordinate:
+        """The place of one of the stages."""
+        return self if self.held == (stage,) else replace(self, stage=stage, alone=True)
+
     @property
     def first(self) -> bool:
-        return self.stage == 0
+        return self.held[0] == 0
 
     @property
     def last(self) -> bool:
-        return self.stage == self.mesh.stages - 1
+        return self.held[-1] == self.mesh.stages - 1
 
     @property
     def column(self) -> int:
@@ -167,6 +199,8 @@ class Coordinate:
 
     def along(self, name: Dimension) -> int:
         """The rank's index along a dimension."""
+        if name == "pp":
+            return self.mesh.placed[self.stage]
         index: int = getattr(self, _FIELDS[name])
         return index
 
@@ -182,9 +216,12 @@ class Coordinate:
         return self.mesh.rank(0 if "pp" in names else self.stage, column)
 
     def __str__(self) -> str:
-        """``rank 5 (stage 1, replica 0, tensor 1)``, without dimensions of size 1."""
+        """``rank 5 (stage 1, replica 0, tensor 1)``, without dimensions of size 1; ``rank 1
+        (stages 1 and 2)``."""
         column = self.mesh.column_name(self.column)
-        return f"rank {self.rank} (stage {self.stage}{', ' if column else ''}{column})"
+        several = "s" if len(self.held) > 1 else ""
+        stages = " and ".join(map(str, self.held))
+        return f"rank {self.rank} (stage{several} {stages}{', ' if column else ''}{column})"
 
 
 def _digits(

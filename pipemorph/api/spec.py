@@ -15,7 +15,7 @@ from pipemorph.api.base import FieldError as FieldError  # noqa: PLC0414 - publi
 from pipemorph.api.base import SpecModel as SpecModel  # noqa: PLC0414
 from pipemorph.api.mesh import DIMENSIONS, Dimension, MeshShape
 from pipemorph.api.placement import Placement
-from pipemorph.planning.ir import Dispatch, Policy
+from pipemorph.planning.ir import Dispatch, Policy, StagePlacement
 from pipemorph.planning.problem import MAX_CELLS
 
 API_GROUP = "pipemorph.io"
@@ -66,7 +66,18 @@ class Parallelism(SpecModel):
     """How the ranks are divided: a mesh of stages, replicas, shards, context and tensor."""
 
     stages: int = Field(
-        ge=1, le=512, description="Pipeline stages (dimension pp of the device mesh)."
+        ge=1,
+        le=512,
+        description="Pipeline stages. The device mesh has one rank per stage in dimension pp, or "
+        "one per stagesPerRank stages.",
+    )
+    stages_per_rank: int = Field(
+        default=1, ge=1, le=64, description="Stages of each rank; divides stages."
+    )
+    stage_placement: StagePlacement = Field(
+        default="interleaved",
+        description="Which stages a rank with several has. interleaved: every n-th of n ranks; v: "
+        "in turns from the first rank to the last and back.",
     )
     replicas: int = Field(
         default=1, ge=1, le=4096, description="Data-parallel replicas (dp_replicate)."
@@ -103,6 +114,12 @@ class Parallelism(SpecModel):
 
     @model_validator(mode="after")
     def _fits(self) -> Parallelism:
+        if self.stages % self.stages_per_rank:
+            raise FieldError(
+                "stagesPerRank",
+                f"is {self.stages_per_rank}, which does not divide the {self.stages} stages; use "
+                "a divisor",
+            )
         self._check_order()
         if self.world_size > MAX_RANKS:
             raise FieldError(
@@ -128,8 +145,7 @@ class Parallelism(SpecModel):
         shown = ", ".join(self.order) or "empty"
         if len(set(self.order)) < len(self.order):
             raise FieldError("order", f"is {shown}; expected every dimension once")
-        sizes = MeshShape(self.stages, self.replicas, self.shard, self.context, self.tensor).sizes
-        for name, size in sizes.items():
+        for name, size in self.mesh.sizes.items():
             if size > 1 and name not in self.order:
                 raise FieldError("order", f"is {shown}, without {name}, which has {size} ranks")
 
@@ -137,8 +153,9 @@ class Parallelism(SpecModel):
     def mesh(self) -> MeshShape:
         """Where each rank is."""
         return MeshShape(
-            self.stages, self.replicas, self.shard, self.context, self.tensor, tuple(self.order)
-        )
+            self.stages, self.replicas, self.shard, self.context, self.tensor, tuple(self.order),
+            self.stages_per_rank, self.stage_placement,
+        )  # fmt: skip
 
     @property
     def world_size(self) -> int:
@@ -159,7 +176,9 @@ class ScheduleSpec(SpecModel):
         description="Samples per iteration of all replicas and shards; divisible by replicas × "
         "shard × microbatches.",
     )
-    policy: Literal["pipemorph", "zero-bubble", "1f1b", "gpipe", "exact"] = "pipemorph"
+    policy: Literal[
+        "pipemorph", "zero-bubble", "1f1b", "gpipe", "exact", "1f1b-interleaved", "zero-bubble-v"
+    ] = "pipemorph"
     dispatch: Literal["static", "online"] = "static"
     objective: Literal["auto", "makespan", "period"] = Field(
         default="auto",
@@ -528,6 +547,7 @@ class JobSpec(SpecModel):
             raise problem
         self._check_size()
         self._check_batch()
+        self._check_policy()
         self._check_dispatch()
         self._check_warmup()
         self._check_faults()
@@ -573,6 +593,44 @@ class JobSpec(SpecModel):
                 f"is {batch}, which {cut.replicas} replicas{shards} × {self.schedule.microbatches}"
                 f" microbatches do not divide; use a multiple of {parts}",
             )
+
+    def _check_policy(self) -> None:
+        """One stage per rank and several have different policies."""
+        policy, cut = self.schedule.policy_kind, self.parallelism
+        several = cut.stages_per_rank > 1
+        if policy is not Policy.PIPEMORPH and policy.interleaved != several:
+            raise FieldError(
+                "schedule.policy",
+                f"is {policy.value}, with parallelism.stagesPerRank {cut.stages_per_rank}; with"
+                f" {'several stages' if several else 'one stage'} per rank use pipemorph, "
+                + (
+                    "1f1b-interleaved or zero-bubble-v" if several else "1f1b, gpipe or zero-bubble"
+                ),
+            )
+        needs = "v" if policy is Policy.ZERO_BUBBLE_V else "interleaved"
+        if policy.interleaved and cut.stage_placement != needs:
+            raise FieldError(
+                "parallelism.stagePlacement",
+                f"is {cut.stage_placement}; policy {policy.value} needs {needs}",
+            )
+        if not several:
+            return
+        for where, given in (
+            ("schedule.dispatch", self.schedule.dispatch_kind is Dispatch.ONLINE),
+            ("schedule.warmup", self.schedule.warmup is not None),
+            ("schedule.objective", self.schedule.objective == "period"),
+            ("adaptation.allowOffload", self.adaptation.allow_offload),
+        ):
+            if given:
+                raise FieldError(where, "is set; ranks with several stages do not have it")
+        for i, fault in enumerate(self.faults):
+            placed = cut.mesh.placed
+            if fault.link is None:
+                continue
+            if fault.link < len(placed) - 1 and placed[fault.link] == placed[fault.link + 1]:
+                raise FieldError(
+                    f"faults[{i}].link", f"is {fault.link}, which joins two stages of one rank"
+                )
 
     def _check_dispatch(self) -> None:
         if self.schedule.dispatch_kind is Dispatch.ONLINE and self.parallelism.mesh.lockstep > 1:

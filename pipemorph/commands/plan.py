@@ -9,9 +9,9 @@ from typing import Any
 from pipemorph.commands.output import add_output_arguments, write
 from pipemorph.errors import InputError
 from pipemorph.planning.formats.plan_json import report, report_interleaved
+from pipemorph.planning.interleaved import plan_interleaved
 from pipemorph.planning.ir import Dispatch, Policy
 from pipemorph.planning.planner import plan
-from pipemorph.planning.policies.interleaved import plan_interleaved
 from pipemorph.planning.problem import Problem, load_problem, shown
 from pipemorph.planning.search.exact import TIME_LIMIT
 from pipemorph.planning.simulation.simulator import simulate
@@ -52,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
     dispatch = Dispatch(args.dispatch) if args.dispatch else problem.dispatch
     if args.time_limit is not None and policy is not Policy.EXACT:
         raise InputError(f"--time-limit is for policy exact; the policy is {policy.value}")
-    if policy.interleaved:
+    several = problem.ranks is not None and problem.ranks != problem.stage_count
+    if policy.interleaved or (several and policy is Policy.PIPEMORPH):
         if dispatch is Dispatch.ONLINE:
             raise InputError(
                 f"dispatch is online; policy {policy.value} has several stages per rank and runs"
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
             )
         _plan_interleaved(problem, policy, args)
         return 0
-    if problem.ranks is not None and problem.ranks != problem.stage_count:
+    if several:
         raise InputError(
             f"ranks is {problem.ranks}; policy {policy.value} has one stage per rank, and stages"
             f" has {problem.stage_count} entries"

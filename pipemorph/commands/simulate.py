@@ -8,8 +8,8 @@ from typing import Any
 from pipemorph.commands.output import add_output_arguments, write
 from pipemorph.errors import InputError
 from pipemorph.planning.formats.plan_json import LoadedPlan, load_plan, report, report_interleaved
+from pipemorph.planning.interleaved import interleaved_bound
 from pipemorph.planning.ir import Dispatch
-from pipemorph.planning.policies.interleaved import interleaved_bound
 from pipemorph.planning.problem import Problem, load_problem
 from pipemorph.planning.simulation.interleaved import InterleavedSchedule, simulate_interleaved
 from pipemorph.planning.simulation.lower_bound import lower_bound

@@ -19,6 +19,8 @@ from pipemorph.planning import (
     StageTimes,
     plan,
 )
+from pipemorph.planning.interleaved import plan_interleaved
+from pipemorph.planning.simulation.interleaved import InterleavedSchedule
 
 QUICK_CELLS = 4096
 """Largest number of stages × microbatches that is planned within about 50 ms, so that a host can do
@@ -29,6 +31,10 @@ def planning_rules(spec: JobSpec) -> JobSpec:
     """The spec without the fields that no plan depends on, such as the pod template: it is sent to
     other processes."""
     return spec.model_copy(update={"template": None, "placement": None})
+
+
+FirstSchedule = Schedule | InterleavedSchedule
+"""The latter for several stages per rank."""
 
 
 def initial_routes(spec: JobSpec) -> tuple[Route, ...]:
@@ -48,7 +54,8 @@ def initial_problem(spec: JobSpec) -> Problem:
             StageTimes(forward=1, backward_input=1, backward_weight=1, in_flight_limit=limit)
             for limit in in_flight_limits(spec)
         )
-    warmup = spec.schedule.warmup
+    warmup, cut = spec.schedule.warmup, spec.parallelism
+    several = cut.stages_per_rank > 1
     try:
         return Problem(
             microbatches=spec.schedule.microbatches,
@@ -57,31 +64,37 @@ def initial_problem(spec: JobSpec) -> Problem:
             policy=spec.schedule.policy_kind,
             warmup=tuple(warmup) if warmup is not None else None,
             objective="period" if spec.schedule.objective == "period" else "makespan",
+            ranks=cut.mesh.sizes["pp"] if several else None,
+            placement=cut.stage_placement,
         )
     except ValidationError as error:
         message = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
         raise InputError(one_line(message)) from None
 
 
+def _made(problem: Problem) -> FirstSchedule:
+    return (plan_interleaved if problem.ranks is not None else plan)(problem).schedule
+
+
 @lru_cache(maxsize=64)
-def _schedule(problem: Problem) -> Schedule:
+def _schedule(problem: Problem) -> FirstSchedule:
     """Cached: a host needs the same schedule to check a job and to control it. Schedules are never
     modified."""
-    return plan(problem).schedule
+    return _made(problem)
 
 
 @lru_cache(maxsize=2)
-def _schedule_for_others(problem: Problem) -> Schedule:
+def _schedule_for_others(problem: Problem) -> FirstSchedule:
     """Cached only briefly: the largest schedules take 10 MB and are not used in this process. Equal
     jobs often come one after the other."""
-    return plan(problem).schedule
+    return _made(problem)
 
 
-_shared: WeakValueDictionary[Problem, Schedule] = WeakValueDictionary()
+_shared: WeakValueDictionary[Problem, FirstSchedule] = WeakValueDictionary()
 """Schedules in use: equal jobs share one."""
 
 
-def share(problem: Problem, schedule: Schedule) -> Schedule:
+def share(problem: Problem, schedule: FirstSchedule) -> FirstSchedule:
     """Use ``schedule``, which may come from another process, for ``problem``, unless this process
     has one already. Returns the one that is used."""
     return _shared.setdefault(problem, schedule)
@@ -97,7 +110,7 @@ def is_shared(spec: JobSpec) -> bool:
     return initial_problem(spec) in _shared
 
 
-def initial_schedule(spec: JobSpec) -> Schedule:
+def initial_schedule(spec: JobSpec) -> FirstSchedule:
     """Schedule of plan 0. Raises :class:`~pipemorph.errors.InputError` if the spec allows none,
     such as a fixed warm-up above an in-flight limit."""
     problem = initial_problem(spec)
@@ -105,7 +118,7 @@ def initial_schedule(spec: JobSpec) -> Schedule:
     return found if found is not None else share(problem, _schedule(problem))
 
 
-def schedule_for_others(spec: JobSpec) -> Schedule:
+def schedule_for_others(spec: JobSpec) -> FirstSchedule:
     """:func:`initial_schedule` for another process. This process does not keep the result."""
     return _schedule_for_others(initial_problem(spec))
 
@@ -120,10 +133,16 @@ def initial_plan(spec: JobSpec) -> Plan:
 
     Raises :class:`~pipemorph.errors.InputError`, one line.
     """
+    schedule = initial_schedule(spec)
+    turns: tuple[tuple[int, ...], ...] = ()
+    if isinstance(schedule, InterleavedSchedule):
+        turns = schedule.turns
+        schedule = schedule.per_stage()
     return Plan(
         version=0,
         policy=spec.schedule.policy_kind,
-        schedule=initial_schedule(spec),
+        schedule=schedule,
+        turns=turns,
         routes=initial_routes(spec),
         in_flight_limits=in_flight_limits(spec),
         dispatch=spec.schedule.dispatch_kind,

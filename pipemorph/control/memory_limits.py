@@ -60,7 +60,8 @@ def room(spec: JobSpec, stage: int, activation_bytes: int | None, copy: float | 
     device = stated_limits(spec)[stage]
     memory, by_memory = spec.schedule.activation_memory, False
     if memory is not None and activation_bytes:
-        fits = memory // activation_bytes
+        # Of the rank, whose stages share it.
+        fits = memory // spec.parallelism.stages_per_rank // activation_bytes
         if device is None or fits < device:
             device, by_memory = fits, True
     host = 0

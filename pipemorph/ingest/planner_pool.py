@@ -18,10 +18,14 @@ from collections.abc import Awaitable, Callable
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide.findings import NoPlan
 from pipemorph.control.decide.replan import Proposal, Replan, propose
-from pipemorph.control.first_plan import check_schedule, planning_rules, schedule_for_others
+from pipemorph.control.first_plan import (
+    FirstSchedule,
+    check_schedule,
+    planning_rules,
+    schedule_for_others,
+)
 from pipemorph.control.planner_worker import HEADER_BYTES, Asked, Found, answer, frame
 from pipemorph.errors import InputError
-from pipemorph.planning import Schedule
 
 log = logging.getLogger("pipemorph.ingest")
 
@@ -72,12 +76,12 @@ class ProcessPlanner:
         except TimeoutError:
             return _proposal(TimeoutError(f"it took longer than {self._limit:g} s"))
 
-    async def first_plan(self, spec: JobSpec, *, wanted: bool = True) -> Schedule | None:
+    async def first_plan(self, spec: JobSpec, *, wanted: bool = True) -> FirstSchedule | None:
         """A job's initial schedule; None if not ``wanted``, to check only that one exists. Raises
         :class:`~pipemorph.errors.InputError` if the spec allows none, and :class:`PlannerLost` if
         the caller should retry."""
         rules = planning_rules(spec)
-        make: Callable[[JobSpec], Schedule | None] = schedule_for_others
+        make: Callable[[JobSpec], FirstSchedule | None] = schedule_for_others
         try:
             found = await self._answer(make if wanted else check_schedule, rules)
         except TimeoutError:

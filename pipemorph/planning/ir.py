@@ -10,9 +10,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pipemorph.errors import InputError
+
+StagePlacement = Literal["interleaved", "v"]
+"""Which of a pipeline's stages a rank has, if several. interleaved: the ranks get the stages in
+turn, ``s mod ranks``. v: every other turn goes from the last rank back to the first, so that two
+consecutive stages at a turning point are on one rank, and rank 0 has the first and the last stage
+of two per rank."""
+
+
+def place_stages(stages: int, ranks: int, placement: StagePlacement) -> tuple[int, ...]:
+    """The rank of every stage of one pipeline, of ``ranks`` that divide the ``stages``."""
+    return tuple(
+        ranks - 1 - stage % ranks if placement == "v" and stage // ranks % 2 else stage % ranks
+        for stage in range(stages)
+    )
 
 
 class OpKind(StrEnum):
@@ -168,7 +182,9 @@ class Plan:
     job spec, and for a plan that is not issued yet. ``in_flight_limits[i]``: ``K_i``, None for no
     limit. ``routes[i]``: route of link *i*. ``device_limits[i]``: most microbatches whose
     activations may be on the device of stage *i* at a time; the others are in host memory
-    (:mod:`pipemorph.planning.offload`); None: no offload.
+    (:mod:`pipemorph.planning.offload`); None: no offload. ``turns[r]``: for ranks with several
+    stages, the stage of each op that rank *r* of a pipeline runs, in order: the next op of that
+    stage. Empty: one stage per rank.
     """
 
     version: int
@@ -179,6 +195,7 @@ class Plan:
     dispatch: Dispatch = Dispatch.STATIC
     warmup: tuple[int, ...] = field(default=())
     device_limits: tuple[int | None, ...] = field(default=())
+    turns: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.warmup:
@@ -212,8 +229,9 @@ class Plan:
 
     def runs_as(self, other: Plan) -> bool:
         """Whether ranks do the same under both: versions differ, and caps that nothing reaches."""
-        return (self.schedule, self.routes, self.device_limits) == (
+        return (self.schedule, self.turns, self.routes, self.device_limits) == (
             other.schedule,
+            other.turns,
             other.routes,
             other.device_limits,
         )

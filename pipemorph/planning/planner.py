@@ -1,4 +1,4 @@
-"""Makes a plan for a problem."""
+"""Makes a plan for a problem with one stage per rank."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _made_by_hand(problem: Problem, policy: Policy) -> Schedule:
         case Policy.ONE_F_ONE_B_INTERLEAVED | Policy.ZERO_BUBBLE_V:
             raise InputError(
                 f"policy {policy.value} puts several stages on a rank, plan() only one; use"
-                " pipemorph.planning.policies.interleaved.plan_interleaved"
+                " pipemorph.planning.interleaved.plan_interleaved"
             )
         case _:
             raise AssertionError(f"policy {policy.value} is not made by hand")

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from pipemorph.document import check_plain, named, only_document, read_text
 from pipemorph.errors import InputError
-from pipemorph.planning.ir import Dispatch, Plan, Policy
+from pipemorph.planning.ir import Dispatch, Plan, Policy, StagePlacement
 
 MAX_CELLS = 512 * 2048
 """Most stages × microbatches. Far above any real pipeline; small enough that a typo in
@@ -168,9 +168,9 @@ class Problem(_Model):
     whether stages keep the plan's order or run the next ready op. ``objective``: what policy
     pipemorph minimizes: the makespan of an iteration, or the longest time from the start of a
     stage's first op to the end of its last one, which is the time per iteration (period) if nothing
-    makes stages wait for each other between iterations. ``ranks``: number of ranks, for
-    policies with several stages per rank; links still connect consecutive stages. ``layers``: all
-    layers of the model, and ``layer_split``: their number per stage, for `pipemorph advise`.
+    makes stages wait for each other between iterations. ``ranks``: number of ranks, if they have
+    several stages each, as ``placement`` says; links still connect consecutive stages. ``layers``:
+    all layers of the model, and ``layer_split``: their number per stage, for `pipemorph advise`.
     Raises :class:`pydantic.ValidationError`; :func:`parse_problem` converts it to one line.
     """
 
@@ -182,6 +182,7 @@ class Problem(_Model):
     dispatch: Dispatch = Dispatch.STATIC
     objective: Literal["makespan", "period"] = "makespan"
     ranks: Count | None = None
+    placement: StagePlacement = "interleaved"
     layers: tuple[Layers, ...] | None = Field(default=None, min_length=1)
     layer_split: tuple[Count, ...] | None = None
 

@@ -115,7 +115,7 @@ class Rank:
 
     def state(self) -> dict[str, Any]:
         links = {}
-        for end in self.pipe._parts.neighbours.ends:
+        for end in self.pipe._parts.links.ends:
             assert end.engine_link is not None
             links[end.link] = {"route": end.route.value, **stats_of(end.engine_link)}
         return {"iteration": self.pipe.iteration, "inside": self.inside, "links": links}

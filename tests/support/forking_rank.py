@@ -26,7 +26,7 @@ def ended_well(child: int) -> None:
 
 
 def tell(pipe: Pipeline) -> None:
-    (end,) = pipe._parts.neighbours.ends
+    (end,) = pipe._parts.links.ends
     assert end.engine_link is not None
     stats = end.engine_link.stats()
     said = {name: getattr(stats, name) for name in ("state", "reconnects", "chunks_resent")}

@@ -23,11 +23,8 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from pipemorph.cli import main
 from pipemorph.planning import Link, OpKind, Policy, Problem, StageTimes, plan
 from pipemorph.planning.formats.torch_csv import dump_comms_csv, dump_csv, parse_csv
-from pipemorph.planning.policies.interleaved import (
-    one_f_one_b_interleaved,
-    plan_interleaved,
-    zero_bubble_v,
-)
+from pipemorph.planning.interleaved import plan_interleaved
+from pipemorph.planning.policies.interleaved import one_f_one_b_interleaved, zero_bubble_v
 from pipemorph.planning.simulation.interleaved import (
     InterleavedSchedule,
     StageOp,

@@ -37,6 +37,7 @@ from pipemorph.api.spec import PipeMorphJob
 from pipemorph.document import read_text
 from pipemorph.errors import InputError, one_line
 from pipemorph.manifest import MAX_BYTES, describe
+from pipemorph.planning.ir import StagePlacement
 from pipemorph_trainer.joining import ask_for_job
 
 TRACE_BYTES = 256 << 20
@@ -139,25 +140,48 @@ class TrainerContext:
             )
         return context
 
-    def mesh_shape(self, stages: int | None = None) -> MeshShape:
-        """The sizes and order of the job's mesh. Without a job file: ``stages`` (default: all
-        ranks) × replicas, in the default order.
+    def mesh_shape(
+        self,
+        stages: int | None = None,
+        stages_per_rank: int | None = None,
+        placement: StagePlacement | None = None,
+    ) -> MeshShape:
+        """The sizes and order of the job's mesh. Without a job file: ``stages`` (default: as many
+        as fit on all ranks) × replicas, in the default order, with ``stages_per_rank`` (default:
+        1).
 
-        Raises :class:`InputError` if ``stages`` does not divide the number of ranks.
+        Raises :class:`InputError` if the stages cannot be divided over the ranks.
         """
         if self.job is not None:
             return self.job.spec.parallelism.mesh
-        stages = self.world_size if stages is None else stages
-        if stages < 1 or self.world_size % stages:
+        each = 1 if stages_per_rank is None else stages_per_rank
+        if each < 1:
+            raise InputError(f"stages_per_rank is {each}; expected at least 1")
+        stages = self.world_size * each if stages is None else stages
+        if stages % each:
+            raise InputError(f"stages is {stages}; expected a multiple of stages_per_rank, {each}")
+        ranks = stages // each
+        if ranks < 1 or self.world_size % ranks:
+            several = f" with {each} per rank" if each > 1 else ""
             raise InputError(
-                f"{self.world_size} ranks cannot be cut into pipelines of {stages} stages; start "
-                f"a multiple of {stages} ranks"
+                f"{self.world_size} ranks cannot be cut into pipelines of {stages} stages{several};"
+                f" start a multiple of {ranks} ranks"
             )
-        return MeshShape(stages, self.world_size // stages)
+        return MeshShape(
+            stages,
+            self.world_size // ranks,
+            stages_per_rank=each,
+            placement=placement or "interleaved",
+        )
 
-    def coordinate(self, stages: int | None = None) -> Coordinate:
-        """Where this rank is in :meth:`mesh_shape`."""
-        return self.mesh_shape(stages).coordinate(self.rank)
+    def coordinate(
+        self,
+        stages: int | None = None,
+        stages_per_rank: int | None = None,
+        placement: StagePlacement | None = None,
+    ) -> Coordinate:
+        """Where this rank is in :meth:`mesh_shape`. ``held``: its stages."""
+        return self.mesh_shape(stages, stages_per_rank, placement).coordinate(self.rank)
 
 
 def _job(file: str) -> PipeMorphJob:

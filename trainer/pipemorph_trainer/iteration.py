@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Mapping
 from time import monotonic, time
 from typing import Any
 
@@ -22,13 +23,14 @@ from pipemorph_trainer.errors import BatchError
 from pipemorph_trainer.executor import refusal as refusals
 from pipemorph_trainer.executor.call import name_call
 from pipemorph_trainer.executor.device_times import DeviceTimes
-from pipemorph_trainer.executor.dispatch import Executor, Inputs, Outcome
+from pipemorph_trainer.executor.dispatch import Executor, Inputs
 from pipemorph_trainer.executor.local_stage import OwnStage
 from pipemorph_trainer.executor.loss import SharedLoss
+from pipemorph_trainer.executor.mailbox import Mailbox
 from pipemorph_trainer.executor.profiling import profiling
 from pipemorph_trainer.executor.waiting import CollectiveWait
 from pipemorph_trainer.links.channels.arrival import OpClock
-from pipemorph_trainer.links.link import Neighbourhood
+from pipemorph_trainer.links.link import Links
 from pipemorph_trainer.links.poller import Poller
 from pipemorph_trainer.plans.agreement import Agreement
 from pipemorph_trainer.plans.book import PlanBook
@@ -40,6 +42,7 @@ from pipemorph_trainer.telemetry.reporter import Reporter
 from pipemorph_trainer.telemetry.rounds import Rounds
 from pipemorph_trainer.telemetry.trace import TraceWriter
 from pipemorph_trainer.topology.world import World
+from pipemorph_trainer.turns import Call, LastOpOfRank, Turns
 
 log = logging.getLogger("pipemorph.trainer")
 
@@ -51,13 +54,13 @@ class Iterations:
 
     Args:
         world: the ranks with which this one shares losses, gradients and agreements.
-        neighbours: the links of the stage.
-        stage: runs the ops.
-        replicas: keeps the stage's replicas equal; None for one replica or an emulated stage.
-        reducer: averages their gradients; that of ``replicas``, or of an emulated stage.
+        links: the links of this rank's stages.
+        stages: run the ops, by stage.
+        replicas: keeps the replicas of the stages equal; None for one replica or emulated stages.
+        reducer: averages their gradients; that of ``replicas``, or of emulated stages.
         tied: sums the gradients of weights that other stages hold, too; None without any.
         plans: the plans of this rank; plans from ``control`` are added to it.
-        reporter, trace: report each iteration, and write its trace.
+        reporter, traces: report each iteration, and write its trace, by stage.
         poller: waits for events for the executor; ``op_clock``: tells the links when ops run.
         wait: waits for collectives, and describes the wait.
         deadline: longest wait for one message, seconds. For the first iteration and the first
@@ -69,68 +72,82 @@ class Iterations:
         self,
         *,
         world: World,
-        neighbours: Neighbourhood,
-        stage: OwnStage,
+        links: Links,
+        stages: Mapping[int, OwnStage],
         replicas: Replicas | None,
         reducer: Reducer | None,
         tied: Tied | None,
         plans: PlanBook,
         control: ControlClient,
         reporter: Reporter,
-        trace: TraceWriter,
+        traces: Mapping[int, TraceWriter],
         poller: Poller,
         op_clock: OpClock,
         wait: CollectiveWait,
         deadline: float,
     ) -> None:
         self._world, self._coordinate = world, world.coordinate
-        self._neighbours, self._stage, self._plans = neighbours, stage, plans
+        self._ends, self._stages, self._plans = links.ends, stages, plans
+        # All stages of a job are of one kind.
+        first = next(iter(stages.values()))
+        self._microbatches, self._has_module = first.microbatches, first.module is not None
         self._replicas, self._tied = replicas, tied
         self._reducer = reducer
-        self._control, self._reporter, self._trace = control, reporter, trace
+        self._control, self._reporter, self._traces = control, reporter, traces
         self._waiting, self._wait_for = wait.waiting, wait
         self._device_times: DeviceTimes | None = None
-        if stage.accelerator is not None:
-            self._device_times = DeviceTimes(stage.accelerator)
+        if first.accelerator is not None:
+            self._device_times = DeviceTimes(first.accelerator)
         self._loss = SharedLoss(
             world=world,
-            accelerator=stage.accelerator,
+            accelerator=first.accelerator,
             wait=wait,
         )
         gate = None
         columns = world.group(COLUMN)
-        if columns is not None and self._coordinate.last and stage.module is not None:
+        if columns is not None and self._coordinate.last and self._has_module:
             gate = refusals.Gate(columns, wait)
-        self._executor = Executor(
-            coordinate=self._coordinate,
-            runner=stage.runner,
-            neighbours=neighbours,
-            poller=poller,
-            op_clock=op_clock,
-            waiting=wait.waiting,
-            deadline=deadline,
-            boundary=self._between_ops,
-            on_last_forward=self._loss.post,
-            reserve=plans.shapes_known,
-            device_times=self._device_times,
-            gate=gate,
-            # A stage of another trainer does not restart an iteration.
-            refuses=stage.emulated or stage.module is not None,
-            last_op=reducer,
-        )
-        up, down = neighbours.upstream, neighbours.downstream
-        self._agreement = Agreement(
-            plans,
-            None if up is None else up.socket,
-            None if down is None else down.socket,
-            together=world.together,
-            wait=wait,
-        )
-        self._token = TokenPass(self._coordinate, neighbours, self._executor.mail, self._agreement)
+        self._mail = Mailbox(
+            links.ends, poller=poller, waiting=wait.waiting, deadline=deadline,
+            between=self._between_ops,
+        )  # fmt: skip
+        self._last_op = None if reducer is None else LastOpOfRank(reducer, len(stages))
+        self._agreements: dict[int, Agreement] = {}
+        executors: dict[int, Executor] = {}
+        tokens: dict[int, TokenPass] = {}
+        for stage, own in stages.items():
+            coordinate, neighbours = self._coordinate.of(stage), links.of[stage]
+            executors[stage] = Executor(
+                coordinate=coordinate,
+                runner=own.runner,
+                neighbours=neighbours,
+                mail=self._mail,
+                op_clock=op_clock,
+                waiting=wait.waiting,
+                deadline=deadline,
+                boundary=self._between_ops,
+                on_last_forward=self._loss.post,
+                reserve=plans.shapes_known,
+                device_times=self._device_times,
+                gate=gate if coordinate.last else None,
+                # A stage of another trainer does not restart an iteration.
+                refuses=own.emulated or own.module is not None,
+                last_op=self._last_op,
+            )
+            up, down = neighbours.upstream, neighbours.downstream
+            self._agreements[stage] = Agreement(
+                plans,
+                None if up is None else up.socket,
+                None if down is None else down.socket,
+                together=world.together,
+                wait=wait,
+            )
+            tokens[stage] = TokenPass(coordinate, neighbours, self._mail, self._agreements[stage])
+        self._turns = Turns(self._coordinate, executors, tokens, self._mail)
         self.rounds = Rounds(world=world, wait=wait, report=self._report)
         """Results of the iterations. Its caller ends each iteration."""
         self._deadline = deadline
-        self._warm = stage.emulated
+        self._warm = first.emulated
         """Whether the first iteration with its self-test is over. Emulated stages need none."""
         self.synchronizes = True
         """Whether gradients are summed and averaged after an iteration."""
@@ -141,38 +158,46 @@ class Iterations:
         """A plan that is prepared at the end of the iteration."""
 
     def run(
-        self, iteration: int, inputs: Inputs, shapes: Any, refusal: Exception | None = None
+        self,
+        iteration: int,
+        inputs: Mapping[int, Inputs],
+        shapes: Mapping[int, Any],
+        refusal: Exception | None = None,
     ) -> float:
         """Run one iteration: forward and backward of all microbatches, and the gradient average
         over the replicas. Returns the loss.
 
-        ``shapes``: changes if the shapes on stage 0 change. ``refusal``: why the input of this rank
-        does not fit. Raises :class:`BatchError` on all ranks if the input of any does not fit, and
-        :class:`PipelineError` if a message does not arrive.
+        ``inputs``: by stage. ``shapes``: change if those of the inputs do. ``refusal``: why the
+        input of this rank does not fit. Raises :class:`BatchError` on all ranks if the input of any
+        does not fit, and :class:`PipelineError` if a message does not arrive.
         """
         origin = time()
         self._training_began = self._training_began or origin
         if not self._warm:
             self._allow(self._deadline * self._coordinate.stages)
-        self._executor.mail.call = name_call(iteration, evaluation=False)
+        self._mail.call = name_call(iteration, evaluation=False)
         self.rounds.begin(iteration, at=monotonic())
         self._take_plan(page_lock=True)
-        self._weigh(inputs)
+        # Only of the last stage it matters.
+        final = inputs[self._coordinate.held[-1]]
+        self._weigh(final)
         refused = self._any_refuses(f"iteration {iteration}", refusal is not None)
-        version, start = self._token.start(iteration, shapes, refused=refused)
+        version = self._turns.start(Call(iteration, inputs, shapes, refused))
         plan = self._begin(iteration, version)
-        divisor = inputs.divisor or self._stage.microbatches
+        divisor = final.divisor or self._microbatches
         self._loss.begin(divisor)
-        if inputs.scale != 1.0:
-            inputs.divisor = divisor / inputs.scale
+        if final.scale != 1.0:
+            final.divisor = divisor / final.scale
         if self._tied is not None:
             self._tied.begin()
         if self._reducer is not None and self.synchronizes:
             self._reducer.begin(iteration)
-        outcome = self._executor.run(plan, iteration, self._token.generations, inputs, start)
+        if self._last_op is not None:
+            self._last_op.begin()
+        self._turns.run(plan)
         self._reduce_shards(iteration)
         # Usually here already: it was sent after the last F.
-        loss = self._loss.wait(f"iteration {iteration}", refused=self._executor.refused)
+        loss = self._loss.wait(f"iteration {iteration}", refused=self._turns.refused)
         if self._loss.refused:
             self.rounds.drop(iteration)
             if self._tied is not None:
@@ -181,17 +206,20 @@ class Iterations:
                 self._reducer.drop()
             raise self._refused(f"step() of iteration {iteration}", refusal)
         self._synchronize(iteration)
-        self._stage.update()
-        if not self._warm and self._stage.module is not None:
-            self._choose_split()
-        self._end(iteration, plan, origin, outcome, loss)
+        for own in self._stages.values():
+            own.update()
+        if not self._warm and self._has_module:
+            for stage in self._stages:
+                self._choose_split(stage)
+        self._end(iteration, plan, origin, loss)
         return loss
 
     def _reduce_shards(self, iteration: int) -> None:
         """Reduce the gradients of a sharded stage."""
         self._waiting.begin(f"gradients of iteration {iteration} of the other shards")
         began = time()
-        self._stage.reduce()
+        for own in self._stages.values():
+            own.reduce()
         if self._reducer is not None and self._replicas is not None and self._replicas.sharded:
             self._reducer.add(time() - began)
         self._waiting.end()
@@ -215,7 +243,11 @@ class Iterations:
         self._waiting.end()
 
     def evaluate(
-        self, iteration: int, inputs: Inputs, shapes: Any, refusal: Exception | None = None
+        self,
+        iteration: int,
+        inputs: Mapping[int, Inputs],
+        shapes: Mapping[int, Any],
+        refusal: Exception | None = None,
     ) -> float:
         """Run the forwards of all microbatches, without gradients. Returns the loss.
 
@@ -223,31 +255,30 @@ class Iterations:
         errors are those of :meth:`run`; ``iteration`` is the one that follows.
         """
         plan = self._plans.in_force
-        for end in self._neighbours.ends:
+        for end in self._ends:
             end.select(plan.routes[end.link])
             end.faults.begin(iteration, self._training_began or time())
             # Messages may have other sizes than those of the training.
             end.recorder.paused = True
         self._allow(self._deadline * (1 if self._evaluated else self._coordinate.stages))
         try:
-            call = self._executor.mail.call = name_call(iteration, evaluation=True)
-            self._weigh(inputs)
+            call = self._mail.call = name_call(iteration, evaluation=True)
+            final = inputs[self._coordinate.held[-1]]
+            self._weigh(final)
             refused = self._any_refuses(call, refusal is not None)
-            _, start = self._token.start(
-                iteration, ("evaluation", shapes), refused=refused, evaluation=True
-            )
-            self._loss.begin(inputs.divisor or self._stage.microbatches)
-            self._executor.evaluate(
-                self._stage.microbatches, iteration, self._token.generations, inputs, start
-            )
+            marked = {stage: ("evaluation", each) for stage, each in shapes.items()}
+            self._turns.start(Call(iteration, inputs, marked, refused, evaluation=True))
+            self._loss.begin(final.divisor or self._microbatches)
+            self._turns.evaluate(self._microbatches)
             # A sharded stage stays gathered after a forward; there are no gradients to reduce.
-            self._stage.reduce()
-            loss = self._loss.wait(call, refused=self._executor.refused)
+            for own in self._stages.values():
+                own.reduce()
+            loss = self._loss.wait(call, refused=self._turns.refused)
             if self._loss.refused:
                 raise self._refused(f"evaluate() before iteration {iteration}", refusal)
-            self._executor.end_uncounted()
+            self._turns.end_uncounted()
         finally:
-            for end in self._neighbours.ends:
+            for end in self._ends:
                 end.recorder.paused = False
             if self._device_times is not None:
                 self._device_times.forget()
@@ -274,16 +305,16 @@ class Iterations:
             return
         total = torch.tensor([inputs.divisor], dtype=torch.float64)
         work = dist.all_reduce(total, group=group, async_op=True)
-        self._wait_for(work, f"the weight of {self._executor.mail.call} of the other replicas")
+        self._wait_for(work, f"the weight of {self._mail.call} of the other replicas")
         inputs.divisor = float(total) / dist.get_world_size(group)
 
     def _refused(self, call: str, refusal: Exception | None) -> BatchError:
         """Prepare for the next call after a refused one. Returns the error to raise. ``refusal``:
         why the input of this rank does not fit, if it does not."""
-        refusal = refusal or self._executor.cause
+        refusal = refusal or self._turns.cause
         told = refusals.tell(self._world, self._wait_for, call, refusal)
-        self._executor.end_uncounted()
-        self._token.restart()
+        self._turns.end_uncounted()
+        self._turns.restart()
         if self._device_times is not None:
             self._device_times.forget()
         if refusal is not None:
@@ -301,7 +332,8 @@ class Iterations:
         prepared = self._plans.prepare(plan, page_lock=page_lock)
         if prepared:
             self._reporter.prepared = self._plans.newest
-            self._agreement.tell()
+            for agreement in self._agreements.values():
+                agreement.tell()
         return prepared
 
     def _begin(self, iteration: int, version: int) -> Plan:
@@ -310,42 +342,51 @@ class Iterations:
         if self._plans.commit(version):
             log.info("%s: plan %d from iteration %d on", self._coordinate, version, iteration)
         plan = self._plans.in_force
-        for end in self._neighbours.ends:
+        for end in self._ends:
             end.select(plan.routes[end.link])
             end.faults.begin(iteration, self._training_began)
-        self._stage.prepare(plan)
+        for own in self._stages.values():
+            own.prepare(plan)
         self._reporter.state = "training"
         self._reporter.begin_iteration(iteration, plan.version)
         return plan
 
-    def _end(
-        self, iteration: int, plan: Plan, origin: float, outcome: Outcome, loss: float
-    ) -> None:
+    def _end(self, iteration: int, plan: Plan, origin: float, loss: float) -> None:
         """Prepare a plan that has waited for this, and report the iteration, its profile and its
         trace."""
+        outcomes, ops = self._turns.outcomes, [op for _, op in self._turns.ran]
         if self._device_times is not None:
             self._waiting.begin(f"the device to finish iteration {iteration}")
-            outcome.ops = self._device_times.resolve(outcome.ops)
-            outcome.copies = self._device_times.resolve_copies(outcome.copies)
+            ops = self._device_times.resolve(ops)
+            for stage, outcome in outcomes.items():
+                at = zip(self._turns.ran, ops, strict=True)
+                outcome.ops = [op for (whose, _), op in at if whose == stage]
+                # Only with one stage per rank, see PlanBook.
+                if outcome.copies:
+                    outcome.copies = self._device_times.resolve_copies(outcome.copies)
             self._waiting.end()
         reduction = None
         if self._reducer is not None and self.synchronizes:
             reduction = self._reducer.measure()
         self._prepare_postponed()
-        self.rounds.offer(iteration, plan.version, outcome.ops, loss)
+        self.rounds.offer(iteration, plan.version, ops, loss)
         if profiling():
             self.rounds.wait(iteration)
         if not self._warm:
             # The self-tests take different times. After this, waits are short.
             work = dist.barrier(self._world.control, async_op=True)
             self._wait_for(work, "all ranks to finish the first iteration")
-        self._reporter.publish(
-            # Ops of the first iteration are fused, and slower than later ones.
-            profile=self._stage.profile(outcome.ops, outcome.copies) if self._warm else None,
-            offloaded=self._stage.offloaded(outcome.copies),
-            reduction=self._reduction_sample() if self._warm else None,
-        )
-        self._trace.iteration(iteration, plan.version, origin, outcome, reduction)
+        for stage, outcome in outcomes.items():
+            own, first = self._stages[stage], stage == self._coordinate.stage
+            self._reporter.publish(
+                # Ops of the first iteration are fused, and slower than later ones.
+                profile=own.profile(outcome.ops, outcome.copies) if self._warm else None,
+                offloaded=own.offloaded(outcome.copies),
+                reduction=self._reduction_sample() if self._warm and first else None,
+            )
+            self._traces[stage].iteration(
+                iteration, plan.version, origin, outcome, reduction if first else None
+            )
         if not self._warm:
             self._warm = True
             self._allow(self._deadline)
@@ -361,34 +402,36 @@ class Iterations:
         )  # fmt: skip
 
     def _allow(self, deadline: float) -> None:
-        self._executor.allow(deadline)
+        self._turns.allow(deadline)
         self._wait_for.allow(deadline)
 
-    def _choose_split(self) -> None:
-        """Find how this stage can be split, and report it. At the end of the first iteration, so on
+    def _choose_split(self, stage: int) -> None:
+        """Find how a stage can be split, and report it. At the end of the first iteration, so on
         all stages at once and before a plan with a separate W runs."""
         self._waiting.begin("its own split-backward self-test")
         try:
-            report = self._stage.choose_split()
+            report = self._stages[stage].choose_split()
         finally:
             self._waiting.end()
         if self._reducer is not None:
             self._reducer.forget()
         if report.offload is not None and report.offload.reason:
             self._plans.forbid_offload(report.offload.reason)
-        self._trace.split(report.record())
-        if self._coordinate.column == 0:
+        self._traces[stage].split(report.record())
+        coordinate = self._coordinate.of(stage)
+        if coordinate.column == 0:
             # Printed, since few users configure logging.
-            print(f"{self._coordinate}: {report.line()}", file=sys.stderr, flush=True)
+            print(f"{coordinate}: {report.line()}", file=sys.stderr, flush=True)
         for text in report.lines():
-            log.info("%s: %s", self._coordinate, text)
+            log.info("%s: %s", coordinate, text)
 
     def _between_ops(self) -> None:
         """Called between two ops and during all waits for messages. Cheap, and never blocks."""
         now = time()
-        for end in self._neighbours.ends:
+        for end in self._ends:
             # Every time, so that a short iteration is not missed.
             end.faults.cut_due(now)
+        self._turns.between_ops()
         if monotonic() - self._polled_at < PLAN_POLL_SECONDS:
             return
         self._polled_at = monotonic()
@@ -404,7 +447,7 @@ class Iterations:
         and with it for a posted receive. Before the first iteration's self-test it is not known
         what the stage can do. Then the plan waits for the end of the iteration.
         """
-        for end in self._neighbours.ends:
+        for end in self._ends:
             end.socket.pump()
         plan = self._control.newest_plan()
         if plan is not None:

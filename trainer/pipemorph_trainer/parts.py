@@ -29,7 +29,14 @@ from pipemorph_trainer.links.link import LinkEnd
 from pipemorph_trainer.links.poller import Poller
 from pipemorph_trainer.links.rendezvous import LinkConfig, meet
 from pipemorph_trainer.plans.book import PlanBook
-from pipemorph_trainer.preparation import MakeOptimizer, Preparation, StageOrBuilder, build, prepare
+from pipemorph_trainer.preparation import (
+    MakeOptimizer,
+    Preparation,
+    StageOrBuilder,
+    build,
+    modules_of,
+    prepare,
+)
 from pipemorph_trainer.start import join, level, warnings
 from pipemorph_trainer.state.gradients import Replicas
 from pipemorph_trainer.state.reduction import Reducer
@@ -56,7 +63,7 @@ class Parts:
 
     def __init__(
         self,
-        stage: StageOrBuilder,
+        stages: StageOrBuilder,
         context: TrainerContext,
         given: Mapping[str, Any],
         *,
@@ -70,10 +77,9 @@ class Parts:
         state: Mapping[str, Any] | None,
         scaler: GradScaler | None,
     ) -> None:
-        own, self.optimizer, failure = build(stage, optimizer, context, given, mesh)
-        module = own if isinstance(own, nn.Module) else None
+        own, self.optimizer, failure = build(stages, optimizer, context, given, mesh)
         # A rank without a stage joins the others on the device that its stage probably had.
-        self.device = device_of(own) if failure is None else own_device(context.local_rank)
+        self.device = device_of(own[0]) if failure is None else own_device(context.local_rank)
         accelerator = accelerator_of(self.device)
         if accelerator is not None:
             # Allocations that name no device then go to the stage's device.
@@ -100,20 +106,23 @@ class Parts:
         several = self.world.group(DATA) is not None
         faults = FaultTrace(self.settings.faults, self.settings.direct_duplex == "half")
         self._reduction_faults = faults.of_group(self.coordinate)
-        if module is not None and several:
+        modules = modules_of(own, self.coordinate)
+        if modules and several:
             self.waiting.begin("the parameters and buffers of replica 0")
-            level(self.world, starts, module, self.wait_for)
+            level(self.world, starts, modules, self.wait_for)
             self.waiting.end()
         self.tied: Tied | None = None
         if start.ties:
             self.waiting.begin("the tied weights of their first stage")
-            self.tied = Tied(start.ties, module, self.world, self.wait_for)
+            self.tied = Tied(start.ties, modules, self.world, self.wait_for)
             self.tied.level()
             self.waiting.end()
         self.replicas: Replicas | None = None
-        if module is not None and several:
+        if modules and several:
+            # One for all stages: their gradients are sent in one order, whatever the plans.
+            whole, *others = modules.values()
             self.replicas = Replicas(
-                module, self.world, self.wait_for,
+                nn.ModuleList([whole, *others]) if others else whole, self.world, self.wait_for,
                 accelerator=accelerator, tied=self.tied.shared if self.tied is not None else (),
                 faults=self._reduction_faults,
             )  # fmt: skip
@@ -130,38 +139,44 @@ class Parts:
             control, self.agent = join_agent(context, self.world)
         self.control = metered(control, context, self.coordinate, prepared.plan)
         config = self._link_config(prepared, op_clock, faults)
-        self.neighbours = meet(
+        self.links = meet(
             self.coordinate, config, master_addr=context.master_addr, groups=self.world.groups,
             control=self.world.control,
         )  # fmt: skip
-        self.wait_for.who_is_gone = self.neighbours.gone
-        ends = self.neighbours.ends
+        self.wait_for.who_is_gone = self.links.gone
+        ends = self.links.ends
         self.plans = PlanBook(prepared.plan, self.coordinate, ends, no_offload=prepared.no_offload)
         for end in ends:
             if end.failover is not None:
                 end.failover.on_broken = partial(self._on_broken, end)
-        self.stage = OwnStage(
-            own, self.coordinate, loss_fn=loss_fn, split=prepared.split, store=prepared.store,
-            microbatches=prepared.plan.schedule.microbatches,
-            device=self.device, accelerator=accelerator, agree=self.world.agree,
-        )  # fmt: skip
-        rails = self.neighbours.engine.rails if self.neighbours.engine is not None else None
-        computes = accelerator is None and not self.stage.emulated
+        self.stages = {
+            number: OwnStage(
+                each, self.coordinate.of(number), loss_fn=loss_fn, split=prepared.split,
+                store=prepared.store, microbatches=prepared.plan.schedule.microbatches,
+                device=self.device, accelerator=accelerator, agree=self.world.agree,
+            )
+            for number, each in zip(self.coordinate.held, own, strict=True)
+        }  # fmt: skip
+        rails = self.links.engine.rails if self.links.engine is not None else None
+        computes = accelerator is None and not any(s.emulated for s in self.stages.values())
         self.reporter = Reporter(
             self.coordinate, self.control, ends, rails,
             crowding(context.local_world_size) if computes else None,
         )  # fmt: skip
-        self.trace = TraceWriter(
-            context.trace_dir,
-            self.coordinate,
-            emulated=self.stage.emulated,
-            limit=context.trace_bytes,
-        )
+        self.traces = {
+            number: TraceWriter(
+                context.trace_dir,
+                self.coordinate.of(number),
+                emulated=each.emulated,
+                limit=context.trace_bytes,
+            )
+            for number, each in self.stages.items()
+        }
         self.iterations = Iterations(
-            world=self.world, neighbours=self.neighbours, stage=self.stage,
+            world=self.world, links=self.links, stages=self.stages,
             replicas=self.replicas, reducer=self._reducer(),
             tied=self.tied, plans=self.plans, control=self.control,
-            reporter=self.reporter, trace=self.trace, poller=self.poller, op_clock=op_clock,
+            reporter=self.reporter, traces=self.traces, poller=self.poller, op_clock=op_clock,
             wait=self.wait_for, deadline=self.settings.deadline_seconds,
         )  # fmt: skip
         self.checkpoints = self._open_checkpoints(state)
@@ -170,13 +185,17 @@ class Parts:
         """What averages the gradients over replicas, if there are any."""
         if self.replicas is not None:
             return self.replicas.reducer
-        runner = self.stage.runner
-        if not isinstance(runner, EmulatedRunner) or not runner.parameters:
-            return None
-        if self.world.group(DATA) is None:
+        runners = [own.runner for own in self.stages.values()]
+        parameters = [
+            parameter
+            for runner in runners
+            if isinstance(runner, EmulatedRunner)
+            for parameter in runner.parameters
+        ]
+        if not parameters or self.world.group(DATA) is None:
             return None
         return Reducer(
-            [(parameter, DATA) for parameter in runner.parameters], self.world, self.wait_for,
+            [(parameter, DATA) for parameter in parameters], self.world, self.wait_for,
             # One bucket for each.
             most=1, faults=self._reduction_faults,
         )  # fmt: skip
@@ -184,18 +203,23 @@ class Parts:
     def _link_config(
         self, prepared: Preparation, op_clock: OpClock, faults: FaultTrace
     ) -> LinkConfig:
-        settings = self.settings
+        settings, max_sends = self.settings, self.settings.direct_sends
+        if max_sends is None and len(self.coordinate.held) > 1:
+            # The stages of a rank take turns: a bound on the sends of one could block another that
+            # has not begun, and the ranks would wait for each other.
+            max_sends = prepared.plan.schedule.microbatches
         return LinkConfig(
             secret=self.world.secret, device=self.device,
             deadline=settings.deadline_seconds, poller=self.poller, op_clock=op_clock,
             begin_wait=self.waiting.begin, end_wait=self.waiting.end,
             faults=faults,
-            max_sends=settings.direct_sends,
+            max_sends=max_sends,
             engine=prepared.engine,
         )  # fmt: skip
 
     def _open_checkpoints(self, state: Mapping[str, Any] | None) -> Checkpoints | None:
-        if self.settings.checkpoint is None or self.stage.keeper is None:
+        keepers = {s: own.keeper for s, own in self.stages.items() if own.keeper is not None}
+        if self.settings.checkpoint is None or not keepers:
             return None
         # Its import takes longer than that of torch.
         from pipemorph_trainer.state.checkpoint import Checkpoints
@@ -206,7 +230,7 @@ class Parts:
         return Checkpoints(
             self.settings.checkpoint,
             self.world,
-            self.stage.keeper,
+            keepers,
             self.optimizer,
             aliases=aliases,
             extra=extra,
@@ -226,26 +250,28 @@ class Parts:
 
     def leave_traces(self, iterations: int) -> None:
         """Write the rest of the traces. ``iterations``: number of finished ones. Idempotent."""
-        faults = [entry for end in self.neighbours.ends for entry in end.faults.record()]
+        faults = [entry for end in self.links.ends for entry in end.faults.record()]
         if self._reduction_faults is not None:
             faults += self._reduction_faults.record()
-        self.trace.close(faults, iterations)
+        for stage, trace in self.traces.items():
+            trace.close(faults if stage == self.coordinate.stage else (), iterations)
 
     def close(self, *, goodbye: bool, iterations: int) -> None:
         """Release everything. ``goodbye``: the end is normal, and the neighbours are told so."""
         self.leave_traces(iterations)
-        self.stage.close()
-        for end in self.neighbours.ends:
+        for own in self.stages.values():
+            own.close()
+        for end in self.links.ends:
             end.close(goodbye=goodbye)
         self.control.close()
         if self.agent is not None:
             self.agent.close()
-        if self.neighbours.staging is not None:
-            self.neighbours.staging.close(abandon=not goodbye)
-        if self.neighbours.engine is not None:
-            self.poller.forget(self.neighbours.engine.bell_fd)
+        if self.links.staging is not None:
+            self.links.staging.close(abandon=not goodbye)
+        if self.links.engine is not None:
+            self.poller.forget(self.links.engine.bell_fd)
             # After a failure there is no need to wait for acknowledgements.
-            self.neighbours.engine.close(5.0 if goodbye else 0.2)
+            self.links.engine.close(5.0 if goodbye else 0.2)
         self.world.leave(clean=goodbye)
-        if not any(end.receiving for end in self.neighbours.ends):
+        if not any(end.receiving for end in self.links.ends):
             self.poller.close()

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pipemorph.api.spec import Checkpoint, Fault
 from pipemorph.errors import InputError, PipeMorphError
 from pipemorph.planning import Dispatch, Plan, Policy
+from pipemorph.planning.ir import StagePlacement
 from pipemorph_trainer.agent.messages import ControlClient
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.errors import BatchError, PipelineError
@@ -34,13 +35,14 @@ if TYPE_CHECKING:
     from pipemorph_trainer.state.checkpoint import Checkpoints
     from pipemorph_trainer.state.scaler import GradScaler
 
+T = TypeVar("T")
 SWITCH_SECONDS = 1e-3
 """Time after which a receiver thread gets the interpreter; the default of 5 ms is half an op. A
 shorter time costs CPU, since a thread that waits for the interpreter wakes up this often."""
 
 
 class Pipeline:
-    """One stage of a pipeline, on every rank of it.
+    """One stage of a pipeline, or several, on every rank of it.
 
     If the context has a job file, the settings come from the job, and an argument that contradicts
     it is an error. Without one (plain torchrun) they come from the arguments.
@@ -51,7 +53,9 @@ class Pipeline:
     Args:
         stage: any ``nn.Module``, plain or distributed over ``mesh`` by ``parallelize_module`` and
             ``fully_shard`` (no DDP, no FSDP1), an :class:`EmulatedStage`, or a function that builds
-            the module of a :class:`~pipemorph_trainer.Part` of the model. Stage 0 gets the
+            the module of a :class:`~pipemorph_trainer.Part` of the model. With several stages per
+            rank a list of those of this rank, in order (:attr:`TrainerContext.coordinate` has their
+            numbers in ``held``), or such a function, which is called for each. Stage 0 gets the
             arguments of :meth:`step`, stage *i* what stage *i-1* returned: a tuple or list as
             positional arguments, a dict as keyword arguments, anything else as one argument.
         context: identity of this rank, from :meth:`TrainerContext.from_env`.
@@ -59,7 +63,7 @@ class Pipeline:
             module returns the loss itself.
         microbatches: N; :meth:`step` splits its batch into N along dimension 0.
         optimizer: saved in checkpoints; the caller steps it. Or a function that makes it for the
-            module: then it is :attr:`optimizer`.
+            module, or for an ``nn.ModuleList`` of several: then it is :attr:`optimizer`.
         checkpoint: where and how often to save, and whether to resume. After a resume,
             :attr:`start_iteration` is the iteration to continue with.
         host_memory: bytes of host memory on this rank that a plan may use for activations;
@@ -70,7 +74,12 @@ class Pipeline:
         mesh: torch's mesh of all ranks, with the dimensions ``pp``, ``dp_replicate``,
             ``dp_shard``, ``cp`` and ``tp`` in any order; those of size 1 may be absent.
             :func:`pipemorph_trainer.make_mesh` makes it. Default: the job's, or stages × replicas.
-        stages: number of pipeline stages, without a job or a mesh; default: all ranks.
+        stages: number of pipeline stages, without a job or a mesh; default: as many as fit on all
+            ranks.
+        stages_per_rank: number of stages of each rank; default: 1. ``pp`` then has fewer ranks
+            than stages, and the ranks run the stages in turns, in a static order, on the CPU.
+        placement: ``interleaved``, the default: rank *r* of *n* has every *n*-th stage from *r* on.
+            ``v``: in turns from the first rank to the last and back.
         policy, dispatch, route: how ops are scheduled (default: ``pipemorph``, ``static``) and how
             messages travel. ``route="auto"``, the default, is direct until a directive delegates
             a link.
@@ -106,6 +115,8 @@ class Pipeline:
         optimizer: torch.optim.Optimizer | MakeOptimizer | None = None,
         mesh: DeviceMesh | None = None,
         stages: int | None = None,
+        stages_per_rank: int | None = None,
+        placement: StagePlacement | None = None,
         policy: Policy | str | None = None,
         dispatch: Dispatch | str | None = None,
         route: RouteChoice | None = None,
@@ -127,7 +138,8 @@ class Pipeline:
         self.context = context
         self._process = os.getpid()
         given = {
-            "stages": stages, "microbatches": microbatches,
+            "stages": stages, "stages_per_rank": stages_per_rank, "placement": placement,
+            "microbatches": microbatches,
             "policy": None if policy is None else Policy(policy),
             "dispatch": None if dispatch is None else Dispatch(dispatch),
             "route": route, "faults": faults, "deadline_seconds": deadline_seconds,
@@ -270,8 +282,12 @@ class Pipeline:
         """
         self._check_open("clip_grad_norm_")
         parts = self._parts
-        module = parts.stage.module
-        parameters = [] if module is None else list(module.named_parameters())
+        parameters = [
+            pair
+            for own in parts.stages.values()
+            if own.module is not None
+            for pair in own.module.named_parameters()
+        ]
         parts.waiting.begin(f"the gradient norm of iteration {self.iteration - 1} of all stages")
         with self._failing():
             norm = clip_global_norm(
@@ -329,26 +345,47 @@ class Pipeline:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first stage, which gets the arguments of :meth:`step`."""
+        """Whether this rank has the first stage, which gets the arguments of :meth:`step`."""
         return self.coordinate.first
 
     @property
     def is_last(self) -> bool:
-        """Whether this is the last stage, which computes the loss."""
+        """Whether this rank has the last stage, which computes the loss."""
         return self.coordinate.last
 
     @property
     def split(self) -> str:
-        """How this stage splits its backward: module, graph, fused or emulated. Final after the
-        first step."""
-        return self._parts.stage.runner.split
+        """How this rank's only stage splits its backward: module, graph, fused or emulated. Final
+        after the first step. Raises :class:`InputError` if there are several, see
+        :attr:`splits`."""
+        return self._only("split", "splits", list(self.splits.values()))
+
+    @property
+    def splits(self) -> dict[int, str]:
+        """How each stage of this rank splits its backward, as :attr:`split`."""
+        return {stage: own.runner.split for stage, own in self._parts.stages.items()}
 
     @property
     def module(self) -> nn.Module:
-        """The module of this rank's stage. Raises :class:`InputError` if the stage is emulated."""
-        if self._parts.stage.module is None:
+        """The module of this rank's only stage. Raises :class:`InputError` if the stage is
+        emulated, or if there are several, see :attr:`modules`."""
+        return self._only("module", "modules", list(self.modules.values()))
+
+    @property
+    def modules(self) -> dict[int, nn.Module]:
+        """The modules of this rank's stages. Raises :class:`InputError` if they are emulated."""
+        found = {stage: own.module for stage, own in self._parts.stages.items()}
+        return {stage: self._not_emulated(module) for stage, module in found.items()}
+
+    def _not_emulated(self, module: nn.Module | None) -> nn.Module:
+        if module is None:
             raise InputError(f"{self.coordinate}: the stage is emulated; it has no module")
-        return self._parts.stage.module
+        return module
+
+    def _only(self, name: str, several: str, found: list[T]) -> T:
+        if len(found) > 1:
+            raise InputError(f"{self.coordinate}: {name} is for one stage; use {several}")
+        return found[0]
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -416,30 +453,35 @@ class Pipeline:
 
     def _run(
         self,
-        run: Callable[[int, Inputs, Any, Exception | None], float],
+        run: Callable[[int, dict[int, Inputs], dict[int, Any], Exception | None], float],
         given: Given,
         return_outputs: bool,
         *,
         needs_target: bool = True,
     ) -> tuple[Tensor, Inputs]:
-        """Run an iteration or an evaluation. Returns the loss and the inputs with the outputs."""
-        inputs, shapes, refusal = Inputs(), None, None
+        """Run an iteration or an evaluation. Returns the loss and the inputs of the last stage
+        here, with the outputs."""
+        inputs = {stage: Inputs() for stage in self.coordinate.held}
+        shapes: dict[int, Any] = dict.fromkeys(inputs)
+        refusal = None
         try:
-            inputs, shapes = self._parts.stage.inputs(given, needs_target=needs_target)
+            for stage, own in self._parts.stages.items():
+                inputs[stage], shapes[stage] = own.inputs(given, needs_target=needs_target)
         except Exception as error:  # noqa: BLE001  all ranks are told of any error
             refusal = error
-            if given.weight is not None and self.coordinate.last:
-                # The other replicas wait for the weight of this one.
-                inputs.divisor = 0.0
+        final = inputs[self.coordinate.held[-1]]
+        if refusal is not None and given.weight is not None and self.coordinate.last:
+            # The other replicas wait for the weight of this one.
+            final.divisor = 0.0
         if return_outputs and self.coordinate.last:
-            inputs.outputs = []
+            final.outputs = []
         if self._parts.scaler is not None and self.coordinate.last:
-            inputs.scale = self._parts.scaler.get_scale()
+            final.scale = self._parts.scaler.get_scale()
         loss = run(self.iteration, inputs, shapes, refusal)
         if self._parts.agent is not None:
             self._parts.agent.tend()
         self._last_activity = monotonic()
-        return torch.tensor(loss, dtype=torch.float32), inputs
+        return torch.tensor(loss, dtype=torch.float32), final
 
     def _end_iteration(self, at: float) -> None:
         """End the last iteration at the time ``at``, once even if a step is refused."""
@@ -454,7 +496,8 @@ class Pipeline:
         parts = self._parts
         if self._met or parts.tied is not None or parts.scaler is not None:
             return True
-        return False if parts.stage.emulated or parts.stage.module is not None else None
+        stages = parts.stages.values()
+        return False if all(own.emulated or own.module is not None for own in stages) else None
 
     def _save_if_due(self) -> None:
         """Save a checkpoint if one is due. Right before the next step, so after the optimizer's

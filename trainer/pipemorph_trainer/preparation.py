@@ -51,33 +51,45 @@ class Preparation:
     engine: EngineOptions | None
 
 
-StageOrBuilder = Stage | Callable[[Part], nn.Module]
-"""What a pipeline is given: a stage, or a function that builds it."""
+StageOrBuilder = Stage | Sequence[Stage] | Callable[[Part], Stage]
+"""What a pipeline is given: a stage, several in order, or a function that builds each."""
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def build(
-    stage: StageOrBuilder,
+    given_stages: StageOrBuilder,
     optimizer: torch.optim.Optimizer | MakeOptimizer | None,
     context: TrainerContext,
     given: Mapping[str, Any],
     mesh: DeviceMesh | None,
-) -> tuple[Any, torch.optim.Optimizer | None, Exception | None]:
-    """The stage and its optimizer, built where functions were given. Returns the error of a
-    function, too: all ranks have to hear of it."""
+) -> tuple[list[Any], torch.optim.Optimizer | None, Exception | None]:
+    """The stages of this rank, in order, and their optimizer, built where functions were given.
+    Returns the error of a function, too: all ranks have to hear of it."""
     try:
-        if not isinstance(stage, Stage):
+        stages = _several(given_stages)
+        if stages is None:
             place = Settings.choose(context, given, mesh).mesh.coordinate(context.rank)
-            stage = stage(Part(place.stage, place.stages))
-        if callable(optimizer) and isinstance(stage, nn.Module):
-            optimizer = optimizer(stage)
+            stages = [given_stages(Part(s, place.stages)) for s in place.held]  # type: ignore[operator]
+        if callable(optimizer) and isinstance(stages[0], nn.Module):
+            optimizer = optimizer(stages[0] if len(stages) == 1 else nn.ModuleList(stages))
     except Exception as error:  # noqa: BLE001  all ranks are told of any error
-        return None, None, error
-    return stage, None if callable(optimizer) else optimizer, None
+        return [], None, error
+    return stages, None if callable(optimizer) else optimizer, None
+
+
+def _several(given: StageOrBuilder) -> list[Any] | None:
+    """The stages that were given; None if a function was."""
+    if isinstance(given, (nn.ModuleList, list, tuple)):
+        if not given:
+            raise InputError("the list of stages is empty; give every stage of this rank")
+        return list(given)
+    if isinstance(given, Stage) or not callable(given):
+        return [given]
+    return None
 
 
 def prepare(
-    stage: Stage,
+    stages: Sequence[Stage],
     context: TrainerContext,
     given: Mapping[str, Any],
     plan: Plan | None,
@@ -96,7 +108,7 @@ def prepare(
 
     ``given``: the arguments that a job replaces, by name (see :meth:`Settings.choose`). ``mesh``:
     the user's, if any. ``plan``: the first plan; None: made from the settings. ``split``, ``tied``:
-    as the user gave them. ``directed``: directives may change the plan. ``failure``: why the stage
+    as the user gave them. ``directed``: directives may change the plan. ``failure``: why the stages
     could not be built.
     """
     if failure is not None:
@@ -110,15 +122,23 @@ def prepare(
                 f"scaler is a {type(scaler).__name__}; expected a pipemorph_trainer.GradScaler, "
                 "which is torch's with one verdict over all stages"
             )
-        if not isinstance(stage, (EmulatedStage, GivenStage)):
-            check_stage(stage)
+        for stage in stages:
+            if not isinstance(stage, (EmulatedStage, GivenStage)):
+                check_stage(stage)
         settings = Settings.choose(context, given, mesh)
         coordinate = settings.mesh.coordinate(context.rank)
-        if isinstance(stage, GivenStage):
-            _check_given(stage, settings, coordinate)
-        module = stage if isinstance(stage, nn.Module) else None
+        _check_number(stages, coordinate)
+        for number, stage in zip(coordinate.held, stages, strict=True):
+            if isinstance(stage, GivenStage):
+                _check_given(stage, settings, coordinate.of(number))
+        modules = modules_of(stages, coordinate)
+        _check_shared(modules)
         ties = parse_tied(tied, coordinate.stages)
-        forms = tied_forms(ties, module, coordinate.stage)
+        forms = {
+            place: form
+            for number in coordinate.held
+            for place, form in tied_forms(ties, modules.get(number), number).items()
+        }
         if plan is None:
             plan = initial_plan(context.job.spec) if context.job is not None else settings.plan()
         check_stages(plan, coordinate)
@@ -128,10 +148,19 @@ def prepare(
                 f"microbatches is {settings.microbatches}, and the plan that was given has "
                 f"{microbatches}; make the two equal"
             )
-        store, no_offload = open_store(stage, device, accelerator, settings.host_memory, mode)
+        if len(stages) == 1:
+            store, no_offload = open_store(
+                stages[0], device, accelerator, settings.host_memory, mode
+            )
+        else:
+            store, no_offload = None, "ranks with several stages do not offload"
         check_offload(plan, coordinate, no_offload)
         engine = engine_options(context, settings, plan, directed=directed)
-        held = () if module is None else held_by(module, coordinate)
+        held = tuple(
+            held
+            for number, module in modules.items()
+            for held in held_by(module, coordinate.of(number))
+        )
         if settings.checkpoint is not None:
             # Its import takes longer than that of torch.
             from pipemorph_trainer.state.checkpoint import check_directory
@@ -151,6 +180,38 @@ def prepare(
             tied=forms,
         ),
     )
+
+
+def modules_of(stages: Sequence[Stage], coordinate: Coordinate) -> dict[int, nn.Module]:
+    """The modules among the stages of a rank, by stage."""
+    held = zip(coordinate.held, stages, strict=True)
+    return {number: stage for number, stage in held if isinstance(stage, nn.Module)}
+
+
+def _check_number(stages: Sequence[Stage], coordinate: Coordinate) -> None:
+    if len(stages) != len(coordinate.held):
+        told = "stage" if len(stages) == 1 else "stages"
+        wanted = " and ".join(map(str, coordinate.held))
+        raise InputError(
+            f"rank {coordinate.rank} was given {len(stages)} {told}; it has"
+            f" {'stage' if len(coordinate.held) == 1 else 'stages'} {wanted} of"
+            f" {coordinate.mesh}: give these, in order, or a function that builds each"
+        )
+    if len({isinstance(stage, nn.Module) for stage in stages}) > 1:
+        raise InputError("some stages of a rank are modules and others not; give all as modules")
+
+
+def _check_shared(modules: Mapping[int, nn.Module]) -> None:
+    """Raise :class:`InputError` if two stages share a parameter."""
+    owners: dict[int, tuple[str, int]] = {}
+    for stage, module in modules.items():
+        for name, parameter in module.named_parameters():
+            first, other = owners.setdefault(id(parameter), (name, stage))
+            if other != stage:
+                raise InputError(
+                    f"stages {other} and {stage} share the parameter {first!r}; give each its own,"
+                    f" and Pipeline tied=[({first!r}, {other}), ({name!r}, {stage})]"
+                )
 
 
 def _check_given(stage: GivenStage, settings: Settings, coordinate: Coordinate) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -23,6 +23,8 @@ from pipemorph.planning import (
 from pipemorph.planning import (
     plan as plan_schedule,
 )
+from pipemorph.planning.interleaved import plan_interleaved
+from pipemorph.planning.ir import StagePlacement
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.links.engine import EngineOptions, engine_module
 from pipemorph_trainer.topology.mesh import shape_of
@@ -80,6 +82,14 @@ class Settings:
     def stages(self) -> int:
         return self.mesh.stages
 
+    @property
+    def stages_per_rank(self) -> int:
+        return self.mesh.stages_per_rank
+
+    @property
+    def placement(self) -> StagePlacement:
+        return self.mesh.placement
+
     @staticmethod
     def choose(
         context: TrainerContext, given: Mapping[str, Any], mesh: DeviceMesh | None = None
@@ -90,15 +100,22 @@ class Settings:
         or the mesh.
         """
         told = {name: value for name, value in given.items() if value is not None}
-        shape = None if mesh is None else shape_of(mesh, context.world_size)
+        job_mesh = None if context.job is None else context.job.spec.parallelism.mesh
+        each = told.get("stages_per_rank", 1 if job_mesh is None else job_mesh.stages_per_rank)
+        placement = told.get("placement", "interleaved" if job_mesh is None else job_mesh.placement)
+        if placement not in get_args(StagePlacement):
+            expected = " or ".join(get_args(StagePlacement))
+            raise InputError(f"placement is {placement!r}; expected {expected}")
+        shape = None if mesh is None else shape_of(mesh, context.world_size, each, placement)
         if context.job is None:
             stages = told.pop("stages", None)
+            told.pop("stages_per_rank", None), told.pop("placement", None)
             if shape is not None and stages not in (None, shape.stages):
                 raise InputError(
                     f"Pipeline was given stages={stages}, and its mesh has {shape}; leave stages "
                     "out"
                 )
-            return Settings(mesh=shape or context.mesh_shape(stages), **told)
+            return Settings(mesh=shape or context.mesh_shape(stages, each, placement), **told)
         wanted_mesh = context.job.spec.parallelism.mesh
         if shape is not None and shape.described() != wanted_mesh.described():
             raise InputError(
@@ -123,18 +140,26 @@ class Settings:
         """Plan 0 without a job: for equal op times and no delays."""
         if self.microbatches is None:
             raise InputError("microbatches is missing; without a job file give it to Pipeline()")
+        several = self.stages_per_rank > 1
         problem = Problem(
             microbatches=self.microbatches,
             stages=(StageTimes(forward=1, backward_input=1, backward_weight=1),) * self.stages,
             links=(Link(),) * (self.stages - 1),
             policy=self.policy,
+            ranks=self.mesh.sizes["pp"] if several else None,
+            placement=self.placement,
         )
         first = Route.DELEGATED if self.route == "delegated" else Route.DIRECT
-        return plan_schedule(problem).to_plan(0, (first,) * (self.stages - 1), self.dispatch)
+        routes = (first,) * (self.stages - 1)
+        if several:
+            return plan_interleaved(problem).to_plan(0, routes)
+        return plan_schedule(problem).to_plan(0, routes, self.dispatch)
 
 
 MANIFEST = {
     "stages": "parallelism.stages",
+    "stages_per_rank": "parallelism.stagesPerRank",
+    "placement": "parallelism.stagePlacement",
     "microbatches": "schedule.microbatches",
     "policy": "schedule.policy",
     "dispatch": "schedule.dispatch",
@@ -159,7 +184,7 @@ def engine_options(
     later plans come as directives, which respect the job's route. Raises :class:`InputError` if the
     first plan needs the engine and it is not built.
     """
-    if settings.stages == 1:
+    if settings.mesh.sizes["pp"] == 1:
         return None
     delegates = Route.DELEGATED in first.routes
     if not delegates and settings.route == "direct" and directed:

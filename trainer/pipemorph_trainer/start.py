@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -52,7 +52,7 @@ class Start:
     mesh: MeshShape = _ONE_RANK
     microbatches: int = 0
     plan: str = ""
-    """The :func:`digest` of its first plan: plan 0, or an interleaved schedule."""
+    """The :func:`digest` of its first plan."""
     held: tuple[Held, ...] = ()
     ties: tuple[Tie, ...] = ()
     tied: Forms = field(default_factory=dict)
@@ -170,8 +170,10 @@ def _groups_of(starts: Sequence[Start]) -> Iterator[Iterable[Dimension]]:
     yield measured_over(placements)
 
 
-def level(world: World, starts: Sequence[Start], module: nn.Module, wait: Wait) -> None:
-    """Copy the values of the first replica to all replicas of this rank's stage, for tensors that
+def level(
+    world: World, starts: Sequence[Start], modules: Mapping[int, nn.Module], wait: Wait
+) -> None:
+    """Copy the values of the first replica to all replicas of this rank's stages, for tensors that
     differ, and check the result. Of a distributed tensor, copy each part to the ranks that should
     have the same. Collective over the ranks with the same stage and tensor coordinate.
 
@@ -184,7 +186,7 @@ def level(world: World, starts: Sequence[Start], module: nn.Module, wait: Wait) 
     differing = {
         key for rank in coordinate.mesh.others(coordinate, DATA) for key in _differing(starts, rank)
     }
-    for key, tensor in _tensors(module):
+    for key, tensor in (pair for stage in modules for pair in _tensors(stage, modules[stage])):
         names = levelled_over(mine[key].placement)
         group = world.group(names)
         if key not in differing or group is None:
@@ -195,7 +197,8 @@ def level(world: World, starts: Sequence[Start], module: nn.Module, wait: Wait) 
         broadcast(part, first, group, wait)
         if fingerprint(part) != expected:
             raise PipelineError(
-                f"{coordinate}: {' '.join(key)} differs from replica 0 right after it was received"
+                f"{coordinate.of(key[0])}: {' '.join(key[1:])} differs from replica 0 right after"
+                " it was received"
             )
 
 
@@ -216,7 +219,7 @@ def _replicas_differ(starts: Sequence[Start]) -> Iterator[str]:
     where = starts[0].mesh.coordinate(rank)
     yield (
         f"replicas began with different values: {where} in {len(keys)} of "
-        f"{len(starts[rank].held)} tensors ({_named([name for _, name in keys])}){more}; all now "
+        f"{len(starts[rank].held)} tensors ({_named([name for *_, name in keys])}){more}; all now "
         "have those of replica 0. Build a stage with the same seed on every replica to begin alike"
     )
 
@@ -224,7 +227,7 @@ def _replicas_differ(starts: Sequence[Start]) -> Iterator[str]:
 def _beyond_comparison(starts: Sequence[Start]) -> Iterator[str]:
     """Warn of tensors that cannot be compared between replicas by their bytes."""
     mesh = starts[0].mesh
-    firsts = [starts[mesh.rank(stage, 0)] for stage in range(mesh.stages)]
+    firsts = [starts[mesh.rank(stage, 0)] for stage in range(mesh.sizes["pp"])]
     names = [h.name for start in firsts for h in start.held if h.fingerprint is None]
     if names and mesh.columns > 1:
         yield (
@@ -241,7 +244,7 @@ def _one_matrix_twice(starts: Sequence[Start]) -> Iterator[str]:
     tied = {holder: tie for tie in starts[0].ties for holder in tie}
     for stage in range(mesh.stages):
         for held in starts[mesh.rank(stage, 0)].held:
-            if held.matrix:
+            if held.matrix and held.stage == stage:
                 what = (held.fingerprint, held.shape, held.dtype)
                 first, name = seen.setdefault(what, (stage, held.name))
                 tie = tied.get(Holder(name, first), ())
@@ -259,7 +262,7 @@ def _one_matrix_twice(starts: Sequence[Start]) -> Iterator[str]:
     )
 
 
-def _differing(starts: Sequence[Start], rank: int) -> list[tuple[str, str]]:
+def _differing(starts: Sequence[Start], rank: int) -> list[Key]:
     """Keys of a rank's tensors whose values differ from those of replica 0."""
     coordinate = starts[0].mesh.coordinate(rank)
     first = {
@@ -291,15 +294,19 @@ def _other_form(mine: Sequence[Held], first: Sequence[Held], other: str) -> str:
     return ""
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[tuple[str, str], Tensor]]:
+Key = tuple[int, str, str]
+"""Stage, kind and name of a tensor."""
+
+
+def _tensors(stage: int, module: nn.Module) -> Iterator[tuple[Key, Tensor]]:
     for name, parameter in module.named_parameters():
-        yield ("parameter", name), parameter
+        yield (stage, "parameter", name), parameter
     for name, buffer in module.named_buffers():
-        yield ("buffer", name), buffer
+        yield (stage, "buffer", name), buffer
 
 
-def _key(held: Held) -> tuple[str, str]:
-    return held.kind, held.name
+def _key(held: Held) -> Key:
+    return held.stage, held.kind, held.name
 
 
 def _named(names: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from pipemorph.api.mesh import DIMENSIONS
 from pipemorph.api.spec import MAX_RANKS, RESERVED_ENV, RESERVED_ENV_PREFIXES, TRAINER_CONTAINER
+from pipemorph.planning.ir import Policy
 from pipemorph.planning.problem import MAX_CELLS
 
 
@@ -35,6 +36,9 @@ class Rule:
 
 COLUMN_SIZES = ("replicas", "shard", "context", "tensor")
 LOCKSTEP_SIZES = COLUMN_SIZES[1:]
+PP_RANKS = "(self.stages / self.stagesPerRank)"
+SEVERAL = ", ".join(f"'{policy.value}'" for policy in Policy if policy.interleaved)
+"""Policies for several stages per rank."""
 
 
 def _product(of: str, sizes: Iterable[str]) -> str:
@@ -123,6 +127,13 @@ RULES: dict[str, list[Rule]] = {
             field_path=".faults",
         ),
         Rule(
+            rule=f"self.schedule.policy == 'pipemorph' || (self.schedule.policy in [{SEVERAL}])"
+            " == (self.parallelism.stagesPerRank > 1)",
+            message="with several stages per rank use policy pipemorph, 1f1b-interleaved or"
+            " zero-bubble-v; with one pipemorph, 1f1b, gpipe or zero-bubble",
+            field_path=".schedule.policy",
+        ),
+        Rule(
             rule="self.schedule.dispatch != 'online'"
             f" || {_product('self.parallelism', LOCKSTEP_SIZES)} == 1",
             message="dispatch online needs shard, context and tensor to be 1",
@@ -136,21 +147,28 @@ RULES: dict[str, list[Rule]] = {
             field_path=".layers",
         ),
         Rule(
-            rule=f"self.stages * {_product('self', COLUMN_SIZES)} <= {MAX_RANKS}",
-            message=f"there must be at most {MAX_RANKS} ranks: stages × replicas × shard × context"
-            " × tensor",
+            rule="self.stages % self.stagesPerRank == 0",
+            message="stagesPerRank must divide stages",
+            field_path=".stagesPerRank",
+        ),
+        Rule(
+            rule=f"{PP_RANKS} * {_product('self', COLUMN_SIZES)} <= {MAX_RANKS}",
+            message=f"there must be at most {MAX_RANKS} ranks: stages ÷ stagesPerRank × replicas ×"
+            " shard × context × tensor",
             field_path=".replicas",
         ),
         *(
             Rule(
-                rule=f"self.{size} == 1 || '{name}' in self.order",
-                message=f"order must name {name} if {size} is above 1",
+                rule=f"{ranks} == 1 || '{name}' in self.order",
+                message=f"order must name {name} if it has more than one rank",
                 field_path=".order",
             )
-            for name, size in zip(DIMENSIONS, ("stages", *COLUMN_SIZES), strict=True)
+            for name, ranks in zip(
+                DIMENSIONS, (PP_RANKS, *(f"self.{size}" for size in COLUMN_SIZES)), strict=True
+            )
         ),
         Rule(
-            rule=f"self.stages * {_product('self', COLUMN_SIZES)} % self.ranksPerPod == 0",
+            rule=f"{PP_RANKS} * {_product('self', COLUMN_SIZES)} % self.ranksPerPod == 0",
             message="ranksPerPod must divide the job's ranks",
             field_path=".ranksPerPod",
         ),

@@ -17,10 +17,15 @@ from typing import Any
 from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import Condition, ControlState, JobStatus, TrainingStatus, condition
 from pipemorph.control import JobController, JobView
-from pipemorph.control.first_plan import initial_problem, is_quick, is_shared, share
+from pipemorph.control.first_plan import (
+    FirstSchedule,
+    initial_problem,
+    is_quick,
+    is_shared,
+    share,
+)
 from pipemorph.errors import InputError
 from pipemorph.ingest import ControlledJob, PlannerLost
-from pipemorph.planning import Schedule
 from pipemorph.wire import LinkHealthReport
 from pipemorph_operator import names
 from pipemorph_operator.children.attempt import audience
@@ -57,7 +62,7 @@ PLAN_AGAIN_SECONDS = 5.0
 
 Key = tuple[str, str]
 
-FirstPlanner = Callable[[JobSpec], Awaitable[Schedule | None]]
+FirstPlanner = Callable[[JobSpec], Awaitable[FirstSchedule | None]]
 """The interface of :meth:`pipemorph.ingest.ProcessPlanner.first_plan`."""
 
 

@@ -28,7 +28,13 @@ from pipemorph.planning import (
     validate,
     validate_online,
 )
+from pipemorph.planning.interleaved import plan_interleaved
 from pipemorph.planning.search.variants import has_variants, variants
+from pipemorph.planning.simulation.interleaved import (
+    InterleavedSchedule,
+    simulate_interleaved,
+    validate_interleaved,
+)
 
 SAME = 0.01
 """Predictions within this fraction count as equal, since the model is not more exact."""
@@ -99,6 +105,11 @@ class Forecast:
             queues=self._spec.transport.queues,
             half_duplex=self._spec.transport.direct_duplex == "half",
         )
+        cut = self._spec.parallelism
+        if cut.stages_per_rank > 1:
+            # Planned for the makespan, with or without a barrier.
+            placed = {"ranks": cut.mesh.sizes["pp"], "placement": cut.stage_placement}
+            return problem.model_copy(update=placed)
         if not situation.barrier:
             problem = problem.model_copy(update={"objective": "period"})
         return problem if self._warmup is None else problem.with_warmup(self._warmup)
@@ -106,6 +117,9 @@ class Forecast:
     def of(self, plan: Plan) -> Option:
         """Predicted time of a valid plan, under the plan's own limits."""
         problem = self.problem(plan.routes).under(plan)
+        if plan.turns:
+            schedule = InterleavedSchedule.of_plan(plan)
+            return Option(plan, simulate_interleaved(schedule, problem).makespan)
         if not self._situation.barrier:
             return Option(plan, predict_period(plan.schedule, problem, plan.dispatch))
         if plan.dispatch is Dispatch.STATIC:
@@ -136,6 +150,8 @@ class Forecast:
         """New plans for this situation: a plain one, and shorter ones with fused backwards or
         offload. Raises :class:`InputError` if there is none."""
         problem, dispatch = self.problem(routes), self._spec.schedule.dispatch_kind
+        if problem.ranks is not None:
+            return [self.of(plan_interleaved(problem, Policy.PIPEMORPH).to_plan(0, routes))]
         if not has_variants(problem):
             return [self.of(plan(problem, Policy.PIPEMORPH).to_plan(0, routes, dispatch))]
         made = [(found.to_plan(0, routes, dispatch), found.makespan) for found in variants(problem)]
@@ -174,6 +190,9 @@ def runnable(plan: Plan) -> str | None:
     """None if ranks may run the plan, else the reason why not, in one line."""
     caps, device = plan.in_flight_limits, plan.device_limits
     try:
+        if plan.turns:
+            validate_interleaved(InterleavedSchedule.of_plan(plan), caps)
+            return None
         validate(plan.schedule, caps, device)
         if plan.dispatch is Dispatch.ONLINE:
             validate_online(plan.warmup, caps, device_limits=device)

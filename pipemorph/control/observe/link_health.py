@@ -332,6 +332,9 @@ class LinkBook:
     def _state(
         self, link: int, all_series: Iterable[tuple[Key, _Series]], now: float
     ) -> LinkHealth:
+        if self._mesh.placed[link] == self._mesh.placed[link + 1]:
+            # Within a rank, where nothing is sent.
+            return LinkHealth(link, Health.HEALTHY)
         by_key = dict(all_series)
         fresh = [
             (key, series.detector)

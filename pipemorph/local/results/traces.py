@@ -76,7 +76,7 @@ class TraceIndex:
                         file.seek(offsets[iteration])
                         traces[iteration].append(_trace(json.loads(file.readline())))
         for stages in traces.values():
-            stages.sort(key=lambda trace: trace.rank)
+            stages.sort(key=lambda trace: (trace.rank, trace.stage))
         return traces
 
 

@@ -1,81 +1,13 @@
-"""Rule-based schedules with several stages per rank, and a lower bound for them."""
+"""Rule-based schedules with several stages per rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from time import perf_counter
 
 from pipemorph.errors import InputError
 from pipemorph.planning.ir import OpKind, Policy
 from pipemorph.planning.problem import Problem
-from pipemorph.planning.simulation.interleaved import (
-    InterleavedSchedule,
-    InterleavedSimulation,
-    StageOp,
-    simulate_interleaved,
-)
-from pipemorph.planning.simulation.lower_bound import lower_bound
-
-
-@dataclass(frozen=True)
-class InterleavedPlan:
-    """A schedule with its problem and predicted time.
-
-    ``planning_seconds``: wall time; all other times are in the problem's unit.
-    """
-
-    policy: Policy
-    problem: Problem
-    schedule: InterleavedSchedule
-    simulation: InterleavedSimulation
-    lower_bound: float
-    planning_seconds: float
-
-
-def plan_interleaved(problem: Problem, policy: Policy | None = None) -> InterleavedPlan:
-    """Plan with ``policy``, or the problem's own, which must put several stages on a rank.
-
-    Raises :class:`InputError` if the policy cannot plan the problem.
-    """
-    began = perf_counter()
-    policy = problem.policy if policy is None else policy
-    problem.check_makespan(f"policy {policy.value}")
-    if problem.warmup is not None:
-        raise InputError(f"warmup is {list(problem.warmup)}; policy {policy.value} sets its own")
-    make = zero_bubble_v if policy is Policy.ZERO_BUBBLE_V else one_f_one_b_interleaved
-    schedule = make(problem)
-    simulation = simulate_interleaved(schedule, problem)
-    bound = interleaved_bound(problem, simulation.placement)
-    return InterleavedPlan(
-        policy=policy,
-        problem=problem,
-        schedule=schedule,
-        simulation=simulation,
-        lower_bound=min(bound, simulation.makespan),
-        planning_seconds=perf_counter() - began,
-    )
-
-
-def interleaved_bound(problem: Problem, placement: tuple[int, ...]) -> float:
-    """Lower bound of the makespan: the larger of the stages' bound and the ranks' total work.
-
-    A link within a rank takes no time.
-    """
-    delays = [
-        0.0 if placement[i] == placement[i + 1] else link.delay
-        for i, link in enumerate(problem.links)
-    ]
-    best = lower_bound(problem.with_delays(delays))
-    for rank in set(placement):
-        mine = [s for s, where in enumerate(placement) if where == rank]
-        before = min(
-            sum(problem.stages[s].forward for s in range(first)) + sum(delays[:first])
-            for first in mine
-        )
-        work = sum(problem.stages[s].forward + problem.stages[s].least_backward for s in mine)
-        best = max(best, before + problem.microbatches * work)
-    return best
+from pipemorph.planning.simulation.interleaved import InterleavedSchedule, StageOp
 
 
 def one_f_one_b_interleaved(problem: Problem) -> InterleavedSchedule:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipemorph.errors import InputError
-from pipemorph.planning.ir import Op, OpKind, Schedule
+from pipemorph.planning.ir import Op, OpKind, Plan, Policy, Route, Schedule
 from pipemorph.planning.problem import Problem
 from pipemorph.planning.simulation.core import CODE, MAX_STAGES_PER_RANK, in_order
 from pipemorph.planning.simulation.costs import Costs
@@ -50,6 +50,37 @@ class InterleavedSchedule:
             ),
         )
 
+    @staticmethod
+    def of_plan(plan: Plan) -> InterleavedSchedule:
+        """The schedule of a plan. Raises :class:`InputError` if a rank's turns are not those of
+        the ops of its stages."""
+        if not plan.turns:
+            return InterleavedSchedule.of(plan.schedule)
+        left = [list(reversed(ops)) for ops in plan.schedule.stages]
+        ranks = []
+        for rank, turns in enumerate(plan.turns):
+            ops = []
+            for stage in turns:
+                if stage >= len(left) or not left[stage]:
+                    raise InputError(
+                        f"plan {plan.version}: rank {rank} has more turns for stage {stage} than"
+                        " the stage has ops"
+                    )
+                ops.append(StageOp(stage, *left[stage].pop()))
+            ranks.append(tuple(ops))
+        unplaced = next((s for s, ops in enumerate(left) if ops), None)
+        if unplaced is not None:
+            raise InputError(
+                f"plan {plan.version}: no rank has a turn for {left[unplaced][-1]} of stage"
+                f" {unplaced}"
+            )
+        return InterleavedSchedule(plan.schedule.microbatches, tuple(ranks))
+
+    @property
+    def turns(self) -> tuple[tuple[int, ...], ...]:
+        """The stage of each op of every rank, as in :class:`~pipemorph.planning.ir.Plan`."""
+        return tuple(tuple(op.stage for op in ops) for ops in self.ranks)
+
     def placement(self) -> tuple[int, ...]:
         """The rank of each stage. Raises :class:`InputError` if a stage is on no rank or on two."""
         found: dict[int, int] = {}
@@ -75,6 +106,27 @@ class InterleavedSchedule:
             for stage, kind, microbatch in ops:
                 stages[stage].append(Op(kind, microbatch))
         return Schedule(self.microbatches, tuple(map(tuple, stages)))
+
+    def to_plan(
+        self,
+        version: int = 0,
+        routes: Sequence[Route] | None = None,
+        *,
+        policy: Policy = Policy.PIPEMORPH,
+        in_flight_limits: Sequence[int | None] | None = None,
+    ) -> Plan:
+        """A plan that runs this schedule. ``routes``: default: direct."""
+        per_stage = self.per_stage()
+        stages = per_stage.stage_count
+        several = self.placement() != tuple(range(len(self.ranks)))
+        return Plan(
+            version=version,
+            policy=policy,
+            schedule=per_stage,
+            routes=tuple(routes) if routes is not None else (Route.DIRECT,) * (stages - 1),
+            in_flight_limits=tuple(in_flight_limits or (None,) * stages),
+            turns=self.turns if several else (),
+        )
 
     def single(self) -> Schedule | None:
         """The equivalent :class:`Schedule`; None unless stage *i* is on rank *i*."""
@@ -171,12 +223,6 @@ def simulate_interleaved(schedule: InterleavedSchedule, problem: Problem) -> Int
         raise InputError(
             f"the plan has {schedule.microbatches} microbatches, the problem {problem.microbatches}"
         )
-    for i, link in enumerate(problem.links):
-        if link.queues is not None or link.outstanding is not None or link.transfer:
-            raise InputError(
-                f"links[{i}] has queues, outstanding or a rate; with several stages per rank only"
-                " delay is supported"
-            )
     for i, limit in enumerate(problem.device_limits()):
         if limit is not None:
             raise InputError(
@@ -189,11 +235,27 @@ def simulate_interleaved(schedule: InterleavedSchedule, problem: Problem) -> Int
                 " not simulated: leave it out"
             )
     validate_interleaved(schedule, problem.in_flight_limits())
+    return InterleavedSimulation(schedule, _run(schedule, placed_costs(problem, placement)))
+
+
+def placed_costs(problem: Problem, placement: Sequence[int]) -> Costs:
+    """The costs of a problem whose stage *s* is on rank ``placement[s]``: a link within a rank
+    takes no time."""
     costs = Costs.of(problem)
-    delay = [
-        0.0 if placement[i] == placement[i + 1] else costs.delay[i] for i in range(len(costs.delay))
-    ]
-    return InterleavedSimulation(schedule, _run(schedule, costs._replace(delay=delay)))
+    within = [placement[i] == placement[i + 1] for i in range(len(costs.delay))]
+
+    def across(values: Sequence[float]) -> list[Any]:
+        return [type(v)(0) if here else v for v, here in zip(values, within, strict=True)]
+
+    return costs._replace(
+        delay=across(costs.delay),
+        transfer=across(costs.transfer),
+        queues=across(costs.queues),
+        outstanding=across(costs.outstanding),
+        half_duplex=across(costs.half_duplex),
+        # Which rank it follows on is not known to the core.
+        after=[0.0] * costs.stage_count,
+    )
 
 
 def _run(schedule: InterleavedSchedule, costs: Costs) -> Simulation:

@@ -210,3 +210,38 @@ def online(
         return (core.op(W, i), now) if w < b else (None, min(forward_at, backward_at))
 
     return core.run(choose)
+
+
+def greedy(
+    costs: Costs, stages_of: Sequence[Sequence[int]], caps: Sequence[int], fused: Sequence[bool]
+) -> Sequence[bytes]:
+    """The orders in which ranks run the first ready op of B, F, W. Of two stages the later one in
+    the model runs first. ``caps[s]``: F on stage *s* only while fewer microbatches than this are in
+    flight there; at least 1. ``fused[s]``: one BW in place of B and W."""
+    core = _Core(costs, stages_of, None, None)
+    n = costs.microbatches
+
+    def choose(rank: int, now: float) -> tuple[_Op | None, float]:
+        later = list(enumerate(stages_of[rank]))[::-1]
+        done, again = core.done, INF
+        for kind in (B, F):
+            for place, stage in later:
+                f, b, w = (done[each][stage] for each in (F, B, W))
+                if kind == F and (f == n or f - w >= caps[stage]):
+                    continue
+                if kind == B and b == f:
+                    continue
+                op = core.op(4 * place + (BW if kind == B and fused[stage] else kind), stage)
+                at = core.arrived(op)
+                if at < INF and kind == F:
+                    at = max(at, core.clear(op))
+                if at <= now:
+                    return op, now
+                again = min(again, at)
+        for place, stage in later:
+            if done[W][stage] < done[B][stage]:
+                return core.op(4 * place + W, stage), now
+        return None, again
+
+    codes: Sequence[bytes] = core.run(choose)[0]
+    return codes

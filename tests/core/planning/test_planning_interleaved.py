@@ -19,7 +19,7 @@ from pipemorph.pictures import Timeline, render_html, render_png, render_text
 from pipemorph.planning import Link, Policy, Problem, StageTimes, plan, simulate, validate
 from pipemorph.planning.analysis.bubbles import explain_interleaved
 from pipemorph.planning.formats.torch_csv import dump_csv, parse_csv
-from pipemorph.planning.policies.interleaved import plan_interleaved
+from pipemorph.planning.interleaved import plan_interleaved
 from pipemorph.planning.simulation.interleaved import (
     InterleavedSchedule,
     simulate_interleaved,
@@ -167,13 +167,8 @@ def test_overlapped_ops_run_one_after_another() -> None:
         (problem(7, 8, policy="zero-bubble-v"), "stages has 7 entries for 3 ranks"),
         (problem(8, 8, ranks=8, policy="zero-bubble-v"), "stages has 8 entries for 8 ranks"),
         (problem(8, 8, ranks=4, warmup=(1,) * 8), "policy 1f1b-interleaved sets its own"),
-        (problem(8, 8, ranks=4, policy="pipemorph"), "ranks is 4; policy pipemorph has one stage"),
-        (
-            problem(8, 8, ranks=4).model_copy(
-                update={"links": (Link(delay=1, queues=2), *[Link()] * 6)}
-            ),
-            "links[0] has queues, outstanding or a rate",
-        ),
+        (problem(8, 8, ranks=4, policy="1f1b"), "ranks is 4; policy 1f1b has one stage"),
+        (problem(8, 8, ranks=3, policy="pipemorph"), "ranks is 3; policy pipemorph puts 8 stages"),
         (
             problem(8, 8, ranks=4).model_copy(
                 update={"stages": (TEN.model_copy(update={"in_flight_limit": 2}), *[TEN] * 7)}

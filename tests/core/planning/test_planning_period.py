@@ -25,7 +25,7 @@ from pipemorph.planning import (
     simulate,
 )
 from pipemorph.planning.analysis.advice import advise
-from pipemorph.planning.policies.interleaved import plan_interleaved
+from pipemorph.planning.interleaved import plan_interleaved
 from pipemorph.planning.simulation.simulator import SETTLED
 from pipemorph.planning.validator import ScheduleError
 

@@ -31,11 +31,13 @@ from pipemorph.planning import (
     plan,
     simulate,
 )
+from pipemorph.planning.interleaved import plan_interleaved
 from pipemorph.planning.offload import copying
-from pipemorph.planning.policies.interleaved import plan_interleaved
 from pipemorph_trainer.executor import dispatch, mailbox
 from pipemorph_trainer.executor.call import Generations, Start
 from pipemorph_trainer.executor.dispatch import Executor, Inputs
+from pipemorph_trainer.executor.mailbox import Mailbox
+from pipemorph_trainer.executor.receives import of_stage
 from pipemorph_trainer.executor.stages.structure import SINGLE
 from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.links.channels.arrival import OpClock
@@ -225,21 +227,37 @@ def executors(world: World, problem: Problem, placement: Sequence[int]) -> list[
     ]
     down = [Lane(world, link, placement[i], placement[i + 1]) for i, link in enumerate(links)]
     up = [Lane(world, link, placement[i + 1], placement[i]) for i, link in enumerate(links)]
+
+    def boundary(rank: int) -> Callable[[], None]:
+        """Between two ops: let everything end that ends now before this rank decides."""
+        return lambda: world.sleep(rank, world.now, DECIDING)
+
     made = []
+    mail: dict[int, Mailbox] = {}
     for stage, rank in enumerate(placement):
         coordinate = Coordinate(rank, MeshShape(last + 1), stage)
         above = End(stage - 1, stage - 1, down[stage - 1], up[stage - 1]) if stage else None
         below = End(stage, stage + 1, up[stage], down[stage]) if stage < last else None
+        waiting = Waiting(str(coordinate))
+        mail.setdefault(
+            rank,
+            Mailbox(
+                [],
+                poller=Poller(world, rank),  # type: ignore[arg-type]
+                waiting=waiting,
+                deadline=1e3,
+                between=boundary(rank),
+            ),
+        )
         executor = Executor(
             coordinate=coordinate,
             runner=Runner(world, rank, problem.stages[stage]),  # type: ignore[arg-type]
-            neighbours=Neighbourhood(above, below, None),  # type: ignore[arg-type]
-            poller=Poller(world, rank),  # type: ignore[arg-type]
+            neighbours=Neighbourhood(above, below),  # type: ignore[arg-type]
+            mail=mail[rank],
             op_clock=OpClock(),
-            waiting=Waiting(str(coordinate)),
+            waiting=waiting,
             deadline=1e3,
-            # Between two ops: let everything end that ends now before this stage decides.
-            boundary=lambda rank=rank: world.sleep(rank, world.now, DECIDING),
+            boundary=boundary(rank),
             on_last_forward=lambda _: None,
             reserve=lambda *_: None,
         )
@@ -262,7 +280,15 @@ def execute(
     for stage, executor in enumerate(executors(world, problem, range(stages))):
 
         def body(stage: int = stage, executor: Executor = executor) -> None:
-            done[stage] = executor.run(chosen, 1, Generations(), Inputs(), Start())
+            done[stage] = executor.begin(
+                chosen.schedule, 1, Generations(), Inputs(), Start(),
+                device_limit=chosen.device_limits[stage], receives=of_stage(chosen, stage),
+            )  # fmt: skip
+            if chosen.dispatch is Dispatch.ONLINE:
+                executor.run_online(chosen)
+                return
+            for kind, microbatch in chosen.schedule.stages[stage]:
+                executor.run_op(kind, microbatch)
 
         bodies.append(body)
     world.run(bodies)

@@ -158,9 +158,9 @@ def test_a_plan_that_needs_page_locked_memory_is_prepared_when_nothing_is_posted
         iterations = object.__new__(Iterations)
         told: Any = SimpleNamespace(between_ops=lambda: None, advance=lambda: None, prepared=0)
         vars(iterations).update(
-            _neighbours=SimpleNamespace(ends=[]), _reporter=told, _loss=told, rounds=told,
+            _ends=[], _turns=told, _reporter=told, _loss=told, rounds=told,
             _polled_at=0.0, _training_began=0.0, _warm=True, _postponed=None, _plans=book,
-            _agreement=SimpleNamespace(tell=lambda: None),
+            _agreements={},
             _control=SimpleNamespace(newest_plan=lambda: arrived.pop() if arrived else None),
         )  # fmt: skip
 
@@ -236,8 +236,8 @@ def test_memory_for_sends_is_page_locked_before_receives_are_posted() -> None:
     executor = dispatch.Executor(
         coordinate=MeshShape(3).coordinate(1),
         runner=SimpleNamespace(begin_iteration=nothing),  # type: ignore[arg-type]
-        neighbours=SimpleNamespace(upstream=above, downstream=below, ends=[]),  # type: ignore[arg-type]
-        poller=nothing, op_clock=OpClock(), waiting=nothing, deadline=1.0, boundary=nothing,
+        neighbours=SimpleNamespace(upstream=above, downstream=below),  # type: ignore[arg-type]
+        mail=SimpleNamespace(), op_clock=OpClock(), waiting=nothing, deadline=1.0, boundary=nothing,
         on_last_forward=nothing, reserve=nothing,
     )  # fmt: skip
     executor.input_metas = executor.output_metas = (META,)
@@ -339,7 +339,7 @@ def test_communicators_are_there_before_the_first_message() -> None:
             used.append(("receive", direction))
             return SimpleNamespace(wait=lambda: wires[direction].get(timeout=LONG))
 
-        return SimpleNamespace(send=send, recv=recv)
+        return SimpleNamespace(send=send, recv=recv, rank=lambda: rank)
 
     def connect(rank: int) -> None:
         mine = {direction: group(direction, rank) for direction in Direction}

@@ -35,9 +35,10 @@ from pipemorph_trainer.state.weights import check_stage, fingerprint, held_by
 State = dict[str, Tensor]
 
 
-def start_of(module: nn.Module, stages: int = 2, replicas: int = 2) -> Start:
+def start_of(module: nn.Module, stages: int = 2, replicas: int = 2, stage: int = 0) -> Start:
     mesh = MeshShape(stages, replicas, order=("dp_replicate", "pp"))
-    return Start(mesh=mesh, microbatches=4, held=held_by(module, mesh.coordinate(0)))
+    place = mesh.coordinate(mesh.rank(stage, 0))
+    return Start(mesh=mesh, microbatches=4, held=held_by(module, place))
 
 
 def linear(seed: int, width: int = 4) -> nn.Linear:
@@ -108,13 +109,13 @@ def test_one_matrix_on_two_stages_is_told() -> None:
         nn.init.zeros_(module["adapter"].weight)  # type: ignore[arg-type]
         return module
 
-    starts = [start_of(stage(i, tied=i != 1), stages=3) for i in range(3)]
+    starts = [start_of(stage(i, tied=i != 1), stages=3, stage=i) for i in range(3)]
     (line,) = warnings(starts)
     assert line.startswith(
         "'embedding.weight' of stage 0 and 'embedding.weight' of stage 2 begin with the same values"
     )
-    assert not list(warnings([start_of(stage(i, tied=i == 0), stages=3) for i in range(3)]))
-    alike = [start_of(stage(0, tied=True), stages=3)] * 3
+    assert not list(warnings([start_of(stage(i, i == 0), stages=3, stage=i) for i in range(3)]))
+    alike = [start_of(stage(0, tied=True), stages=3, stage=i) for i in range(3)]
     (line,) = warnings(alike)
     assert "(and 3 other pairs)" in line, "no line for each"
 
@@ -226,7 +227,8 @@ def test_arguments_that_the_manifest_contradicts_are_errors() -> None:
         assert told in str(refused.value), refused.value
     # How many sends may be outstanding is no part of a job.
     names = {field.name for field in fields(Settings)}
-    assert {*MANIFEST, "direct_sends"} - {"stages"} == names - {"mesh"}
+    of_mesh = {"stages", "stages_per_rank", "placement"}
+    assert {*MANIFEST, "direct_sends"} - of_mesh == names - {"mesh"}
     alone = Settings.choose(context_of(None, world_size=3), {"microbatches": 2, "queues": None})
     assert (alone.stages, alone.microbatches, alone.queues) == (3, 2, 8)
 
@@ -236,7 +238,7 @@ def prepared(stage: Any, **options: Any) -> tuple[Preparation | None, Start]:
     arguments |= {"split": "auto", "device": torch.device("cpu"), "accelerator": None}
     arguments |= {"directed": False, "tied": None} | options
     arguments["context"] = arguments["context"] or context_of(None)
-    return prepare(stage, **arguments)
+    return prepare([stage], **arguments)
 
 
 def test_a_rank_that_cannot_take_part_says_why_instead_of_raising(tmp_path: Path) -> None:

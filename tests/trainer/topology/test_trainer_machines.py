@@ -60,7 +60,7 @@ def meet(
         route=route, engine="tcp",
     ) as pipe:  # fmt: skip
         loss = pipe.step(torch.ones(8, 4), target=torch.zeros(8, 4))
-        return dialled, [end.same_host for end in pipe._parts.neighbours.ends], float(loss)
+        return dialled, [end.same_host for end in pipe._parts.links.ends], float(loss)
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ def train(context: TrainerContext) -> None:
         raise InputError(
             f"spec.trainer.args is {context.args}; this example knows clip: true|false"
         )
-    stage = EmulatedStage.of(spec, stage=context.coordinate().stage)
-    with Pipeline(stage, context=context) as pipe:
+    stages = [EmulatedStage.of(spec, stage=stage) for stage in context.coordinate().held]
+    with Pipeline(stages, context=context) as pipe:
         for _ in range(pipe.start_iteration, spec.trainer.iterations):
             pipe.step()
             if clip:

@@ -18,14 +18,13 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from pipemorph.api.mesh import Coordinate
-from pipemorph.planning import Dispatch, Op, OpKind, Plan, Schedule
+from pipemorph.planning import OpKind, Plan, Schedule
 from pipemorph.planning.offload import Residency
 from pipemorph_trainer.errors import PipelineError, ShapeError
 from pipemorph_trainer.executor.call import Generations, Start, name_call
 from pipemorph_trainer.executor.device_times import DeviceTimes
 from pipemorph_trainer.executor.mailbox import Mailbox
 from pipemorph_trainer.executor.profiling import profiling
-from pipemorph_trainer.executor.receives import SPARE, of_stage
 from pipemorph_trainer.executor.refusal import Gate, is_of_batch
 from pipemorph_trainer.executor.stages.interface import Grads, Runner
 from pipemorph_trainer.executor.stages.structure import SINGLE, Structure
@@ -42,7 +41,6 @@ from pipemorph_trainer.links.message import (
     gradients_of,
     words,
 )
-from pipemorph_trainer.links.poller import Poller
 
 NEVER = float("inf")
 _NO_RANGE = nullcontext()
@@ -93,7 +91,7 @@ class Executor:
         coordinate: Coordinate,
         runner: Runner,
         neighbours: Neighbourhood,
-        poller: Poller,
+        mail: Mailbox,
         op_clock: OpClock,
         waiting: Waiting,
         deadline: float,
@@ -111,12 +109,9 @@ class Executor:
         self._coordinate, self._runner = coordinate, runner
         self._device_times = device_times
         self._up, self._down = neighbours.upstream, neighbours.downstream
-        self._ends = neighbours.ends
         self._op_clock, self._waiting = op_clock, waiting
         self._deadline = deadline
-        self.mail = Mailbox(
-            self._ends, poller=poller, waiting=waiting, deadline=deadline, between=boundary
-        )
+        self.mail = mail
         self._boundary, self._on_last_forward = boundary, on_last_forward
         self._reserve = reserve
         self._gate, self._refuses = gate, refuses
@@ -140,62 +135,8 @@ class Executor:
         self._residency = Residency(None)
 
     def allow(self, deadline: float) -> None:
-        """Set the longest wait for each message, seconds."""
+        """Set the longest wait for a message under online dispatch, seconds."""
         self._deadline = deadline
-        self.mail.allow(deadline)
-
-    def run(
-        self,
-        plan: Plan,
-        iteration: int,
-        generations: Generations,
-        inputs: Inputs,
-        start: Start,
-    ) -> Outcome:
-        """Run one iteration of ``plan``. Afterwards :attr:`refused` says whether it was refused
-        anywhere, as far as this rank knows.
-
-        Raises :class:`PipelineError`, which names the missing message, if it cannot be finished.
-        """
-        self.begin(
-            plan.schedule, iteration, generations, inputs, start,
-            device_limit=plan.device_limits[self._coordinate.stage],
-            receives=of_stage(plan, self._coordinate.stage),
-        )  # fmt: skip
-        if plan.dispatch is Dispatch.ONLINE:
-            self._run_online(plan)
-        else:
-            for kind, microbatch in plan.schedule.stages[self._coordinate.stage]:
-                self.run_op(kind, microbatch)
-        if self.refused and self._gate is not None:
-            self._gate.refuse()
-        self.mail.wait_until_taken()
-        return self._outcome
-
-    def evaluate(
-        self,
-        microbatches: int,
-        iteration: int,
-        generations: Generations,
-        inputs: Inputs,
-        start: Start,
-    ) -> Outcome:
-        """Run only the forwards, without gradients. ``iteration``: the one that follows. Otherwise
-        like :meth:`run`. Call :meth:`end_uncounted` afterwards."""
-        forwards = tuple(Op(OpKind.F, microbatch) for microbatch in range(microbatches))
-        schedule = Schedule(microbatches, (forwards,) * self._coordinate.stages)
-        self._evaluating = True
-        try:
-            self.begin(
-                schedule, iteration, generations, inputs, start,
-                receives=(Receives(window=SPARE), RECEIVE_ALL),
-            )  # fmt: skip
-            for kind, microbatch in forwards:
-                self.run_op(kind, microbatch)
-        finally:
-            self._evaluating = False
-        self.mail.wait_until_taken()
-        return self._outcome
 
     def end_uncounted(self) -> None:
         """End an evaluation or a refused iteration. The next iteration has the same number, but
@@ -213,13 +154,16 @@ class Executor:
         *,
         device_limit: int | None = None,
         receives: tuple[Receives, Receives] = (RECEIVE_ALL, RECEIVE_ALL),
+        evaluates: bool = False,
     ) -> Outcome:
         """Prepare for the ops of one iteration of ``schedule``. Returns the record that they fill.
 
         This waits for the shapes of the stage above if they are exchanged. ``device_limit``: most
         microbatches with activations on the device. ``receives``: from above and from below.
+        ``evaluates``: the iteration has only forwards, without gradients; call
+        :meth:`end_uncounted` afterwards.
         """
-        self._iteration = iteration
+        self._iteration, self._evaluating = iteration, evaluates
         self.mail.call = name_call(iteration, evaluation=self._evaluating)
         self._generations = generations
         self._microbatches = schedule.microbatches
@@ -255,6 +199,11 @@ class Executor:
             self._above.incoming.begin(batch)
         return self._outcome
 
+    def end(self) -> None:
+        """End the iteration after its last op."""
+        if self.refused and self._gate is not None and not self._evaluating:
+            self._gate.refuse()
+
     def run_op(self, kind: OpKind, microbatch: int) -> None:
         """Wait for the op's message, then run it."""
         source = self._source(kind)
@@ -279,9 +228,10 @@ class Executor:
             return None
         return self._below
 
-    def _run_online(self, plan: Plan) -> None:
-        """Run the next ready op of B, F and W, in this order. During the warm-up only F; F within
-        the in-flight limit; F and B within the device limit."""
+    def run_online(self, plan: Plan) -> None:
+        """Run all ops of an iteration that has begun: the next ready op of B, F and W, in this
+        order. During the warm-up only F; F within the in-flight limit; F and B within the device
+        limit."""
         stage, total = self._coordinate.stage, self._microbatches
         warmup = min(plan.warmup[stage], total)
         limit = plan.in_flight_limits[stage]

@@ -1,4 +1,4 @@
-"""Sends and receives the messages of one stage.
+"""Sends and receives the messages of a rank's stages.
 
 Every wait has a deadline. Errors name the missing message, the iteration, the neighbour and the
 link.
@@ -24,9 +24,10 @@ LONGEST_NAP = 0.25
 
 
 class Mailbox:
-    """The messages of one stage, to and from its neighbours. Main thread only.
+    """The messages of a rank, to and from its neighbours. Main thread only.
 
-    ``between``: called during every wait, as between two ops.
+    ``ends``: of all links to other ranks, which are attended during every wait. ``between``: called
+    then, too, as between two ops.
     """
 
     def __init__(

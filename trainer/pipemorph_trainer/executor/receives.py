@@ -76,47 +76,70 @@ def windows(plan: Plan) -> tuple[int, ...]:
     slack = [max(0, up - down) for up, down in zip(plan.warmup, plan.warmup[1:], strict=False)]
     if plan.dispatch is Dispatch.ONLINE:
         return (n,) * len(slack)
-    more = 0
+    return _least(plan.schedule, plan.turns, tuple(slack))
+
+
+@lru_cache(maxsize=8)
+def forward_window(schedule: Schedule, turns: tuple[tuple[int, ...], ...]) -> int:
+    """The same for all links of an iteration that has only forwards."""
+    links = schedule.stage_count - 1
+    return max(_least(schedule, turns, (0,) * links), default=SPARE)
+
+
+def _least(
+    schedule: Schedule, turns: tuple[tuple[int, ...], ...], slack: tuple[int, ...]
+) -> tuple[int, ...]:
+    n, more = schedule.microbatches, 0
     while True:
         found = tuple(min(n, each + SPARE + more) for each in slack)
-        if all(each == n for each in found) or ends(plan.schedule, found):
+        if all(each == n for each in found) or ends(schedule, found, turns):
             return found
         more = 2 * more + 1
 
 
-def ends(schedule: Schedule, window: tuple[int, ...]) -> bool:
-    """Whether all stages finish their orders if a link takes ``window`` messages ahead. The next op
-    of a stage does not depend on times, so one run decides it."""
+def ends(
+    schedule: Schedule, window: tuple[int, ...], turns: tuple[tuple[int, ...], ...] = ()
+) -> bool:
+    """Whether all ranks finish their orders if a link takes ``window`` messages ahead. The next op
+    of a rank does not depend on times, so one run decides it. ``turns``: see
+    :class:`~pipemorph.planning.Plan`."""
     last = schedule.stage_count - 1
-    at = [0] * (last + 1)
-    holding = [False] * (last + 1)
+    turns = turns or tuple((i,) * len(ops) for i, ops in enumerate(schedule.stages))
+    rank_of = {stage: rank for rank, mine in enumerate(turns) for stage in mine}
+    within = [rank_of[i] == rank_of[i + 1] for i in range(last)]
+    at = [0] * len(turns)
+    done = [0] * (last + 1)
+    holding = [False] * len(turns)
     """Whether an op has run whose message cannot be sent yet."""
     sent = {True: [0] * last, False: [0] * last}
     taken = {True: [0] * last, False: [0] * last}
 
-    def advance(stage: int) -> bool:
-        if at[stage] == len(schedule.stages[stage]):
+    def advance(rank: int) -> bool:
+        if at[rank] == len(turns[rank]):
             return False
-        kind, microbatch = schedule.stages[stage][at[stage]]
+        stage = turns[rank][at[rank]]
+        kind, microbatch = schedule.stages[stage][done[stage]]
         forward = kind is OpKind.F
         if kind is not OpKind.W:
             source, to = (stage - 1, stage) if forward else (stage, stage - 1)
-            if not holding[stage] and 0 <= source < last:
+            if not holding[rank] and 0 <= source < last:
                 if sent[forward][source] <= microbatch:
                     return False
                 taken[forward][source] = microbatch + 1
             if 0 <= to < last:
-                holding[stage] = microbatch >= taken[forward][to] + window[to]
-                if holding[stage]:
+                full = microbatch >= taken[forward][to] + window[to]
+                holding[rank] = full and not within[to]
+                if holding[rank]:
                     return False
                 sent[forward][to] = microbatch + 1
-        at[stage] += 1
+        at[rank] += 1
+        done[stage] += 1
         return True
 
     moving = True
     while moving:
         moving = False
-        for stage in range(last + 1):
-            while advance(stage):
+        for rank in range(len(turns)):
+            while advance(rank):
                 moving = True
-    return all(at[i] == len(order) for i, order in enumerate(schedule.stages))
+    return all(at[rank] == len(mine) for rank, mine in enumerate(turns))

@@ -175,17 +175,23 @@ class LinkEnd:
 
 @dataclass
 class Neighbourhood:
-    """The links to both neighbours, and the engine that they share."""
+    """The links of one stage to both neighbours."""
 
-    upstream: LinkEnd | None
-    downstream: LinkEnd | None
-    engine: _engine.Engine | None
+    upstream: LinkEnd | None = None
+    downstream: LinkEnd | None = None
+
+
+@dataclass
+class Links:
+    """All links of a rank, and the engine that they share."""
+
+    of: dict[int, Neighbourhood]
+    """By stage of this rank."""
+    ends: list[LinkEnd]
+    """The ends of the links to other ranks, in order."""
+    engine: _engine.Engine | None = None
     staging: Staging | None = None
     """Shared by delegated links on a device; None on the CPU."""
-
-    @property
-    def ends(self) -> list[LinkEnd]:
-        return [end for end in (self.upstream, self.downstream) if end is not None]
 
     def gone(self) -> str | None:
         """Text: which neighbour is lost, and how, after a connection broke; None if none is."""

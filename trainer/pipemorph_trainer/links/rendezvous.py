@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,10 +35,11 @@ from pipemorph_trainer.links.channels.failover import Failover
 from pipemorph_trainer.links.channels.staging import StagedIncoming, StagedOutgoing, Staging
 from pipemorph_trainer.links.engine import EngineOptions, make_engine, make_engine_link
 from pipemorph_trainer.links.faults import FaultTrace, LinkFaults, SharedQueue
-from pipemorph_trainer.links.link import LinkEnd, Neighbourhood
+from pipemorph_trainer.links.link import LinkEnd, Links, Neighbourhood
 from pipemorph_trainer.links.message import Direction
 from pipemorph_trainer.links.peer_socket import PeerSocket
 from pipemorph_trainer.links.poller import Poller
+from pipemorph_trainer.links.within import join_within
 from pipemorph_trainer.topology import addresses
 from pipemorph_trainer.topology.accelerator import accelerator_of
 from pipemorph_trainer.topology.groups import Groups
@@ -133,13 +135,15 @@ class _Peer(NamedTuple):
 
     machine: Machine
     address: str
-    port: int = 0
-    engine_port: int | None = None
-    queue: str | None = None
+    ports: Mapping[int, int]
+    """By link, so that connections of different links cannot be confused."""
+    engine_port: int | None
+    queues: Mapping[int, str]
+    """By link."""
 
 
 class Rendezvous:
-    """Connects one rank to both neighbours, in the steps of :meth:`meet`."""
+    """Connects one rank to its neighbours, in the steps of :meth:`meet`."""
 
     def __init__(
         self,
@@ -151,41 +155,58 @@ class Rendezvous:
     ) -> None:
         self._coordinate, self._config, self._groups = coordinate, config, groups
         self._control = control
-        self._mine = _Peer(this_machine(), addresses.own_address(master_addr))
+        placed, here = coordinate.mesh.placed, coordinate.along("pp")
+        links = range(coordinate.stages - 1)
+        self._within = [i for i in links if placed[i] == placed[i + 1] == here]
+        self._below = [i for i in links if placed[i] == here and placed[i + 1] != here]
+        """Links of which this rank has the end that sends forward."""
+        self._above = [i for i in links if placed[i] != here and placed[i + 1] == here]
+        address = addresses.own_address(master_addr)
+        self._mine = _Peer(this_machine(), address, {}, None, {})
         self._peers: list[_Peer] = []
         self._engine: _engine.Engine | None = None
         self._staging: Staging | None = None
-        self._queue: SharedQueue | None = None
+        self._queues: dict[int, SharedQueue] = {}
         self._edges: dict[int, dict[Direction, dist.ProcessGroup]] = {}
 
-    def meet(self) -> Neighbourhood:
+    def meet(self) -> Links:
         """Connect. Collective over all ranks. Raises :class:`PipelineError`, which names the
         neighbour that did not connect."""
-        rank, config = self._coordinate.rank, self._config
+        rank, config, place = self._coordinate.rank, self._config, self._coordinate
         host = self.find_host()
-        with peer_socket.listen(host) as listener:
+        controls: dict[int, PeerSocket] = {}
+        across = sorted(self._below + self._above)
+        with ExitStack() as stack:
+            listeners = {
+                link: stack.enter_context(peer_socket.listen(host)) for link in self._above
+            }
             self.make_shared(host)
-            self.exchange_addresses(listener.getsockname()[1])
-            self._edges = make_edges(self._coordinate, config.device, config.deadline, self._groups)
-            up_socket = down_socket = None
-            if not self._coordinate.last:
-                peer = self._coordinate.at_stage(self._coordinate.stage + 1)
-                port = self._peers[peer].port
-                down_socket = config.dial(self._address(peer), port, rank=rank, peer=peer)
-            if not self._coordinate.first:
-                peer = self._coordinate.at_stage(self._coordinate.stage - 1)
-                up_socket = config.accept(listener, rank=rank, peer=peer)
-        # The link above before the link below, on every rank, so that no two wait for each other.
-        stage = self._coordinate.stage
-        upstream = downstream = None
-        if up_socket is not None:
-            upstream = self.make_end(stage - 1, Direction.FORWARD, up_socket)
-        if down_socket is not None:
-            downstream = self.make_end(stage, Direction.BACKWARD, down_socket)
+            self.exchange_addresses({i: at.getsockname()[1] for i, at in listeners.items()})
+            self._edges = make_edges(place, config.device, config.deadline, self._groups)
+            # In the order of the links on every rank, here and below, so that no two wait for each
+            # other.
+            for link in across:
+                if link in listeners:
+                    peer = place.at_stage(link)
+                    controls[link] = config.accept(listeners[link], rank=rank, peer=peer)
+                else:
+                    peer = place.at_stage(link + 1)
+                    port = self._peers[peer].ports[link]
+                    controls[link] = config.dial(self._address(peer), port, rank=rank, peer=peer)
+        of = {stage: Neighbourhood() for stage in place.held}
+        ends = []
+        for link in across:
+            if link in self._above:
+                end = of[link + 1].upstream = self.make_end(link, Direction.FORWARD, controls[link])
+            else:
+                end = of[link].downstream = self.make_end(link, Direction.BACKWARD, controls[link])
+            ends.append(end)
+        for link in self._within:
+            of[link].downstream, of[link + 1].upstream = join_within(link, rank)
         if self._engine is not None:
             for reason in self._engine.refused():
-                log.warning("%s: engine refused a connection: %s", self._coordinate, reason)
-        return Neighbourhood(upstream, downstream, self._engine, self._staging)
+                log.warning("%s: engine refused a connection: %s", place, reason)
+        return Links(of, ends, self._engine, self._staging)
 
     def find_host(self) -> str:
         """Exchange machines and addresses. Returns the address to listen on: loopback if
@@ -196,7 +217,7 @@ class Rendezvous:
         return addresses.everywhere(self._mine.address)
 
     def make_shared(self, host: str) -> None:
-        """Create what the links of this rank share: the engine, staging, the queue of half
+        """Create what the links of this rank share, the engine and staging, and the queues of half
         duplex."""
         config = self._config
         self._engine = make_engine(
@@ -211,14 +232,17 @@ class Rendezvous:
                     accelerator, wake=config.poller.wake, deadline=config.deadline
                 )
         # The lower stage makes the queue of a link.
-        self._queue = config.faults.make_queue(self._coordinate.stage, self._coordinate.column)
+        for link in self._below:
+            queue = config.faults.make_queue(link, self._coordinate.column)
+            if queue is not None:
+                self._queues[link] = queue
 
-    def exchange_addresses(self, port: int) -> None:
-        """Exchange the listening ports of all ranks."""
+    def exchange_addresses(self, ports: Mapping[int, int]) -> None:
+        """Exchange the listening ports of all ranks. ``ports``: of this one, by link."""
         self._mine = self._mine._replace(
-            port=port,
+            ports=ports,
             engine_port=self._engine.port if self._engine is not None else None,
-            queue=self._queue.name if self._queue is not None else None,
+            queues={link: queue.name for link, queue in self._queues.items()},
         )
         self._gather(self._mine)
 
@@ -226,10 +250,10 @@ class Rendezvous:
         """This rank's end of a link whose control socket is connected."""
         config, column = self._config, self._coordinate.column
         lower = receives is Direction.BACKWARD
-        queue = self._queue if lower else None
+        queue = self._queues.get(link)
         peer = self._peers[control.peer_rank]
-        if not lower and peer.queue is not None:
-            queue = SharedQueue.open(peer.queue, link)
+        if link in peer.queues:
+            queue = SharedQueue.open(peer.queues[link], link)
         faults = LinkFaults(config.faults.of(link, column), Direction(1 - receives), queue)
         end = LinkEnd(
             link, receives, control, replica=column, faults=faults,
@@ -306,8 +330,8 @@ def meet(
     master_addr: str,
     groups: Groups,
     control: dist.ProcessGroup | None = None,
-) -> Neighbourhood:
-    """Connect a rank to both neighbours. ``groups``: gets the groups of direct routes;
+) -> Links:
+    """Connect a rank to its neighbours. ``groups``: gets the groups of direct routes;
     ``master_addr``: of rank 0; ``control``: carries what ranks tell each other (None: the default
     group). Collective, see :meth:`Rendezvous.meet`."""
     return Rendezvous(coordinate, config, master_addr, groups, control).meet()

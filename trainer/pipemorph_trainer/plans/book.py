@@ -8,6 +8,7 @@ from pipemorph.api.mesh import Coordinate
 from pipemorph.api.spec import ONLINE_IN_LOCKSTEP
 from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, Plan, Route, validate, validate_online
+from pipemorph.planning.simulation.interleaved import InterleavedSchedule, validate_interleaved
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.executor.receives import SPARE, windows
 from pipemorph_trainer.links.link import LinkEnd
@@ -28,7 +29,9 @@ def check_plan(plan: Plan, current: Plan) -> None:
         raise InputError(
             f"plan {plan.version} has {len(plan.routes)} routes; expected {have.stage_count - 1}"
         )
-    if plan.dispatch is Dispatch.ONLINE:
+    if plan.turns:
+        validate_interleaved(InterleavedSchedule.of_plan(plan), plan.in_flight_limits)
+    elif plan.dispatch is Dispatch.ONLINE:
         validate(have)
         validate_online(plan.warmup, plan.in_flight_limits, device_limits=plan.device_limits)
     else:
@@ -42,21 +45,33 @@ def check_stages(plan: Plan, coordinate: Coordinate) -> None:
         raise InputError(
             f"the plan has {plan.schedule.stage_count} stages; this job runs {coordinate.stages}"
         )
-    if plan.dispatch is Dispatch.ONLINE and coordinate.mesh.lockstep > 1:
+    mesh = coordinate.mesh
+    placed = InterleavedSchedule.of_plan(plan).placement() if plan.turns else range(mesh.stages)
+    if tuple(placed) != mesh.placed:
+        raise InputError(
+            f"plan {plan.version} has its stages on ranks {list(placed)} of a pipeline; this job"
+            f" has them on {list(mesh.placed)}"
+        )
+    if plan.dispatch is Dispatch.ONLINE and mesh.stages_per_rank > 1:
+        raise InputError(
+            f"plan {plan.version} has dispatch online; ranks with several stages need static"
+        )
+    if plan.dispatch is Dispatch.ONLINE and mesh.lockstep > 1:
         raise InputError(f"plan {plan.version} has dispatch online; {ONLINE_IN_LOCKSTEP}")
 
 
 def check_offload(plan: Plan, coordinate: Coordinate, no_offload: str) -> None:
-    """Raise :class:`InputError` if a plan offloads activations of a stage that cannot.
+    """Raise :class:`InputError` if a plan offloads activations of a stage here that cannot.
 
     ``no_offload``: why it cannot; empty if it can.
     """
-    limit = plan.device_limits[coordinate.stage]
-    if limit is not None and no_offload:
-        raise InputError(
-            f"plan {plan.version} moves activations of stage {coordinate.stage} to host memory"
-            f" (device_limit {limit}), but: {no_offload}"
-        )
+    for stage in coordinate.held:
+        limit = plan.device_limits[stage]
+        if limit is not None and no_offload:
+            raise InputError(
+                f"plan {plan.version} moves activations of stage {stage} to host memory"
+                f" (device_limit {limit}), but: {no_offload}"
+            )
 
 
 def check_routes(plan: Plan, ends: Iterable[LinkEnd]) -> None:

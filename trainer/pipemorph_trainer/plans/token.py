@@ -35,6 +35,19 @@ class TokenPass:
         self._shapes: Any = None
         self.generations = Generations()
 
+    def arrived(self) -> bool:
+        """Whether :meth:`start` and the exchange of shapes that it announces would not wait. Not on
+        stage 0."""
+        assert self._up is not None
+        socket = self._up.socket
+        if not socket.tokens:
+            socket.pump()
+        if not socket.tokens:
+            return False
+        token = socket.tokens[0]
+        has_shapes = token.generation == self.generations.above or token.refused
+        return has_shapes or bool(socket.shapes)
+
     def start(
         self, iteration: int, shapes: Any, *, refused: bool = False, evaluation: bool = False
     ) -> tuple[int, Start]:

@@ -52,24 +52,26 @@ log = logging.getLogger("pipemorph.trainer")
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 _ITERATION = "pipemorph.iteration"
 _STAGES = "pipemorph.stages"
+_KINDS = ("model.", "gradient.", "optimizer.state.", "optimizer.param_groups.")
+"""What the names of values begin with."""
 
 
 class Checkpoints:
     """Saves and resumes one pipeline. Every call is collective over all ranks.
 
-    ``stage``: the module of this rank, or the runner of an emulated stage. ``aliases``: tied
-    weights of the module, with their first holder, under whose name they are saved. ``extra``: of
-    the user. ``asked.keep`` finished checkpoints are kept, older ones are deleted.
+    ``stages``: the modules of this rank's stages, or the runners of emulated ones. ``aliases``:
+    tied weights of these modules, with their first holder, under whose name they are saved.
+    ``extra``: of the user. ``asked.keep`` finished checkpoints are kept, older ones are deleted.
     """
 
     def __init__(
         self,
         asked: Checkpoint,
         world: World,
-        stage: nn.Module | EmulatedRunner,
+        stages: Mapping[int, nn.Module | EmulatedRunner],
         optimizer: torch.optim.Optimizer | None,
         *,
-        aliases: Mapping[str, Holder],
+        aliases: Mapping[Holder, Holder],
         extra: Extra,
     ) -> None:
         self._directory, self._asked, self._world = Path(asked.directory), asked, world
@@ -79,35 +81,44 @@ class Checkpoints:
             # Its collectives run in another thread, at any time between those of the control group.
             self._group = world.groups.new(backend="gloo", group_desc="pipemorph checkpoints")
         self._writing: tuple[Path, Future[Any]] | None = None
-        self._stage, self._optimizer = stage, optimizer
+        self._modules = {s: each for s, each in stages.items() if isinstance(each, nn.Module)}
+        self._emulated = {s: each for s, each in stages.items() if isinstance(each, EmulatedRunner)}
+        # With a number before each name, so that one optimizer may have the parameters of all.
+        self._module = nn.ModuleDict({str(stage): m for stage, m in self._modules.items()})
+        self._optimizer = optimizer
         self._aliases = aliases
         self._keys: dict[str, str] = {}
         """The key in a checkpoint of each value of this rank."""
-        self._prefix = ""
-        if isinstance(stage, nn.Module):
-            self._prefix = self._find_prefix(stage)
+        self._prefixed = bool(self._modules) and self._share_names()
+        """Whether names get the stage as a prefix."""
 
-    def _find_prefix(self, module: nn.Module) -> str:
-        stages = self._world.group(("pp",))
-        if stages is None:
-            return ""
-        names: list[Any] = [None] * dist.get_world_size(stages)
-        mine = (self._world.coordinate.stage, sorted(module.state_dict()))
-        own = [n for n in mine[1] if n not in self._aliases or self._aliases[n] == (n, mine[0])]
-        dist.all_gather_object(names, own, group=stages)
+    def _share_names(self) -> bool:
+        """Whether two stages of the pipeline have a tensor of the same name."""
+        own = {
+            stage: [
+                name
+                for name in sorted(module.state_dict())
+                if self._aliases.get(Holder(name, stage), (name, stage)) == (name, stage)
+            ]
+            for stage, module in self._modules.items()
+        }
+        stages, names = self._world.group(("pp",)), [own]
+        if stages is not None:
+            names = [{}] * dist.get_world_size(stages)
+            dist.all_gather_object(names, own, group=stages)
         seen: dict[str, int] = {}
-        for stage, mine in enumerate(names):
+        for stage, mine in sorted(pair for each in names for pair in each.items()):
             for name in mine:
                 if name in seen:
                     if self._world.coordinate.rank == 0:
                         log.warning(
                             "checkpoints: stages %d and %d both have %r; names get the stage as "
                             "a prefix, so these checkpoints resume with %d stages only",
-                            seen[name], stage, name, len(names),
+                            seen[name], stage, name, self._world.coordinate.stages,
                         )  # fmt: skip
-                    return f"stage{self._world.coordinate.stage}."
+                    return True
                 seen[name] = stage
-        return ""
+        return False
 
     def save(self, iteration: int) -> Path:
         """Write a checkpoint to be resumed at ``iteration``; returns its folder.
@@ -128,7 +139,7 @@ class Checkpoints:
             if parameter.grad is not None and parameter.grad.count_nonzero()
         }
         state[_ITERATION] = torch.tensor(iteration)
-        state[_STAGES] = torch.tensor(self._world.coordinate.stages if self._prefix else 0)
+        state[_STAGES] = torch.tensor(self._world.coordinate.stages if self._prefixed else 0)
         state |= self._extra.pack()
         with _named(folder):
             if self._asked.asynchronous:
@@ -207,48 +218,54 @@ class Checkpoints:
         return sorted(path.parent for path in self._directory.glob("iteration-*/.metadata"))
 
     def _state(self) -> dict[str, Any]:
-        if isinstance(self._stage, EmulatedRunner):
-            coordinate = self._world.coordinate
-            name = f"emulated.replica{coordinate.column}.stage{coordinate.stage}"
-            return {name: torch.tensor(list(self._stage.state().to_bytes(8, "little")))}
+        if self._emulated:
+            return {
+                self._emulated_key(stage): torch.tensor(list(runner.state().to_bytes(8, "little")))
+                for stage, runner in self._emulated.items()
+            }
         state = {
             f"model.{name}": value
-            for name, value in get_model_state_dict(self._stage, options=_OPTIONS).items()
+            for name, value in get_model_state_dict(self._module, options=_OPTIONS).items()
         }
         if self._optimizer is not None:
-            found: Any = get_optimizer_state_dict(self._stage, self._optimizer, options=_OPTIONS)
+            found: Any = get_optimizer_state_dict(self._module, self._optimizer, options=_OPTIONS)
             state |= {f"optimizer.{name}": v for name, v in found.items()}
         self._keys = {name: self._key(name) for name in state}
         return {self._keys[name]: value for name, value in state.items()}
 
+    def _emulated_key(self, stage: int) -> str:
+        return f"emulated.replica{self._world.coordinate.column}.stage{stage}"
+
     def _key(self, name: str) -> str:
         """The key of a value in a checkpoint.
 
-        ``name``: ``model.`` or ``gradient.`` and a parameter; ``optimizer.state.`` or
-        ``optimizer.param_groups.``, a parameter and one of its fields.
+        ``name``: ``model.`` or ``gradient.``, a stage and a parameter; ``optimizer.state.`` or
+        ``optimizer.param_groups.``, a stage, a parameter and one of its fields.
         """
-        for alias, (shared, stage) in self._aliases.items():
-            for kind in ("model.", "gradient.", "optimizer.state.", "optimizer.param_groups."):
-                start = kind + alias
-                if name == start or (kind[0] == "o" and name.startswith(f"{start}.")):
-                    prefix = self._prefix and f"stage{stage}."
-                    return f"{prefix}{kind}{shared}{name[len(start) :]}"
-        return self._prefix + name
+        kind = next(kind for kind in _KINDS if name.startswith(kind))
+        number, _, rest = name.removeprefix(kind).partition(".")
+        stage = int(number)
+        for alias, (shared, first) in self._aliases.items():
+            if alias.stage == stage and (
+                rest == alias.name or (kind[0] == "o" and rest.startswith(f"{alias.name}."))
+            ):
+                stage, rest = first, shared + rest[len(alias.name) :]
+                break
+        return f"{f'stage{stage}.' if self._prefixed else ''}{kind}{rest}"
 
     def _gradients(self) -> dict[str, nn.Parameter]:
         """Parameters, by the names of their gradients in a checkpoint."""
-        if isinstance(self._stage, EmulatedRunner):
-            return {}
         return {
             self._key(f"gradient.{name.replace('_orig_mod.', '')}"): parameter
-            for name, parameter in self._stage.named_parameters()
+            for name, parameter in self._module.named_parameters()
             if parameter.requires_grad
         }
 
     def _restore(self, state: dict[str, Any], *, stepped: bool) -> None:
-        if isinstance(self._stage, EmulatedRunner):
-            (value,) = state.values()
-            self._stage.restore(int.from_bytes(bytes(value.tolist()), "little"))
+        for stage, runner in self._emulated.items():
+            value = state[self._emulated_key(stage)]
+            runner.restore(int.from_bytes(bytes(value.tolist()), "little"))
+        if not self._modules:
             return
 
         def part(kind: str) -> dict[str, Any]:
@@ -259,14 +276,14 @@ class Checkpoints:
                 if name.startswith(start) and key in state
             }
 
-        set_model_state_dict(self._stage, part("model"), options=_OPTIONS)
+        set_model_state_dict(self._module, part("model"), options=_OPTIONS)
         if self._optimizer is None:
             return
         if not stepped:
             self._optimizer.state.clear()
         else:
             set_optimizer_state_dict(
-                self._stage, self._optimizer, part("optimizer"), options=_OPTIONS
+                self._module, self._optimizer, part("optimizer"), options=_OPTIONS
             )
 
 

@@ -115,48 +115,49 @@ def check(ties: Sequence[Tie], everyone: Iterable[Forms]) -> None:
 class Tied:
     """The tied weights that this rank holds. Every call is collective over their holders.
 
-    ``aliases``: the first holder of each weight, by the weight's names in this rank's module.
-    ``uncounted``: ids of the parameters that another rank counts in a norm. ``shared``: ids of all
-    whose gradients are summed.
+    ``modules``: of this rank's stages. ``aliases``: the first holder of each weight, by the
+    weight's holders in these modules. ``uncounted``: ids of the parameters that are counted
+    elsewhere in a norm. ``shared``: ids of all whose gradients are summed.
     """
 
     def __init__(
-        self, ties: Sequence[Tie], module: nn.Module | None, world: World, wait: Wait
+        self, ties: Sequence[Tie], modules: Mapping[int, nn.Module], world: World, wait: Wait
     ) -> None:
         """Collective over all ranks, since all ranks create all groups."""
         self._wait = wait
-        stage, mesh = world.coordinate.stage, world.coordinate.mesh
+        mesh, held = world.coordinate.mesh, world.coordinate.held
         columns = [
             [mesh.rank(each, column) for each in range(mesh.stages)]
             for column in range(mesh.columns)
         ]
         mine = columns[world.coordinate.column]
-        self.aliases = {
-            holder.name: tie[0] for tie in ties for holder in tie if holder.stage == stage
-        }
+        self.aliases = {holder: tie[0] for tie in ties for holder in tie if holder.stage in held}
         self._shared: list[_Shared] = []
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for tie in ties:
-            stages = sorted({holder.stage for holder in tie})
-            if len(stages) == 1:
-                continue
             for column in columns:
-                ranks = tuple(column[each] for each in stages)
-                if ranks not in groups:
+                ranks = _ranks(tie, column)
+                if len(ranks) > 1 and ranks not in groups:
                     groups[ranks] = world.groups.new([*ranks], group_desc="pipemorph tied weights")
-            name = next((holder.name for holder in tie if holder.stage == stage), None)
-            if name is None or module is None:
+            # A stage that holds it under several names has one parameter for them.
+            names = {holder.stage: holder.name for holder in reversed(tie) if holder.stage in held}
+            if not names or not modules:
                 continue
+            first = mine[tie[0].stage] == world.coordinate.rank
+            # That of the first holder first.
+            order = sorted(names, key=lambda stage: (stage != tie[0].stage, stage))
             self._shared.append(
                 _Shared(
-                    module.get_parameter(name),
-                    groups[tuple(mine[each] for each in stages)],
+                    [modules[stage].get_parameter(names[stage]) for stage in order],
+                    groups.get(_ranks(tie, mine)),
                     first=mine[tie[0].stage],
-                    is_first=tie[0].stage == stage,
+                    is_first=first,
                 )
             )
-        self.uncounted = {id(each.parameter) for each in self._shared if not each.is_first}
-        self.shared = {id(each.parameter) for each in self._shared}
+        self.uncounted = {
+            id(p) for each in self._shared for p in each.parameters[1 if each.is_first else 0 :]
+        }
+        self.shared = {id(p) for each in self._shared for p in each.parameters}
         self._world = world
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
         self._summed = True
@@ -165,16 +166,22 @@ class Tied:
     def level(self) -> None:
         """Copy the values of the first holder to the others."""
         for each in self._shared:
-            broadcast(local(each.parameter), each.first, each.group, self._wait)
+            source = local(each.parameters[0])
+            if each.group is not None:
+                broadcast(source, each.first, each.group, self._wait)
+            with torch.no_grad():
+                for other in each.parameters[1:]:
+                    local(other).copy_(source)
 
     def begin(self) -> None:
         """Begin an iteration. A gradient that is the sum of an accumulation counts once: it is set
         aside on all holders but the first."""
         self._aside = []
         for each in self._shared if self._summed else ():
-            if not each.is_first and each.parameter.grad is not None:
-                self._aside.append((each.parameter, each.parameter.grad))
-                each.parameter.grad = None
+            for parameter in each.parameters[1 if each.is_first else 0 :]:
+                if parameter.grad is not None:
+                    self._aside.append((parameter, parameter.grad))
+                    parameter.grad = None
 
     def undo(self) -> None:
         """End a refused iteration: put the gradients back."""
@@ -191,24 +198,40 @@ class Tied:
         self._aside = []
         self._summed = True
         for each in self._shared:
-            parameter = each.parameter
-            if not parameter.requires_grad:
+            if not each.parameters[0].requires_grad:
                 continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            elif parameter.grad.layout is not torch.strided:
-                parameter.grad = parameter.grad.to_dense()
-            grad = local(parameter.grad)
-            flat = grad if grad.is_contiguous() else grad.contiguous()
-            finish(dist.all_reduce(flat, group=each.group, async_op=True), flat, self._wait)
-            if flat is not grad:
-                grad.copy_(flat)
+            grad, *others = [_dense_grad(parameter) for parameter in each.parameters]
+            for other in others:
+                grad += other
+            if each.group is not None:
+                flat = grad if grad.is_contiguous() else grad.contiguous()
+                finish(dist.all_reduce(flat, group=each.group, async_op=True), flat, self._wait)
+                if flat is not grad:
+                    grad.copy_(flat)
+            for other in others:
+                other.copy_(grad)
+
+
+def _ranks(tie: Tie, column: Sequence[int]) -> tuple[int, ...]:
+    """The ranks of a column that hold a weight; ``column``: by stage."""
+    return tuple(dict.fromkeys(column[stage] for stage in sorted({h.stage for h in tie})))
+
+
+def _dense_grad(parameter: nn.Parameter) -> Tensor:
+    """This rank's part of a parameter's gradient, which is made dense; zero if there is none."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    elif parameter.grad.layout is not torch.strided:
+        parameter.grad = parameter.grad.to_dense()
+    return local(parameter.grad)
 
 
 class _Shared(NamedTuple):
-    """A weight that this rank shares with others. ``first``: rank of the first holder."""
+    """A weight that this rank shares with others, or between stages of its own. ``parameters``: its
+    own, that of the first holder first; ``group``: None if no other rank holds it; ``first``: rank
+    of the first holder."""
 
-    parameter: nn.Parameter
-    group: dist.ProcessGroup
+    parameters: list[nn.Parameter]
+    group: dist.ProcessGroup | None
     first: int
     is_first: bool

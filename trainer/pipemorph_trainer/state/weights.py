@@ -37,6 +37,7 @@ class Held(NamedTuple):
     fingerprint: int | None
     matrix: bool
     placement: Placement = Placement()
+    stage: int = 0
 
     @property
     def form(self) -> str:
@@ -103,6 +104,7 @@ def _held(kind: str, name: str, value: Tensor, coordinate: Coordinate) -> Held:
         fingerprint=fingerprint(part) if known else None,
         matrix=trainable and value.dim() >= 2 and known and not _constant(part),
         placement=placement(name, value, coordinate),
+        stage=coordinate.stage,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from pipemorph.planning import Plan
@@ -34,7 +34,8 @@ MOST_PORTS = 64
 class RankMetrics:
     """The metrics of one rank, from its telemetry and its plans.
 
-    ``clock``: monotonic, seconds. Raises ImportError without prometheus-client.
+    ``stage``: the first of its stages; ``held``: all of them, default: this one. ``clock``:
+    monotonic, seconds. Raises ImportError without prometheus-client.
     """
 
     def __init__(
@@ -43,12 +44,15 @@ class RankMetrics:
         stage: int,
         replica: int,
         *,
+        held: Sequence[int] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         from prometheus_client import CollectorRegistry, Counter, Gauge
 
         self.registry = CollectorRegistry()
-        self._stage = stage
+        self._held = held or (stage,)
+        self._busy: dict[int, float] = {}
+        """Seconds of all ops of a microbatch, by stage."""
         self._who = {"name": job, "stage": str(stage), "replica": str(replica)}
         self._clock = clock
         self._began: tuple[int, float] | None = None
@@ -74,7 +78,7 @@ class RankMetrics:
             "prepared_plan_version", "Version of the newest plan this rank could run."
         )
         self._in_flight = gauge(
-            "in_flight_peak", "Most microbatches in flight here under the plan in effect."
+            "in_flight_peak", "Most microbatches in flight on a stage under the plan in effect."
         )
         self._memory = gauge("peak_memory_bytes", "Highest memory use so far.")
         self._offloaded = counter(
@@ -140,7 +144,8 @@ class RankMetrics:
     def plan(self, plan: Plan) -> None:
         """Record a plan that takes effect with the next iteration."""
         self._microbatches = plan.schedule.microbatches
-        self._in_flight.labels(**self._who).set(plan.schedule.in_flight_peak()[self._stage])
+        peaks = plan.schedule.in_flight_peak()
+        self._in_flight.labels(**self._who).set(max(peaks[stage] for stage in self._held))
 
     def hear(self, telemetry: RankTelemetry) -> None:
         """Update the metrics with one message of this rank to its agent."""
@@ -156,9 +161,9 @@ class RankMetrics:
         profile = telemetry.profile
         if profile is not None:
             self._memory.labels(**self._who).set(profile.peak_memory)
-            busy = self._microbatches * (
-                profile.forward + profile.backward_input + profile.backward_weight
-            )
+            each = profile.forward + profile.backward_input + profile.backward_weight
+            self._busy[profile.stage] = each
+            busy = self._microbatches * sum(self._busy.values())
             if self._seconds > 0 and busy > 0:
                 self._bubble.labels(**self._who).set(max(0.0, 1 - busy / self._seconds))
         offloaded = telemetry.offloaded
@@ -272,14 +277,18 @@ def metered(
         return control
     job = context.job.metadata.name if context.job is not None else "job"
     host = everywhere(own_address(context.master_addr))
-    metrics = serve(job, coordinate.stage, coordinate.column, context.metrics_port, host)
+    metrics = serve(
+        job, coordinate.stage, coordinate.column, context.metrics_port, host, held=coordinate.held
+    )
     return control if metrics is None else MeteredControl(control, metrics, plan)
 
 
-def serve(job: str, stage: int, replica: int, port: int, host: str) -> RankMetrics | None:
+def serve(
+    job: str, stage: int, replica: int, port: int, host: str, *, held: Sequence[int] = ()
+) -> RankMetrics | None:
     """Serve metrics at ``host:port``. None, and a warning, if that fails."""
     try:
-        metrics = RankMetrics(job, stage, replica)
+        metrics = RankMetrics(job, stage, replica, held=held)
         from prometheus_client import start_http_server
 
         start_http_server(port, host, registry=metrics.registry)

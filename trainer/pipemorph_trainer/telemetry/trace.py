@@ -1,4 +1,4 @@
-"""Writes a rank's traces to ``PIPEMORPH_TRACE_DIR``, where the host merges them.
+"""Writes the traces of a rank's stages to ``PIPEMORPH_TRACE_DIR``, where the host merges them.
 
 ``ops-rank{R}.jsonl``: one line per iteration, ``{"rank", "stage", "replica", "iteration",
 "plan_version", "origin", "ops", "waits", "emulated"}``. ``origin`` is the wall clock at the start
@@ -16,6 +16,9 @@ missing iterations.
 
 ``faults-rank{R}.json``: effects of the fault trace, and the number of finished ``iterations`` of
 the job, including those before a resume. Written at the end, also after a failure.
+
+Of a rank with several stages, the files of all but the first are ``ops-rank{R}-stage{S}.jsonl`` and
+so on.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ log = logging.getLogger("pipemorph.trainer")
 
 
 class TraceWriter:
-    """Writes a rank's traces. Does nothing without a folder.
+    """Writes the traces of one stage. Does nothing without a folder.
 
     ``limit``: largest size of the trace of ops in bytes.
     """
@@ -54,9 +57,12 @@ class TraceWriter:
         self._size = self._dropped = 0
         self._file: TextIO | None = None
         self._closed = False
+        self._whose = f"rank{coordinate.rank}"
+        if coordinate.stage != coordinate.mesh.coordinate(coordinate.rank).stage:
+            self._whose += f"-stage{coordinate.stage}"
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            self._path = folder / f"ops-rank{coordinate.rank}.jsonl"
+            self._path = folder / f"ops-{self._whose}.jsonl"
             self._open(self._path)
 
     def _open(self, path: Path) -> None:
@@ -168,7 +174,7 @@ class TraceWriter:
             "stage": self._coordinate.stage,
             "replica": self._coordinate.column,
         }
-        path = self._folder / f"{kind}-rank{self._coordinate.rank}.json"
+        path = self._folder / f"{kind}-{self._whose}.json"
         try:
             path.write_text(json.dumps(whose | record), encoding="utf-8")
         except OSError as error:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipemorph.api.mesh import DIMENSIONS, Dimension, MeshShape
 from pipemorph.errors import InputError
+from pipemorph.planning.ir import StagePlacement
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.topology.addresses import in_url
 from pipemorph_trainer.topology.groups import destroy_at_exit
@@ -24,17 +25,19 @@ def make_mesh(
     device: torch.device | str = "cpu",
     *,
     stages: int | None = None,
+    stages_per_rank: int | None = None,
 ) -> DeviceMesh:
     """The ``DeviceMesh`` of the job, to shard a stage over before it is given to ``Pipeline``.
 
     Its dimensions are those of ``spec.parallelism`` with more than one rank, and ``pp``. Without a
-    job file: ``stages`` (default: all ranks) × replicas. Joins the process group if the script has
-    not done so. Collective over all ranks.
+    job file: ``stages`` (default: as many as fit on all ranks) × replicas, with
+    ``stages_per_rank`` (default: 1). Joins the process group if the script has not done so.
+    Collective over all ranks.
 
-    Raises :class:`InputError` if ``stages`` does not divide the number of ranks.
+    Raises :class:`InputError` if the stages cannot be divided over the ranks.
     """
     device = torch.device(device)
-    shape = context.mesh_shape(stages)
+    shape = context.mesh_shape(stages, stages_per_rank)
     join_process_group(context, device)
     return device_mesh(shape, device)
 
@@ -48,9 +51,15 @@ def device_mesh(shape: MeshShape, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, sizes, mesh_dim_names=tuple(names))
 
 
-def shape_of(mesh: DeviceMesh, world_size: int) -> MeshShape:
-    """The sizes and order of a mesh. Raises :class:`InputError` if it does not number all ranks of
-    the job by the dimensions that a pipeline knows."""
+def shape_of(
+    mesh: DeviceMesh,
+    world_size: int,
+    stages_per_rank: int = 1,
+    placement: StagePlacement = "interleaved",
+) -> MeshShape:
+    """The sizes and order of a mesh of ranks with one or several stages each. Raises
+    :class:`InputError` if it does not number all ranks of the job by the dimensions that a pipeline
+    knows."""
     names = mesh.mesh_dim_names or ()
     order: list[Dimension] = [name for name in DIMENSIONS if name in names]
     order.sort(key=names.index)
@@ -63,10 +72,13 @@ def shape_of(mesh: DeviceMesh, world_size: int) -> MeshShape:
             f"mesh numbers {len(ranks)} ranks as {_shown(ranks)}; expected all {world_size} ranks "
             "in order, as init_device_mesh makes it"
         )
-    stages, replicas, shard, context, tensor = (
+    in_column, replicas, shard, context, tensor = (
         mesh.size(names.index(name)) if name in names else 1 for name in DIMENSIONS
     )
-    return MeshShape(stages, replicas, shard, context, tensor, tuple(order))
+    return MeshShape(
+        in_column * stages_per_rank, replicas, shard, context, tensor, tuple(order),
+        stages_per_rank, placement,
+    )  # fmt: skip
 
 
 def _shown(ranks: list[int]) -> str:

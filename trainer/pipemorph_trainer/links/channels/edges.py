@@ -41,6 +41,8 @@ def make_edges(
 
     def make(link: int, column: int) -> None:
         lower, upper = (coordinate.mesh.rank(stage, column) for stage in (link, link + 1))
+        if lower == upper:
+            return
         made: list[Any] = [
             groups.new(
                 [lower, upper],
@@ -72,7 +74,7 @@ def connect_edge(
         number = torch.zeros(1, device=device)
         sends = is_lower is (direction is Direction.FORWARD)
         move = group.send if sends else group.recv
-        move([number], 0 if not is_lower else 1, 0).wait()
+        move([number], 1 - group.rank(), 0).wait()
         # wait() only made the stream wait; this makes the host wait.
         number.item()
 

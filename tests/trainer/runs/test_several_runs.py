@@ -1,0 +1,63 @@
+"""A job with several stages per rank under ``pipemorph run``: its plan changes for a slow link."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+
+SLOW_FROM, ITERATIONS = 5, 16
+
+
+def run(folder: Path, *, adapts: bool) -> dict[str, Any]:
+    folder.mkdir()
+    op = {"forward": 6, "backwardInput": 6, "backwardWeight": 6}
+    manifest = {
+        "apiVersion": "pipemorph.io/v1alpha1",
+        "kind": "PipeMorphJob",
+        "metadata": {"name": "several"},
+        "spec": {
+            "parallelism": {"stages": 4, "stagesPerRank": 2, "stagePlacement": "interleaved"},
+            "schedule": {"microbatches": 8, "policy": "pipemorph"},
+            "adaptation": {"enabled": adapts},
+            "emulation": {"stageTimes": [op], "messageBytes": 4096},
+            "faults": [{"link": 0, "fromIteration": SLOW_FROM, "delayMs": 25}],
+            "trainer": {
+                "module": "pipemorph_trainer.examples.emulated",
+                "iterations": ITERATIONS,
+            },
+        },
+    }
+    (folder / "job.json").write_text(json.dumps(manifest))
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "pipemorph.cli", "run", str(folder / "job.json"),
+            "--out", str(folder / "out"),
+        ],
+        capture_output=True, text=True, timeout=140, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    report: dict[str, Any] = json.loads((folder / "out" / "report.json").read_text())
+    report["told"] = done.stdout
+    return report
+
+
+def test_the_plan_changes_for_a_slow_link(tmp_path: Path) -> None:
+    static = run(tmp_path / "static", adapts=False)
+    adaptive = run(tmp_path / "adaptive", adapts=True)
+    changes = [each for each in adaptive["adaptations"] if each["kind"] == "adapt"]
+    assert changes, adaptive["told"]
+    assert any("link 0 is slow by" in each["reason"] for each in changes), adaptive["told"]
+
+    def of(report: dict[str, Any], what: str) -> list[float]:
+        return [each[what] for each in report["iterations"]]
+
+    assert of(adaptive, "loss") == of(static, "loss")
+    assert median(of(adaptive, "seconds")[-5:]) < 0.9 * median(of(static, "seconds")[-5:])

@@ -1,0 +1,210 @@
+"""Runs the stages of one rank in turns: one executor and one token per stage, one order per rank.
+
+The next op of the order waits for its message, on whichever stage it is. Each kind of op runs in
+microbatch order on every stage, so that results do not depend on the order.
+
+A stage begins a call when its token arrives, which passes all stages of a column in their order. So
+the second stage of a rank can begin when all stages between the two have begun. It does as soon as
+its token is seen between two ops, so that its receives are posted, and at the latest before its
+first op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from pipemorph.api.mesh import Coordinate, MeshShape
+from pipemorph.planning import Dispatch, Op, OpKind, Plan, Schedule
+from pipemorph_trainer.executor.call import Start
+from pipemorph_trainer.executor.dispatch import Executor, Inputs, LastOp, Outcome
+from pipemorph_trainer.executor.mailbox import Mailbox
+from pipemorph_trainer.executor.receives import forward_window, of_stage
+from pipemorph_trainer.executor.timed import TimedOp
+from pipemorph_trainer.links.message import RECEIVE_ALL, Receives
+from pipemorph_trainer.plans.token import TokenPass
+
+
+class LastOpOfRank:
+    """Tells of the op that is the last to write gradients on this rank, of all its stages."""
+
+    def __init__(self, inner: LastOp, stages: int) -> None:
+        self._inner, self._stages, self._left = inner, stages, stages
+
+    def begin(self) -> None:
+        """Begin an iteration."""
+        self._left = self._stages
+
+    def begin_last_op(self, kind: OpKind) -> None:
+        if self._left == 1:
+            self._inner.begin_last_op(kind)
+
+    def end_last_op(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self._inner.end_last_op()
+
+
+@dataclass
+class Call:
+    """A call of ``step`` or ``evaluate`` on this rank. ``inputs``, and ``shapes``, which change if
+    those of the inputs do: by stage. ``refused``: an input of this rank does not fit."""
+
+    iteration: int
+    inputs: Mapping[int, Inputs]
+    shapes: Mapping[int, Any]
+    refused: bool = False
+    evaluation: bool = False
+
+
+class Turns:
+    """The stages of this rank. ``executors``, ``tokens``: by stage. Main thread only."""
+
+    def __init__(
+        self,
+        coordinate: Coordinate,
+        executors: Mapping[int, Executor],
+        tokens: Mapping[int, TokenPass],
+        mail: Mailbox,
+    ) -> None:
+        self._mesh, self._rank = coordinate.mesh, coordinate.along("pp")
+        self._held, self._executors, self._tokens = coordinate.held, executors, tokens
+        self._mail = mail
+        # A stage may gather parameters when it begins, which all their ranks have to do in one
+        # order.
+        self._early = self._mesh.lockstep == 1
+        self._call = Call(0, {}, {})
+        self._first_start = Start()
+        self._schedule = Schedule(0, ())
+        self._plan: Plan | None = None
+        self._pending: list[int] = []
+        """Stages that have not begun the call yet, in order."""
+        self.outcomes: dict[int, Outcome] = {}
+        """Of the newest call, by stage."""
+        self.ran: list[tuple[int, TimedOp]] = []
+        """``(stage, op)`` of the newest call, in the order run."""
+
+    def start(self, call: Call) -> int:
+        """Start a call: wait for the token of the first stage. Returns the version of the plan that
+        it runs; an evaluation keeps the current one."""
+        self._call, self.outcomes, self.ran = call, {}, []
+        version, self._first_start = self._start(self._held[0])
+        return version
+
+    def run(self, plan: Plan) -> None:
+        """Run the ops of the iteration that was started. Afterwards :attr:`refused` says whether it
+        was refused anywhere, as far as this rank knows.
+
+        Raises :class:`PipelineError`, which names the missing message, if it cannot be finished.
+        """
+        self._plan, self._schedule = plan, plan.schedule
+        if plan.dispatch is Dispatch.ONLINE:
+            # Only with one stage per rank, see PlanBook.
+            (stage,) = self._pending = list(self._held)
+            self._begin_next()
+            self._executors[stage].run_online(plan)
+            self.ran = [(stage, op) for op in self.outcomes[stage].ops]
+        else:
+            self._run(plan.turns[self._rank] if plan.turns else None)
+        for executor in self._executors.values():
+            executor.end()
+        self._mail.wait_until_taken()
+
+    def evaluate(self, microbatches: int) -> None:
+        """Run only the forwards of the evaluation that was started, without gradients. Call
+        :meth:`end_uncounted` afterwards."""
+        self._plan = None
+        self._schedule, turns = forwards(self._mesh, microbatches)
+        self._run(turns[self._rank])
+        self._mail.wait_until_taken()
+
+    def _run(self, turns: Sequence[int] | None) -> None:
+        """Run the ops of all stages in the order of ``turns``; None: there is one stage."""
+        self._pending = list(self._held)
+        self._begin_next()
+        ops = {stage: iter(self._schedule.stages[stage]) for stage in self._held}
+        if turns is None:
+            turns = self._held * len(self._schedule.stages[self._held[0]])
+        for stage in turns:
+            while self._pending and self._pending[0] <= stage:
+                self._begin_next()
+            kind, microbatch = next(ops[stage])
+            done = self.outcomes[stage].ops
+            before = len(done)
+            self._executors[stage].run_op(kind, microbatch)
+            if len(done) > before:
+                self.ran.append((stage, done[-1]))
+
+    def between_ops(self) -> None:
+        """Begin the stages whose token has arrived, without waiting."""
+        while self._early and self._pending and self._tokens[self._pending[0]].arrived():
+            self._begin_next()
+
+    def _begin_next(self) -> None:
+        """Begin the next stage that has not begun. Waits for its token."""
+        stage = self._pending.pop(0)
+        start = self._first_start if stage == self._held[0] else self._start(stage)[1]
+        plan, call = self._plan, self._call
+        if plan is None:
+            turns = forwards(self._mesh, self._schedule.microbatches)[1]
+            window = forward_window(self._schedule, turns)
+            limit, receives = None, (Receives(window=window), RECEIVE_ALL)
+        else:
+            limit, receives = plan.device_limits[stage], of_stage(plan, stage)
+        self.outcomes[stage] = self._executors[stage].begin(
+            self._schedule, call.iteration, self._tokens[stage].generations, call.inputs[stage],
+            start, device_limit=limit, receives=receives, evaluates=call.evaluation,
+        )  # fmt: skip
+
+    def _start(self, stage: int) -> tuple[int, Start]:
+        call = self._call
+        return self._tokens[stage].start(
+            call.iteration, call.shapes[stage], refused=call.refused, evaluation=call.evaluation
+        )
+
+    @property
+    def refused(self) -> bool:
+        """Whether a stage of this rank knows that the call is refused."""
+        return any(executor.refused for executor in self._executors.values())
+
+    @property
+    def cause(self) -> Exception | None:
+        """The error that a stage of this rank raised in a refused call, if any."""
+        causes = (executor.cause for executor in self._executors.values())
+        return next((cause for cause in causes if cause is not None), None)
+
+    def end_uncounted(self) -> None:
+        """End an evaluation or a refused iteration. The next iteration has the same number, but
+        other message keys."""
+        for executor in self._executors.values():
+            executor.end_uncounted()
+
+    def restart(self) -> None:
+        """Exchange shapes again in the next call: this one was refused."""
+        for token in self._tokens.values():
+            token.restart()
+
+    def allow(self, deadline: float) -> None:
+        """Set the longest wait for each message, seconds."""
+        self._mail.allow(deadline)
+        for executor in self._executors.values():
+            executor.allow(deadline)
+
+
+@lru_cache(maxsize=4)
+def forwards(mesh: MeshShape, microbatches: int) -> tuple[Schedule, tuple[tuple[int, ...], ...]]:
+    """The forwards of an evaluation, and the turns of every rank of a column: a round of as many
+    microbatches as there are ranks on one stage, then on the next."""
+    ranks = mesh.sizes["pp"]
+    each = tuple(Op(OpKind.F, microbatch) for microbatch in range(microbatches))
+    schedule = Schedule(microbatches, (each,) * mesh.stages)
+
+    def turns(rank: int) -> Iterator[int]:
+        mine = [stage for stage, at in enumerate(mesh.placed) if at == rank]
+        for first in range(0, microbatches, ranks):
+            for stage in mine:
+                yield from (stage,) * min(ranks, microbatches - first)
+
+    return schedule, tuple(tuple(turns(rank)) for rank in range(ranks))
