@@ -270,7 +270,9 @@ class Core {
 
     const Way& way(int kind, int stage) const { return ways_[4 * stage + kind]; }
     // Only problems with one stage per rank state it, and a rank may have no stage.
-    double begins(int rank) const { return rank < costs_.stages ? costs_.before[rank] : 0.0; }
+    double begins(int rank) const {
+        return static_cast<size_t>(rank) < costs_.before.size() ? costs_.before[rank] : 0.0;
+    }
     void reset();
     void set_tail(const Times* tail);
 

@@ -32,7 +32,7 @@ struct Costs {
     std::vector<double> copy;        // per stage: copying activations to the host, or back
     std::vector<int> device_limits;  // per stage: microbatches on the device; 0: no offload
     std::vector<double> after;       // per stage: what follows its last op, for the search alone
-    std::vector<double> before;      // per stage: when it may begin; not for the search
+    std::vector<double> before;      // per stage: when it may begin; empty: at 0
 
     bool shares_queues() const {
         return std::find(half_duplex.begin(), half_duplex.end(), true) != half_duplex.end();

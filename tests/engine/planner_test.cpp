@@ -21,6 +21,8 @@ Costs random_costs(Rng& rng, bool split) {
         costs.copy.push_back(split ? 0.0 : rng.below(3));
         costs.device_limits.push_back(split ? 0 : rng.below(n + 1));
         costs.after.push_back(rng.below(3));
+        // The search knows no such thing.
+        if (!split) costs.before.push_back(rng.below(3) ? 0.0 : rng.below(30));
         if (!i) continue;
         costs.delay.push_back(rng.below(10));
         costs.transfer.push_back(rng.below(3));
