@@ -20,7 +20,7 @@ from pipemorph.planning import Dispatch, Problem
 from pipemorph.planning.problem import load_problem
 from pipemorph.replay.contenders import Replay, late_share, replay
 from pipemorph.replay.trace import LinkTrace, load_trace, parse_trace
-from pipemorph.replay.trainer import Telemetry
+from pipemorph.replay.trainer import DispatchChoice, Telemetry
 
 TRACES = Path(__file__).resolve().parent.parent / "examples" / "traces"
 CAP = 16
@@ -30,7 +30,7 @@ CAP = 16
 class Case(NamedTuple):
     trace: str
     telemetry: Telemetry
-    dispatch: Dispatch = Dispatch.STATIC
+    dispatch: DispatchChoice = Dispatch.STATIC
     cap: int | None = None
     goal: float = 0.99
 
@@ -50,6 +50,8 @@ CASES = (
     Case("redrawn", "python", goal=0.98),
     *(Case("narrow", each, goal=NARROW[each]) for each in get_args(Telemetry)),
     Case("redrawn", "python", Dispatch.ONLINE, goal=0.98),
+    Case("nine-faults", "python", "auto", goal=0.96),
+    Case("redrawn", "python", "auto", goal=1.0),
 )
 
 

@@ -179,7 +179,7 @@ class ScheduleSpec(SpecModel):
     policy: Literal[
         "pipemorph", "zero-bubble", "1f1b", "gpipe", "exact", "1f1b-interleaved", "zero-bubble-v"
     ] = "pipemorph"
-    dispatch: Literal["static", "online"] = "static"
+    dispatch: Literal["static", "online", "auto"] = "static"
     objective: Literal["auto", "makespan", "period"] = Field(
         default="auto",
         description="What plans make short: the iteration of all stages together (makespan), or "
@@ -228,7 +228,8 @@ class ScheduleSpec(SpecModel):
 
     @property
     def dispatch_kind(self) -> Dispatch:
-        return Dispatch(self.dispatch)
+        """Of the first plan."""
+        return Dispatch.ONLINE if self.dispatch == "online" else Dispatch.STATIC
 
 
 class Adaptation(SpecModel):

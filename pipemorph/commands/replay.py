@@ -34,7 +34,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--dispatch",
-        choices=[d.value for d in Dispatch],
+        choices=[*(d.value for d in Dispatch), "auto"],
         default=Dispatch.STATIC.value,
         help="of the adaptive contender (default: %(default)s)",
     )
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         problem,
         trace,
         telemetry=args.telemetry,
-        dispatch=Dispatch(args.dispatch),
+        dispatch="auto" if args.dispatch == "auto" else Dispatch(args.dispatch),
         iterations=args.iterations,
         seed=args.seed,
     )

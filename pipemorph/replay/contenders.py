@@ -12,7 +12,14 @@ from pipemorph.control import AdaptationRecord
 from pipemorph.planning import Dispatch, Plan, Policy, Problem, Route, Simulation, plan
 from pipemorph.planning.simulation.costs import Costs
 from pipemorph.replay.trace import TAIL, LinkTrace
-from pipemorph.replay.trainer import AdaptiveTrainer, Links, Telemetry, in_seconds, job_spec
+from pipemorph.replay.trainer import (
+    AdaptiveTrainer,
+    DispatchChoice,
+    Links,
+    Telemetry,
+    in_seconds,
+    job_spec,
+)
 
 
 class Change(NamedTuple):
@@ -68,7 +75,7 @@ def replay(
     trace: LinkTrace,
     *,
     telemetry: Telemetry = "exact",
-    dispatch: Dispatch = Dispatch.STATIC,
+    dispatch: DispatchChoice = Dispatch.STATIC,
     iterations: int | None = None,
     seed: int = 0,
 ) -> Replay:

@@ -31,6 +31,9 @@ Telemetry = Literal["exact", "python", "device"]
 computes sees a message at the end of its op, and says so. device: the same, and it never knows that
 it was idle, as on CUDA. On the delegated route the engine sees all as they happen."""
 
+DispatchChoice = Dispatch | Literal["auto"]
+"""As of ``spec.schedule.dispatch``."""
+
 WAITED = 0.001
 """Seconds in the queue from which a message counts as held up, as for the ranks' recorders."""
 WINDOW = 0.05
@@ -148,7 +151,7 @@ class Pace:
         return took
 
 
-def job_spec(problem: Problem, dispatch: Dispatch) -> JobSpec:
+def job_spec(problem: Problem, dispatch: DispatchChoice) -> JobSpec:
     """The spec of a job of this problem (milliseconds), as its user would write it.
 
     Raises :class:`InputError` for what a replay does not know.
@@ -172,7 +175,7 @@ def job_spec(problem: Problem, dispatch: Dispatch) -> JobSpec:
     schedule = {
         "microbatches": problem.microbatches,
         "stageTimes": times,
-        "dispatch": dispatch.value,
+        "dispatch": str(dispatch),
         "warmup": list(problem.warmup) if problem.warmup else None,
     }
     if any(cap is not None for cap in caps):

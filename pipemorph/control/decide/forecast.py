@@ -148,7 +148,26 @@ class Forecast:
 
     def fresh(self, routes: tuple[Route, ...]) -> list[Option]:
         """New plans for this situation: a plain one, and shorter ones with fused backwards or
-        offload. Raises :class:`InputError` if there is none."""
+        offload; and the same with online dispatch where the spec leaves it open. Raises
+        :class:`InputError` if there is none."""
+        made = self._planned(routes)
+        if not self._may_go_online(routes):
+            return made
+        online = [replace(option.plan, dispatch=Dispatch.ONLINE) for option in made]
+        return [*made, *(self.of(plan) for plan in online if self.excess(plan) is None)]
+
+    def _may_go_online(self, routes: tuple[Route, ...]) -> bool:
+        """Only while links are slow and delegated. On a direct route a late send holds up whatever
+        op comes next, and arrivals that say how slow the link is are seen later."""
+        slow = [route for route, slow in zip(routes, self._situation.slow, strict=True) if slow]
+        return (
+            self._spec.schedule.dispatch == "auto"
+            and self._spec.parallelism.mesh.lockstep == 1
+            and bool(slow)
+            and all(route is Route.DELEGATED for route in slow)
+        )
+
+    def _planned(self, routes: tuple[Route, ...]) -> list[Option]:
         problem, dispatch = self.problem(routes), self._spec.schedule.dispatch_kind
         if problem.ranks is not None:
             return [self.of(plan_interleaved(problem, Policy.PIPEMORPH).to_plan(0, routes))]

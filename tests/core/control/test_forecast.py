@@ -2,13 +2,52 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from plant_support import spec
 
 from pipemorph.control.decide.forecast import SAME, Forecast, Situation
-from pipemorph.planning import Route, StageTimes
+from pipemorph.control.memory_limits import room
+from pipemorph.planning import Dispatch, Route, StageTimes
 
 STAGES, SLOW, LIMIT = 8, 6, 16
+DIRECT = (Route.DIRECT,) * (STAGES - 1)
+DELEGATED = tuple(Route.DELEGATED if link == SLOW else Route.DIRECT for link in range(STAGES - 1))
+
+
+def dispatches(
+    routes: tuple[Route, ...], *, dispatch: str = "auto", delay: float = 0.03, **fields: Any
+) -> list[Dispatch]:
+    """Of the new plans for a slow link."""
+    limit = 10
+    delays = tuple(delay * (link == SLOW) for link in range(STAGES - 1))
+    op = StageTimes(forward=0.01, backward_input=0.01, backward_weight=0.01, in_flight_limit=limit)
+    job = spec(
+        microbatches=24,
+        stages=STAGES,
+        schedule={"dispatch": dispatch, "inFlightLimit": limit},
+        **fields,
+    )
+    situation = Situation(
+        (op,) * STAGES,
+        delays,
+        delays,
+        tuple(map(bool, delays)),
+        (False,) * (STAGES - 1),
+        rooms=tuple(room(job, stage, None, None) for stage in range(STAGES)),
+    )
+    return [option.plan.dispatch for option in Forecast(job, situation).fresh(routes)]
+
+
+def test_online_dispatch_is_a_choice_while_slow_links_are_delegated() -> None:
+    assert dispatches(DELEGATED) == [Dispatch.STATIC, Dispatch.ONLINE]
+    assert dispatches(DIRECT) == [Dispatch.STATIC], "a late send holds up the stage"
+    assert dispatches(DELEGATED, delay=0.0) == [Dispatch.STATIC], "no link is slow"
+    assert dispatches(DELEGATED, dispatch="static") == [Dispatch.STATIC]
+    assert dispatches(DELEGATED, dispatch="online") == [Dispatch.ONLINE]
+    sharded = {"stages": STAGES, "tensor": 2}
+    assert dispatches(DELEGATED, parallelism=sharded) == [Dispatch.STATIC], "one order of ops"
 
 
 @pytest.mark.parametrize(("delay", "route"), [(0.012, Route.DIRECT), (0.020, Route.DELEGATED)])

@@ -11,10 +11,12 @@ import pytest
 from pipemorph.cli import main
 from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, Link, Problem, StageTimes, lower_bound
+from pipemorph.planning.problem import load_problem
 from pipemorph.replay.contenders import Replay, late_share, replay
-from pipemorph.replay.trace import parse_trace
-from pipemorph.replay.trainer import Telemetry
+from pipemorph.replay.trace import load_trace, parse_trace
+from pipemorph.replay.trainer import DispatchChoice, Telemetry
 
+TRACES = Path(__file__).resolve().parents[3] / "examples" / "traces"
 TIMES = StageTimes(forward=10, backward_input=10.5, backward_weight=5.5)
 PROBLEM = Problem(microbatches=12, stages=(TIMES,) * 4, links=(Link(delay=1),) * 3)
 FAULT = parse_trace(
@@ -185,3 +187,15 @@ def test_no_telemetry_beats_an_oracle_that_is_an_iteration_late() -> None:
     share = replay(PROBLEM, FAULT, telemetry="exact").share("adaptive")
     assert share is not None
     assert share - 0.01 < late < 1
+
+
+def test_auto_dispatch_goes_online_for_delays_that_keep_changing() -> None:
+    """The delay of a link is another one every 50-400 ms."""
+    problem = load_problem(str(TRACES / "problem.yaml"))
+    trace = load_trace(str(TRACES / "redrawn.jsonl"), len(problem.links))
+    choices: tuple[DispatchChoice, ...] = (Dispatch.STATIC, "auto")
+    kept, free = (
+        replay(problem, trace, telemetry="python", dispatch=each, iterations=30) for each in choices
+    )
+    assert free.seconds["adaptive"] < 0.995 * kept.seconds["adaptive"]
+    assert free.seconds["static"] == kept.seconds["static"]
