@@ -127,9 +127,9 @@ def test_what_is_small_and_not_late_shows_a_narrow_link_from_the_first_window(
             job.report([late(i, d, slow and i == 2) for i in range(LINKS) for d in (0, 1)])
     assert job.slow() == {2}
     state = job.book.states(job.now)[2]
-    assert state.transfer == pytest.approx(transfer, abs=0.003)
+    assert state.transfer == pytest.approx(transfer, abs=0.003 if exact else 0.005)
     # The receiver's op makes it uncertain, unless what is small has the same delay.
-    bound = 0.001 if latency == 0.041 else 0.004
+    bound = 0.001 if exact or latency == 0.041 else 0.004
     assert state.wire_time == pytest.approx(BASE + 0.040, abs=bound)
 
 
