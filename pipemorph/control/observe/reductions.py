@@ -19,8 +19,8 @@ from pipemorph.control.observe.events import Events
 from pipemorph.control.observe.link_health import DOUBTED_WEIGHT
 from pipemorph.wire import ReductionSample
 
-NEWEST = 5
-"""Iterations over whose median the exposed time is reported."""
+NEWEST = 3
+"""Iterations over whose median times are reported: as few as show that a group is slow."""
 PEERS = 3
 """Fewest groups of which one can be told to be slower than the others."""
 _ROUTE = "reduction"

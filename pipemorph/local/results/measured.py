@@ -78,6 +78,7 @@ def measured_problem(path: str) -> Measured:
         source += " (EMULATED)"
     stages = tuple(map(_with_memory, stages, StageBook(spec).footprints))
     try:
+        stages = _with_reductions(stages, report.get("reductions", []))
         delays, routes = _links(report, spec)
         iterations = [_finite(each["seconds"]) for each in report["iterations"]]
         half = spec.transport.direct_duplex == "half"
@@ -136,6 +137,19 @@ def _with_memory(stage: StageTimes, known: Footprint) -> StageTimes:
         "offload_copy": None if copy is None else copy * 1e3,
     }
     return stage.model_copy(update=memory)
+
+
+def _with_reductions(
+    stages: tuple[StageTimes, ...], reductions: Sequence[dict[str, Any]]
+) -> tuple[StageTimes, ...]:
+    """Add what follows the last op of each stage, of its slowest data-parallel group."""
+    exposed: dict[int, float] = {}
+    for each in reductions:
+        where, seconds = int(each["stage"]), max(0.0, _finite(each["exposed"]))
+        exposed[where] = max(exposed.get(where, 0.0), seconds * 1e3)
+    return tuple(
+        stage.model_copy(update={"reduction": exposed.get(i)}) for i, stage in enumerate(stages)
+    )
 
 
 def _links(report: dict[str, Any], spec: JobSpec) -> tuple[list[float], list[Route]]:

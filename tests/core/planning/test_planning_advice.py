@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pipemorph.cli import main
+from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, Link, Problem, StageTimes, plan, simulate
 from pipemorph.planning.analysis.advice import Option, advise
 from pipemorph.planning.analysis.partition import split_layers
@@ -263,6 +264,15 @@ def test_a_report_is_a_problem(tmp_path: Path, capsys: Any) -> None:
     assert found.source == "op times measured in the run (EMULATED)"
     assert [s.forward for s in found.problem.stages] == [3, 6]
     assert [s.offload_copy for s in found.problem.stages] == [0, 0]
+    assert [s.reduction for s in found.problem.stages] == [None, None]
+    groups = [{"stage": 1, "exposed": seconds} for seconds in (0.004, 0.007)]
+    file.write_text(json.dumps(report(reductions=groups)))
+    found = measured_problem(str(file))
+    assert [s.reduction for s in found.problem.stages] == [None, 7], "the slower group's"
+    file.write_text(json.dumps(report(reductions=[{"stage": 1}])))
+    with pytest.raises(InputError, match="is not a valid report"):
+        measured_problem(str(file))
+    file.write_text(json.dumps(report()))
     assert [s.backward_weight for s in found.problem.stages] == [2, 4]
     assert found.problem.in_flight_limits() == (4, 4)
     assert found.problem.links[0].delay == pytest.approx(20) and found.problem.links[0].queues == 8

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import median
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,7 +18,9 @@ from trainer_jobs import Job, make_plan
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import Fault
-from pipemorph_trainer import Pipeline, TrainerContext
+from pipemorph.wire import ReductionSample
+from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
+from pipemorph_trainer.agent.messages import NoControl, RankTelemetry
 from pipemorph_trainer.links.faults import FaultTrace
 from pipemorph_trainer.state import reduction
 from pipemorph_trainer.state.reduction import Bucket, make_buckets
@@ -157,6 +162,90 @@ def test_time_under_way_counts_once() -> None:
     assert (busy, exposed) == (3.5, 6.0)
     assert reduction._measure([1.0], [2.0], 3.0) == (1.0, 0.0)
     assert reduction._measure([], [], 3.0) == (0.0, 0.0)
+
+
+class Slept:
+    """A device of two streams on which time passes as its test says."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def compute_stream(self) -> str:
+        return "compute"
+
+    def new_stream(self) -> str:
+        return "side"
+
+    @contextmanager
+    def using(self, stream: str) -> Iterator[None]:
+        yield
+
+    def record(self, stream: str, *, timed: bool = False) -> Any:
+        event = MagicMock(at=self.now)
+        if stream == "side":
+            # Reached when the collective is done.
+            event.at = self.now + 3.0
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        return float(end.at - start.at)
+
+
+def test_times_on_a_device_are_those_of_its_events() -> None:
+    device = Slept()
+    clock = reduction._DeviceClock(device)  # type: ignore[arg-type]
+    clock.begin()
+    for at in (100.0, 101.0):
+        device.now = at
+        bucket = MagicMock()
+        clock.sends(bucket)
+        clock.sent(bucket)
+        bucket.work.wait.assert_called_once()
+    device.now = 102.0
+    clock.end_ops()
+    device.now = 110.0
+    # Under way from 100 to 103 and on to 104; the ops ended at 102.
+    assert clock.measure() == pytest.approx((4.0, 2.0))
+    clock.begin()
+    assert clock.measure() == (0.0, 0.0)
+
+
+class Samples(NoControl):
+    def __init__(self) -> None:
+        self.found: list[ReductionSample] = []
+
+    def publish(self, telemetry: RankTelemetry) -> None:
+        if telemetry.reduction is not None:
+            self.found.append(telemetry.reduction)
+
+
+def uneven(context: TrainerContext) -> list[ReductionSample]:
+    """One replica's ops take twice as long."""
+    forward = 0.02 * (1 + context.rank)
+    told = Samples()
+    with Pipeline(
+        EmulatedStage(forward, 0.02, 0.02, message_bytes=64, gradient_bytes=1 << 12),
+        context=context, microbatches=N, stages=1, policy="1f1b", control=told,
+        deadline_seconds=30,
+    ) as pipe:  # fmt: skip
+        for _ in range(ITERATIONS):
+            pipe.step()
+    return told.found
+
+
+@pytest.mark.multiprocess
+def test_a_slow_stage_is_no_slow_reduction() -> None:
+    """The rank that waits for the other one says so, and that the reduction is not slow."""
+    quick, slow = run_ranks(2, uneven)
+    assert len(quick) == len(slow) == ITERATIONS - 1
+    for mine, theirs in zip(quick, slow, strict=True):
+        assert (mine.seconds, mine.exposed) == (theirs.seconds, theirs.exposed)
+        assert (mine.group, theirs.group, theirs.replica) == (0, 0, 1)
+        assert mine.bytes == 1 << 12
+    waits = median(sample.waited for sample in quick)
+    assert waits > 0.8 * N * 0.02, "for the ops of the other one"
+    assert median(sample.seconds for sample in quick) < waits / 2
+    assert median(sample.exposed for sample in quick) < waits / 2
 
 
 def test_a_fault_of_one_replica_slows_its_group() -> None:

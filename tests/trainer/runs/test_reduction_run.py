@@ -1,0 +1,58 @@
+"""A run whose replicas are slow to reduce the gradients of one stage names that stage."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+
+GRADIENT_BYTES, FROM, ITERATIONS = 1 << 15, 8, 16
+SECONDS = 0.6
+"""Of a reduction under the fault: far longer than a stall of this machine."""
+
+
+def test_the_stage_is_named(tmp_path: Path) -> None:
+    times = {"forward": 5.0, "backwardInput": 5.0, "backwardWeight": 5.0}
+    rate = GRADIENT_BYTES * 8 / SECONDS / 1e6
+    job: dict[str, Any] = {
+        "apiVersion": "pipemorph.io/v1alpha1",
+        "kind": "PipeMorphJob",
+        "metadata": {"name": "reducing"},
+        "spec": {
+            "parallelism": {"stages": 2, "replicas": 2},
+            "schedule": {"microbatches": 4, "policy": "pipemorph"},
+            "trainer": {"module": "pipemorph_trainer.examples.emulated", "iterations": ITERATIONS},
+            "emulation": {
+                "stageTimes": [times], "messageBytes": 1024, "gradientBytes": GRADIENT_BYTES,
+            },
+            "faults": [
+                {"reduction": 1, "replica": 1, "bandwidthMbps": rate, "fromIteration": FROM}
+            ],
+        },
+    }  # fmt: skip
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    command = [sys.executable, "-m", "pipemorph.cli", "run", str(tmp_path / "job.yaml")]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "out")],
+        capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    told = done.stdout + done.stderr
+    assert done.returncode == 0, told
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert "gradient reduction of stage 1 is slow: " in told
+    (slow,) = [each for each in report["reductions"] if each["stage"] == 1]
+    assert slow["slow"] is True
+    assert SECONDS <= slow["seconds"] < 1.5 * SECONDS
+    assert slow["exposed"] > 0.9 * SECONDS, "nothing but the last W hides it"
+    assert slow["bytes"] == GRADIENT_BYTES
+    held = [each for each in report["faults"] if each["buckets_held"]]
+    assert [each["stage"] for each in held] == [1, 1], "both replicas wait"
+    assert {each["first_iteration"] for each in held} == {FROM}
+    (event,) = [e for e in report["rails"]["events"] if "reduction of stage 1" in e["text"]]
+    assert event["iteration"] >= FROM
