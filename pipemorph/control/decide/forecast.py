@@ -163,6 +163,7 @@ class Forecast:
         return (
             self._spec.schedule.dispatch == "auto"
             and self._spec.parallelism.mesh.lockstep == 1
+            and self._spec.parallelism.stages_per_rank == 1
             and bool(slow)
             and all(route is Route.DELEGATED for route in slow)
         )
