@@ -68,6 +68,22 @@ def test_the_exact_search_knows_it() -> None:
     assert exact.makespan == plan(problem_of([None] * 3, 3), Policy.EXACT).makespan + 20
 
 
+def test_the_solver_knows_it() -> None:
+    """Of a problem that the bound does not settle: without the tail it would prove less."""
+    pytest.importorskip("ortools")
+    rows = [(2, 8, 8, 2, 23), (7, 7, 3, 3, None), (6, 3, 7, 3, None)]
+    stages = tuple(
+        StageTimes(
+            forward=f, backward_input=b, backward_weight=w, in_flight_limit=k, reduction=tail
+        )
+        for f, b, w, k, tail in rows
+    )
+    problem = Problem(microbatches=4, stages=stages, links=(Link(delay=1),) * 2)
+    assert lower_bound(problem) == 131
+    exact = plan(problem, Policy.EXACT)
+    assert (exact.makespan, exact.lower_bound) == (136, 136)
+
+
 def test_the_reference_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of([5.0, None, 33.0], 4, 7)
     planned = plan(problem, Policy.ZERO_BUBBLE)
