@@ -50,6 +50,27 @@ def test_online_dispatch_is_a_choice_while_slow_links_are_delegated() -> None:
     assert dispatches(DELEGATED, parallelism=sharded) == [Dispatch.STATIC], "one order of ops"
 
 
+def test_ranks_with_several_stages_are_planned_without_what_follows_their_last_op() -> None:
+    """Their simulation has no tails, as those of replicas that reduce gradients."""
+    op = StageTimes(forward=0.01, backward_input=0.01, backward_weight=0.01, reduction=0.02)
+    delays = (0.0, 0.03, 0.0)
+    job = spec(
+        stages=4,
+        microbatches=8,
+        parallelism={
+            "stages": 4,
+            "stagesPerRank": 2,
+            "stagePlacement": "interleaved",
+            "replicas": 2,
+        },
+        schedule={"dispatch": "auto"},
+    )
+    situation = Situation((op,) * 4, delays, delays, (False, True, False), (False,) * 3)
+    (option,) = Forecast(job, situation).fresh((Route.DIRECT, Route.DELEGATED, Route.DIRECT))
+    assert option.plan.dispatch is Dispatch.STATIC
+    assert option.seconds > 8 * 0.06
+
+
 @pytest.mark.parametrize(("delay", "route"), [(0.012, Route.DIRECT), (0.020, Route.DELEGATED)])
 def test_of_equal_plans_one_that_stands_a_longer_delay_is_chosen(
     delay: float, route: Route

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.distributed.tensor import DTensor
 
@@ -60,6 +61,16 @@ def parts_of(schedule: Any) -> dict[str, Any]:
         "output_merge_spec": schedule._output_merge_spec,
         "scale_grads": schedule.scale_grads,
     }
+
+
+def place_stages(schedule: PipelineScheduleMulti, placement: str) -> None:
+    """Tell torch's stages on which rank each stage is, for their exchange of shapes."""
+    style = "v" if placement == "v" else "loop"
+    untyped: Any = schedule
+    placed = generate_stage_to_rank_mapping(untyped.pp_group_size, untyped._num_stages, style=style)
+    untyped.stage_index_to_group_rank = placed
+    for stage in untyped._stages:
+        stage.stage_index_to_group_rank = placed
 
 
 class StageOps:

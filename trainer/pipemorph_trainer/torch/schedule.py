@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,12 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 from pipemorph.api.spec import Fault
 from pipemorph.errors import InputError
 from pipemorph.planning import Dispatch, Plan, Policy
+from pipemorph.planning.ir import StagePlacement
 from pipemorph_trainer.agent.messages import ControlClient
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.executor.stages.interface import GivenStage
 from pipemorph_trainer.pipeline import Pipeline
 from pipemorph_trainer.settings import EngineChoice, RouteChoice
-from pipemorph_trainer.torch.private import StageOps, missing, parts_of
+from pipemorph_trainer.torch.private import StageOps, missing, parts_of, place_stages
 from pipemorph_trainer.torch.splitting import split_backward
 from pipemorph_trainer.torch.stage import TorchStageRunner
 
@@ -47,7 +48,9 @@ class AdaptiveSchedule(PipelineScheduleMulti):
     once more if that follows an :meth:`eval`.
 
     Args:
-        stages: a list with the one stage of this rank.
+        stages: a list with the stages of this rank, in order.
+        placement: with several stages per rank, how they are placed: ``interleaved``, or ``v`` as
+            for torch's ``ScheduleZBVZeroBubble``.
         n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads:
             as of torch's schedules. Without ``loss_fn`` :meth:`step` evaluates.
         split: ``module``: B and W of Linears run apart (see
@@ -75,6 +78,7 @@ class AdaptiveSchedule(PipelineScheduleMulti):
         scale_grads: bool = True,
         *,
         split: Literal["module", "fused"] = "module",
+        placement: StagePlacement = "interleaved",
         mesh: DeviceMesh | None = None,
         context: TrainerContext | None = None,
         policy: Policy | str | None = None,
@@ -90,14 +94,16 @@ class AdaptiveSchedule(PipelineScheduleMulti):
     ) -> None:
         if why := missing():
             raise InputError(UNSUPPORTED.format(why))
-        if len(stages) != 1 or not isinstance(stages[0], PipelineStage):
+        if not stages or not all(isinstance(stage, PipelineStage) for stage in stages):
             kinds = ", ".join(type(stage).__name__ for stage in stages) or "none"
-            raise InputError(f"stages are: {kinds}; expected a list with one PipelineStage")
+            raise InputError(f"stages are: {kinds}; expected a list of PipelineStages")
+        if placement not in get_args(StagePlacement):
+            expected = " or ".join(get_args(StagePlacement))
+            raise InputError(f"placement is {placement!r}; expected {expected}")
         if split not in ("module", "fused"):
             raise InputError(f"split is {split!r}; expected module or fused")
-        stage = stages[0]
         super().__init__(
-            [stage],
+            list(stages),
             n_microbatches,
             loss_fn,
             args_chunk_spec=args_chunk_spec,
@@ -105,13 +111,15 @@ class AdaptiveSchedule(PipelineScheduleMulti):
             output_merge_spec=output_merge_spec,
             scale_grads=scale_grads,
         )
-        if wrapped := [m for m in stage.submod.modules() if isinstance(m, Distributed)]:
-            raise InputError(
-                f"the stage has a {type(wrapped[0]).__name__}, which reduces gradients in its own"
-                " backward; use fully_shard, or average gradients after step()"
-            )
-        if split == "module" and stage.dw_builder is None:
-            stage.dw_builder = split_backward(stage.submod)
+        place_stages(self, placement)
+        for stage in stages:
+            if wrapped := [m for m in stage.submod.modules() if isinstance(m, Distributed)]:
+                raise InputError(
+                    f"the stage has a {type(wrapped[0]).__name__}, which reduces gradients in its"
+                    " own backward; use fully_shard, or average gradients after step()"
+                )
+            if split == "module" and stage.dw_builder is None:
+                stage.dw_builder = split_backward(stage.submod)
         self._target_mbs: list[Any] | None = None
         self._loss_kwargs: dict[str, Any] | None = None
 
@@ -120,22 +128,30 @@ class AdaptiveSchedule(PipelineScheduleMulti):
         self._make_loss, self._kept_loss = untyped._maybe_compute_loss, untyped._maybe_get_loss
         self._update = untyped._update_losses
 
-        def loss_of(output: Any, microbatch: int) -> None:
+        def loss_of(stage: PipelineStage, output: Any, microbatch: int) -> None:
             self._make_loss(stage, output, self._target_mbs, microbatch, self._loss_kwargs)
 
-        self._runner = TorchStageRunner(
-            StageOps(stage),
-            stage.submod,
-            splits=split == "module",
-            loss_of=loss_of if stage.is_last else None,
-            loss_kept=partial(self._kept_loss, stage),
-        )
+        self._runners = [
+            TorchStageRunner(
+                StageOps(stage),
+                stage.submod,
+                splits=split == "module",
+                loss_of=partial(loss_of, stage) if stage.is_last else None,
+                loss_kept=partial(self._kept_loss, stage),
+            )
+            for stage in stages
+        ]
         self.pipeline = Pipeline(
-            GivenStage(self._runner, stage.device, stage.stage_index, stage.num_stages),
+            [
+                GivenStage(runner, stage.device, stage.stage_index, stage.num_stages)
+                for runner, stage in zip(self._runners, stages, strict=True)
+            ],
             context=context or TrainerContext.from_env(),
             microbatches=n_microbatches,
             mesh=mesh,
-            stages=stage.num_stages,
+            stages=stages[0].num_stages,
+            stages_per_rank=len(stages),
+            placement=placement,
             policy=policy,
             dispatch=dispatch,
             route=route,
@@ -188,12 +204,14 @@ class AdaptiveSchedule(PipelineScheduleMulti):
             target = target_mbs[0] if target_mbs is not None else None
             self._initialize_stages(arg_mbs[0], kwarg_mbs[0], target, loss_kwargs)
         self._target_mbs, self._loss_kwargs = target_mbs, loss_kwargs
-        self._runner.keeps_output = return_outputs
-        self._runner.evaluating = not self._has_backward
+        for runner in self._runners:
+            runner.keeps_output = return_outputs
+            runner.evaluating = not self._has_backward
         if self._has_backward:
             self.pipeline.step(arg_mbs=arg_mbs, kwarg_mbs=kwarg_mbs)
             scale = self._n_microbatches if self.scale_grads else 1
-            self._runner.end_iteration(scale if self._finalize_gradients else None)
+            for runner in self._runners:
+                runner.end_iteration(scale if self._finalize_gradients else None)
         else:
             self.pipeline.evaluate(arg_mbs=arg_mbs, kwarg_mbs=kwarg_mbs)
         self._update(self._stages, losses)
