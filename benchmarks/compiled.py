@@ -5,8 +5,9 @@
 Two GPT blocks, each compiled alone, two microbatches: F0 F1 B0 B1 W0 W1. Both ways take turns in
 one process with one thread; times are the least CPU time of the calling thread per microbatch, as
 other load of the machine adds to every other measure. Without a warm cache of inductor the
-compilation takes minutes. --check: exit 1 if B + W takes more than 1.06 times the whole backward,
-if a compiled block defers less than an uncompiled one, or if gradients differ more than they may.
+compilation takes minutes. --check: exit 1 if B + W takes more than 1.06 times the whole backward
+(1.1 in bfloat16), if a compiled block defers less than an uncompiled one, or if gradients differ
+more than they may.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from pipemorph_trainer.examples.gpt import Block
 from pipemorph_trainer.executor.split import StageRunner
 
 MICROBATCHES = 2
-GOAL = 1.06
+GOAL, HALF_GOAL = 1.06, 1.1
+"""Most of B + W relative to the whole backward; in bfloat16 products take less of it."""
 HALF_TOLERANCE = 1e-2
 OF_TORCH = {"": "", "pipemorph": "inductor", "pipemorph_aot_eager": "aot_eager"}
 VARIANTS = {
@@ -131,7 +133,7 @@ def measure(backend: str, variant: str, width: int, rounds: int) -> dict[str, An
 
 def broken(name: str, row: dict[str, Any], uncompiled: float) -> str:
     allowed = HALF_TOLERANCE if "bf16" in name else 0.0
-    if row["ratio"] > GOAL:
+    if row["ratio"] > (HALF_GOAL if "bf16" in name else GOAL):
         return f"NO {name}: B + W is {row['ratio']:.2f} times the whole backward"
     if row["deferred"] < uncompiled:
         return f"NO {name}: {row['deferred']:.1%} deferred, {uncompiled:.1%} uncompiled"

@@ -22,6 +22,7 @@ from pipemorph_trainer import TrainerContext
 from pipemorph_trainer.errors import SplitError
 from pipemorph_trainer.executor.split import StageRunner
 from pipemorph_trainer.executor.split.compiled import backends, private
+from pipemorph_trainer.executor.split.deferred import run_weight_work
 from pipemorph_trainer.topology.mesh import join_process_group
 
 DELAYED = "F0 F1 F2 B0 B1 W0 B2 W1 W2"
@@ -29,7 +30,7 @@ WHOLE = "F0 F1 F2 BW0 BW1 BW2"
 WIDTH = 16
 OF_TORCH = {"pipemorph": "inductor", "pipemorph_aot_eager": "aot_eager"}
 INDUCTOR = pytest.param("pipemorph", marks=[pytest.mark.soak, pytest.mark.timeout(600)])
-SLOW = pytest.mark.timeout(400)
+SLOW = pytest.mark.timeout(600)
 """A machine without a warm cache compiles C++ for a minute."""
 
 
@@ -355,6 +356,14 @@ def test_a_write_between_b_and_w_is_an_error() -> None:
         runner.backward_weight(0)
 
 
+def test_weights_with_one_gradient_do_not_share_it() -> None:
+    weights = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    names = {id(weight): str(index) for index, weight in enumerate(weights)}
+    for _ in range(2):
+        run_weight_work([backends.CompiledWork(names, lambda _: [torch.ones(2)] * 2, [], weights)])
+    assert all(torch.equal(weight.grad, torch.full((2,), 2.0)) for weight in weights)
+
+
 def test_b_keeps_only_what_products_need() -> None:
     """Activations that no weight gradient needs are freed by B, as in an uncompiled stage."""
     held: dict[str, int] = {}
@@ -375,6 +384,37 @@ def test_b_keeps_only_what_products_need() -> None:
             {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
         )
     assert held["pipemorph_aot_eager"] <= 1.1 * held[""]
+
+
+def test_activations_of_compiled_blocks_go_to_host_memory_and_back() -> None:
+    prepare = lambda m: compiled(Block)(m, "pipemorph_aot_eager")  # noqa: E731
+    torch.manual_seed(3)
+    job = Job(nn.Sequential(Block(), Block()), vectors, prepare=prepare, offloads=True)
+    want = sequential(job)
+    got, runner = split(job, "F0 F1 F2 B0 B1 W0 B2 W1 W2", device_limit=1)
+    assert_equal(want, got)
+    assert runner.report is not None
+    assert runner.report.offload is not None
+    assert not runner.report.offload.reason
+    assert runner.report.offload.nbytes > 0
+
+
+def test_a_compiled_function_around_a_linear_defers_it() -> None:
+    class Stage(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            run = torch.compile(lambda y: self.a(y).tanh(), backend="pipemorph_aot_eager")
+            return self.b(run(x))
+
+    job = Job(Stage(), vectors)
+    want = sequential(job)
+    got, runner = split(job, DELAYED)
+    assert_equal(want, got)
+    assert runner.report is not None
+    assert runner.report.deferred == ("a.weight", "a.bias", "b.weight", "b.bias")
 
 
 def test_evaluation_between_iterations() -> None:

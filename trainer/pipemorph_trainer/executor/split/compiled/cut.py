@@ -1,8 +1,8 @@
 """Cuts the graph of a compiled backward into the part for B and the part for W.
 
 W gets the matrix products whose results are weight gradients, and the reductions of a product's
-operand, such as a bias gradient. B gets everything else, and both operands of each product that
-depend on the output gradients, so that W never waits for more than ModuleSplit's would hold.
+operand, such as a bias gradient. B gets everything else, also the operands: they are in memory for
+the product in any case, whereas what they are made of is often needed by B as well.
 """
 
 from __future__ import annotations
@@ -52,17 +52,20 @@ def cut_backward(whole: fx.GraphModule, weights: Mapping[int, torch.Size]) -> Cu
         for index, shape in weights.items()
         if isinstance(outputs[index], fx.Node) and _shape(outputs[index]) == shape
     }
-    flowing = _from_output_gradients(order)
     products = {index: _products(node) for index, node in gradients.items()}
-    for_w = {node for found in products.values() for node in found}
-    operands = {_base(each) for node in for_w for each in node.all_input_nodes if each in flowing}
+    operands = {
+        _base(each)
+        for found in products.values()
+        for node in found
+        for each in node.all_input_nodes
+    }
     late = {
         index for index, node in gradients.items() if products[index] or _is_sum_of(node, operands)
     }
     needed = _above(
         [
             *(n for i, n in enumerate(outputs) if i not in late and isinstance(n, fx.Node)),
-            *(each for node in for_w for each in node.all_input_nodes if each in flowing),
+            *operands,
             *(node for node in order if not _movable(node)),
         ]
     )
@@ -156,18 +159,6 @@ def _above(roots: Iterable[fx.Node]) -> set[fx.Node]:
         if node not in found:
             found.add(node)
             stack.extend(node.all_input_nodes)
-    return found
-
-
-def _from_output_gradients(order: list[fx.Node]) -> set[fx.Node]:
-    """Nodes that depend on the gradients of the forward's outputs."""
-    found: set[fx.Node] = set()
-    for node in order:
-        if node.op == "placeholder":
-            if str(node.target).startswith("tangents"):
-                found.add(node)
-        elif any(each in found for each in node.all_input_nodes):
-            found.add(node)
     return found
 
 
