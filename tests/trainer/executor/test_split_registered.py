@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pipemorph_trainer
 from pipemorph_trainer.executor.split import StageRunner, registered
+from pipemorph_trainer.executor.split.deferred import Layer, run_weight_work
 from pipemorph_trainer.torch import split_backward
 
 DELAYED = "F0 F1 F2 B0 B1 W0 B2 W1 W2"
@@ -183,16 +184,14 @@ def test_what_a_function_lacks_is_said(function: object, says: str) -> None:
 
 
 def test_a_gradient_that_is_the_outputs_own_is_copied() -> None:
-    class Bias(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bias = nn.Parameter(torch.zeros(3, 5, WIDTH))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.bias
-
-    pipemorph_trainer.register_linear(Bias, lambda m, x, g: {"bias": g})
-    assert checked(nn.Sequential(Bias(), nn.Linear(WIDTH, 4))).report.deferred_share == 1.0
+    """`.grad` is written in place by the next microbatch."""
+    conv, x, grad = Conv1D(1, WIDTH), torch.ones(1, 1), torch.ones(1, WIDTH)
+    needed = {"bias": conv.bias}
+    own = lambda module, x, grad: {"bias": grad[0]}  # noqa: E731
+    work = registered.RegisteredWork(Layer("conv", conv), own, x, grad, needed=needed)
+    run_weight_work([work])
+    assert torch.equal(conv.bias.grad, grad[0])
+    assert conv.bias.grad.data_ptr() != grad.data_ptr()
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, int, 3])
