@@ -8,7 +8,7 @@ import pytest
 
 from pipemorph.errors import InputError
 from pipemorph.planning import Link, Policy, Problem, StageTimes, plan, predict, simulate
-from pipemorph.planning.policies.interleaved import plan_interleaved
+from pipemorph.planning.interleaved import plan_interleaved
 from pipemorph.planning.simulation import core
 from pipemorph.planning.simulation.lower_bound import lower_bound
 
