@@ -118,12 +118,14 @@ def harder_problems(stages: int, microbatches: int, index: int) -> dict[str, Pro
 def digest(problem: Problem) -> str:
     """Tells a problem that is not the one a fact is about."""
     data = problem.model_dump(mode="json", exclude_none=True)
-    # The facts are older than rates of links and the choice of an objective.
+    # The facts are older than rates of links, the choice of an objective and that of a placement.
     for link in data["links"]:
         if not link["transfer"]:
             del link["transfer"]
     if data["objective"] == "makespan":
         del data["objective"]
+    if data["placement"] == "interleaved":
+        del data["placement"]
     text = json.dumps(data, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
