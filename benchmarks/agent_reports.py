@@ -73,7 +73,7 @@ def _text(stages: int, slow: bool, ends: bool) -> str:
             merger.add(_telemetry(draw, rank, stages, slow, finished))
         report = merger.select(_SEQUENCE, draw.uniform(1.7e9, 1.8e9), _VERSION)
         merger.delivered(report)
-    return report.report.model_dump_json()
+    return report.report.body().decode()
 
 
 def _telemetry(

@@ -127,7 +127,7 @@ def distance(problems: int) -> dict[str, dict[str, dict[str, float]]]:
             problem = random_problem(rng, cap)
             bound = lower_bound(problem)
             paper = online(Costs.of(problem), Rules.of(problem, paper_warmup(problem)))
-            gaps["paper"].append(100 * (paper.makespan / bound - 1))
+            gaps["paper"].append(100 * (max(map(max, paper.end)) / bound - 1))
             gaps["pipemorph"].append(100 * (plan(problem).makespan / bound - 1))
         found[name] = {
             planner: {

@@ -42,6 +42,11 @@ class WireModel(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    def body(self) -> bytes:
+        """As JSON, without fields that have their default: most samples lack most optional ones,
+        and a report has a limit."""
+        return self.model_dump_json(exclude_defaults=True).encode()
+
 
 class WireTime(WireModel):
     """Distribution of wire times in one window: from the first byte sent to complete reception.

@@ -135,7 +135,7 @@ class Job:
         self._sequence += 1
         began = time.process_time()
         selection = self._merger.select(self._sequence, 1.7e9, 0)
-        body = selection.report.model_dump_json().encode()
+        body = selection.report.body()
         self._merger.delivered(selection)
         return Reported(selection.report, len(body), time.process_time() - began)
 

@@ -152,7 +152,7 @@ class TelemetryMerger:
             message=self._message,
             ports=self._seen_ports(),
         )
-        room = MAX_REPORT_BYTES - len(empty.model_dump_json().encode()) - HEADROOM_BYTES
+        room = MAX_REPORT_BYTES - len(empty.body()) - HEADROOM_BYTES
         budget = Budget(room)
         finished = list(reversed(self._iterations))
         profiles = list(self._unsent_profiles.values())

@@ -154,7 +154,7 @@ class Uplink:
             self._news.clear()
             self._sequence += 1
             selection = self._merger.select(self._sequence, time.time(), self._plan_version)
-            body = selection.report.model_dump_json().encode()
+            body = selection.report.body()
             timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
             headers = self._headers() | {"Content-Type": "application/json"}
             async with session.post(

@@ -43,7 +43,7 @@ class Budget:
 
     def admit(self, item: WireModel) -> bool:
         """Use the bytes that ``item`` needs, if there are enough."""
-        size = len(item.model_dump_json().encode()) + 1
+        size = len(item.body()) + 1
         if size > self.bytes_left:
             return False
         self.bytes_left -= size
