@@ -128,6 +128,11 @@ def prepare(
         settings = Settings.choose(context, given, mesh)
         coordinate = settings.mesh.coordinate(context.rank)
         _check_number(stages, coordinate)
+        if len(stages) > 1 and device.type != "cpu":
+            raise InputError(
+                f"the {len(stages)} stages of this rank are on {device}; several stages per rank"
+                " run on the CPU only: give each rank one stage"
+            )
         for number, stage in zip(coordinate.held, stages, strict=True):
             if isinstance(stage, GivenStage):
                 _check_given(stage, settings, coordinate.of(number))

@@ -238,7 +238,7 @@ def prepared(stage: Any, **options: Any) -> tuple[Preparation | None, Start]:
     arguments |= {"split": "auto", "device": torch.device("cpu"), "accelerator": None}
     arguments |= {"directed": False, "tied": None} | options
     arguments["context"] = arguments["context"] or context_of(None)
-    return prepare([stage], **arguments)
+    return prepare(stage if isinstance(stage, list) else [stage], **arguments)
 
 
 def test_a_rank_that_cannot_take_part_says_why_instead_of_raising(tmp_path: Path) -> None:
@@ -255,6 +255,14 @@ def test_a_rank_that_cannot_take_part_says_why_instead_of_raising(tmp_path: Path
         ({"tied": [("weight", 0)]}, "expected at least two (name, stage)"),
         ({"given": {"microbatches": 4, "stages": 3}}, "1 ranks cannot be cut into pipelines of 3"),
         ({"given": {"microbatches": 4, "checkpoint": blocked}}, "/file cannot be written to"),
+        (
+            {
+                "stage": [linear(0), linear(1)],
+                "device": torch.device("cuda", 0),
+                "given": {"microbatches": 4, "stages_per_rank": 2},
+            },
+            "the 2 stages of this rank are on cuda:0; several stages per rank run on the CPU only",
+        ),
         (
             {"plan": Settings(mesh=MeshShape(1), microbatches=8).plan()},
             "microbatches is 4, and the plan that was given has 8",
