@@ -6,29 +6,22 @@ Fields that end in ``Ms`` are milliseconds, other times are seconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from pipemorph.api.base import FieldError as FieldError  # noqa: PLC0414 - public here
 from pipemorph.api.base import SpecModel as SpecModel  # noqa: PLC0414
-from pipemorph.api.mesh import DIMENSIONS, Dimension, MeshShape
+from pipemorph.api.parallelism import Parallelism as Parallelism  # noqa: PLC0414
 from pipemorph.api.placement import Placement
-from pipemorph.planning.ir import Dispatch, Policy, StagePlacement
+from pipemorph.api.template import check_template
+from pipemorph.planning.ir import Dispatch, Policy
 from pipemorph.planning.problem import MAX_CELLS
 
 API_GROUP = "pipemorph.io"
 API_VERSION = f"{API_GROUP}/v1alpha1"
 KIND = "PipeMorphJob"
-
-TRAINER_CONTAINER = "trainer"
-"""The container of the pod template that runs the stage."""
-
-RESERVED_ENV = frozenset(
-    {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
-)
-RESERVED_ENV_PREFIXES = ("PIPEMORPH_", "PET_", "TORCHELASTIC_")
 
 # An hour exceeds any op or delay; much larger values overflow timers.
 Milliseconds = Annotated[float, Field(ge=0, le=3_600_000, allow_inf_nan=False)]
@@ -51,119 +44,10 @@ class StageTime(SpecModel):
     )
 
 
-MAX_RANKS = 100_000
-"""Kubernetes' limit of completions of an Indexed Job."""
-MAX_RANKS_PER_POD = 64
-
-
 ONLINE_IN_LOCKSTEP = (
     "ranks of one stage that run collectives inside ops (shard, context or tensor above 1) need "
     "one order of ops: use dispatch static"
 )
-
-
-class Parallelism(SpecModel):
-    """How the ranks are divided: a mesh of stages, replicas, shards, context and tensor."""
-
-    stages: int = Field(
-        ge=1,
-        le=512,
-        description="Pipeline stages. The device mesh has one rank per stage in dimension pp, or "
-        "one per stagesPerRank stages.",
-    )
-    stages_per_rank: int = Field(
-        default=1, ge=1, le=64, description="Stages of each rank; divides stages."
-    )
-    stage_placement: StagePlacement = Field(
-        default="interleaved",
-        description="Which stages a rank with several has. interleaved: every n-th of n ranks; v: "
-        "in turns from the first rank to the last and back.",
-    )
-    replicas: int = Field(
-        default=1, ge=1, le=4096, description="Data-parallel replicas (dp_replicate)."
-    )
-    shard: int = Field(
-        default=1,
-        ge=1,
-        le=4096,
-        description="Ranks over which the parameters of a stage are sharded, each with its own "
-        "data (dp_shard).",
-    )
-    context: int = Field(default=1, ge=1, le=1024, description="Ranks that divide a sequence (cp).")
-    tensor: int = Field(
-        default=1, ge=1, le=1024, description="Ranks that divide a stage's layers (tp)."
-    )
-    order: list[Dimension] = Field(
-        default=list(DIMENSIONS),
-        max_length=len(DIMENSIONS),
-        json_schema_extra={"x-kubernetes-list-type": "set"},
-        description="Dimensions of the mesh, from outermost to innermost: ranks that differ in "
-        "the innermost one have consecutive numbers. Dimensions of size 1 may be left out.",
-    )
-    ranks_per_pod: int = Field(
-        default=1,
-        ge=1,
-        le=MAX_RANKS_PER_POD,
-        description="Ranks in one pod, one per GPU; divides the number of ranks.",
-    )
-    layers: int | None = Field(
-        default=None,
-        ge=1,
-        description="Equal layers, split evenly over the stages; must be divisible by stages.",
-    )
-
-    @model_validator(mode="after")
-    def _fits(self) -> Parallelism:
-        if self.stages % self.stages_per_rank:
-            raise FieldError(
-                "stagesPerRank",
-                f"is {self.stages_per_rank}, which does not divide the {self.stages} stages; use "
-                "a divisor",
-            )
-        self._check_order()
-        if self.world_size > MAX_RANKS:
-            raise FieldError(
-                "replicas",
-                f"is {self.replicas}; {self.mesh} are {self.world_size} ranks; "
-                f"expected at most {MAX_RANKS}",
-            )
-        if self.world_size % self.ranks_per_pod:
-            raise FieldError(
-                "ranksPerPod",
-                f"is {self.ranks_per_pod}, which does not divide the job's {self.world_size} "
-                "ranks; use a divisor",
-            )
-        if self.layers is not None and self.layers % self.stages:
-            raise FieldError(
-                "layers",
-                f"is {self.layers}, which {self.stages} stages do not divide; "
-                f"use a multiple of {self.stages} layers or another number of stages",
-            )
-        return self
-
-    def _check_order(self) -> None:
-        shown = ", ".join(self.order) or "empty"
-        if len(set(self.order)) < len(self.order):
-            raise FieldError("order", f"is {shown}; expected every dimension once")
-        for name, size in self.mesh.sizes.items():
-            if size > 1 and name not in self.order:
-                raise FieldError("order", f"is {shown}, without {name}, which has {size} ranks")
-
-    @property
-    def mesh(self) -> MeshShape:
-        """Where each rank is."""
-        return MeshShape(
-            self.stages, self.replicas, self.shard, self.context, self.tensor, tuple(self.order),
-            self.stages_per_rank, self.stage_placement,
-        )  # fmt: skip
-
-    @property
-    def world_size(self) -> int:
-        return self.mesh.world_size
-
-    @property
-    def pods(self) -> int:
-        return self.world_size // self.ranks_per_pod
 
 
 class ScheduleSpec(SpecModel):
@@ -682,64 +566,6 @@ class JobSpec(SpecModel):
 
 def _counted(count: int, what: str) -> str:
     return f"the job has {count or 'no'} {what[:-1] if count == 1 else what}"
-
-
-def check_template(template: Mapping[str, Any]) -> None:
-    """Raise :class:`FieldError` unless the pod template can run a stage: it has a container
-    ``trainer`` and sets none of the reserved variables.
-
-    Checks only fields that PipeMorph reads; Kubernetes checks the rest.
-    """
-    spec = template.get("spec")
-    if not isinstance(spec, dict):
-        raise FieldError("spec", f"is {_kind(spec)}; expected a pod spec with containers")
-    if not isinstance(template.get("metadata", {}), dict):
-        raise FieldError("metadata", f"is {_kind(template['metadata'])}; expected a mapping")
-    names = []
-    for group in ("containers", "initContainers"):
-        containers = spec.get(group, [] if group == "initContainers" else None)
-        if not isinstance(containers, list):
-            raise FieldError(f"spec.{group}", f"is {_kind(containers)}; expected a list")
-        for i, container in enumerate(containers):
-            name = _check_container(f"spec.{group}[{i}]", container)
-            if group == "containers":
-                names.append(name)
-    if TRAINER_CONTAINER not in names:
-        found = ", ".join(names) or "none"
-        raise FieldError(
-            "spec.containers",
-            f"has no container named {TRAINER_CONTAINER}, which runs the stage; found: {found}",
-        )
-
-
-def _check_container(where: str, container: object) -> str:
-    """Check one container; return its name."""
-    if not isinstance(container, dict):
-        raise FieldError(where, f"is {_kind(container)}; expected a container")
-    name = container.get("name")
-    if not isinstance(name, str) or not name:
-        raise FieldError(f"{where}.name", f"is {_kind(name)}; expected the container's name")
-    env = container.get("env", [])
-    if not isinstance(env, list):
-        raise FieldError(f"{where}.env", f"is {_kind(env)}; expected a list of name and value")
-    for i, variable in enumerate(env):
-        key = variable.get("name") if isinstance(variable, dict) else None
-        if not isinstance(key, str) or not key:
-            raise FieldError(f"{where}.env[{i}]", "has no name; expected name and value")
-        if key in RESERVED_ENV or key.startswith(RESERVED_ENV_PREFIXES):
-            raise FieldError(
-                f"{where}.env[{i}].name",
-                f"is {key}, which is reserved in container {name}: PipeMorph sets it",
-            )
-    return name
-
-
-def _kind(value: object) -> str:
-    """The type of a value for messages, or ``missing``."""
-    if value is None:
-        return "missing"
-    kinds = {dict: "a mapping", list: "a list", str: "text", bool: "true or false"}
-    return kinds.get(type(value), "a number")
 
 
 class Metadata(SpecModel):

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from pipemorph.api.base import FieldError
 from pipemorph.api.placement import Placement
-from pipemorph.api.spec import RESERVED_ENV, RESERVED_ENV_PREFIXES, TRAINER_CONTAINER, FieldError
+from pipemorph.api.template import RESERVED_ENV, RESERVED_ENV_PREFIXES, TRAINER_CONTAINER
 from pipemorph_operator import names
 from pipemorph_operator.children import gang, placement, pod_template
 from pipemorph_operator.children.attempt import Attempt, Unbuildable

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipemorph.api.spec import TRAINER_CONTAINER, FieldError, check_template
+from pipemorph.api.base import FieldError
+from pipemorph.api.template import TRAINER_CONTAINER, check_template
 from pipemorph.document import shown
 
 Shape = type[str] | dict[str, Any] | list[Any]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from pipemorph.api.spec import TRAINER_CONTAINER
+from pipemorph.api.template import TRAINER_CONTAINER
 from pipemorph_operator.names import COMPLETION_INDEX, LABEL_ATTEMPT, LABEL_JOB, LABEL_JOB_UID
 
 MESSAGE_LENGTH = 1024

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from pipemorph.api.spec import Parallelism
+from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.status import AttemptRecord
 from pipemorph_operator import names
 from pipemorph_operator.cluster.facts import Ended, PodFacts, parse_time

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipemorph.api.spec import JobSpec, Parallelism
+from pipemorph.api.parallelism import Parallelism
+from pipemorph.api.spec import JobSpec
 from pipemorph.control.observe.detector import Thresholds
 from pipemorph.control.observe.events import Events
 from pipemorph.control.observe.link_health import LinkBook

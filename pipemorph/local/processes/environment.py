@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipemorph.api.spec import RESERVED_ENV, RESERVED_ENV_PREFIXES, TRAINER_CONTAINER, PipeMorphJob
+from pipemorph.api.spec import PipeMorphJob
+from pipemorph.api.template import RESERVED_ENV, RESERVED_ENV_PREFIXES, TRAINER_CONTAINER
 from pipemorph.errors import InputError
 
 PASSED_ON = frozenset({"PIPEMORPH_LOG"})

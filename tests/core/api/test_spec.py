@@ -10,15 +10,9 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from pipemorph.api.spec import (
-    RESERVED_ENV,
-    RESERVED_ENV_PREFIXES,
-    FieldError,
-    JobSpec,
-    PipeMorphJob,
-    Transport,
-    check_template,
-)
+from pipemorph.api.base import FieldError
+from pipemorph.api.spec import JobSpec, PipeMorphJob, Transport
+from pipemorph.api.template import RESERVED_ENV, RESERVED_ENV_PREFIXES, check_template
 from pipemorph.control import initial_plan
 from pipemorph.planning.ir import Dispatch, Policy
 

@@ -9,8 +9,9 @@ import pytest
 from operator_objects import T0, failed, pod
 
 from pipemorph.api.mesh import MeshShape
+from pipemorph.api.parallelism import Parallelism
 from pipemorph.api.placement import NodeExclusion
-from pipemorph.api.spec import Fault, Parallelism
+from pipemorph.api.spec import Fault
 from pipemorph.api.status import MAX_NODES_KEPT, AttemptNodes, Condition, NodeRecord, SlowLink
 from pipemorph_operator import names
 from pipemorph_operator.cluster.facts import format_time
