@@ -12,7 +12,7 @@ from launch import Ranks
 from trainer_jobs import Job, Record, assert_same, reference, train
 
 from pipemorph.api.spec import Fault
-from pipemorph_trainer import TrainerContext
+from pipemorph_trainer import TrainerContext, turns
 from pipemorph_trainer import iteration as iterations
 from pipemorph_trainer.executor import dispatch
 from pipemorph_trainer.links.channels import direct, failover
@@ -68,7 +68,7 @@ def cut_at(
     def run_and_cut(self: Any, kind: Any, microbatch: int) -> None:
         here = (context.rank, self._iteration, len(self._outcome.ops))
         if here == (rank, iteration, op):
-            for end in self._ends:
+            for end in filter(None, (self._up, self._down)):
                 end.failover.incoming._direct.abandon()
         run_op(self, kind, microbatch)
 
@@ -118,7 +118,7 @@ def test_wherever_in_an_iteration_it_breaks(
 def deaf_at_the_end(context: TrainerContext, job: Job, through: str) -> Record:
     """Train; the last gradients of the last iteration do not get to rank 0, which finds out
     when rank 1 is through with its ops, or shows for some seconds that it is not."""
-    post, run_ops = direct.DirectIncoming._post, dispatch.Executor.run
+    post, run_ops = direct.DirectIncoming._post, turns.Turns.run
     posted = 0
 
     def refuse(self: Any, batch: Any) -> Any:
@@ -131,14 +131,13 @@ def deaf_at_the_end(context: TrainerContext, job: Job, through: str) -> Record:
             raise RuntimeError("no more")
         return post(self, batch)
 
-    def run_and_tell(self: Any, plan: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
-        outcome = run_ops(self, plan, iteration, *args, **kwargs)
-        if context.rank == 1 and iteration == job.iterations - 1:
+    def run_and_tell(self: Any, plan: Any) -> None:
+        run_ops(self, plan)
+        if context.rank == 1 and self._call.iteration == job.iterations - 1:
             Path(through).touch()
-        return outcome
 
     direct.DirectIncoming._post = refuse  # type: ignore[method-assign]
-    dispatch.Executor.run = run_and_tell  # type: ignore[method-assign]
+    turns.Turns.run = run_and_tell  # type: ignore[method-assign]
     return train(context, job)
 
 
