@@ -303,8 +303,11 @@ class JobController:
             self._ask(cause, situation, links)
             return
         last, sources = self._ledger.last_iteration, judgement.sources(cause, situation)
+        if sources <= self._truth.held(last):
+            return
         since = judgement.detectable_at(situation, links, reported.iteration)
-        if cause in ("profile", "barrier"):
+        if cause in ("profile", "barrier", "steady"):
+            # No link has just turned slow or well.
             since = last - COMPARED
         iterations = self._ledger.under(self._wanted.version)[1:]
         otherwise = without(situation, sources, judgement.situation)

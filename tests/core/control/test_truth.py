@@ -12,6 +12,8 @@ from plant_support import Plant, spec
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController
+from pipemorph.control.decide.findings import NotConfirmed
+from pipemorph.control.decide.replan import Proposal, Replan, propose
 from pipemorph.control.decide.truth import Promise, Trial, TruthCheck
 from pipemorph.control.history import Ledger
 from pipemorph.planning import StageTimes
@@ -181,3 +183,26 @@ def test_doubt_survives_a_restart_of_the_host() -> None:
     plant.controller = JobController.restore(plant.spec, plant.controller.snapshot())
     plant.run(12)
     assert plant.kinds() == ["adapt", "revert"]
+
+
+def test_a_steady_fault_whose_better_plan_is_not_confirmed_is_asked_about_ever_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not with every report, of which an iteration has many."""
+    asked_at = []
+
+    def unsure(asked: Replan) -> Proposal:
+        if asked.cause != "steady":
+            return propose(asked)
+        asked_at.append(plant.iteration)
+        return Proposal(None, None, (NotConfirmed(0.5, 0.02, 0, None),), waits=True)
+
+    monkeypatch.setattr("plant_support.propose", unsure)
+    plant = Plant(spec(stages=4, microbatches=12))
+    plant.run(4)
+    plant.delays[1] = 0.060
+    plant.run(100)
+    assert 2 <= len(asked_at) <= 8, asked_at
+    assert asked_at[1] > asked_at[0]
+    lines = [d.line for d in plant.controller.decisions if "too few to confirm" in d.line]
+    assert len(lines) == len(asked_at)
