@@ -383,6 +383,7 @@ class JobController:
         """Leave the decision to the host."""
         judgement = self._judgement
         before = copy.copy(judgement)
+        readings = judgement.readings if cause == "profile" else ()
         detectable_at = judgement.detectable_at(situation, links, self._reported.iteration)
         judgement.made(cause, situation, self._ledger.last_iteration)
         self._pending = Pending(
@@ -399,6 +400,7 @@ class JobController:
                 evidence=evidence or Evidence(),
                 running=self._running,
                 previous=previous,
+                readings=readings,
             ),
             links=tuple(links),
             detectable_at=detectable_at,

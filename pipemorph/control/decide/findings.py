@@ -47,6 +47,16 @@ class TooLittle:
 
 
 @dataclass(frozen=True)
+class Passing:
+    """Op times vary: with one of ``count`` readings of them, the best other plan saves only a
+    fraction ``gain`` of an iteration, which is less than the required ``least``."""
+
+    gain: float
+    count: int
+    least: float
+
+
+@dataclass(frozen=True)
 class Saves:
     """Seconds that the best other plan saves over the remaining ``iterations``, and the ``cost`` of
     the change: measured at earlier changes if ``cost_seen``, else assumed."""
@@ -119,6 +129,7 @@ Finding = (
     | MustNotStay
     | AtBaseline
     | TooLittle
+    | Passing
     | Saves
     | NotConfirmed
     | GoesBack

@@ -141,6 +141,11 @@ def _sentence(finding: findings.Finding) -> str:
                 f"kept the plan, predicted {shown_time(seconds)} per iteration: the best other one"
                 f" saves {max(0.0, gain):.1%}, less than minGain {least:.1%}"
             )
+        case findings.Passing(gain, count, least):
+            return (
+                f"kept the plan: op times vary, and in one of {count} readings the best other one"
+                f" saves {max(0.0, gain):.1%}, less than minGain {least:.1%}"
+            )
         case findings.Saves(seconds, iterations, cost, cost_seen):
             return (
                 f"{'it' if finding.pays else 'kept the plan: the best other one'} saves"

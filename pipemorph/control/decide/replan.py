@@ -15,7 +15,7 @@ from pipemorph.control.decide import findings, truth
 from pipemorph.control.decide.forecast import SAME, Forecast, Option, Situation, runnable
 from pipemorph.control.decide.truth import Evidence, Promise
 from pipemorph.errors import InputError
-from pipemorph.planning import Plan, Route
+from pipemorph.planning import Plan, Route, StageTimes
 
 Cause = Literal[
     "slow",
@@ -48,7 +48,8 @@ class Replan:
     ranks have not changed to the newest; ``baseline``: the plan for healthy links; ``lost``: the
     ranks run a plan that the controller does not know; ``remaining``: iterations that a new plan
     would run; ``change_seconds``: measured cost of a change, None before the first one;
-    ``previous``: the plan before the current one, for cause ``undelivered``.
+    ``previous``: the plan before the current one, for cause ``undelivered``; ``readings``: op times
+    at several moments, for cause ``profile``, in each of which a gain must show.
     """
 
     spec: JobSpec
@@ -62,6 +63,7 @@ class Replan:
     change_seconds: float | None
     evidence: Evidence
     previous: Plan | None = None
+    readings: tuple[tuple[StageTimes, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,8 @@ def propose(asked: Replan) -> Proposal:
         return Proposal(None, current, (findings.MustNotRun(broken),))
     if current is None or asked.cause not in CHECKED or not current.seconds > chosen.seconds:
         return Proposal(chosen, current, found)
+    if passing := _passing(asked, forecast, chosen):
+        return Proposal(None, current, (passing,))
     running = current if asked.running == asked.current else forecast.of(asked.running)
     promised = truth.promise(forecast, running, chosen, asked.evidence)
     if promised.seconds <= 0:
@@ -113,6 +117,20 @@ def propose(asked: Replan) -> Proposal:
     if objection is not None:
         return Proposal(None, current, (objection,), waits=True)
     return Proposal(chosen, current, found, promised)
+
+
+def _passing(asked: Replan, forecast: Forecast, chosen: Option) -> findings.Passing | None:
+    """Whether the gain of ``chosen`` does not show in every reading of the op times."""
+    if chosen.plan.runs_as(asked.baseline):
+        return None  # It returns also without a gain.
+    gains = []
+    for stages in asked.readings:
+        then = forecast.under(replace(asked.situation, stages=stages))
+        gains.append(1 - then.of(chosen.plan).seconds / then.of(asked.current).seconds)
+    least = asked.spec.adaptation.min_gain
+    if not gains or min(gains) >= least:
+        return None
+    return findings.Passing(min(gains), len(gains), least)
 
 
 def _go_back(previous: Plan, forecast: Forecast, current: Option) -> Proposal:

@@ -21,8 +21,11 @@ WARM_UP = 3
 """Iterations before measured op times are compared with the planned ones."""
 PROFILE_EVERY = 50
 """Least iterations between two decisions for changed op times."""
-COMPARE_EVERY = 5
-"""Iterations between two comparisons without a difference."""
+COMPARE_FIRST, COMPARE_EVERY = 2, 5
+"""Iterations between two comparisons of op times, before the first decision for them and after."""
+READINGS = 5
+"""Comparisons in a row that must differ. On a busy machine op times differ for a while, and a plan
+for them is wrong by the time it is in force."""
 MATERIAL = 0.25
 """Relative change of a delay that requires another decision."""
 MATERIAL_OP = 0.2
@@ -63,6 +66,8 @@ class Judgement:
     """Whether the plan for healthy links expects a barrier between iterations."""
     _profiled_at: int | None = None
     _compare_from: int = 0
+    _readings: tuple[tuple[StageTimes, ...], ...] = ()
+    """Op times at the newest comparisons that differed, oldest first."""
 
     @staticmethod
     def first(spec: JobSpec) -> Judgement:
@@ -83,7 +88,7 @@ class Judgement:
         self.situation, self._after = situation, last
         self._of_steady = cause == "steady"
         if cause in ("profile", "memory"):
-            self._profiled_at = last
+            self._profiled_at, self._readings = last, ()
         if not any(situation.slow):
             self._barrier = situation.barrier
 
@@ -174,9 +179,24 @@ class Judgement:
             return progress.finished >= WARM_UP
         return progress.last - self._profiled_at >= PROFILE_EVERY
 
+    @property
+    def readings(self) -> tuple[tuple[StageTimes, ...], ...]:
+        """Op times at the comparisons that a decision for changed op times is based on; none if it
+        is for other limits, which are known and not measured again and again."""
+        return self._readings if len(self._readings) == READINGS else ()
+
     def _differs(self, now: Situation, progress: Progress) -> bool:
-        """Whether op times, reductions or normal wire times differ from the planned ones."""
-        self._compare_from = progress.last + COMPARE_EVERY
+        """Whether op times, reductions or normal wire times have differed from the planned ones
+        for some time, or limits do now."""
+        if progress.last >= self._compare_from:
+            every = COMPARE_FIRST if self._profiled_at is None else COMPARE_EVERY
+            self._compare_from = progress.last + every
+            kept = (*self._readings, now.stages)[-READINGS:]
+            self._readings = kept if self._times_differ(now) else ()
+        return len(self._readings) == READINGS or self._limits_differ(now)
+
+    def _times_differ(self, now: Situation) -> bool:
+        """Whether op times, reductions or normal wire times differ from the planned ones now."""
         if self._assumed_times and self._profiled_at is None:
             return True
         before = self.situation
@@ -195,13 +215,15 @@ class Judgement:
             abs(new - old) > MATERIAL_OP * scale
             for new, old in zip(now.wire_times, before.wire_times, strict=True)
         )
-        # Other limits, or a shorter fused backward that was unknown.
-        limits = any(
+        return ops or tails or wires
+
+    def _limits_differ(self, now: Situation) -> bool:
+        """Whether limits have changed, or a fused backward that was unknown is shorter."""
+        return any(
             (new.in_flight_limit, new.device_limit) != (old.in_flight_limit, old.device_limit)
             or (old.fused_backward is None and new.fusing_pays)
-            for new, old in zip(now.stages, before.stages, strict=True)
+            for new, old in zip(now.stages, self.situation.stages, strict=True)
         )
-        return ops or tails or wires or limits
 
     def is_time(
         self, cause: Cause, links: Sequence[LinkHealth], progress: Progress, pacing: Pacing

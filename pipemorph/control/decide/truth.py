@@ -357,9 +357,11 @@ class TruthCheck:
         after = [f.seconds for f in ledger.under(trial.version)[1:]]
         if len(after) < JUDGED_AFTER:
             return None
-        old = ledger.under(trial.previous.version)[1:]
+        first, *old = ledger.under(trial.previous.version) or [None]
         before = [f.seconds for f in old if f.index > trial.since][-MOST:]
         part = [f.seconds for f in old if f.index == trial.since]
+        if not (before or part) and first is not None and first.index >= trial.since:
+            part = [first.seconds]  # The old plan ran only once. It includes the change to it.
         failed = _has_failed(trial.promise, before, part, after)
         if failed is None and len(after) < GIVEN_UP_AFTER:
             return None

@@ -126,11 +126,11 @@ def test_op_times_that_do_not_lengthen_iterations_change_nothing() -> None:
     plant = LyingPlant(job, Lies(lambda i: i >= 70, stage=1, inflation=1.3))
     plant.ops[0] = StageTimes(forward=0.012, backward_input=0.012, backward_weight=0.012)
     first = plant.plan
-    plant.run(95)
+    plant.run(110)
     assert plant.kinds() == []
     said = [d.reason for d in plant.controller.decisions]
     assert any("op times" in reason and "as predicted" in reason for reason in said)
-    plant.run(55)
+    plant.run(60)
     assert plant.kinds() == ["adapt", "revert"], "what was tried after all is taken back"
     assert plant.plan.runs_as(first)
 
@@ -206,3 +206,18 @@ def test_a_steady_fault_whose_better_plan_is_not_confirmed_is_asked_about_ever_l
     assert asked_at[1] > asked_at[0]
     lines = [d.line for d in plant.controller.decisions if "too few to confirm" in d.line]
     assert len(lines) == len(asked_at)
+
+
+@pytest.mark.parametrize(("lasts", "kinds"), [(12, []), (60, ["adapt"])])
+def test_op_times_must_differ_for_some_time(lasts: int, kinds: list[str]) -> None:
+    """A neighbour takes a part of a stage's processor, again and again or once for long."""
+    plant = Plant(spec(schedule={"inFlightLimit": 6}, adaptation={"minGain": 0.005}))
+    plant.run(80)
+    first = len(plant.controller.records)
+    usual = plant.ops[1]
+    for _ in range(60 // lasts):
+        plant.ops[1] = StageTimes(forward=0.01, backward_input=0.02, backward_weight=0.01)
+        plant.run(lasts)
+        plant.ops[1] = usual
+        plant.run(20)
+    assert [record.kind for record in plant.controller.records[first:]] == kinds
