@@ -6,6 +6,7 @@ import pytest
 import torch
 from gate import same_bits
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pipemorph_trainer.executor.split.deferred import Layer, Sink, run_weight_work
 from pipemorph_trainer.executor.split.linears import Patch
@@ -104,3 +105,29 @@ def test_a_weight_in_another_layout_keeps_it() -> None:
     run_weight_work(sink.work)
     same_bits(want, linear.weight.grad)
     assert want.stride() == linear.weight.grad.stride()
+
+
+def test_a_checkpoint_does_not_recompute_its_last_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with torch's own linear, which saves its operands before the product."""
+    block = nn.Sequential(nn.Linear(IN, OUT), nn.GELU(), nn.Linear(OUT, IN))
+    x = torch.randn(3, 2, IN, requires_grad=True)
+    grad = torch.randn(3, 2, IN)
+    want = torch.autograd.grad(
+        checkpoint(block, x, use_reentrant=False), [x, *block.parameters()], grad
+    )
+    product, rows = nn.functional.linear, []
+
+    def counted(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        rows.append(len(weight))
+        return product(x, weight, bias)
+
+    monkeypatch.setattr(nn.functional, "linear", counted)
+    sink = Sink()
+    with Patch([Layer("0", block[0]), Layer("2", block[2])], sink)():
+        y = checkpoint(block, x, use_reentrant=False)
+        sink.work = []
+        (got,) = torch.autograd.grad(y, [x], grad)
+    assert rows == [OUT, IN, OUT]
+    run_weight_work(sink.work)
+    for a, b in zip(want, [got, *(p.grad for p in block.parameters())], strict=True):
+        same_bits(a, b)

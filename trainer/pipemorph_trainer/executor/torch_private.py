@@ -40,6 +40,12 @@ def version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def saving_is_hooked() -> bool:
+    """Whether hooks take the tensors that functions save, as under activation checkpointing."""
+    found: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return found is not None and found(False) is not None
+
+
 def grad_dtype(parameter: nn.Parameter) -> torch.dtype:
     """The dtype in which autograd accumulates a parameter's gradient. Before torch 2.10 always its
     own."""

@@ -22,7 +22,8 @@ from torch.autograd.function import once_differentiable
 
 from pipemorph_trainer.errors import SplitError
 from pipemorph_trainer.executor.stages.written import written
-from pipemorph_trainer.executor.torch_private import grad_dtype, version
+from pipemorph_trainer.executor.torch_private import grad_dtype, saving_is_hooked, version
+from pipemorph_trainer.topology.placement import is_dtensor
 
 
 class Work(ABC):
@@ -190,13 +191,37 @@ class LinearWork(Work):
             yield self.bias, _bias_grad(self)
 
 
-class DeferredLinear(torch.autograd.Function):
+def deferred_linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
     """``F.linear`` whose backward gives the work for weight and bias to the sink."""
+    result: Tensor
+    if not saving_is_hooked() or is_dtensor(x):
+        result = DeferredLinear.apply(x, weight, bias, (call, None))
+        return result
+    # A function saves its tensors when it ends, torch's own linear before its product. Activation
+    # checkpointing recomputes up to the last tensor saved, so not that product. So the operands are
+    # saved by a function of their own.
+    operands: list[Tensor | None] = []
+    place = DeferredLinear.apply(x, weight, bias, (call, operands))
+    result = _Product.apply(place, operands)
+    return result
+
+
+class DeferredLinear(torch.autograd.Function):
+    """Saves the operands of a linear, and computes its gradients, those of weight and bias in W.
+
+    ``how``: the call, and a list to fill with what :class:`_Product` needs; then the output stands
+    for the product, with its shape and without memory. With None the output is the product.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        how: tuple[LinearCall, list[Tensor | None] | None],
     ) -> Tensor:
+        call, operands = how
         ctx.call = call
         ctx.parameters = (weight, bias)
         if call.autocast:
@@ -205,7 +230,10 @@ class DeferredLinear(torch.autograd.Function):
             weight = weight.to(x.dtype)
             bias = None if bias is None else bias.to(x.dtype)
         ctx.save_for_backward(x, weight)
-        return _owned(torch.nn.functional.linear(x, weight, bias))
+        if operands is None:
+            return _owned(torch.nn.functional.linear(x, weight, bias))
+        operands += [x, weight, bias]
+        return x.new_empty(()).expand(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
@@ -239,6 +267,22 @@ class DeferredLinear(torch.autograd.Function):
             _bias_grad(work).to(bias.dtype) if need_bias else None,
             None,
         )
+
+
+class _Product(torch.autograd.Function):
+    """The product of a linear; its gradient goes to where the operands were saved."""
+
+    @staticmethod
+    def forward(ctx: Any, place: Tensor, operands: list[Tensor | None]) -> Tensor:
+        x, weight, bias = operands
+        assert x is not None
+        assert weight is not None
+        return _owned(torch.nn.functional.linear(x, weight, bias))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None
 
 
 def _owned(out: Tensor) -> Tensor:

@@ -14,10 +14,10 @@ from torch.overrides import TorchFunctionMode
 from pipemorph_trainer.executor.split.compiled.backends import whole_why
 from pipemorph_trainer.executor.split.deferred import (
     CompiledLayer,
-    DeferredLinear,
     Layer,
     LinearCall,
     Sink,
+    deferred_linear,
 )
 from pipemorph_trainer.executor.split.registered import (
     RegisteredForward,
@@ -238,8 +238,7 @@ class _Forward:
         autocast = torch.is_autocast_enabled(device) and input.dtype != torch.float64
         if autocast:
             input = input.to(torch.get_autocast_dtype(device))
-        result: Tensor = DeferredLinear.apply(input, weight, bias, self._calls[autocast])
-        return result
+        return deferred_linear(input, weight, bias, self._calls[autocast])
 
     def is_own(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
         """Whether these are the arguments of ``F.linear`` in the layer's own forward."""
