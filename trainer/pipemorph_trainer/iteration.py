@@ -36,6 +36,7 @@ from pipemorph_trainer.plans.agreement import Agreement
 from pipemorph_trainer.plans.book import PlanBook
 from pipemorph_trainer.plans.token import TokenPass
 from pipemorph_trainer.state.gradients import Replicas
+from pipemorph_trainer.state.optimistic import OptimisticSteps
 from pipemorph_trainer.state.reduction import Reducer
 from pipemorph_trainer.state.tied import Tied
 from pipemorph_trainer.telemetry.reporter import Reporter
@@ -59,6 +60,7 @@ class Iterations:
         replicas: keeps the replicas of the stages equal; None for one replica or emulated stages.
         reducer: averages their gradients; that of ``replicas``, or of emulated stages.
         tied: sums the gradients of weights that other stages hold, too; None without any.
+        steps: the optimizer's step before an iteration may be one that did not wait for its norm.
         plans: the plans of this rank; plans from ``control`` are added to it.
         reporter, traces: report each iteration, and write its trace, by stage.
         poller: waits for events for the executor; ``op_clock``: tells the links when ops run.
@@ -77,6 +79,7 @@ class Iterations:
         replicas: Replicas | None,
         reducer: Reducer | None,
         tied: Tied | None,
+        steps: OptimisticSteps,
         plans: PlanBook,
         control: ControlClient,
         reporter: Reporter,
@@ -92,7 +95,7 @@ class Iterations:
         first = next(iter(stages.values()))
         self._microbatches, self._has_module = first.microbatches, first.module is not None
         self._replicas, self._tied = replicas, tied
-        self._reducer = reducer
+        self._reducer, self._steps = reducer, steps
         self._control, self._reporter, self._traces = control, reporter, traces
         self._waiting, self._wait_for = wait.waiting, wait
         self._device_times: DeviceTimes | None = None
@@ -130,6 +133,7 @@ class Iterations:
                 reserve=plans.shapes_known,
                 device_times=self._device_times,
                 gate=gate if coordinate.last else None,
+                stands=steps.stands,
                 # A stage of another trainer does not restart an iteration.
                 refuses=own.emulated or own.module is not None,
                 last_op=self._last_op,
@@ -163,9 +167,10 @@ class Iterations:
         inputs: Mapping[int, Inputs],
         shapes: Mapping[int, Any],
         refusal: Exception | None = None,
-    ) -> float:
+    ) -> float | None:
         """Run one iteration: forward and backward of all microbatches, and the gradient average
-        over the replicas. Returns the loss.
+        over the replicas. Returns the loss; None, on all ranks, if the optimizer's step before it
+        was taken again meanwhile, so that it has to begin again.
 
         ``inputs``: by stage. ``shapes``: change if those of the inputs do. ``refusal``: why the
         input of this rank does not fit. Raises :class:`BatchError` on all ranks if the input of any
@@ -178,6 +183,7 @@ class Iterations:
         self._mail.call = name_call(iteration, evaluation=False)
         self.rounds.begin(iteration, at=monotonic())
         self._take_plan(page_lock=True)
+        self._steps.begin()
         # Only of the last stage it matters.
         final = inputs[self._coordinate.held[-1]]
         self._weigh(final)
@@ -198,12 +204,18 @@ class Iterations:
         self._reduce_shards(iteration)
         # Usually here already: it was sent after the last F.
         loss = self._loss.wait(f"iteration {iteration}", refused=self._turns.refused)
-        if self._loss.refused:
-            self.rounds.drop(iteration)
+        again = not self._steps.stands()
+        if again or self._loss.refused:
             if self._tied is not None:
                 self._tied.undo()
             if self._reducer is not None:
                 self._reducer.drop()
+        if again:
+            self._end_uncounted()
+            self._steps.rewind()
+            return None
+        if self._loss.refused:
+            self.rounds.drop(iteration)
             raise self._refused(f"step() of iteration {iteration}", refusal)
         self._synchronize(iteration)
         for own in self._stages.values():
@@ -313,14 +325,19 @@ class Iterations:
         why the input of this rank does not fit, if it does not."""
         refusal = refusal or self._turns.cause
         told = refusals.tell(self._world, self._wait_for, call, refusal)
-        self._turns.end_uncounted()
-        self._turns.restart()
-        if self._device_times is not None:
-            self._device_times.forget()
+        self._end_uncounted()
         if refusal is not None:
             self._reporter.publish(message=str(told))
         told.__cause__ = refusal
         return told
+
+    def _end_uncounted(self) -> None:
+        """End a call whose messages were empty from some point on. The next one has the same
+        number."""
+        self._turns.end_uncounted()
+        self._turns.restart()
+        if self._device_times is not None:
+            self._device_times.forget()
 
     def install(self, plan: Plan) -> None:
         """Prepare a plan on this rank, between two iterations. Raises :class:`InputError` if it

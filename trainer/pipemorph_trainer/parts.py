@@ -39,6 +39,7 @@ from pipemorph_trainer.preparation import (
 )
 from pipemorph_trainer.start import join, level, warnings
 from pipemorph_trainer.state.gradients import Replicas
+from pipemorph_trainer.state.optimistic import OptimisticSteps
 from pipemorph_trainer.state.reduction import Reducer
 from pipemorph_trainer.state.scaler import GradScaler
 from pipemorph_trainer.state.tied import Tied
@@ -129,6 +130,10 @@ class Parts:
         self.scaler = scaler
         if scaler is not None:
             scaler.attach(self.world, self.device, self.wait_for)
+        self.steps = OptimisticSteps(
+            list(modules.values()), self.world, self.placements, self.wait_for,
+            uncounted=self.tied.uncounted if self.tied is not None else (), scaler=scaler,
+        )  # fmt: skip
         if self.coordinate.rank == 0:
             for line in warnings(starts):
                 log.warning(line)
@@ -175,7 +180,7 @@ class Parts:
         self.iterations = Iterations(
             world=self.world, links=self.links, stages=self.stages,
             replicas=self.replicas, reducer=self._reducer(),
-            tied=self.tied, plans=self.plans, control=self.control,
+            tied=self.tied, steps=self.steps, plans=self.plans, control=self.control,
             reporter=self.reporter, traces=self.traces, poller=self.poller, op_clock=op_clock,
             wait=self.wait_for, deadline=self.settings.deadline_seconds,
         )  # fmt: skip

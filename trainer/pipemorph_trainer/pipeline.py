@@ -29,7 +29,7 @@ from pipemorph_trainer.parts import Parts
 from pipemorph_trainer.preparation import MakeOptimizer, StageOrBuilder
 from pipemorph_trainer.settings import DuplexChoice, EngineChoice, RouteChoice
 from pipemorph_trainer.signals import LastWord
-from pipemorph_trainer.state.gradients import clip_global_norm
+from pipemorph_trainer.state.gradients import GlobalNorm, clip_factor
 
 if TYPE_CHECKING:
     from pipemorph_trainer.state.checkpoint import Checkpoints
@@ -157,8 +157,9 @@ class Pipeline:
         self._closed = False
         self._synchronized = True
         """Whether the gradients of the last step were averaged over replicas."""
-        self._met = False
-        """Whether all stages have waited for each other since the last step."""
+        self._met = self._went_on = False
+        """Whether all stages have waited for each other since the last step, and whether the
+        optimizer stepped without that."""
         self._failure: str | None = None
         self._switch_interval = sys.getswitchinterval()
         self.start_iteration = self._parts.resume()
@@ -267,6 +268,7 @@ class Pipeline:
         given = Given(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs, weight)
         with self._failing():
             self._end_iteration(monotonic())
+            self._settle()
             loss, inputs = self._run(
                 self._parts.iterations.evaluate, given, return_outputs,
                 needs_target=not return_outputs,
@@ -288,16 +290,61 @@ class Pipeline:
             if own.module is not None
             for pair in own.module.named_parameters()
         ]
-        parts.waiting.begin(f"the gradient norm of iteration {self.iteration - 1} of all stages")
         with self._failing():
-            norm = clip_global_norm(
-                parameters, max_norm, parts.world, parts.placements, parts.wait_for,
+            parts.steps.settle()
+            parts.waiting.begin(
+                f"the gradient norm of iteration {self.iteration - 1} of all stages"
+            )
+            gradients = GlobalNorm(
+                parameters, parts.world, parts.placements,
                 uncounted=parts.tied.uncounted if parts.tied is not None else (),
             )  # fmt: skip
-        parts.waiting.end()
+            norm, _ = gradients.wait(parts.wait_for)
+            gradients.clip(clip_factor(norm, max_norm))
+            parts.waiting.end()
         self._met = True
         self._last_activity = monotonic()
         return norm
+
+    def clip_and_step(self, optimizer: torch.optim.Optimizer | None, max_norm: float) -> None:
+        """:meth:`clip_grad_norm_` and ``optimizer.step()`` without waiting for stages that still
+        run their ops. Call it on every rank. Results are equal to the bit.
+
+        The stage steps as if no gradient had to be clipped, and goes on to the forwards of the next
+        :meth:`step`. Should the norm of all stages, which is known before the first backward there,
+        be above ``max_norm``, or not finite, every stage takes its step again and begins the
+        iteration again. After that, and in the beginning, this call waits for the norm as long as
+        gradients have to be clipped.
+
+        The gradients are gone afterwards, as after ``optimizer.zero_grad()``. With
+        ``Pipeline(scaler=...)`` this unscales them before, and updates the scaler after the step.
+        Until the norm is known, ``optimizer``'s parameters and state may still change, and the
+        stage holds a copy of them. Call :meth:`settle` before anything else reads them, such as
+        averages of weights; ``evaluate``, ``save`` and ``close`` do. Learning-rate schedulers need
+        not wait. ``optimizer`` is None on emulated stages.
+
+        Raises :class:`InputError` after a step in :meth:`no_sync`.
+        """
+        self._check_open("clip_and_step")
+        if not self._synchronized:
+            raise InputError(
+                f"{self.coordinate}: clip_and_step() was called after a step in no_sync(), when "
+                "gradients differ between replicas; call it after a step outside"
+            )
+        with self._failing():
+            waited = self._parts.steps.clip_and_step(optimizer, max_norm, self.iteration - 1)
+        self._met = self._met or waited
+        self._went_on = not waited
+        self._last_activity = monotonic()
+
+    def settle(self) -> Tensor | None:
+        """Wait until parameters and optimizer are as they stay after :meth:`clip_and_step`. Call it
+        on every rank. Returns the norm before clipping, 0-dim float32, the same on all ranks; None
+        if there was no such step."""
+        self._check_open("settle")
+        self._settle()
+        self._last_activity = monotonic()
+        return self._parts.steps.norm
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -417,6 +464,7 @@ class Pipeline:
             return
         with self._failing():
             self._end_iteration(self._last_activity)
+            self._settle()
             self._save_if_due()
             self._finish_writing()
             self._parts.iterations.rounds.finish_all()
@@ -453,7 +501,7 @@ class Pipeline:
 
     def _run(
         self,
-        run: Callable[[int, dict[int, Inputs], dict[int, Any], Exception | None], float],
+        run: Callable[[int, dict[int, Inputs], dict[int, Any], Exception | None], float | None],
         given: Given,
         return_outputs: bool,
         *,
@@ -461,6 +509,24 @@ class Pipeline:
     ) -> tuple[Tensor, Inputs]:
         """Run an iteration or an evaluation. Returns the loss and the inputs of the last stage
         here, with the outputs."""
+        while True:
+            final, loss = self._run_once(run, given, return_outputs, needs_target)
+            if loss is not None:
+                break
+            # Its forwards ran on parameters that have changed again.
+            self._met = True
+        if self._parts.agent is not None:
+            self._parts.agent.tend()
+        self._last_activity = monotonic()
+        return torch.tensor(loss, dtype=torch.float32), final
+
+    def _run_once(
+        self,
+        run: Callable[[int, dict[int, Inputs], dict[int, Any], Exception | None], float | None],
+        given: Given,
+        return_outputs: bool,
+        needs_target: bool,
+    ) -> tuple[Inputs, float | None]:
         inputs = {stage: Inputs() for stage in self.coordinate.held}
         shapes: dict[int, Any] = dict.fromkeys(inputs)
         refusal = None
@@ -477,24 +543,26 @@ class Pipeline:
             final.outputs = []
         if self._parts.scaler is not None and self.coordinate.last:
             final.scale = self._parts.scaler.get_scale()
-        loss = run(self.iteration, inputs, shapes, refusal)
-        if self._parts.agent is not None:
-            self._parts.agent.tend()
-        self._last_activity = monotonic()
-        return torch.tensor(loss, dtype=torch.float32), final
+        return final, run(self.iteration, inputs, shapes, refusal)
+
+    def _settle(self) -> None:
+        """Wait until the optimizer's last step stays as it is. Collective if one has not waited."""
+        with self._failing():
+            self._parts.steps.settle()
 
     def _end_iteration(self, at: float) -> None:
         """End the last iteration at the time ``at``, once even if a step is refused."""
         if self.iteration > self._over:
             self._over = self.iteration
             self._parts.iterations.rounds.end(self.iteration - 1, at, self._barrier())
-            self._met = False
+            self._met = self._went_on = False
 
     def _barrier(self) -> bool | None:
         """Whether all stages have waited for each other since the last iteration; None if the
         stage's own trainer does what is between two iterations."""
         parts = self._parts
-        if self._met or parts.tied is not None or parts.scaler is not None:
+        scaled = parts.scaler is not None and not self._went_on
+        if self._met or parts.tied is not None or scaled:
             return True
         stages = parts.stages.values()
         return False if all(own.emulated or own.module is not None for own in stages) else None
@@ -510,6 +578,7 @@ class Pipeline:
 
     def _save(self, checkpoints: Checkpoints) -> Path:
         parts = self._parts
+        parts.steps.settle()
         self._finish_writing()
         self._saved = self.iteration
         parts.waiting.begin(f"all ranks to save the checkpoint of iteration {self.iteration}")

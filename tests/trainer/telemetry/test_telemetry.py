@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, median_low
@@ -47,7 +47,7 @@ def entry(
     route: str,
     faults: list[Fault],
     policy: str = "zero-bubble",
-    clipped: Collection[int] = range(ITERATIONS),
+    clips: Sequence[str] = ("waits",) * ITERATIONS,
 ) -> tuple[list[RankTelemetry], list[float]]:
     control = Recorder()
     losses = []
@@ -63,8 +63,10 @@ def entry(
     ) as pipe:
         for iteration in range(ITERATIONS):
             losses.append(float(pipe.step()))
-            if iteration in clipped:
+            if clips[iteration] == "waits":
                 pipe.clip_grad_norm_(1.0)
+            elif clips[iteration]:
+                pipe.clip_and_step(None, 1.0)
     return control.messages, losses
 
 
@@ -133,11 +135,18 @@ def test_profiles_and_iterations() -> None:
 
 
 def test_a_barrier_between_iterations_is_reported() -> None:
-    told = run_ranks(2, entry, "direct", [], "zero-bubble", (0, 3))
+    told = run_ranks(2, entry, "direct", [], "zero-bubble", ("waits", "", "", "waits"))
     finished = [m.finished_iteration for m in told[0][0] if m.finished_iteration is not None]
     assert [sample.barrier for sample in finished] == [True, False, False, True]
     for sample in finished:
         assert 0.0 < sample.bubble_fraction <= 1.0
+
+
+def test_a_step_that_does_not_wait_is_no_barrier() -> None:
+    told = run_ranks(2, entry, "direct", [], "zero-bubble", ("waits", *("goes on",) * 3))
+    finished = [m.finished_iteration for m in told[0][0] if m.finished_iteration is not None]
+    # The first of them waits, to see whether gradients are clipped.
+    assert [sample.barrier for sample in finished] == [True, True, False, False]
 
 
 def test_losses_come_from_the_messages() -> None:

@@ -100,12 +100,14 @@ class Executor:
         reserve: Callable[[LinkEnd, tuple[TensorMeta, ...]], None],
         device_times: DeviceTimes | None = None,
         gate: Gate | None = None,
+        stands: Callable[[], bool] = lambda: True,
         refuses: bool = False,
         last_op: LastOp | None = None,
     ) -> None:
         """``refuses``: an error of the stage in the first forward of an iteration only refuses this
-        iteration. ``gate``: for the last stage if there are several replicas. ``last_op``: is told
-        of the last op."""
+        iteration. ``gate``: for the last stage if there are several replicas. ``stands``: asked
+        before the first backward whether the forwards ran on the right parameters; if not, the
+        iteration ends as a refused one. ``last_op``: is told of the last op."""
         self._coordinate, self._runner = coordinate, runner
         self._device_times = device_times
         self._up, self._down = neighbours.upstream, neighbours.downstream
@@ -114,7 +116,7 @@ class Executor:
         self.mail = mail
         self._boundary, self._on_last_forward = boundary, on_last_forward
         self._reserve = reserve
-        self._gate, self._refuses = gate, refuses
+        self._gate, self._stands, self._refuses = gate, stands, refuses
         self._last_op = last_op
         self.refused = False
         """Whether the iteration is refused: messages are sent as planned, but empty."""
@@ -359,7 +361,7 @@ class Executor:
         grads: list[Tensor | None] | None = None
         source = self._source(kind)
         taken = source.incoming.take(microbatch) if source is not None else []
-        if taken is None or (microbatch == 0 and self._gate and not self._gate.passed()):
+        if taken is None or (microbatch == 0 and not self._may_begin_backward()):
             self._refuse()
             self._send(kind, microbatch, None)
             self._boundary()
@@ -383,6 +385,10 @@ class Executor:
         if self._above is not None and self._has_gradients(self._above):
             self._send(kind, microbatch, self._to_send(found))
         self._boundary()
+
+    def _may_begin_backward(self) -> bool:
+        """Whether the iteration may change gradients."""
+        return self._stands() and (self._gate is None or self._gate.passed())
 
     def _copy(self, kind: OpKind, microbatch: int, copy: Callable[[int], int]) -> None:
         """Copy activations as part of an op: to host memory at the end of an F, back before a B."""

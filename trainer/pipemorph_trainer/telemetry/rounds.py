@@ -107,8 +107,8 @@ class Rounds:
         self._open: dict[int, _Round] = {}
 
     def begin(self, iteration: int, *, at: float) -> None:
-        """Begin an iteration. ``at``: time of the call of step(), monotonic."""
-        self._open[iteration] = _Round(at)
+        """Begin an iteration, or begin it again. ``at``: time of the call of step(), monotonic."""
+        self._open.setdefault(iteration, _Round(at))
 
     def drop(self, iteration: int) -> None:
         """Drop a refused iteration, which had no effect."""
