@@ -94,6 +94,17 @@ class LinkSample(WireModel):
     """Shortest round trip on the engine's control connection; None if not measured."""
 
 
+class DeviceClock(WireModel):
+    """The clock of a stage's device in MHz, now and at most, and what holds it down."""
+
+    mhz: Count
+    most_mhz: Count
+    held_by: tuple[Annotated[str, Field(min_length=1, max_length=32)], ...] = Field(
+        (), max_length=8
+    )
+    """``power cap``, ``heat``, …"""
+
+
 class StageProfile(WireModel):
     """Measured op times of one stage, seconds, mean over the last iteration.
 
@@ -119,6 +130,8 @@ class StageProfile(WireModel):
     crowding: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] | None = None
     """Ranks of the job that compute on this host's processors, over the number of those; None for
     a stage that does not compute on them."""
+    clock: DeviceClock | None = None
+    """None for a stage without device, and where its driver does not say."""
 
 
 class ReductionSample(WireModel):

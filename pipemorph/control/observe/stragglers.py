@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.control.observe.events import Events
-from pipemorph.wire import StageProfile
+from pipemorph.wire import DeviceClock, StageProfile
 
 WINDOWS = 9
 """Profiles in a median."""
@@ -29,6 +29,8 @@ STARTS, ENDS = 1.2, 1.1
 """Times as long as the others or the past from which a stage is slow, and until which it stays so.
 A device at another clock, or one that throttles, differs by more; the speeds of healthy devices of
 one kind differ by a few percent."""
+FULL_CLOCK = 0.95
+"""Part of a device's highest clock from which it is no reason to be slow."""
 SHOWN = 32
 """Most stragglers that a view lists."""
 
@@ -36,12 +38,14 @@ SHOWN = 32
 @dataclass(frozen=True)
 class Straggler:
     """A slow stage. ``column``: None if the stage is slow in all columns. Seconds of F, B and W of
-    one microbatch: ``seconds`` now, ``usual`` of its peers, or of its own past."""
+    one microbatch: ``seconds`` now, ``usual`` of its peers, or of its own past. ``clock``: of its
+    device, of several the lowest; None if unknown."""
 
     stage: int
     column: int | None
     seconds: float
     usual: float
+    clock: DeviceClock | None = None
 
     @property
     def ratio(self) -> float:
@@ -55,16 +59,27 @@ class Straggler:
             "seconds": self.seconds,
             "usual": self.usual,
             "ratio": self.ratio,
+            "clock": self.clock.model_dump(mode="json") if self.clock is not None else None,
         }
 
     def text(self, mesh: MeshShape) -> str:
-        """``stage 2 of replica 1 computes 1.4 times as long as its peers``"""
+        """``stage 2 of replica 1 computes 1.4 times as long as its peers: its clock is 1.0 of 2.0
+        GHz (power cap)``"""
         name = mesh.column_name(self.column) if self.column is not None else ""
         whom = "before" if self.column is None else "its peers"
         return (
             f"stage {self.stage}{' of ' if name else ''}{name} computes {self.ratio:.1f} times as"
-            f" long as {whom}"
+            f" long as {whom}{_clock_phrase(self.clock)}"
         )
+
+
+def _clock_phrase(clock: DeviceClock | None) -> str:
+    """What the clock explains; empty if nothing."""
+    if clock is None or (not clock.held_by and clock.mhz >= FULL_CLOCK * clock.most_mhz):
+        return ""
+    why = f" ({', '.join(clock.held_by)})" if clock.held_by else ""
+    # Rounded, so that the message does not change with every profile.
+    return f": its clock is {clock.mhz / 1e3:.1f} of {clock.most_mhz / 1e3:.1f} GHz{why}"
 
 
 @dataclass(frozen=True)
@@ -124,6 +139,8 @@ class _Round:
 class _Stage:
     columns: dict[int, deque[float]] = field(default_factory=dict)
     medians: dict[int, float] = field(default_factory=dict)
+    clocks: dict[int, DeviceClock] = field(default_factory=dict)
+    """By column; without those that do not report any."""
     round: _Round = field(default_factory=_Round)
     pace: float | None = None
     """Seconds of its median column."""
@@ -148,6 +165,9 @@ class StragglerBook:
         stage = self._stages[number]
         windows = stage.columns.setdefault(column, deque(maxlen=WINDOWS))
         windows.append(seconds)
+        stage.clocks.pop(column, None)
+        if profile.clock is not None:
+            stage.clocks[column] = profile.clock
         if len(windows) >= LEAST_WINDOWS:
             stage.medians[column] = median_low(windows)
         if not stage.round.complete(column, self._mesh.columns) or not stage.medians:
@@ -157,12 +177,14 @@ class StragglerBook:
             stage.best = min(stage.best or pace, pace)
         if len(stage.medians) > 1:
             for each, took in stage.medians.items():
-                self._judge(Straggler(number, each, took, pace), 1.0, now, iteration)
+                found = Straggler(number, each, took, pace, stage.clocks.get(each))
+                self._judge(found, 1.0, now, iteration)
         if self._round.complete(number, len(self._stages)):
             common = self._common()
             for i, other in enumerate(self._stages):
                 if other.pace is not None and other.best is not None:
-                    found = Straggler(i, None, other.pace, other.best)
+                    lowest = min(other.clocks.values(), key=lambda c: c.mhz, default=None)
+                    found = Straggler(i, None, other.pace, other.best, lowest)
                     self._judge(found, common, now, iteration)
 
     def _common(self) -> float:

@@ -14,7 +14,7 @@ from pipemorph.control.observe.stragglers import (
     StragglerBook,
     StragglersView,
 )
-from pipemorph.wire import StageProfile
+from pipemorph.wire import DeviceClock, StageProfile
 
 
 class Job:
@@ -28,7 +28,11 @@ class Job:
         self.rng = random.Random(7)
 
     def run(
-        self, iterations: int, slow: dict[tuple[int, int], float] | None = None, batch: float = 1.0
+        self,
+        iterations: int,
+        slow: dict[tuple[int, int], float] | None = None,
+        batch: float = 1.0,
+        clocks: dict[tuple[int, int], DeviceClock] | None = None,
     ) -> StragglersView:
         """``slow``: factors by (stage, column). ``batch``: a factor for all."""
         for _ in range(iterations):
@@ -39,6 +43,7 @@ class Job:
                     profile = StageProfile(
                         stage=stage, replica=column, split="module", peak_memory=0,
                         forward=took / 3, backward_input=took / 3, backward_weight=took / 3,
+                        clock=(clocks or {}).get((stage, column)),
                     )  # fmt: skip
                     self.book.observe(profile, 1000.0 + self.iteration, self.iteration)
             self.iteration += 1
@@ -111,3 +116,35 @@ def test_a_straggler_stays_one_until_it_is_clearly_faster() -> None:
         job.run(20, slow={(0, 2): factor})
     assert len(job.told) == 1
     assert job.run(20, slow={(0, 2): 1.05}).count == 0
+
+
+HELD = DeviceClock(mhz=1005, most_mhz=1980, held_by=("power cap",))
+FULL = DeviceClock(mhz=1935, most_mhz=1980)
+
+
+def test_a_clock_that_is_held_down_is_named_with_its_reason() -> None:
+    job = Job(replicas=2)
+    clocks = {(stage, column): FULL for stage in range(4) for column in range(2)}
+    found = job.run(20, {(2, 1): 1.9}, clocks=clocks | {(2, 1): HELD})
+    text = found.slowest[0].text(job.mesh)
+    assert text.startswith("stage 2 of replica 1 computes 1.")
+    assert text.endswith(" times as long as its peers: its clock is 1.0 of 2.0 GHz (power cap)")
+    assert found.slowest[0].record()["clock"] == HELD.model_dump(mode="json")
+    # No longer reported, no longer said.
+    assert job.run(1, {(2, 1): 1.9}).slowest[0].clock is None
+
+
+def test_of_a_stage_that_is_slow_in_all_columns_the_lowest_clock_is_named() -> None:
+    job = Job(replicas=2)
+    job.run(20)
+    lower = DeviceClock(mhz=1200, most_mhz=1980)
+    clocks = {(1, 0): FULL, (1, 1): lower}
+    found = job.run(20, {(1, 0): 1.6, (1, 1): 1.6}, clocks=clocks)
+    assert (found.slowest[0].column, found.slowest[0].clock) == (None, lower)
+    assert found.slowest[0].text(job.mesh).endswith("before: its clock is 1.2 of 2.0 GHz")
+
+
+def test_a_full_clock_explains_nothing() -> None:
+    job = Job(replicas=2)
+    clocks = {(2, 1): FULL}
+    assert "clock" not in job.run(20, {(2, 1): 1.9}, clocks=clocks).slowest[0].text(job.mesh)

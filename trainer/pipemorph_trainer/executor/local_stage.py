@@ -31,6 +31,7 @@ from pipemorph_trainer.executor.stages.emulated import EmulatedRunner, EmulatedS
 from pipemorph_trainer.executor.stages.interface import GivenStage, Runner
 from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
 from pipemorph_trainer.topology.accelerator import Accelerator
+from pipemorph_trainer.topology.device_clock import device_clock_reader
 
 Stage = nn.Module | EmulatedStage | GivenStage
 
@@ -60,6 +61,7 @@ class OwnStage:
         self.microbatches = microbatches
         self.device, self.accelerator = device, accelerator
         self._store = store
+        self._clock = device_clock_reader(device)
         self._footprint = _footprint_of(stage)
         self._needs_target = False
         self.module: nn.Module | None = None
@@ -147,6 +149,7 @@ class OwnStage:
             peak_memory=peak_memory(self.device),
             footprint=self._footprint,
             copies=copies,
+            clock=self._clock.read() if self._clock is not None else None,
         )
 
     def offloaded(self, copies: Sequence[TimedCopy]) -> Offloaded | None:

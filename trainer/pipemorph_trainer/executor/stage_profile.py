@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from pipemorph.planning.ir import OpKind
-from pipemorph.wire import StageProfile
+from pipemorph.wire import DeviceClock, StageProfile
 from pipemorph_trainer.agent.messages import Offloaded
 from pipemorph_trainer.executor.split.report import SplitReport
 from pipemorph_trainer.executor.timed import TimedCopy, TimedOp
@@ -49,6 +49,7 @@ def stage_profile(
     peak_memory: int,
     footprint: Footprint = Footprint(),
     copies: Sequence[TimedCopy] = (),
+    clock: DeviceClock | None = None,
 ) -> StageProfile:
     """Means over one iteration's ops, since an iteration takes their sum. A fused backward counts
     as ``backward_input``.
@@ -82,6 +83,7 @@ def stage_profile(
         activation_bytes=footprint.activation_bytes,
         offload_copy=_longer(copies) if copies else footprint.offload_copy,
         fused_backward=_fused(ops, backward, weight, footprint.fused_ratio),
+        clock=clock,
     )
 
 
