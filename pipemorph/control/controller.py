@@ -472,7 +472,11 @@ class JobController:
         if record.kind == "return":
             was, now_slow = pending.before.situation.slow, asked.situation.slow
             returning |= {i for i, slow in enumerate(was) if slow and not now_slow[i]}
-        self._pacing.issued(finished, returning if record.kind != "revert" else ())
+        self._pacing.issued(
+            finished,
+            returning if record.kind != "revert" else (),
+            returns_at_once=proposal.returns_at_once,
+        )
         self._ledger.records.append(record)
         line = reasons.short(self._plan_version, asked.cause, pending.links, proposal)
         self._log(now, record.kind, record.reason, line, self._plan_version)

@@ -8,6 +8,7 @@ from pipemorph.planning.simulation.simulator import (
     Simulation,
     TimedOp,
     predict,
+    predict_changing,
     predict_period,
     simulate,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "plan",
     "plan_for",
     "predict",
+    "predict_changing",
     "predict_period",
     "problem_for",
     "simulate",

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pipemorph.api.spec import JobSpec
+from pipemorph.control.decide.varying import Varying
 from pipemorph.control.memory_limits import Excess, Room, excess
 from pipemorph.errors import InputError
 from pipemorph.planning import (
@@ -62,13 +63,37 @@ class Situation:
     transfers: tuple[float, ...] = ()
     """Empty if no link is narrow."""
     barrier: bool = True
+    recent: tuple[tuple[float, ...], ...] = ()
+    """Per link, the newest delays, of windows, oldest first, if they vary so much that their mean
+    says little; else empty, as the whole is if none does."""
 
     def transfer(self, link: int) -> float:
         return self.transfers[link] if self.transfers else 0.0
 
+    def varies(self, link: int) -> bool:
+        return bool(self.recent and self.recent[link])
+
+    def well(self) -> Situation:
+        """The situation once all slow links have recovered."""
+        links = range(len(self.slow))
+        return replace(
+            self,
+            wire_times=tuple(
+                max(0.0, self.wire_times[i] - self.delays[i] * self.slow[i]) for i in links
+            ),
+            delays=tuple(0.0 if self.slow[i] else self.delays[i] for i in links),
+            slow=(False,) * len(self.slow),
+            transfers=tuple(0.0 if self.slow[i] else self.transfer(i) for i in links),
+            recent=(),
+        )
+
     def strained(self) -> Situation:
         """The situation with all delays longer by :data:`STRAIN`."""
-        wires = [w + STRAIN * d for w, d in zip(self.wire_times, self.delays, strict=True)]
+        return self.longer([STRAIN * delay for delay in self.delays])
+
+    def longer(self, by: Iterable[float]) -> Situation:
+        """The situation with longer delays."""
+        wires = [wire + each for wire, each in zip(self.wire_times, by, strict=True)]
         return replace(self, wire_times=tuple(wires))
 
 
@@ -87,6 +112,10 @@ class Forecast:
         self._situation = situation
         warmup = spec.schedule.warmup
         self._warmup = tuple(warmup) if warmup is not None else None
+        self._varying = None
+        if any(situation.recent) and spec.parallelism.stages_per_rank == 1:
+            cells = spec.parallelism.stages * spec.schedule.microbatches
+            self._varying = Varying.of(situation.recent, situation.delays, situation.stages, cells)
 
     def under(self, situation: Situation) -> Forecast:
         """Predictions for another situation of the same job."""
@@ -121,6 +150,8 @@ class Forecast:
         if plan.turns:
             schedule = InterleavedSchedule.of_plan(plan)
             return Option(plan, simulate_interleaved(schedule, problem).makespan)
+        if self._varying is not None:
+            return Option(plan, self._varying.seconds(plan, problem))
         if not self._situation.barrier:
             return Option(plan, predict_period(plan.schedule, problem, plan.dispatch))
         if plan.dispatch is Dispatch.STATIC:
@@ -152,6 +183,11 @@ class Forecast:
         offload; and the same with online dispatch where the spec leaves it open. Raises
         :class:`InputError` if there is none."""
         made = self._planned(routes)
+        if self._varying is not None:
+            steady = replace(self._situation, recent=())
+            for by in self._varying.longer():
+                made += self.under(steady.longer(by))._planned(routes)
+            made = [self.of(each) for each in dict.fromkeys(option.plan for option in made)]
         if not self._may_go_online(routes):
             return made
         online = [replace(option.plan, dispatch=Dispatch.ONLINE) for option in made]
@@ -174,11 +210,12 @@ class Forecast:
         if problem.ranks is not None:
             return [self.of(plan_interleaved(problem, Policy.PIPEMORPH).to_plan(0, routes))]
         if not has_variants(problem):
-            return [self.of(plan(problem, Policy.PIPEMORPH).to_plan(0, routes, dispatch))]
-        made = [(found.to_plan(0, routes, dispatch), found.makespan) for found in variants(problem)]
-        if dispatch is Dispatch.STATIC and self._situation.barrier:
-            return [Option(*each) for each in made]
-        return [self.of(each) for each, _ in made]
+            made = plan(problem, Policy.PIPEMORPH)
+            return [self.of(made.to_plan(0, routes, dispatch))]
+        found = [(each.to_plan(0, routes, dispatch), each.makespan) for each in variants(problem)]
+        if dispatch is Dispatch.STATIC and self._situation.barrier and self._varying is None:
+            return [Option(*each) for each in found]
+        return [self.of(each) for each, _ in found]
 
     def excess(self, plan: Plan) -> Excess | None:
         """The first stage on which the plan exceeds its limits; None if there is none."""

@@ -27,6 +27,8 @@ class Pacing:
     """Rate limits of one attempt. ``finished`` is the index of the newest finished iteration."""
 
     flaps: int = 0
+    _at_once: bool = False
+    """Whether the plan in effect costs more than it can save once links are well."""
     _spent: int = 0
     _refilled_at: int = 0
     _issued_at: int | None = None
@@ -61,13 +63,21 @@ class Pacing:
         """Whether other causes may change the plan: after the last change has been measured."""
         return self._issued_at is None or finished - self._issued_at >= SETTLE
 
-    def may_return(self, finished: int, well_since: int) -> bool:
-        """Whether the plan of a link that is healthy since iteration ``well_since`` may return."""
-        return finished - well_since >= self.hold
+    def may_return(self, finished: int, well_since: int, *, all_well: bool, varied: bool) -> bool:
+        """Whether the plan of a link that is healthy since iteration ``well_since`` may return.
+        ``all_well``: no other link is slow; ``varied``: delays varied while links were slow, which
+        may be only a pause."""
+        if self._at_once and all_well and not self.flaps:
+            return True
+        hold = max(self.hold, HOLD * BACKOFF) if varied else self.hold
+        return finished - well_since >= hold
 
-    def issued(self, finished: int, returning: Iterable[int]) -> None:
-        """Record a directive that avoids the links ``returning`` less than the one before."""
-        self._issued_at = finished
+    def issued(
+        self, finished: int, returning: Iterable[int], *, returns_at_once: bool = False
+    ) -> None:
+        """Record a directive that avoids the links ``returning`` less than the one before.
+        ``returns_at_once``: of its proposal."""
+        self._issued_at, self._at_once = finished, returns_at_once
         self._returned |= dict.fromkeys(returning, finished)
 
 

@@ -101,6 +101,8 @@ def _why(cause: Cause, links: Sequence[LinkHealth]) -> str:
             return "the plan was made for another kind of barrier between iterations"
         case "steady":
             return f"{describe(slow)}, for a while now"
+        case "varies":
+            return f"{describe(slow)}, and it varies"
         case "restart":
             return "the controller does not know the plan in effect"
         case "memory":

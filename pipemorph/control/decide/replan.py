@@ -21,6 +21,7 @@ Cause = Literal[
     "slow",
     "worse",
     "eased",
+    "varies",
     "recovered",
     "steady",
     "profile",
@@ -32,7 +33,9 @@ Cause = Literal[
 """Why another decision is needed. barrier: stages wait for each other between iterations, or do so
 no longer; undelivered: the last change did not bring what it promised."""
 
-CHECKED: frozenset[Cause] = frozenset({"slow", "worse", "eased", "steady", "profile", "barrier"})
+CHECKED: frozenset[Cause] = frozenset(
+    {"slow", "worse", "eased", "varies", "steady", "profile", "barrier"}
+)
 """Causes of changes for a gain, which measured iterations can confirm. When a link has recovered,
 the plan for healthy links returns even if it is no faster."""
 
@@ -73,6 +76,8 @@ class Proposal:
     ``current``: the plan in effect with its predicted time, None if unknown. ``found``: the
     findings that the choice is based on, the decisive one first. ``promise``: of a chosen option
     that is for a gain. ``waits``: the cause must come up again, with more measured iterations.
+    ``returns_at_once``: once links are well, another iteration under the chosen plan costs more
+    than one without it if they are not.
 
     An option that exceeds the memory limits is never chosen. If the plan in effect exceeds them,
     the best option that does not replaces it, whatever it costs.
@@ -83,6 +88,7 @@ class Proposal:
     found: tuple[findings.Finding, ...]
     promise: Promise | None = None
     waits: bool = False
+    returns_at_once: bool = False
 
 
 def propose(asked: Replan) -> Proposal:
@@ -102,21 +108,32 @@ def propose(asked: Replan) -> Proposal:
     found = (*([why] if why else []), *_weighed(asked.situation, options))
     if chosen is None:
         return Proposal(None, current, found)
+    hurries = _returns_at_once(asked, forecast, chosen)
     broken = runnable(chosen.plan) or forecast.excess(chosen.plan)
     if broken is not None:
         return Proposal(None, current, (findings.MustNotRun(broken),))
     if current is None or asked.cause not in CHECKED or not current.seconds > chosen.seconds:
-        return Proposal(chosen, current, found)
+        return Proposal(chosen, current, found, returns_at_once=hurries)
     if passing := _passing(asked, forecast, chosen):
         return Proposal(None, current, (passing,))
     running = current if asked.running == asked.current else forecast.of(asked.running)
     promised = truth.promise(forecast, running, chosen, asked.evidence)
     if promised.seconds <= 0:
-        return Proposal(chosen, current, found)
+        return Proposal(chosen, current, found, returns_at_once=hurries)
     objection = truth.objection(promised, asked.evidence)
     if objection is not None:
         return Proposal(None, current, (objection,), waits=True)
-    return Proposal(chosen, current, found, promised)
+    return Proposal(chosen, current, found, promised, returns_at_once=hurries)
+
+
+def _returns_at_once(asked: Replan, forecast: Forecast, chosen: Option) -> bool:
+    """See :class:`Proposal`. Not if delays vary: then a link that seems well is slow again soon."""
+    situation, baseline = asked.situation, asked.baseline
+    if not any(situation.slow) or any(situation.recent):
+        return False
+    well = forecast.under(situation.well())
+    waits = well.of(chosen.plan).seconds - well.of(baseline).seconds
+    return waits > forecast.of(baseline).seconds - chosen.seconds
 
 
 def _passing(asked: Replan, forecast: Forecast, chosen: Option) -> findings.Passing | None:

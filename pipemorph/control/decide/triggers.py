@@ -106,6 +106,9 @@ class Judgement:
             link.health is not Health.UNKNOWN and not (link.in_doubt and before.slow[i])
             for i, link in enumerate(links)
         ]
+        recent = tuple(
+            link.recent if known[i] or before.varies(i) else () for i, link in enumerate(links)
+        )
         return Situation(
             stages=stages,
             wire_times=tuple(
@@ -124,6 +127,7 @@ class Judgement:
                 link.transfer if known[i] else before.transfer(i) for i, link in enumerate(links)
             ),
             barrier=barrier,
+            recent=recent if any(recent) else (),
         )
 
     def cause(
@@ -151,6 +155,8 @@ class Judgement:
             return "worse"
         if any(now.slow[i] and -min(change[i], narrowed[i]) > material[i] for i in links):
             return "eased"
+        if any(now.varies(i) and not before.varies(i) for i in links):
+            return "varies"
         if self._is_steady(now, wanted, progress, hold):
             return "steady"
         if self.barrier_differs(now.barrier) and not any(now.slow):
@@ -248,7 +254,12 @@ class Judgement:
                 for link, was_slow in zip(links, self.situation.slow, strict=True)
                 if was_slow and link.health is Health.HEALTHY and link.since_iteration is not None
             ]
-            return pacing.may_return(finished, max(well, default=0))
+            return pacing.may_return(
+                finished,
+                max(well, default=0),
+                all_well=all(link.health is Health.HEALTHY for link in links),
+                varied=any(self.situation.recent),
+            )
         return True
 
     def sources(self, cause: Cause, now: Situation) -> Sources:

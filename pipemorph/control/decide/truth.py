@@ -161,6 +161,7 @@ def without(situation: Situation, sources: Iterable[int], before: Situation) -> 
     slow = list(situation.slow)
     transfers = [situation.transfer(i) for i in range(len(slow))]
     stages, barrier = situation.stages, situation.barrier
+    recent = list(situation.recent)
     for source in sources:
         if source == BARRIER:
             barrier = before.barrier
@@ -181,6 +182,8 @@ def without(situation: Situation, sources: Iterable[int], before: Situation) -> 
         wires[source] = max(0.0, wires[source] - delays[source] + before.delays[source])
         delays[source], slow[source] = before.delays[source], before.slow[source]
         transfers[source] = before.transfer(source)
+        if recent:
+            recent[source] = before.recent[source] if before.recent else ()
     return replace(
         situation,
         stages=stages,
@@ -189,6 +192,7 @@ def without(situation: Situation, sources: Iterable[int], before: Situation) -> 
         slow=tuple(slow),
         transfers=tuple(transfers),
         barrier=barrier,
+        recent=tuple(recent),
     )
 
 
@@ -357,11 +361,12 @@ class TruthCheck:
         after = [f.seconds for f in ledger.under(trial.version)[1:]]
         if len(after) < JUDGED_AFTER:
             return None
-        first, *old = ledger.under(trial.previous.version) or [None]
+        ran = ledger.under(trial.previous.version)
+        old = ran[1:]
         before = [f.seconds for f in old if f.index > trial.since][-MOST:]
         part = [f.seconds for f in old if f.index == trial.since]
-        if not (before or part) and first is not None and first.index >= trial.since:
-            part = [first.seconds]  # The old plan ran only once. It includes the change to it.
+        if not (before or part) and ran and ran[0].index >= trial.since:
+            part = [ran[0].seconds]  # The old plan ran only once. It includes the change to it.
         failed = _has_failed(trial.promise, before, part, after)
         if failed is None and len(after) < GIVEN_UP_AFTER:
             return None

@@ -23,9 +23,10 @@ Memory is bounded: sums, and at most ``RECENT`` values.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from math import erf, log2, sqrt
 from statistics import fmean, median, pstdev
 from typing import NamedTuple
@@ -51,6 +52,12 @@ SHIFT = 12
 """Windows in a row on one side of the estimate before older ones are dropped. This is longer than
 jitter that changes every 400 ms stays on one side, so that jitter is averaged and a step
 followed."""
+MEMORY, FEWEST_RECENT, VARIES, TURNS = 160, 20, 0.2, 3
+"""A delay varies if the standard deviation of its newest windows, from FEWEST_RECENT to MEMORY, is
+the part VARIES of it, and if it turned from one side of its mean to the other TURNS times: a step
+does so once."""
+LOOK_EVERY = 8
+"""Windows until this is computed again."""
 NOISE_UP, NOISE_DOWN = 0.01, 0.001
 """How fast the noise estimate follows the windows, upwards and downwards: over about the last
 minute, with more weight on noisy times."""
@@ -117,6 +124,22 @@ def _likely(windows: Iterable[_Within]) -> list[float]:
     return values[cut : len(values) - cut]
 
 
+def _varying(windows: Collection[_Within]) -> tuple[float, ...]:
+    """Values of the windows in their order, outliers cut, if they vary; else empty."""
+    if len(windows) < FEWEST_RECENT:
+        return ()
+    likely = _likely(windows)
+    mean = fmean(likely)
+    spread = pstdev(likely, mean)
+    if spread < VARIES * mean:
+        return ()
+    values = [min(max(mean, window.low), window.high) for window in windows]
+    sides = [value > mean for value in values if abs(value - mean) > spread / 2]
+    if sum(a != b for a, b in pairwise(sides)) < TURNS:
+        return ()
+    return tuple(max(0.0, min(max(value, likely[0]), likely[-1])) for value in values)
+
+
 @dataclass
 class _Base:
     """Normal wire time on one route in seconds, and its noise (mean absolute deviation)."""
@@ -154,6 +177,12 @@ class DelayDetector:
         older, since it starts at half the threshold and single windows do not end it."""
         self._side = 0
         self._alarmed_at = 0.0  # The delay at the last alarm.
+        self._memory: deque[_Within] = deque(maxlen=MEMORY)
+        """Delays, above the base of their route, since the link became slow."""
+        self._remembered = self._look_again = 0
+        self._well = 0
+        """Windows since the link recovered."""
+        self._recent: tuple[float, ...] = ()
         self._carried = (0.0, 0.0, 0.0)
         """Base, delay and noise of the previous route."""
 
@@ -184,6 +213,21 @@ class DelayDetector:
             return 0.0
         base = self.base
         return self._carried[1] if base is None else max(0.0, fmean(_likely(self._since)) - base)
+
+    @property
+    def recent(self) -> tuple[float, ...]:
+        """Delays of the newest windows, oldest first and without outliers, if they differ so much
+        that their mean says little; else empty. Also from before a recovery, if that was lately."""
+        if self.level is not Level.SLOW:
+            return ()
+        if self._remembered >= self._look_again:
+            self._look_again = self._remembered + LOOK_EVERY
+            self._recent = _varying(self._memory)
+        return self._recent
+
+    @property
+    def _is_steady(self) -> bool:
+        return len(self._memory) >= FEWEST_RECENT and not self.recent
 
     @property
     def wire_time(self) -> float:
@@ -261,9 +305,9 @@ class DelayDetector:
         if exact and not known.exact:
             # The base was an upper bound. The first exact value may lower it.
             known.exact, known.value = True, min(known.value, value)
-        within = _Within.exactly(value)
+        within = _Within.exactly(value) if exact else _Within(max(0.0, value - slack), value)
+        self._remember(within, known.value)
         if not exact:
-            within = _Within(max(0.0, value - slack), value)
             expected = self.wire_time
             if within.low <= expected <= value:
                 if self.level is Level.SLOW:
@@ -414,8 +458,8 @@ class DelayDetector:
             self._suspected_at = None
         elif self._suspected_at is None:
             self._suspected_at = mark
-        # A guessed base needs twice the evidence, since the delay may vary.
-        if self._sum >= (2 * CLEAR if known.guessed else CLEAR):
+        # A guessed base needs twice the evidence, if the delay varies or may do so.
+        if self._sum >= CLEAR and (self._sum >= 2 * CLEAR or not known.guessed or self._is_steady):
             if len(self._since) < RECENT and not known.guessed:
                 # A short stall: further ones of its size are noise of the link.
                 known.noise = max(known.noise, 1.2 * self._alarmed_at / self.thresholds.noise)
@@ -436,6 +480,19 @@ class DelayDetector:
         if abs(self._side) >= SHIFT:
             self._since = deque(list(self._since)[-SHIFT:], RECENT)
             self._side = 0
+
+    def _remember(self, within: _Within, base: float) -> None:
+        """Keep a window of a link that is slow, or was lately."""
+        if self.level is Level.SLOW:
+            self._well = 0
+        elif self._memory:
+            self._well += 1
+            if self._well >= MEMORY:
+                self._memory.clear()
+                self._recent, self._look_again = (), self._remembered
+        if self.level is Level.SLOW or self._memory:
+            self._memory.append(_Within(within.low - base, within.high - base))
+            self._remembered += 1
 
     def _turn(self, shows_other_level: bool, mark: int) -> None:
         """Update :attr:`_turned_at` after a window."""

@@ -82,6 +82,9 @@ class LinkHealth:
     direction: str = FORWARD
     """Column (see :class:`~pipemorph.api.mesh.MeshShape`) and direction with the longest wire
     time."""
+    recent: tuple[float, ...] = ()
+    """Delays of the newest windows, oldest first, if they vary; else empty. See
+    :attr:`~pipemorph.control.observe.detector.DelayDetector.recent`."""
     column: str = ""
     """The column's name for messages; empty if there is only one."""
 
@@ -355,7 +358,8 @@ class LinkBook:
             health=Health.SLOW if slow else Health.HEALTHY,
             delay=max((d.delay for _, d in slow), default=0.0),
             wire_time=_plannable(worst),
-            transfer=by_key[key].transfer,
+            transfer=(transfer := by_key[key].transfer),
+            recent=() if transfer else worst.recent,
             confidence=max(d.confidence for _, d in slow)
             if slow
             else min(d.confidence for _, d in fresh),

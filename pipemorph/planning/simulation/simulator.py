@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -200,19 +200,50 @@ def predict_period(
     like :func:`predict`.
     """
     costs = Costs.of(problem)
-    codes = [core.encode(ops) for ops in schedule.stages]
-    rules = None
-    if dispatch_mode is not Dispatch.STATIC:
-        rules = _rules(schedule, problem, schedule.warmup())
+    run = _runner(schedule, problem, dispatch_mode)
     steps: list[float] = []
     while len(steps) < 2 * SETTLED:
-        ran = core.in_order(costs, codes) if rules is None else core.online(costs, rules)
-        took, before = following(ran.free, costs.after)
+        took, before = following(run(costs, None).free, costs.after)
         if before == costs.before:
             return took
         steps.append(took)
         costs = costs._replace(before=before)
     return sum(steps[SETTLED:]) / SETTLED
+
+
+def predict_changing(
+    schedule: Schedule,
+    problem: Problem,
+    delays: Sequence[DelayAt],
+    dispatch_mode: Dispatch = Dispatch.STATIC,
+) -> float:
+    """Mean time of iterations whose delays are ``delays[k](link, sent)``, in the problem's unit;
+    ``sent``: time since the start of the iteration. Their makespan, or, if the objective is the
+    period, what they take if they follow each other. Without checks, like :func:`predict`.
+    """
+    costs = Costs.of(problem)
+    run = _runner(schedule, problem, dispatch_mode)
+    steps: list[float] = []
+    for delay_at in delays:
+        ran = run(costs, delay_at)
+        if problem.objective == "makespan":
+            steps.append(ran.makespan(costs.after))
+            continue
+        took, before = following(ran.free, costs.after)
+        steps.append(took)
+        costs = costs._replace(before=before)
+    return sum(steps) / len(steps)
+
+
+def _runner(
+    schedule: Schedule, problem: Problem, mode: Dispatch
+) -> Callable[[Costs, DelayAt | None], Ran]:
+    """Executes a valid schedule under the costs and delays it is given."""
+    if mode is Dispatch.STATIC:
+        codes = [core.encode(ops) for ops in schedule.stages]
+        return lambda costs, delay_at: core.in_order(costs, codes, None, delay_at)
+    rules = _rules(schedule, problem, schedule.warmup())
+    return lambda costs, delay_at: core.online(costs, rules, delay_at)
 
 
 def makespan_of(schedule: Schedule, costs: Costs) -> float:

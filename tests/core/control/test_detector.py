@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from statistics import mean, pstdev
 
 import pytest
 from gate import examples
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 
 from pipemorph.control.observe.detector import (
     ALARM,
+    CLEAR,
+    MEMORY,
     RECENT,
     DelayDetector,
     Level,
@@ -210,6 +213,53 @@ def test_jitter_redrawn_every_50_to_400_ms_is_one_slow_period(seed: int) -> None
     run.feed(jittered(rng, 400))
     assert [level for _, level in run.changes] == [Level.SLOW]
     assert run.detector.delay == pytest.approx(0.030, abs=0.012)
+
+
+def test_a_delay_that_varies_is_kept_as_it_came() -> None:
+    rng = random.Random(3)
+    run = learned(rng)
+    run.feed(jittered(rng, 2 * MEMORY))
+    recent = run.detector.recent
+    assert len(recent) == MEMORY
+    assert mean(recent) == pytest.approx(0.030, abs=0.005)
+    assert pstdev(recent) == pytest.approx(0.009, abs=0.004)
+    run.feed(noisy(rng, 2 * MEMORY))
+    assert run.detector.level is Level.HEALTHY
+    assert run.detector.recent == ()
+
+
+@pytest.mark.parametrize("telemetry", ["exact", "bounds"])
+def test_a_steady_delay_and_a_step_do_not_vary(telemetry: str) -> None:
+    rng = random.Random(5)
+    run = learned(rng)
+    bounds = {} if telemetry == "exact" else {"exact": False, "slack": 0.01}
+    late = 0.0 if telemetry == "exact" else 0.005
+    for delay in (0.02, 0.04):
+        for value in noisy(rng, 60, BASE + delay + late, 0.002):
+            run.feed([value], **bounds)
+            assert run.detector.recent == ()
+
+
+def test_what_a_delay_did_before_a_pause_is_known_after_it() -> None:
+    rng = random.Random(7)
+    run = learned(rng)
+    for _ in range(3):
+        run.feed(noisy(rng, 16, BASE + 0.06))
+        run.feed(noisy(rng, 16))
+    assert run.detector.level is Level.HEALTHY
+    run.feed(noisy(rng, 10, BASE + 0.06))
+    assert run.detector.level is Level.SLOW
+    assert {round(value, 2) for value in run.detector.recent} == {0.0, 0.06}
+
+
+def test_a_steady_delay_that_ends_on_a_route_first_used_while_slow_is_soon_believed() -> None:
+    """Its base is guessed; only a delay that varies could be low for so long."""
+    rng = random.Random(11)
+    run = learned(rng)
+    run.feed(noisy(rng, 20, BASE + 0.05))
+    run.feed(noisy(rng, 60, BASE + 0.05), route="delegated")
+    assert run.detector.level is Level.SLOW
+    assert CLEAR <= run.feed(noisy(rng, 60), route="delegated") < 2 * CLEAR
 
 
 def test_a_delay_that_creeps_in_does_not_become_normal() -> None:

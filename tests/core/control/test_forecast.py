@@ -1,15 +1,18 @@
-"""The choice among plans that are predicted to take equally long."""
+"""The choice among plans that take equally long, and under delays that vary."""
 
 from __future__ import annotations
 
+from statistics import mean
 from typing import Any
 
 import pytest
 from plant_support import spec
 
-from pipemorph.control.decide.forecast import SAME, Forecast, Situation
+from pipemorph.control.decide.forecast import SAME, Forecast, Option, Situation
+from pipemorph.control.decide.varying import CELLS, DRAWS, Varying
 from pipemorph.control.memory_limits import room
-from pipemorph.planning import Dispatch, Route, StageTimes
+from pipemorph.planning import Dispatch, Route, Simulation, StageTimes, link_on
+from pipemorph.planning.simulation.simulator import simulate_changing
 
 STAGES, SLOW, LIMIT = 8, 6, 16
 DIRECT = (Route.DIRECT,) * (STAGES - 1)
@@ -92,3 +95,85 @@ def test_of_equal_plans_one_that_stands_a_longer_delay_is_chosen(
     chosen = forecast.best([direct, delegated])
     assert chosen.plan.routes[SLOW] is route
     assert forecast.stays_as_fast(direct, delegated) is (route is Route.DIRECT)
+
+
+RUNS = ((0.06,) * 4 + (0.0,) * 6) * 4
+"""Windows of congestion in runs of 0.2 s, with pauses."""
+MEAN = sum(RUNS) / len(RUNS)
+
+
+def congested(
+    recent: tuple[float, ...] = RUNS, *, dispatch: str = "auto", objective: str = "makespan"
+) -> Forecast:
+    """Forecast of a job whose last but one link is congested."""
+    delays = tuple(MEAN * (link == SLOW) for link in range(STAGES - 1))
+    op = StageTimes(forward=0.01, backward_input=0.0105, backward_weight=0.0055)
+    job = spec(
+        stages=STAGES, microbatches=24, schedule={"dispatch": dispatch, "objective": objective}
+    )
+    situation = Situation(
+        (op,) * STAGES,
+        tuple(0.001 + delay for delay in delays),
+        delays,
+        tuple(map(bool, delays)),
+        (False,) * (STAGES - 1),
+        barrier=objective == "makespan",
+        recent=tuple(recent if link == SLOW else () for link in range(STAGES - 1)),
+    )
+    return Forecast(job, situation)
+
+
+def replayed(option: Option, start: int) -> Simulation:
+    """An iteration of a plan that begins in a window of the congestion."""
+
+    def delay_at(link: int, sent: float) -> float:
+        return 0.001 + (RUNS[(start + int(sent / 0.05)) % len(RUNS)] if link == SLOW else 0.0)
+
+    links = [link_on(route, 0.001) for route in option.plan.routes]
+    problem = congested().problem(option.plan.routes).model_copy(update={"links": tuple(links)})
+    return simulate_changing(option.plan.schedule, problem, delay_at, option.plan.dispatch)
+
+
+def test_a_plan_takes_the_mean_of_iterations_under_the_delays_that_were() -> None:
+    for option in congested().fresh(DELEGATED):
+        starts = range(0, len(RUNS), len(RUNS) // DRAWS)
+        expected = mean(replayed(option, start).makespan for start in starts)
+        assert option.seconds == pytest.approx(expected, rel=1e-9)
+
+
+def test_under_delays_that_vary_the_plan_for_their_mean_is_not_the_best() -> None:
+    steady, varying = congested((), dispatch="static"), congested(dispatch="static")
+    (for_mean,) = steady.fresh(DELEGATED)
+    best = varying.best(varying.fresh(DELEGATED))
+    took = [
+        mean(replayed(option, start).makespan for start in range(len(RUNS)))
+        for option in (for_mean, best)
+    ]
+    assert took[1] < 0.98 * took[0]
+    assert for_mean.seconds < 0.98 * varying.of(for_mean.plan).seconds, "it promised too much"
+    auto = congested()
+    assert auto.best(auto.fresh(DELEGATED)).plan.dispatch is Dispatch.ONLINE
+
+
+def test_delays_that_are_all_equal_are_one_delay() -> None:
+    (steady,), equal = congested((), dispatch="static").fresh(DELEGATED), congested((MEAN,) * 40)
+    assert equal.of(steady.plan).seconds == pytest.approx(steady.seconds, rel=1e-9)
+
+
+def test_without_a_barrier_iterations_under_varying_delays_follow_each_other() -> None:
+    forecast = congested(dispatch="static", objective="period")
+    option = forecast.best(forecast.fresh(DELEGATED))
+    waits = mean(replayed(option, start).makespan for start in range(len(RUNS)))
+    assert 24 * 0.026 < option.seconds < waits
+
+
+def test_a_large_job_is_planned_for_the_mean() -> None:
+    """Simulating each plan under several draws would take too long."""
+    op = StageTimes(forward=0.01, backward_input=0.01, backward_weight=0.01)
+    above, means = ((0.01, 0.02),), (0.015,)
+    assert Varying.of(above, means, (op,) * 2, cells=CELLS) is not None
+    found = Varying.of(above, means, (op,) * 2, cells=2 * CELLS)
+    assert found is not None
+    assert found.draws == DRAWS // 2
+    assert Varying.of(above, means, (op,) * 2, cells=4 * CELLS) is None
+    assert Varying.of(((),), means, (op,) * 2, cells=1) is None

@@ -31,7 +31,7 @@ from pipemorph.control.memory_limits import Excess
 from pipemorph.control.observe.link_health import Health, LinkHealth
 from pipemorph.planning import Plan, Policy, Route, Schedule
 
-CAUSES = ("slow", "worse", "eased", "recovered", "steady", "profile", "memory", "restart")
+CAUSES = ("slow", "worse", "eased", "varies", "recovered", "steady", "profile", "memory", "restart")
 
 
 def plan(warmup: tuple[int, ...], delegated: tuple[int, ...] = ()) -> Plan:

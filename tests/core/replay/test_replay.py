@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import get_args
 
@@ -65,6 +66,33 @@ def test_a_narrow_link_is_told_from_a_delayed_one(telemetry: Telemetry) -> None:
         assert found.changes == [narrow]
         assert narrow.promised == pytest.approx(narrow.measured, abs=0.05)
         assert share > 0.95
+
+
+def test_when_a_narrow_link_is_well_the_plan_returns_in_the_next_iteration() -> None:
+    """A plan for a narrow link takes nearly twice as long as needed where none is: waiting for more
+    evidence costs more than returning in vain."""
+    sized = Link(delay=1, message_bytes=16_000_000)
+    problem = Problem(microbatches=24, stages=(TIMES,) * 6, links=(sized,) * 5)
+    lines = (
+        '{"at_iteration": 10, "links": {"2": {"gbps": 2.5}}}',
+        '{"at_iteration": 25, "links": {}}',
+    )
+    found = replay(problem, parse_trace("\n".join(lines), 5), telemetry="python", iterations=32)
+    assert [change.iteration for change in found.changes] == [11, 26]
+
+
+def test_congestion_in_runs_keeps_the_plan_that_is_best_over_them() -> None:
+    """Runs of 60 ms with pauses of the same length: neither the mean nor a pause is planned for."""
+    rng = random.Random(1)
+    lines, now, slow = [], 3.0, True
+    while now < 30:
+        links = {"1": {"delay_ms": 60}} if slow else {}
+        lines.append(json.dumps({"at_seconds": round(now, 3), "links": links}))
+        now, slow = now + rng.uniform(0.1, 0.5), not slow
+    found = replay(PROBLEM, parse_trace("\n".join(lines), 3), iterations=60)
+    share = found.share("adaptive")
+    assert share is not None
+    assert share > 1, "no better than a plan for the mean of each iteration"
 
 
 def test_rates_need_the_size_of_messages() -> None:

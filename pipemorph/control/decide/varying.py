@@ -1,0 +1,82 @@
+"""Delays that vary: what a plan takes on average over the delays that links had lately.
+
+A plan for the mean of a delay is no plan for a delay that varies: what comes later than the mean
+holds up the pipeline, and what comes earlier gains nothing. So where a link's delay varies, every
+plan is simulated under the recent delays themselves, window by window, from several points in time
+on, the same for all plans. Windows of different links that end together stay together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pipemorph.planning import Plan, Problem, StageTimes, predict_changing
+from pipemorph.planning.simulation.costs import DelayAt
+
+WINDOW = 0.05
+"""Seconds of a window of telemetry. Where messages are further apart, windows are."""
+DRAWS = 8
+"""Iterations that are simulated per plan."""
+CELLS = 8192
+"""Largest number of stages × microbatches for which all draws are simulated: about 10 ms each.
+Larger problems get fewer draws, and below FEWEST_DRAWS only the mean counts."""
+FEWEST_DRAWS = 4
+LONGER = (0.5, 1.0)
+
+
+@dataclass(frozen=True)
+class Varying:
+    """``recent[i]``: by how much the delay of link *i* was above its mean in its newest windows,
+    oldest first, seconds; empty if it does not vary. ``step``: seconds from one to the next."""
+
+    recent: tuple[tuple[float, ...], ...]
+    step: float
+    draws: int
+
+    @staticmethod
+    def of(
+        recent: Sequence[Sequence[float]],
+        means: Sequence[float],
+        stages: Sequence[StageTimes],
+        cells: int,
+    ) -> Varying | None:
+        """From recent delays and their means; None if no link varies, or if it would take too long.
+        ``cells``: stages × microbatches."""
+        draws = min(DRAWS, DRAWS * CELLS // cells)
+        if not any(recent) or draws < FEWEST_DRAWS:
+            return None
+        # A stage sends one message per microbatch and direction.
+        apart = max(s.forward + s.backward_input + s.backward_weight for s in stages)
+        above = tuple(
+            tuple(value - mean for value in values)
+            for values, mean in zip(recent, means, strict=True)
+        )
+        return Varying(above, max(WINDOW, apart), draws)
+
+    def longer(self) -> Iterator[list[float]]:
+        """Delays to plan for besides the mean, as what is added to it per link: the longest ones,
+        and half of the way there."""
+        for share in LONGER:
+            yield [share * max(above, default=0.0) for above in self.recent]
+
+    def seconds(self, plan: Plan, problem: Problem) -> float:
+        """Mean time of an iteration of a valid plan. ``problem``: with the links' mean delays."""
+        return predict_changing(plan.schedule, problem, list(self._drawn(problem)), plan.dispatch)
+
+    def _drawn(self, problem: Problem) -> Iterator[DelayAt]:
+        means = [link.delay for link in problem.links]
+        for draw in range(self.draws):
+            starts = [len(above) * draw // self.draws for above in self.recent]
+            yield self._delay_at(means, starts)
+
+    def _delay_at(self, means: Sequence[float], starts: Sequence[int]) -> DelayAt:
+        recent, step = self.recent, self.step
+
+        def delay(link: int, sent: float) -> float:
+            above = recent[link]
+            if not above:
+                return means[link]
+            return max(0.0, means[link] + above[(starts[link] + int(sent / step)) % len(above)])
+
+        return delay
