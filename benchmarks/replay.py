@@ -1,10 +1,12 @@
 """What the control loop makes of what could be had: replayed traces of link delays.
 
-One command: ``python benchmarks/replay.py [--json FILE] [--quick]``. Eight stages with the op times
-of a 14B model, 24 microbatches. *Nine faults*: 1-3 links slow by 20-60 ms, 70 iterations each.
-*Redrawn*: the delay of one link is drawn anew every 50-400 ms. Real detector, controller and
-planner; trainer and wire times are simulated. Printed is the share of what an oracle gains over
-schedule and routes that never change; the oracle knows the trace and changes at once.
+One command: ``python benchmarks/replay.py [--json FILE] [--quick|--only TEXT]``. Eight stages with
+the op times of a 14B model, 24 microbatches. *Nine faults*: 1-3 links slow by 20-60 ms, 70
+iterations each. *Narrow*: links of 2.5 and 5 Gb/s. *Redrawn*: the delay of one link is drawn anew
+every 50-400 ms. *Congestion*: a link is slow by 60 ms in runs of 50-400 ms, with pauses as long.
+Real detector, controller and planner; trainer and wire times are simulated. Printed is the share of
+what an oracle gains over schedule and routes that never change; the oracle knows the trace and
+changes at once, to the best plan for the mean delay of the iteration that begins.
 
 Exits 1 if a goal is not reached, and says which.
 """
@@ -42,7 +44,9 @@ class Case(NamedTuple):
 GOALS: dict[Telemetry, float] = {"exact": 0.99, "python": 0.99, "device": 0.98}
 """A directive is in force in the iteration after the first slow one, so that no telemetry gets more
 than 98.6% of it."""
-NARROW: dict[Telemetry, float] = {"exact": 0.85, "python": 0.85, "device": 0.75}
+NARROW: dict[Telemetry, float] = {"exact": 0.92, "python": 0.92, "device": 0.83}
+"""The same for narrow links, of which nothing gets more than 94.6%."""
+BY_ITERATIONS = ("nine-faults", "narrow")
 CASES = (
     *(Case("nine-faults", each, goal=GOALS[each]) for each in get_args(Telemetry)),
     *(Case("nine-faults", each, cap=CAP, goal=0.97) for each in get_args(Telemetry)),
@@ -51,7 +55,10 @@ CASES = (
     *(Case("narrow", each, goal=NARROW[each]) for each in get_args(Telemetry)),
     Case("redrawn", "python", Dispatch.ONLINE, goal=0.98),
     Case("nine-faults", "python", "auto", goal=0.96),
-    Case("redrawn", "python", "auto", goal=1.0),
+    Case("redrawn", "python", "auto", goal=0.98),
+    Case("congestion", "python", goal=1.1),
+    Case("congestion", "python", "auto", goal=1.1),
+    Case("congestion", "python", Dispatch.ONLINE, goal=1.1),
 )
 
 
@@ -73,11 +80,19 @@ def with_cap(problem: Problem, cap: int | None) -> Problem:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="the first case only")
+    some = parser.add_mutually_exclusive_group()
+    some.add_argument("--quick", action="store_true", help="the first case only")
+    some.add_argument(
+        "--only",
+        default="",
+        metavar="TEXT",
+        help="cases with TEXT in their name; none: healthy only",
+    )
     args = parser.parse_args()
+    cases = CASES[:1] if args.quick else [case for case in CASES if args.only in str(case)]
     missed, rows = [], []
     print(f"{'':58} {'static s':>9} {'adaptive s':>10} {'oracle s':>9} {'share':>7} {'changes':>8}")
-    for case in CASES[:1] if args.quick else CASES:
+    for case in cases:
         found = run(case)
         share = found.share("adaptive") or 0.0
         s = found.seconds
@@ -89,10 +104,9 @@ def main() -> int:
         rows.append({"case": str(case), "goal": case.goal} | found.fields())
         if share < case.goal:
             missed.append(f"NO {case}: {100 * share:.1f}%, goal {100 * case.goal:.0f}%")
-    if not args.quick:
-        for cap in (None, CAP):
-            share = late_share(*_given("nine-faults", cap))
-            print(f"nine-faults, limit {cap}: an oracle one iteration late gets {100 * share:.1f}%")
+    for trace, cap in dict.fromkeys((c.trace, c.cap) for c in cases if c.trace in BY_ITERATIONS):
+        share = late_share(*_given(trace, cap))
+        print(f"{trace}, limit {cap}: an oracle one iteration late gets {100 * share:.1f}%")
     well = parse_trace('{"at_iteration": 0, "links": {}}', 7)
     problem = load_problem(str(TRACES / "problem.yaml"))
     for telemetry in get_args(Telemetry):

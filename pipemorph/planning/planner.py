@@ -53,7 +53,11 @@ class PlannedSchedule(Variant):
 
 
 def plan(
-    problem: Problem, policy: Policy | None = None, *, time_limit: float | None = None
+    problem: Problem,
+    policy: Policy | None = None,
+    *,
+    time_limit: float | None = None,
+    effort: int = 1,
 ) -> PlannedSchedule:
     """Plan with ``policy``, or with the problem's own.
 
@@ -63,7 +67,9 @@ def plan(
 
     Policy pipemorph chooses where to offload within the device limits, and which stages fuse their
     backwards if ``fused_backward`` is shorter than both parts; other policies keep the device
-    limits unchanged. Raises :class:`InputError` if the policy cannot plan the problem.
+    limits unchanged. ``effort``: times the usual number of orders that it tries, where it tries no
+    variants of offload and fused backwards. Raises :class:`InputError` if the policy cannot plan
+    the problem.
     """
     began = perf_counter()
     policy = problem.policy if policy is None else policy
@@ -74,7 +80,7 @@ def plan(
         best = best_variant(problem)
         problem, schedule, makespan = best.problem, best.schedule, best.makespan
     elif policy is Policy.PIPEMORPH:
-        found = search(problem)
+        found = search(problem, effort=effort)
         schedule, bound = found.schedule, found.bound
         is_makespan = problem.objective == "makespan"
         makespan = found.objective if is_makespan else predict(schedule, problem)

@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from pipemorph.control import AdaptationRecord
+from pipemorph.control.decide.forecast import EFFORT
 from pipemorph.planning import Dispatch, Plan, Policy, Problem, Route, Simulation, plan
 from pipemorph.planning.simulation.costs import Costs
 from pipemorph.replay.trace import TAIL, LinkTrace
@@ -169,7 +170,7 @@ class Oracle:
             )
         )
         problem = self._problem.model_copy(update={"links": links})
-        return plan(problem).to_plan(0, routes)
+        return plan(problem, effort=EFFORT).to_plan(0, routes)
 
 
 def _plan(problem: Problem, policy: Policy) -> Plan:

@@ -53,12 +53,14 @@ class Found(NamedTuple):
 def search(
     problem: Problem,
     *,
+    effort: int = 1,
     listing_effort: int | None = None,
-    shifting_effort: int = SHIFTING_EFFORT,
+    shifting_effort: int | None = None,
 ) -> Found:
     """The best order found for a problem. Times in the problem's unit.
 
-    ``listing_effort`` and ``shifting_effort``: ops that the two local searches may execute.
+    ``listing_effort`` and ``shifting_effort``: ops that the two local searches may execute, by
+    default ``effort`` times their usual number.
     """
     costs, n = Costs.of(problem), problem.microbatches
     less = 0.0
@@ -70,7 +72,10 @@ def search(
         order = _start(problem, costs, warmup)
         return Found(order, _objective(problem, order), lower_bound(problem), n)
     if listing_effort is None:
-        listing_effort = max(LISTING_EFFORT, FEWEST_LISTINGS * 3 * n * costs.stage_count)
+        least = FEWEST_LISTINGS * 3 * n * costs.stage_count
+        listing_effort = effort * max(LISTING_EFFORT, least)
+    if shifting_effort is None:
+        shifting_effort = effort * SHIFTING_EFFORT
     start: list[bytes] = []
     if any(costs.transfer):
         # Where links are hardly ever busy, the order for as much delay may be the better one.
