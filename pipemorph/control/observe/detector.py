@@ -44,6 +44,12 @@ CLEAR = 8.0
 since returning too early costs a slow iteration and returning late costs little."""
 FEW_SERIES = 16
 """Directions of links of a job for which ``ALARM`` is enough: eight stages."""
+OFTEN, SELDOM, LATE_ALARM = 1.0, 0.25, 10.0
+"""What a window that is certainly late adds to the evidence that the link is late often, what any
+other takes from it, and the alarm: a link that is late in more than a fifth of its windows gets
+there, in runs however short."""
+PAUSE = 3
+"""Times as many windows until a link counts as healthy if its delay varies: it may be a pause."""
 LEARN = 5
 """Windows from which the first base is learned."""
 RECENT = 40
@@ -168,6 +174,9 @@ class DelayDetector:
         self._bases: dict[str, _Base] = {}
         self._learning: list[tuple[float, bool]] = []
         self._sum = 0.0
+        self._late = 0.0
+        """Evidence that the link is late often, and the windows since there is any."""
+        self._lately: deque[_Within] = deque(maxlen=RECENT)
         self._peak = self._earlier = 0.0
         """Largest sum of this suspicion; and of earlier ones that ended, less by less."""
         self._since: deque[_Within] = deque(maxlen=RECENT)
@@ -224,10 +233,6 @@ class DelayDetector:
             self._look_again = self._remembered + LOOK_EVERY
             self._recent = _varying(self._memory)
         return self._recent
-
-    @property
-    def _is_steady(self) -> bool:
-        return len(self._memory) >= FEWEST_RECENT and not self.recent
 
     @property
     def wire_time(self) -> float:
@@ -421,6 +426,19 @@ class DelayDetector:
         known.noise += rate * (deviation - known.noise)
         self._earlier *= FORGET
         self._peak = max(self._peak, self._sum)
+        late = within.low - known.value >= threshold
+        self._late = max(0.0, self._late + (OFTEN * weight if late else -SELDOM))
+        self._lately.append(within)
+        if self._late == 0.0:
+            self._lately.clear()
+        elif self._late >= self.thresholds.alarm - ALARM + LATE_ALARM:
+            self._since = self._lately.copy()
+            self._alarmed_at = fmean(window.low for window in self._since) - known.value
+            if not self._memory:
+                for each in self._since:
+                    self._memory.append(_Within(each.low - known.value, each.high - known.value))
+            self._become(Level.SLOW, mark)
+            return
         if self._sum == 0.0:
             if self._peak > 1.0:  # More than one window.
                 self._earlier = max(self._earlier, self._peak)
@@ -452,14 +470,15 @@ class DelayDetector:
         line = known.value + threshold / 2
         step = min(2.0 if slack else 1.0, max(-1.0, 4 * (line - value) / threshold))
         if not (slack and value - slack <= line < value):
+            if step < 0 and self.recent:
+                step *= PAUSE  # Or pauses would add up to a recovery.
             self._sum = max(0.0, self._sum + step)
             self._turn(value <= line, mark)
         if self._sum == 0.0:
             self._suspected_at = None
         elif self._suspected_at is None:
             self._suspected_at = mark
-        # A guessed base needs twice the evidence, if the delay varies or may do so.
-        if self._sum >= CLEAR and (self._sum >= 2 * CLEAR or not known.guessed or self._is_steady):
+        if self._sum >= CLEAR and self._sum >= self._clear(known):
             if len(self._since) < RECENT and not known.guessed:
                 # A short stall: further ones of its size are noise of the link.
                 known.noise = max(known.noise, 1.2 * self._alarmed_at / self.thresholds.noise)
@@ -468,6 +487,14 @@ class DelayDetector:
             self._become(Level.HEALTHY, mark if self._turned_at is None else self._turned_at)
         else:
             self._follow(within, threshold)
+
+    def _clear(self, known: _Base) -> float:
+        """Windows of evidence for a recovery."""
+        if self.recent:
+            return PAUSE * CLEAR
+        # A guessed base needs twice the evidence, as long as the delay may vary.
+        may_vary = known.guessed and len(self._memory) < RECENT
+        return 2 * CLEAR if may_vary else CLEAR
 
     def _follow(self, within: _Within, threshold: float) -> None:
         """Update the estimate: an average, restarted when the delay has changed permanently."""
@@ -504,5 +531,6 @@ class DelayDetector:
     def _become(self, level: Level, mark: int | None) -> None:
         self.level = level
         self.changed_at = mark
-        self._sum, self._side, self._peak = 0.0, 0, 0.0
+        self._sum, self._side, self._peak, self._late = 0.0, 0, 0.0, 0.0
+        self._lately.clear()
         self._suspected_at = self._turned_at = None

@@ -537,6 +537,25 @@ def test_another_link_that_becomes_slow_is_no_flap() -> None:
     assert hold > pacing.hold
 
 
+def test_when_the_plan_for_healthy_links_returns() -> None:
+    pacing = Pacing()
+
+    def returns(finished: int, *, all_well: bool = True, varied: bool = False) -> bool:
+        """Of a link that is well since iteration 9."""
+        return pacing.may_return(finished, 9, all_well=all_well, varied=varied)
+
+    assert [returns(at) for at in (8, 9, 10)] == [False, False, True]
+    assert [returns(at, varied=True) for at in (10, 16, 17)] == [False, False, True]
+    pacing.issued(5, (), returns_at_once=True)
+    assert returns(8)
+    assert not returns(8, all_well=False), "another link is slow"
+    pacing.flaps = 1
+    assert not returns(8), "it turned slow again before"
+    pacing.flaps = 0
+    pacing.issued(6, ())
+    assert not returns(8), "the newest plan costs little"
+
+
 def test_a_delay_that_grows_gets_a_plan_of_its_own() -> None:
     """8 stages, as an emulated job: the plan for 30 ms takes 5% more under 60 ms than need be."""
     f, b, w = 0.010, 0.0105, 0.0055

@@ -245,11 +245,37 @@ def test_what_a_delay_did_before_a_pause_is_known_after_it() -> None:
     run = learned(rng)
     for _ in range(3):
         run.feed(noisy(rng, 16, BASE + 0.06))
-        run.feed(noisy(rng, 16))
+        assert run.feed(noisy(rng, 7)) == 0, "a short pause is no recovery"
+    assert run.detector.recent
+    assert run.feed(noisy(rng, 60)) > 2 * CLEAR
     assert run.detector.level is Level.HEALTHY
     run.feed(noisy(rng, 10, BASE + 0.06))
     assert run.detector.level is Level.SLOW
     assert {round(value, 2) for value in run.detector.recent} == {0.0, 0.06}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_congestion_in_short_runs_is_found(seed: int) -> None:
+    """Runs and pauses that no cumulative sum of both survives, after suspicions that ended."""
+    rng = random.Random(seed)
+    run = learned(rng)
+    values: list[float] = []
+    while len(values) < 200:
+        values += noisy(rng, rng.choice((1, 2, 3)), BASE + 0.06)
+        values += noisy(rng, rng.choice((3, 4, 5)))
+    assert 0 < run.feed(values) < 120
+    assert run.detector.recent
+    assert run.detector.delay == pytest.approx(0.06 / 3, abs=0.012)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_stalls_now_and_then_are_not_often(seed: int) -> None:
+    """One window in ten, in runs of two: less often than a fifth."""
+    rng = random.Random(seed)
+    run = learned(rng)
+    for _ in range(200):
+        assert run.feed(noisy(rng, 2, BASE + 0.03)) == 0
+        assert run.feed(noisy(rng, rng.randint(13, 23))) == 0
 
 
 def test_a_steady_delay_that_ends_on_a_route_first_used_while_slow_is_soon_believed() -> None:
