@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from math import isfinite
 from statistics import median
 from typing import Any, NamedTuple, Protocol
 
@@ -47,6 +48,8 @@ DOUBTED_WEIGHT = 1 / 8
 which is mostly a machine that stalls for tens of milliseconds; or one of the two ranks waited for a
 processor, or its ops took longer than they do. If the link is slow as well, detection takes 24
 windows in a row."""
+HIDDEN = 0.1
+"""Part of an op that a wire time is assumed to take if ops always hide it."""
 EXPLAINS = 0.5
 """Part of a window's lateness for which a rank must have waited to explain it."""
 
@@ -118,6 +121,8 @@ class _Series:
     """Between arrivals on the delegated route while slow, see :class:`LinkSample`."""
     transfers: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
     """Bounds of the wire time beyond the latency, while slow or suspected to be."""
+    op: float = 0.0
+    """Of the receiver, which hid the newest arrival that was not seen as it happened."""
     well: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     """Latencies while healthy."""
 
@@ -141,6 +146,7 @@ class _Series:
         direct route says nothing: it has one queue, where messages arrive apart from each other
         whatever the reason."""
         slow, latency = self.detector.level is Level.SLOW, window.latency
+        self.op = window.slack if isfinite(window.slack) and window.slack else self.op
         if not slow:
             self.spacings.clear()
         elif window.spacing is not None and window.route == Route.DELEGATED:
@@ -357,7 +363,7 @@ class LinkBook:
             link=link,
             health=Health.SLOW if slow else Health.HEALTHY,
             delay=max((d.delay for _, d in slow), default=0.0),
-            wire_time=_plannable(worst),
+            wire_time=_plannable(by_key[key]),
             transfer=(transfer := by_key[key].transfer),
             recent=() if transfer else worst.recent,
             confidence=max(d.confidence for _, d in slow)
@@ -397,7 +403,11 @@ class LinkBook:
             self._known_delays[link, replica, direction] = delay
 
 
-def _plannable(detector: DelayDetector) -> float:
-    """One-way time for the planner. A base that is only an upper bound counts as 0: otherwise every
-    busy receiver would look like a slow link."""
-    return detector.wire_time if detector.base_is_exact else detector.delay
+def _plannable(series: _Series) -> float:
+    """One-way time for the planner. A base that is only an upper bound counts as a small part of
+    the op that hides it: as a whole, every busy receiver would look like a slow link; as nothing,
+    plans would have no room for the little time that every message takes."""
+    detector = series.detector
+    if detector.base_is_exact:
+        return detector.wire_time
+    return detector.delay + min(detector.base or 0.0, HIDDEN * series.op)

@@ -232,3 +232,18 @@ def test_a_link_is_named_with_the_column_where_it_is_slow() -> None:
         "link 0 of replica 1, tensor 1"
     )
     assert LinkHealth(0, Health.SLOW, column=MeshShape(2).column_name(0)).name == "link 0"
+
+
+def test_a_wire_time_that_ops_always_hide_is_assumed_to_be_short() -> None:
+    """Its bound may be as long as the op; but a message takes some time."""
+
+    class Device(Job):
+        def sample(self, link: int, direction: int, late: float) -> LinkSample:
+            found = super().sample(link, direction, late)
+            return found.model_copy(update={"wire": found.wire.model_copy(update={"exact": 0})})
+
+    job = Device()
+    assert {state.wire_time for state in job.book.states(job.now)} == {0.1 * job.longest_op(0)}
+    job.until_slow({3}, lambda link: 0.04 * (link == 3), 40)
+    slow = job.book.states(job.now)[3]
+    assert slow.wire_time == pytest.approx(slow.delay + 0.001)
