@@ -408,6 +408,9 @@ class DelayDetector:
                 self._become(Level.HEALTHY, self._suspected_at)
         else:
             spread = median(abs(v - level) for v in true) if true else 0.0
+            if self._bases and values[-1] - values[0] > self.thresholds.of(values[0], 0.0):
+                # The route was changed for the other direction, and this one is slow now and then.
+                level, spread = values[0], self._carried[2]
             self._bases[self.route] = _Base(level, spread, exact=bool(true))
             self.changed_at = self._suspected_at
             self.level = Level.HEALTHY

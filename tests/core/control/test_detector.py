@@ -386,6 +386,16 @@ def test_recovery_is_seen_on_a_route_first_used_while_slow(base: float) -> None:
     assert run.feed(noisy(rng, 100), route="direct") == 0
 
 
+def test_congestion_does_not_become_normal_on_a_route_taken_for_the_other_direction() -> None:
+    rng = random.Random(3)
+    run = learned(rng)
+    on, off = noisy(rng, 12, BASE + 0.04), noisy(rng, 12)
+    mixed = [value for i in range(0, 12, 4) for value in (*on[i : i + 4], *off[i : i + 4])]
+    assert run.feed(mixed, route="delegated") > 0
+    assert run.detector.level is Level.SLOW
+    assert run.detector.base == pytest.approx(BASE, abs=0.001)
+
+
 def test_a_fault_the_other_route_avoids_shows_as_recovery_there() -> None:
     rng = random.Random(11)
     run = learned(rng)
