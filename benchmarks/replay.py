@@ -35,27 +35,25 @@ class Case(NamedTuple):
     dispatch: DispatchChoice = Dispatch.STATIC
     cap: int | None = None
     goal: float = 0.99
+    """Of the share of an oracle that is one iteration late, in a trace by iterations: a directive
+    is in force in the iteration after the first slow one. Else of the oracle's gain."""
 
     def __str__(self) -> str:
         cap = "no limit" if self.cap is None else f"limit {self.cap}"
         return f"{self.trace}, {self.telemetry} telemetry, {self.dispatch}, {cap}"
 
 
-GOALS: dict[Telemetry, float] = {"exact": 0.99, "python": 0.99, "device": 0.98}
-"""A directive is in force in the iteration after the first slow one, so that no telemetry gets more
-than 98.6% of it."""
-NARROW: dict[Telemetry, float] = {"exact": 0.92, "python": 0.92, "device": 0.83}
-"""The same for narrow links, of which nothing gets more than 94.6%."""
+NARROW: dict[Telemetry, float] = {"exact": 0.97, "python": 0.97, "device": 0.93}
 BY_ITERATIONS = ("nine-faults", "narrow")
 CASES = (
-    *(Case("nine-faults", each, goal=GOALS[each]) for each in get_args(Telemetry)),
-    *(Case("nine-faults", each, cap=CAP, goal=0.97) for each in get_args(Telemetry)),
-    Case("nine-faults", "python", Dispatch.ONLINE, goal=0.99),
-    Case("redrawn", "python", goal=0.98),
+    *(Case("nine-faults", each) for each in get_args(Telemetry)),
+    *(Case("nine-faults", each, cap=CAP) for each in get_args(Telemetry)),
+    Case("nine-faults", "python", Dispatch.ONLINE, goal=0.98),
+    Case("redrawn", "python", goal=0.97),
     *(Case("narrow", each, goal=NARROW[each]) for each in get_args(Telemetry)),
-    Case("redrawn", "python", Dispatch.ONLINE, goal=0.98),
-    Case("nine-faults", "python", "auto", goal=0.96),
-    Case("redrawn", "python", "auto", goal=0.98),
+    Case("redrawn", "python", Dispatch.ONLINE, goal=1.0),
+    Case("nine-faults", "python", "auto"),
+    Case("redrawn", "python", "auto", goal=0.97),
     Case("congestion", "python", goal=1.1),
     Case("congestion", "python", "auto", goal=1.1),
     Case("congestion", "python", Dispatch.ONLINE, goal=1.1),
@@ -91,6 +89,10 @@ def main() -> int:
     args = parser.parse_args()
     cases = CASES[:1] if args.quick else [case for case in CASES if args.only in str(case)]
     missed, rows = [], []
+    late: dict[tuple[str, int | None], float] = {}
+    for trace, cap in dict.fromkeys((c.trace, c.cap) for c in cases if c.trace in BY_ITERATIONS):
+        late[trace, cap] = late_share(*_given(trace, cap))
+        print(f"{trace}, limit {cap}: an oracle one iteration late gets {late[trace, cap]:.1%}")
     print(f"{'':58} {'static s':>9} {'adaptive s':>10} {'oracle s':>9} {'share':>7} {'changes':>8}")
     for case in cases:
         found = run(case)
@@ -101,12 +103,10 @@ def main() -> int:
             f" {100 * share:6.1f}% {len(found.changes):8}",
             flush=True,
         )
-        rows.append({"case": str(case), "goal": case.goal} | found.fields())
-        if share < case.goal:
-            missed.append(f"NO {case}: {100 * share:.1f}%, goal {100 * case.goal:.0f}%")
-    for trace, cap in dict.fromkeys((c.trace, c.cap) for c in cases if c.trace in BY_ITERATIONS):
-        share = late_share(*_given(trace, cap))
-        print(f"{trace}, limit {cap}: an oracle one iteration late gets {100 * share:.1f}%")
+        goal = case.goal * late.get((case.trace, case.cap), 1.0)
+        rows.append({"case": str(case), "goal": goal} | found.fields())
+        if share < goal:
+            missed.append(f"NO {case}: {share:.1%}, goal {goal:.1%}")
     well = parse_trace('{"at_iteration": 0, "links": {}}', 7)
     problem = load_problem(str(TRACES / "problem.yaml"))
     for telemetry in get_args(Telemetry):
