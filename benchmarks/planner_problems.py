@@ -118,7 +118,8 @@ def harder_problems(stages: int, microbatches: int, index: int) -> dict[str, Pro
 def digest(problem: Problem) -> str:
     """Tells a problem that is not the one a fact is about."""
     data = problem.model_dump(mode="json", exclude_none=True)
-    # The facts are older than rates of links, the choice of an objective and that of a placement.
+    # The facts are older than rates of links, the choice of an objective and that of a placement,
+    # and recomputation.
     for link in data["links"]:
         if not link["transfer"]:
             del link["transfer"]
@@ -126,6 +127,9 @@ def digest(problem: Problem) -> str:
         del data["objective"]
     if data["placement"] == "interleaved":
         del data["placement"]
+    for stage in data["stages"]:
+        if not stage["recompute"]:
+            del stage["recompute"]
     text = json.dumps(data, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 

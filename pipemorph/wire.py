@@ -122,9 +122,12 @@ class StageProfile(WireModel):
     """Bytes: device peak on CUDA, resident-set peak on CPU."""
     activation_bytes: Count | None = None
     """Bytes one microbatch holds between its F and its W, if measured."""
+    input_bytes: Count | None = None
+    """Bytes that one microbatch holds if only what its F began with is kept, to run it again; None
+    if the stage cannot."""
     offload_copy: Seconds | None = None
-    """Time to copy those to host memory, or back, if measured. ``forward`` and
-    ``backward_input`` exclude copies."""
+    """Time to copy the activations to host memory, or back, if measured. ``forward`` and
+    ``backward_input`` exclude copies, and forwards that run again."""
     fused_backward: Seconds | None = None
     """Time of one fused backward (BW), if measured in addition to separate B and W."""
     crowding: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] | None = None
@@ -253,7 +256,10 @@ class PlanMessage(WireModel):
     warmup: list[int]
     dispatch: Dispatch = Dispatch.STATIC
     device_limits: list[int | None] = Field(default_factory=list)
-    """One per stage; empty: no stage offloads activations."""
+    """One per stage; empty: activations of all stages stay on the device."""
+    recompute: list[bool] = Field(default_factory=list)
+    """Whether a stage drops activations beyond its device limit and runs the forward again, instead
+    of moving them to host memory. One per stage; empty: none does."""
     turns: list[list[Count]] = Field(default_factory=list)
     """For ranks with several stages, the stages of each rank's ops in order; else empty."""
 
@@ -268,7 +274,8 @@ class PlanMessage(WireModel):
             in_flight_limits=list(plan.in_flight_limits),
             warmup=list(plan.warmup),
             dispatch=plan.dispatch,
-            device_limits=list(plan.device_limits) if plan.offloads else [],
+            device_limits=list(plan.device_limits) if any(plan.device_limits) else [],
+            recompute=list(plan.recompute) if plan.recomputing else [],
             turns=[list(stages) for stages in plan.turns],
         )
 
@@ -282,6 +289,7 @@ class PlanMessage(WireModel):
             dispatch=self.dispatch,
             warmup=tuple(self.warmup),
             device_limits=tuple(self.device_limits),
+            recompute=tuple(self.recompute),
             turns=tuple(map(tuple, self.turns)),
         )
 

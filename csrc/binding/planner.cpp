@@ -21,10 +21,10 @@ using namespace nb::literals;
 namespace pipemorph::planner {
 namespace {
 
-using CostsTuple =
-    std::tuple<int, std::array<std::vector<double>, kKinds + 1>, std::vector<double>,
-               std::vector<double>, std::vector<int>, std::vector<int>, std::vector<bool>,
-               std::vector<double>, std::vector<int>, std::vector<double>, std::vector<double>>;
+using CostsTuple = std::tuple<int, std::array<std::vector<double>, kKinds + 1>, std::vector<double>,
+                              std::vector<double>, std::vector<int>, std::vector<int>,
+                              std::vector<bool>, std::vector<double>, std::vector<double>,
+                              std::vector<int>, std::vector<double>, std::vector<double>>;
 using Ran = std::tuple<std::vector<nb::bytes>, std::vector<std::vector<double>>,
                        std::vector<std::vector<double>>, std::vector<std::vector<double>>,
                        std::vector<std::vector<double>>, std::vector<std::vector<double>>>;
@@ -35,8 +35,8 @@ void expect(bool holds, const char* message) {
 
 Costs to_costs(CostsTuple given, std::vector<int> caps = {}, std::vector<int> warmup = {}) {
     Costs costs;
-    auto& [n, took, delay, transfer, queues, outstanding, half_duplex, copy, device_limits, after,
-           before] = given;
+    auto& [n, took, delay, transfer, queues, outstanding, half_duplex, leaving, returning,
+           device_limits, after, before] = given;
     costs.microbatches = n;
     costs.stages = static_cast<int>(took[kForward].size());
     for (int kind = 0; kind <= kKinds; ++kind) costs.took[kind] = std::move(took[kind]);
@@ -45,7 +45,8 @@ Costs to_costs(CostsTuple given, std::vector<int> caps = {}, std::vector<int> wa
     costs.queues = std::move(queues);
     costs.outstanding = std::move(outstanding);
     costs.half_duplex = std::move(half_duplex);
-    costs.copy = std::move(copy);
+    costs.leaving = std::move(leaving);
+    costs.returning = std::move(returning);
     costs.device_limits = std::move(device_limits);
     costs.after = std::move(after);
     costs.before = std::move(before);
@@ -57,9 +58,11 @@ Costs to_costs(CostsTuple given, std::vector<int> caps = {}, std::vector<int> wa
     for (const auto& times : costs.took)
         expect(times.size() == stages, "expected an op time of each kind per stage");
     expect(costs.caps.size() == stages, "expected an in-flight cap per stage");
-    expect(costs.copy.size() == stages && costs.device_limits.size() == stages &&
-               costs.after.size() == stages && costs.before.size() == stages,
-           "expected a copy time, a device limit, and what precedes and follows the ops per stage");
+    expect(costs.leaving.size() == stages && costs.returning.size() == stages &&
+               costs.device_limits.size() == stages && costs.after.size() == stages &&
+               costs.before.size() == stages,
+           "expected times to leave and return, a device limit, and what precedes and follows the"
+           " ops per stage");
     expect(costs.warmup.empty() || costs.warmup.size() == stages, "expected a warm-up per stage");
     expect(costs.delay.size() == links && costs.transfer.size() == links &&
                costs.queues.size() == links && costs.outstanding.size() == links &&

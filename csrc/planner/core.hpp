@@ -293,7 +293,8 @@ class Core {
         ++*its.done;
         if (its.kind == kFused) ++done_[kWeight][its.stage];
         if (residency_.empty() || !residency_[its.stage].run(its.kind, m)) return its.took;
-        return its.took + costs_.copy[its.stage];
+        const auto& extra = its.kind == kForward ? costs_.leaving : costs_.returning;
+        return its.took + extra[its.stage];
     }
 
     // Hands a message to the link at `now`: its arrival. Messages of a direction leave in

@@ -29,8 +29,9 @@ struct Costs {
     std::vector<bool> half_duplex;
     std::vector<int> caps;           // per stage
     std::vector<int> warmup;         // per stage: the number of F before the first B; empty: free
-    std::vector<double> copy;        // per stage: copying activations to the host, or back
-    std::vector<int> device_limits;  // per stage: microbatches on the device; 0: no offload
+    std::vector<double> leaving;     // per stage: how much longer an F is if its activations leave
+    std::vector<double> returning;   // per stage: and a backward, if they have left
+    std::vector<int> device_limits;  // per stage: microbatches on the device; 0: all stay
     std::vector<double> after;       // per stage: what follows its last op, for the search alone
     std::vector<double> before;      // per stage: when it may begin; empty: at 0
 

@@ -87,6 +87,12 @@ class ScheduleSpec(SpecModel):
         "flight. Divided by the measured bytes of one microbatch it is a limit like inFlightLimit; "
         "the lower limit applies.",
     )
+    recompute: Literal["never", "auto"] = Field(
+        default="never",
+        description="Whether plans may drop activations of a stage and run its forward again in "
+        "the backward, to have more microbatches in flight than inFlightLimit or activationMemory "
+        "allow. auto: where it is predicted to save time. Results are the same to the bit.",
+    )
     warmup: list[Annotated[int, Field(ge=1)]] | None = Field(
         default=None, max_length=512, description="Fixed warm-up counts, one per stage."
     )
@@ -303,6 +309,12 @@ class Emulation(SpecModel):
         ge=1,
         description="Bytes that an emulated microbatch reports to hold between its F and its W.",
     )
+    input_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        description="Bytes that it holds if only its inputs are kept, for schedule.recompute. "
+        "Default: an emulated stage does not recompute.",
+    )
     gradient_bytes: int | None = Field(
         default=None,
         ge=1,
@@ -504,6 +516,7 @@ class JobSpec(SpecModel):
             ("schedule.dispatch", self.schedule.dispatch_kind is Dispatch.ONLINE),
             ("schedule.warmup", self.schedule.warmup is not None),
             ("schedule.objective", self.schedule.objective == "period"),
+            ("schedule.recompute", self.schedule.recompute != "never"),
             ("adaptation.allowOffload", self.adaptation.allow_offload),
         ):
             if given:

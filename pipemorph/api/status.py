@@ -241,6 +241,10 @@ class AdaptationSummary(StatusModel):
         "Microbatches per iteration whose activations the new plan moves to host "
         "memory, per stage.",
     )
+    recomputed_microbatches: list[int] = _at_most(
+        MAX_STAGES,
+        "Microbatches per iteration whose forward the new plan runs again, per stage.",
+    )
     fused_stages: list[int] = _at_most(MAX_STAGES, "Stages whose backwards the new plan fuses.")
 
 
@@ -266,6 +270,11 @@ class TrainingStatus(StatusModel):
     offloaded_microbatches: list[int] = _at_most(
         MAX_STAGES,
         "Microbatches per iteration whose activations go to host memory, per stage, "
+        "by the newest plan.",
+    )
+    recomputed_microbatches: list[int] = _at_most(
+        MAX_STAGES,
+        "Microbatches per iteration whose forward runs again before their backward, per stage, "
         "by the newest plan.",
     )
     wanted_plan_version: int = _number("Version of the newest plan of this attempt.")

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     assert loaded.schedule is not None
     if loaded.device_limits is not None:
         check_fits(loaded.schedule, problem)
-        problem = problem.with_device_limits(loaded.device_limits)
+        problem = problem.with_device_limits(loaded.device_limits, loaded.recompute)
     simulation = simulate(loaded.schedule, problem, dispatch)
     write(
         report(

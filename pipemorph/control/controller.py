@@ -52,7 +52,7 @@ from pipemorph.control.observe.transports import TransportsView
 from pipemorph.control.snapshot import Snapshot
 from pipemorph.control.view import JobView
 from pipemorph.planning import Plan, Policy, StageTimes
-from pipemorph.planning.offload import offloaded
+from pipemorph.planning.offload import left
 from pipemorph.wire import Directive, LinkHealthReport, PlanMessage
 
 COMPARED = 4
@@ -496,6 +496,7 @@ class JobController:
             promised = proposal.promise.gain
         elif proposal.current is not None and proposal.current.seconds > 0:
             promised = 1 - chosen.seconds / proposal.current.seconds
+        away = left(plan.schedule, plan.device_limits, plan.recompute)
         return AdaptationRecord(
             plan_version=self._plan_version,
             kind=kind,
@@ -513,7 +514,8 @@ class JobController:
             peak_memory_before=self._reported.stages.peak_memory(),
             device_limits_before=list(asked.current.device_limits),
             device_limits_after=list(plan.device_limits),
-            offloaded=offloaded(plan.schedule, plan.device_limits),
+            offloaded=away.offloaded,
+            recomputed=away.recomputed,
             fused_stages=list(plan.fused),
         )
 
@@ -567,7 +569,7 @@ class JobController:
             records=self.records,
             baseline=baseline,
             doubts=self._truth.doubts(),
-            footprints=[(f.activation_bytes, f.offload_copy) for f in reported.stages.footprints],
+            footprints=[each.saved() for each in reported.stages.footprints],
         ).model_dump(mode="json")
 
     @classmethod

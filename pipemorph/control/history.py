@@ -72,10 +72,12 @@ class AdaptationRecord(BaseModel):
     peak_memory_before: list[int | None] = Field(default_factory=list)
     peak_memory_after: list[int | None] = Field(default_factory=list)
     device_limits_before: list[int | None] = Field(default_factory=list)
-    """Most microbatches with activations on the device, per stage; None: no offload."""
+    """Most microbatches with activations on the device, per stage; None: all."""
     device_limits_after: list[int | None] = Field(default_factory=list)
     offloaded: list[int] = Field(default_factory=list)
     """Microbatches per iteration that the new plan offloads, per stage."""
+    recomputed: list[int] = Field(default_factory=list)
+    """Those whose forward it runs again."""
     fused_stages: list[int] = Field(default_factory=list)
     """Stages with fused backwards under the new plan."""
 

@@ -1,4 +1,5 @@
-"""Hard limits of the microbatches that a stage may hold, on its device and in host memory.
+"""Hard limits of the microbatches that a stage may hold: on its device, with their activations or
+only with their inputs, and in host memory.
 
 ``schedule.inFlightLimit`` counts microbatches and is known from the start.
 ``schedule.activationMemory`` and ``adaptation.hostMemory`` are in bytes; they become counts once
@@ -12,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from pipemorph.api.spec import JobSpec
 from pipemorph.planning import Dispatch, Plan
-from pipemorph.planning.offload import host_limit, host_peak
+from pipemorph.planning.offload import host_limit, host_peak, recompute_room
 
 
 class Room(NamedTuple):
@@ -20,12 +21,19 @@ class Room(NamedTuple):
 
     ``device``: on the device, None for no limit; ``by_memory``: whether ``device`` follows from
     ``activationMemory``; ``host``: in host memory, 0 if the stage must not offload or the sizes are
-    unknown.
+    unknown; ``inputs``: on the device with their inputs, beside the activations of one, 0 if the
+    stage must not recompute or the sizes are unknown.
     """
 
     device: int | None = None
     by_memory: bool = False
     host: int = 0
+    inputs: int = 0
+
+    @property
+    def recompute_limit(self) -> int | None:
+        """Most microbatches in flight if all are recomputed; None if that is of no use."""
+        return self.inputs if self.device and self.inputs > self.device else None
 
     def limits(self, microbatches: int) -> tuple[int | None, int | None]:
         """The largest limits for a plan: ``(K, D)``; D is None if offload has no use."""
@@ -51,9 +59,15 @@ def stated_limits(spec: JobSpec) -> tuple[int | None, ...]:
     return (limit,) * spec.parallelism.stages
 
 
-def room(spec: JobSpec, stage: int, activation_bytes: int | None, copy: float | None) -> Room:
+def room(
+    spec: JobSpec,
+    stage: int,
+    activation_bytes: int | None,
+    copy: float | None,
+    input_bytes: int | None = None,
+) -> Room:
     """Limits of one stage. ``activation_bytes``: of one microbatch, ``copy``: seconds to copy them,
-    if known.
+    ``input_bytes``: what has to be kept to compute them again; None if unknown.
 
     ``device`` is 0 if not even one microbatch fits into ``activationMemory``.
     """
@@ -73,7 +87,17 @@ def room(spec: JobSpec, stage: int, activation_bytes: int | None, copy: float | 
         and copy is not None
     ):
         host = adaptation.host_memory // activation_bytes
-    return Room(device, by_memory, host)
+    inputs = 0
+    if (
+        spec.schedule.recompute == "auto"
+        and spec.parallelism.stages_per_rank == 1
+        and device
+        and activation_bytes
+        and input_bytes is not None
+    ):
+        held = memory if by_memory and memory is not None else device * activation_bytes
+        inputs = (held - activation_bytes) // max(1, input_bytes)
+    return Room(device, by_memory, host, inputs)
 
 
 def excess(plan: Plan, rooms: Sequence[Room]) -> Excess | None:
@@ -87,11 +111,15 @@ def excess(plan: Plan, rooms: Sequence[Room]) -> Excess | None:
             held, away = n if cap is None else min(cap, n), host_limit(cap, device, n)
         else:
             held, away = peak, host_peak(ops, device)
+        fits = space.device
+        if away and fits is not None and plan.recompute[i]:
+            most = space.recompute_limit
+            fits = recompute_room(held, fits, most) if most is not None else 0
         held = held if device is None else min(held, device)
-        if space.device is not None and held > space.device:
-            return Excess(
-                i, held, space.device, "activationMemory" if space.by_memory else "inFlightLimit"
-            )
-        if away > space.host:
+        if fits is not None and held > fits:
+            field: Literal["inFlightLimit", "activationMemory"]
+            field = "activationMemory" if space.by_memory else "inFlightLimit"
+            return Excess(i, held, max(0, fits), field)
+        if away > space.host and not plan.recompute[i]:
             return Excess(i, away, space.host, "hostMemory")
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from pipemorph.control.decide.forecast import Situation
 from pipemorph.control.history import AdaptationRecord
@@ -37,8 +37,16 @@ class Snapshot(BaseModel):
     """The plan for healthy links, if it is not that of the spec."""
     doubts: dict[int, int] = Field(default_factory=dict)
     """How often a link, the op times (-1) or what is known of a barrier (-2) were wrong lately."""
-    footprints: list[tuple[int | None, float | None]] = Field(default_factory=list)
-    """Per stage: activation bytes of one microbatch, and seconds to copy them."""
+    footprints: list[tuple[int | None, float | None, int | None]] = Field(default_factory=list)
+    """Per stage: activation bytes of one microbatch, seconds to copy them, and input bytes."""
+
+    @field_validator("footprints", mode="before")
+    @classmethod
+    def _without_inputs(cls, value: Any) -> Any:
+        """Earlier versions saved no input bytes."""
+        if not isinstance(value, list):
+            return value
+        return [[*each, None] if len(each) == 2 else each for each in value]
 
     @staticmethod
     def read(data: Mapping[str, Any]) -> Snapshot:

@@ -12,7 +12,7 @@ from pipemorph.control.observe.reports import Reported
 from pipemorph.control.observe.stragglers import StragglersView
 from pipemorph.control.observe.transports import TransportsView
 from pipemorph.planning import Plan, Route
-from pipemorph.planning.offload import offloaded
+from pipemorph.planning.offload import left
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class JobView:
     peak_memory: list[int | None]
     offloaded: tuple[int, ...] = ()
     """Microbatches per iteration that the wanted plan offloads, per stage."""
+    recomputed: tuple[int, ...] = ()
+    """Those whose forward it runs again."""
     rails: RailsView = field(default_factory=RailsView)
     transports: TransportsView = field(default_factory=TransportsView)
     stragglers: StragglersView = field(default_factory=StragglersView)
@@ -44,6 +46,7 @@ class JobView:
     def of(reported: Reported, ledger: Ledger, wanted: Plan, now: float) -> JobView:
         """Make the view. ``now``: wall clock, seconds."""
         newest = ledger.newest()
+        away = left(wanted.schedule, wanted.device_limits, wanted.recompute)
         return JobView(
             state=reported.state,
             message=reported.message,
@@ -54,7 +57,8 @@ class JobView:
             links=reported.links.states(now),
             warmup=wanted.warmup,
             routes=wanted.routes,
-            offloaded=tuple(offloaded(wanted.schedule, wanted.device_limits)),
+            offloaded=tuple(away.offloaded),
+            recomputed=tuple(away.recomputed),
             wanted_plan_version=wanted.version,
             observed_plan_version=reported.observed_plan_version,
             applied_plan_version=reported.applied_plan_version,

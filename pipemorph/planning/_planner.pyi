@@ -10,8 +10,9 @@ Costs = tuple[
     Sequence[int],  # queues per link, 0 for no limit
     Sequence[int],  # outstanding sends per link, 0 for no limit
     Sequence[bool],  # per link: both directions share the queues
-    Sequence[float],  # copy time per stage
-    Sequence[int],  # device limit per stage, 0 for no offload
+    Sequence[float],  # per stage: time for which an F is longer if its activations leave
+    Sequence[float],  # per stage: time for which a backward is longer if they have left
+    Sequence[int],  # device limit per stage, 0 if no activations leave
     Sequence[float],  # per stage: what follows its last op
     Sequence[float],  # per stage: when it may begin
 ]

@@ -182,7 +182,8 @@ class Plan:
     job spec, and for a plan that is not issued yet. ``in_flight_limits[i]``: ``K_i``, None for no
     limit. ``routes[i]``: route of link *i*. ``device_limits[i]``: most microbatches whose
     activations may be on the device of stage *i* at a time; the others are in host memory
-    (:mod:`pipemorph.planning.offload`); None: no offload. ``turns[r]``: for ranks with several
+    (:mod:`pipemorph.planning.offload`), or dropped and computed again if ``recompute[i]``; None:
+    neither. ``turns[r]``: for ranks with several
     stages, the stage of each op that rank *r* of a pipeline runs, in order: the next op of that
     stage. Empty: one stage per rank.
     """
@@ -195,6 +196,7 @@ class Plan:
     dispatch: Dispatch = Dispatch.STATIC
     warmup: tuple[int, ...] = field(default=())
     device_limits: tuple[int | None, ...] = field(default=())
+    recompute: tuple[bool, ...] = field(default=())
     turns: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
@@ -202,16 +204,27 @@ class Plan:
             object.__setattr__(self, "warmup", self.schedule.warmup())
         if not self.device_limits:
             object.__setattr__(self, "device_limits", (None,) * self.schedule.stage_count)
+        if not self.recompute:
+            object.__setattr__(self, "recompute", (False,) * self.schedule.stage_count)
 
     @property
     def offloading(self) -> tuple[int, ...]:
         """Stages that may move activations to host memory."""
-        return tuple(i for i, limit in enumerate(self.device_limits) if limit is not None)
+        return self._limited(recompute=False)
 
     @property
     def offloads(self) -> bool:
         """Whether any stage may move activations to host memory."""
         return bool(self.offloading)
+
+    @property
+    def recomputing(self) -> tuple[int, ...]:
+        """Stages that may drop activations and run the forward again."""
+        return self._limited(recompute=True)
+
+    def _limited(self, *, recompute: bool) -> tuple[int, ...]:
+        each = enumerate(zip(self.device_limits, self.recompute, strict=True))
+        return tuple(i for i, (limit, again) in each if limit is not None and again is recompute)
 
     @property
     def delegated(self) -> tuple[int, ...]:
@@ -229,9 +242,8 @@ class Plan:
 
     def runs_as(self, other: Plan) -> bool:
         """Whether ranks do the same under both: versions differ, and caps that nothing reaches."""
-        return (self.schedule, self.turns, self.routes, self.device_limits) == (
-            other.schedule,
-            other.turns,
-            other.routes,
-            other.device_limits,
-        )
+        return (
+            self.schedule, self.turns, self.routes, self.device_limits, self.recompute
+        ) == (
+            other.schedule, other.turns, other.routes, other.device_limits, other.recompute
+        )  # fmt: skip

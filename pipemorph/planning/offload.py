@@ -1,26 +1,33 @@
-"""Activation offload: which microbatches of a stage move to host memory and back, and when.
+"""Activations that leave the device: of which microbatches of a stage, and when.
 
 A stage with a *device limit* D keeps the activations of at most D microbatches on its device; its
-in-flight cap may be higher. The copies depend only on the ops that the stage has run. So the same
-rules apply to a fixed order and to online dispatch, in the validator, simulator and executor:
+in-flight cap may be higher. A stage *offloads*, so that the activations move to host memory and
+back, or it *recomputes*: it drops them, and runs the forward again from the inputs that it keeps.
+Which microbatches leave depends only on the ops that the stage has run. So the same rules apply to
+a fixed order and to online dispatch, in the validator, simulator and executor:
 
-- A microbatch is *resident* on the device from the start of its F until its activations are copied
-  to host memory, and again from the start of its B (or BW) until the end of its W (or BW).
-- If D or more microbatches, including ``m``, are resident when the F of ``m`` ends, ``m`` moves to
-  host memory: it is the newest and needed last, since backwards run in microbatch order.
-- The B of a microbatch in host memory first copies it back.
+- A microbatch is *resident* on the device from the start of its F until its activations leave it,
+  and again from the start of its B (or BW) until the end of its W (or BW).
+- If D or more microbatches, including ``m``, are resident when the F of ``m`` ends, ``m`` leaves:
+  it is the newest and needed last, since backwards run in microbatch order.
+- The B of a microbatch that has left first copies it back, or runs its forward again.
 
 So after every F there is room for one more microbatch, and whenever D forbids an op a W can run: of
 D or more resident microbatches at least one has run its B. So D alone never causes a deadlock.
 
 Each copy takes ``StageTimes.offload_copy`` and is part of its op: the F ends, and sends, after the
 copy to the host; the B begins with the copy back. A device that copies while it computes is faster
-than this model.
+than this model. To drop activations takes no time; the B begins with another forward.
+
+The inputs of what was dropped take device memory. A stage states it by two limits: L microbatches
+with their activations fit on the device, or one with its activations and R with their inputs
+(:func:`recompute_room`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from pipemorph.planning.ir import Op, OpKind, Schedule
 
@@ -28,31 +35,31 @@ from pipemorph.planning.ir import Op, OpKind, Schedule
 class Residency:
     """Tracks which microbatches' activations are on a stage's device, op by op.
 
-    ``limit``: D, at least 1; None: no offload. Ops must be given in the order in which the stage
+    ``limit``: D, at least 1; None: none leave. Ops must be given in the order in which the stage
     runs them, each once, as in a valid schedule.
     """
 
-    __slots__ = ("_limit", "_on_host", "resident")
+    __slots__ = ("_away", "_limit", "resident")
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
-        self._on_host: set[int] = set()
+        self._away: set[int] = set()
         self.resident = 0
         """Number of microbatches on the device between two ops."""
 
     @property
-    def on_host(self) -> int:
-        """Number of microbatches in host memory."""
-        return len(self._on_host)
+    def away(self) -> int:
+        """Number of microbatches whose activations have left the device."""
+        return len(self._away)
 
     def fits(self, kind: OpKind, microbatch: int) -> bool:
         """Whether the op can run now without making more than D microbatches resident."""
         if self._limit is None or self.resident < self._limit:
             return True
-        return kind is not OpKind.F and microbatch not in self._on_host
+        return kind is not OpKind.F and microbatch not in self._away
 
     def run(self, kind: OpKind, microbatch: int) -> bool:
-        """Record an op; returns whether it copies: to the host after an F, back before a B or BW.
+        """Record an op; returns whether activations leave after an F, or return before a B or BW.
 
         The result is known at the start of the op, since a stage runs one op at a time.
         """
@@ -61,11 +68,11 @@ class Residency:
             if self._limit is None or self.resident < self._limit:
                 return False
             self.resident -= 1
-            self._on_host.add(microbatch)
+            self._away.add(microbatch)
             return True
-        back = kind is not OpKind.W and microbatch in self._on_host
+        back = kind is not OpKind.W and microbatch in self._away
         if back:
-            self._on_host.remove(microbatch)
+            self._away.remove(microbatch)
             self.resident += 1
         if kind is not OpKind.B:
             self.resident -= 1
@@ -73,17 +80,29 @@ class Residency:
 
 
 def copying(ops: Iterable[Op], limit: int | None) -> list[bool]:
-    """Which ops of a stage copy a microbatch's activations, by position."""
+    """In which ops of a stage a microbatch's activations leave or return, by position."""
     held = Residency(limit)
     return [held.run(kind, microbatch) for kind, microbatch in ops]
 
 
-def offloaded(schedule: Schedule, limits: Sequence[int | None]) -> list[int]:
-    """Microbatches per iteration that go to host memory, per stage."""
-    return [
+class Left(NamedTuple):
+    """Microbatches per iteration and stage whose activations leave the device."""
+
+    offloaded: list[int]
+    recomputed: list[int]
+
+
+def left(schedule: Schedule, limits: Sequence[int | None], recompute: Sequence[bool]) -> Left:
+    """``limits[i]``: device limit of stage *i*; ``recompute[i]``: whether it recomputes."""
+    found = [
         sum(copying(ops, limit)) // 2 if limit is not None else 0
         for ops, limit in zip(schedule.stages, limits, strict=True)
     ]
+    again = list(recompute)
+    return Left(
+        [0 if drops else n for n, drops in zip(found, again, strict=True)],
+        [n if drops else 0 for n, drops in zip(found, again, strict=True)],
+    )
 
 
 def device_peak(ops: Iterable[Op], limit: int | None) -> int:
@@ -100,21 +119,42 @@ def device_peak(ops: Iterable[Op], limit: int | None) -> int:
 
 
 def host_peak(ops: Iterable[Op], limit: int | None) -> int:
-    """Most microbatches in host memory at any moment while a stage runs ``ops``."""
+    """Most microbatches whose activations are away at any moment while a stage runs ``ops``."""
     held = Residency(limit)
     peak = 0
     for kind, microbatch in ops:
         held.run(kind, microbatch)
-        peak = max(peak, held.on_host)
+        peak = max(peak, held.away)
     return peak
 
 
 def host_limit(in_flight_limit: int | None, device_limit: int | None, microbatches: int) -> int:
-    """Most microbatches that can be in host memory at a time, for any order of ops.
+    """Most microbatches that can be away at a time, for any order of ops.
 
-    Each moves there while D - 1 others are resident, so with K in flight at most K - (D - 1).
+    Each leaves while D - 1 others are resident, so with K in flight at most K - (D - 1).
     """
     if device_limit is None:
         return 0
     most = microbatches if in_flight_limit is None else min(in_flight_limit, microbatches)
     return max(0, most - device_limit + 1) if most >= device_limit else 0
+
+
+def recompute_room(in_flight: int, limit: int, recompute_limit: int) -> int:
+    """D of a stage that recomputes, with ``in_flight`` microbatches in flight; below 1 if they do
+    not fit.
+
+    ``limit``: L, most microbatches that fit with their activations; ``recompute_limit``: R, most
+    that fit with their inputs, beside the activations of one. So the inputs of one take s = (L - 1)
+    / R of its activations. D - 1 are resident when another one leaves, and D + (in_flight - D + 1)
+    s <= L.
+    """
+    free = limit * recompute_limit - (in_flight + 1) * (limit - 1)
+    return free // (recompute_limit - limit + 1)
+
+
+def recompute_reach(device_limit: int, limit: int, recompute_limit: int) -> int:
+    """Most microbatches in flight for which :func:`recompute_room` is ``device_limit``."""
+    if limit == 1:
+        return recompute_limit
+    free = limit * recompute_limit - device_limit * (recompute_limit - limit + 1)
+    return free // (limit - 1) - 1

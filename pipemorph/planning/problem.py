@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pipemorph.document import check_plain, named, only_document, read_text
 from pipemorph.errors import InputError
 from pipemorph.planning.ir import Dispatch, Plan, Policy, StagePlacement
+from pipemorph.planning.offload import recompute_reach
 
 MAX_CELLS = 512 * 2048
 """Most stages × microbatches. Far above any real pipeline; small enough that a typo in
@@ -64,6 +65,11 @@ class StageTimes(_Model):
     None: no offload. ``activation_bytes``: size of one microbatch's activations between its F and
     its W; only `pipemorph advise` uses it.
 
+    ``recompute_limit``: most microbatches in flight if the stage drops their activations, keeps
+    their inputs and computes them again, one at a time; None: it must not. Policy pipemorph
+    recomputes only as many as it needs. ``recompute``: the stage does so with those beyond
+    ``device_limit``, instead of copying them; ``in_flight_limit`` is that with recomputation then.
+
     ``reduction``: what follows the stage's last op before an iteration is over: the part of its
     gradient reduction over replicas that its own last W does not hide. None: nothing follows.
     """
@@ -77,6 +83,8 @@ class StageTimes(_Model):
     fused_backward: Time | None = None
     device_limit: Count | None = None
     reduction: Time | None = None
+    recompute_limit: Count | None = None
+    recompute: bool = False
 
     @property
     def whole_backward(self) -> float:
@@ -94,6 +102,22 @@ class StageTimes(_Model):
     def least_backward(self) -> float:
         """Time of one microbatch's backward, fused or split, whichever is shorter."""
         return min(self.whole_backward, self.backward_input + self.backward_weight)
+
+    @property
+    def may_recompute(self) -> bool:
+        """Whether recomputation allows more microbatches in flight."""
+        cap, most = self.in_flight_limit, self.recompute_limit
+        return cap is not None and most is not None and most > cap
+
+    @property
+    def leaving(self) -> float:
+        """Time for which an F is longer if its activations leave the device."""
+        return 0.0 if self.recompute else self.offload_copy or 0.0
+
+    @property
+    def returning(self) -> float:
+        """Time for which a backward is longer if its activations have left the device."""
+        return self.forward if self.recompute else self.offload_copy or 0.0
 
 
 class Layers(_Model):
@@ -213,34 +237,75 @@ class Problem(_Model):
         return tuple(stage.in_flight_limit for stage in self.stages)
 
     def device_limits(self) -> tuple[int | None, ...]:
-        """``D_i`` per stage; None: no offload."""
+        """``D_i`` per stage; None: neither offload nor recomputation."""
         return tuple(stage.device_limit for stage in self.stages)
+
+    def recompute(self) -> tuple[bool, ...]:
+        """Per stage, whether activations that leave the device are computed again."""
+        return tuple(stage.recompute for stage in self.stages)
 
     def under(self, plan: Plan) -> Problem:
         """The same problem with the limits of a plan in place of its own."""
-        limits = zip(self.stages, plan.in_flight_limits, plan.device_limits, strict=True)
+        limits = zip(
+            self.stages, plan.in_flight_limits, plan.device_limits, plan.recompute, strict=True
+        )
         stages = tuple(
-            stage.model_copy(update={"in_flight_limit": cap, "device_limit": device})
-            for stage, cap, device in limits
+            stage.model_copy(
+                update={"in_flight_limit": cap, "device_limit": device, "recompute": again}
+            )
+            for stage, cap, device, again in limits
         )
         return self.model_copy(update={"stages": stages})
 
-    def with_device_limits(self, limits: Sequence[int | None]) -> Problem:
+    def with_device_limits(
+        self, limits: Sequence[int | None], recompute: Sequence[bool] = ()
+    ) -> Problem:
         """The problem with ``limits[i]`` as device limit of stage *i*, unless its own is lower.
-        None: no offload, so that its own device limit becomes an in-flight cap. Raises
-        :class:`InputError` unless there is one limit per stage."""
-        if len(limits) != self.stage_count:
-            raise InputError(
-                f"device_limit has {_entries(len(limits))}; {self.stage_count} stages need"
-                f" {self.stage_count}"
-            )
+        None: no offload, so that its own device limit becomes an in-flight cap. ``recompute[i]``:
+        the stage recomputes; empty: none does. Raises :class:`InputError` unless there is one limit
+        per stage, or if a stage must not recompute."""
+        again = recompute or (False,) * self.stage_count
+        for name, given in (("device_limit", limits), ("recompute", again)):
+            if len(given) != self.stage_count:
+                raise InputError(
+                    f"{name} has {_entries(len(given))}; {self.stage_count} stages need"
+                    f" {self.stage_count}"
+                )
         stages = []
-        for stage, limit in zip(self.stages, limits, strict=True):
+        for i, (stage, limit, drops) in enumerate(zip(self.stages, limits, again, strict=True)):
             kept = _least(stage.in_flight_limit, stage.device_limit)
-            update = {"in_flight_limit": kept, "device_limit": None}
-            if limit is not None:
+            update: dict[str, object] = {"in_flight_limit": kept, "device_limit": None}
+            if limit is not None and drops:
+                most = stage.recompute_limit
+                if most is None or kept is None or most <= kept:
+                    raise InputError(
+                        f"the plan recomputes on stage {i}, and stages[{i}].recompute_limit is"
+                        f" {most}; expected more than in_flight_limit, {kept}"
+                    )
+                reach = recompute_reach(limit, kept, most)
+                update = {"in_flight_limit": reach, "device_limit": limit}
+            elif limit is not None:
                 update = {"device_limit": _least(limit, stage.device_limit)}
+            update["recompute"] = drops and limit is not None
             stages.append(stage.model_copy(update=update))
+        return self.model_copy(update={"stages": tuple(stages)})
+
+    def recomputing(self) -> Problem:
+        """The problem in which the stages that may recompute do: their device limit is what fits on
+        the device, and their in-flight limit is that with recomputation. No other stage has a
+        device limit."""
+        stages = [
+            stage.model_copy(
+                update={
+                    "in_flight_limit": stage.recompute_limit,
+                    "device_limit": stage.in_flight_limit,
+                    "recompute": True,
+                }
+            )
+            if stage.may_recompute
+            else stage
+            for stage in self.with_device_limits((None,) * self.stage_count).stages
+        ]
         return self.model_copy(update={"stages": tuple(stages)})
 
     def with_delays(self, delays: Sequence[float]) -> Problem:

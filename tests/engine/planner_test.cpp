@@ -18,7 +18,8 @@ Costs random_costs(Rng& rng, bool split) {
     for (int i = 0; i < costs.stages; ++i) {
         for (auto& took : costs.took) took.push_back(rng.below(8) / 2.0);
         costs.caps.push_back(rng.below(2) ? n : 1 + rng.below(n));
-        costs.copy.push_back(split ? 0.0 : rng.below(3));
+        costs.leaving.push_back(split ? 0.0 : rng.below(3));
+        costs.returning.push_back(split ? 0.0 : rng.below(3));
         costs.device_limits.push_back(split ? 0 : rng.below(n + 1));
         costs.after.push_back(rng.below(3));
         // The search knows no such thing.

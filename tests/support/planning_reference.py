@@ -130,7 +130,11 @@ def fixpoint_ends(schedule: Schedule, problem: Problem) -> dict[Key, float]:
                         start = max(start, arrival[i + 1, below, m])
                     else:
                         start = max(start, end[source])
-                finish = start + took[kind] + copied * (times.offload_copy or 0.0)
+                finish = start + took[kind]
+                if copied and not times.recompute:
+                    finish += times.offload_copy or 0.0
+                elif copied and kind is not OpKind.F:
+                    finish += times.forward
                 free = finish
                 if finish > end[i, kind, m]:
                     end[i, kind, m] = finish

@@ -57,7 +57,7 @@ def problems(
 @st.composite
 def offloading(draw: st.DrawFn, *, fused: bool = True, **kwargs: bool | int) -> Problem:
     """:func:`problems` where some stages have a device limit, and some a fused backward of its
-    own time, shorter or longer than both parts."""
+    own time, shorter or longer than both parts. What exceeds the limit is moved or recomputed."""
     problem = draw(problems(**kwargs))  # type: ignore[arg-type]
     stages = []
     for stage in problem.stages:
@@ -65,6 +65,7 @@ def offloading(draw: st.DrawFn, *, fused: bool = True, **kwargs: bool | int) -> 
         update: dict[str, object] = {"offload_copy": draw(times)}
         if draw(st.booleans()):
             update["device_limit"] = draw(st.integers(1, most))
+            update["recompute"] = draw(st.booleans())
         if fused and draw(st.booleans()):
             update["fused_backward"] = draw(times)
         stages.append(stage.model_copy(update=update))

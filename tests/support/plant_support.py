@@ -75,6 +75,8 @@ class Plant:
         """Whether decisions are made as soon as they are asked for."""
         self.activation_bytes: int | None = None
         """What a microbatch is measured to hold; ``ops`` say what a copy of it takes."""
+        self.input_bytes: int | None = None
+        """What it holds if it is computed again."""
         self.barrier: bool | None = None
         """What the ranks say of a barrier between iterations."""
         self.waits = True
@@ -145,6 +147,7 @@ class Plant:
             split=self.split,
             peak_memory=(self.activation_bytes or 1 << 20) * held,
             activation_bytes=self.activation_bytes,
+            input_bytes=self.input_bytes,
             offload_copy=op.offload_copy,
             fused_backward=op.fused_backward,
         )

@@ -87,6 +87,7 @@ def _summarize(
         warmup=list(view.warmup),
         routes=[route.value for route in view.routes],
         offloaded_microbatches=list(view.offloaded),
+        recomputed_microbatches=list(view.recomputed),
         wanted_plan_version=view.wanted_plan_version,
         observed_plan_version=view.observed_plan_version,
         applied_plan_version=view.applied_plan_version,
@@ -303,6 +304,7 @@ def _adaptation(record: AdaptationRecord) -> AdaptationSummary:
         peak_memory_before=_memory(record.peak_memory_before),
         peak_memory_after=_memory(record.peak_memory_after),
         offloaded_microbatches=list(record.offloaded),
+        recomputed_microbatches=list(record.recomputed),
         fused_stages=list(record.fused_stages),
     )
 

@@ -106,6 +106,16 @@ class OffloadWeighed:
 
 
 @dataclass(frozen=True)
+class RecomputeWeighed:
+    """Recomputation on some stages. ``forwards``: number of forwards that run again in an
+    iteration; ``saves``: time saved per iteration, None if there is no plan without."""
+
+    stages: tuple[int, ...]
+    forwards: int
+    saves: float | None
+
+
+@dataclass(frozen=True)
 class FusedWeighed:
     """Fused backwards on some stages. ``saves``: time saved per iteration."""
 
@@ -134,6 +144,7 @@ Finding = (
     | NotConfirmed
     | GoesBack
     | OffloadWeighed
+    | RecomputeWeighed
     | FusedWeighed
     | MemoryBinds
 )

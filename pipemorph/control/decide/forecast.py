@@ -163,8 +163,8 @@ class Forecast:
 
     def best(self, options: Iterable[Option]) -> Option:
         """The fastest option. Among equals, one that stays fast if delays are somewhat longer than
-        measured, then the one with the fewest delegated links, the fewest offloading stages, the
-        first."""
+        measured, then the one with the fewest delegated links, the fewest stages whose activations
+        leave the device, the first."""
         ranked = list(options)
         quickest = min(option.seconds for option in ranked)
         equal = [option for option in ranked if option.seconds <= quickest * (1 + SAME)]
@@ -173,7 +173,13 @@ class Forecast:
             times = [strained.of(option.plan).seconds for option in equal]
             least = min(times) * (1 + SAME)
             equal = [each for each, time in zip(equal, times, strict=True) if time <= least]
-        return min(equal, key=lambda each: (len(each.plan.delegated), len(each.plan.offloading)))
+        return min(
+            equal,
+            key=lambda each: (
+                len(each.plan.delegated),
+                len(each.plan.offloading) + len(each.plan.recomputing),
+            ),
+        )
 
     def stays_as_fast(self, option: Option, other: Option) -> bool:
         """Whether ``option`` is no slower than ``other``, also with somewhat longer delays."""
@@ -182,8 +188,8 @@ class Forecast:
         return option.seconds <= other.seconds and strained.of(option.plan).seconds <= limit
 
     def fresh(self, routes: tuple[Route, ...]) -> list[Option]:
-        """New plans for this situation: a plain one, and shorter ones with fused backwards or
-        offload; and the same with online dispatch where the spec leaves it open. Raises
+        """New plans for this situation: a plain one, and shorter ones with fused backwards, offload
+        or recomputation; and the same with online dispatch where the spec leaves it open. Raises
         :class:`InputError` if there is none."""
         made = self._planned(routes)
         if self._varying is not None:

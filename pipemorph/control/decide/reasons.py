@@ -177,6 +177,11 @@ def _sentence(finding: findings.Finding) -> str:
                 " microbatch and"
                 f" {'is needed to have a plan' if saves is None else _saves(saves)}"
             )
+        case findings.RecomputeWeighed(stages, forwards, saves):
+            return (
+                f"recomputation on {shown_stages(stages)} runs {forwards} forwards again and"
+                f" {'is needed to have a plan' if saves is None else _saves(saves)}"
+            )
         case findings.FusedWeighed(stages, saves):
             return f"a fused backward on {shown_stages(stages)} {_saves(saves)}"
         case findings.MemoryBinds(stages, least, most):

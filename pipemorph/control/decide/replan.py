@@ -16,6 +16,7 @@ from pipemorph.control.decide.forecast import SAME, Forecast, Option, Situation,
 from pipemorph.control.decide.truth import Evidence, Promise
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan, Route, StageTimes
+from pipemorph.planning.offload import left
 
 Cause = Literal[
     "slow",
@@ -244,18 +245,25 @@ def _if_it_pays(
 
 
 def _weighed(situation: Situation, options: Sequence[Option]) -> Iterator[findings.Finding]:
-    """Findings about offload, fused backwards and device memory."""
+    """Findings about offload, recomputation, fused backwards and device memory."""
     away = [option for option in options if option.plan.offloading]
-    here = [option for option in options if not option.plan.offloading]
+    again = [option for option in options if option.plan.recomputing]
+    here = [each for each in options if not each.plan.offloading and not each.plan.recomputing]
+    others = min((option.seconds for option in here), default=None)
     if away:
         quickest = min(away, key=lambda option: option.seconds)
         stages = quickest.plan.offloading
         # Both ways.
         copies = 2 * max(situation.stages[i].offload_copy or 0.0 for i in stages)
-        others = min((option.seconds for option in here), default=None)
         yield findings.OffloadWeighed(
             stages, copies, None if others is None else others - quickest.seconds
         )
+    if again:
+        quickest = min(again, key=lambda option: option.seconds)
+        drawn = quickest.plan
+        runs = sum(left(drawn.schedule, drawn.device_limits, drawn.recompute).recomputed)
+        saves = None if others is None else others - quickest.seconds
+        yield findings.RecomputeWeighed(drawn.recomputing, runs, saves)
     fused = [option for option in here if option.plan.fused]
     split = [option.seconds for option in here if not option.plan.fused]
     if fused and split:

@@ -226,7 +226,8 @@ class Judgement:
     def _limits_differ(self, now: Situation) -> bool:
         """Whether limits have changed, or a fused backward that was unknown is shorter."""
         return any(
-            (new.in_flight_limit, new.device_limit) != (old.in_flight_limit, old.device_limit)
+            (new.in_flight_limit, new.device_limit, new.recompute_limit)
+            != (old.in_flight_limit, old.device_limit, old.recompute_limit)
             or (old.fused_backward is None and new.fusing_pays)
             for new, old in zip(now.stages, self.situation.stages, strict=True)
         )

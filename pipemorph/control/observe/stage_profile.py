@@ -98,21 +98,28 @@ class _Windows:
 
 
 class Footprint:
-    """Activation bytes of one microbatch of a stage, and seconds to copy them. The bytes are the
-    maximum measured on any replica, so limits based on them only get tighter; the time is the
-    newest."""
+    """Activation and input bytes of one microbatch of a stage, and seconds to copy the activations.
+    The bytes are the maximum measured on any replica, so limits based on them only get tighter; the
+    time is the newest."""
 
-    __slots__ = ("activation_bytes", "offload_copy")
+    __slots__ = ("activation_bytes", "input_bytes", "offload_copy")
 
     def __init__(self) -> None:
         self.activation_bytes: int | None = None
         self.offload_copy: float | None = None
+        self.input_bytes: int | None = None
+
+    def saved(self) -> tuple[int | None, float | None, int | None]:
+        """For a snapshot."""
+        return self.activation_bytes, self.offload_copy, self.input_bytes
 
     def add(self, profile: StageProfile) -> bool:
         """Process a measurement; return whether it changed anything."""
         changed = False
         if profile.activation_bytes and profile.activation_bytes > (self.activation_bytes or 0):
             self.activation_bytes, changed = profile.activation_bytes, True
+        if profile.input_bytes is not None and profile.input_bytes > (self.input_bytes or -1):
+            self.input_bytes, changed = profile.input_bytes, True
         if profile.offload_copy is not None:
             changed |= self.offload_copy is None
             self.offload_copy = profile.offload_copy
@@ -126,6 +133,7 @@ class _Memory(NamedTuple):
     device_limit: int | None
     activation_bytes: int | None
     offload_copy: float | None
+    recompute_limit: int | None
 
 
 class StageBook:
@@ -144,6 +152,7 @@ class StageBook:
         if spec.emulation is not None:
             for mine, stated in zip(self.footprints, _stated(spec) or (), strict=True):
                 mine.activation_bytes = spec.emulation.activation_bytes
+                mine.input_bytes = spec.emulation.input_bytes
                 mine.offload_copy = stated.offload_copy / 1e3
         self._rooms = self._measure_rooms()
 
@@ -162,16 +171,17 @@ class StageBook:
         self._reductions = dict(exposed)
         self._times = None
 
-    def restore_footprints(self, saved: Sequence[tuple[int | None, float | None]]) -> None:
+    def restore_footprints(
+        self, saved: Sequence[tuple[int | None, float | None, int | None]]
+    ) -> None:
         """Footprints known before a restart, so that limits in bytes hold from the first plan."""
-        for known, (activation_bytes, copy) in zip(self.footprints, saved, strict=True):
-            known.activation_bytes, known.offload_copy = activation_bytes, copy
+        for known, each in zip(self.footprints, saved, strict=True):
+            known.activation_bytes, known.offload_copy, known.input_bytes = each
         self._rooms, self._times = self._measure_rooms(), None
 
     def _measure_rooms(self) -> tuple[Room, ...]:
         return tuple(
-            room(self._spec, stage, known.activation_bytes, known.offload_copy)
-            for stage, known in enumerate(self.footprints)
+            room(self._spec, stage, *known.saved()) for stage, known in enumerate(self.footprints)
         )
 
     @property
@@ -218,13 +228,17 @@ class StageBook:
             device_limit=known.device_limit,
             activation_bytes=known.activation_bytes,
             offload_copy=known.offload_copy,
+            recompute_limit=known.recompute_limit,
+            recompute=False,
             reduction=self._reductions.get(stage),
         )
 
     def _memory(self, stage: int) -> _Memory:
-        in_flight, device = self._rooms[stage].limits(self._spec.schedule.microbatches)
-        known = self.footprints[stage]
-        return _Memory(in_flight, device, known.activation_bytes, known.offload_copy)
+        space, known = self._rooms[stage], self.footprints[stage]
+        in_flight, device = space.limits(self._spec.schedule.microbatches)
+        return _Memory(
+            in_flight, device, known.activation_bytes, known.offload_copy, space.recompute_limit
+        )
 
     def inflated(self, stage: int, replica: int) -> bool:
         """Whether the newest ops of a rank show that something else used its processor."""

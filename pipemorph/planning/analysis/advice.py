@@ -20,7 +20,7 @@ from pipemorph.planning.ir import Dispatch, Policy
 from pipemorph.planning.offload import device_peak, host_peak
 from pipemorph.planning.planner import PlannedSchedule, plan
 from pipemorph.planning.problem import Problem, describe
-from pipemorph.planning.search.variants import offloading_variants
+from pipemorph.planning.search.variants import exceeding_variants
 from pipemorph.planning.simulation.lower_bound import lower_bound
 from pipemorph.planning.simulation.simulator import Simulation, simulate
 
@@ -217,7 +217,7 @@ class _Advisor:
         """The best plan that offloads; None if no plan does."""
         if problem.policy is not Policy.PIPEMORPH:
             return plan(problem, problem.policy)
-        found = list(offloading_variants(problem, None))
+        found = list(exceeding_variants(problem, None))
         if not found:
             return None
         quickest = found[-1]

@@ -124,7 +124,7 @@ def _bytes(layers: Sequence[StageTimes]) -> int:
 
 
 def _limits(stage: StageTimes, share: float) -> dict[str, float | int | None]:
-    """Both limits if ``share`` times as many microbatches fit into the same bytes."""
+    """All limits if ``share`` times as many microbatches fit into the same bytes."""
 
     def held(limit: int | None) -> int | None:
         return None if limit is None else max(1, floor(limit * share + 1e-9))
@@ -132,4 +132,5 @@ def _limits(stage: StageTimes, share: float) -> dict[str, float | int | None]:
     return {
         "in_flight_limit": held(stage.in_flight_limit),
         "device_limit": held(stage.device_limit),
+        "recompute_limit": held(stage.recompute_limit),
     }

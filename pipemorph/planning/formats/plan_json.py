@@ -12,7 +12,7 @@ from pipemorph.errors import InputError, one_line
 from pipemorph.planning.analysis.bubbles import Explanation, explain, explain_interleaved
 from pipemorph.planning.formats.torch_csv import dump_csv, parse_csv
 from pipemorph.planning.ir import Dispatch, Op, OpKind, Policy, Schedule
-from pipemorph.planning.offload import offloaded
+from pipemorph.planning.offload import left
 from pipemorph.planning.problem import Count, Problem, describe, integer, shown
 from pipemorph.planning.simulation.interleaved import InterleavedSchedule, InterleavedSimulation
 from pipemorph.planning.simulation.simulator import Simulation
@@ -32,6 +32,7 @@ def report(
     ``policy``: a :class:`Policy`, or ``IMPORTED``.
     """
     schedule = simulation.schedule()
+    away = left(schedule, problem.device_limits(), problem.recompute())
     return {
         "policy": str(policy),
         "dispatch": dispatch.value,
@@ -48,7 +49,9 @@ def report(
         "in_flight_peak": list(schedule.in_flight_peak()),
         "in_flight_limit": list(problem.in_flight_limits()),
         "device_limit": list(problem.device_limits()),
-        "offloaded": offloaded(schedule, problem.device_limits()),
+        "offloaded": away.offloaded,
+        "recompute": list(problem.recompute()),
+        "recomputed": away.recomputed,
         "planning_ms": round(planning_seconds * 1e3, 3),
         "bubbles": _bubbles(explain(simulation, problem)),
         "stages": _stages(simulation),
@@ -140,7 +143,7 @@ def _known_policy(value: object) -> object:
 
 class PlanFile(BaseModel):
     """The fields of a plan file that determine its ops; times are ignored. ``device_limit``: limits
-    of offloading stages; None if the file has none.
+    of stages that offload or, where ``recompute``, recompute; None if the file has none.
 
     ``order``: only for ranks with several stages.
     """
@@ -154,6 +157,7 @@ class PlanFile(BaseModel):
     stages: tuple[tuple[_PlannedOp, ...], ...] = Field(min_length=1)
     order: tuple[str, ...] | None = None
     device_limit: tuple[Count | None, ...] | None = None
+    recompute: tuple[bool, ...] = ()
 
     def interleaved(self) -> InterleavedSchedule | None:
         """The order of ranks with several stages; None if each has one. Not validated."""
@@ -194,6 +198,7 @@ class LoadedPlan(NamedTuple):
     interleaved: InterleavedSchedule | None
     dispatch: Dispatch = Dispatch.STATIC
     device_limits: tuple[int | None, ...] | None = None
+    recompute: tuple[bool, ...] = ()
 
 
 def load_plan(path: str) -> LoadedPlan:
@@ -208,5 +213,6 @@ def load_plan(path: str) -> LoadedPlan:
     order = plan.interleaved()
     schedule = plan.schedule() if order is None else None
     return LoadedPlan(
-        plan.policy, plan.planning_ms / 1e3, schedule, order, plan.dispatch, plan.device_limit
-    )
+        plan.policy, plan.planning_ms / 1e3, schedule, order, plan.dispatch, plan.device_limit,
+        plan.recompute,
+    )  # fmt: skip

@@ -1,15 +1,16 @@
-"""The pipemorph policy with offload and fused backwards.
+"""The pipemorph policy with offload, recomputation and fused backwards.
 
 The search (``search.search``) finds the order of split backwards under in-flight caps. This module
-runs it several times: with activations in host memory and a higher cap, or with the backwards of
-some stages fused. For the search
+runs it several times: with activations in host memory or recomputed, and a higher cap, or with the
+backwards of some stages fused. For the search
 
 - a fused stage is one whose B takes the whole backward and whose W takes no time;
-- an offloading stage is one whose ops include the mean copy time per microbatch; if the order found
-  exceeds the device limit, the oldest W runs earlier.
+- an offloading stage is one whose ops include the mean copy time per microbatch, and a recomputing
+  stage one whose B includes the mean time of forwards that run again; if the order found exceeds
+  the device limit, the oldest W runs earlier.
 
-The results are simulated exactly, copy by copy, and the shortest is kept. The same problem gives
-the same schedule on every machine.
+The results are simulated exactly, microbatch by microbatch, and the shortest is kept. The same
+problem gives the same schedule on every machine.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from pipemorph.planning.ir import Dispatch, Op, OpKind, Plan, Policy, Route, Schedule
-from pipemorph.planning.offload import Residency
+from pipemorph.planning.offload import Residency, recompute_room
 from pipemorph.planning.problem import Problem, StageTimes
 from pipemorph.planning.search.rng import Rng
 from pipemorph.planning.search.search import search
@@ -29,10 +30,13 @@ from pipemorph.planning.simulation.lower_bound import SAME
 from pipemorph.planning.simulation.simulator import predict, simulate
 
 SHARES = (1.0, 0.5, 0.25)
-"""Shares of host memory to try, of the memory that a plan without device limit would use."""
+"""Shares to try of the microbatches beyond the device limit of a plan that has none."""
 STEPS, STEP_OPS = 16, 40_000
 """Limits of the changes tried afterwards, each of a few stages: their number, or the number of ops
 in all of them, but at least two changes."""
+RECOMPUTE_TIMES = 3
+"""So many times as many where stages recompute: each forward that runs again costs more than a
+copy, so fewer of them pay, and the right ones are harder to find."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class Variant:
             in_flight_limits=self.problem.in_flight_limits(),
             dispatch=dispatch,
             device_limits=self.problem.device_limits(),
+            recompute=self.problem.recompute(),
         )
 
     @cached_property
@@ -66,13 +71,14 @@ class Variant:
         return simulate(self.schedule, self.problem).period
 
     @property
-    def offloads(self) -> bool:
+    def exceeds(self) -> bool:
+        """Whether activations leave the device."""
         return any(limit is not None for limit in self.problem.device_limits())
 
 
 class _Choice(NamedTuple):
     """Per stage: the in-flight cap (N: none) and whether the backward is fused. ``copies``:
-    whether op times in the search include copies."""
+    whether op times in the search include copies and recomputed forwards."""
 
     caps: tuple[int, ...]
     fused: tuple[bool, ...]
@@ -80,28 +86,42 @@ class _Choice(NamedTuple):
 
 
 def has_variants(problem: Problem) -> bool:
-    """Whether the problem allows offload or gains from fused backwards."""
-    return any(stage.device_limit is not None or stage.fusing_pays for stage in problem.stages)
+    """Whether the problem allows offload or recomputation, or gains from fused backwards."""
+    return any(
+        stage.device_limit is not None or stage.may_recompute or stage.fusing_pays
+        for stage in problem.stages
+    )
 
 
 def best_variant(problem: Problem) -> Variant:
-    """The shortest plan found, with or without offload and fused backwards."""
+    """The shortest plan found, with or without offload, recomputation and fused backwards."""
     return min(variants(problem), key=lambda each: each.objective)
 
 
 def variants(problem: Problem) -> Iterator[Variant]:
-    """Successively better plans of each kind: without fusing or offload (unless a fixed warm-up
-    needs offload), with fused backwards, and with offload."""
+    """Successively better plans of each kind: with all activations on the device (unless a fixed
+    warm-up does not allow it), the same with fused backwards, with offload, and with
+    recomputation."""
     without = None
     within = on_device(problem)
     if _room_for_warmup(within):
         for without in fused_variants(within):
             yield without
-    yield from offloading_variants(problem, without)
+    yield from exceeding_variants(_with_stated_limits(problem), without)
+    yield from exceeding_variants(within.recomputing(), without)
+
+
+def _with_stated_limits(problem: Problem) -> Problem:
+    """The problem whose stages keep their own device limits, also where they recompute."""
+    stages = [
+        stage.model_copy(update={"recompute_limit": None}) if stage.recompute else stage
+        for stage in problem.stages
+    ]
+    return problem.model_copy(update={"stages": tuple(stages)})
 
 
 def on_device(problem: Problem) -> Problem:
-    """The problem without offload: device limits are in-flight caps."""
+    """The problem in which activations stay on the device: device limits are in-flight caps."""
     return problem.with_device_limits((None,) * problem.stage_count)
 
 
@@ -138,11 +158,12 @@ def fused_variants(problem: Problem) -> Iterator[Variant]:
             yield found
 
 
-def offloading_variants(problem: Problem, without: Variant | None) -> Iterator[Variant]:
-    """Successively better plans with offload; none if no stage needs it.
+def exceeding_variants(problem: Problem, without: Variant | None) -> Iterator[Variant]:
+    """Successively better plans whose activations leave the device; none if no stage needs it.
 
-    ``without``: the plan without offload, whose fused stages are the starting point. None: the
-    fixed warm-up allows no such plan.
+    The stages with a device limit offload or recompute, as the problem says: any subset of them,
+    and as far as it pays. ``without``: the plan without, whose fused stages are the starting point.
+    None: the fixed warm-up allows no such plan.
     """
     devices = problem.device_limits()
     if all(limit is None for limit in devices):
@@ -170,16 +191,16 @@ def offloading_variants(problem: Problem, without: Variant | None) -> Iterator[V
         for copies in (True, False):
             choice = _Choice(caps, fused, copies)
             variant = attempt(choice)
-            if variant.offloads and (found is None or variant.objective < found.objective):
+            if variant.exceeds and (found is None or variant.objective < found.objective):
                 best, found = choice, variant
                 yield variant
     if found is None:
         return
     rng = Rng()
     for _ in range(_steps(problem)):
-        choice = _step(best, rng, own, most, devices)
+        choice = _step(best, rng, own, most, problem)
         variant = attempt(choice)
-        if variant.offloads and variant.objective < found.objective * (1 - SAME):
+        if variant.exceeds and variant.objective < found.objective * (1 - SAME):
             best, found = choice, variant
             yield variant
 
@@ -189,17 +210,22 @@ def _step(
     rng: Rng,
     own: Sequence[int],
     most: Sequence[int],
-    devices: Sequence[int | None],
+    problem: Problem,
 ) -> _Choice:
-    """One random change: the caps of some consecutive stages; one stage fused or split; or whether
-    op times in the search include copies."""
-    offloading = [i for i, limit in enumerate(devices) if limit is not None]
+    """One random change: the caps of some consecutive stages; one stage fused or split; whether op
+    times in the search include copies; or one stage that recomputes or does not."""
+    devices = problem.device_limits()
+    exceeding = [i for i, limit in enumerate(devices) if limit is not None]
     what = rng.below(8)
     if what == 0:
         return choice._replace(copies=not choice.copies)
-    stage = rng.pick(offloading)
+    stage = rng.pick(exceeding)
     if what == 1:
         return choice._replace(fused=_toggled(choice.fused, stage))
+    if what <= 4 and problem.stages[stage].recompute:
+        toggled = list(choice.caps)
+        toggled[stage] = most[stage] if toggled[stage] == own[stage] else own[stage]
+        return choice._replace(caps=tuple(toggled))
     by = rng.pick((-2, -1, -1, 1, 1, 2))
     first = stage if rng.below(2) else 0
     caps = [
@@ -221,7 +247,8 @@ def _toggled(fused: tuple[bool, ...], stage: int) -> tuple[bool, ...]:
 
 def _steps(problem: Problem) -> int:
     ops = 3 * problem.microbatches * problem.stage_count
-    return max(2, min(STEPS, STEP_OPS // ops))
+    times = RECOMPUTE_TIMES if any(problem.recompute()) else 1
+    return max(2, times * min(STEPS, STEP_OPS // ops))
 
 
 def _caps(problem: Problem) -> tuple[int, ...]:
@@ -243,10 +270,8 @@ def _plan(problem: Problem, choice: _Choice) -> Variant:
             for ops, fuses in zip(found.stages, choice.fused, strict=True)
         ),
     )
-    limits = tuple(
-        limit if limit is not None and peak > limit else None
-        for limit, peak in zip(problem.device_limits(), fused.in_flight_peak(), strict=True)
-    )
+    peaks = fused.in_flight_peak()
+    limits = tuple(map(_device_limit, problem.stages, peaks))
     schedule = Schedule(
         problem.microbatches,
         tuple(
@@ -254,14 +279,26 @@ def _plan(problem: Problem, choice: _Choice) -> Variant:
             for ops, limit in zip(fused.stages, limits, strict=True)
         ),
     )
-    stages = tuple(
-        stage if limit is None else stage.model_copy(update={"in_flight_limit": cap})
-        for stage, limit, cap in zip(
-            problem.with_device_limits(limits).stages, limits, choice.caps, strict=True
-        )
-    )
-    kept = problem.model_copy(update={"stages": stages})
+    stages = list(on_device(problem).stages)
+    for i, limit in enumerate(limits):
+        if limit is not None:
+            # More in flight would leave room for fewer on the device, if recomputed.
+            again = problem.stages[i].recompute
+            cap = peaks[i] if again else choice.caps[i]
+            update = {"in_flight_limit": cap, "device_limit": limit, "recompute": again}
+            stages[i] = stages[i].model_copy(update=update)
+    kept = problem.model_copy(update={"stages": tuple(stages)})
     return Variant(kept, schedule, predict(schedule, kept))
+
+
+def _device_limit(stage: StageTimes, in_flight: int) -> int | None:
+    """The device limit of a stage with so many microbatches in flight; None if all stay on it."""
+    limit = stage.device_limit
+    if limit is None or in_flight <= limit:
+        return None
+    if not stage.recompute or stage.recompute_limit is None:
+        return limit
+    return recompute_room(in_flight, limit, stage.recompute_limit)
 
 
 def _search_times(stage: StageTimes, cap: int, fused: bool, *, copies: bool) -> StageTimes:
@@ -269,11 +306,11 @@ def _search_times(stage: StageTimes, cap: int, fused: bool, *, copies: bool) -> 
     forward, backward, weight = stage.forward, stage.backward_input, stage.backward_weight
     if fused:
         backward, weight = stage.whole_backward, 0.0
-    limit, copy = stage.device_limit, stage.offload_copy
-    if copies and limit is not None and copy is not None and cap > limit:
+    limit = _device_limit(stage, cap)
+    if copies and limit is not None:
         # Of `cap` consecutive microbatches, limit - 1 stay on the device.
-        mean = copy * (cap - limit + 1) / cap
-        forward, backward = forward + mean, backward + mean
+        share = (cap - limit + 1) / cap
+        forward, backward = forward + stage.leaving * share, backward + stage.returning * share
     return stage.model_copy(
         update={
             "forward": forward,
@@ -281,6 +318,7 @@ def _search_times(stage: StageTimes, cap: int, fused: bool, *, copies: bool) -> 
             "backward_weight": weight,
             "in_flight_limit": cap,
             "device_limit": None,
+            "recompute": False,
         }
     )
 

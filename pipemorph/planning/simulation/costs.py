@@ -21,10 +21,10 @@ class Costs(NamedTuple):
     """Times in the problem's unit. ``queues`` and ``outstanding``: 0 for no limit.
 
     ``transfer``: how long one message occupies its direction of a link. ``whole_backward``: time of
-    a fused backward. ``device_limits``: None for stages without
-    offload; else a copy to the host, or back, takes ``offload_copy``. ``after``: what follows the
-    last op of a stage, and so is part of the makespan. ``before``: when a stage may begin, 0 or
-    later; only executions know it.
+    a fused backward. ``device_limits``: None for stages whose activations stay on the device; else
+    an F after which they leave takes ``leaving`` more, and their backward ``returning``.
+    ``after``: what follows the last op of a stage, and so is part of the makespan. ``before``: when
+    a stage may begin, 0 or later; only executions know it.
     """
 
     microbatches: int
@@ -37,7 +37,8 @@ class Costs(NamedTuple):
     outstanding: list[int]
     half_duplex: list[bool]
     whole_backward: list[float]
-    offload_copy: list[float]
+    leaving: list[float]
+    returning: list[float]
     device_limits: list[int | None]
     after: list[float]
     before: list[float]
@@ -60,7 +61,8 @@ class Costs(NamedTuple):
             [link.outstanding or 0 for link in links],
             [link.half_duplex for link in links],
             [s.whole_backward for s in stages],
-            [s.offload_copy or 0.0 for s in stages],
+            [s.leaving for s in stages],
+            [s.returning for s in stages],
             [s.device_limit for s in stages],
             [s.reduction or 0.0 for s in stages],
             [0.0] * len(stages),
@@ -102,7 +104,8 @@ class Costs(NamedTuple):
             self.queues,
             self.outstanding,
             self.half_duplex,
-            self.offload_copy,
+            self.leaving,
+            self.returning,
             [limit or 0 for limit in self.device_limits],
             self.after,
             self.before,

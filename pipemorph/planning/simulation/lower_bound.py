@@ -29,20 +29,29 @@ class Windows(NamedTuple):
 def lower_bound(problem: Problem) -> float:
     """Lower bound of the problem's objective (makespan or period) for all schedules, in its unit.
 
-    Valid for split and fused backwards, with and without offload, static and online dispatch, and
-    all link models: limits on sends only delay messages. Without the compiled planner it is a
-    weaker one.
+    Valid for split and fused backwards, with and without offload or recomputation, static and
+    online dispatch, and all link models: limits on sends only delay messages. Without the compiled
+    planner it is a weaker one.
     """
     costs = Costs.of(problem).least()
     if problem.objective == "period":
         if core.compiled is None:
             rows = zip(*costs[1:4], costs.after, strict=True)
             return max(sum(ops) * costs.microbatches + after for *ops, after in rows)
-        bound = core.compiled.lower_bound(costs.for_period().packed(), hard_caps(problem))
+        bound = core.compiled.lower_bound(costs.for_period().packed(), _loosest_caps(problem))
         return bound - costs.last_start()
     if core.compiled is None:
         return busiest_stage(costs)
-    return core.compiled.lower_bound(costs.packed(), hard_caps(problem))
+    return core.compiled.lower_bound(costs.packed(), _loosest_caps(problem))
+
+
+def _loosest_caps(problem: Problem) -> tuple[int, ...]:
+    """The most microbatches in flight of any plan."""
+    stages = zip(problem.stages, hard_caps(problem), strict=True)
+    return tuple(
+        min(stage.recompute_limit or cap, problem.microbatches) if stage.may_recompute else cap
+        for stage, cap in stages
+    )
 
 
 def windows(problem: Problem) -> Windows:

@@ -119,7 +119,8 @@ class _Core:
             self.done[kind][op.stage] += 1
         took = self.costs.op_time(op.stage, KINDS[op.kind])
         if self.residency[op.stage].run(KINDS[op.kind], op.microbatch):
-            took += self.costs.offload_copy[op.stage]
+            extra = self.costs.leaving if op.kind == F else self.costs.returning
+            took += extra[op.stage]
         self.codes[rank].append(op.code)
         self.start[rank].append(now)
         self.end[rank].append(now + took)

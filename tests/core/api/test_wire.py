@@ -65,6 +65,11 @@ def test_device_limits_survive_the_wire_and_are_left_out_where_nothing_is_offloa
     message = PlanMessage.of(plan)
     assert message.device_limits == [1, None]
     assert PlanMessage.model_validate_json(message.model_dump_json()).plan() == plan
+    assert message.recompute == []
+    drops = replace(plan, recompute=(True, False))
+    assert PlanMessage.of(drops).plan() == drops
+    assert (drops.offloading, drops.recomputing) == ((), (0,))
+    assert not drops.runs_as(plan)
     without = replace(plan, device_limits=(None, None))
     assert PlanMessage.of(without).device_limits == []
     assert PlanMessage.of(without).plan() == without

@@ -20,6 +20,7 @@ from pipemorph.control.decide.forecast import Forecast, Option, Situation
 from pipemorph.control.decide.replan import Replan, propose
 from pipemorph.control.decide.truth import Evidence
 from pipemorph.control.memory_limits import Room, excess
+from pipemorph.control.memory_limits import room as room_of
 from pipemorph.control.observe.stage_profile import StageBook
 from pipemorph.planning import (
     Dispatch,
@@ -228,6 +229,100 @@ def test_limits_only_get_tighter_with_what_is_measured() -> None:
     job.activation_bytes = MIB // 2
     job.run(60)
     assert max(job.plan.schedule.in_flight_peak()) <= 2
+
+
+def drops(recompute: str = "auto", **fields: Any) -> Watched:
+    """Ranks with room for 7 microbatches, whose inputs are a sixteenth of their activations."""
+    job = tight(host=None, memory=ROOMY, schedule={"recompute": recompute}, **fields)
+    made = plant(job, copy=None)
+    made.input_bytes = MIB // 16
+    return made
+
+
+def needed(plan: Plan) -> list[float]:
+    """Microbatches with their activations that would take as much memory, per stage."""
+    return [device + (host / 16 if plan.recompute[i] else 0) for i, (device, host) in
+            enumerate(held(plan))]  # fmt: skip
+
+
+def test_a_slow_link_without_room_for_slackness_is_answered_by_recomputation_and_back() -> None:
+    without, job = drops("never"), drops()
+    for each in (without, job):
+        each.run(8)
+        each.delays[1] = 0.060
+        each.run(10)
+    assert not any(plan.recomputing for plan in without.plans)
+    assert job.plan.recomputing
+    assert not job.plan.offloads
+    assert job.seconds[-1] < 0.9 * without.seconds[-1]
+    record = next(r for r in job.controller.records if any(r.recomputed))
+    assert "recomputation on stage" in record.reason
+    assert "forwards again and saves" in record.reason
+    assert not any(record.offloaded)
+    assert job.controller.view(job.now).recomputed == tuple(record.recomputed)
+    for plan in job.plans:
+        assert max(needed(plan)) <= 7
+        assert all(limit is None or limit < 7 for limit in plan.device_limits)
+    job.delays[1] = 0.0
+    job.run(30)
+    assert not job.plan.recomputing
+    assert job.controller.records[-1].kind == "return"
+
+
+def test_recomputation_needs_the_size_of_the_inputs_and_room_for_them() -> None:
+    for size in (None, MIB, 2 * MIB):
+        job = drops()
+        job.input_bytes = size
+        job.run(8)
+        job.delays[1] = 0.060
+        job.run(10)
+        assert not any(plan.recomputing for plan in job.plans), size
+
+
+def test_more_in_flight_than_the_inputs_leave_room_for_is_too_much() -> None:
+    job = drops()
+    job.run(8)
+    job.delays[1] = 0.060
+    job.run(10)
+    plan = job.plan
+    stage = plan.recomputing[0]
+    limits = list(plan.device_limits)
+    assert excess(plan, job.controller._reported.stages.rooms) is None
+    limits[stage] = 7
+    wrong = replace(plan, device_limits=tuple(limits))
+    found = excess(wrong, job.controller._reported.stages.rooms)
+    assert found is not None
+    assert (found.stage, found.field) == (stage, "activationMemory")
+    forbidden = [Room(7, by_memory=True)] * STAGES
+    assert excess(plan, forbidden) is not None
+
+
+def test_a_restored_controller_knows_the_inputs() -> None:
+    job = drops()
+    job.run(8)
+    job.delays[1] = 0.060
+    job.run(8)
+    saved = json.loads(json.dumps(job.controller.snapshot()))
+    restored = JobController.restore(job.spec, saved)
+    assert restored.wanted == job.controller.wanted
+    assert restored.wanted.recomputing
+    assert restored._reported.stages.rooms == job.controller._reported.stages.rooms
+    # As an earlier version has saved them.
+    saved["footprints"] = [each[:2] for each in saved["footprints"]]
+    older = JobController.restore(job.spec, saved)
+    assert [room.inputs for room in older._reported.stages.rooms] == [0] * STAGES
+
+
+@given(st.integers(1, 30), st.integers(1, 1 << 20), st.integers(0, 1 << 20))
+def test_the_inputs_fit_beside_the_activations_of_one(fits: int, size: int, inputs: int) -> None:
+    """By bytes, for limits in bytes and in microbatches."""
+    for fields in ({"activationMemory": fits * size}, {"inFlightLimit": fits}):
+        job = spec(2, 4, schedule=fields | {"recompute": "auto"})
+        found = room_of(job, 0, size, None, inputs)
+        assert found.device == fits
+        assert size + found.inputs * inputs <= fits * size
+        assert not inputs or size + (found.inputs + 1) * inputs > fits * size
+        assert room_of(spec(2, 4, schedule=fields), 0, size, None, inputs).inputs == 0
 
 
 def test_another_attempt_knows_what_a_microbatch_holds() -> None:

@@ -392,6 +392,28 @@ def test_a_plan_over_the_caps_of_a_problem(example: Any, tmp_path: Path, capsys:
     )
 
 
+def test_a_plan_that_recomputes_says_so_and_is_read_back(
+    example: Any, tmp_path: Path, capsys: Any
+) -> None:
+    tight, planned = tmp_path / "tight.yaml", tmp_path / "plan.json"
+    limited = STAGE.replace("}", ", in_flight_limit: 4, recompute_limit: 12}")
+    tight.write_text(EXAMPLE.replace("DELAY", "60").replace(STAGE, limited))
+    found = output(capsys, "plan", str(tight), "--output", "json")
+    assert found["recompute"][0] is True
+    assert found["device_limit"][0] < 4 < found["in_flight_limit"][0]
+    assert found["recomputed"][0] > 0
+    assert found["offloaded"] == [0] * 4
+    planned.write_text(json.dumps(found))
+    for dispatch in ("static", "online"):
+        again = output(
+            capsys, "simulate", str(planned), str(tight), "--dispatch", dispatch, "--output", "json"
+        )
+        assert again["recompute"] == found["recompute"]
+        if dispatch == "static":
+            assert again["makespan"] == found["makespan"]
+    fails(capsys, "stages[0].recompute_limit is None", "simulate", str(planned), example(20))
+
+
 def test_pictures_without_matplotlib(example: Any, tmp_path: Path) -> None:
     """A picture asked for where matplotlib is not installed: what to install, in one line."""
     code = (

@@ -18,6 +18,9 @@ from pipemorph.planning.offload import (
     device_peak,
     host_limit,
     host_peak,
+    left,
+    recompute_reach,
+    recompute_room,
 )
 from pipemorph.planning.validator import ScheduleError, validate, validate_online
 
@@ -172,8 +175,8 @@ class OldestGoes(Residency):
     def run(self, kind: OpKind, microbatch: int) -> bool:
         copies = super().run(kind, microbatch)
         if copies and kind is OpKind.F:
-            self._on_host.remove(microbatch)
-            self._on_host.add(max(0, microbatch - 1))
+            self._away.remove(microbatch)
+            self._away.add(max(0, microbatch - 1))
         return copies
 
 
@@ -233,3 +236,32 @@ def disagrees(rule: type[Residency]) -> bool:
 def test_another_rule_is_noticed(rule: type[Residency]) -> None:
     assert disagrees(rule)
     assert not disagrees(Residency)
+
+
+@given(st.integers(1, 40), st.integers(1, 200), st.integers(1, 60), st.integers(1, 60))
+def test_recomputation_fits_into_the_memory_of_the_limit(
+    limit: int, more: int, activations: int, in_flight: int
+) -> None:
+    """By bytes: of D microbatches with their activations and of the others with their inputs."""
+    most = limit + more
+    in_flight = min(limit + in_flight, most)
+    device = recompute_room(in_flight, limit, most)
+    assert 1 <= device <= limit
+    assert recompute_room(most, limit, most) == 1
+    # The largest inputs of which `most` fit beside the activations of one.
+    inputs = (limit - 1) * activations / most
+    space = limit * activations * (1 + 1e-9)
+
+    def needed(device: int) -> float:
+        return device * activations + (in_flight - device + 1) * inputs
+
+    assert needed(device) <= space < needed(device + 1) + 1e-6 * activations
+    reach = recompute_reach(device, limit, most)
+    assert reach >= in_flight
+    assert recompute_room(reach, limit, most) >= device
+
+
+def test_what_leaves_is_counted_as_what_it_does() -> None:
+    many, few = "F0 F1 F2 B0 W0 B1 W1 B2 W2", "F0 B0 W0 F1 B1 W1 F2 B2 W2"
+    schedule = schedule_of(3, [many, many, few])
+    assert left(schedule, (2, 2, None), (False, True, True)) == ([2, 0, 0], [0, 2, 0])

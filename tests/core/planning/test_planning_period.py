@@ -119,7 +119,7 @@ def test_fused_backwards_and_offload_shorten_the_period() -> None:
     held = [stage | {"device_limit": 2, "offload_copy": 1}] * 3
     capped = [stage | {"in_flight_limit": 2}] * 3
     away = plan(problem(8, 3, [30.0, 0.0], stages=held))
-    assert away.offloads
+    assert away.exceeds
     assert away.objective == away.simulation.period
     assert away.objective < plan(problem(8, 3, [30.0, 0.0], stages=capped)).objective
 

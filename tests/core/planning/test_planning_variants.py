@@ -31,7 +31,7 @@ from pipemorph.planning import (
     simulate,
     validate,
 )
-from pipemorph.planning.offload import host_limit, host_peak
+from pipemorph.planning.offload import host_limit, host_peak, recompute_room
 from pipemorph.planning.search.variants import fit_on_device, has_variants, on_device
 from pipemorph.planning.simulation.core import static
 from pipemorph.planning.simulation.costs import Costs
@@ -255,3 +255,104 @@ def test_plans_run_as_each_other_whatever_their_versions_and_caps() -> None:
     assert (first.fused, first.offloading, first.delegated) == ((1,), (), ())
     moved = replace(first, routes=(Route.DELEGATED,), device_limits=(1, None))
     assert (moved.offloading, moved.delegated) == ((0,), (0,))
+
+
+# --- recomputation ------------------------------------------------------------------------
+
+DROPS = TIGHT.model_copy(
+    update={
+        "stages": (
+            StageTimes(
+                forward=10,
+                backward_input=10,
+                backward_weight=6,
+                in_flight_limit=4,
+                recompute_limit=12,
+            ),
+        )
+        * 4
+    }
+)
+"""The same where activations may be computed again."""
+
+
+def test_recomputation_pays_where_the_limit_binds() -> None:
+    kept = plan(on_device(TIGHT))
+    found = plan(DROPS)
+    assert found.makespan < 0.95 * kept.makespan
+    again = [stage for stage in found.problem.stages if stage.recompute]
+    assert again, "stages that recompute"
+    for stage, peak in zip(found.problem.stages, found.schedule.in_flight_peak(), strict=True):
+        if stage.recompute:
+            assert stage.device_limit == recompute_room(peak, 4, 12)
+            assert stage.in_flight_limit == peak > 4
+        else:
+            assert (stage.device_limit, stage.in_flight_limit) == (None, 4)
+    assert found.lower_bound <= found.makespan
+    assert simulate(found.schedule, found.problem).makespan == pytest.approx(found.makespan)
+
+
+def test_without_a_limit_that_binds_nothing_is_recomputed() -> None:
+    wide = DROPS.model_copy(update={"links": (Link(), Link(), Link())})
+    stages = tuple(
+        stage.model_copy(update={"in_flight_limit": 10, "recompute_limit": 40})
+        for stage in wide.stages
+    )
+    found = plan(wide.model_copy(update={"stages": stages}))
+    assert not any(found.problem.recompute())
+    assert found.problem.device_limits() == (None,) * 4
+
+
+def test_a_forward_that_runs_again_makes_its_backward_longer() -> None:
+    stage = StageTimes(
+        forward=3, backward_input=4, backward_weight=5, device_limit=2, recompute=True
+    )
+    schedule = schedule_of(3, ["F0 F1 F2 B0 W0 B1 W1 B2 W2"])
+    problem = Problem(microbatches=3, stages=(stage,))
+    ops = simulate(schedule, problem).stages[0]
+    assert [op.end - op.start for op in ops] == [3, 3, 3, 4, 5, 7, 5, 7, 5]
+
+
+@st.composite
+def recomputing(draw: st.DrawFn) -> Problem:
+    """Some stages of a problem with a cap may recompute."""
+    problem = draw(offloading())
+    stages = []
+    for stage in problem.stages:
+        cap = stage.in_flight_limit
+        may = cap is not None and draw(st.booleans())
+        most = (cap or 0) + draw(st.integers(0, 9)) if may else None
+        stages.append(stage.model_copy(update={"recompute_limit": most}))
+    return problem.model_copy(update={"stages": tuple(stages)})
+
+
+@given(problem=recomputing())
+@settings(max_examples=examples(100), deadline=None)
+def test_plans_with_recomputation_fit_into_the_memory_of_the_limits(problem: Problem) -> None:
+    found = plan(problem)
+    assert found.objective >= found.lower_bound * (1 - 1e-9)
+    peaks = found.schedule.in_flight_peak()
+    for asked, kept, peak, ops in zip(
+        problem.stages, found.problem.stages, peaks, found.schedule.stages, strict=True
+    ):
+        if not kept.recompute or asked.recompute:
+            continue
+        limit = min(filter(None, (asked.in_flight_limit, asked.device_limit)))
+        most = asked.recompute_limit
+        assert most is not None
+        assert kept.device_limit is not None
+        away = host_peak(ops, kept.device_limit)
+        # In units of activations: the inputs of `most` take the place of all but one.
+        assert kept.device_limit + away * (limit - 1) / most <= limit + 1e-9
+        assert peak <= most
+
+
+def test_a_plan_that_recomputes_is_read_back_for_its_problem() -> None:
+    found = plan(DROPS)
+    limits, again = found.problem.device_limits(), found.problem.recompute()
+    problem = DROPS.with_device_limits(limits, again)
+    assert simulate(found.schedule, problem).makespan == pytest.approx(found.makespan)
+    with pytest.raises(InputError, match=r"recomputes on stage 0, and stages\[0\].recompute_limit"):
+        on_device(TIGHT).with_device_limits((2,) * 4, (True,) * 4)
+    with pytest.raises(InputError, match="recompute has 1 entry; 4 stages need 4"):
+        DROPS.with_device_limits(limits, again[:1])

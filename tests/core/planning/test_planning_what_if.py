@@ -23,6 +23,7 @@ FULL = StageTimes(
     offload_copy=2,
     in_flight_limit=6,
     device_limit=3,
+    recompute_limit=8,
     activation_bytes=GIB,
     reduction=3,
 )
@@ -43,15 +44,18 @@ def found(given: Problem, lever: str) -> list[Option]:
 
 def test_every_field_of_a_stage_follows_the_size_of_its_microbatches() -> None:
     half, whole = shrunk(FULL, 2), FULL.model_dump()
-    limits = {"in_flight_limit", "device_limit"}
+    limits = {"in_flight_limit", "device_limit", "recompute_limit"}
     for name in StageTimes.model_fields:
         if name == "reduction":  # As many gradients, however large a microbatch is.
             assert half.reduction == whole[name] == 3
             continue
+        if name == "recompute":
+            assert half.recompute is whole[name] is False
+            continue
         factor = 2 if name in limits else 0.5
         assert getattr(half, name) == factor * whole[name], name
     bare = stage()
-    assert shrunk(bare, 2).model_dump(exclude_none=True) == dict.fromkeys(KINDS, 5)
+    assert shrunk(bare, 2).model_dump(exclude_defaults=True) == dict.fromkeys(KINDS, 5)
 
 
 @pytest.mark.parametrize("policy", ["1f1b", "gpipe"])
