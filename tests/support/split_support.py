@@ -38,6 +38,8 @@ class Job:
     """Done to each copy of the module: hooks and compilation do not survive a copy."""
     offloads: bool = False
     """Whether the runner has host memory for activations."""
+    recomputes: bool = False
+    """Whether what exceeds a device limit is computed again."""
 
     def fresh(self) -> nn.Module:
         module = copy.deepcopy(self.module)
@@ -53,6 +55,7 @@ class Job:
             microbatches=self.microbatches,
             mode=self.mode,
             store=host_store() if self.offloads else None,
+            recompute=self.recomputes,
         )
 
 
@@ -134,23 +137,25 @@ def split(
 def run_order(
     job: Job, runner: StageRunner, order: str, result: Result, device_limit: int | None = None
 ) -> int:
-    """Run the ops, offloading as a plan with this device limit does; bytes that went out."""
+    """Run the ops, offloading or recomputing as a plan with this device limit does; bytes that went
+    out."""
     held = Residency(device_limit)
     moved = 0
     for op in order.split():
         kind, k = op.rstrip("0123456789"), int(op.lstrip("FBW"))
         copies = held.run(OpKind(kind), k)
         if kind == "F":
-            outs = runner.forward(k, job.make_args(k), {}, job.make_target(k), offload=copies)
+            how = {"recompute" if job.recomputes else "offload": copies}
+            outs = runner.forward(k, job.make_args(k), {}, job.make_target(k), **how)
             assert all(o.grad_fn is None for o in outs)
             result.outputs.append(tuple(o.clone() for o in outs))
-            if copies:
+            if copies and not job.recomputes:
                 moved += runner.offload(k)
         elif kind == "W":
             runner.backward_weight(k)
         else:
             if copies:
-                runner.fetch(k)
+                (runner.recompute if job.recomputes else runner.fetch)(k)
             given = None if job.is_last else output_grads(result.outputs[k], k)
             run = runner.backward_input if kind == "B" else runner.backward
             result.input_grads[k] = run(k, given)

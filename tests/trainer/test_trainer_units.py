@@ -29,6 +29,7 @@ from pipemorph_trainer.errors import PeerLostError, PipelineError, ShapeError, f
 from pipemorph_trainer.executor.dispatch import Outcome
 from pipemorph_trainer.executor.inputs import signature, split
 from pipemorph_trainer.executor.split import OffloadAttempt, OpTimes, SplitReport
+from pipemorph_trainer.executor.split.report import RecomputeAttempt
 from pipemorph_trainer.executor.stage_profile import (
     Footprint,
     footprint,
@@ -458,6 +459,15 @@ def test_copies_do_not_count_as_forward_and_backward() -> None:
     assert offloaded([], 4096) is None
 
 
+def test_forwards_that_run_again_do_not_count_as_backward_or_copies() -> None:
+    ops = [timed(OpKind.F, 0, 1.0), timed(OpKind.B, 0, 3.0), timed(OpKind.W, 0, 1.0)]
+    runs = [TimedCopy(OpKind.B, 0, 10.0, 11.25, 0, again=True)]
+    profile = profile_of(ops, footprint=Footprint(input_bytes=8), copies=runs)
+    assert (profile.forward, profile.backward_input, profile.input_bytes) == (1.0, 1.75, 8)
+    assert profile.offload_copy is None
+    assert offloaded(runs, 0) is None
+
+
 def test_a_fused_backward_that_ran_is_its_own_measure() -> None:
     ops = [timed(OpKind.F, 0, 1.0), timed(OpKind.BW, 0, 3.0)]
     profile = profile_of(ops, footprint=Footprint(fused_ratio=0.5))
@@ -480,7 +490,11 @@ def test_what_the_self_test_found_is_what_a_plan_may_count_on() -> None:
     )
     found = footprint(report)
     assert (found.activation_bytes, found.offload_copy) == (64, 0.5)
+    assert found.input_bytes is None
     assert found.fused_ratio is None, "a few runs are too noisy to plan with"
+    assert footprint(replace(report, recompute=RecomputeAttempt(8))).input_bytes == 8
+    differs = RecomputeAttempt(8, reason="the loss differs")
+    assert footprint(replace(report, recompute=differs)).input_bytes is None
     refused = replace(report, offload=OffloadAttempt(reason="out of memory"))
     assert footprint(refused).offload_copy is None
     assert footprint(replace(report, offload=None)).offload_copy is None

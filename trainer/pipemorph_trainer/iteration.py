@@ -434,6 +434,8 @@ class Iterations:
             self._reducer.forget()
         if report.offload is not None and report.offload.reason:
             self._plans.forbid_offload(report.offload.reason)
+        if report.recompute is not None and report.recompute.reason:
+            self._plans.forbid_recompute(report.recompute.reason)
         self._traces[stage].split(report.record())
         coordinate = self._coordinate.of(stage)
         if coordinate.column == 0:

@@ -150,7 +150,10 @@ class Parts:
         )  # fmt: skip
         self.wait_for.who_is_gone = self.links.gone
         ends = self.links.ends
-        self.plans = PlanBook(prepared.plan, self.coordinate, ends, no_offload=prepared.no_offload)
+        self.plans = PlanBook(
+            prepared.plan, self.coordinate, ends,
+            no_offload=prepared.no_offload, no_recompute=prepared.no_recompute,
+        )  # fmt: skip
         for end in ends:
             if end.failover is not None:
                 end.failover.on_broken = partial(self._on_broken, end)
@@ -159,6 +162,7 @@ class Parts:
                 each, self.coordinate.of(number), loss_fn=loss_fn, split=prepared.split,
                 store=prepared.store, microbatches=prepared.plan.schedule.microbatches,
                 device=self.device, accelerator=accelerator, agree=self.world.agree,
+                recompute=not prepared.no_recompute,
             )
             for number, each in zip(self.coordinate.held, own, strict=True)
         }  # fmt: skip

@@ -27,7 +27,12 @@ from pipemorph_trainer.executor.inputs import Given, check_grad_mode, join
 from pipemorph_trainer.executor.split.flight import LossFn
 from pipemorph_trainer.parts import Parts
 from pipemorph_trainer.preparation import MakeOptimizer, StageOrBuilder
-from pipemorph_trainer.settings import DuplexChoice, EngineChoice, RouteChoice
+from pipemorph_trainer.settings import (
+    DuplexChoice,
+    EngineChoice,
+    RecomputeChoice,
+    RouteChoice,
+)
 from pipemorph_trainer.signals import LastWord
 from pipemorph_trainer.state.gradients import GlobalNorm, clip_factor
 
@@ -68,6 +73,8 @@ class Pipeline:
             :attr:`start_iteration` is the iteration to continue with.
         host_memory: bytes of host memory on this rank that a plan may use for activations;
             None: a plan with offload is refused.
+        recompute: ``auto``: plans may drop activations and run forwards again; the self-test tries
+            it. ``never``, the default: a plan with recomputation is refused.
         split: how a module runs B and W apart. ``auto``: the first iteration is fused, and a
             self-test at its end finds a split with bitwise equal results. ``module`` or ``graph``:
             this one, from the start and without the test. ``fused`` or ``off``: no split, no test.
@@ -129,6 +136,7 @@ class Pipeline:
         direct_sends: int | None = None,
         checkpoint: Checkpoint | None = None,
         host_memory: int | None = None,
+        recompute: RecomputeChoice | None = None,
         split: str = "auto",
         tied: Sequence[Any] | None = None,
         state: Mapping[str, Any] | None = None,
@@ -145,6 +153,7 @@ class Pipeline:
             "route": route, "faults": faults, "deadline_seconds": deadline_seconds,
             "engine": engine, "queues": queues, "direct_duplex": direct_duplex,
             "direct_sends": direct_sends, "checkpoint": checkpoint, "host_memory": host_memory,
+            "recompute": recompute,
         }  # fmt: skip
         self._parts = Parts(
             stage, context, given,

@@ -17,13 +17,18 @@ from pipemorph.errors import InputError
 from pipemorph.planning import Plan
 from pipemorph.wire import PlanMessage
 from pipemorph_trainer.context import TrainerContext
-from pipemorph_trainer.executor.local_stage import Stage, mode_of, open_store
+from pipemorph_trainer.executor.local_stage import (
+    Stage,
+    mode_of,
+    open_store,
+    recompute_refusal,
+)
 from pipemorph_trainer.executor.offload import ActivationStore
 from pipemorph_trainer.executor.split import Mode
 from pipemorph_trainer.executor.stages.emulated import EmulatedStage
 from pipemorph_trainer.executor.stages.interface import GivenStage
 from pipemorph_trainer.links.engine import EngineOptions
-from pipemorph_trainer.plans.book import check_offload, check_stages
+from pipemorph_trainer.plans.book import check_offload, check_recompute, check_stages
 from pipemorph_trainer.settings import Settings, engine_options
 from pipemorph_trainer.start import Start, digest
 from pipemorph_trainer.state.scaler import GradScaler
@@ -39,8 +44,9 @@ class Preparation:
     """The parts of a pipeline that need no other rank.
 
     ``split``: how a module runs B and W apart. ``store``: host memory for activations; None if they
-    stay on the device, for the reason ``no_offload``. ``engine``: options of the transfer engine;
-    None if it is not needed.
+    stay on the device, for the reason ``no_offload``. ``no_recompute``: why they must not be
+    dropped and computed again; empty if they may. ``engine``: options of the transfer engine; None
+    if it is not needed.
     """
 
     settings: Settings
@@ -48,6 +54,7 @@ class Preparation:
     split: Mode
     store: ActivationStore | None
     no_offload: str
+    no_recompute: str
     engine: EngineOptions | None
 
 
@@ -157,9 +164,12 @@ def prepare(
             store, no_offload = open_store(
                 stages[0], device, accelerator, settings.host_memory, mode
             )
+            no_recompute = recompute_refusal(stages[0], settings.recompute == "auto", mode)
         else:
             store, no_offload = None, "ranks with several stages do not offload"
+            no_recompute = "ranks with several stages do not recompute"
         check_offload(plan, coordinate, no_offload)
+        check_recompute(plan, coordinate, no_recompute)
         engine = engine_options(context, settings, plan, directed=directed)
         held = tuple(
             held
@@ -175,7 +185,7 @@ def prepare(
         return None, Start(refusal=str(error))
     first = digest(PlanMessage.of(plan).model_dump_json(exclude_defaults=True))
     return (
-        Preparation(settings, plan, mode, store, no_offload, engine),
+        Preparation(settings, plan, mode, store, no_offload, no_recompute, engine),
         Start(
             mesh=settings.mesh,
             microbatches=microbatches,

@@ -33,6 +33,7 @@ from pipemorph_trainer.topology.rail_share import own_rails
 RouteChoice = Literal["auto", "direct", "delegated"]
 EngineChoice = Literal["auto", "tcp", "shm", "rdma"]
 DuplexChoice = Literal["full", "half"]
+RecomputeChoice = Literal["never", "auto"]
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,12 @@ class Settings:
     direct_duplex: DuplexChoice = "full"
     checkpoint: Checkpoint | None = None
     host_memory: int | None = None
+    recompute: RecomputeChoice = "never"
     direct_sends: int | None = None
 
     def __post_init__(self) -> None:
+        if self.recompute not in get_args(RecomputeChoice):
+            raise InputError(f"recompute is {self.recompute!r}; expected never or auto")
         if self.direct_sends is not None and self.direct_sends < 1:
             raise InputError(
                 f"direct_sends is {self.direct_sends}; expected at least 1, or None for the default"
@@ -76,6 +80,7 @@ class Settings:
             direct_duplex=spec.transport.direct_duplex,
             checkpoint=spec.checkpoint,
             host_memory=adaptation.host_memory if adaptation.allow_offload else None,
+            recompute=spec.schedule.recompute,
         )
 
     @property
@@ -171,6 +176,7 @@ MANIFEST = {
     "direct_duplex": "transport.directDuplex",
     "checkpoint": "checkpoint",
     "host_memory": "adaptation.hostMemory",
+    "recompute": "schedule.recompute",
 }
 """Field in ``spec`` of each setting."""
 

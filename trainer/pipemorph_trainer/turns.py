@@ -150,12 +150,14 @@ class Turns:
         if plan is None:
             turns = forwards(self._mesh, self._schedule.microbatches)[1]
             window = forward_window(self._schedule, turns)
-            limit, receives = None, (Receives(window=window), RECEIVE_ALL)
+            limit, again, receives = None, False, (Receives(window=window), RECEIVE_ALL)
         else:
-            limit, receives = plan.device_limits[stage], of_stage(plan, stage)
+            limit, again = plan.device_limits[stage], plan.recompute[stage]
+            receives = of_stage(plan, stage)
         self.outcomes[stage] = self._executors[stage].begin(
             self._schedule, call.iteration, self._tokens[stage].generations, call.inputs[stage],
-            start, device_limit=limit, receives=receives, evaluates=call.evaluation,
+            start, device_limit=limit, recompute=again, receives=receives,
+            evaluates=call.evaluation,
         )  # fmt: skip
 
     def _start(self, stage: int) -> tuple[int, Start]:

@@ -27,12 +27,13 @@ from pipemorph.planning import (
     Policy,
     Problem,
     Route,
+    Schedule,
     StageTimes,
     plan,
     simulate,
 )
 from pipemorph.planning.interleaved import plan_interleaved
-from pipemorph.planning.offload import copying
+from pipemorph.planning.offload import left
 from pipemorph_trainer.executor import dispatch, mailbox
 from pipemorph_trainer.executor.call import Generations, Start
 from pipemorph_trainer.executor.dispatch import Executor, Inputs
@@ -188,8 +189,14 @@ class Runner:
     def begin_iteration(self, **_: Any) -> None:
         pass
 
-    def forward(self, *_: Any, offload: bool = False) -> tuple[torch.Tensor, ...]:
+    def forward(
+        self, *_: Any, offload: bool = False, recompute: bool = False
+    ) -> tuple[torch.Tensor, ...]:
+        assert not recompute or self.times.recompute
         return self._take(self.times.forward)
+
+    def recompute(self, _: int) -> None:
+        self._take(self.times.forward)
 
     def offload(self, _: int) -> int:
         self._take(self.times.offload_copy or 0)
@@ -282,7 +289,8 @@ def execute(
         def body(stage: int = stage, executor: Executor = executor) -> None:
             done[stage] = executor.begin(
                 chosen.schedule, 1, Generations(), Inputs(), Start(),
-                device_limit=chosen.device_limits[stage], receives=of_stage(chosen, stage),
+                device_limit=chosen.device_limits[stage], recompute=chosen.recompute[stage],
+                receives=of_stage(chosen, stage),
             )  # fmt: skip
             if chosen.dispatch is Dispatch.ONLINE:
                 executor.run_online(chosen)
@@ -312,6 +320,7 @@ def random_problem(rng: random.Random, *, offloads: bool = False) -> Problem:
                 in_flight_limit=rng.choice((None, rng.randint(1, 9))),
                 device_limit=rng.choice((None, 1, 2, 3)) if offloads else None,
                 offload_copy=time(6) if offloads else None,
+                recompute=offloads and rng.random() < 0.5,
                 fused_backward=rng.choice((None, time(20))) if offloads else None,
             )
             for _ in range(stages)
@@ -345,13 +354,13 @@ def test_op_by_op(dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dispatch", list(Dispatch))
-def test_op_by_op_with_activations_in_host_memory(
+def test_op_by_op_with_activations_that_leave(
     dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same microbatches go at the same times, though a fixed order and online dispatch
-    send different ones."""
+    """The same microbatches go to host memory or are dropped, at the same times, though a fixed
+    order and online dispatch choose different ones."""
     rng = random.Random(13)
-    copied = 0
+    copied = dropped = 0
     for _ in range(120):
         problem = random_problem(rng, offloads=True)
         policy = rng.choice((Policy.ONE_F_ONE_B, Policy.ZERO_BUBBLE, Policy.PIPEMORPH))
@@ -363,11 +372,14 @@ def test_op_by_op_with_activations_in_host_memory(
         expected = simulate(planned.schedule, limited, dispatch)
         found = execute(chosen, limited, monkeypatch)
         assert found == [[tuple(op) for op in ops] for ops in expected.stages], limited
-        copied += sum(
-            sum(copying([Op(kind, m) for kind, m, *_ in ops], limit))
-            for ops, limit in zip(found, limited.device_limits(), strict=True)
+        assert chosen.recompute == limited.recompute()
+        ran = tuple(tuple(Op(kind, m) for kind, m, *_ in ops) for ops in found)
+        away = left(
+            Schedule(problem.microbatches, ran), limited.device_limits(), limited.recompute()
         )
-    assert copied > 100, "copies, in all of these"
+        copied += sum(away.offloaded)
+        dropped += sum(away.recomputed)
+    assert min(copied, dropped) > 50, "in all of these"
 
 
 def test_the_paper_example(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +50,17 @@ class Case:
     exact: bool = False
     """Whether gradients have the reference's bits: means are over two ranks, and each product is
     computed whole."""
+    recomputes: bool = False
+    """Whether the second plan runs forwards again."""
 
 
 CASES = {
     "pp2 tp2 dp2": Case({"dp_replicate": 2, "pp": 2, "tp": 2}, save="a"),
     "pp2 fsdp4": Case({"pp": 2, "dp_shard": 4}, delegated=True),
-    "pp4 fsdp2": Case({"pp": 4, "dp_shard": 2}, save="b", exact=True),
+    "pp4 fsdp2": Case({"pp": 4, "dp_shard": 2}, save="b", exact=True, recomputes=True),
     "pp2 hsdp2x2": Case({"pp": 2, "dp_replicate": 2, "dp_shard": 2}, resume="a"),
     "pp2 fsdp2 dp2": Case({"dp_replicate": 2, "pp": 2, "dp_shard": 2}, hybrid=False),
-    "pp2 cp2 tp2": Case({"pp": 2, "cp": 2, "tp": 2}),
+    "pp2 cp2 tp2": Case({"pp": 2, "cp": 2, "tp": 2}, recomputes=True),
     "pp2 fsdp2 tp2": Case({"pp": 2, "dp_shard": 2, "tp": 2}, resume="b"),
 }
 
@@ -109,6 +111,7 @@ def train(context: TrainerContext, name: str, folder: str) -> str:
     with Pipeline(
         part, context=context, mesh=mesh, loss_fn=loss_fn, optimizer=optimizer,
         plan=make_plan(job, 0, "zero-bubble"), checkpoint=checkpoint, deadline_seconds=60,
+        recompute="auto" if case.recomputes else None,
     ) as pipe:  # fmt: skip
         assert (pipe.is_first, pipe.is_last) == (place["pp"] == 0, place["pp"] == stages - 1)
         assert pipe.start_iteration == (ITERATIONS if case.resume else 0)
@@ -119,7 +122,13 @@ def train(context: TrainerContext, name: str, folder: str) -> str:
             if iteration == 0:
                 route = Route.DELEGATED if case.delegated else Route.DIRECT
                 routes = (route,) * (stages - 1)
-                pipe.install(make_plan(job, 1, "1f1b", routes=routes))
+                second = make_plan(job, 1, "1f1b", routes=routes)
+                if case.recomputes:
+                    second = replace(
+                        make_plan(job, 1, "zero-bubble", routes=routes, device_limit=2),
+                        recompute=(True,) * stages,
+                    )
+                pipe.install(second)
             batch = batch_of(iteration, data, ROWS)
             tokens, target = cut(batch, place.get("cp", 0), size("cp", 1))
             loss = pipe.step(tokens, target=target)

@@ -64,7 +64,7 @@ class Inputs:
 @dataclass
 class Outcome:
     """Record of one iteration on this stage. ``losses``: only on the last stage. ``copies``: of
-    activations to host memory and back; part of their ops."""
+    activations to host memory and back, and forwards that ran again; part of their ops."""
 
     ops: list[TimedOp] = field(default_factory=list)
     copies: list[TimedCopy] = field(default_factory=list)
@@ -135,6 +135,7 @@ class Executor:
         self._shapes_known = False
         self._outcome = Outcome()
         self._residency = Residency(None)
+        self._recomputes = False
 
     def allow(self, deadline: float) -> None:
         """Set the longest wait for a message under online dispatch, seconds."""
@@ -155,13 +156,15 @@ class Executor:
         start: Start,
         *,
         device_limit: int | None = None,
+        recompute: bool = False,
         receives: tuple[Receives, Receives] = (RECEIVE_ALL, RECEIVE_ALL),
         evaluates: bool = False,
     ) -> Outcome:
         """Prepare for the ops of one iteration of ``schedule``. Returns the record that they fill.
 
         This waits for the shapes of the stage above if they are exchanged. ``device_limit``: most
-        microbatches with activations on the device. ``receives``: from above and from below.
+        microbatches with activations on the device; with ``recompute`` those of others are dropped
+        and computed again, else moved to host memory. ``receives``: from above and from below.
         ``evaluates``: the iteration has only forwards, without gradients; call
         :meth:`end_uncounted` afterwards.
         """
@@ -171,7 +174,7 @@ class Executor:
         self._microbatches = schedule.microbatches
         self._inputs = inputs
         self._outcome = Outcome()
-        self._residency = Residency(device_limit)
+        self._residency, self._recomputes = Residency(device_limit), recompute
         self._shapes_known = not start.shapes_to_below
         kinds = {op.kind for op in schedule.stages[self._coordinate.stage]}
         self._runner.begin_iteration(
@@ -338,12 +341,14 @@ class Executor:
         kwargs = self._inputs.kwargs[microbatch] if self._inputs.kwargs else {}
         target = self._inputs.targets[microbatch] if self._inputs.targets else None
         leaves = not self._evaluating and self._residency.run(OpKind.F, microbatch)
-        if leaves:
+        if leaves and not self._recomputes:
             # Before the op starts, so that this wait is not part of its time.
             self._runner.reclaim()
         start = self._start_op()
         with self._range("F", microbatch):
-            if leaves:
+            if leaves and self._recomputes:
+                outputs = self._runner.forward(microbatch, args, kwargs, target, recompute=True)
+            elif leaves:
                 outputs = self._runner.forward(microbatch, args, kwargs, target, offload=True)
                 # Drop the reference, so that the runner can move the inputs.
                 args = ()
@@ -376,7 +381,9 @@ class Executor:
         start = self._start_op()
         letter = "B" if kind is OpKind.BW else "I"
         with self._range(letter, microbatch):
-            if returns:
+            if returns and self._recomputes:
+                self._run_again(kind, microbatch)
+            elif returns:
                 self._copy(kind, microbatch, self._runner.fetch)
             found = run(microbatch, grads)
         self._end_op(kind, microbatch, start)
@@ -396,6 +403,13 @@ class Executor:
         with _NO_RANGE if self._device_times is None else self._device_times.copy():
             nbytes = copy(microbatch)
         self._outcome.copies.append(TimedCopy(kind, microbatch, start, time(), nbytes))
+
+    def _run_again(self, kind: OpKind, microbatch: int) -> None:
+        """Run the forward of a microbatch again, at the beginning of its backward."""
+        start = time()
+        with _NO_RANGE if self._device_times is None else self._device_times.copy():
+            self._runner.recompute(microbatch)
+        self._outcome.copies.append(TimedCopy(kind, microbatch, start, time(), 0, again=True))
 
     def _weight(self, microbatch: int) -> None:
         self._residency.run(OpKind.W, microbatch)

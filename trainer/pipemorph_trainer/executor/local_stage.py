@@ -40,8 +40,8 @@ class OwnStage:
     """The stage of this rank, at its place in the pipeline.
 
     ``microbatches``: N. ``split``: of a module's backward. ``accelerator``: of ``device``; None for
-    the CPU. ``store``: host memory for activations; None: they stay on the device. ``agree``: see
-    :class:`StageRunner`.
+    the CPU. ``store``: host memory for activations; None: they stay on the device. ``agree``,
+    ``recompute``: see :class:`StageRunner`.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class OwnStage:
         accelerator: Accelerator | None,
         store: ActivationStore | None,
         agree: Agree,
+        recompute: bool = False,
     ) -> None:
         self._coordinate = coordinate
         self.microbatches = microbatches
@@ -89,6 +90,7 @@ class OwnStage:
             mode=split,
             store=store,
             agree=agree,
+            recompute=recompute,
         )
 
     def inputs(self, given: Given, *, needs_target: bool = True) -> tuple[Inputs, Any]:
@@ -132,7 +134,7 @@ class OwnStage:
         so that no memory is page-locked between ops."""
         stage = self._coordinate.stage
         limit = plan.device_limits[stage]
-        if self._store is None or limit is None:
+        if self._store is None or limit is None or plan.recompute[stage]:
             return
         if plan.dispatch is Dispatch.ONLINE:
             most = host_limit(plan.in_flight_limits[stage], limit, self.microbatches)
@@ -207,6 +209,17 @@ def open_store(
     return ActivationStore(device, host_memory, accelerator), ""
 
 
+def recompute_refusal(stage: Stage, allowed: bool, split: Mode) -> str:
+    """Why a stage must not recompute; empty if it may."""
+    if isinstance(stage, GivenStage):
+        return "its activations belong to torch's stage"
+    if not allowed:
+        return "the job must not; give schedule.recompute auto (recompute of Pipeline)"
+    if not isinstance(stage, EmulatedStage) and split != "auto":
+        return f"split={split!r} leaves out the self-test, which tries it first"
+    return ""
+
+
 def _footprint_of(stage: Stage) -> Footprint:
     """The given values of an emulated stage; for a module nothing is known yet."""
     if not isinstance(stage, EmulatedStage):
@@ -215,5 +228,6 @@ def _footprint_of(stage: Stage) -> Footprint:
     return Footprint(
         activation_bytes=stage.activation_bytes,
         offload_copy=stage.offload_copy,
+        input_bytes=stage.input_bytes,
         fused_ratio=stage.whole_backward / apart if apart > 0 else None,
     )

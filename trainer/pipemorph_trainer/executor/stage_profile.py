@@ -22,6 +22,7 @@ class Footprint:
     """Properties of a stage beside its op times; None: unknown.
 
     ``offload_copy``: seconds to copy ``activation_bytes`` one way, if offload is possible.
+    ``input_bytes``: bytes of what is kept of a microbatch that is recomputed, if it can be.
     ``fused_ratio``: time of BW divided by that of B and W apart; only of an emulated stage, which
     has both. For a module, the time of BW is only known while a plan runs it: the few runs of a
     self-test are too noisy for planning.
@@ -30,14 +31,16 @@ class Footprint:
     activation_bytes: int | None = None
     offload_copy: float | None = None
     fused_ratio: float | None = None
+    input_bytes: int | None = None
 
 
 def footprint(report: SplitReport) -> Footprint:
-    """The activation size and copy time from the self-test. Its op times are not used."""
-    offload = report.offload
+    """The sizes and the copy time from the self-test. Its op times are not used."""
+    offload, recompute = report.offload, report.recompute
     return Footprint(
         activation_bytes=report.activation_bytes,
         offload_copy=offload.seconds if offload is not None and not offload.reason else None,
+        input_bytes=recompute.input_bytes if recompute and not recompute.reason else None,
     )
 
 
@@ -55,12 +58,14 @@ def stage_profile(
     as ``backward_input``.
 
     The time of ``copies`` is subtracted from the ops that they are part of, so that F and B do not
-    depend on which microbatches a plan offloads. It is reported separately as ``offload_copy``: the
-    median of the longer direction if there were copies, else the time from the self-test.
+    depend on which microbatches a plan offloads or recomputes. That of copies is reported as
+    ``offload_copy``: the median of the longer direction if there were copies, else the time from
+    the self-test.
 
     ``fused_backward`` is reported for an emulated stage only: the mean BW if there was one, else
     B + W times its ratio.
     """
+    moves = [copy for copy in copies if not copy.again]
     copying = {(copy.kind, copy.microbatch): copy.end - copy.start for copy in copies}
 
     def mean(*kinds: OpKind) -> float:
@@ -81,7 +86,8 @@ def stage_profile(
         split=split,
         peak_memory=peak_memory,
         activation_bytes=footprint.activation_bytes,
-        offload_copy=_longer(copies) if copies else footprint.offload_copy,
+        input_bytes=footprint.input_bytes,
+        offload_copy=_longer(moves) if moves else footprint.offload_copy,
         fused_backward=_fused(ops, backward, weight, footprint.fused_ratio),
         clock=clock,
     )
@@ -107,6 +113,7 @@ def _fused(
 
 def offloaded(copies: Sequence[TimedCopy], host_bytes: int) -> Offloaded | None:
     """Sums of one iteration's copies; None if there were none."""
+    copies = [copy for copy in copies if not copy.again]
     if not copies:
         return None
     return Offloaded(

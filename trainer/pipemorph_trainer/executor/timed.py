@@ -17,14 +17,16 @@ class TimedOp(NamedTuple):
 
 
 class TimedCopy(NamedTuple):
-    """A copy of activations to host memory, as part of an F, or back, as part of a B or BW.
-    Wall-clock seconds. On CUDA the time on the compute stream: none for a copy on a side stream."""
+    """A copy of activations to host memory, as part of an F, or back, as part of a B or BW; or
+    (``again``) a forward that ran again in place of the copy back. Wall-clock seconds. On CUDA the
+    time on the compute stream: none for a copy on a side stream."""
 
     kind: OpKind
     microbatch: int
     start: float
     end: float
     nbytes: int
+    again: bool = False
 
     @property
     def out(self) -> bool:

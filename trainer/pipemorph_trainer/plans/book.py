@@ -29,6 +29,11 @@ def check_plan(plan: Plan, current: Plan) -> None:
         raise InputError(
             f"plan {plan.version} has {len(plan.routes)} routes; expected {have.stage_count - 1}"
         )
+    if len(plan.recompute) != have.stage_count:
+        raise InputError(
+            f"plan {plan.version} says of {len(plan.recompute)} stages whether they recompute;"
+            f" expected {have.stage_count}"
+        )
     if plan.turns:
         validate_interleaved(InterleavedSchedule.of_plan(plan), plan.in_flight_limits)
     elif plan.dispatch is Dispatch.ONLINE:
@@ -67,10 +72,23 @@ def check_offload(plan: Plan, coordinate: Coordinate, no_offload: str) -> None:
     """
     for stage in coordinate.held:
         limit = plan.device_limits[stage]
-        if limit is not None and no_offload:
+        if limit is not None and not plan.recompute[stage] and no_offload:
             raise InputError(
                 f"plan {plan.version} moves activations of stage {stage} to host memory"
                 f" (device_limit {limit}), but: {no_offload}"
+            )
+
+
+def check_recompute(plan: Plan, coordinate: Coordinate, no_recompute: str) -> None:
+    """Raise :class:`InputError` if a plan recomputes on a stage here that cannot.
+
+    ``no_recompute``: why it cannot; empty if it can.
+    """
+    for stage in coordinate.held:
+        if stage in plan.recomputing and no_recompute:
+            raise InputError(
+                f"plan {plan.version} runs forwards of stage {stage} again"
+                f" (device_limit {plan.device_limits[stage]}), but: {no_recompute}"
             )
 
 
@@ -90,15 +108,22 @@ def check_routes(plan: Plan, ends: Iterable[LinkEnd]) -> None:
 class PlanBook:
     """The plans that one rank has prepared, and the current one (``in_force``).
 
-    ``no_offload``: why this stage cannot offload; empty if it can. Raises :class:`InputError` if
+    ``no_offload``, ``no_recompute``: why this stage cannot offload or recompute; empty if it can.
+    Raises :class:`InputError` if
     the first plan does not fit.
     """
 
     def __init__(
-        self, first: Plan, coordinate: Coordinate, ends: Sequence[LinkEnd], *, no_offload: str
+        self,
+        first: Plan,
+        coordinate: Coordinate,
+        ends: Sequence[LinkEnd],
+        *,
+        no_offload: str,
+        no_recompute: str = "",
     ) -> None:
         self._coordinate, self._ends = coordinate, ends
-        self._no_offload = no_offload
+        self._no_offload, self._no_recompute = no_offload, no_recompute
         self._metas: dict[int, tuple[TensorMeta, ...]] = {}
         """Tensors received per link and microbatch, if their shapes are known."""
         self._reserved: dict[int, int] = {}
@@ -121,6 +146,7 @@ class PlanBook:
         """
         check_routes(plan, self._ends)
         check_offload(plan, self._coordinate, self._no_offload)
+        check_recompute(plan, self._coordinate, self._no_recompute)
         if plan.version <= self.in_force.version or plan.version in self._plans:
             return True
         check_plan(plan, self.in_force)
@@ -139,6 +165,12 @@ class PlanBook:
         self._no_offload = why
         for plan in self._plans.values():
             check_offload(plan, self._coordinate, why)
+
+    def forbid_recompute(self, why: str) -> None:
+        """The same for plans that recompute."""
+        self._no_recompute = why
+        for plan in self._plans.values():
+            check_recompute(plan, self._coordinate, why)
 
     def held(self) -> frozenset[int]:
         """Versions of the prepared plans that are newer than the current one."""

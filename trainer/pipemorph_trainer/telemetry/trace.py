@@ -4,9 +4,9 @@
 "plan_version", "origin", "ops", "waits", "emulated"}``. ``origin`` is the wall clock at the start
 of the iteration; ``ops`` and ``waits`` are ``[kind, microbatch, start, end]`` in seconds from it.
 With offload, ``copies`` are ``["out" or "back", microbatch, start, end, bytes]``: the end of an F,
-or the beginning of a B or BW. With replicas, ``reduction`` has the ``bytes`` and ``buckets`` of
-the gradients, the ``seconds`` during which they were under way, and those that this rank ``waited``
-after its last op.
+or the beginning of a B or BW; a forward that runs again there is ``"again"``. With replicas,
+``reduction`` has the ``bytes`` and ``buckets`` of the gradients, the ``seconds`` during which they
+were under way, and those that this rank ``waited`` after its last op.
 
 The file has at most ``PIPEMORPH_TRACE_BYTES`` bytes. When it reaches this limit, the first and the
 newest quarter are kept. A line in between, ``{"rank", "dropped", "limit"}``, has the number of
@@ -100,7 +100,7 @@ class TraceWriter:
         if outcome.copies:
             line["copies"] = [
                 [
-                    "out" if copy.out else "back",
+                    "again" if copy.again else "out" if copy.out else "back",
                     copy.microbatch,
                     round(copy.start - origin, 6),
                     round(copy.end - origin, 6),

@@ -94,6 +94,7 @@ class TorchStageRunner:
         target: Any = None,
         *,
         offload: bool = False,
+        recompute: bool = False,
     ) -> tuple[Tensor, ...]:
         output = self._ops.forward(microbatch, args, kwargs, keep_output=self.keeps_output)
         if self._loss_of is None:
@@ -150,6 +151,9 @@ class TorchStageRunner:
 
     def fetch(self, microbatch: int) -> int:
         raise SplitError("the activations of torch's stage cannot be moved to host memory")
+
+    def recompute(self, microbatch: int) -> None:
+        raise SplitError("the activations of torch's stage cannot be computed again")
 
     def _marks(self) -> dict[str, tuple[int, int] | None]:
         """Identity and number of writes of each gradient; None for a parameter without one."""

@@ -74,6 +74,18 @@ class OffloadAttempt:
 
 
 @dataclass(frozen=True)
+class RecomputeAttempt:
+    """Microbatches whose forward ran again before their backward in the self-test.
+
+    ``input_bytes``: bytes of what is kept of one. ``reason``: why recomputation is not possible in
+    training, or empty.
+    """
+
+    input_bytes: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class Group:
     """Tensors that are not deferred for the same reason. Different numbers in the reason, such as
     those of layers, are ``*``. ``parameters``: elements of the tensors; ``example``: the first
@@ -141,6 +153,8 @@ class SplitReport:
     """Bytes that autograd keeps for one microbatch after its F, without parameters."""
     offload: OffloadAttempt | None = None
     """None if there is no host memory for it."""
+    recompute: RecomputeAttempt | None = None
+    """None if the job must not recompute."""
 
     @property
     def deferred_share(self) -> float:
@@ -179,6 +193,13 @@ class SplitReport:
                 if self.offload.reason
                 else f"  activations to host memory: {self.offload.nbytes} bytes in "
                 f"{self.offload.seconds * 1e3:.2f} ms one way"
+            )
+        if self.recompute is not None:
+            out.append(
+                f"  no recomputation: {self.recompute.reason}"
+                if self.recompute.reason
+                else f"  recomputation: keeps {self.recompute.input_bytes} bytes instead of"
+                f" {self.activation_bytes} per microbatch"
             )
         out += [f"  note: {note}" for note in self.notes]
         return out

@@ -20,8 +20,8 @@ from pipemorph_trainer.executor.split.flight import (
 )
 from pipemorph_trainer.executor.split.report import Mode, OrderError, Split, SplitReport
 from pipemorph_trainer.executor.split.self_test import Agree, SelfTest, alone
-from pipemorph_trainer.executor.split.snapshot import copy_tensors
-from pipemorph_trainer.executor.split.splitters import Splitter
+from pipemorph_trainer.executor.split.snapshot import Rerun, copy_tensors
+from pipemorph_trainer.executor.split.splitters import Kept, Splitter
 from pipemorph_trainer.executor.split.trial import Sample
 from pipemorph_trainer.executor.stages.sharded import Sharded, reduce_partial
 from pipemorph_trainer.executor.stages.structure import Structure
@@ -54,6 +54,7 @@ class StageRunner:
         mode: ``auto``, or a split to use from the start and without a test.
         store: host memory for activations; None: they stay on the device.
         agree: gathers a value of every rank that runs collectives inside this stage.
+        recompute: the self-test also tries whether the stage can run a forward again.
 
     A stage that ``fully_shard`` has sharded is gathered from :meth:`begin_iteration` to
     :meth:`end_iteration`, which reduces its gradients; both are collective.
@@ -72,6 +73,7 @@ class StageRunner:
         mode: Mode = "auto",
         store: ActivationStore | None = None,
         agree: Agree = alone,
+        recompute: bool = False,
     ) -> None:
         if microbatches < 1:
             raise SplitError(f"microbatches is {microbatches}; expected at least 1")
@@ -105,6 +107,10 @@ class StageRunner:
             torch.autograd.backward([torch.zeros(1, requires_grad=True) * 1], [torch.ones(1)])
         self._only_fused = False
         self._parameters = list(module.parameters())
+        self._recompute = recompute
+        self._rerun: Rerun | None = None
+        self._kept: dict[int, Kept] = {}
+        """Of microbatches whose activations were dropped."""
         self._flights: dict[int, Flight] = {}
         self._next = {"F": 0, "B": 0, "W": 0}
 
@@ -198,7 +204,9 @@ class StageRunner:
         if not samples:
             raise SplitError("self-test before the first iteration, so without a microbatch")
         with self._sharded.gathered():
-            test = SelfTest(self._call, samples, self._store, self._agree)
+            test = SelfTest(
+                self._call, samples, self._store, self._agree, recompute=self._recompute
+            )
             self._splitter, self.report = test.run()
         self._samples = []
         return self.report
@@ -211,13 +219,15 @@ class StageRunner:
         target: Any = None,
         *,
         offload: bool = False,
+        recompute: bool = False,
     ) -> tuple[Tensor, ...]:
         """Run F. Returns the outputs to send, detached, with ``requires_grad`` where a gradient has
         to come back; on the last stage ``(loss,)``, the loss of this microbatch before the division
         by N.
 
         ``args`` must not change before W of this microbatch, since autograd keeps them. With
-        ``offload``, :meth:`offload` may follow.
+        ``offload``, :meth:`offload` may follow. With ``recompute`` only the arguments are kept, and
+        :meth:`recompute` must precede its B.
         """
         self._expect("F", microbatch)
         if self.untested and len(self._samples) == microbatch < SAMPLES:
@@ -226,6 +236,14 @@ class StageRunner:
             with self._storing().recording() as saved:
                 flight = self._forward(microbatch, args, kwargs, target)
             flight.saved = saved
+        elif recompute:
+            if self._rerun is None:
+                self._rerun = Rerun(self.module)
+            with self._rerun.first() as begun:
+                flight = self._forward(microbatch, args, kwargs, target)
+            self._kept[microbatch] = Kept(args, kwargs, target, begun)
+            # Without the graph, and so without the activations.
+            flight = Flight(microbatch, sent=flight.sent)
         else:
             flight = self._forward(microbatch, args, kwargs, target)
         self._flights[microbatch] = flight
@@ -279,6 +297,14 @@ class StageRunner:
         if flight.saved is None or flight.saved.block is None:
             raise OrderError(f"the activations of microbatch {microbatch} are not in host memory")
         return self._storing().fetch(flight.saved)
+
+    def recompute(self, microbatch: int) -> None:
+        """Run the forward of ``microbatch`` again, whose F was run with ``recompute``, to the bit
+        as it ran then. Raises :class:`OrderError` for any other."""
+        kept = self._kept.pop(microbatch, None)
+        if kept is None or self._rerun is None:
+            raise OrderError(f"F{microbatch} was not run with recompute; its activations are here")
+        self._flights[microbatch] = kept.run(self._active, self._call, microbatch, self._rerun)
 
     def _storing(self) -> ActivationStore:
         if self._store is None:
@@ -339,6 +365,7 @@ class StageRunner:
             if flight.saved is not None and self._store is not None:
                 self._store.forget(flight.saved)
         self._flights.clear()
+        self._kept.clear()
         self._samples = []
         self._next = {"F": 0, "B": 0, "W": 0}
 
@@ -355,6 +382,8 @@ class StageRunner:
             saved = self._flights[microbatch].saved
             if saved is not None and saved.block is not None:
                 raise OrderError(f"B{microbatch} before its activations came from host memory")
+            if microbatch in self._kept:
+                raise OrderError(f"B{microbatch} before its forward ran again")
 
     def _finish(self, microbatch: int) -> None:
         del self._flights[microbatch]

@@ -17,18 +17,20 @@ from pipemorph_trainer.executor.split.report import (
     Attempt,
     OffloadAttempt,
     OpTimes,
+    RecomputeAttempt,
     Split,
     SplitReport,
     grouped,
     in_words,
 )
-from pipemorph_trainer.executor.split.snapshot import Snapshot
+from pipemorph_trainer.executor.split.snapshot import Rerun, Snapshot
 from pipemorph_trainer.executor.split.splitters import Splitter
 from pipemorph_trainer.executor.split.trial import (
     Outcome,
     Sample,
     activation_bytes,
     differences,
+    input_bytes,
     run_trial,
 )
 from pipemorph_trainer.executor.torch_private import (
@@ -63,7 +65,7 @@ class SelfTest:
 
     ``samples``: real microbatches, of which the first two are used. A single one is used twice;
     then a confusion of the two microbatches only shows in their output gradients. With ``store``
-    the chosen splitter is also tested with offload.
+    the chosen splitter is also tested with offload, with ``recompute`` also with recomputation.
 
     The test needs memory for one additional set of gradients, since runs are compared by digests.
     ``agree`` gathers a value of every rank that runs collectives inside the stage. These ranks
@@ -76,8 +78,11 @@ class SelfTest:
         samples: Sequence[Sample],
         store: ActivationStore | None = None,
         agree: Agree = alone,
+        *,
+        recompute: bool = False,
     ) -> None:
         self._call = call
+        self._recompute = recompute
         self._agree = agree
         self._store = store
         self._samples = [*samples, *samples][:2]
@@ -103,10 +108,11 @@ class SelfTest:
             failure = _first_line(error)
         if failure := self._first(failure):
             why = f"the self-test could not run the stage: {failure}"
-            offload = None if self._store is None else OffloadAttempt(reason=why)
             return Splitter(), SplitReport(
-                "fused", why, tested=False, sizes=self._sizes, offload=offload
-            )
+                "fused", why, tested=False, sizes=self._sizes,
+                offload=None if self._store is None else OffloadAttempt(reason=why),
+                recompute=RecomputeAttempt(reason=why) if self._recompute else None,
+            )  # fmt: skip
         self._loose = self._union(self._loose)
         chosen = self._try_module()
         if chosen is None or self._share(chosen) < SMALL_SHARE:
@@ -118,7 +124,8 @@ class SelfTest:
             chosen = graph or chosen
         splitter = chosen or Splitter()
         offload = None if self._store is None else self._try_offload(splitter, self._store)
-        return splitter, self._report(splitter, offload)
+        recompute = self._try_recompute(splitter) if self._recompute else None
+        return splitter, self._report(splitter, offload, recompute)
 
     def _baseline(self) -> None:
         self._reference = find_clone_inputs(self._call, lambda: self._trial(Splitter(), fused=True))
@@ -229,6 +236,22 @@ class SelfTest:
             seconds = max(outcome.seconds["out"], outcome.seconds["back"])
         return OffloadAttempt(moved, seconds)
 
+    def _try_recompute(self, splitter: Splitter) -> RecomputeAttempt:
+        """Test recomputation with one run."""
+        failure = ""
+        try:
+            outcome = run_trial(
+                splitter, self._call, self._samples, self._snapshot, fused=False,
+                rerun=Rerun(self._call.module),
+            )  # fmt: skip
+            if wrong := self._differences(splitter, outcome):
+                failure = f"{wrong[0]} differs from a run without it"
+        except Exception as error:  # noqa: BLE001 - after any error, activations stay
+            failure = _first_line(error)
+        if failure := self._first(failure):
+            return RecomputeAttempt(reason=failure)
+        return RecomputeAttempt(input_bytes(self._samples[0]))
+
     def _attempt(self, splitter: Splitter) -> tuple[Outcome | None, list[str]]:
         """Run the split twice; the first run is a warm-up. Without an outcome, returns the
         error."""
@@ -282,7 +305,12 @@ class SelfTest:
         total = sum(self._sizes.values())
         return sum(self._sizes[name] for name in splitter.deferred) / total if total else 0.0
 
-    def _report(self, splitter: Splitter, offload: OffloadAttempt | None) -> SplitReport:
+    def _report(
+        self,
+        splitter: Splitter,
+        offload: OffloadAttempt | None,
+        recompute: RecomputeAttempt | None,
+    ) -> SplitReport:
         times = next(
             (a.times for a in self._attempts if a.split == splitter.split and a.times), self._times
         )
@@ -300,6 +328,7 @@ class SelfTest:
             notes=tuple(self._notes),
             activation_bytes=self._activation,
             offload=offload,
+            recompute=recompute,
         )
 
     def _reason(self, splitter: Splitter) -> str:

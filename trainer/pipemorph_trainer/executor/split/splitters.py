@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from pipemorph_trainer.executor.split.flight import Flight, Grads, StageCall
 from pipemorph_trainer.executor.split.report import Split
+from pipemorph_trainer.executor.split.snapshot import Begun, Rerun
 
 
 class Splitter:
@@ -51,3 +53,25 @@ class Splitter:
         if tensors:
             torch.autograd.backward(tensors, grads)
         return flight.take_input_grads()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is kept of a microbatch to run its forward again: the arguments of its F, and what else
+    it began with."""
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any] | None
+    target: Any
+    begun: Begun
+
+    def run(self, splitter: Splitter, call: StageCall, microbatch: int, rerun: Rerun) -> Flight:
+        """Run the forward again."""
+        outputs, call.outputs = call.outputs, None
+        try:
+            with rerun.second(self.begun):
+                flight = splitter.forward(call, microbatch, self.args, self.kwargs, self.target)
+        finally:
+            call.outputs = outputs
+        flight.sent = ()
+        return flight

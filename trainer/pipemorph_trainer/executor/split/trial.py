@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from pipemorph_trainer.executor.split.digest import LOOSE, Digest
 from pipemorph_trainer.executor.split.flight import Flight, StageCall
-from pipemorph_trainer.executor.split.snapshot import Snapshot, copy_tensors
-from pipemorph_trainer.executor.split.splitters import Splitter
+from pipemorph_trainer.executor.split.snapshot import Rerun, Snapshot, copy_tensors
+from pipemorph_trainer.executor.split.splitters import Kept, Splitter
 
 if TYPE_CHECKING:
     from pipemorph_trainer.executor.offload.store import ActivationStore
@@ -59,23 +59,29 @@ def run_trial(
     *,
     fused: bool,
     store: ActivationStore | None = None,
+    rerun: Rerun | None = None,
 ) -> Outcome:
     """Run F of all samples, then each B and W (or BW), from the state of the snapshot.
 
     W runs one B later, so that work of two microbatches is outstanding at once. With ``store`` the
-    first microbatch is in host memory from its F to its B. The caller must restore the stage.
+    first microbatch is in host memory from its F to its B. With ``rerun`` each F runs again before
+    its B. The caller must restore the stage.
     """
     snapshot.rewind()
     outcome = Outcome()
     timer = _Timer(outcome.seconds, call.module)
     flights: list[Flight] = []
+    kept: list[Kept] = []
     given: list[tuple[Tensor | None, ...] | None] = []
     for index, sample in enumerate(samples):
         mine = sample.copy()
         goes = store is not None and index == 0
         recording = store.recording() if store is not None and goes else nullcontext()
-        with recording as saved, timer("F"):
+        first = rerun.first() if rerun is not None else nullcontext()
+        with recording as saved, first as begun, timer("F"):
             flight = splitter.forward(call, index, mine.args, mine.kwargs, mine.target)
+        if begun is not None:
+            kept.append(Kept(mine.args, mine.kwargs, mine.target, begun))
         # As in training, only the stage has references to its arguments.
         del mine
         flights.append(flight)
@@ -88,12 +94,17 @@ def run_trial(
             with timer("out"):
                 outcome.moved_bytes = flight.leave(store, keep_outputs=call.is_last)
                 store.reclaim()
+        if rerun is not None:
+            flights[index] = Flight(index)
 
     def weight(index: int) -> None:
         with count_calls(call.module, outcome.reruns), timer("W"):
             splitter.backward_weight(flights[index])
 
-    for index, flight in enumerate(flights):
+    for index in range(len(flights)):
+        if rerun is not None:
+            flights[index] = kept[index].run(splitter, call, index, rerun)
+        flight = flights[index]
         if store is not None and flight.saved is not None:
             with timer("back"):
                 store.fetch(flight.saved)
@@ -231,4 +242,15 @@ def activation_bytes(call: StageCall, sample: Sample, snapshot: Snapshot) -> int
             call(0, mine.args, mine.kwargs, mine.target)
     except (RuntimeError, NotImplementedError):
         return None
+    return sum(seen.values())
+
+
+def input_bytes(sample: Sample) -> int:
+    """Bytes of the arguments of an F, which have to be kept to run it again. Keyword arguments and
+    targets are those of the caller's batch, which stays."""
+    seen: dict[int, int] = {}
+    for arg in sample.args:
+        if isinstance(arg, Tensor):
+            storage = arg.untyped_storage()
+            seen[storage.data_ptr()] = storage.nbytes()
     return sum(seen.values())

@@ -87,7 +87,8 @@ class EmulatedStage:
 
     ``stands_for_bytes``: the message size of the emulated stage, if messages are scaled down.
     ``offload_copy``: seconds to copy a microbatch's activations one way; ``activation_bytes``:
-    their reported size. ``fused_backward``: seconds of BW, by default those of B and W together.
+    their reported size, ``input_bytes``: that of what is kept to compute them again; None: the
+    stage does not recompute. ``fused_backward``: seconds of BW, by default those of B and W.
     ``gradient_bytes``: what replicas reduce; the last W makes it in equal parts; None: nothing.
     """
 
@@ -100,6 +101,7 @@ class EmulatedStage:
     activation_bytes: int | None = None
     fused_backward: float | None = None
     gradient_bytes: int | None = None
+    input_bytes: int | None = None
 
     @staticmethod
     def of(spec: JobSpec, *, stage: int) -> EmulatedStage:
@@ -122,6 +124,7 @@ class EmulatedStage:
             spec.emulation.activation_bytes,
             None if mine.fused_backward is None else mine.fused_backward / 1e3,
             spec.emulation.gradient_bytes,
+            spec.emulation.input_bytes,
         )
 
     @property
@@ -195,7 +198,10 @@ class EmulatedRunner:
         target: Any = None,
         *,
         offload: bool = False,
+        recompute: bool = False,
     ) -> tuple[Tensor, ...]:
+        if recompute:
+            self._away.add(microbatch)
         value = self._state if self._first else self._read(args[0])
         value = mix(value, self._state + microbatch)
         self._held[microbatch] = tuple(args)  # Kept until W, like activations.
@@ -235,6 +241,11 @@ class EmulatedRunner:
         self._away.remove(microbatch)
         return self._times.activation_bytes or 0
 
+    def recompute(self, microbatch: int) -> None:
+        """Let the time of a forward pass."""
+        self._accelerator.hold(self._times.forward)
+        self._away.remove(microbatch)
+
     def backward_input(
         self, microbatch: int, output_grads: Sequence[Tensor | None] | None = None
     ) -> Grads:
@@ -268,7 +279,7 @@ class EmulatedRunner:
         if microbatch in self._away:
             raise PipelineError(
                 f"stage {self._stage}: the backward of microbatch {microbatch} came before its"
-                " activations from host memory"
+                " activations came from host memory or its forward ran again"
             )
         if self._last:
             value = self._values.pop(microbatch)

@@ -54,11 +54,13 @@ class Runner(Protocol):
         target: Any = None,
         *,
         offload: bool = False,
+        recompute: bool = False,
     ) -> tuple[Tensor, ...]:
         """Run F. Returns the outputs to send, detached, with ``requires_grad`` where a gradient has
         to come back; on the last stage ``(loss,)`` of this microbatch.
 
-        ``offload``: :meth:`offload` of this microbatch follows."""
+        ``offload``: :meth:`offload` of this microbatch follows. ``recompute``: only what this F
+        began with is kept, and :meth:`recompute` precedes its backward."""
 
     def evaluate(
         self,
@@ -81,6 +83,9 @@ class Runner(Protocol):
 
     def fetch(self, microbatch: int) -> int:
         """Bring activations back, before the microbatch's backward. Returns the bytes moved."""
+
+    def recompute(self, microbatch: int) -> None:
+        """Run the forward of a microbatch again, whose F was run with ``recompute``."""
 
     def backward_input(
         self, microbatch: int, output_grads: Sequence[Tensor | None] | None = None

@@ -1,0 +1,147 @@
+"""Forwards that run again before their backward: the same bits, and activations that are gone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from gate import same_bits
+from split_support import (
+    Job,
+    Result,
+    assert_equal,
+    output_grads,
+    run_order,
+    samples,
+    sequential,
+    split,
+)
+from test_offload_store import ALL_FIRST, TELLING, Storages
+from test_split_zoo import DELAYED, ZOO, Block, vectors
+from torch import Tensor, nn
+
+from pipemorph.planning import OpKind
+from pipemorph.planning.offload import Residency
+from pipemorph_trainer.executor.split import OrderError, StageRunner
+
+WIDTH = 8
+
+
+@pytest.mark.parametrize("name", TELLING)
+def test_every_kind_of_stage_runs_again_to_the_bit(name: str) -> None:
+    torch.manual_seed(1)
+    job = ZOO[name]().job
+    job.recomputes = True
+    want = sequential(job)
+    got, runner = split(job, DELAYED, device_limit=2)
+    assert_equal(want, got)
+    assert runner.report is not None and runner.report.recompute is not None
+    assert runner.report.recompute.reason == ""
+    assert runner.report.recompute.input_bytes > 0
+    again, _ = split(job, "F0 F1 F2 BW0 BW1 BW2", device_limit=1)
+    assert_equal(want, again)
+
+
+@pytest.mark.parametrize("mode", ["module", "graph", "fused"])
+def test_the_device_holds_two_microbatches_and_inputs(mode: str) -> None:
+    """D=2 of six in flight: what ops have made and is still there, after every op."""
+    torch.manual_seed(0)
+    job = Job(nn.Sequential(Block(), Block()), vectors, 6, mode=mode, recomputes=True)
+    runner, held = job.runner(), Residency(2)
+    watch, result, seen = Storages(), Result(), []
+    for op in ALL_FIRST.split():
+        kind, k = op[0], int(op[1:])
+        leaves = held.run(OpKind(kind), k)
+        if kind == "F":
+            with watch:
+                outs = runner.forward(k, job.make_args(k), recompute=leaves)
+            result.outputs.append(tuple(out.detach().clone() for out in outs))
+            del outs
+        elif kind == "B":
+            with watch:
+                if leaves:
+                    runner.recompute(k)
+            runner.backward_input(k, output_grads(result.outputs[k], k))
+        else:
+            runner.backward_weight(k)
+        seen.append(watch.live())
+    one, inputs = seen[0], vectors(0)[0].nbytes
+    assert seen[5] == one + 5 * inputs < 2 * one, "after the last F, one has stayed"
+    assert max(seen) <= 2 * one + 4 * inputs
+    assert seen[-1] == 0
+
+
+class Odd(nn.Module):
+    """What a forward begins with besides its arguments: random numbers, and a buffer that each
+    forward changes and reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(5)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        noise = torch.rand(()) * self.count
+        return nn.functional.dropout(self.norm(self.linear(x)) * self.scale, 0.5) * noise
+
+
+def test_a_forward_begins_with_what_it_began_with_before() -> None:
+    job = Job(Odd(), vectors, 3, recomputes=True)
+    got, runner = split(job, DELAYED, device_limit=1)
+    assert_equal(sequential(job), got)
+    assert got.buffers["count"] == 3, "each microbatch counts once"
+    assert runner._rerun is not None
+    names = {name for _, name in runner._rerun._changing or ()}
+    assert names == {"count", "running_mean", "running_var", "num_batches_tracked"}
+
+
+def test_a_stage_that_remembers_elsewhere_is_found_out_at_the_start() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.linear(x) * self.calls
+
+    job = Job(Counts(), vectors, 3, recomputes=True)
+    report = job.runner().self_test(samples(job))
+    assert report.recompute is not None
+    assert "differs from a run without it" in report.recompute.reason
+    assert any("no recomputation: " in line for line in report.lines())
+
+
+def test_the_last_stage_keeps_what_its_module_returns_once() -> None:
+    module = nn.Linear(WIDTH, WIDTH)
+    runner = StageRunner(
+        module, is_first=False, is_last=True, loss_fn=lambda y, _: y.sum(), microbatches=2
+    )
+    outputs: list[Any] = []
+    runner.begin_iteration(only_fused=True, outputs=outputs)
+    for k in range(2):
+        runner.forward(k, vectors(k), recompute=True)
+    for k in range(2):
+        runner.recompute(k)
+        runner.backward(k)
+    assert len(outputs) == 2
+
+
+def test_its_backward_needs_the_forward_first() -> None:
+    job = Job(nn.Linear(WIDTH, WIDTH), vectors, 2)
+    runner, result = job.runner(), Result()
+    run_order(job, runner, "F0", result)
+    with pytest.raises(OrderError, match="F0 was not run with recompute"):
+        runner.recompute(0)
+    runner.forward(1, vectors(1), recompute=True)
+    run_order(job, runner, "B0", result)
+    with pytest.raises(OrderError, match="B1 before its forward ran again"):
+        runner.backward_input(1, vectors(1))
+    runner.discard()
+    assert runner.in_flight == 0
+    same_bits(torch.zeros(1), torch.zeros(1))
