@@ -8,7 +8,7 @@ Why CUSUM and not Bayesian change-point detection (Greyhound; Adams & MacKay 200
 the change and the least relevant change are known. For this case a cumulative sum is the fastest
 test for a given rate of false alarms (Lorden 1971). It costs a few additions per window, and its
 threshold has a meaning: the number of windows. ``benchmarks/detector.py`` runs both on the same
-series. Three things are added:
+series. Added are:
 
 - Increments are clipped to ±1, so that no single window can raise an alarm.
 - The median of the windows since the change point must confirm an alarm: it must exceed the base by
@@ -16,20 +16,21 @@ series. Three things are added:
 - Both changes have their own test: to become slow takes ``ALARM`` windows above the threshold, to
   become healthy ``CLEAR`` windows (more) below half of it.
 - Stalls come in runs: as far as earlier suspicions of a healthy link went, an alarm takes more.
+- Congestion comes in runs, too: a link that is late often raises an alarm, however short its runs,
+  and if its delay varies it takes longer until it counts as healthy.
 
-Memory is bounded: sums, and at most ``RECENT`` values.
+Memory is bounded: sums, and at most ``RECENT`` and ``MEMORY`` values.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
 from math import erf, log2, sqrt
 from statistics import fmean, median, pstdev
-from typing import NamedTuple
+
+from pipemorph.control.observe.windows import MEMORY, RecentDelays, Within, likely
 
 ALARM = 3.0
 """Windows well above the threshold before an alarm: the fewest that one short stall does not
@@ -58,12 +59,6 @@ SHIFT = 12
 """Windows in a row on one side of the estimate before older ones are dropped. This is longer than
 jitter that changes every 400 ms stays on one side, so that jitter is averaged and a step
 followed."""
-MEMORY, FEWEST_RECENT, VARIES, TURNS = 160, 20, 0.2, 3
-"""A delay varies if the standard deviation of its newest windows, from FEWEST_RECENT to MEMORY, is
-the part VARIES of it, and if it turned from one side of its mean to the other TURNS times: a step
-does so once."""
-LOOK_EVERY = 8
-"""Windows until this is computed again."""
 NOISE_UP, NOISE_DOWN = 0.01, 0.001
 """How fast the noise estimate follows the windows, upwards and downwards: over about the last
 minute, with more weight on noisy times."""
@@ -104,48 +99,6 @@ class Thresholds:
         return max(quiet, self.noise * min(noise, quiet))
 
 
-class _Within(NamedTuple):
-    """A window's wire time is from ``low`` to ``high``; both are the same if it is exact."""
-
-    low: float
-    high: float
-
-    @staticmethod
-    def exactly(value: float) -> _Within:
-        return _Within(value, value)
-
-
-TRIM = 0.1
-"""Part of the windows at either end that an average leaves out: outliers of a busy machine."""
-
-
-def _likely(windows: Iterable[_Within]) -> list[float]:
-    """One wire time per window, in ascending order, without the outliers: the one within its bounds
-    that is nearest to the median of all bounds. Where all bounds agree, that is the middle of what
-    they have in common; exact windows stay as they are."""
-    known = list(windows)
-    middle = median([end for window in known for end in window])
-    values = sorted(min(max(middle, low), high) for low, high in known)
-    cut = int(TRIM * len(values))
-    return values[cut : len(values) - cut]
-
-
-def _varying(windows: Collection[_Within]) -> tuple[float, ...]:
-    """Values of the windows in their order, outliers cut, if they vary; else empty."""
-    if len(windows) < FEWEST_RECENT:
-        return ()
-    likely = _likely(windows)
-    mean = fmean(likely)
-    spread = pstdev(likely, mean)
-    if spread < VARIES * mean:
-        return ()
-    values = [min(max(mean, window.low), window.high) for window in windows]
-    sides = [value > mean for value in values if abs(value - mean) > spread / 2]
-    if sum(a != b for a, b in pairwise(sides)) < TURNS:
-        return ()
-    return tuple(max(0.0, min(max(value, likely[0]), likely[-1])) for value in values)
-
-
 @dataclass
 class _Base:
     """Normal wire time on one route in seconds, and its noise (mean absolute deviation)."""
@@ -176,22 +129,20 @@ class DelayDetector:
         self._sum = 0.0
         self._late = 0.0
         """Evidence that the link is late often, and the windows since there is any."""
-        self._lately: deque[_Within] = deque(maxlen=RECENT)
+        self._lately: deque[Within] = deque(maxlen=RECENT)
         self._peak = self._earlier = 0.0
         """Largest sum of this suspicion; and of earlier ones that ended, less by less."""
-        self._since: deque[_Within] = deque(maxlen=RECENT)
+        self._since: deque[Within] = deque(maxlen=RECENT)
         self._suspected_at: int | None = None
         self._turned_at: int | None = None
         """Mark of the first of the newest windows that all show the other level. A suspicion may be
         older, since it starts at half the threshold and single windows do not end it."""
         self._side = 0
         self._alarmed_at = 0.0  # The delay at the last alarm.
-        self._memory: deque[_Within] = deque(maxlen=MEMORY)
-        """Delays, above the base of their route, since the link became slow."""
-        self._remembered = self._look_again = 0
+        self._memory = RecentDelays()
+        """Above the base of their route."""
         self._well = 0
         """Windows since the link recovered."""
-        self._recent: tuple[float, ...] = ()
         self._carried = (0.0, 0.0, 0.0)
         """Base, delay and noise of the previous route."""
 
@@ -221,18 +172,13 @@ class DelayDetector:
         if self.level is not Level.SLOW or not self._since:
             return 0.0
         base = self.base
-        return self._carried[1] if base is None else max(0.0, fmean(_likely(self._since)) - base)
+        return self._carried[1] if base is None else max(0.0, fmean(likely(self._since)) - base)
 
     @property
     def recent(self) -> tuple[float, ...]:
         """Delays of the newest windows, oldest first and without outliers, if they differ so much
         that their mean says little; else empty. Also from before a recovery, if that was lately."""
-        if self.level is not Level.SLOW:
-            return ()
-        if self._remembered >= self._look_again:
-            self._look_again = self._remembered + LOOK_EVERY
-            self._recent = _varying(self._memory)
-        return self._recent
+        return self._memory.varying() if self.level is Level.SLOW else ()
 
     @property
     def wire_time(self) -> float:
@@ -265,7 +211,7 @@ class DelayDetector:
             return 0.0
         middle = base + self.threshold / 2
         if self.level is Level.SLOW and self._since:
-            values = _likely(self._since)
+            values = likely(self._since)
             spread = max(pstdev(values), self.threshold / 8)
             z = (fmean(values) - middle) / (spread / sqrt(len(values)))
         else:
@@ -310,7 +256,7 @@ class DelayDetector:
         if exact and not known.exact:
             # The base was an upper bound. The first exact value may lower it.
             known.exact, known.value = True, min(known.value, value)
-        within = _Within.exactly(value) if exact else _Within(max(0.0, value - slack), value)
+        within = Within.exactly(value) if exact else Within(max(0.0, value - slack), value)
         self._remember(within, known.value)
         if not exact:
             expected = self.wire_time
@@ -338,7 +284,7 @@ class DelayDetector:
         # Twice the threshold, since healthy links of a job differ somewhat.
         if known.value - base < 2 * limit:
             return False
-        self._since = deque([_Within.exactly(known.value)] * LEARN, RECENT)
+        self._since = deque([Within.exactly(known.value)] * LEARN, RECENT)
         known.value = base
         self._become(Level.SLOW, self.changed_at)
         return True
@@ -356,7 +302,7 @@ class DelayDetector:
         base = self.base
         if base is None:
             return
-        self._since = deque([_Within.exactly(base + delay)] * LEARN, RECENT)
+        self._since = deque([Within.exactly(base + delay)] * LEARN, RECENT)
         self._alarmed_at = delay
         self.level = Level.SLOW
 
@@ -377,7 +323,7 @@ class DelayDetector:
         elif self.level is Level.SLOW and self.base is not None:
             shift = self._bases[route].value - self.base
             self._since = deque(
-                (_Within(low + shift, high + shift) for low, high in self._since), RECENT
+                (Within(low + shift, high + shift) for low, high in self._since), RECENT
             )
         self.route = route
         self._sum, self._suspected_at, self._turned_at = 0.0, None, None
@@ -402,7 +348,7 @@ class DelayDetector:
             came_along = values[int(0.8 * len(values))] - usual > delay / 4
             base = max(min(usual, level), level - delay) if came_along else level
             self._bases[self.route] = _Base(base, noise, exact=bool(true), guessed=came_along)
-            self._since = deque([_Within.exactly(level)] * LEARN, RECENT)
+            self._since = deque([Within.exactly(level)] * LEARN, RECENT)
             if not came_along:
                 self._since.clear()
                 self._become(Level.HEALTHY, self._suspected_at)
@@ -417,7 +363,7 @@ class DelayDetector:
         self._suspected_at = None
 
     def _observe_healthy(
-        self, known: _Base, value: float, within: _Within, mark: int, weight: float
+        self, known: _Base, value: float, within: Within, mark: int, weight: float
     ) -> None:
         threshold = self.thresholds.of(known.value, known.noise)
         step = min(1.0, max(-1.0, (value - known.value) / threshold - 0.5))
@@ -439,7 +385,7 @@ class DelayDetector:
             self._alarmed_at = fmean(window.low for window in self._since) - known.value
             if not self._memory:
                 for each in self._since:
-                    self._memory.append(_Within(each.low - known.value, each.high - known.value))
+                    self._memory.add(Within(each.low - known.value, each.high - known.value))
             self._become(Level.SLOW, mark)
             return
         if self._sum == 0.0:
@@ -461,7 +407,7 @@ class DelayDetector:
                 self._become(Level.SLOW, mark if self._turned_at is None else self._turned_at)
 
     def _observe_slow(
-        self, known: _Base, value: float, within: _Within, mark: int, slack: float
+        self, known: _Base, value: float, within: Within, mark: int, slack: float
     ) -> None:
         """Process a window while slow. If ``slack`` is above 0, ``value`` is an upper bound: below
         the line it is stronger evidence than a noisy value; above it, it is none if the true value
@@ -499,10 +445,10 @@ class DelayDetector:
         may_vary = known.guessed and len(self._memory) < RECENT
         return 2 * CLEAR if may_vary else CLEAR
 
-    def _follow(self, within: _Within, threshold: float) -> None:
+    def _follow(self, within: Within, threshold: float) -> None:
         """Update the estimate: an average, restarted when the delay has changed permanently."""
         if self._since:
-            estimate = fmean(_likely(self._since))
+            estimate = fmean(likely(self._since))
             margin = max(threshold / 2, 0.2 * (estimate - (self.base or 0.0)))
             side = (within.low > estimate + margin) - (within.high < estimate - margin)
             self._side = self._side + side if side * self._side > 0 else side
@@ -511,7 +457,7 @@ class DelayDetector:
             self._since = deque(list(self._since)[-SHIFT:], RECENT)
             self._side = 0
 
-    def _remember(self, within: _Within, base: float) -> None:
+    def _remember(self, within: Within, base: float) -> None:
         """Keep a window of a link that is slow, or was lately."""
         if self.level is Level.SLOW:
             self._well = 0
@@ -519,10 +465,8 @@ class DelayDetector:
             self._well += 1
             if self._well >= MEMORY:
                 self._memory.clear()
-                self._recent, self._look_again = (), self._remembered
         if self.level is Level.SLOW or self._memory:
-            self._memory.append(_Within(within.low - base, within.high - base))
-            self._remembered += 1
+            self._memory.add(Within(within.low - base, within.high - base))
 
     def _turn(self, shows_other_level: bool, mark: int) -> None:
         """Update :attr:`_turned_at` after a window."""

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from pipemorph.control.observe.detector import (
     ALARM,
     CLEAR,
-    MEMORY,
     RECENT,
     DelayDetector,
     Level,
     Thresholds,
     alarm_level,
 )
+from pipemorph.control.observe.windows import MEMORY
 
 BASE = 0.006
 
