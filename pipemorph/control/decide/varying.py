@@ -23,6 +23,7 @@ CELLS = 8192
 Larger problems get fewer draws, and below FEWEST_DRAWS only the mean counts."""
 FEWEST_DRAWS = 4
 LONGER = (0.5, 1.0)
+"""Of the way from the mean to the longest delay: other delays to plan for."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,7 @@ class Varying:
         return Varying(above, max(WINDOW, apart), draws)
 
     def longer(self) -> Iterator[list[float]]:
-        """Delays to plan for besides the mean, as what is added to it per link: the longest ones,
-        and half of the way there."""
+        """Delays to plan for besides the mean, as what is added to it per link."""
         for share in LONGER:
             yield [share * max(above, default=0.0) for above in self.recent]
 
@@ -66,17 +66,21 @@ class Varying:
 
     def _drawn(self, problem: Problem) -> Iterator[DelayAt]:
         means = [link.delay for link in problem.links]
+        longest = max(map(len, self.recent))
         for draw in range(self.draws):
-            starts = [len(above) * draw // self.draws for above in self.recent]
-            yield self._delay_at(means, starts)
+            yield self._delay_at(means, longest * draw // self.draws, longest)
 
-    def _delay_at(self, means: Sequence[float], starts: Sequence[int]) -> DelayAt:
+    def _delay_at(self, means: Sequence[float], start: int, longest: int) -> DelayAt:
+        """The delays of an iteration that begins in window ``start`` of the ``longest`` memory, and
+        after its end at its begin."""
         recent, step = self.recent, self.step
 
         def delay(link: int, sent: float) -> float:
             above = recent[link]
             if not above:
                 return means[link]
-            return max(0.0, means[link] + above[(starts[link] + int(sent / step)) % len(above)])
+            # Counted from the newest window, which is that of the same time for all links.
+            window = (start + int(sent / step)) % longest - longest
+            return max(0.0, means[link] + above[window % len(above)])
 
         return delay

@@ -12,7 +12,7 @@ from plant_support import spec
 from pipemorph.control.decide.forecast import SAME, Forecast, Option, Situation
 from pipemorph.control.decide.varying import CELLS, DRAWS, Varying
 from pipemorph.control.memory_limits import room
-from pipemorph.planning import Dispatch, Route, Simulation, StageTimes, link_on, plan
+from pipemorph.planning import Dispatch, Route, Simulation, StageTimes, link_on, plan, problem_for
 from pipemorph.planning.simulation.simulator import following, simulate_changing
 
 STAGES, SLOW, LIMIT = 8, 6, 16
@@ -178,6 +178,18 @@ def test_without_a_barrier_iterations_under_varying_delays_follow_each_other() -
             took, before = following(ran.free, ran.after)
             steps.append(took)
         assert option.seconds == pytest.approx(mean(steps), rel=1e-9)
+
+
+def test_what_links_did_at_the_same_time_they_do_at_the_same_time() -> None:
+    """Also if one of them has been slow for longer: of both, the newest windows are the last."""
+    recent = ((0.0, 0.0, 0.05, 0.0, 0.0, 0.06, 0.0, 0.0), (0.0, 0.0, 0.01, 0.0, 0.0))
+    op = StageTimes(forward=0.01, backward_input=0.01, backward_weight=0.01)
+    varying = Varying.of(recent, (0.0, 0.0), (op,) * 3, cells=3)
+    assert varying is not None
+    for delay_at in varying._drawn(problem_for(1, (op,) * 3, (0.0, 0.0))):
+        windows = [0.05 * (k + 0.5) for k in range(len(recent[0]))]
+        both = {delay_at(0, at): delay_at(1, at) for at in windows if delay_at(0, at)}
+        assert both == {0.05: 0.0, 0.06: 0.01}
 
 
 def test_a_large_job_is_planned_for_the_mean() -> None:
