@@ -26,6 +26,12 @@ CAPS: dict[str, Callable[[int], int | None]] = {
     "S+2": lambda stages: stages + 2,
 }
 
+LARGE_STAGES = (16, 32)
+LARGE_PER_KIND = 12
+LARGE_CAPS: dict[str, Callable[[int], int | None]] = CAPS | {"S": lambda stages: stages}
+PROFILES = ((10, 10.5, 5.5), (11, 10, 4), (10, 10, 10), (10, 12, 8), (10, 10, 6), (10, 11, 7))
+"""Times of F, B and W, in proportions like those measured of models of 7B to 140B parameters."""
+
 
 class Case(NamedTuple):
     """One problem, milliseconds. ``key`` names it in the facts."""
@@ -79,6 +85,27 @@ def _problem(
         )
     return Problem(
         microbatches=microbatches,
+        stages=tuple(times),
+        links=tuple(Link(delay=delay) for delay in delays),
+    )
+
+
+def large_problem(stages: int, cap: str, index: int) -> Problem:
+    """N = 3S, each stage by one of :data:`PROFILES`, 4 to 8 slow links of 10 to 120 ms. The same
+    times and delays under each cap; the optimum is not known."""
+    rng = random.Random(f"{SEED}/large/{stages}/{index}")
+    limit = LARGE_CAPS[cap](stages)
+    times = []
+    for _ in range(stages):
+        f, b, w = rng.choice(PROFILES)
+        times.append(
+            StageTimes(forward=f, backward_input=b, backward_weight=w, in_flight_limit=limit)
+        )
+    delays = [0.0] * (stages - 1)
+    for link in rng.sample(range(stages - 1), rng.randint(4, 8)):
+        delays[link] = rng.choice((10.0, 20.0, 30.0, 40.0, 60.0, 80.0, 120.0))
+    return Problem(
+        microbatches=3 * stages,
         stages=tuple(times),
         links=tuple(Link(delay=delay) for delay in delays),
     )

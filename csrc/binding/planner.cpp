@@ -14,6 +14,7 @@
 #include "planner/lower_bound.hpp"
 #include "planner/online.hpp"
 #include "planner/search.hpp"
+#include "planner/windows.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -211,6 +212,14 @@ double lower_bound(const CostsTuple& given, std::vector<int> caps) {
     return machine_bound(costs, heads(costs, costs.caps), tails(costs, costs.caps));
 }
 
+double tight_lower_bound(const CostsTuple& given, std::vector<int> caps, double makespan,
+                         long effort) {
+    const Costs costs = to_costs(given, std::move(caps));
+    const nb::gil_scoped_release release;
+    const Times head = heads(costs, costs.caps), tail = tails(costs, costs.caps);
+    return windows_bound(costs, head, tail, machine_bound(costs, head, tail), makespan, effort);
+}
+
 // Per kind and stage, the earliest start of each op and the least time from it to the end.
 std::pair<std::vector<std::vector<std::vector<double>>>,
           std::vector<std::vector<std::vector<double>>>>
@@ -242,5 +251,7 @@ NB_MODULE(_planner, module) {
     module.def("search", &planner::run_search, "costs"_a, "caps"_a, "warmup"_a, "paper_warmup"_a,
                "start"_a, "listing_effort"_a, "shifting_effort"_a);
     module.def("lower_bound", &planner::lower_bound, "costs"_a, "caps"_a);
+    module.def("tight_lower_bound", &planner::tight_lower_bound, "costs"_a, "caps"_a, "makespan"_a,
+               "effort"_a);
     module.def("windows", &planner::windows, "costs"_a, "caps"_a);
 }

@@ -7,6 +7,7 @@ struct Chooser {
     static constexpr bool kForesees = true;
     const Costs& costs;
     const Times& tail;
+    const Times& urgent;
     const Tuning& tuning;
     const double bound;
     Order& order;
@@ -18,11 +19,9 @@ struct Chooser {
         const int f = core.done(kForward, i), b = core.done(kBackward, i),
                   w = core.done(kWeight, i);
         const Bias& bias = tuning.biases[i];
-        const double* tail_of[kKinds] = {tail.row(kForward, i), tail.row(kBackward, i),
-                                         tail.row(kWeight, i)};
         const double weigh = tuning.by_kind ? 0.0 : 1.0;
         const auto urgency_of = [&](int kind, int m) {
-            return weigh * tail_of[kind][m] + bias.of[kind];
+            return weigh * urgent.row(kind, i)[m] + bias.of[kind];
         };
         double forward_at = f < costs.microbatches && f - w < tuning.caps[i]
                                 ? core.arrival(kForward, i, f)
@@ -63,8 +62,8 @@ struct Chooser {
             choice.found = choice.until == kNever;
             if (!choice.found) return choice;
         }
-        choice.give_up =
-            now + tail_of[choice.op.kind][choice.op.microbatch] >= bound || now + left[i] >= bound;
+        choice.give_up = now + tail.row(choice.op.kind, i)[choice.op.microbatch] >= bound ||
+                         now + left[i] >= bound;
         return choice;
     }
 
@@ -87,14 +86,15 @@ MostUrgent::MostUrgent(const Costs& costs)
     for (auto& row : order_) row.reserve(static_cast<size_t>(kKinds) * costs.microbatches);
 }
 
-double MostUrgent::run(const Times& tail, const Tuning& tuning, double bound) {
+double MostUrgent::run(const Times& tail, const Times& urgency, const Tuning& tuning,
+                       double bound) {
     for (int i = 0; i < costs_.stages; ++i) {
         order_[i].clear();
         left_[i] = costs_.microbatches * (costs_.took[kForward][i] + costs_.took[kBackward][i] +
                                           costs_.took[kWeight][i]) +
                    costs_.after[i];
     }
-    Chooser chooser{costs_, tail, tuning, bound, order_, left_};
+    Chooser chooser{costs_, tail, urgency, tuning, bound, order_, left_};
     const bool finished = core_.run_in_time(chooser);
     ops_run_ = chooser.ops_run;
     const long all = static_cast<long>(kKinds) * costs_.microbatches * costs_.stages;

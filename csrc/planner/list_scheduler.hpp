@@ -1,6 +1,7 @@
 // The planner's list scheduler: every stage runs its most urgent ready op.
 //
-// The urgency of an op is its tail, the least time from its start to the end of the iteration.
+// The urgency of an op is the least time from its start to the end of the iteration: its tail, or
+// the longer one that narrowed windows leave (windows.hpp).
 // Under in-flight caps a W that frees a slot can then precede a B that delays no other op; with the
 // fixed order B, F, W (online.hpp) it cannot. Tuning adjusts urgency per stage; the search tries
 // several.
@@ -23,6 +24,7 @@ struct Tuning {
     std::vector<int> warmup;  // empty: free
     bool at_least = false;    // more F than `warmup` may run before the first B
     bool by_kind = false;     // urgency is the bias alone, whatever must follow
+    bool by_windows = false;  // urgency is that of narrowed windows, not of tails
 };
 
 // Keeps its memory between runs. The directions of every link count as independent.
@@ -30,9 +32,9 @@ class MostUrgent {
   public:
     explicit MostUrgent(const Costs& costs);
 
-    // The makespan; kNever once it cannot stay below `bound`, or on a deadlock, which needs a
-    // warm-up above a cap or increasing along the stages.
-    double run(const Times& tail, const Tuning& tuning, double bound);
+    // The makespan; kNever once `tail` shows that it cannot stay below `bound`, or on a deadlock,
+    // which needs a warm-up above a cap or increasing along the stages.
+    double run(const Times& tail, const Times& urgency, const Tuning& tuning, double bound);
 
     const Order& order() const { return order_; }
     long ops_run() const { return ops_run_; }

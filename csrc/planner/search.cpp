@@ -9,6 +9,7 @@
 #include "planner/local_search.hpp"
 #include "planner/lower_bound.hpp"
 #include "planner/rng.hpp"
+#include "planner/windows.hpp"
 
 namespace pipemorph::planner {
 namespace {
@@ -26,7 +27,13 @@ constexpr Mix kPortfolio[] = {
 };
 constexpr double kChanges[] = {-2, -1, -0.5, -0.25, 0.25, 0.5, 1, 2};
 constexpr double kPatience[] = {0, 0.3, 0.6, 1};
+constexpr int kOtherUrgency = 8;  // one in so many
 constexpr int kAtOnce[] = {1, 1, 2, 3};
+
+// Rounds of both local searches, each with its part of the effort.
+constexpr int kRounds = 3;
+// States that are visited to narrow windows, in all.
+constexpr long kNarrowing = 5'000'000;
 
 // With every message late by kLate mean ops, at most kLateCost more than the fatter plan.
 constexpr double kLate = 0.5, kLateCost = 0.02;
@@ -57,6 +64,28 @@ class Search {
     }
 
     Found run() {
+        const Effort each = effort_;
+        first_orders();
+        portfolio();
+        narrow();
+        bend();
+        shift();
+        narrow();
+        // Windows come last, so that they can only shorten a plan.
+        by_windows_ = narrowed_at_ < kNever;
+        for (int round = 1; by_windows_ && round < kRounds && !at_bound(); ++round) {
+            effort_ = each;
+            if (round == 1) portfolio();
+            bend();
+            shift();
+            narrow();
+        }
+        if (!shifted_) slim();
+        return found();
+    }
+
+  private:
+    void first_orders() {
         attempt(in_order());
         tuned_ = false;  // nothing to bend: only the kind of an op counts
         if (!done()) {
@@ -66,16 +95,30 @@ class Search {
             attempt(paper);
             tuned_ = false;
         }
+    }
+
+    void portfolio() {
         by_urgency(kPortfolio[0], costs_.warmup);
         if (costs_.warmup.empty()) by_urgency(kPortfolio[0], paper_warmup_);
         for (size_t k = 1; k < std::size(kPortfolio); ++k) by_urgency(kPortfolio[k], costs_.warmup);
-        bend();
-        if (shift()) return found();
-        slim();
-        return found();
     }
 
-  private:
+    // Either there is no shorter schedule, or its windows tell more about what is urgent than tails
+    // do.
+    void narrow() {
+        if (at_bound() || found_.makespan >= narrowed_at_) return;
+        if (narrowing_ < Windows::size(costs_)) return;
+        Windows windows(costs_, heads(costs_, costs_.caps), tails_, narrowing_);
+        const double shorter = found_.makespan * (1 - kSame / 2);
+        const bool refuted = windows.refute(shorter);
+        narrowing_ = windows.effort_left();
+        narrowed_at_ = found_.makespan;
+        if (refuted)
+            found_.bound = shorter;
+        else
+            narrowed_ = windows.tails();
+    }
+
     // Sums of times in the order the simulator takes them.
     Found found() {
         found_.makespan = executor_.run(found_.order);
@@ -101,6 +144,7 @@ class Search {
         tuning.biases.assign(costs_.stages, bias);
         tuning.caps = costs_.caps;
         tuning.warmup = warmup;
+        tuning.by_windows = by_windows_;
         return tuning;
     }
 
@@ -111,7 +155,8 @@ class Search {
     // Keep what `tuning` gives if it is shorter, or as short with `or_equal`.
     bool attempt(const Tuning& tuning, bool or_equal = false) {
         const double bound = found_.makespan * (or_equal ? 1 + kSame : 1 - kSame);
-        double makespan = lister_.run(tails_, tuning, bound);
+        double makespan =
+            lister_.run(tails_, tuning.by_windows ? narrowed_ : tails_, tuning, bound);
         effort_.listing -= lister_.ops_run();
         ++tries_;
         if (makespan == kNever) return false;
@@ -124,6 +169,7 @@ class Search {
         found_.makespan = std::min(found_.makespan, makespan);
         tuning_ = tuning;
         tuned_ = true;
+        shifted_ = false;
         return true;
     }
 
@@ -132,6 +178,8 @@ class Search {
         while (!done()) {
             Tuning candidate = tuning;
             for (int change = dice_.pick(kAtOnce); change > 0; --change) bend(candidate);
+            if (by_windows_ && !dice_.below(kOtherUrgency))
+                candidate.by_windows = !candidate.by_windows;
             if (attempt(candidate, true)) tuning = std::move(candidate);
         }
     }
@@ -157,15 +205,15 @@ class Search {
         }
     }
 
-    // Local search on the order; whether it found a shorter one.
-    bool shift() {
+    // Local search on the order.
+    void shift() {
         const double listed = found_.makespan;
         const double ops = static_cast<double>(kKinds) * costs_.microbatches * costs_.stages;
         const double steps = static_cast<double>(effort_.shifting) / ops;
-        if (at_bound() || costs_.shares_queues() || steps < kFewestSteps) return false;
+        if (at_bound() || costs_.shares_queues() || steps < kFewestSteps) return;
         found_.makespan = planner::shift(costs_, tails_, executor_, dice_, unit_, found_.bound,
                                          effort_.shifting, found_.order, listed);
-        return found_.makespan < listed;
+        shifted_ |= found_.makespan < listed;
     }
 
     // As short, with fewer microbatches in flight: slackness costs memory. But a plan without it
@@ -202,14 +250,25 @@ class Search {
 
     bool leaner(const Tuning& tuning) {
         // Lower caps make other ops urgent. Looser tails are still true, to give up by.
-        const bool own_tails = !tuning.by_kind;
-        const double listed =
-            lister_.run(own_tails ? tails(costs_, tuning.caps) : tails_, tuning, within_);
+        Times urgency;
+        if (!tuning.by_kind) urgency = tails(costs_, tuning.caps);
+        if (tuning.by_windows) raise(urgency, narrowed_);
+        const Times& tail = tuning.by_kind || tuning.by_windows ? tails_ : urgency;
+        const double listed = lister_.run(tail, tuning.by_kind ? tails_ : urgency, tuning, within_);
         if (listed == kNever) return false;
         if (executor_.run(lister_.order(), late_) > within_late_) return false;
         if (costs_.shares_queues() && executor_.run(lister_.order()) > within_) return false;
         found_.order = lister_.order();
         return true;
+    }
+
+    void raise(Times& times, const Times& least) const {
+        for (int kind = 0; kind < kKinds; ++kind)
+            for (int i = 0; i < costs_.stages; ++i) {
+                double* row = times.row(kind, i);
+                const double* from = least.row(kind, i);
+                for (int m = 0; m < costs_.microbatches; ++m) row[m] = std::max(row[m], from[m]);
+            }
     }
 
     std::vector<int> in_flight_peaks() const {
@@ -245,13 +304,17 @@ class Search {
     const std::vector<int>& paper_warmup_;
     Effort effort_;
     double unit_;
-    Times tails_;
+    Times tails_, narrowed_;
+    long narrowing_ = kNarrowing;
+    double narrowed_at_ = kNever;  // the makespan whose windows these are
+    bool by_windows_ = false;      // in use
     MostUrgent lister_;
     InOrder executor_;
     Rng dice_;
     Found found_;
     Tuning tuning_;
-    bool tuned_ = false;
+    bool tuned_ = false;    // found by `tuning_`
+    bool shifted_ = false;  // improved by shifting since
     int tries_ = 0;
     std::vector<double> late_;
     double within_ = 0.0, within_late_ = 0.0;

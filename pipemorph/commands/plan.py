@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
             f" has {problem.stage_count} entries"
         )
     limit = parse_seconds(args.time_limit) if args.time_limit is not None else None
-    planned = plan(problem, policy, time_limit=limit)
+    planned = plan(problem, policy, time_limit=limit, tight_bound=True)
     problem, simulation = planned.problem, planned.simulation
     if dispatch is Dispatch.ONLINE:
         simulation = simulate(planned.schedule, problem, dispatch)

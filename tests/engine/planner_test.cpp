@@ -6,6 +6,7 @@
 #include "planner/online.hpp"
 #include "planner/rng.hpp"
 #include "planner/search.hpp"
+#include "planner/windows.hpp"
 
 using namespace pipemorph::planner;
 
@@ -129,4 +130,20 @@ TEST(planner_search_finds_the_order_it_claims) {
         CHECK(InOrder(costs).run(found.order) == found.makespan);
         CHECK(found.bound <= found.makespan * (1 + kSame));
     }
+}
+
+TEST(planner_no_schedule_is_below_the_windows_bound) {
+    Rng rng;
+    int tighter = 0;
+    for (int round = 0; round < 400; ++round) {
+        const Costs costs = random_costs(rng, true);
+        const std::vector<int> paper(costs.stages, 1);
+        const double makespan = search(costs, paper, {}, {2000, 2000}).makespan;
+        const Times head = heads(costs, costs.caps), tail = tails(costs, costs.caps);
+        const double quick = machine_bound(costs, head, tail);
+        const double bound = windows_bound(costs, head, tail, quick, makespan * 1.2, 1'000'000);
+        CHECK(bound >= quick && bound <= makespan * (1 + kSame));
+        tighter += bound > quick * (1 + kSame);
+    }
+    CHECK(tighter > 10);
 }

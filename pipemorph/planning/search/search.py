@@ -5,7 +5,10 @@
 2. The list scheduler by urgency, with a few tunings that suit most problems.
 3. A local search that adjusts urgency and caps stage by stage.
 4. A local search on the order, along the critical path.
-5. The same makespan with fewer microbatches in flight, if possible.
+5. Where there is time to narrow the windows of ops (``csrc/planner/windows.hpp``): either there is
+   no shorter schedule, or they say more about what is urgent, and steps 2 to 4 follow once more,
+   and 3 and 4 again.
+6. The same makespan with fewer microbatches in flight, if possible.
 
 The search stops at the lower bound. Its effort is limited in ops, not in time, so that every
 machine finds the same plan. It is compiled (``csrc/planner``). Where nothing is compiled the result
@@ -27,8 +30,8 @@ from pipemorph.planning.simulation.costs import Costs
 from pipemorph.planning.simulation.lower_bound import hard_caps, lower_bound
 from pipemorph.planning.simulation.online import Rules
 
-# Effort of the two local searches in executed ops; the one with the list scheduler has at least
-# FEWEST_LISTINGS runs.
+# Effort of the two local searches in executed ops, in each of their rounds; the one with the list
+# scheduler has at least FEWEST_LISTINGS runs.
 LISTING_EFFORT = 120_000
 FEWEST_LISTINGS = 12
 SHIFTING_EFFORT = 240_000
@@ -59,8 +62,8 @@ def search(
 ) -> Found:
     """The best order found for a problem. Times in the problem's unit.
 
-    ``listing_effort`` and ``shifting_effort``: ops that the two local searches may execute, by
-    default ``effort`` times their usual number.
+    ``listing_effort`` and ``shifting_effort``: ops that the two local searches may execute in each
+    of their rounds, by default ``effort`` times their usual number.
     """
     costs, n = Costs.of(problem), problem.microbatches
     less = 0.0

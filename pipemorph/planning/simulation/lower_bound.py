@@ -4,6 +4,9 @@ The longest path of the precedence graph is a weak bound, since a stage runs one
 the compiled bound (``csrc/planner/lower_bound.cpp``) also counts the ops that must run on the same
 stage, and takes for each stage the preemptive one-machine schedule of its ops between their heads
 and tails (Jackson's rule, as Carlier and Pinson use it for job shops).
+
+Under in-flight caps that is several percent below the optimum. A tighter bound, which takes longer
+than a plan, refutes makespans instead (``csrc/planner/windows.cpp``).
 """
 
 from __future__ import annotations
@@ -13,6 +16,9 @@ from typing import NamedTuple
 from pipemorph.planning.problem import Problem
 from pipemorph.planning.simulation import core
 from pipemorph.planning.simulation.costs import Costs
+
+TIGHT_EFFORT = 60_000_000
+"""How many states of stages the tight bound may visit: most of a second."""
 
 # Relative tolerance of equal makespans: sums of the same times in different order.
 SAME = 1e-9
@@ -33,16 +39,40 @@ def lower_bound(problem: Problem) -> float:
     online dispatch, and all link models: limits on sends only delay messages. Without the compiled
     planner it is a weaker one.
     """
+    costs, less = _relaxed(problem)
+    if core.compiled is not None:
+        return core.compiled.lower_bound(costs.packed(), _loosest_caps(problem)) - less
     costs = Costs.of(problem).least()
     if problem.objective == "period":
-        if core.compiled is None:
-            rows = zip(*costs[1:4], costs.after, strict=True)
-            return max(sum(ops) * costs.microbatches + after for *ops, after in rows)
-        bound = core.compiled.lower_bound(costs.for_period().packed(), _loosest_caps(problem))
-        return bound - costs.last_start()
+        rows = zip(*costs[1:4], costs.after, strict=True)
+        return max(sum(ops) * costs.microbatches + after for *ops, after in rows)
+    return busiest_stage(costs)
+
+
+def tight_lower_bound(problem: Problem, objective: float, effort: int = TIGHT_EFFORT) -> float:
+    """As :func:`lower_bound`, but larger where possible; at most ``objective``, the makespan or
+    period of some plan. The closer that is to the optimum, the sooner the bound is found.
+
+    Windows in which each op must start are narrowed by what each stage can run in one order, until
+    there is no schedule below ``objective``, or bisection has found the least that is not refuted.
+    The bound is that of :func:`lower_bound` if ``effort`` is too small to begin, as it is for 128
+    stages, or if the compiled planner is missing.
+    """
     if core.compiled is None:
-        return busiest_stage(costs)
-    return core.compiled.lower_bound(costs.packed(), _loosest_caps(problem))
+        return lower_bound(problem)
+    costs, less = _relaxed(problem)
+    found = core.compiled.tight_lower_bound(
+        costs.packed(), _loosest_caps(problem), objective + less, effort
+    )
+    return found - less
+
+
+def _relaxed(problem: Problem) -> tuple[Costs, float]:
+    """The costs to bound, and how much more than the objective a makespan under them is."""
+    costs = Costs.of(problem).least()
+    if problem.objective == "period":
+        return costs.for_period(), costs.last_start()
+    return costs, 0.0
 
 
 def _loosest_caps(problem: Problem) -> tuple[int, ...]:

@@ -63,7 +63,7 @@ def test_every_plan_is_valid_and_not_below_the_bound(problem: Problem) -> None:
         planned = plan(problem, policy)
         validate(planned.schedule, limits)
         assert planned.makespan >= lower_bound(problem)
-        assert planned.lower_bound == lower_bound(problem)
+        assert planned.lower_bound >= lower_bound(problem)
         peaks = planned.schedule.in_flight_peak()
         assert all(k is None or peak <= k for peak, k in zip(peaks, limits, strict=True))
         again = plan(problem, policy)

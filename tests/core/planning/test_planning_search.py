@@ -68,7 +68,7 @@ def test_what_the_search_finds(problem: Problem, effort: int) -> None:
         assert found.schedule.warmup() == problem.warmup
     assert predict(found.schedule, problem) == found.objective
     assert found == search(problem, listing_effort=effort, shifting_effort=effort)
-    assert found.bound == lower_bound(problem)
+    assert found.bound >= lower_bound(problem)
     assert found.bound <= found.objective * (1 + SAME)
     rules = Rules.of(
         problem,
@@ -129,6 +129,6 @@ def test_near_the_proven_optimum() -> None:
         assert planned.lower_bound <= fact["optimum"] * (1 + 1e-9), case.key
         assert planned.makespan >= fact["optimum"] * (1 - 1e-9), case.key
         gaps[case.cap == "none"].append(planned.makespan / fact["optimum"] - 1)
-    for free, mean, worst in ((True, 0.001, 0.005), (False, 0.005, 0.02)):
+    for free, mean, worst in ((True, 0.0001, 0.0005), (False, 0.0005, 0.01)):
         assert statistics.mean(gaps[free]) <= mean
         assert max(gaps[free]) <= worst
