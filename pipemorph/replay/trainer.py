@@ -18,7 +18,8 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.control import JobController, initial_plan
 from pipemorph.control.decide.replan import propose
 from pipemorph.errors import InputError
-from pipemorph.planning import Dispatch, OpKind, Plan, Problem, Route, Simulation, link_on
+from pipemorph.planning import Dispatch, Op, OpKind, Plan, Problem, Route, Simulation, link_on
+from pipemorph.planning.offload import copying
 from pipemorph.planning.problem import transfer_ms
 from pipemorph.planning.simulation.costs import INF
 from pipemorph.planning.simulation.messages import Message, deliver
@@ -72,6 +73,14 @@ class Links:
         self._rates = narrow or any(self._transfers)
         self._half = [link.half_duplex for link in problem.links]
         self._problem, self._trace = problem, trace
+
+    def sizes(self, stage: int) -> tuple[int | None, int | None]:
+        """Bytes of a microbatch's activations and of its inputs that lead to the stage's
+        ``recompute_limit``; None if it has none."""
+        limits = self._problem.stages[stage]
+        if not limits.may_recompute or not limits.in_flight_limit or limits.in_flight_limit == 1:
+            return None, None
+        return limits.recompute_limit, limits.in_flight_limit - 1
 
     def under(self, routes: Sequence[Route]) -> Problem:
         """The problem with links as they are without a fault, for messages on ``routes``."""
@@ -177,6 +186,7 @@ def job_spec(problem: Problem, dispatch: DispatchChoice) -> JobSpec:
         "stageTimes": times,
         "dispatch": str(dispatch),
         "warmup": list(problem.warmup) if problem.warmup else None,
+        "recompute": "auto" if any(s.may_recompute for s in problem.stages) else "never",
     }
     if any(cap is not None for cap in caps):
         schedule["inFlightLimit"] = [cap or problem.microbatches for cap in caps]
@@ -347,10 +357,16 @@ class AdaptiveTrainer:
         )
 
     def _profile(self, stage: int, ran: Simulation) -> StageProfile:
-        """What the stage's rank measures. While it fuses, that is one time for B and W."""
+        """What the stage's rank measures. While it fuses, that is one time for B and W. A forward
+        that runs again is not part of its backward."""
         took: dict[OpKind, list[float]] = {}
-        for op in ran.stages[stage]:
-            took.setdefault(op.kind, []).append(op.end - op.start)
+        ops = ran.stages[stage]
+        forward = _mean([op.end - op.start for op in ops if op.kind is OpKind.F])
+        order = [Op(op.kind, op.microbatch) for op in ops]
+        for op, away in zip(ops, copying(order, self._plan.device_limits[stage]), strict=True):
+            again = forward if away and op.kind is not OpKind.F else 0.0
+            took.setdefault(op.kind, []).append(op.end - op.start - again)
+        size, kept = self._links.sizes(stage)
         fused = took.get(OpKind.BW)
         return StageProfile(
             stage=stage,
@@ -359,6 +375,8 @@ class AdaptiveTrainer:
             backward_weight=0.0 if fused else _mean(took[OpKind.W]),
             split="emulated",
             peak_memory=0,
+            activation_bytes=size,
+            input_bytes=kept,
         )
 
     def _send(

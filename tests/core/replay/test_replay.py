@@ -46,6 +46,21 @@ def test_a_fault_is_found_and_planned_for(telemetry: Telemetry) -> None:
     assert last.iteration >= 53
 
 
+def test_recomputation_makes_room_for_slackness_and_is_left_when_the_link_has_recovered() -> None:
+    tight = TIMES.model_copy(update={"in_flight_limit": 4})
+    room = TIMES.model_copy(update={"in_flight_limit": 4, "recompute_limit": 48})
+    without, with_it = (
+        replay(PROBLEM.model_copy(update={"stages": (stage,) * 4}), FAULT, telemetry="exact")
+        for stage in (tight, room)
+    )
+    assert with_it.seconds["adaptive"] < 0.95 * without.seconds["adaptive"]
+    assert any("forwards again and saves" in change.reason for change in with_it.changes)
+    assert not any("forwards again" in change.reason for change in without.changes)
+    share = with_it.share("adaptive")
+    assert share is not None and share > 0.8
+    assert "recovered" in with_it.changes[-1].reason
+
+
 @pytest.mark.parametrize("telemetry", get_args(Telemetry))
 def test_a_narrow_link_is_told_from_a_delayed_one(telemetry: Telemetry) -> None:
     """16 MB at 2.5 Gb/s: as long as a delay of 51 ms, but messages do not travel together."""
