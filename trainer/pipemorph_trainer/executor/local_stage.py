@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 import torch
@@ -64,6 +65,8 @@ class OwnStage:
         self._store = store
         self._clock = device_clock_reader(device)
         self._footprint = _footprint_of(stage)
+        self._apart = 0.0
+        """Time of the newest B and W of a microbatch, if they ran apart."""
         self._needs_target = False
         self.module: nn.Module | None = None
         """None if the stage is emulated or given."""
@@ -144,7 +147,7 @@ class OwnStage:
 
     def profile(self, ops: Sequence[TimedOp], copies: Sequence[TimedCopy]) -> StageProfile:
         """Op times of one iteration, and the peak memory so far."""
-        return stage_profile(
+        found = stage_profile(
             self._coordinate.stage,
             ops,
             self.runner.split,
@@ -153,6 +156,13 @@ class OwnStage:
             copies=copies,
             clock=self._clock.read() if self._clock is not None else None,
         )
+        if found.backward_weight:
+            self._apart = found.backward_input + found.backward_weight
+        elif self._apart and self._footprint.fused_ratio is not None and not self.emulated:
+            # Measured in training, it tells more than the self-test.
+            ratio = found.backward_input / self._apart
+            self._footprint = replace(self._footprint, fused_ratio=ratio)
+        return found
 
     def offloaded(self, copies: Sequence[TimedCopy]) -> Offloaded | None:
         """Sums of one iteration's copies to host memory; None if there were none."""

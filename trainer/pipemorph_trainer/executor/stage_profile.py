@@ -23,9 +23,8 @@ class Footprint:
 
     ``offload_copy``: seconds to copy ``activation_bytes`` one way, if offload is possible.
     ``input_bytes``: bytes of what is kept of a microbatch that is recomputed, if it can be.
-    ``fused_ratio``: time of BW divided by that of B and W apart; only of an emulated stage, which
-    has both. For a module, the time of BW is only known while a plan runs it: the few runs of a
-    self-test are too noisy for planning.
+    ``fused_ratio``: time of BW divided by that of B and W apart: of an emulated stage as stated, of
+    a module from the self-test until a plan runs BW.
     """
 
     activation_bytes: int | None = None
@@ -35,12 +34,14 @@ class Footprint:
 
 
 def footprint(report: SplitReport) -> Footprint:
-    """The sizes and the copy time from the self-test. Its op times are not used."""
+    """The sizes, the copy time and the fused ratio from the self-test. Its op times are not used:
+    they are too few."""
     offload, recompute = report.offload, report.recompute
     return Footprint(
         activation_bytes=report.activation_bytes,
         offload_copy=offload.seconds if offload is not None and not offload.reason else None,
         input_bytes=recompute.input_bytes if recompute and not recompute.reason else None,
+        fused_ratio=report.fused_ratio,
     )
 
 
@@ -62,8 +63,7 @@ def stage_profile(
     ``offload_copy``: the median of the longer direction if there were copies, else the time from
     the self-test.
 
-    ``fused_backward`` is reported for an emulated stage only: the mean BW if there was one, else
-    B + W times its ratio.
+    ``fused_backward`` is the mean BW if there was one, else B + W times the ratio, if known.
     """
     moves = [copy for copy in copies if not copy.again]
     copying = {(copy.kind, copy.microbatch): copy.end - copy.start for copy in copies}

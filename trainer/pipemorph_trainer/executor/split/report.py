@@ -149,6 +149,9 @@ class SplitReport:
     irreproducible: tuple[str, ...] = ()
     """Tensors for which two *unsplit* backwards differ; compared with a tolerance."""
     notes: tuple[str, ...] = ()
+    fused_ratio: float | None = None
+    """Time of an unsplit backward divided by that of B and W; None if too short to be measured, or
+    without a split."""
     activation_bytes: int | None = None
     """Bytes that autograd keeps for one microbatch after its F, without parameters."""
     offload: OffloadAttempt | None = None

@@ -47,7 +47,7 @@ SMALL_SHARE = 0.05
 MAX_OVERHEAD = 1.5
 """A graph split is refused if its B + W takes longer than this many unsplit backwards."""
 ROUNDS = 3
-"""Alternating runs with and without the split, for the median ratio of their times."""
+"""Alternating runs with and without the split, for the ratio of their times."""
 MEASURABLE = 1e-3
 """Least seconds of an unsplit backward for its times to be used."""
 
@@ -91,6 +91,7 @@ class SelfTest:
         self._loose: tuple[str, ...] = ()
         self._attempts: list[Attempt] = []
         self._refused: dict[str, str] = {}
+        self._graph_overheads: list[float] = []
         self._sizes = trainable(call.module)
 
     def run(self) -> tuple[Splitter, SplitReport]:
@@ -125,7 +126,8 @@ class SelfTest:
         splitter = chosen or Splitter()
         offload = None if self._store is None else self._try_offload(splitter, self._store)
         recompute = self._try_recompute(splitter) if self._recompute else None
-        return splitter, self._report(splitter, offload, recompute)
+        report = self._report(splitter, offload, recompute)
+        return splitter, replace(report, fused_ratio=self._fused_ratio(splitter))
 
     def _baseline(self) -> None:
         self._reference = find_clone_inputs(self._call, lambda: self._trial(Splitter(), fused=True))
@@ -197,7 +199,8 @@ class SelfTest:
             )
         if not splitter.deferred:
             return self._refuse("graph", "every parameter is used in several places")
-        ratio = self._overhead(splitter)
+        self._graph_overheads = self._overheads(splitter)
+        ratio = median(self._graph_overheads)
         slow = ""
         if self._times.backward > MEASURABLE and ratio > MAX_OVERHEAD:
             slow = f"B + W take {ratio:.1f} times the unsplit backward"
@@ -205,15 +208,26 @@ class SelfTest:
             return self._refuse("graph", slow)
         return self._accept(splitter, outcome)
 
-    def _overhead(self, splitter: Splitter) -> float:
-        """B + W divided by the unsplit backward: the median of alternating runs, so that other load
-        of the machine has little effect."""
+    def _overheads(self, splitter: Splitter) -> list[float]:
+        """B + W divided by the unsplit backward, of alternating runs, so that other load of the
+        machine has little effect."""
         ratios = []
         for _ in range(ROUNDS):
             whole = self._trial(Splitter(), fused=True).seconds["BW"]
             apart = self._trial(splitter).seconds
             ratios.append((apart["B"] + apart["W"]) / whole)
-        return median(ratios)
+        return ratios
+
+    def _fused_ratio(self, splitter: Splitter) -> float | None:
+        """The unsplit backward divided by B + W, for planning: the largest ratio found, since a
+        fused backward that is not shorter costs more than one that is not tried."""
+        if splitter.split == "fused" or self._first(self._too_short()):
+            return None
+        known = self._graph_overheads if splitter.split == "graph" else []
+        return 1 / min(known or self._overheads(splitter))
+
+    def _too_short(self) -> str:
+        return "" if self._times.backward > MEASURABLE else "too short to be measured"
 
     def _try_offload(self, splitter: Splitter, store: ActivationStore) -> OffloadAttempt:
         """Test offload with two runs: the first one fills the pool, the second one is timed."""
