@@ -312,11 +312,11 @@ def one_process(until: int) -> tuple[list[float], dict[str, Tensor]]:
         losses, each = [], []
         for replica in range(2):
             losses.append(run(iteration, replica, train=True))
-            grads = {n: p.grad for n, p in parameters.items() if p.grad is not None}
-            tied = grads["embed.weight"] + grads["head.weight"]
-            each.append({**grads, "embed.weight": tied, "head.weight": tied})
+            each.append({n: p.grad for n, p in parameters.items() if p.grad is not None})
             optimizer.zero_grad()
         means = {n: (each[0][n] + each[1][n]) / 2 for n in parameters}
+        tied = means["embed.weight"] + means["head.weight"]
+        means |= {"embed.weight": tied, "head.weight": tied}
         for name, parameter in parameters.items():
             parameter.grad = means[name].clone()
         counted = [g for name, g in means.items() if name != "head.weight"]

@@ -235,24 +235,27 @@ class Iterations:
         if self._reducer is not None and self._replicas is not None and self._replicas.sharded:
             self._reducer.add(time() - began)
         self._waiting.end()
+        if self._reducer is not None and self.synchronizes:
+            self._reducer.release()
 
     def _synchronize(self, iteration: int) -> None:
-        """Sum the gradients of tied weights, and wait until all gradients are averaged over the
-        replicas."""
+        """Wait until all gradients are averaged over the replicas, and sum those of tied
+        weights."""
         if not self.synchronizes:
             if self._tied is not None:
                 self._tied.skip()
             return
-        if self._tied is not None:
-            self._waiting.begin(f"gradients of iteration {iteration} of tied weights")
-            self._tied.sum()
-            self._waiting.end()
         self._waiting.begin(f"gradients of iteration {iteration} of the other replicas")
         if self._replicas is not None:
             self._replicas.sync()
         elif self._reducer is not None:
             self._reducer.finish()
         self._waiting.end()
+        if self._tied is not None:
+            # Last, since it waits for other stages, and so for their ops.
+            self._waiting.begin(f"gradients of iteration {iteration} of tied weights")
+            self._tied.sum()
+            self._waiting.end()
 
     def evaluate(
         self,

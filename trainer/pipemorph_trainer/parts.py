@@ -124,8 +124,7 @@ class Parts:
             whole, *others = modules.values()
             self.replicas = Replicas(
                 nn.ModuleList([whole, *others]) if others else whole, self.world, self.wait_for,
-                accelerator=accelerator, tied=self.tied.shared if self.tied is not None else (),
-                faults=self._reduction_faults,
+                accelerator=accelerator, faults=self._reduction_faults,
             )  # fmt: skip
         self.scaler = scaler
         if scaler is not None:

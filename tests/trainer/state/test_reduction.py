@@ -13,6 +13,8 @@ import torch
 from gate import same_bits
 from launch import run_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 from trainer_jobs import Job, make_plan
 
@@ -24,6 +26,7 @@ from pipemorph_trainer.agent.messages import NoControl, RankTelemetry
 from pipemorph_trainer.links.faults import FaultTrace
 from pipemorph_trainer.state import reduction
 from pipemorph_trainer.state.reduction import Bucket, make_buckets
+from pipemorph_trainer.topology.mesh import join_process_group
 
 WIDTH, N, STAGES, REPLICAS = 6, 4, 2, 2
 ITERATIONS = 7
@@ -139,6 +142,55 @@ def test_buckets_leave_within_the_last_op(policy: str) -> None:
         assert any(seen[iteration][1] == seen[iteration][0] for seen in found), iteration
     # Layers that are run again in the backward are run in B, where one is split from W.
     assert [seen[5][2] for seen in found] == [0 if policy == "zero-bubble" else 2] * len(found)
+
+
+def order_of(context: TrainerContext, sharded: bool) -> list[str]:
+    """What happened in the last iteration, in order."""
+    sizes = {"dp_replicate": 2, "pp": 1, "dp_shard": 2} if sharded else {"dp_replicate": 2, "pp": 2}
+    join_process_group(context, torch.device("cpu"))
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    if sharded:
+        fully_shard(module, mesh=mesh["dp_shard"])
+    events: list[str] = []
+
+    def telling(owner: Any, name: str, what: str) -> None:
+        call = getattr(owner, name)
+
+        def told(*args: Any, **kwargs: Any) -> Any:
+            events.append(what)
+            return call(*args, **kwargs)
+
+        setattr(owner, name, told)
+
+    with Pipeline(
+        module, context=context, loss_fn=nn.functional.mse_loss, microbatches=N, mesh=mesh,
+        tied=None if sharded else [("0.weight", 0), ("2.weight", 1)], deadline_seconds=30,
+    ) as pipe:  # fmt: skip
+        iterations: Any = pipe._parts.iterations
+        telling(iterations._reducer._clock, "sends", "sent")
+        telling(iterations._loss, "wait", "loss")
+        telling(iterations._reducer, "finish", "finish")
+        if sharded:
+            (own,) = iterations._stages.values()
+            telling(own, "reduce", "shards")
+        else:
+            telling(iterations._tied, "sum", "tied")
+        for iteration in range(3):
+            events.clear()
+            x, y = batch_of(iteration, context.rank)
+            pipe.step(x, target=y)
+            module.zero_grad()
+    return events
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "tied"])
+def test_what_another_collective_changes_is_averaged_in_the_drain(sharded: bool) -> None:
+    """Before anything that waits for other stages."""
+    wanted = ["shards", "sent", "loss", "finish"] if sharded else ["sent", "loss", "finish", "tied"]
+    for events in run_ranks(4, order_of, sharded):
+        assert events == wanted
 
 
 def test_buckets_are_filled_from_the_last_parameter_on() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipemorph.api.mesh import DATA, DIMENSIONS, LOCKSTEP, Dimension
 from pipemorph_trainer.executor.stages.sharded import is_sharded
 from pipemorph_trainer.executor.torch_private import version
-from pipemorph_trainer.state.reduction import Over, Reducer, Wait, finish
+from pipemorph_trainer.state.reduction import Reducer, Wait, finish
 from pipemorph_trainer.state.weights import bytes_of, comparable
 from pipemorph_trainer.topology.placement import Placement, local, placement
 
@@ -45,8 +45,7 @@ class Replicas:
     """Keeps the ranks equal that hold the same elements of this rank's stage: all get the mean
     gradient and the buffers of the first.
 
-    Every call is collective over the ranks with the same stage and tensor coordinate. ``tied``:
-    ids of parameters whose gradients other stages change after the ops.
+    Every call is collective over the ranks with the same stage and tensor coordinate.
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class Replicas:
         wait: Wait,
         *,
         accelerator: Accelerator | None = None,
-        tied: Collection[int] = (),
         faults: ReductionFaults | None = None,
     ) -> None:
         # Keeps the world and not its groups, whose last references World.leave() drops.
@@ -65,15 +63,13 @@ class Replicas:
         self._marks = [_marks(m) for m in self._buffered]
         self.sharded = is_sharded(module)
         """Whether FSDP reduces the gradients of the shards itself, after the last op."""
-        early: list[tuple[Tensor, Over]] = []
-        late: list[tuple[Tensor, Over]] = []
-        for name, parameter in module.named_parameters():
-            over = averaged_over(placement(name, parameter, world.coordinate))
-            held_back = self.sharded or id(parameter) in tied
-            (late if held_back else early).append((parameter, over))
+        parameters = [
+            (parameter, averaged_over(placement(name, parameter, world.coordinate)))
+            for name, parameter in module.named_parameters()
+        ]
         self.reducer = Reducer(
-            early, world, wait,
-            accelerator=accelerator, late=late, marks=self._written, faults=faults,
+            parameters, world, wait,
+            accelerator=accelerator, late=self.sharded, marks=self._written, faults=faults,
         )  # fmt: skip
 
     def sync(self) -> None:

@@ -3,7 +3,8 @@
 A gradient is final after the last write to it in the last W (or BW) of the stage. Gradients are
 sent in buckets, the last used first, as torch's ``DistributedDataParallel`` sends them: a bucket
 leaves as soon as its last gradient is final, within that op where it is computed parameter by
-parameter. The step waits for them at its end.
+parameter. Gradients that another collective still changes, as FSDP does, leave when that has ended,
+while other stages run. The step waits for them at its end.
 
 All ranks of a group send the same buckets in the same order, whatever their plans. How often the
 last op writes each gradient is learned from the iteration before. If a gradient changes after its
@@ -94,6 +95,9 @@ class Bucket:
     @torch.no_grad()
     def send(self, group: dist.ProcessGroup) -> None:
         """Begin to add up a copy of the gradients. One that is missing counts as zero."""
+        for parameter in self.parameters:
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                parameter.grad = parameter.grad.to_dense()
         self._sent = [(p.grad, _writes(p.grad)) for p in self.parameters]
         parts = [
             local(p.grad).reshape(-1).to(self.dtype)
@@ -162,12 +166,12 @@ def make_buckets(
 
 class Reducer:
     """Averages the gradients of one stage: :meth:`begin`, :meth:`begin_last_op`,
-    :meth:`end_last_op` and :meth:`finish` in every iteration that does. Main thread only, but for
-    writes of gradients.
+    :meth:`end_last_op`, :meth:`release` and :meth:`finish` in every iteration that does. Main
+    thread only, but for writes of gradients.
 
-    ``parameters``: with the dimensions over which each is averaged. ``late``: those that may change
-    after the last op; they are sent in :meth:`finish`. ``marks``: what every rank says with them,
-    such as which buffers it wrote. ``faults``: of this rank's group.
+    ``parameters``: with the dimensions over which each is averaged. ``late``: another collective
+    changes them after the last op; they are sent in :meth:`release`. ``marks``: what every rank
+    says with them, such as which buffers it wrote. ``faults``: of this rank's group.
     """
 
     def __init__(
@@ -177,7 +181,7 @@ class Reducer:
         wait: Wait,
         *,
         accelerator: Accelerator | None = None,
-        late: Sequence[tuple[Tensor, Over]] = (),
+        late: bool = False,
         marks: Callable[[], list[bool]] = list,
         most: int | None = None,
         faults: ReductionFaults | None = None,
@@ -186,9 +190,9 @@ class Reducer:
         self._world, self._wait, self._marks, self._most = world, wait, marks, most
         self._faults = faults
         self._all = [(p, over) for p, over in parameters if world.group(over) is not None]
-        self._late = [(p, over) for p, over in late if world.group(over) is not None]
-        self._overs = sorted({DATA, *(over for _, over in (*self._all, *self._late))})
-        self._watch = Watch([p for p, _ in self._all], self._on_write)
+        self._late = late
+        self._overs = sorted({DATA, *(over for _, over in self._all)})
+        self._watch = Watch([] if late else [p for p, _ in self._all], self._on_write)
         self._writes_of: dict[OpKind, dict[int, int]] = {}
         """How often the last op of a kind writes each gradient, by the parameter's id."""
         self._counted: dict[int, int] = {}
@@ -196,7 +200,7 @@ class Reducer:
         self._buckets = make_buckets(self._all, most)
         self._where: dict[int, Bucket] = {}
         self._sent = 0
-        self._active = self._open = self._settled = False
+        self._active = self._open = self._ended = self._settled = False
         self._kind = OpKind.W
         self._votes: dict[Over, tuple[Tensor, Any]] = {}
         self._clock = _HostClock() if accelerator is None else _DeviceClock(accelerator)
@@ -210,12 +214,12 @@ class Reducer:
     @property
     def nbytes(self) -> int:
         """Bytes of all gradients of this rank."""
-        sizes = (local(p).numel() * grad_dtype(p).itemsize for p, _ in (*self._all, *self._late))  # type: ignore[arg-type]
+        sizes = (local(p).numel() * grad_dtype(p).itemsize for p, _ in self._all)  # type: ignore[arg-type]
         return sum(sizes)
 
     def begin(self, iteration: int) -> None:
         """Begin an iteration whose gradients are averaged."""
-        self._active, self._iteration = True, iteration
+        self._active, self._ended, self._iteration = True, False, iteration
         self._sent, self._votes, self._extra_seconds = 0, {}, 0.0
         self._where = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         for bucket in self._buckets:
@@ -235,7 +239,7 @@ class Reducer:
     def begin_last_op(self, kind: OpKind) -> None:
         """The last op of the iteration, W or BW, begins. Gradients that it does not write, as far
         as known, are final."""
-        if not self._active:
+        if not self._active or self._late:
             return
         self._kind, self._counted, self._open = kind, {}, False
         known = self._writes_of.get(kind)
@@ -252,6 +256,9 @@ class Reducer:
         changes."""
         if not self._active:
             return
+        self._ended = True
+        if self._late:
+            return
         self._watch.close()
         self._clock.end_ops()
         self._open = False
@@ -260,6 +267,21 @@ class Reducer:
             bucket.missing = 0
         self._send_ready()
         if self._sent == len(self._buckets):
+            self._vote()
+
+    def release(self) -> None:
+        """The collectives have ended that change gradients after the last op. Does nothing if the
+        iteration is refused."""
+        if self._active and self._ended and self._late:
+            self._clock.end_ops()
+            self._send_rest()
+
+    def _send_rest(self) -> None:
+        """Send the buckets that are left, and vote."""
+        for bucket in self._buckets[self._sent :]:
+            self._send(bucket)
+        self._sent = len(self._buckets)
+        if not self._votes:
             self._vote()
 
     def _on_write(self, parameter: Tensor) -> None:
@@ -312,11 +334,7 @@ class Reducer:
     def finish(self) -> list[float]:
         """Wait until all gradients are averaged. Returns the sum of the ranks' ``marks``."""
         self._active = False
-        for bucket in self._buckets[self._sent :]:
-            self._send(bucket)
-        self._sent = len(self._buckets)
-        if not self._votes:
-            self._vote()
+        self._send_rest()
         marks, used, again = self._count_votes()
         self._clock.wait_all(self._buckets, self._wait)
         self._hold()
@@ -326,13 +344,12 @@ class Reducer:
                 self._send_now(bucket)
             bucket.spread(dist.get_world_size(self._group(bucket.over)), used)
         unsent = [(p, over) for p, over in self._all if id(p) in used and id(p) not in self._where]
-        late = self._late_used()
-        for bucket in make_buckets([*unsent, *late], self._most):
+        for bucket in make_buckets(unsent, self._most):
             self._send_now(bucket)
             bucket.spread(
                 dist.get_world_size(self._group(bucket.over)), set(map(id, bucket.parameters))
             )
-        if again or unsent or late:
+        if again or unsent:
             self._extra_seconds += self._clock.now() - ended
         self._choose_buckets(used)
         return marks
@@ -356,18 +373,6 @@ class Reducer:
                 marks = rest[len(buckets) : len(rest) - times]
                 self._take(rest[len(rest) - times :])
         return marks, used, again
-
-    def _late_used(self) -> list[tuple[Tensor, Over]]:
-        """The late parameters that have a gradient on any rank."""
-        found = []
-        for over in self._overs:
-            mine = [p for p, each in self._late if each == over]
-            if not mine:
-                continue
-            counts = torch.tensor([has_gradient(p) for p in mine], dtype=torch.int32)
-            self._wait(dist.all_reduce(counts, group=self._group(over), async_op=True))
-            found += [(p, over) for p, count in zip(mine, counts.tolist(), strict=True) if count]
-        return found
 
     def _send_now(self, bucket: Bucket) -> None:
         bucket.send(self._group(bucket.over))

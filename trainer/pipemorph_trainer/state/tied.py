@@ -1,8 +1,8 @@
 """Tied weights: one parameter that several stages hold, as an embedding that is the output layer.
 
-Each holder has a copy. All begin with that of the first holder. After the ops of an iteration their
-gradients are summed, in one collective over the ranks that hold the weight, so that equal
-optimizers keep the copies equal to the bit.
+Each holder has a copy. All begin with that of the first holder. At the end of an iteration their
+gradients, each the mean over the replicas, are summed in one collective over the ranks that hold
+the weight, so that equal optimizers keep the copies equal to the bit.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Tied:
 
     ``modules``: of this rank's stages. ``aliases``: the first holder of each weight, by the
     weight's holders in these modules. ``uncounted``: ids of the parameters that are counted
-    elsewhere in a norm. ``shared``: ids of all whose gradients are summed.
+    elsewhere in a norm.
     """
 
     def __init__(
@@ -157,7 +157,6 @@ class Tied:
         self.uncounted = {
             id(p) for each in self._shared for p in each.parameters[1 if each.is_first else 0 :]
         }
-        self.shared = {id(p) for each in self._shared for p in each.parameters}
         self._world = world
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
         self._summed = True
