@@ -89,8 +89,9 @@ def plan(
     elif policy is Policy.EXACT:
         if has_variants(problem):
             raise InputError(
-                "policy exact supports neither offload nor fused backwards; remove device_limit and"
-                " any fused_backward shorter than backward_input + backward_weight"
+                "policy exact supports neither offload, recomputation nor fused backwards; remove"
+                " device_limit, recompute_limit and any fused_backward shorter than backward_input"
+                " + backward_weight"
             )
         # OR-tools is slow to import, and optional.
         from pipemorph.planning.search.exact import TIME_LIMIT, solve

@@ -226,7 +226,7 @@ def test_fused_is_never_worse_than_split_or_all_fused(problem: Problem) -> None:
 
 def test_the_optimum_is_not_claimed_for_what_is_not_modelled() -> None:
     with pytest.raises(
-        InputError, match="policy exact supports neither offload nor fused backwards"
+        InputError, match="policy exact supports neither offload, recomputation nor fused"
     ):
         plan(TIGHT, Policy.EXACT)
 
