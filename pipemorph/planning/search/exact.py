@@ -84,6 +84,8 @@ def solve(
         proven = makespan <= bound + model.rounding
     else:
         proven = makespan <= bound * (1 + SAME)
+        # The same but for rounding.
+        bound = makespan if proven else bound
     return Solved(schedule, makespan, min(bound, makespan), proven, perf_counter() - began)
 
 

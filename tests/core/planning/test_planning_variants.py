@@ -241,7 +241,9 @@ def test_a_fixed_warmup_above_the_device_limit_needs_offload() -> None:
     fixed = TIGHT.with_warmup([8, 6, 3, 1])
     planned = plan(fixed)
     assert planned.schedule.warmup() == (8, 6, 3, 1)
-    assert planned.problem.device_limits() == (4, 4, None, None)
+    # Whether stage 2, which has room, offloads too is for the search to say.
+    limits = planned.problem.device_limits()
+    assert (*limits[:2], limits[3]) == (4, 4, None)
 
 
 def test_plans_run_as_each_other_whatever_their_versions_and_caps() -> None:
