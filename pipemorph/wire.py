@@ -22,6 +22,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from pipemorph.api.status import MAX_PLANS
 from pipemorph.planning.ir import Dispatch, Plan, Policy, Route, Schedule
 
 MAX_REPORT_BYTES = 64 * 1024
@@ -244,6 +245,13 @@ class LinkHealthReport(WireModel):
     message: str | None = Field(default=None, max_length=1024)
 
 
+class OwnPlan(WireModel):
+    """Replicas (dp_replicate) that run another plan than the others, and that plan."""
+
+    replicas: Annotated[list[Count], Field(min_length=1)]
+    plan: PlanMessage
+
+
 class PlanMessage(WireModel):
     """A :class:`~pipemorph.planning.ir.Plan` on the wire; one op string per stage."""
 
@@ -262,6 +270,8 @@ class PlanMessage(WireModel):
     of moving them to host memory. One per stage; empty: none does."""
     turns: list[list[Count]] = Field(default_factory=list)
     """For ranks with several stages, the stages of each rank's ops in order; else empty."""
+    own: list[OwnPlan] = Field(default_factory=list, max_length=MAX_PLANS - 1)
+    """Replicas with a plan of their own; empty: all run this one."""
 
     @staticmethod
     def of(plan: Plan) -> PlanMessage:
@@ -277,7 +287,18 @@ class PlanMessage(WireModel):
             device_limits=list(plan.device_limits) if any(plan.device_limits) else [],
             recompute=list(plan.recompute) if plan.recomputing else [],
             turns=[list(stages) for stages in plan.turns],
+            own=[
+                OwnPlan(replicas=list(replicas), plan=PlanMessage.of(each))
+                for replicas, each in plan.own
+            ],
         )
+
+    def of_replica(self, replica: int) -> PlanMessage:
+        """The plan of one replica, for its ranks."""
+        if not self.own:
+            return self
+        found = next((each.plan for each in self.own if replica in each.replicas), self)
+        return found.model_copy(update={"version": self.version, "own": []})
 
     def plan(self) -> Plan:
         return Plan(
@@ -291,11 +312,13 @@ class PlanMessage(WireModel):
             device_limits=tuple(self.device_limits),
             recompute=tuple(self.recompute),
             turns=tuple(map(tuple, self.turns)),
+            own=tuple((tuple(each.replicas), each.plan.plan()) for each in self.own),
         )
 
 
 class Directive(WireModel):
-    """A plan for the ranks to apply. ``plan_version`` equals ``plan.version`` and only grows."""
+    """A plan for the ranks to apply. ``plan_version`` equals ``plan.version`` and only grows: it
+    names the plans of all replicas, which may differ."""
 
     plan_version: Annotated[int, Field(ge=1)]
     issued_at: WallClock

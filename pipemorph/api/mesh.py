@@ -81,8 +81,12 @@ class MeshShape:
 
     @property
     def lockstep(self) -> int:
-        """Number of ranks of one stage and replica."""
+        """Number of ranks of one stage and replica: its columns, which run one plan."""
         return self.shard * self.context * self.tensor
+
+    def replica_of(self, column: int) -> int:
+        """The replica that a column is part of."""
+        return column // self.lockstep
 
     def described(self) -> str:
         """Sizes and order, the same for meshes that number their ranks in the same way."""

@@ -25,6 +25,8 @@ MAX_SLOW_STAGES = 32
 MAX_ATTEMPTS_KEPT = 16
 MAX_NODES_KEPT = 64
 MAX_STAGES = 512
+MAX_PLANS = 8
+"""Most different plans of a job's replicas at a time."""
 
 Timestamp = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
 Text = Annotated[str, Field(max_length=32768)]

@@ -7,8 +7,8 @@ literature: F forward, B backward for the input, W backward for the weights, BW 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
@@ -185,7 +185,8 @@ class Plan:
     (:mod:`pipemorph.planning.offload`), or dropped and computed again if ``recompute[i]``; None:
     neither. ``turns[r]``: for ranks with several
     stages, the stage of each op that rank *r* of a pipeline runs, in order: the next op of that
-    stage. Empty: one stage per rank.
+    stage. Empty: one stage per rank. ``own``: data-parallel replicas that run another plan under
+    this version, and that plan; all other replicas run this one. Only these run without ``own``.
     """
 
     version: int
@@ -198,6 +199,7 @@ class Plan:
     device_limits: tuple[int | None, ...] = field(default=())
     recompute: tuple[bool, ...] = field(default=())
     turns: tuple[tuple[int, ...], ...] = ()
+    own: tuple[tuple[tuple[int, ...], Plan], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.warmup:
@@ -208,8 +210,20 @@ class Plan:
             object.__setattr__(self, "recompute", (False,) * self.schedule.stage_count)
 
     @property
+    def each(self) -> tuple[Plan, ...]:
+        """The different plans of the replicas: this one, and those of ``own``."""
+        return (self, *(plan for _, plan in self.own))
+
+    def of_replica(self, replica: int) -> Plan:
+        """The plan of one replica."""
+        if not self.own:
+            return self
+        found = next((plan for replicas, plan in self.own if replica in replicas), self)
+        return replace(found, version=self.version, own=())
+
+    @property
     def offloading(self) -> tuple[int, ...]:
-        """Stages that may move activations to host memory."""
+        """Stages that may move activations to host memory, in any replica."""
         return self._limited(recompute=False)
 
     @property
@@ -219,31 +233,51 @@ class Plan:
 
     @property
     def recomputing(self) -> tuple[int, ...]:
-        """Stages that may drop activations and run the forward again."""
+        """Stages that may drop activations and run the forward again, in any replica."""
         return self._limited(recompute=True)
 
     def _limited(self, *, recompute: bool) -> tuple[int, ...]:
-        each = enumerate(zip(self.device_limits, self.recompute, strict=True))
-        return tuple(i for i, (limit, again) in each if limit is not None and again is recompute)
+        return _any(
+            i
+            for plan in self.each
+            for i, limit in enumerate(plan.device_limits)
+            if limit is not None and plan.recompute[i] is recompute
+        )
 
     @property
     def delegated(self) -> tuple[int, ...]:
-        """Links whose bytes the engine carries."""
-        return tuple(i for i, route in enumerate(self.routes) if route is Route.DELEGATED)
+        """Links whose bytes the engine carries, in any replica."""
+        return _any(
+            i
+            for plan in self.each
+            for i, route in enumerate(plan.routes)
+            if route is Route.DELEGATED
+        )
+
+    @property
+    def all_routes(self) -> tuple[Route, ...]:
+        """Route of each link: delegated if it is in any replica."""
+        moved = self.delegated
+        return tuple(Route.DELEGATED if i in moved else r for i, r in enumerate(self.routes))
 
     @property
     def fused(self) -> tuple[int, ...]:
-        """Stages with fused backwards."""
-        return tuple(
+        """Stages with fused backwards, in any replica."""
+        return _any(
             i
-            for i, ops in enumerate(self.schedule.stages)
+            for plan in self.each
+            for i, ops in enumerate(plan.schedule.stages)
             if any(op.kind is OpKind.BW for op in ops)
         )
 
     def runs_as(self, other: Plan) -> bool:
         """Whether ranks do the same under both: versions differ, and caps that nothing reaches."""
-        return (
-            self.schedule, self.turns, self.routes, self.device_limits, self.recompute
-        ) == (
-            other.schedule, other.turns, other.routes, other.device_limits, other.recompute
-        )  # fmt: skip
+        mine, theirs = (
+            [(p.schedule, p.turns, p.routes, p.device_limits, p.recompute) for p in plan.each]
+            for plan in (self, other)
+        )
+        return mine == theirs and [r for r, _ in self.own] == [r for r, _ in other.own]
+
+
+def _any(indices: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(indices)))

@@ -123,13 +123,14 @@ def make_plan(
 
 @dataclass
 class Record:
-    """Losses, gradients per iteration, final parameters and versions run, of one rank."""
+    """Losses, gradients per iteration, final parameters and plans run, of one rank."""
 
     losses: list[Tensor] = field(default_factory=list)
     norms: list[Tensor] = field(default_factory=list)
     grads: list[dict[str, Tensor]] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
     versions: list[int] = field(default_factory=list)
+    plans: list[Plan] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     split: str = ""
     profiles: list[StageProfile] = field(default_factory=list)
@@ -185,6 +186,7 @@ def train(context: TrainerContext, job: Job) -> Record:
             record.seconds.append(time.monotonic() - began)
             record.losses.append(loss)
             record.versions.append(pipe.plan.version)
+            record.plans.append(pipe.plan)
             record.grads.append(
                 {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
             )

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from aiohttp import web
 from launch import ended, free_port
 from schedule_text import schedule_of
 
+from pipemorph.api.mesh import MeshShape
 from pipemorph.planning.ir import Plan, Policy, Route
 from pipemorph.wire import (
     MAX_REPORT_BYTES,
@@ -94,6 +96,9 @@ class Ingest:
 
     def _issue(self, plan_version: int) -> None:
         self._serve(directive(plan_version))
+
+    def serve(self, newest: Directive) -> None:
+        self.loop.call_soon_threadsafe(self._serve, newest)
 
     def _serve(self, newest: Directive) -> None:
         self.directive = newest
@@ -246,7 +251,7 @@ def context(ingest: Ingest, token_file: Path, rank: int = 0, world_size: int = 2
 
 @pytest.fixture
 def agent(ingest: Ingest, token_file: Path) -> Iterator[AgentHandle]:
-    handle = start_agent(context(ingest, token_file))
+    handle = start_agent(context(ingest, token_file), MeshShape(2))
     yield handle
     handle.close(1.0)
 
@@ -315,6 +320,31 @@ def test_a_rank_that_comes_late_gets_the_plan_in_force(
     ingest.issue(1)
     until(zero.newest_plan, "the plan at rank 0")
     assert until(line(1).newest_plan, "the plan at rank 1") == plan(1)
+
+
+def test_every_rank_gets_the_plan_of_its_replica(ingest: Ingest, token_file: Path) -> None:
+    """And nothing of the others', also one that comes late."""
+    own = plan(0, microbatches=3)
+    both = replace(plan(4), own=(((1,), own),))
+    mesh = MeshShape(1, replicas=2)
+    handle = start_agent(context(ingest, token_file), mesh)
+    lines = []
+    try:
+        for rank in range(2):
+            at = context(ingest, token_file, rank)
+            lines.append(connect(at, handle.host, handle.port, wait=DEADLINE))
+            assert lines[rank].ready
+            if rank == 0:
+                message = PlanMessage.of(both)
+                ingest.serve(Directive(plan_version=4, issued_at=1, reason="x", plan=message))
+            got = until(lines[rank].newest_plan, f"the plan at rank {rank}")
+            assert got == both.of_replica(rank)
+            assert (got.version, got.own) == (4, ())
+        assert both.of_replica(1).schedule == own.schedule != plan(4).schedule
+    finally:
+        for line in lines:
+            line.close()
+        handle.close(1.0)
 
 
 @pytest.mark.quiet
@@ -400,7 +430,7 @@ def test_reports_go_on_after_another_agent_has_taken_over(
 def test_a_wrong_secret_is_refused_and_logged(
     ingest: Ingest, token_file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    handle = start_agent(context(ingest, token_file))
+    handle = start_agent(context(ingest, token_file), MeshShape(2))
     try:
         stranger = AgentClient(1, b"another job's secret", handle.host, handle.port)
         assert not stranger.wait_until_ready(3.0)
@@ -588,10 +618,12 @@ def test_the_agent_dies_with_rank_zero(ingest: Ingest, token_file: Path, how: st
     program = f"""
 import json, os, sys, time
 from pathlib import Path
+from pipemorph.api.mesh import MeshShape
 from pipemorph_trainer.agent import start_agent
 from pipemorph_trainer.context import TrainerContext
-handle = start_agent(TrainerContext(0, 2, 0, "127.0.0.1", 1, secret=b"s",
-    ingest_url="http://127.0.0.1:{ingest.port}", token_file=Path({str(token_file)!r})))
+context = TrainerContext(0, 2, 0, "127.0.0.1", 1, secret=b"s",
+    ingest_url="http://127.0.0.1:{ingest.port}", token_file=Path({str(token_file)!r}))
+handle = start_agent(context, MeshShape(2))
 helper = os.fork() if {how == "forked"} else -1
 if helper != 0:
     print(json.dumps([handle.process.pid, helper]), flush=True)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from launch import Ranks
 from torch import nn
 
+from pipemorph.api.mesh import MeshShape
 from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.agent import AgentClient, AgentHandle
 from pipemorph_trainer.agent.launch import AgentConfig
@@ -64,7 +65,7 @@ def test_one_that_does_not_last_is_started_less_and_less_often(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = AgentConfig(
-        job="gpt", namespace="default", attempt=0, world_size=1, secret_hex="00",
+        job="gpt", namespace="default", attempt=0, mesh=MeshShape(1), secret_hex="00",
         ingest_url=INGEST, token_file=None, listen_fd=0, parent=os.getpid(),
     )  # fmt: skip
     now = 100.0

@@ -36,7 +36,7 @@ log = logging.getLogger("pipemorph.agent")
 
 async def serve(config: AgentConfig) -> None:
     """Serve the ranks and report to the ingest until rank 0 ends, then send the last report."""
-    merger = TelemetryMerger(config.job, config.namespace, config.attempt, config.world_size)
+    merger = TelemetryMerger(config.job, config.namespace, config.attempt, config.mesh.world_size)
 
     # The first agent reports at once that the ranks are starting. From a later agent that would be
     # wrong: it waits until rank 0 has sent the state of training.
@@ -62,7 +62,7 @@ async def serve(config: AgentConfig) -> None:
             max(0.0, 1e3 * (time.time() - directive.issued_at)), directive.reason,
         )  # fmt: skip
 
-    ranks = RankServer(bytes.fromhex(config.secret_hex), config.world_size, on_telemetry)
+    ranks = RankServer(bytes.fromhex(config.secret_hex), config.mesh, on_telemetry)
     uplink = Uplink(
         base_url=config.ingest_url,
         namespace=config.namespace,

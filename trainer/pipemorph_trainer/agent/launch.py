@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from pipemorph.api.mesh import MeshShape
 from pipemorph.errors import InputError
 from pipemorph_trainer.context import TrainerContext
 
@@ -38,7 +39,7 @@ class AgentConfig(BaseModel):
     job: str
     namespace: str
     attempt: int
-    world_size: int
+    mesh: MeshShape
     secret_hex: str
     ingest_url: str
     token_file: Path | None
@@ -149,8 +150,8 @@ def _how(code: int) -> str:
         return f"killed by signal {-code}"
 
 
-def start_agent(context: TrainerContext) -> AgentHandle:
-    """Start the agent beside this rank and return at once.
+def start_agent(context: TrainerContext, mesh: MeshShape) -> AgentHandle:
+    """Start the agent beside this rank and return at once. ``mesh``: that of the job's ranks.
 
     The agent inherits the listening socket, so the port is known before the agent runs, and ranks
     that connect early just wait. The agent ends with this process: its standard input closes, and
@@ -168,7 +169,7 @@ def start_agent(context: TrainerContext) -> AgentHandle:
         job=context.job.metadata.name if context.job else "job",
         namespace=context.namespace,
         attempt=context.attempt,
-        world_size=context.world_size,
+        mesh=mesh,
         secret_hex=context.secret.hex(),
         ingest_url=context.ingest_url,
         token_file=context.token_file,

@@ -1,4 +1,4 @@
-"""The agent's server for ranks: authenticates them, receives telemetry, sends plans to all."""
+"""The agent's server for ranks: authenticates them, receives telemetry, sends each its plan."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 import socket
 from collections.abc import Callable
 
+from pipemorph.api.mesh import MeshShape
 from pipemorph.wire import PlanMessage
 from pipemorph_trainer.agent import frames
 from pipemorph_trainer.agent.messages import RankTelemetry
@@ -20,16 +21,18 @@ before its first op it may be building a model."""
 
 
 class RankServer:
-    """Serves the ranks' connections. ``on_telemetry`` is called for every message, in order."""
+    """Serves the connections of the ranks of ``mesh``. ``on_telemetry`` is called for every
+    message, in order."""
 
     def __init__(
-        self, secret: bytes, world_size: int, on_telemetry: Callable[[RankTelemetry], None]
+        self, secret: bytes, mesh: MeshShape, on_telemetry: Callable[[RankTelemetry], None]
     ) -> None:
         self._secret = secret
-        self._world_size = world_size
+        self._mesh = mesh
         self._on_telemetry = on_telemetry
         self._lines: dict[int, asyncio.StreamWriter] = {}
-        self._plan: bytes | None = None
+        self._plans: dict[int, bytes] = {}
+        """The newest plan of each replica; empty before the first."""
         self._server: asyncio.Server | None = None
         self._hung_up = asyncio.Event()
         self.refused: list[str] = []
@@ -54,10 +57,17 @@ class RankServer:
         return set(self._lines)
 
     def broadcast(self, plan: PlanMessage) -> None:
-        """Send ``plan`` to every connected rank, and to those that connect later."""
-        self._plan = frames.encode(plan)
-        for line in self._lines.values():
-            line.write(self._plan)
+        """Send every connected rank, and those that connect later, the plan of its replica."""
+        of_most = frames.encode(plan.model_copy(update={"own": []}))
+        self._plans = dict.fromkeys(range(self._mesh.replicas), of_most)
+        for own in plan.own:
+            data = frames.encode(plan.of_replica(own.replicas[0]))
+            self._plans.update((replica, data) for replica in own.replicas)
+        for rank, line in self._lines.items():
+            line.write(self._plan_of(rank))
+
+    def _plan_of(self, rank: int) -> bytes:
+        return self._plans[self._mesh.coordinate(rank).replica]
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         rank: int | None = None
@@ -90,8 +100,8 @@ class RankServer:
         why = None
         if not frames.proves(hello.proof, expected):
             why = "wrong secret: it is of another job or attempt"
-        elif not 0 <= hello.rank < self._world_size:
-            why = f"rank {hello.rank} of a job with {self._world_size} ranks"
+        elif not 0 <= hello.rank < self._mesh.world_size:
+            why = f"rank {hello.rank} of a job with {self._mesh.world_size} ranks"
         if why is not None:
             host, port, *_ = writer.get_extra_info("peername")
             self.refused.append(why)
@@ -101,8 +111,8 @@ class RankServer:
             return None
         answer = frames.proof(self._secret, "agent", nonce, hello.nonce, hello.rank)
         writer.write(frames.encode(frames.Welcome(proof=answer)))
-        if self._plan is not None:
-            writer.write(self._plan)
+        if self._plans:
+            writer.write(self._plan_of(hello.rank))
         if previous := self._lines.pop(hello.rank, None):
             previous.close()
         self._lines[hello.rank] = writer

@@ -138,12 +138,13 @@ class PlanBook:
         return max(self._plans)
 
     def prepare(self, plan: Plan, *, page_lock: bool = True) -> bool:
-        """Make a plan ready to run. Returns False, and prepares nothing, if this has to page-lock
-        memory of a device and ``page_lock`` forbids it.
+        """Make a plan, or that of this replica in it, ready to run. Returns False, and prepares
+        nothing, if this has to page-lock memory of a device and ``page_lock`` forbids it.
 
         Raises :class:`InputError` if the plan does not fit the job or this rank. Such a plan is
         never committed, since this rank does not hold it.
         """
+        plan = plan.of_replica(self._coordinate.replica)
         check_routes(plan, self._ends)
         check_offload(plan, self._coordinate, self._no_offload)
         check_recompute(plan, self._coordinate, self._no_recompute)

@@ -114,7 +114,7 @@ def join_agent(context: TrainerContext, world: World) -> tuple[ControlClient, Ag
         return NoControl(), None
     agent = where = None
     if world.coordinate.rank == 0:
-        agent = start_agent(context)
+        agent = start_agent(context, world.coordinate.mesh)
         where = (agent.host, agent.port)
     host, port = world.share(where)
     return connect(context, host, port), agent
