@@ -32,6 +32,7 @@ NAMES = (
     "optimistic_step",
     "traces",
     "replay",
+    "replica_plans",
     "operator_scale",
     "large_jobs",
 )

@@ -268,7 +268,15 @@ class TrainingStatus(StatusModel):
     )
     loss: float | None = Field(default=None, description="Loss of the newest iteration.")
     warmup: list[int] = _at_most(MAX_STAGES, "Warm-up per stage, by the newest plan.")
-    routes: list[str] = _at_most(MAX_STAGES, "Route per link, by the newest plan.")
+    routes: list[str] = _at_most(
+        MAX_STAGES,
+        "Route per link, by the newest plan: delegated if it is in any replica.",
+    )
+    own_plans: list[Annotated[str, Field(max_length=512)]] = _at_most(
+        MAX_PLANS - 1,
+        "Replicas that run another plan than warmup tells, and for what delays; empty if all "
+        "run one.",
+    )
     offloaded_microbatches: list[int] = _at_most(
         MAX_STAGES,
         "Microbatches per iteration whose activations go to host memory, per stage, "

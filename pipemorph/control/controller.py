@@ -26,7 +26,7 @@ from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide import findings, reasons
 from pipemorph.control.decide.forecast import Option, Situation
 from pipemorph.control.decide.rate_limit import Pacing
-from pipemorph.control.decide.replan import CHECKED, Cause, Proposal, Replan
+from pipemorph.control.decide.replan import CHECKED, Cause, Proposal, Replan, own_links
 from pipemorph.control.decide.triggers import Judgement, Progress
 from pipemorph.control.decide.truth import (
     BARRIER,
@@ -39,7 +39,7 @@ from pipemorph.control.decide.truth import (
     without,
 )
 from pipemorph.control.first_plan import initial_plan, planning_rules
-from pipemorph.control.history import AdaptationRecord, Decision, Ledger
+from pipemorph.control.history import AdaptationRecord, Decision, Ledger, OwnPlanRecord
 from pipemorph.control.memory_limits import Room, excess
 from pipemorph.control.observe.events import Event, Events
 from pipemorph.control.observe.link_health import Health, LinkHealth
@@ -49,10 +49,10 @@ from pipemorph.control.observe.reports import Reported, check
 from pipemorph.control.observe.stage_profile import Footprint
 from pipemorph.control.observe.stragglers import StragglersView
 from pipemorph.control.observe.transports import TransportsView
-from pipemorph.control.snapshot import Snapshot
+from pipemorph.control.snapshot import OwnLinks, Snapshot
 from pipemorph.control.view import JobView
 from pipemorph.planning import Plan, Policy, StageTimes
-from pipemorph.planning.offload import left
+from pipemorph.planning.offload import most_left
 from pipemorph.wire import Directive, LinkHealthReport, PlanMessage
 
 COMPARED = 4
@@ -239,8 +239,8 @@ class JobController:
             return
         stages = self._reported.stages.times() if truth.collects else None
         if stages is not None and not self._foreign_plan:
-            situation = self._believed(self._now(stages, self.links(now)))
-            if situation.slow == judged.slow:
+            situation = self._believed(self._now(stages, self.links(now), now))
+            if situation.slow_as(judged):
                 iterations = ledger.under(self._wanted.version)[1:]
                 truth.collect(iterations, self._wanted, situation)
 
@@ -253,7 +253,7 @@ class JobController:
         if not verdict.failed or stages is None or not trial.promise.may_go_back:
             return
         links = self.links(now)
-        present = self._now(stages, links)
+        present = self._now(stages, links, now)
         # Without the evidence that was wrong, which is not believed again for now.
         self._truth.hold(trial.sources, last + 1, last, DOUBTED_NEEDS)
         self._baseline = trial.baseline
@@ -287,7 +287,7 @@ class JobController:
             if any(link.health is Health.SLOW for link in links):
                 self._note(now, "times", "a link is slow, but no stage has reported op times yet")
             return
-        situation = self._believed(self._now(stages, links))
+        situation = self._believed(self._now(stages, links, now))
         if not self._knows_memory(now):
             return
         if any(room.device == 0 for room in rooms):
@@ -331,10 +331,18 @@ class JobController:
         held = self._truth.held(self._ledger.last_iteration)
         return without(situation, held, self._judgement.situation) if held else situation
 
-    def _now(self, stages: tuple[StageTimes, ...], links: Sequence[LinkHealth]) -> Situation:
+    def _now(
+        self, stages: tuple[StageTimes, ...], links: Sequence[LinkHealth], now: float
+    ) -> Situation:
         """The current situation."""
-        rooms = self._reported.stages.rooms
-        return self._judgement.now(stages, links, rooms, barrier=self._barrier())
+        reported = self._reported
+        return self._judgement.now(
+            stages,
+            links,
+            reported.stages.rooms,
+            barrier=self._barrier(),
+            own=reported.links.own_states(now),
+        )
 
     def _barrier(self) -> bool:
         """Whether stages wait for each other between iterations. Also if the trainer sees nothing
@@ -496,7 +504,7 @@ class JobController:
             promised = proposal.promise.gain
         elif proposal.current is not None and proposal.current.seconds > 0:
             promised = 1 - chosen.seconds / proposal.current.seconds
-        away = left(plan.schedule, plan.device_limits, plan.recompute)
+        away = most_left(plan)
         return AdaptationRecord(
             plan_version=self._plan_version,
             kind=kind,
@@ -507,7 +515,7 @@ class JobController:
             links=[link.record() for link in pending.links if link.health is not Health.HEALTHY],
             warmup_before=list(asked.current.warmup),
             warmup_after=list(plan.warmup),
-            routes=list(plan.routes),
+            routes=list(plan.all_routes),
             predicted_seconds_before=proposal.current.seconds if proposal.current else None,
             predicted_seconds_after=chosen.seconds,
             promised=promised,
@@ -517,6 +525,7 @@ class JobController:
             offloaded=away.offloaded,
             recomputed=away.recomputed,
             fused_stages=list(plan.fused),
+            own_plans=_own_plans(plan, asked.situation),
         )
 
     def _keep(self, now: float, reason: str) -> None:
@@ -563,6 +572,15 @@ class JobController:
             wire_times=list(judged.wire_times),
             delays=list(judged.delays),
             slow=list(judged.slow),
+            own_links=[
+                OwnLinks(
+                    replicas=list(each.replicas),
+                    wire_times=list(each.wire_times),
+                    delays=list(each.delays),
+                    slow=list(each.slow),
+                )
+                for each in judged.own
+            ],
             flaps=self._pacing.flaps,
             bases=reported.links.bases(),
             slow_series=reported.links.delays(),
@@ -603,3 +621,15 @@ class JobController:
         reported.links.restore_bases(saved.bases)
         reported.links.restore_delays(saved.slow_series)
         return self
+
+
+def _own_plans(plan: Plan, situation: Situation) -> list[OwnPlanRecord]:
+    """The plans that only some replicas run."""
+    return [
+        OwnPlanRecord(
+            replicas=list(replicas), text=text, warmup=list(own.warmup), routes=list(own.routes)
+        )
+        for (replicas, own), text in zip(
+            plan.own, reasons.own_plans(own_links(situation, plan)), strict=True
+        )
+    ]

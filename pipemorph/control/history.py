@@ -33,6 +33,17 @@ KEPT_RECORDS = 256
 KEPT_DECISIONS = 64
 
 
+class OwnPlanRecord(BaseModel):
+    """A plan that only some replicas run. ``text``: which, and for what delays."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    replicas: list[int]
+    text: str
+    warmup: list[int]
+    routes: list[Route]
+
+
 class AdaptationRecord(BaseModel):
     """One directive and its effect. Times in seconds, memory in bytes per stage.
 
@@ -80,6 +91,9 @@ class AdaptationRecord(BaseModel):
     """Those whose forward it runs again."""
     fused_stages: list[int] = Field(default_factory=list)
     """Stages with fused backwards under the new plan."""
+    own_plans: list[OwnPlanRecord] = Field(default_factory=list)
+    """Replicas that run another plan under this version; the other fields are those of the others,
+    ``routes`` delegated where any replica's are."""
 
 
 class Decision(BaseModel):
@@ -138,6 +152,11 @@ class Ledger:
         """Iterations that ran under a plan version, as far as they are kept, in order."""
         kept = (self._iterations[i] for i in sorted(self._iterations))
         return [each for each in kept if each.plan_version == plan_version]
+
+    def own_plans(self, plan_version: int) -> list[OwnPlanRecord]:
+        """The plans that only some replicas run under a plan version."""
+        found = (each for each in self.records if each.plan_version == plan_version)
+        return [own for record in found for own in record.own_plans]
 
     def newest(self) -> Finished | None:
         return self._iterations.get(self._last)

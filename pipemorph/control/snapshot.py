@@ -8,10 +8,22 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from pipemorph.control.decide.forecast import Situation
+from pipemorph.control.decide.replica_links import ReplicaLinks
 from pipemorph.control.history import AdaptationRecord
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan, StageTimes
 from pipemorph.wire import Directive, PlanMessage
+
+
+class OwnLinks(BaseModel):
+    """The links of some replicas at the last decision."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    replicas: list[int] = Field(min_length=1)
+    wire_times: list[float]
+    delays: list[float]
+    slow: list[bool]
 
 
 class Snapshot(BaseModel):
@@ -28,6 +40,8 @@ class Snapshot(BaseModel):
     wire_times: list[float] = Field(default_factory=list)
     delays: list[float] = Field(default_factory=list)
     slow: list[bool] = Field(default_factory=list)
+    own_links: list[OwnLinks] = Field(default_factory=list)
+    """Of every replica, where some links are slow; the three above are the worst of each link."""
     flaps: int = 0
     bases: list[tuple[int, int, str, dict[str, float]]] = Field(default_factory=list)
     slow_series: list[tuple[int, int, str, float]] = Field(default_factory=list)
@@ -65,16 +79,32 @@ class Snapshot(BaseModel):
         directive = self.directive.plan if self.directive else None
         found = [saved.plan() if saved else first for saved in (directive, self.baseline)]
         stages = first.schedule.stage_count
-        if any((p.schedule.stage_count, len(p.routes)) != (stages, stages - 1) for p in found):
+        each = (plan for saved in found for plan in saved.each)
+        if any((p.schedule.stage_count, len(p.routes)) != (stages, stages - 1) for p in each):
             raise InputError("the saved state is of a job with another number of stages")
         return found[0], found[1]
 
     def judged(self, stages: tuple[StageTimes, ...]) -> Situation | None:
         """The situation of the last decision, with the given op times; None if none is saved."""
         links = len(stages) - 1
-        if not len(self.slow) == len(self.wire_times) == len(self.delays) == links:
+        rows: list[list[float] | list[bool]] = [self.slow, self.wire_times, self.delays]
+        for each in self.own_links:
+            rows += [each.slow, each.wire_times, each.delays]
+        if any(len(row) != links for row in rows):
             return None
+        own = (
+            ReplicaLinks(
+                replicas=tuple(row.replicas),
+                wire_times=tuple(row.wire_times),
+                delays=tuple(row.delays),
+                slow=tuple(row.slow),
+                unknown=(True,) * links,
+                transfers=(0.0,) * links,
+            )
+            for row in self.own_links
+        )
         return Situation(
+            own=tuple(own),
             stages=stages,
             wire_times=tuple(self.wire_times),
             delays=tuple(self.delays),

@@ -12,7 +12,7 @@ from pipemorph.control.observe.reports import Reported
 from pipemorph.control.observe.stragglers import StragglersView
 from pipemorph.control.observe.transports import TransportsView
 from pipemorph.planning import Plan, Route
-from pipemorph.planning.offload import left
+from pipemorph.planning.offload import most_left
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,14 @@ class JobView:
     stragglers: StragglersView = field(default_factory=StragglersView)
     reductions: tuple[ReductionHealth, ...] = ()
     """Of every data-parallel group that has reported."""
+    own_plans: tuple[str, ...] = ()
+    """Replicas that run another plan than ``warmup`` tells, and for what delays; one text each."""
 
     @staticmethod
     def of(reported: Reported, ledger: Ledger, wanted: Plan, now: float) -> JobView:
         """Make the view. ``now``: wall clock, seconds."""
         newest = ledger.newest()
-        away = left(wanted.schedule, wanted.device_limits, wanted.recompute)
+        away = most_left(wanted)
         return JobView(
             state=reported.state,
             message=reported.message,
@@ -56,7 +58,7 @@ class JobView:
             loss=newest.loss if newest else None,
             links=reported.links.states(now),
             warmup=wanted.warmup,
-            routes=wanted.routes,
+            routes=wanted.all_routes,
             offloaded=tuple(away.offloaded),
             recomputed=tuple(away.recomputed),
             wanted_plan_version=wanted.version,
@@ -67,4 +69,5 @@ class JobView:
             transports=reported.transports.view(),
             stragglers=reported.stragglers.view(),
             reductions=reported.reductions.states(),
+            own_plans=tuple(own.text for own in ledger.own_plans(wanted.version)),
         )

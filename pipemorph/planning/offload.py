@@ -108,7 +108,9 @@ def left(schedule: Schedule, limits: Sequence[int | None], recompute: Sequence[b
 def most_left(plan: Plan) -> Left:
     """:func:`left` of a plan, of the replica of which most leave."""
     each = [left(own.schedule, own.device_limits, own.recompute) for own in plan.each]
-    return Left(*([max(stage) for stage in zip(*kind, strict=True)] for kind in zip(*each, strict=True)))
+    return Left(
+        *([max(stage) for stage in zip(*kind, strict=True)] for kind in zip(*each, strict=True))
+    )
 
 
 def device_peak(ops: Iterable[Op], limit: int | None) -> int:

@@ -86,6 +86,7 @@ def _summarize(
         loss=view.loss,
         warmup=list(view.warmup),
         routes=[route.value for route in view.routes],
+        own_plans=list(view.own_plans),
         offloaded_microbatches=list(view.offloaded),
         recomputed_microbatches=list(view.recomputed),
         wanted_plan_version=view.wanted_plan_version,

@@ -133,6 +133,14 @@ class MemoryBinds:
     most: int
 
 
+@dataclass(frozen=True)
+class OwnPlans:
+    """Replicas of the chosen plan that have one of their own, each with its delayed links: pairs of
+    link and delay."""
+
+    rows: tuple[tuple[tuple[int, ...], tuple[tuple[int, float], ...]], ...]
+
+
 Finding = (
     NoPlan
     | MustNotRun
@@ -147,4 +155,5 @@ Finding = (
     | RecomputeWeighed
     | FusedWeighed
     | MemoryBinds
+    | OwnPlans
 )

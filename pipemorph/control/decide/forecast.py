@@ -6,11 +6,14 @@ cancel in the comparison.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from pipemorph.api.spec import JobSpec
+from pipemorph.api.status import MAX_PLANS
+from pipemorph.control.decide.replica_links import ReplicaLinks, folded
 from pipemorph.control.decide.varying import Varying
 from pipemorph.control.memory_limits import Excess, Room, excess
 from pipemorph.errors import InputError
@@ -30,6 +33,7 @@ from pipemorph.planning import (
     validate_online,
 )
 from pipemorph.planning.interleaved import plan_interleaved
+from pipemorph.planning.problem import MAX_CELLS
 from pipemorph.planning.search.variants import has_variants, variants
 from pipemorph.planning.simulation.interleaved import (
     InterleavedSchedule,
@@ -54,7 +58,8 @@ class Situation:
     normal; ``delays``: by how much; ``transfers``: which part of them a message occupies the link,
     alone. ``rooms``: memory limits of the stages, from which the limits
     in ``stages`` follow; empty if nothing is limited. ``barrier``: whether stages wait for each
-    other between iterations, so that the makespan counts, and not the period.
+    other between iterations, so that the makespan counts, and not the period. ``own``: the links of
+    every replica, where some are slow; the other fields have the worst of each link.
     """
 
     stages: tuple[StageTimes, ...]
@@ -69,6 +74,8 @@ class Situation:
     recent: tuple[tuple[float, ...], ...] = ()
     """Per link, the newest delays, of windows, oldest first, if they vary so much that their mean
     says little; else empty, as the whole is if none does."""
+    own: tuple[ReplicaLinks, ...] = ()
+    """Empty if there is one replica, or all links are well."""
 
     def transfer(self, link: int) -> float:
         return self.transfers[link] if self.transfers else 0.0
@@ -88,16 +95,77 @@ class Situation:
             slow=(False,) * len(self.slow),
             transfers=tuple(0.0 if self.slow[i] else self.transfer(i) for i in links),
             recent=(),
+            own=(),
         )
 
     def strained(self) -> Situation:
         """The situation with all delays longer by :data:`STRAIN`."""
-        return self.longer([STRAIN * delay for delay in self.delays])
+        own = (replace(each, wire_times=_strained(each)) for each in self.own)
+        return replace(self, wire_times=_strained(self), own=tuple(own))
 
     def longer(self, by: Iterable[float]) -> Situation:
-        """The situation with longer delays."""
+        """The situation of replicas that are alike, with longer delays."""
         wires = [wire + each for wire, each in zip(self.wire_times, by, strict=True)]
-        return replace(self, wire_times=tuple(wires))
+        return replace(self, wire_times=tuple(wires), own=())
+
+    def at(self, links: ReplicaLinks) -> Situation:
+        """The situation with the links of some replicas."""
+        return replace(
+            self,
+            wire_times=links.wire_times,
+            delays=links.delays,
+            slow=links.slow,
+            unknown=links.unknown,
+            transfers=links.transfers,
+            recent=links.recent,
+            own=(),
+        )
+
+    def links_of(self, replicas: tuple[int, ...]) -> ReplicaLinks:
+        """The links, as those of some replicas: the inverse of :meth:`at`."""
+        return ReplicaLinks(
+            replicas=replicas,
+            wire_times=self.wire_times,
+            delays=self.delays,
+            slow=self.slow,
+            unknown=self.unknown,
+            transfers=self.transfers or (0.0,) * len(self.delays),
+            recent=self.recent,
+        )
+
+    def of(self, replicas: Sequence[int]) -> Situation:
+        """The situation of some replicas: of those that are named together, the least delayed
+        ones."""
+        rows = {row for replica in replicas if (row := self._rows.get(replica)) is not None}
+        if not rows:
+            return self
+        return self.at(min((self.own[row] for row in sorted(rows)), key=lambda each: each.late))
+
+    def beside(self, other: Situation) -> Iterator[tuple[Situation, Situation]]:
+        """The situations of the same replicas, here and in ``other``."""
+        if not self.own and not other.own:
+            yield self, other
+            return
+        mine, theirs = self._rows, other._rows
+        pairs = dict.fromkeys(
+            (mine.get(replica, -1), theirs.get(replica, -1)) for replica in mine or theirs
+        )
+        for i, k in pairs:
+            here = self if i < 0 else self.at(self.own[i])
+            yield here, other if k < 0 else other.at(other.own[k])
+
+    @cached_property
+    def _rows(self) -> dict[int, int]:
+        """Index in ``own`` of each replica."""
+        return {replica: row for row, each in enumerate(self.own) for replica in each.replicas}
+
+    def slow_as(self, other: Situation) -> bool:
+        """Whether the same links of the same replicas are slow."""
+        return all(here.slow == there.slow for here, there in self.beside(other))
+
+
+def _strained(links: Situation | ReplicaLinks) -> tuple[float, ...]:
+    return tuple(w + STRAIN * d for w, d in zip(links.wire_times, links.delays, strict=True))
 
 
 class Option(NamedTuple):
@@ -124,6 +192,28 @@ class Forecast:
         """Predictions for another situation of the same job."""
         return Forecast(self._spec, situation)
 
+    @cached_property
+    def parts(self) -> tuple[tuple[tuple[int, ...], Situation], ...]:
+        """Replicas that may run one plan, and their situation, the most delayed first; empty if all
+        are alike. As many as a directive may have plans: fewer where plans are large."""
+        schedule, cut = self._spec.schedule, self._spec.parallelism
+        most = min(MAX_PLANS, MAX_CELLS // (cut.stages * schedule.microbatches))
+        least = self._spec.adaptation.min_delay_ms / 1e3
+        groups = folded(self._situation.own, least=least, most=max(1, most))
+        if len(groups) < 2:
+            return ()
+        return tuple((links.replicas, self._situation.at(links)) for links in groups)
+
+    def shared_out(self, plan: Plan) -> Iterator[tuple[Plan, Situation]]:
+        """The different plans of the replicas, each with their situation."""
+        if not self.parts:
+            yield from ((each, self._situation) for each in plan.each)
+            return
+        numbers = {replica: i for i, (own, _) in enumerate(plan.own, 1) for replica in own}
+        for replicas, part in self.parts:
+            for number in dict.fromkeys(numbers.get(replica, 0) for replica in replicas):
+                yield plan.each[number], part
+
     def problem(self, routes: tuple[Route, ...]) -> Problem:
         """The planning problem with links on ``routes``."""
         situation = self._situation
@@ -148,18 +238,23 @@ class Forecast:
         return problem if self._warmup is None else problem.with_warmup(self._warmup)
 
     def of(self, plan: Plan) -> Option:
-        """Predicted time of a valid plan, under the plan's own limits."""
+        """Predicted time of a valid plan, under the plan's own limits: that of the slowest replica,
+        for which the others wait."""
+        shared = self.shared_out(plan)
+        return Option(plan, max(self.under(part)._seconds(each) for each, part in shared))
+
+    def _seconds(self, plan: Plan) -> float:
+        """Of the replicas that run this plan, without those that run another."""
         problem = self.problem(plan.routes).under(plan)
         if plan.turns:
-            schedule = InterleavedSchedule.of_plan(plan)
-            return Option(plan, simulate_interleaved(schedule, problem).makespan)
+            return simulate_interleaved(InterleavedSchedule.of_plan(plan), problem).makespan
         if self._varying is not None:
-            return Option(plan, self._varying.seconds(plan, problem))
+            return self._varying.seconds(plan, problem)
         if not self._situation.barrier:
-            return Option(plan, predict_period(plan.schedule, problem, plan.dispatch))
+            return predict_period(plan.schedule, problem, plan.dispatch)
         if plan.dispatch is Dispatch.STATIC:
-            return Option(plan, predict(plan.schedule, problem))
-        return Option(plan, simulate(plan.schedule, problem, plan.dispatch).makespan)
+            return predict(plan.schedule, problem)
+        return simulate(plan.schedule, problem, plan.dispatch).makespan
 
     def best(self, options: Iterable[Option]) -> Option:
         """The fastest option. Among equals, one that stays fast if delays are somewhat longer than
@@ -224,14 +319,17 @@ class Forecast:
             made = plan(problem, Policy.PIPEMORPH, effort=effort)
             return [self.of(made.to_plan(0, routes, dispatch))]
         found = [(each.to_plan(0, routes, dispatch), each.makespan) for each in variants(problem)]
-        if dispatch is Dispatch.STATIC and self._situation.barrier and self._varying is None:
+        alike = self._varying is None and not self.parts
+        if dispatch is Dispatch.STATIC and self._situation.barrier and alike:
             return [Option(*each) for each in found]
         return [self.of(each) for each, _ in found]
 
     def excess(self, plan: Plan) -> Excess | None:
         """The first stage on which the plan exceeds its limits; None if there is none."""
         rooms = self._situation.rooms
-        return excess(plan, rooms) if rooms else None
+        if not rooms:
+            return None
+        return next((e for each in plan.each if (e := excess(each, rooms)) is not None), None)
 
     def route_choices(
         self, current: tuple[Route, ...], initial: tuple[Route, ...]
@@ -257,6 +355,10 @@ class Forecast:
 
 def runnable(plan: Plan) -> str | None:
     """None if ranks may run the plan, else the reason why not, in one line."""
+    return next((why for each in plan.each if (why := _broken(each)) is not None), None)
+
+
+def _broken(plan: Plan) -> str | None:
     caps, device = plan.in_flight_limits, plan.device_limits
     try:
         if plan.turns:

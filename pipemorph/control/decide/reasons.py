@@ -19,7 +19,9 @@ from pipemorph.planning import Plan, Policy
 COLUMNS = 110
 """Most columns of :func:`short`."""
 NAMED = 3
-"""Most delegated links that :func:`short` names."""
+"""Most delegated links that :func:`short` names, and most slow ones of a plan of some replicas."""
+FEW_RUNS = 4
+"""Most runs of replicas that a text names."""
 FULL_WARMUP = 8
 """Most stages whose warm-up :func:`short` shows in full."""
 
@@ -187,6 +189,22 @@ def _sentence(finding: findings.Finding) -> str:
         case findings.MemoryBinds(stages, least, most):
             counts = str(least) if least == most else f"{least} to {most}"
             return f"activationMemory has room for {counts} microbatches on {shown_stages(stages)}"
+        case findings.OwnPlans():
+            return ", ".join(own_plans(finding))
+
+
+def own_plans(found: findings.OwnPlans) -> list[str]:
+    """``replica 2: own plan for link 3 +30.0 ms``, for each plan that only some replicas run."""
+    return [
+        f"{shown_replicas(replicas)}: own plan for {_late(slow) or 'links that are well'}"
+        for replicas, slow in found.rows
+    ]
+
+
+def _late(slow: Sequence[tuple[int, float]]) -> str:
+    worst = sorted(slow, key=lambda row: -row[1])
+    more = f" and {len(worst) - NAMED} more" if len(worst) > NAMED else ""
+    return ", ".join(f"link {i} {1e3 * delay:+.1f} ms" for i, delay in worst[:NAMED]) + more
 
 
 def too_much(excess: Excess) -> str:
@@ -292,16 +310,28 @@ def _short_plan(plan: Plan) -> list[str]:
 
 def shown_stages(stages: Sequence[int]) -> str:
     """Stages for a text: ``stages 0-5, 8``. ``stages`` in ascending order."""
+    return _shown("stage", stages)
+
+
+def shown_replicas(replicas: Sequence[int]) -> str:
+    """The same for replicas, of which it names only the first ones."""
+    return _shown("replica", replicas, FEW_RUNS)
+
+
+def _shown(what: str, numbers: Sequence[int], most: int | None = None) -> str:
     runs: list[list[int]] = []
-    for stage in stages:
-        if runs and stage == runs[-1][-1] + 1:
-            runs[-1].append(stage)
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
         else:
-            runs.append([stage])
+            runs.append([number])
     parts: list[str] = []
-    for run in runs:
+    for run in runs[:most]:
         parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
-    return f"stage{'s' * (len(stages) > 1)} {', '.join(parts)}"
+    more = sum(map(len, runs[most:])) if most is not None else 0
+    return (
+        f"{what}{'s' * (len(numbers) > 1)} {', '.join(parts)}{f' and {more} more' if more else ''}"
+    )
 
 
 def shown_time(seconds: float) -> str:

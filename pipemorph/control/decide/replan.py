@@ -13,6 +13,7 @@ from typing import Literal
 from pipemorph.api.spec import JobSpec
 from pipemorph.control.decide import findings, truth
 from pipemorph.control.decide.forecast import SAME, Forecast, Option, Situation, runnable
+from pipemorph.control.decide.replica_links import together
 from pipemorph.control.decide.truth import Evidence, Promise
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan, Route, StageTimes
@@ -103,6 +104,7 @@ def propose(asked: Replan) -> Proposal:
         if asked.previous is not None and current is not None:
             return _go_back(asked.previous, forecast, current)
         options = _options(asked, forecast)
+        options += _own_plans(asked, forecast, options)
         chosen, why = _choose(asked, forecast, options, current)
     except InputError as error:
         return Proposal(None, None, (findings.NoPlan(str(error)),))
@@ -110,6 +112,8 @@ def propose(asked: Replan) -> Proposal:
     if chosen is None:
         return Proposal(None, current, found)
     hurries = _returns_at_once(asked, forecast, chosen)
+    if chosen.plan.own:
+        found = (*found, own_links(asked.situation, chosen.plan))
     broken = runnable(chosen.plan) or forecast.excess(chosen.plan)
     if broken is not None:
         return Proposal(None, current, (findings.MustNotRun(broken),))
@@ -171,6 +175,45 @@ def _options(asked: Replan, forecast: Forecast) -> list[Option]:
     return options
 
 
+def _own_plans(asked: Replan, forecast: Forecast, options: Sequence[Option]) -> list[Option]:
+    """A plan for each group of replicas with equal delays, if this is faster than the best of the
+    ``options``, one plan for all of them, by the required gain; else nothing.
+
+    An iteration takes as long as its slowest replica. So a replica gets a plan of its own only if
+    neither the plan for healthy links nor that of a slower one is as fast.
+    """
+    if not forecast.parts:
+        return []
+    limit = forecast.best(options).seconds * (1 - asked.spec.adaptation.min_gain)
+    known = [asked.baseline] if forecast.excess(asked.baseline) is None else []
+    longest, found = 0.0, []
+    for replicas, situation in forecast.parts:
+        here, strained = forecast.under(situation), forecast.under(situation.strained())
+        plan = next((each for each in known if strained.of(each).seconds <= longest), None)
+        if plan is None:
+            own = replace(asked, current=asked.current.of_replica(replicas[0]))
+            quickest = here.best(_options(own, here))
+            longest, plan = max(longest, quickest.seconds), quickest.plan
+            if longest > limit:
+                return []
+            known.append(plan)
+        found.append((replicas, plan))
+    plan = together(found)
+    return [forecast.of(plan)] if plan.own else []
+
+
+def own_links(situation: Situation, plan: Plan) -> findings.OwnPlans:
+    """Which replicas have a plan of their own, and their delays."""
+    rows = []
+    for replicas, _ in plan.own:
+        wanted = frozenset(replicas)
+        delays = [each.delays for each in situation.own if not wanted.isdisjoint(each.replicas)]
+        worst = tuple(map(max, *delays)) if len(delays) > 1 else delays[0] if delays else ()
+        slow = tuple((link, delay) for link, delay in enumerate(worst) if delay > 0)
+        rows.append((replicas, slow))
+    return findings.OwnPlans(tuple(rows))
+
+
 def _choose(
     asked: Replan, forecast: Forecast, options: Sequence[Option], current: Option | None
 ) -> tuple[Option | None, findings.Finding | None]:
@@ -196,7 +239,7 @@ def _choose(
         if may_ease
         and len(option.plan.delegated) < len(current.plan.delegated)
         and forecast.stays_as_fast(option, current)
-        and (asked.cause == "steady" or _keeps_slow(option, situation))
+        and (asked.cause == "steady" or _keeps_slow(option, forecast))
     ]
     if lighter:
         return forecast.best(lighter), None
@@ -284,10 +327,11 @@ def _weighed(situation: Situation, options: Sequence[Option]) -> Iterator[findin
         yield findings.MemoryBinds(binds, min(counts), max(counts))
 
 
-def _keeps_slow(option: Option, situation: Situation) -> bool:
+def _keeps_slow(option: Option, forecast: Forecast) -> bool:
     """Whether every slow link is delegated."""
     return all(
         route is Route.DELEGATED
-        for route, slow in zip(option.plan.routes, situation.slow, strict=True)
+        for plan, part in forecast.shared_out(option.plan)
+        for route, slow in zip(plan.routes, part.slow, strict=True)
         if slow
     )

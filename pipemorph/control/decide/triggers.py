@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pipemorph.api.spec import JobSpec
@@ -34,6 +34,10 @@ MATERIAL_OP = 0.2
 STEADY = 4
 """Holds, of HOLD iterations at least, after which a constant delay is considered once more: on a
 route that was first used while the link was slow, it may be the route's normal wire time."""
+
+
+_LINK_CAUSES: tuple[Cause, ...] = ("slow", "recovered", "worse", "eased", "varies")
+"""Of several replicas, the first of these counts."""
 
 
 class Progress(NamedTuple):
@@ -99,36 +103,18 @@ class Judgement:
         rooms: tuple[Room, ...],
         *,
         barrier: bool,
+        own: Sequence[tuple[tuple[int, ...], Sequence[LinkHealth]]] = (),
     ) -> Situation:
-        """The current situation. Values that are unknown or in doubt are those of the last one."""
-        before = self.situation
-        known = [
-            link.health is not Health.UNKNOWN and not (link.in_doubt and before.slow[i])
-            for i, link in enumerate(links)
-        ]
-        recent = tuple(
-            link.recent if known[i] or before.varies(i) else () for i, link in enumerate(links)
+        """The current situation. Values that are unknown or in doubt are those of the last one.
+
+        ``own``: the links of every replica, where some are slow.
+        """
+        situation = replace(self.situation, stages=stages, rooms=rooms, barrier=barrier, own=())
+        each = (
+            _seen(situation, seen, self.situation.of(replicas)).links_of(replicas)
+            for replicas, seen in own
         )
-        return Situation(
-            stages=stages,
-            wire_times=tuple(
-                link.wire_time if known[i] else before.wire_times[i] for i, link in enumerate(links)
-            ),
-            delays=tuple(
-                link.delay if known[i] else before.delays[i] for i, link in enumerate(links)
-            ),
-            slow=tuple(
-                link.health is Health.SLOW if known[i] else before.slow[i]
-                for i, link in enumerate(links)
-            ),
-            unknown=tuple(link.health is Health.UNKNOWN for link in links),
-            rooms=rooms,
-            transfers=tuple(
-                link.transfer if known[i] else before.transfer(i) for i, link in enumerate(links)
-            ),
-            barrier=barrier,
-            recent=recent if any(recent) else (),
-        )
+        return replace(_seen(situation, links, self.situation), own=tuple(each))
 
     def cause(
         self, now: Situation, wanted: Plan | None, progress: Progress, *, hold: int
@@ -142,6 +128,20 @@ class Judgement:
         before = self.situation
         if now.rooms != before.rooms and excess(wanted, now.rooms) is not None:
             return "memory"
+        changes = [self._change(here, earlier) for here, earlier in now.beside(before)]
+        for cause in _LINK_CAUSES:
+            if cause in changes:
+                return cause
+        if self._is_steady(now, wanted, progress, hold):
+            return "steady"
+        if self.barrier_differs(now.barrier) and not any(now.slow):
+            return "barrier"
+        if self.profile_is_due(progress) and self._differs(now, progress):
+            return "profile"
+        return None
+
+    def _change(self, now: Situation, before: Situation) -> Cause | None:
+        """How the links of some replicas have changed."""
         links = range(len(now.slow))
         if any(now.slow[i] and not before.slow[i] for i in links):
             return "slow"
@@ -157,12 +157,6 @@ class Judgement:
             return "eased"
         if any(now.varies(i) and not before.varies(i) for i in links):
             return "varies"
-        if self._is_steady(now, wanted, progress, hold):
-            return "steady"
-        if self.barrier_differs(now.barrier) and not any(now.slow):
-            return "barrier"
-        if self.profile_is_due(progress) and self._differs(now, progress):
-            return "profile"
         return None
 
     def barrier_differs(self, barrier: bool) -> bool:
@@ -171,7 +165,7 @@ class Judgement:
 
     def _is_steady(self, now: Situation, wanted: Plan, progress: Progress, hold: int) -> bool:
         since = self._after
-        if since is None or self._of_steady or wanted.routes == initial_routes(self.spec):
+        if since is None or self._of_steady or wanted.all_routes == initial_routes(self.spec):
             return False
         waited = progress.last - since
         return any(now.slow) and waited >= STEADY * max(HOLD, hold)
@@ -269,16 +263,22 @@ class Judgement:
             return frozenset({OPS})
         if cause == "barrier":
             return frozenset({BARRIER})
-        before, least = self.situation, self.spec.adaptation.min_delay_ms / 1e3
-        slow = [i for i, is_slow in enumerate(now.slow) if is_slow]
-        changed = [
+        least = self.spec.adaptation.min_delay_ms / 1e3
+        changed = {
             i
-            for i in slow
-            if not before.slow[i]
-            or max(abs(now.delays[i] - before.delays[i]), abs(now.transfer(i) - before.transfer(i)))
-            > max(least, MATERIAL * before.delays[i])
-        ]
-        return frozenset(changed or slow)
+            for here, before in now.beside(self.situation)
+            for i, is_slow in enumerate(here.slow)
+            if is_slow
+            and (
+                not before.slow[i]
+                or max(
+                    abs(here.delays[i] - before.delays[i]),
+                    abs(here.transfer(i) - before.transfer(i)),
+                )
+                > max(least, MATERIAL * before.delays[i])
+            )
+        }
+        return frozenset(changed or (i for i, is_slow in enumerate(now.slow) if is_slow))
 
     def detectable_at(self, now: Situation, links: Sequence[LinkHealth], iteration: int) -> int:
         """Iteration of the first window that showed the change."""
@@ -289,6 +289,33 @@ class Judgement:
         ]
         # Other causes have no first window: the current iteration.
         return min([*turned, iteration])
+
+
+def _seen(situation: Situation, links: Sequence[LinkHealth], before: Situation) -> Situation:
+    """``situation`` with the state of its links. What is unknown or in doubt is as ``before``."""
+    known = [
+        link.health is not Health.UNKNOWN and not (link.in_doubt and before.slow[i])
+        for i, link in enumerate(links)
+    ]
+    recent = tuple(
+        link.recent if known[i] or before.varies(i) else () for i, link in enumerate(links)
+    )
+    return replace(
+        situation,
+        wire_times=tuple(
+            link.wire_time if known[i] else before.wire_times[i] for i, link in enumerate(links)
+        ),
+        delays=tuple(link.delay if known[i] else before.delays[i] for i, link in enumerate(links)),
+        slow=tuple(
+            link.health is Health.SLOW if known[i] else before.slow[i]
+            for i, link in enumerate(links)
+        ),
+        unknown=tuple(link.health is Health.UNKNOWN for link in links),
+        transfers=tuple(
+            link.transfer if known[i] else before.transfer(i) for i, link in enumerate(links)
+        ),
+        recent=recent if any(recent) else (),
+    )
 
 
 def _ops(stage: StageTimes) -> tuple[float, float, float]:

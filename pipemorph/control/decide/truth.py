@@ -157,6 +157,11 @@ def _needed(promised: Promise) -> int:
 
 def without(situation: Situation, sources: Iterable[int], before: Situation) -> Situation:
     """``situation``, but with what is in ``sources`` as it was ``before``."""
+    sources = tuple(sources)
+    own = tuple(
+        without(situation.at(each), sources, before.of(each.replicas)).links_of(each.replicas)
+        for each in situation.own
+    )
     wires, delays = list(situation.wire_times), list(situation.delays)
     slow = list(situation.slow)
     transfers = [situation.transfer(i) for i in range(len(slow))]
@@ -193,6 +198,7 @@ def without(situation: Situation, sources: Iterable[int], before: Situation) -> 
         transfers=tuple(transfers),
         barrier=barrier,
         recent=tuple(recent),
+        own=own,
     )
 
 

@@ -1,8 +1,9 @@
-"""Health of a job's links: one detector per direction and replica, one state per link.
+"""Health of a job's links: one detector per direction and column, one state per link.
 
-A plan applies to all replicas and has one one-way delay per link. So a link is as slow as its
-slowest direction on its slowest replica: an activation and its gradient cross the link once each
-way, and the slower way determines the slackness that is needed.
+A plan has one one-way delay per link. So a link is as slow as its slowest direction in its slowest
+column: an activation and its gradient cross the link once each way, and the slower way determines
+the slackness that is needed. Replicas may have plans of their own, so each of them with a slow link
+has such states, too.
 
 While most links of a job are late, a late window counts for little: links rarely fail together, but
 machines stall.
@@ -337,6 +338,37 @@ class LinkBook:
         for key, series in self._series.items():
             by_link.setdefault(key[0], []).append((key, series))
         return tuple(self._state(link, by_link.get(link, ()), now) for link in range(self._links))
+
+    def own_states(self, now: float) -> list[tuple[tuple[int, ...], tuple[LinkHealth, ...]]]:
+        """Replicas, and one state per link of these: each that has a slow link, and all others
+        together. Empty if there is one replica, or no link is slow."""
+        mesh = self._mesh
+        if mesh.replicas == 1 or not self.any_slow:
+            return []
+        slow = {
+            mesh.replica_of(column)
+            for (_, column, _), series in self._series.items()
+            if series.detector.level is Level.SLOW
+        }
+        links: dict[tuple[int | None, int], list[tuple[Key, _Series]]] = {}
+        for key, series in self._series.items():
+            replica = mesh.replica_of(key[1])
+            where = (replica if replica in slow else None, key[0])
+            links.setdefault(where, []).append((key, series))
+        others = tuple(r for r in range(mesh.replicas) if r not in slow)
+        named: list[tuple[int | None, tuple[int, ...]]] = [(r, (r,)) for r in sorted(slow)]
+        if others:
+            named.append((None, others))
+        return [
+            (
+                replicas,
+                tuple(
+                    self._state(link, links.get((key, link), ()), now)
+                    for link in range(self._links)
+                ),
+            )
+            for key, replicas in named
+        ]
 
     def _state(
         self, link: int, all_series: Iterable[tuple[Key, _Series]], now: float
