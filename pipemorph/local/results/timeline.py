@@ -151,11 +151,13 @@ def _micros(seconds: float) -> float:
 
 @dataclass(frozen=True)
 class Panel:
-    """One iteration to draw, and the link delays during it, seconds."""
+    """One iteration to draw, the link delays during it, seconds, and the column that they are
+    in."""
 
     iteration: int
     label: str
     delays: dict[int, float]
+    column: int = 0
 
 
 def choose_panels(
@@ -167,13 +169,15 @@ def choose_panels(
     here = set(iterations)
     for record in adaptations:
         applied = _first_iteration(record)
-        delays = {link["link"]: link["delay"] for link in record.links if link["delay"] > 0}
-        if record.kind != "adapt" or applied < 0 or not delays:
+        late = [link for link in record.links if link["delay"] > 0]
+        if record.kind != "adapt" or applied < 0 or not late:
             continue
+        column = max(late, key=lambda link: link["delay"])["replica"]
+        delays = {link["link"]: link["delay"] for link in late if link["replica"] == column}
         panels = [
-            Panel(record.detectable_at - 1, "undisturbed", {}),
-            Panel(applied - 1, "disturbed, old plan", delays),
-            Panel(applied + 1, f"disturbed, plan v{record.plan_version}", delays),
+            Panel(record.detectable_at - 1, "undisturbed", {}, column),
+            Panel(applied - 1, "disturbed, old plan", delays, column),
+            Panel(applied + 1, f"disturbed, plan v{record.plan_version}", delays, column),
         ]
         drawn = [panel for panel in panels if panel.iteration in here]
         if len(drawn) > 1:
@@ -182,8 +186,8 @@ def choose_panels(
         if fault.delay_ms and fault.link is not None and fault.from_iteration is not None:
             delayed = {fault.link: fault.delay_ms / 1e3}
             panels = [
-                Panel(fault.from_iteration - 1, "undisturbed", {}),
-                Panel(fault.from_iteration + 1, "disturbed, same plan", delayed),
+                Panel(fault.from_iteration - 1, "undisturbed", {}, fault.replica),
+                Panel(fault.from_iteration + 1, "disturbed, same plan", delayed, fault.replica),
             ]
             drawn = [panel for panel in panels if panel.iteration in here]
             if drawn:
@@ -192,13 +196,14 @@ def choose_panels(
 
 
 def timelines(index: TraceIndex, panels: Sequence[Panel], run: RunRecord) -> list[Timeline]:
-    """The panels' iterations of replica 0; each timeline starts at its first op."""
+    """The panels' iterations, of one column each; each timeline starts at its first op."""
     traces = index.read(panel.iteration for panel in panels)
     samples = {sample.index: sample for sample in run.iterations}
     made = []
     for panel in panels:
-        rows = [stage for stage in traces[panel.iteration] if stage.replica == 0]
-        title = [f"iteration {panel.iteration}"] + ([panel.label] if panel.label else [])
+        rows = [stage for stage in traces[panel.iteration] if stage.replica == panel.column]
+        column = run.job.spec.parallelism.mesh.column_name(panel.column)
+        title = [text for text in (f"iteration {panel.iteration}", column, panel.label) if text]
         if (sample := samples.get(panel.iteration)) is not None:
             title.append(f"{1e3 * sample.seconds:.0f} ms, bubble {sample.bubble_fraction:.0%}")
         made.append(Timeline([s.ops for s in rows], ", ".join(title), messages(rows, panel.delays)))
