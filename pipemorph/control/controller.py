@@ -341,7 +341,7 @@ class JobController:
             links,
             reported.stages.rooms,
             barrier=self._barrier(),
-            own=reported.links.own_states(now),
+            own=reported.links.own_states(links, now),
         )
 
     def _barrier(self) -> bool:

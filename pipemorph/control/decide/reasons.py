@@ -297,12 +297,14 @@ def _short_plan(plan: Plan) -> list[str]:
     if len(counts) > FULL_WARMUP:
         counts = [*counts[:2], "…", counts[-1]]
     warmup = f"warm-up {'-'.join(counts)}"
+    own = f", {len(plan.own)} own plan{'s' * (len(plan.own) > 1)}" if plan.own else ""
     if not moved:
-        return [f"{warmup}, direct"]
+        return [f"{warmup}, direct{own}"]
     plural = "s" * (len(moved) > 1)
-    named = f"{warmup}, link{plural} {', '.join(map(str, moved))} delegated"
-    few = f"{warmup}, {len(moved)} link{plural} delegated"
-    return [named, few] if len(moved) <= NAMED else [few]
+    named = f"{warmup}, link{plural} {', '.join(map(str, moved))} delegated{own}"
+    few = f"{warmup}, {len(moved)} link{plural} delegated{own}"
+    forms = [named, few] if len(moved) <= NAMED else [few]
+    return [forms[0], f"{warmup}{own}"] if own else forms
 
 
 # --- words --------------------------------------------------------------------------------

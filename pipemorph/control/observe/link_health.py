@@ -339,36 +339,46 @@ class LinkBook:
             by_link.setdefault(key[0], []).append((key, series))
         return tuple(self._state(link, by_link.get(link, ()), now) for link in range(self._links))
 
-    def own_states(self, now: float) -> list[tuple[tuple[int, ...], tuple[LinkHealth, ...]]]:
+    def own_states(
+        self, states: Sequence[LinkHealth], now: float
+    ) -> list[tuple[tuple[int, ...], tuple[LinkHealth, ...]]]:
         """Replicas, and one state per link of these: each that has a slow link, and all others
-        together. Empty if there is one replica, or no link is slow."""
+        together. Empty if there is one replica, or no link is slow.
+
+        ``states``: those of all replicas together. Links that are well are as in any replica.
+        """
         mesh = self._mesh
-        if mesh.replicas == 1 or not self.any_slow:
+        if mesh.replicas == 1:
             return []
-        slow = {
-            mesh.replica_of(column)
-            for (_, column, _), series in self._series.items()
-            if series.detector.level is Level.SLOW
-        }
-        links: dict[tuple[int | None, int], list[tuple[Key, _Series]]] = {}
+        slow: dict[int, dict[int, list[tuple[Key, _Series]]]] = {}
         for key, series in self._series.items():
-            replica = mesh.replica_of(key[1])
-            where = (replica if replica in slow else None, key[0])
-            links.setdefault(where, []).append((key, series))
-        others = tuple(r for r in range(mesh.replicas) if r not in slow)
-        named: list[tuple[int | None, tuple[int, ...]]] = [(r, (r,)) for r in sorted(slow)]
-        if others:
-            named.append((None, others))
-        return [
+            if series.detector.level is Level.SLOW:
+                slow.setdefault(mesh.replica_of(key[1]), {}).setdefault(key[0], [])
+        if not slow:
+            return []
+        well: dict[int, list[tuple[Key, _Series]]] = {
+            link: [] for found in slow.values() for link in found
+        }
+        for key, series in self._series.items():
+            if key[0] in well:
+                found = slow.get(mesh.replica_of(key[1]), {}).get(key[0], well[key[0]])
+                found.append((key, series))
+        usual = tuple(
+            self._state(link, well[link], now) if link in well else state
+            for link, state in enumerate(states)
+        )
+        own: list[tuple[tuple[int, ...], tuple[LinkHealth, ...]]] = [
             (
-                replicas,
+                (replica,),
                 tuple(
-                    self._state(link, links.get((key, link), ()), now)
-                    for link in range(self._links)
+                    self._state(link, found[link], now) if link in found else state
+                    for link, state in enumerate(usual)
                 ),
             )
-            for key, replicas in named
+            for replica, found in sorted(slow.items())
         ]
+        others = tuple(replica for replica in range(mesh.replicas) if replica not in slow)
+        return [*own, (others, usual)] if others else own
 
     def _state(
         self, link: int, all_series: Iterable[tuple[Key, _Series]], now: float

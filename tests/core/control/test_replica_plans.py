@@ -11,19 +11,23 @@ from typing import Any
 import pytest
 from plant_support import BASE, Plant, spec
 
+from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import JobSpec
 from pipemorph.api.status import MAX_PLANS
-from pipemorph.control import JobController, initial_plan
+from pipemorph.control import Health, JobController, initial_plan
 from pipemorph.control.decide.findings import OwnPlans
 from pipemorph.control.decide.forecast import Forecast, Option, Situation
 from pipemorph.control.decide.replan import Proposal, Replan, propose
 from pipemorph.control.decide.replica_links import ReplicaLinks, folded, together
+from pipemorph.control.decide.triggers import Judgement, Progress
 from pipemorph.control.decide.truth import Evidence, without
 from pipemorph.control.first_plan import planning_rules
+from pipemorph.control.observe.detector import Thresholds
+from pipemorph.control.observe.link_health import LinkBook, LinkHealth
 from pipemorph.control.observe.stage_profile import expected_times
 from pipemorph.planning import Dispatch, Plan, Route, problem_for
 from pipemorph.planning.simulation.simulator import simulate_changing
-from pipemorph.wire import IterationSample, PlanMessage
+from pipemorph.wire import IterationSample, LinkSample, PlanMessage, WireTime
 
 STAGES, LINKS = 4, 3
 
@@ -205,6 +209,34 @@ def test_evidence_is_taken_out_of_every_replica() -> None:
     assert left.of([0]).delays == (0.0,) * LINKS
 
 
+def test_the_same_link_of_another_replica_is_other_evidence() -> None:
+    three = job(3)
+    before, now = situation(three, {1: {0: 0.03, 2: 0.03}}), situation(three, {2: {0: 0.03}})
+    assert not situation(three, {1: {0: 0.03}}).slow_as(now), "the worst of each link is the same"
+    judgement = Judgement.first(three)
+    judgement.made("slow", before, 5)
+    now = situation(three, {1: {0: 0.03, 2: 0.03}, 2: {0: 0.03}})
+    assert judgement.cause(now, initial_plan(three), LATER, hold=1) == "slow"
+    assert judgement.sources("slow", now) == {0}
+
+
+LATER = Progress(last=20, finished=20, measured=False, applied=True)
+
+
+def test_what_is_not_known_of_a_replica_is_as_it_was_there() -> None:
+    three = job(3)
+    before = situation(three, {1: {0: 0.03}})
+    judgement = Judgement.first(three)
+    judgement.made("slow", before, 5)
+    unknown = [LinkHealth(link, Health.UNKNOWN) for link in range(LINKS)]
+    own = [((1,), unknown), ((0, 2), unknown)]
+    now = judgement.now(before.stages, unknown, (), barrier=True, own=own)
+    assert now.slow_as(before)
+    assert now.of([1]).delays == (0.03, 0.0, 0.0)
+    assert now.of([0]).delays == (0.0, 0.0, 0.0)
+    assert judgement.cause(now, initial_plan(three), LATER, hold=1) is None
+
+
 # --- the loop closed ------------------------------------------------------------------------
 
 
@@ -283,6 +315,8 @@ def test_the_plan_of_each_replica_follows_its_own_links() -> None:
     for text, (replica, link) in zip(view.own_plans, ((1, 0), (2, 4)), strict=True):
         assert re.fullmatch(rf"replica {replica}: own plan for link {link} \+(59|60)\.\d ms", text)
     assert all(text in newest.reason for text in view.own_plans)
+    lines = {each.plan_version: each.line for each in plant.controller.decisions}
+    assert re.search(r"warm-up 8[-\d]+-1, 2 own plans", lines[newest.plan_version])
     assert [r.value for r in view.routes] == ["delegated", *["direct"] * 3, "delegated"]
 
     # The same link of another replica: the worst delay of the link does not change.
@@ -296,9 +330,9 @@ def test_the_plan_of_each_replica_follows_its_own_links() -> None:
     assert 0 not in plant.plan.delegated
     plant.delays_of[2][4] = 0.0
     plant.run(16)
-    assert plant.plan.own == ()
-    assert plant.controller.records[-1].kind == "return"
-    assert plant.seconds[-1] == pytest.approx(undisturbed)
+    assert plant.plan.own == plant.plan.delegated == ()
+    # The first plan, or one for which there was more time to search.
+    assert plant.seconds[-1] <= 1.001 * undisturbed
     for record in plant.controller.records:
         assert record.kind != "revert", record
         if record.promised and record.iteration_seconds_after:
@@ -318,7 +352,8 @@ def test_a_restarted_host_knows_the_plans_of_all_replicas() -> None:
     assert plant.controller.view(plant.now).own_plans == before.view(plant.now).own_plans
     version = plant.plan.version
     plant.run(6)
-    assert plant.plan.version == version, plant.controller.decisions
+    assert plant.controller.decisions == [], "nothing has changed"
+    assert plant.plan.version == version
     plant.delays_of[1][0] = plant.delays_of[2][4] = 0.0
     plant.run(16)
     assert plant.plan.own == ()
@@ -333,3 +368,50 @@ def test_columns_that_share_collectives_run_one_plan() -> None:
     plant.run(10)
     assert plant.plan.delegated == (0,)
     assert plant.plan.own == ()
+
+
+class Ends:
+    """Nothing else explains a late window."""
+
+    def longest_op(self, stage: int) -> float:
+        return 0.01
+
+    def inflated(self, stage: int, replica: int) -> bool:
+        return False
+
+
+def test_links_are_told_apart_by_replica_and_not_by_column() -> None:
+    """Two columns of each of three replicas; link 1 is slow in the second column of replica 1."""
+    mesh = MeshShape(STAGES, 3, tensor=2)
+    book = LinkBook(mesh, thresholds=Thresholds(), stale_after=30.0)
+    now, slow = 1000.0, (1, 3)
+    for window in range(40):
+        now += 0.05
+        samples = []
+        for link in range(LINKS):
+            for column in range(mesh.columns):
+                for direction in ("forward", "backward"):
+                    late = 0.05 * ((link, column) == slow and window > 20)
+                    value = BASE + 0.0001 * (window % 3) + late
+                    samples.append(
+                        LinkSample(
+                            link=link, replica=column, direction=direction, route=Route.DIRECT,
+                            transport="gloo", iteration=window, bytes=1, queue_p50=0.0,
+                            wire=WireTime(
+                                count=2, exact=2, min=value, p50=value, p99=value, mean=value
+                            ),
+                        )
+                    )  # fmt: skip
+        book.observe(samples, now, ends=Ends())
+        if window == 20:
+            assert book.own_states(book.states(now), now) == []
+    states = book.states(now)
+    (mine, own), (others, usual) = book.own_states(states, now)
+    assert (mine, others) == ((1,), (0, 2))
+    assert [each.health for each in own] == [Health.HEALTHY, Health.SLOW, Health.HEALTHY]
+    assert own[1] == states[1] and own[1].delay == pytest.approx(0.05, abs=0.005)
+    assert [each.health for each in usual] == [Health.HEALTHY] * LINKS
+    assert usual[1].wire_time == pytest.approx(BASE, abs=0.001)
+    assert (own[0], own[2]) == (usual[0], usual[2]) == (states[0], states[2])
+    (_, own), _ = book.own_states(book.states(now + 31), now + 31)
+    assert own[1].health is Health.UNKNOWN, "known to be slow, but not heard of lately"

@@ -23,7 +23,7 @@ from pipemorph.local.results import timeline as timeline_module
 from pipemorph.local.results.history import Journal, View
 from pipemorph.local.results.outputs import OutFolder
 from pipemorph.local.results.report import RunRecord, write_report
-from pipemorph.local.results.timeline import choose_panels, messages, write_timeline
+from pipemorph.local.results.timeline import choose_panels, messages, timelines, write_timeline
 from pipemorph.local.results.traces import StageTrace, TraceIndex, read_faults, read_splits
 from pipemorph.planning.ir import OpKind
 from pipemorph.planning.simulation.simulator import TimedOp
@@ -69,7 +69,7 @@ def record(**fields: Any) -> AdaptationRecord:
         "detectable_at": 4,
         "applied_at_iteration": 6,
         "reason": "link 0 is slow",
-        "links": [{"link": 0, "health": "slow", "delay": 0.03}],
+        "links": [{"link": 0, "health": "slow", "delay": 0.03, "replica": 0}],
         "warmup_before": [2, 1],
         "warmup_after": [3, 1],
         "routes": ["delegated"],
@@ -397,6 +397,27 @@ def test_panels_show_the_change_before_during_and_after() -> None:
         (7, "disturbed, plan v1"),
     ]
     assert panels[1].delays == {0: 0.03}
+
+
+def test_panels_show_the_column_with_the_slowest_link(tmp_path: Path) -> None:
+    late = ((0, 0.01, 0), (1, 0.04, 1), (2, 0.02, 1))
+    links = [{"link": i, "delay": d, "replica": column} for i, d, column in late]
+    panels = choose_panels(list(range(20)), [record(links=links)], [])
+    assert [panel.column for panel in panels] == [1, 1, 1]
+    assert panels[1].delays == {1: 0.04, 2: 0.02}
+    fault = Fault(link=0, replica=2, from_iteration=5, delay_ms=30.0)
+    assert {panel.column for panel in choose_panels(list(range(20)), [], [fault])} == {2}
+
+    write_trace(tmp_path, 8, ranks=2 * STAGES)
+    with (tmp_path / "ops-rank2.jsonl").open() as file:
+        lines = [line.replace('"F", 1,', '"F", 0,') for line in file]
+    (tmp_path / "ops-rank2.jsonl").write_text("".join(lines))
+    run = run_record(job(parallelism={"stages": STAGES, "replicas": 2}), 8)
+    drawn = [replace(panel, delays={}) for panel in panels]
+    made = timelines(TraceIndex.of(tmp_path), drawn, run)
+    assert made[0].title.startswith("iteration 3, replica 1, undisturbed")
+    assert [len(each.stages) for each in made] == [STAGES] * 3
+    assert [op.microbatch for op in made[0].stages[0]][:2] == [0, 0], "of the other column"
 
 
 def test_panels_of_a_fault_no_plan_answered() -> None:
