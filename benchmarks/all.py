@@ -33,6 +33,7 @@ NAMES = (
     "traces",
     "replay",
     "replica_plans",
+    "varying",
     "operator_scale",
     "large_jobs",
 )

@@ -63,11 +63,11 @@ def measured(context: TrainerContext, job: Job) -> Record:
 
 @pytest.mark.multiprocess
 def test_a_plan_that_ran_one_knows_better() -> None:
-    job = Job(2, 4, policy="zero-bubble", iterations=5)
+    job = Job(2, 4, policy="zero-bubble", iterations=10)
     everywhere = range(2)
     switches = (
         (2, make_plan(job, 1, "1f1b"), everywhere),
-        (3, make_plan(job, 2, "zero-bubble"), everywhere),
+        (6, make_plan(job, 2, "zero-bubble"), everywhere),
     )
     for record in run_ranks(2, measured, job.with_(switches=switches)):
         profiles, versions = record.profiles, record.versions[1:]

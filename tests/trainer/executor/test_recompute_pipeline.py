@@ -33,7 +33,7 @@ def recomputing(plan: Plan) -> Plan:
 @pytest.mark.parametrize("policy", ["zero-bubble", "1f1b"])
 def test_results_are_those_without(policy: str, dispatch: str) -> None:
     """Also of iterations before and after, since a plan begins and ends at a boundary."""
-    job = Job(3, 6, policy=policy, iterations=4, extra=AUTO)
+    job = Job(3, 6, policy=policy, iterations=8, extra=AUTO)
     warmup = (6, 5, 3) if policy == "zero-bubble" else None
 
     def made(version: int, limit: int | None) -> Plan:
@@ -42,9 +42,9 @@ def test_results_are_those_without(policy: str, dispatch: str) -> None:
     drops = recomputing(made(1, 2))
     assert expected_copies(drops, 0) > 0
     everywhere = range(3)
-    switches = ((1, drops, everywhere), (3, made(2, None), everywhere))
+    switches = ((1, drops, everywhere), (4, made(2, None), everywhere))
     records: list[Record] = run_ranks(3, train, job.with_(switches=switches))
-    assert_same(records, reference(Job(3, 6, iterations=4)))
+    assert_same(records, reference(Job(3, 6, iterations=8)))
     for record in records:
         assert 1 in record.versions and record.versions[-1] == 2
         assert not any(record.offloaded), "nothing goes to host memory"
