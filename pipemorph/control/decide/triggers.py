@@ -215,14 +215,18 @@ class Judgement:
             abs(new - old) > MATERIAL_OP * scale
             for new, old in zip(now.wire_times, before.wire_times, strict=True)
         )
-        return ops or tails or wires
+        # A fused backward that was unknown, and is shorter.
+        fused = any(
+            old.fused_backward is None and new.fusing_pays
+            for new, old in zip(now.stages, before.stages, strict=True)
+        )
+        return ops or tails or wires or fused
 
     def _limits_differ(self, now: Situation) -> bool:
-        """Whether limits have changed, or a fused backward that was unknown is shorter."""
+        """Whether limits have changed."""
         return any(
             (new.in_flight_limit, new.device_limit, new.recompute_limit)
             != (old.in_flight_limit, old.device_limit, old.recompute_limit)
-            or (old.fused_backward is None and new.fusing_pays)
             for new, old in zip(now.stages, self.situation.stages, strict=True)
         )
 

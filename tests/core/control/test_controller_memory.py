@@ -360,7 +360,7 @@ def test_backwards_are_fused_where_that_is_measured_to_be_shorter_and_why() -> N
     job = plant(tight(host=None, memory=None), size=None)
     dear = {"backward_input": 0.014, "backward_weight": 0.010, "fused_backward": 0.017}
     job.ops = [*job.ops[:2], QUICK.model_copy(update=dear), job.ops[3]]
-    job.run(8)
+    job.run(16)
     (record,) = job.controller.records
     assert record.fused_stages == [2]
     assert "a fused backward on stage 2 saves" in record.reason

@@ -44,6 +44,7 @@ def train(folder: Path, stages: int, iterations: int) -> tuple[dict[str, Any], s
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("busy", [False, True], ids=["quiet", "a busy loop"])
 def test_a_gpt_without_a_fault_keeps_its_plan(tmp_path: Path, busy: bool) -> None:
+    """Beside a busy loop one stage is slower indeed, and may be planned for; links are not."""
     if PROCESSORS < 2:
         pytest.skip("a host with one processor is crowded")
     loop = None
@@ -56,7 +57,12 @@ def test_a_gpt_without_a_fault_keeps_its_plan(tmp_path: Path, busy: bool) -> Non
         if loop is not None:
             loop.kill()
             loop.wait()
-    assert [each["reason"] for each in report["adaptations"]] == []
+    reasons = [each["reason"] for each in report["adaptations"]]
+    if busy:
+        about_ops = ("op times", "the last change did not bring")
+        assert [reason for reason in reasons if not reason.startswith(about_ops)] == []
+    else:
+        assert reasons == []
     assert "slow link" not in said
 
 
