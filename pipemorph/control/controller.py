@@ -616,7 +616,8 @@ class JobController:
             reported.stages.restore_footprints(saved.footprints)
         judged = saved.judged(judgement.situation.stages)
         if judged is not None:
-            judgement.situation = replace(judged, barrier=judgement.situation.barrier)
+            first = judgement.situation
+            judgement.situation = replace(judged, barrier=first.barrier, assumed=first.assumed)
         self._truth.restore_doubts(saved.doubts)
         reported.links.restore_bases(saved.bases)
         reported.links.restore_delays(saved.slow_series)

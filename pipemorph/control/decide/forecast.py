@@ -76,6 +76,8 @@ class Situation:
     says little; else empty, as the whole is if none does."""
     own: tuple[ReplicaLinks, ...] = ()
     """Empty if there is one replica, or all links are well."""
+    assumed: bool = False
+    """Whether only the ratios of the op times mean anything, since nothing was known of them."""
 
     def transfer(self, link: int) -> float:
         return self.transfers[link] if self.transfers else 0.0

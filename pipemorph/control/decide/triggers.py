@@ -76,7 +76,9 @@ class Judgement:
     @staticmethod
     def first(spec: JobSpec) -> Judgement:
         links = spec.parallelism.stages - 1
+        assumed = expected_times(spec) is None
         situation = Situation(
+            assumed=assumed,
             stages=initial_problem(spec).stages,
             wire_times=(0.0,) * links,
             delays=(0.0,) * links,
@@ -84,7 +86,6 @@ class Judgement:
             unknown=(True,) * links,
             barrier=spec.schedule.objective != "period",
         )
-        assumed = expected_times(spec) is None
         return Judgement(spec, situation, assumed, _barrier=situation.barrier)
 
     def made(self, cause: Cause, situation: Situation, last: int) -> None:

@@ -26,7 +26,7 @@ from statistics import median
 from pipemorph.control.decide import findings
 from pipemorph.control.decide.forecast import SAME, Forecast, Option, Situation
 from pipemorph.control.history import Finished, Ledger
-from pipemorph.planning import Plan
+from pipemorph.planning import Plan, StageTimes
 
 OPS, BARRIER = -1, -2
 """The evidence "op times", and whether stages wait for each other between iterations; links have
@@ -172,13 +172,17 @@ def without(situation: Situation, sources: Iterable[int], before: Situation) -> 
             barrier = before.barrier
             continue
         if source == OPS:
+            # Assumed times have no unit: they are as long together as the measured ones.
+            unit = _total(stages) / _total(before.stages) if before.assumed else 1.0
             stages = tuple(
                 new.model_copy(
                     update={
-                        "forward": old.forward,
-                        "backward_input": old.backward_input,
-                        "backward_weight": old.backward_weight,
-                        "fused_backward": old.fused_backward,
+                        "forward": unit * old.forward,
+                        "backward_input": unit * old.backward_input,
+                        "backward_weight": unit * old.backward_weight,
+                        "fused_backward": None
+                        if old.fused_backward is None
+                        else unit * old.fused_backward,
                     }
                 )
                 for new, old in zip(stages, before.stages, strict=True)
@@ -200,6 +204,10 @@ def without(situation: Situation, sources: Iterable[int], before: Situation) -> 
         recent=tuple(recent),
         own=own,
     )
+
+
+def _total(stages: Iterable[StageTimes]) -> float:
+    return sum(s.forward + s.backward_input + s.backward_weight for s in stages)
 
 
 @dataclass

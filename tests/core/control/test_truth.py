@@ -221,3 +221,22 @@ def test_op_times_must_differ_for_some_time(lasts: int, kinds: list[str]) -> Non
         plant.ops[1] = usual
         plant.run(20)
     assert [record.kind for record in plant.controller.records[first:]] == kinds
+
+
+def test_a_slow_link_is_planned_for_while_op_times_are_not_believed() -> None:
+    """Plan 0 is for assumed op times, which have no unit. A change for the measured ones is taken
+    back; the decision for the link must not take an op for a second long."""
+    job = spec(schedule={"stageTimes": None, "inFlightLimit": 6})
+    plant = LyingPlant(job, Lies(lambda i: True, stage=3, inflation=0.5))
+    for _ in range(60):
+        plant.run(1)
+        if "revert" in plant.kinds():
+            break
+    assert plant.kinds() == ["adapt", "revert"]
+    plant.delays[2] = 0.060
+    plant.run(6)
+    revert, slow = plant.controller.records[1:3]
+    assert "link 2 is slow" in slow.reason
+    for record in (revert, slow):
+        assert record.predicted_seconds_before is not None
+        assert record.predicted_seconds_before < 2
