@@ -87,7 +87,6 @@ def rank_main(args: argparse.Namespace) -> None:
             route=route,  # type: ignore[arg-type]
             engine=engine,  # type: ignore[arg-type]
         )
-        plan = pipe.plan
         with pipe:
             run = steps(pipe, x, target, args.iterations)
         everybody: list[Any] = [None] * args.stages
@@ -99,9 +98,7 @@ def rank_main(args: argparse.Namespace) -> None:
             "hidden": [each["hidden"] for each in everybody],
             "copying_seconds": [each["copying"] for each in everybody],
         }
-    found["no_messages"] = bound(
-        context, module(), x=x, target=target, args=args, plan=plan, own=own
-    )
+    found["no_messages"] = bound(context, module(), x=x, target=target, args=args, own=own)
     if context.rank == 0:
         print(json.dumps(found))
     dist.destroy_process_group()
@@ -167,14 +164,13 @@ def bound(
     x: torch.Tensor,
     target: torch.Tensor,
     args: argparse.Namespace,
-    plan: Any,
     own: bool,
 ) -> float:
     """Seconds of a step whose messages take no time; see the module."""
     import torch
     import torch.distributed as dist
 
-    from pipemorph.planning import Link, Problem, StageTimes, simulate
+    from pipemorph.planning import Link, Policy, Problem, StageTimes, plan, simulate
     from pipemorph_trainer.examples.gpt import loss_fn
     from pipemorph_trainer.executor.split import Sample, StageRunner
 
@@ -223,6 +219,11 @@ def bound(
     dist.all_gather_object(everybody, (mine, whole))
     if not own:
         return max(seconds for _, seconds in everybody)
+    equal = Problem(
+        microbatches=args.microbatches,
+        stages=(StageTimes(forward=1, backward_input=1, backward_weight=1),) * args.stages,
+        links=(Link(),) * (args.stages - 1),
+    )
     problem = Problem(
         microbatches=args.microbatches,
         stages=tuple(
@@ -231,7 +232,7 @@ def bound(
         ),
         links=(Link(),) * (args.stages - 1),
     )
-    return simulate(plan.schedule, problem).makespan / 1e3
+    return simulate(plan(equal, Policy(args.policy)).schedule, problem).makespan / 1e3
 
 
 def parse() -> argparse.Namespace:

@@ -11,6 +11,7 @@ import torch
 from gate import same_bits
 from torch import Tensor, nn
 
+from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import Fault
 from pipemorph.planning import (
     Dispatch,
@@ -25,6 +26,7 @@ from pipemorph.planning import (
 from pipemorph.wire import StageProfile
 from pipemorph_trainer import Pipeline, TrainerContext
 from pipemorph_trainer.agent.messages import NoControl, Offloaded, RankTelemetry
+from pipemorph_trainer.agent.rank_plan import RankPlan, cut
 
 WIDTH, VOCABULARY, LENGTH = 8, 11, 3
 
@@ -121,6 +123,12 @@ def make_plan(
     )
 
 
+def part(plan: Plan, rank: int, mesh: MeshShape) -> RankPlan:
+    """What one rank of a mesh runs of a plan."""
+    at = mesh.coordinate(rank)
+    return cut(plan.of_replica(at.replica), mesh, [at.along("pp")])[0]
+
+
 @dataclass
 class Record:
     """Losses, gradients per iteration, final parameters and plans run, of one rank."""
@@ -130,7 +138,7 @@ class Record:
     grads: list[dict[str, Tensor]] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
     versions: list[int] = field(default_factory=list)
-    plans: list[Plan] = field(default_factory=list)
+    plans: list[RankPlan] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     split: str = ""
     profiles: list[StageProfile] = field(default_factory=list)

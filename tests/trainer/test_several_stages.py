@@ -37,7 +37,7 @@ from pipemorph.planning.formats.torch_csv import parse_csv
 from pipemorph.planning.interleaved import plan_interleaved
 from pipemorph.planning.simulation.interleaved import InterleavedSchedule
 from pipemorph_trainer import Part, Pipeline, TrainerContext
-from pipemorph_trainer.plans.book import check_stages
+from pipemorph_trainer.agent.rank_plan import check_plan
 
 pytestmark = pytest.mark.multiprocess
 
@@ -418,9 +418,9 @@ def test_what_does_not_fit() -> None:
         with pytest.raises(InputError, match=words):
             Pipeline(stages, **options)  # type: ignore[arg-type]
     wrong = make_plan("1f1b-interleaved", 2, 4, 4)
-    place = MeshShape(4, stages_per_rank=2, placement="v").coordinate(1)
+    mesh = MeshShape(4, stages_per_rank=2, placement="v")
     with pytest.raises(InputError, match=r"on ranks \[0, 1, 0, 1\] .* has them on \[0, 1, 1, 0\]"):
-        check_stages(wrong, place)
+        check_plan(wrong, mesh)
     online = replace(make_plan("zero-bubble-v", 2, 4, 4), dispatch=Dispatch.ONLINE)
     with pytest.raises(InputError, match="dispatch online; ranks with several stages need static"):
-        check_stages(online, place)
+        check_plan(online, mesh)

@@ -19,6 +19,7 @@ from pipemorph.errors import InputError
 from pipemorph.planning import Plan
 from pipemorph.wire import IterationSample, ReductionSample
 from pipemorph_trainer.agent.messages import ControlClient
+from pipemorph_trainer.agent.rank_plan import RankPlan, cut
 from pipemorph_trainer.errors import BatchError
 from pipemorph_trainer.executor import refusal as refusals
 from pipemorph_trainer.executor.call import name_call
@@ -158,7 +159,7 @@ class Iterations:
         self._evaluated = False
         self._training_began = 0.0
         self._polled_at = 0.0
-        self._postponed: Plan | None = None
+        self._postponed: RankPlan | None = None
         """A plan that is prepared at the end of the iteration."""
 
     def run(
@@ -271,7 +272,7 @@ class Iterations:
         """
         plan = self._plans.in_force
         for end in self._ends:
-            end.select(plan.routes[end.link])
+            end.select(plan.by_link[end.link].route)
             end.faults.begin(iteration, self._training_began or time())
             # Messages may have other sizes than those of the training.
             end.recorder.paused = True
@@ -345,9 +346,11 @@ class Iterations:
     def install(self, plan: Plan) -> None:
         """Prepare a plan on this rank, between two iterations. Raises :class:`InputError` if it
         does not fit this job."""
-        self._prepare(plan, page_lock=True)
+        at = self._coordinate
+        (mine,) = cut(plan.of_replica(at.replica), at.mesh, [at.along("pp")])
+        self._prepare(mine, page_lock=True)
 
-    def _prepare(self, plan: Plan, *, page_lock: bool) -> bool:
+    def _prepare(self, plan: RankPlan, *, page_lock: bool) -> bool:
         """Prepare a plan, and tell the stages above; see :meth:`PlanBook.prepare`."""
         prepared = self._plans.prepare(plan, page_lock=page_lock)
         if prepared:
@@ -356,14 +359,14 @@ class Iterations:
                 agreement.tell()
         return prepared
 
-    def _begin(self, iteration: int, version: int) -> Plan:
+    def _begin(self, iteration: int, version: int) -> RankPlan:
         """Commit the version that the column runs in this iteration, and select the links'
         routes."""
         if self._plans.commit(version):
             log.info("%s: plan %d from iteration %d on", self._coordinate, version, iteration)
         plan = self._plans.in_force
         for end in self._ends:
-            end.select(plan.routes[end.link])
+            end.select(plan.by_link[end.link].route)
             end.faults.begin(iteration, self._training_began)
         for own in self._stages.values():
             own.prepare(plan)
@@ -371,7 +374,7 @@ class Iterations:
         self._reporter.begin_iteration(iteration, plan.version)
         return plan
 
-    def _end(self, iteration: int, plan: Plan, origin: float, loss: float) -> None:
+    def _end(self, iteration: int, plan: RankPlan, origin: float, loss: float) -> None:
         """Prepare a plan that has waited for this, and report the iteration, its profile and its
         trace."""
         outcomes, ops = self._turns.outcomes, [op for _, op in self._turns.ran]

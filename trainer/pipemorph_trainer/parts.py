@@ -159,7 +159,7 @@ class Parts:
         self.stages = {
             number: OwnStage(
                 each, self.coordinate.of(number), loss_fn=loss_fn, split=prepared.split,
-                store=prepared.store, microbatches=prepared.plan.schedule.microbatches,
+                store=prepared.store, microbatches=prepared.plan.microbatches,
                 device=self.device, accelerator=accelerator, agree=self.world.agree,
                 recompute=not prepared.no_recompute,
             )
@@ -215,7 +215,7 @@ class Parts:
         if max_sends is None and len(self.coordinate.held) > 1:
             # The stages of a rank take turns: a bound on the sends of one could block another that
             # has not begun, and the ranks would wait for each other.
-            max_sends = prepared.plan.schedule.microbatches
+            max_sends = prepared.plan.microbatches
         return LinkConfig(
             secret=self.world.secret, device=self.device,
             deadline=settings.deadline_seconds, poller=self.poller, op_clock=op_clock,

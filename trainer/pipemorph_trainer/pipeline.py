@@ -20,6 +20,7 @@ from pipemorph.errors import InputError, PipeMorphError
 from pipemorph.planning import Dispatch, Plan, Policy
 from pipemorph.planning.ir import StagePlacement
 from pipemorph_trainer.agent.messages import ControlClient
+from pipemorph_trainer.agent.rank_plan import RankPlan
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.errors import BatchError, PipelineError
 from pipemorph_trainer.executor.dispatch import Inputs
@@ -451,8 +452,8 @@ class Pipeline:
         return self._parts.optimizer
 
     @property
-    def plan(self) -> Plan:
-        """The current plan."""
+    def plan(self) -> RankPlan:
+        """What this rank runs of the current plan."""
         return self._parts.plans.in_force
 
     def install(self, plan: Plan) -> None:

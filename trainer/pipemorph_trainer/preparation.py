@@ -16,6 +16,7 @@ from pipemorph.control.first_plan import initial_plan
 from pipemorph.errors import InputError
 from pipemorph.planning import Plan
 from pipemorph.wire import PlanMessage
+from pipemorph_trainer.agent.rank_plan import RankPlan, cut
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.executor.local_stage import (
     Stage,
@@ -28,7 +29,7 @@ from pipemorph_trainer.executor.split import Mode
 from pipemorph_trainer.executor.stages.emulated import EmulatedStage
 from pipemorph_trainer.executor.stages.interface import GivenStage
 from pipemorph_trainer.links.engine import EngineOptions
-from pipemorph_trainer.plans.book import check_offload, check_recompute, check_stages
+from pipemorph_trainer.plans.book import check_offload, check_recompute
 from pipemorph_trainer.settings import Settings, engine_options
 from pipemorph_trainer.start import Start, digest
 from pipemorph_trainer.state.scaler import GradScaler
@@ -50,7 +51,7 @@ class Preparation:
     """
 
     settings: Settings
-    plan: Plan
+    plan: RankPlan
     split: Mode
     store: ActivationStore | None
     no_offload: str
@@ -153,8 +154,8 @@ def prepare(
         }
         if plan is None:
             plan = initial_plan(context.job.spec) if context.job is not None else settings.plan()
-        check_stages(plan, coordinate)
-        microbatches = plan.schedule.microbatches
+        (mine,) = cut(plan.of_replica(coordinate.replica), settings.mesh, [coordinate.along("pp")])
+        microbatches = mine.microbatches
         if settings.microbatches not in (None, microbatches):
             raise InputError(
                 f"microbatches is {settings.microbatches}, and the plan that was given has "
@@ -168,8 +169,8 @@ def prepare(
         else:
             store, no_offload = None, "ranks with several stages do not offload"
             no_recompute = "ranks with several stages do not recompute"
-        check_offload(plan, coordinate, no_offload)
-        check_recompute(plan, coordinate, no_recompute)
+        check_offload(mine, no_offload)
+        check_recompute(mine, no_recompute)
         engine = engine_options(context, settings, plan, directed=directed)
         held = tuple(
             held
@@ -185,7 +186,7 @@ def prepare(
         return None, Start(refusal=str(error))
     first = digest(PlanMessage.of(plan).model_dump_json(exclude_defaults=True))
     return (
-        Preparation(settings, plan, mode, store, no_offload, no_recompute, engine),
+        Preparation(settings, mine, mode, store, no_offload, no_recompute, engine),
         Start(
             mesh=settings.mesh,
             microbatches=microbatches,

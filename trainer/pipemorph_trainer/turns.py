@@ -17,11 +17,12 @@ from functools import lru_cache
 from typing import Any
 
 from pipemorph.api.mesh import Coordinate, MeshShape
-from pipemorph.planning import Dispatch, Op, OpKind, Plan, Schedule
+from pipemorph.planning import Dispatch, Op, OpKind, Schedule
+from pipemorph_trainer.agent.rank_plan import RankPlan, RankReceives
+from pipemorph_trainer.agent.receives import forward_window
 from pipemorph_trainer.executor.call import Start
 from pipemorph_trainer.executor.dispatch import Executor, Inputs, LastOp, Outcome
 from pipemorph_trainer.executor.mailbox import Mailbox
-from pipemorph_trainer.executor.receives import forward_window, of_stage
 from pipemorph_trainer.executor.timed import TimedOp
 from pipemorph_trainer.links.message import RECEIVE_ALL, Receives
 from pipemorph_trainer.plans.token import TokenPass
@@ -77,8 +78,10 @@ class Turns:
         self._early = self._mesh.lockstep == 1
         self._call = Call(0, {}, {})
         self._first_start = Start()
-        self._schedule = Schedule(0, ())
-        self._plan: Plan | None = None
+        self._orders: Mapping[int, Sequence[Op]] = {}
+        """Ops of the current call, by stage."""
+        self._microbatches = 0
+        self._plan: RankPlan | None = None
         self._pending: list[int] = []
         """Stages that have not begun the call yet, in order."""
         self.outcomes: dict[int, Outcome] = {}
@@ -93,21 +96,22 @@ class Turns:
         version, self._first_start = self._start(self._held[0])
         return version
 
-    def run(self, plan: Plan) -> None:
+    def run(self, plan: RankPlan) -> None:
         """Run the ops of the iteration that was started. Afterwards :attr:`refused` says whether it
         was refused anywhere, as far as this rank knows.
 
         Raises :class:`PipelineError`, which names the missing message, if it cannot be finished.
         """
-        self._plan, self._schedule = plan, plan.schedule
+        self._plan, self._microbatches = plan, plan.microbatches
+        self._orders = {mine.stage: mine.order for mine in plan.stages}
         if plan.dispatch is Dispatch.ONLINE:
             # Only with one stage per rank, see PlanBook.
             (stage,) = self._pending = list(self._held)
             self._begin_next()
-            self._executors[stage].run_online(plan)
+            self._executors[stage].run_online(plan.by_stage[stage])
             self.ran = [(stage, op) for op in self.outcomes[stage].ops]
         else:
-            self._run(plan.turns[self._rank] if plan.turns else None)
+            self._run(plan.turns or None)
         for executor in self._executors.values():
             executor.end()
         self._mail.wait_until_taken()
@@ -116,7 +120,9 @@ class Turns:
         """Run only the forwards of the evaluation that was started, without gradients. Call
         :meth:`end_uncounted` afterwards."""
         self._plan = None
-        self._schedule, turns = forwards(self._mesh, microbatches)
+        schedule, turns = forwards(self._mesh, microbatches)
+        self._microbatches = microbatches
+        self._orders = dict(enumerate(schedule.stages))
         self._run(turns[self._rank])
         self._mail.wait_until_taken()
 
@@ -124,9 +130,9 @@ class Turns:
         """Run the ops of all stages in the order of ``turns``; None: there is one stage."""
         self._pending = list(self._held)
         self._begin_next()
-        ops = {stage: iter(self._schedule.stages[stage]) for stage in self._held}
+        ops = {stage: iter(self._orders[stage]) for stage in self._held}
         if turns is None:
-            turns = self._held * len(self._schedule.stages[self._held[0]])
+            turns = self._held * len(self._orders[self._held[0]])
         for stage in turns:
             while self._pending and self._pending[0] <= stage:
                 self._begin_next()
@@ -148,15 +154,15 @@ class Turns:
         start = self._first_start if stage == self._held[0] else self._start(stage)[1]
         plan, call = self._plan, self._call
         if plan is None:
-            turns = forwards(self._mesh, self._schedule.microbatches)[1]
-            window = forward_window(self._schedule, turns)
+            window = forward_window(*forwards(self._mesh, self._microbatches))
             limit, again, receives = None, False, (Receives(window=window), RECEIVE_ALL)
         else:
-            limit, again = plan.device_limits[stage], plan.recompute[stage]
-            receives = of_stage(plan, stage)
+            mine = plan.by_stage[stage]
+            limit, again = mine.device_limit, mine.recompute
+            receives = receives_of(mine.above), receives_of(mine.below)
         self.outcomes[stage] = self._executors[stage].begin(
-            self._schedule, call.iteration, self._tokens[stage].generations, call.inputs[stage],
-            start, device_limit=limit, recompute=again, receives=receives,
+            self._orders[stage], call.iteration, self._tokens[stage].generations,
+            call.inputs[stage], start, device_limit=limit, recompute=again, receives=receives,
             evaluates=call.evaluation,
         )  # fmt: skip
 
@@ -193,6 +199,11 @@ class Turns:
         self._mail.allow(deadline)
         for executor in self._executors.values():
             executor.allow(deadline)
+
+
+def receives_of(planned: RankReceives | None) -> Receives:
+    """The receives of one link, as links take them."""
+    return RECEIVE_ALL if planned is None else Receives(planned.after, planned.window)
 
 
 @lru_cache(maxsize=4)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawn_plans import random_problem
 
 from pipemorph.api.mesh import Coordinate, MeshShape
 from pipemorph.planning import (
@@ -34,16 +35,17 @@ from pipemorph.planning import (
 )
 from pipemorph.planning.interleaved import plan_interleaved
 from pipemorph.planning.offload import left
+from pipemorph_trainer.agent.rank_plan import cut
 from pipemorph_trainer.executor import dispatch, mailbox
 from pipemorph_trainer.executor.call import Generations, Start
 from pipemorph_trainer.executor.dispatch import Executor, Inputs
 from pipemorph_trainer.executor.mailbox import Mailbox
-from pipemorph_trainer.executor.receives import of_stage
 from pipemorph_trainer.executor.stages.structure import SINGLE
 from pipemorph_trainer.executor.waiting import Waiting
 from pipemorph_trainer.links.channels.arrival import OpClock
 from pipemorph_trainer.links.link import Neighbourhood
 from pipemorph_trainer.links.message import Direction, TensorMeta
+from pipemorph_trainer.turns import receives_of
 
 ENDING, DECIDING = 0, 1
 """At one time what ends comes first, as in the simulator."""
@@ -283,57 +285,25 @@ def execute(
     for module in (dispatch, mailbox):
         monkeypatch.setattr(module, "time", lambda: world.now)
     done: list[Any] = [None] * stages
-    bodies = []
+    bodies, plans = [], cut(chosen, MeshShape(stages))
     for stage, executor in enumerate(executors(world, problem, range(stages))):
 
         def body(stage: int = stage, executor: Executor = executor) -> None:
+            mine = plans[stage].stages[0]
             done[stage] = executor.begin(
-                chosen.schedule, 1, Generations(), Inputs(), Start(),
-                device_limit=chosen.device_limits[stage], recompute=chosen.recompute[stage],
-                receives=of_stage(chosen, stage),
+                mine.order, 1, Generations(), Inputs(), Start(),
+                device_limit=mine.device_limit, recompute=mine.recompute,
+                receives=(receives_of(mine.above), receives_of(mine.below)),
             )  # fmt: skip
             if chosen.dispatch is Dispatch.ONLINE:
-                executor.run_online(chosen)
+                executor.run_online(mine)
                 return
-            for kind, microbatch in chosen.schedule.stages[stage]:
+            for kind, microbatch in mine.order:
                 executor.run_op(kind, microbatch)
 
         bodies.append(body)
     world.run(bodies)
     return [[(op.kind, op.microbatch, op.start, op.end) for op in outcome.ops] for outcome in done]
-
-
-def random_problem(rng: random.Random, *, offloads: bool = False) -> Problem:
-    """Times are multiples of 1/128 s, which are exact: sums agree to the bit."""
-
-    def time(most: int) -> float:
-        return rng.randint(1, most) / 128
-
-    stages = rng.randint(1, 5)
-    return Problem(
-        microbatches=rng.randint(1, 9),
-        stages=tuple(
-            StageTimes(
-                forward=time(12),
-                backward_input=time(12),
-                backward_weight=time(12),
-                in_flight_limit=rng.choice((None, rng.randint(1, 9))),
-                device_limit=rng.choice((None, 1, 2, 3)) if offloads else None,
-                offload_copy=time(6) if offloads else None,
-                recompute=offloads and rng.random() < 0.5,
-                fused_backward=rng.choice((None, time(20))) if offloads else None,
-            )
-            for _ in range(stages)
-        ),
-        links=tuple(
-            Link(
-                delay=rng.choice((0.0, time(60))),
-                queues=rng.choice((None, 1, 2, 8)),
-                outstanding=rng.choice((None, 1, 2)),
-            )
-            for _ in range(stages - 1)
-        ),
-    )
 
 
 @pytest.mark.parametrize("dispatch", list(Dispatch))
@@ -424,7 +394,8 @@ def test_op_by_op_with_several_stages_per_rank(
         made = executors(world, problem, planned.schedule.placement())
         per_stage = planned.schedule.per_stage()
         found = [
-            executor.begin(per_stage, 1, Generations(), Inputs(), Start()) for executor in made
+            executor.begin(order, 1, Generations(), Inputs(), Start())
+            for executor, order in zip(made, per_stage.stages, strict=True)
         ]
 
         def body(rank: int, order: Any = planned.schedule.ranks, made: Any = made) -> None:

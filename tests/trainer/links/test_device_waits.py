@@ -23,12 +23,13 @@ from launch import run_ranks
 from simulated_device import Driver, SimulatedDevice, SimulatedEvent
 from staging_rig import rigged
 from torch import Tensor
-from trainer_jobs import Job, assert_same, make_plan, reference, train
+from trainer_jobs import Job, assert_same, make_plan, part, reference, train
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.planning import Plan, Route
 from pipemorph_trainer import TrainerContext, iteration, parts
 from pipemorph_trainer.agent.messages import NoControl
+from pipemorph_trainer.agent.rank_plan import RankPlan
 from pipemorph_trainer.errors import PipelineError, WaitTimeoutError
 from pipemorph_trainer.executor import call, dispatch
 from pipemorph_trainer.executor.offload.pool import HostPool
@@ -141,20 +142,21 @@ def test_a_stage_can_page_lock_memory_before_it_has_sent(
 @pytest.mark.needs_engine
 def test_a_plan_that_needs_page_locked_memory_is_prepared_when_nothing_is_posted() -> None:
     job = Job(2, 12)
-    first, same = (make_plan(job, version, "1f1b") for version in (0, 1))
-    wide = make_plan(job, 2, "pipemorph", warmup=(9, 1))
+    mesh = MeshShape(2)
+    first, same = (part(make_plan(job, version, "1f1b"), 1, mesh) for version in (0, 1))
+    wide = part(make_plan(job, 2, "pipemorph", warmup=(9, 1)), 1, mesh)
     device = SimulatedDevice(strict=True, patience=PATIENCE)
     with driven(device), rigged(devices=(SimulatedDevice(), device)) as rig:
         end: Any = SimpleNamespace(
             link=0, staged=True, delegated=rig.incoming, route=Route.DIRECT,
             has=lambda _: True, expect=lambda _: None,
         )  # fmt: skip
-        book = PlanBook(first, MeshShape(2).coordinate(1), [end], no_offload="")
+        book = PlanBook(first, mesh.coordinate(1), [end], no_offload="")
         book.shapes_known(end, (META,))
         had = len(device.registered)
         assert had, "the first plan has slots"
         receive = device.post_receive("F of microbatch 3")
-        arrived: list[Plan] = []
+        arrived: list[RankPlan] = []
         iterations = object.__new__(Iterations)
         told: Any = SimpleNamespace(between_ops=lambda: None, advance=lambda: None, prepared=0)
         vars(iterations).update(
@@ -164,7 +166,7 @@ def test_a_plan_that_needs_page_locked_memory_is_prepared_when_nothing_is_posted
             _control=SimpleNamespace(newest_plan=lambda: arrived.pop() if arrived else None),
         )  # fmt: skip
 
-        def between_ops(plan: Plan) -> None:
+        def between_ops(plan: RankPlan) -> None:
             arrived.append(plan)
             iterations._polled_at = 0.0
             iterations._between_ops()
@@ -242,7 +244,7 @@ def test_memory_for_sends_is_page_locked_before_receives_are_posted() -> None:
     )  # fmt: skip
     executor.input_metas = executor.output_metas = (META,)
     plan = make_plan(Job(3, 4), 0, "1f1b")
-    executor.begin(plan.schedule, 1, call.Generations(), dispatch.Inputs(), call.Start())
+    executor.begin(plan.schedule.stages[1], 1, call.Generations(), dispatch.Inputs(), call.Start())
     assert order[:2] == ["send to above", "send to below"], order
     assert sorted(order[2:]) == ["receive from above", "receive from below"], order
 
@@ -404,10 +406,10 @@ def directed(context: TrainerContext, job: Job, moved: Plan) -> Any:
         device.deliver(event)
         return found
 
-    def newest_plan(self: Any) -> Plan | None:
+    def newest_plan(self: Any) -> RankPlan | None:
         nonlocal came
         first, came = not came and bool(given), came or bool(given)
-        return moved if first else None
+        return part(moved, context.rank, MeshShape(job.stages)) if first else None
 
     came = False
     vars(direct)["DirectIncoming"]._post = posted

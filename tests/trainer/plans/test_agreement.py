@@ -5,29 +5,37 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from launch import run_ranks
-from trainer_jobs import Job, make_plan
+from trainer_jobs import Job, make_plan, part
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.errors import InputError
-from pipemorph.planning import Plan, Route
+from pipemorph.planning import Plan
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.errors import PipelineError
 from pipemorph_trainer.executor.waiting import CollectiveWait, Waiting
+from pipemorph_trainer.links.peer_socket import StepToken
 from pipemorph_trainer.plans.agreement import CANDIDATES, Agreement
 from pipemorph_trainer.plans.book import PlanBook
+from pipemorph_trainer.plans.token import TokenPass
 
 STAGES = 4
 FIRST = make_plan(Job(STAGES, 4), 0, "1f1b")
 
 
+FIRST_OF_TWO = make_plan(Job(2, 4), 0, "1f1b")
+
+
 def book(stage: int, stages: int = STAGES, first: Plan = FIRST) -> PlanBook:
-    return PlanBook(first, MeshShape(stages).coordinate(stage), [], no_offload="")
+    mesh = MeshShape(stages)
+    return PlanBook(part(first, stage, mesh), mesh.coordinate(stage), [], no_offload="")
 
 
 # --- the plans of a rank --------------------------------------------------------------------
@@ -36,22 +44,48 @@ def book(stage: int, stages: int = STAGES, first: Plan = FIRST) -> PlanBook:
 def test_a_plan_that_does_not_fit_is_not_held() -> None:
     job = Job(3, 4)
     mine = book(1, 3, make_plan(job, 0, "1f1b"))
-    with pytest.raises(InputError, match="plan 1 has 2 stages and 4 microbatches; the job runs 3"):
-        mine.prepare(make_plan(Job(2, 4), 1, "1f1b"))
-    with pytest.raises(InputError, match="plan 2 has 1 routes; expected 2"):
-        mine.prepare(make_plan(job, 2, "1f1b", routes=(Route.DIRECT,)))
+    mesh = MeshShape(3)
+    with pytest.raises(InputError, match="plan 1 has 3 stages and 5 microbatches; the job runs 3"):
+        mine.prepare(part(make_plan(Job(3, 5), 1, "1f1b"), 1, mesh))
+    with pytest.raises(InputError, match="plan 2 has 2 stages and 4 microbatches; the job runs 3"):
+        mine.prepare(part(make_plan(Job(2, 4), 2, "1f1b"), 1, MeshShape(2)))
+    with pytest.raises(InputError, match=r"plan 3 is of stages \[2\]; this rank has \[1\]"):
+        mine.prepare(part(make_plan(job, 3, "1f1b"), 2, mesh))
     assert mine.held() == set()
-    mine.prepare(make_plan(job, 3, "gpipe"))
+    mine.prepare(part(make_plan(job, 3, "gpipe"), 1, mesh))
     assert mine.held() == {3}
     assert mine.commit(3)
     assert not mine.commit(3)
-    mine.prepare(make_plan(job, 2, "gpipe"))  # older than what runs: passed over
+    mine.prepare(part(make_plan(job, 2, "gpipe"), 1, mesh))  # older than what runs: passed over
     assert mine.held() == set()
 
 
 def test_a_plan_that_is_not_held_is_not_run() -> None:
     with pytest.raises(PipelineError, match=r"rank 2 \(stage 2\) has to run plan 5.*it holds 0"):
         book(2).commit(5)
+
+
+def test_one_version_names_one_plan() -> None:
+    """A token names the content of the plan, too."""
+    mesh = MeshShape(2)
+    one = make_plan(Job(2, 4), 1, "1f1b")
+    sent: list[StepToken] = []
+    passes = []
+    for stage, mine in enumerate((one, replace(one, in_flight_limits=(4, 4)))):
+        held = PlanBook(part(FIRST_OF_TWO, stage, mesh), mesh.coordinate(stage), [], no_offload="")
+        held.prepare(part(mine, stage, mesh))
+        up: Any = SimpleNamespace(peer_stage=0, socket=SimpleNamespace(tokens=deque()))
+        down: Any = SimpleNamespace(socket=SimpleNamespace(send_token=sent.append))
+        ends: Any = SimpleNamespace(
+            upstream=up if stage else None, downstream=None if stage else down
+        )
+        mail: Any = SimpleNamespace(await_queue=lambda *_: sent[-1])
+        passes.append(TokenPass(mesh.coordinate(stage), ends, mail, Agreement(held, None, None)))
+    assert passes[0].start(0, None)[0] == 1
+    with pytest.raises(PipelineError, match=r"plan 1 of rank 1 .* is [0-9a-f]{8}, that of stage 0"):
+        passes[1].start(0, None)
+    assert passes[0].start(0, None, evaluation=True)[0] == 0
+    assert passes[1].start(0, None, evaluation=True)[0] == 0, "plan 0 is the same on both"
 
 
 # --- a column in simulation -----------------------------------------------------------------
@@ -87,7 +121,8 @@ class Column:
         """Per stage, the version of each iteration."""
 
     def prepare(self, stage: int, version: int) -> None:
-        self.books[stage].prepare(replace(FIRST, version=version))
+        plan = replace(FIRST, version=version)
+        self.books[stage].prepare(part(plan, stage, MeshShape(STAGES)))
         self.agreements[stage].tell()
 
     def begin(self) -> None:
@@ -187,7 +222,7 @@ def choose_together(context: TrainerContext, held: list[list[int]]) -> int:
     )
     mine = book(0)
     for version in held[context.rank]:
-        mine.prepare(replace(FIRST, version=version))
+        mine.prepare(part(replace(FIRST, version=version), 0, MeshShape(STAGES)))
     agreement = Agreement(
         mine, None, None,
         together=dist.group.WORLD, wait=CollectiveWait(Waiting("rank"), 30.0),

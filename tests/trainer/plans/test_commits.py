@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from launch import run_ranks
-from trainer_jobs import Job, make_plan
+from trainer_jobs import Job, make_plan, part
 
+from pipemorph.api.mesh import MeshShape
 from pipemorph.planning import Plan
 from pipemorph.wire import IterationSample
 from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
 from pipemorph_trainer.agent.messages import NoControl, RankTelemetry
+from pipemorph_trainer.agent.rank_plan import RankPlan
 
 OP = 0.012
 """Seconds of an op. Longer than half the time between two looks at the agent, so that every
@@ -39,12 +41,12 @@ class Ran:
 class Script(NoControl):
     """An agent that has a plan for the rank once an iteration runs, and not at its beginning."""
 
-    def __init__(self, arrivals: Mapping[int, Plan], ran: Ran) -> None:
+    def __init__(self, arrivals: Mapping[int, RankPlan], ran: Ran) -> None:
         self._arrivals, self._ran = dict(arrivals), ran
         self._asked: dict[int, int] = {}
         self.iteration = 0
 
-    def newest_plan(self) -> Plan | None:
+    def newest_plan(self) -> RankPlan | None:
         asked = self._asked[self.iteration] = self._asked.get(self.iteration, 0) + 1
         return self._arrivals.pop(self.iteration, None) if asked > 1 else None
 
@@ -58,7 +60,8 @@ class Script(NoControl):
 
 def train(context: TrainerContext, job: Job, arrivals: list[Arrival]) -> Ran:
     ran = Ran()
-    mine = {at: plan for rank, at, plan in arrivals if rank == context.rank}
+    mesh = MeshShape(job.stages, context.world_size // job.stages)
+    mine = {at: part(plan, rank, mesh) for rank, at, plan in arrivals if rank == context.rank}
     script = Script(mine, ran)
     with Pipeline(
         EmulatedStage(OP, OP, OP, message_bytes=64),

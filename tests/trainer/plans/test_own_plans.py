@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from launch import run_ranks
-from trainer_jobs import Job, assert_same, make_plan, train
+from trainer_jobs import Job, assert_same, make_plan, part, train
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.api.spec import Fault
@@ -27,11 +27,11 @@ def test_a_rank_holds_the_plan_of_its_replica_alone() -> None:
     mesh = MeshShape(JOB.stages, REPLICAS, tensor=2)
     for rank in range(mesh.world_size):
         coordinate = mesh.coordinate(rank)
-        book = PlanBook(first, coordinate, [], no_offload="")
-        assert book.prepare(both)
+        book = PlanBook(part(first, rank, mesh), coordinate, [], no_offload="")
+        assert book.prepare(part(both, rank, mesh))
         assert book.commit(3)
         expected = own if coordinate.replica == SLOW else replace(both, own=())
-        assert book.in_force == replace(expected, version=3)
+        assert book.in_force == part(replace(expected, version=3), rank, mesh)
 
 
 def test_a_plan_of_another_replica_that_does_not_fit_is_no_reason_to_refuse() -> None:
@@ -39,13 +39,14 @@ def test_a_plan_of_another_replica_that_does_not_fit_is_no_reason_to_refuse() ->
     first = make_plan(JOB, 0, "1f1b")
     own = make_plan(JOB, 0, "zero-bubble", device_limit=2)
     both = replace(make_plan(JOB, 3, "gpipe"), own=(((SLOW,), own),))
+    mesh = MeshShape(JOB.stages, REPLICAS)
     books = [
-        PlanBook(first, MeshShape(JOB.stages, REPLICAS).coordinate(rank), [], no_offload="no room")
+        PlanBook(part(first, rank, mesh), mesh.coordinate(rank), [], no_offload="no room")
         for rank in (0, 1)
     ]
-    assert books[0].prepare(both)
+    assert books[0].prepare(part(both, 0, mesh))
     with pytest.raises(InputError, match="no room"):
-        books[1].prepare(both)
+        books[1].prepare(part(both, 1, mesh))
 
 
 @pytest.mark.multiprocess
@@ -69,5 +70,6 @@ def test_one_replica_runs_its_own_plan_and_nothing_is_computed_differently(route
         # Installed right before iterations 0, 3 and 5: in force there or in the next one.
         for at, (plan, version) in {2: (first, 1), 4: (other, 2), 6: (back, 3)}.items():
             wanted = own if slow and plan.own else replace(plan, own=())
-            assert record.plans[at] == replace(wanted, version=version), (rank, at)
+            mine = part(replace(wanted, version=version), rank, MeshShape(JOB.stages, REPLICAS))
+            assert record.plans[at] == mine, (rank, at)
     assert_same(found, run_ranks(len(ALL), train, JOB))

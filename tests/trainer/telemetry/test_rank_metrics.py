@@ -12,7 +12,7 @@ from launch import free_port
 
 from pipemorph.api.mesh import MeshShape
 from pipemorph.errors import InputError
-from pipemorph.planning import Op, OpKind, Plan, Policy, Route, Schedule
+from pipemorph.planning import Op, OpKind, Route, Schedule
 from pipemorph.wire import (
     LinkSample,
     RailSample,
@@ -22,6 +22,7 @@ from pipemorph.wire import (
     WireTime,
 )
 from pipemorph_trainer.agent.messages import NoControl, Offloaded, RankTelemetry
+from pipemorph_trainer.agent.rank_plan import RankPlan, RankStage
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.telemetry.metrics import (
     MOST_PORTS,
@@ -61,16 +62,16 @@ def read(metrics: RankMetrics, name: str, **labels: str) -> float | None:
     return metrics.registry.get_sample_value(f"pipemorph_rank_{name}", WHO | labels)
 
 
-def plan_of(version: int, warmup: int) -> Plan:
+def plan_of(version: int, warmup: int) -> RankPlan:
     """Four microbatches on two stages, ``warmup`` in flight on each."""
     forwards = [Op(OpKind.F, i) for i in range(4)]
     backwards = [Op(kind, i) for i in range(4) for kind in (OpKind.B, OpKind.W)]
     ops = forwards[:warmup]
     for i in range(4):
         ops += backwards[2 * i : 2 * i + 2] + forwards[warmup + i : warmup + i + 1]
-    return Plan(
-        version, Policy.PIPEMORPH, Schedule(4, (tuple(ops),) * 2), (Route.DIRECT,), (None, None)
-    )
+    order = Schedule(4, (tuple(ops),)).encode()[0]
+    stage = RankStage(stage=1, ops=order, warmup=warmup)
+    return RankPlan(version=version, digest="0" * 8, microbatches=4, stage_count=2, stages=(stage,))
 
 
 def test_telemetry_becomes_metrics() -> None:
@@ -124,7 +125,7 @@ def test_the_agent_still_hears_everything_and_plans_are_seen_when_they_take_effe
         def publish(self, telemetry: RankTelemetry) -> None:
             heard.append(telemetry)
 
-        def newest_plan(self) -> Plan | None:
+        def newest_plan(self) -> RankPlan | None:
             return plan_of(2, 3)
 
         def close(self) -> None:

@@ -12,10 +12,10 @@ import pytest
 from launch import run_ranks
 
 from pipemorph.api.spec import Fault
-from pipemorph.planning import Plan
 from pipemorph.wire import LinkSample
 from pipemorph_trainer import EmulatedStage, Pipeline, TrainerContext
 from pipemorph_trainer.agent.messages import RankTelemetry
+from pipemorph_trainer.agent.rank_plan import RankPlan
 
 pytestmark = pytest.mark.multiprocess
 
@@ -35,7 +35,7 @@ class Recorder:
     def publish(self, telemetry: RankTelemetry) -> None:
         self.messages.append(telemetry)
 
-    def newest_plan(self) -> Plan | None:
+    def newest_plan(self) -> RankPlan | None:
         return None
 
     def close(self) -> None:

@@ -54,13 +54,25 @@ async def serve(config: AgentConfig) -> None:
         await informed.wait()
         await uplink.run()
 
-    def on_directive(directive: Directive) -> None:
-        ranks.broadcast(directive.plan)
-        log.info(
-            "plan v%d to %d ranks %.0f ms after it was issued: %s",
-            directive.plan_version, len(ranks.connected),
-            max(0.0, 1e3 * (time.time() - directive.issued_at)), directive.reason,
-        )  # fmt: skip
+    # One after the other, so that a plan never overtakes a later one.
+    directives: asyncio.Queue[Directive] = asyncio.Queue()
+
+    async def hand_out() -> None:
+        while True:
+            directive = await directives.get()
+            version = directive.plan_version
+            try:
+                await ranks.broadcast(directive.plan)
+            except InputError as error:
+                log.warning("plan v%d refused: %s", version, error)
+                merger.say(f"plan {version} refused: {error}")
+                uplink.notify()
+                continue
+            log.info(
+                "plan v%d to %d ranks %.0f ms after it was issued: %s",
+                version, len(ranks.connected),
+                max(0.0, 1e3 * (time.time() - directive.issued_at)), directive.reason,
+            )  # fmt: skip
 
     ranks = RankServer(bytes.fromhex(config.secret_hex), config.mesh, on_telemetry)
     uplink = Uplink(
@@ -70,15 +82,16 @@ async def serve(config: AgentConfig) -> None:
         attempt=config.attempt,
         token_file=config.token_file,
         merger=merger,
-        on_directive=on_directive,
+        on_directive=directives.put_nowait,
     )
     await ranks.start(socket.socket(fileno=config.listen_fd))
-    reporting = asyncio.create_task(report())
+    working = [asyncio.create_task(report()), asyncio.create_task(hand_out())]
     await _rank_zero_is_gone()
     signal.alarm(LAST_RESORT_SECONDS)
-    reporting.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await reporting
+    for task in working:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
     sent = informed.is_set() and await uplink.flush(LAST_REPORT_SECONDS)
     await ranks.close(LAST_WORDS_SECONDS)
     if informed.is_set() and (merger.dirty or not sent):

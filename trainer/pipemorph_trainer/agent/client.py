@@ -20,10 +20,9 @@ from enum import Enum
 from typing import Any
 
 from pipemorph.errors import InputError, PipeMorphError
-from pipemorph.planning.ir import Plan
-from pipemorph.wire import PlanMessage
 from pipemorph_trainer.agent import frames
 from pipemorph_trainer.agent.messages import RankTelemetry
+from pipemorph_trainer.agent.rank_plan import RankPlan
 from pipemorph_trainer.context import TrainerContext
 
 log = logging.getLogger("pipemorph.agent")
@@ -90,7 +89,7 @@ class AgentClient:
         self._reader = frames.FrameReader(frames.MAX_HELLO_BYTES)
         self._queue: deque[tuple[bool, bytes]] = deque()
         self._sending = memoryview(b"")
-        self._plan: Plan | None = None
+        self._plan: RankPlan | None = None
         self._seen_version = 0
         self._nonces = ("", "")
         self._retry_at = 0.0
@@ -118,7 +117,7 @@ class AgentClient:
         self._queue.append((keep, frames.encode(telemetry)))
         self._pump()
 
-    def newest_plan(self) -> Plan | None:
+    def newest_plan(self) -> RankPlan | None:
         """The newest plan that this call has not returned yet, or None."""
         self._pump()
         plan, self._plan = self._plan, None
@@ -224,7 +223,7 @@ class AgentClient:
             self._was_ready = True
             self._phase = _Phase.READY
         else:
-            plan = frames.decode(PlanMessage, payload).plan()
+            plan = frames.decode(RankPlan, payload)
             if plan.version > self._seen_version:
                 self._seen_version = plan.version
                 self._plan = plan

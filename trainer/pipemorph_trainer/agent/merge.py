@@ -121,8 +121,12 @@ class TelemetryMerger:
             self.dirty = True
         if telemetry.message:
             who = "" if telemetry.message.startswith("rank ") else f"rank {telemetry.rank}: "
-            self._message = f"{who}{telemetry.message}"[:1024]
-            self.dirty = True
+            self.say(f"{who}{telemetry.message}")
+
+    def say(self, message: str) -> None:
+        """Report a message."""
+        self._message = message[:1024]
+        self.dirty = True
 
     def tell_again(self) -> None:
         """Report every port and transport again, since the ingest may have restarted."""

@@ -11,7 +11,6 @@ from typing import Literal, Protocol
 
 from pydantic import Field
 
-from pipemorph.planning.ir import Plan
 from pipemorph.wire import (
     IterationSample,
     LinkSample,
@@ -21,6 +20,7 @@ from pipemorph.wire import (
     TransportSample,
     WireModel,
 )
+from pipemorph_trainer.agent.rank_plan import RankPlan
 
 
 class Offloaded(WireModel):
@@ -67,7 +67,7 @@ class ControlClient(Protocol):
     def publish(self, telemetry: RankTelemetry) -> None:
         """Queue one message. Drops the oldest one if the agent does not keep up."""
 
-    def newest_plan(self) -> Plan | None:
+    def newest_plan(self) -> RankPlan | None:
         """The newest plan that this call has not returned yet, or None."""
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class NoControl:
     def publish(self, telemetry: RankTelemetry) -> None:
         """Does nothing."""
 
-    def newest_plan(self) -> Plan | None:
+    def newest_plan(self) -> RankPlan | None:
         return None
 
     def close(self) -> None:

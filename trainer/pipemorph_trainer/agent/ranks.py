@@ -12,6 +12,7 @@ from pipemorph.api.mesh import MeshShape
 from pipemorph.wire import PlanMessage
 from pipemorph_trainer.agent import frames
 from pipemorph_trainer.agent.messages import RankTelemetry
+from pipemorph_trainer.agent.rank_plan import cut
 
 log = logging.getLogger("pipemorph.agent")
 
@@ -31,8 +32,9 @@ class RankServer:
         self._mesh = mesh
         self._on_telemetry = on_telemetry
         self._lines: dict[int, asyncio.StreamWriter] = {}
-        self._plans: dict[int, bytes] = {}
-        """The newest plan of each replica; empty before the first."""
+        self._plans: dict[tuple[int, int], bytes] = {}
+        """The newest plan of each replica, as frames for the ranks at each place along ``pp``;
+        empty before the first."""
         self._server: asyncio.Server | None = None
         self._hung_up = asyncio.Event()
         self.refused: list[str] = []
@@ -56,18 +58,30 @@ class RankServer:
     def connected(self) -> set[int]:
         return set(self._lines)
 
-    def broadcast(self, plan: PlanMessage) -> None:
-        """Send every connected rank, and those that connect later, the plan of its replica."""
-        of_most = frames.encode(plan.model_copy(update={"own": []}))
-        self._plans = dict.fromkeys(range(self._mesh.replicas), of_most)
-        for own in plan.own:
-            data = frames.encode(plan.of_replica(own.replicas[0]))
-            self._plans.update((replica, data) for replica in own.replicas)
+    async def broadcast(self, plan: PlanMessage) -> None:
+        """Send every connected rank, and those that connect later, its part of the plan of its
+        replica. Raises :class:`InputError`, and sends nothing, if the ranks cannot run it."""
+        # A large plan takes seconds to check, while ranks report.
+        self._plans = await asyncio.to_thread(self._cut, plan)
         for rank, line in self._lines.items():
             line.write(self._plan_of(rank))
 
+    def _cut(self, message: PlanMessage) -> dict[tuple[int, int], bytes]:
+        plan = message.plan()
+        others = {replica for replicas, _ in plan.own for replica in replicas}
+        most = [replica for replica in range(self._mesh.replicas) if replica not in others]
+        found = {}
+        for replicas in (most, *(replicas for replicas, _ in plan.own)):
+            if not replicas:
+                continue
+            for place, mine in enumerate(cut(plan.of_replica(replicas[0]), self._mesh)):
+                data = frames.frame(mine.body())
+                found.update({(replica, place): data for replica in replicas})
+        return found
+
     def _plan_of(self, rank: int) -> bytes:
-        return self._plans[self._mesh.coordinate(rank).replica]
+        at = self._mesh.coordinate(rank)
+        return self._plans[at.replica, at.along("pp")]
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         rank: int | None = None

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from pipemorph.api.mesh import Coordinate
-from pipemorph.planning import OpKind, Plan, Schedule
+from pipemorph.planning import Op, OpKind
 from pipemorph.planning.offload import Residency
+from pipemorph_trainer.agent.rank_plan import RankStage
 from pipemorph_trainer.errors import PipelineError, ShapeError
 from pipemorph_trainer.executor.call import Generations, Start, name_call
 from pipemorph_trainer.executor.device_times import DeviceTimes
@@ -149,7 +150,7 @@ class Executor:
 
     def begin(
         self,
-        schedule: Schedule,
+        ops: Sequence[Op],
         iteration: int,
         generations: Generations,
         inputs: Inputs,
@@ -160,7 +161,7 @@ class Executor:
         receives: tuple[Receives, Receives] = (RECEIVE_ALL, RECEIVE_ALL),
         evaluates: bool = False,
     ) -> Outcome:
-        """Prepare for the ops of one iteration of ``schedule``. Returns the record that they fill.
+        """Prepare for the ``ops`` of one iteration. Returns the record that they fill.
 
         This waits for the shapes of the stage above if they are exchanged. ``device_limit``: most
         microbatches with activations on the device; with ``recompute`` those of others are dropped
@@ -171,14 +172,14 @@ class Executor:
         self._iteration, self._evaluating = iteration, evaluates
         self.mail.call = name_call(iteration, evaluation=self._evaluating)
         self._generations = generations
-        self._microbatches = schedule.microbatches
+        self._microbatches = sum(op.kind is OpKind.F for op in ops)
         self._inputs = inputs
         self._outcome = Outcome()
         self._residency, self._recomputes = Residency(device_limit), recompute
         self._shapes_known = not start.shapes_to_below
-        kinds = {op.kind for op in schedule.stages[self._coordinate.stage]}
+        only_fused = not any(op.kind is OpKind.B for op in ops)
         self._runner.begin_iteration(
-            only_fused=OpKind.B not in kinds, outputs=inputs.outputs, divisor=inputs.divisor
+            only_fused=only_fused, outputs=inputs.outputs, divisor=inputs.divisor
         )
         self.refused, self.cause = start.refused, None
         self._from_above, self._from_below = receives
@@ -233,22 +234,21 @@ class Executor:
             return None
         return self._below
 
-    def run_online(self, plan: Plan) -> None:
+    def run_online(self, mine: RankStage) -> None:
         """Run all ops of an iteration that has begun: the next ready op of B, F and W, in this
         order. During the warm-up only F; F within the in-flight limit; F and B within the device
         limit."""
-        stage, total = self._coordinate.stage, self._microbatches
-        warmup = min(plan.warmup[stage], total)
-        limit = plan.in_flight_limits[stage]
+        total, limit = self._microbatches, mine.in_flight_limit
+        warmup = min(mine.warmup, total)
         cap = total if limit is None else min(limit, total)
-        fused = any(op.kind is OpKind.BW for op in plan.schedule.stages[stage])
+        fused = mine.fused
         backward = OpKind.BW if fused else OpKind.B
         f = b = w = 0
         deadline: float | None = None
         while w < total:
             if self.refused:
                 # In the plan's order, in which stages cannot wait for each other forever.
-                for kind, microbatch in plan.schedule.stages[stage]:
+                for kind, microbatch in mine.order:
                     done = {OpKind.F: f, OpKind.W: total}.get(kind, b)
                     if microbatch >= done:
                         self.run_op(kind, microbatch)

@@ -11,10 +11,11 @@ from torch import nn
 
 from pipemorph.api.mesh import Coordinate
 from pipemorph.errors import InputError
-from pipemorph.planning import Dispatch, Plan
+from pipemorph.planning import Dispatch
 from pipemorph.planning.offload import host_limit, host_peak
 from pipemorph.wire import StageProfile
 from pipemorph_trainer.agent.messages import Offloaded
+from pipemorph_trainer.agent.rank_plan import RankPlan
 from pipemorph_trainer.executor.dispatch import Inputs
 from pipemorph_trainer.executor.inputs import Given, of_stage, signature
 from pipemorph_trainer.executor.offload import ActivationStore
@@ -132,17 +133,16 @@ class OwnStage:
         if isinstance(self.runner, EmulatedRunner):
             self.runner.update()
 
-    def prepare(self, plan: Plan) -> None:
+    def prepare(self, plan: RankPlan) -> None:
         """Allocate the host memory that ``plan`` needs for activations. Called between iterations,
         so that no memory is page-locked between ops."""
-        stage = self._coordinate.stage
-        limit = plan.device_limits[stage]
-        if self._store is None or limit is None or plan.recompute[stage]:
+        mine = plan.by_stage[self._coordinate.stage]
+        if self._store is None or mine.device_limit is None or mine.recompute:
             return
         if plan.dispatch is Dispatch.ONLINE:
-            most = host_limit(plan.in_flight_limits[stage], limit, self.microbatches)
+            most = host_limit(mine.in_flight_limit, mine.device_limit, self.microbatches)
         else:
-            most = host_peak(plan.schedule.stages[stage], limit)
+            most = host_peak(mine.order, mine.device_limit)
         self._store.pool.grow(most)
 
     def profile(self, ops: Sequence[TimedOp], copies: Sequence[TimedCopy]) -> StageProfile:

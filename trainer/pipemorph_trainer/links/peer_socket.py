@@ -31,7 +31,7 @@ from pipemorph_trainer.topology.addresses import in_url
 log = logging.getLogger("pipemorph.trainer")
 
 _HEADER = struct.Struct("<BBH")
-_TOKEN = struct.Struct("<IIIII")
+_TOKEN = struct.Struct("<IIIIII")
 _POSITION = struct.Struct("<qI")
 _HELLO = struct.Struct("<II16s32s")
 _NONCE_BYTES = 16
@@ -64,15 +64,16 @@ def _nobody() -> None:
 
 class StepToken(NamedTuple):
     """Starts an iteration, or the ``evaluation`` before it. Each stage passes it to the next one.
-    ``version``: of the plan that all stages run. ``iteration`` and ``evaluation`` must be equal on
-    all ranks; a new ``generation`` announces shapes. ``refused``: the batch of a stage above does
-    not fit, so nothing follows."""
+    ``version``: of the plan that all stages run; ``digest`` names its content. ``iteration`` and
+    ``evaluation`` must be equal on all ranks; a new ``generation`` announces shapes. ``refused``:
+    the batch of a stage above does not fit, so nothing follows."""
 
     iteration: int
     version: int
     generation: int
     refused: bool = False
     evaluation: bool = False
+    digest: int = 0
 
 
 class ArrivedNote(NamedTuple):
@@ -206,9 +207,9 @@ class PeerSocket:
             note = Note.unpack(body)
             self.notes[direction, note.iteration, note.microbatch] = ArrivedNote(note, at)
         elif kind == _STEP:
-            iteration, version, generation, refused, evaluation = _TOKEN.unpack(body)
+            iteration, version, generation, refused, evaluation, digest = _TOKEN.unpack(body)
             self.tokens.append(
-                StepToken(iteration, version, generation, bool(refused), bool(evaluation))
+                StepToken(iteration, version, generation, bool(refused), bool(evaluation), digest)
             )
         elif kind == _SHAPES:
             shapes = json.loads(body)

@@ -71,6 +71,10 @@ class Agreement:
         """The version that this stage runs now."""
         return self._book.in_force.version
 
+    def digest(self, version: int) -> int:
+        """Names the whole plan of a version; 0 if this stage does not hold it."""
+        return int(self._book.digest(version) or "0", 16)
+
     def held(self) -> frozenset[int]:
         """Versions newer than the current one that this stage and all stages below hold."""
         mine = self._book.held()

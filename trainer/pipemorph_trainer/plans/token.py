@@ -75,6 +75,7 @@ class TokenPass:
                     "has to call step() and evaluate() in the same order"
                 )
             version = token.version
+            self._check(token, up.peer_stage)
             from_above = token.generation != above
             above = token.generation
             cut_off = token.refused
@@ -83,9 +84,21 @@ class TokenPass:
         self.generations = Generations(above, below + to_below)
         if self._down is not None:
             self._down.socket.send_token(
-                StepToken(iteration, version, self.generations.below, refused, evaluation)
-            )
+                StepToken(
+                    iteration, version, self.generations.below, refused, evaluation,
+                    self._agreement.digest(version),
+                )
+            )  # fmt: skip
         return version, Start(from_above, to_below, refused, cut_off)
+
+    def _check(self, token: StepToken, above: int) -> None:
+        mine = self._agreement.digest(token.version)
+        # A version that is not held is an error of its own, see PlanBook.commit().
+        if mine and token.digest and mine != token.digest:
+            raise PipelineError(
+                f"plan {token.version} of {self._coordinate} is {mine:08x}, that of stage {above} "
+                f"{token.digest:08x}; one version must name one plan: run one control loop per job"
+            )
 
     def restart(self) -> None:
         """Exchange shapes again in the next iteration: this one was refused, and some stages may

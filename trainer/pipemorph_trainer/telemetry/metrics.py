@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from pipemorph.planning import Plan
+from pipemorph.planning import Schedule
 from pipemorph.wire import RailSample, TransportSample
 from pipemorph_trainer.agent.messages import ControlClient, RankTelemetry
+from pipemorph_trainer.agent.rank_plan import RankPlan
 from pipemorph_trainer.context import TrainerContext
 from pipemorph_trainer.topology.addresses import everywhere, own_address
 
@@ -141,11 +142,11 @@ class RankMetrics:
         self._ends: dict[int, TransportSample] = {}
         self._known_ports: set[tuple[str, int]] = set()
 
-    def plan(self, plan: Plan) -> None:
+    def plan(self, plan: RankPlan) -> None:
         """Record a plan that takes effect with the next iteration."""
-        self._microbatches = plan.schedule.microbatches
-        peaks = plan.schedule.in_flight_peak()
-        self._in_flight.labels(**self._who).set(max(peaks[stage] for stage in self._held))
+        self._microbatches = plan.microbatches
+        mine = Schedule(plan.microbatches, tuple(stage.order for stage in plan.stages))
+        self._in_flight.labels(**self._who).set(max(mine.in_flight_peak()))
 
     def hear(self, telemetry: RankTelemetry) -> None:
         """Update the metrics with one message of this rank to its agent."""
@@ -244,7 +245,7 @@ class MeteredControl:
     ``first``: the first plan of the rank.
     """
 
-    def __init__(self, inner: ControlClient, metrics: RankMetrics, first: Plan) -> None:
+    def __init__(self, inner: ControlClient, metrics: RankMetrics, first: RankPlan) -> None:
         self._inner = inner
         self._metrics = metrics
         self._plans = {first.version: first}
@@ -259,7 +260,7 @@ class MeteredControl:
         self._metrics.hear(telemetry)
         self._inner.publish(telemetry)
 
-    def newest_plan(self) -> Plan | None:
+    def newest_plan(self) -> RankPlan | None:
         plan = self._inner.newest_plan()
         if plan is not None:
             self._plans[plan.version] = plan
@@ -270,7 +271,7 @@ class MeteredControl:
 
 
 def metered(
-    control: ControlClient, context: TrainerContext, coordinate: Coordinate, plan: Plan
+    control: ControlClient, context: TrainerContext, coordinate: Coordinate, plan: RankPlan
 ) -> ControlClient:
     """``control``, with metrics if the host has set a port for them."""
     if not context.metrics_port:

@@ -6,7 +6,7 @@ its stage blocks ops that are ready (head-of-line blocking). The bound also appl
 the effect can be measured there.
 
 A receive is posted when its sender waits for nothing from this stage and there is room for its
-message (:mod:`pipemorph_trainer.executor.receives`). One thread per direction waits for receives in
+message (:mod:`pipemorph_trainer.agent.receives`). One thread per direction waits for receives in
 order and wakes the executor's poller: a gloo receive completes only while it is waited for.
 
 On CUDA the payload is sent by NCCL, with one communicator per direction (a shared one would

@@ -15,40 +15,28 @@ from __future__ import annotations
 from functools import lru_cache
 
 from pipemorph.planning import Dispatch, OpKind, Plan, Schedule
-from pipemorph_trainer.links.message import RECEIVE_ALL, Receives
 
 SPARE = 4
 """Messages ahead of their ops beyond a link's slackness: those in flight because of a delay."""
 
 
-def of_stage(plan: Plan, stage: int) -> tuple[Receives, Receives]:
-    """Receives from above and from below. Unlimited if there is no link."""
-    above = from_above(plan, stage) if stage else RECEIVE_ALL
-    last = stage == plan.schedule.stage_count - 1
-    return above, RECEIVE_ALL if last else from_below(plan, stage)
-
-
-def from_above(plan: Plan, stage: int) -> Receives:
-    """Receives for the F of ``stage``, at least 1. They wait for the B that the stage above
-    needs."""
-    n, above = plan.schedule.microbatches, stage - 1
+def after_above(plan: Plan, stage: int) -> tuple[int, ...]:
+    """Per message for the F of ``stage``, at least 1: the number of messages that ``stage`` must
+    have sent up before the stage above can send it."""
+    n = plan.schedule.microbatches
     if plan.dispatch is Dispatch.ONLINE:
         caps = [n if limit is None else min(limit, n) for limit in plan.in_flight_limits[:stage]]
-        after = tuple(max(0, m + 1 - min(caps)) for m in range(n))
-    else:
-        after = _preceding(plan.schedule, above, forward=True)
-    return Receives(after, windows(plan)[above])
+        return tuple(max(0, m + 1 - min(caps)) for m in range(n))
+    return _preceding(plan.schedule, stage - 1, forward=True)
 
 
-def from_below(plan: Plan, stage: int) -> Receives:
-    """Receives for the B of ``stage``, which is not the last. They wait for F."""
+def after_below(plan: Plan, stage: int) -> tuple[int, ...]:
+    """The same for the B of ``stage``, which is not the last, and messages sent down."""
     n = plan.schedule.microbatches
     if plan.dispatch is Dispatch.ONLINE:
         warmup = min(n, max(plan.warmup[stage + 1 :]))
-        after = tuple(max(m + 1, warmup) for m in range(n))
-    else:
-        after = _preceding(plan.schedule, stage + 1, forward=False)
-    return Receives(after, windows(plan)[stage])
+        return tuple(max(m + 1, warmup) for m in range(n))
+    return _preceding(plan.schedule, stage + 1, forward=False)
 
 
 def _preceding(schedule: Schedule, sender: int, *, forward: bool) -> tuple[int, ...]:
@@ -64,7 +52,6 @@ def _preceding(schedule: Schedule, sender: int, *, forward: bool) -> tuple[int, 
     return tuple(found)
 
 
-@lru_cache(maxsize=8)
 def windows(plan: Plan) -> tuple[int, ...]:
     """Per link, the number of messages of a direction that may arrive early.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_executor_agrees import random_problem
+from drawn_plans import random_plan
 from torch import Tensor
 
 from pipemorph.planning import (
@@ -25,7 +25,7 @@ from pipemorph.planning import (
     StageTimes,
     plan,
 )
-from pipemorph_trainer.executor import receives
+from pipemorph_trainer.agent import receives
 from pipemorph_trainer.links.channels import direct
 from pipemorph_trainer.links.channels.arrival import OpClock, PeerClock
 from pipemorph_trainer.links.channels.direct import DirectIncoming
@@ -42,15 +42,6 @@ from pipemorph_trainer.links.recorder import LinkRecorder
 
 META = TensorMeta((1,), torch.float32)
 LONG = 30.0
-
-
-def random_plan(rng: random.Random, dispatch: Dispatch) -> Plan:
-    problem = random_problem(rng)
-    while problem.stage_count < 2:
-        problem = random_problem(rng)
-    policy = rng.choice((Policy.ONE_F_ONE_B, Policy.ZERO_BUBBLE, Policy.PIPEMORPH))
-    routes = (Route.DIRECT,) * (problem.stage_count - 1)
-    return plan(problem, policy).to_plan(1, routes, dispatch)
 
 
 def reachable(chosen: Plan, stage: int, sent_up: int, sent_down: int) -> tuple[int, int]:
@@ -104,10 +95,10 @@ def test_a_receive_is_posted_exactly_when_its_message_can_come(dispatch: Dispatc
         for stage in range(stages):
             for sent in range(n + 1):
                 if stage:
-                    due = sum(need <= sent for need in receives.from_above(chosen, stage).after)
+                    due = sum(need <= sent for need in receives.after_above(chosen, stage))
                     assert due == reachable(chosen, stage, sent, n)[0], (chosen, stage, sent)
                 if stage < stages - 1:
-                    due = sum(need <= sent for need in receives.from_below(chosen, stage).after)
+                    due = sum(need <= sent for need in receives.after_below(chosen, stage))
                     assert due == reachable(chosen, stage, n, sent)[1], (chosen, stage, sent)
 
 

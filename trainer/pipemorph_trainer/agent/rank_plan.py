@@ -1,0 +1,192 @@
+"""What one rank runs of a plan, and how the agent cuts a plan into these.
+
+A plan says what all ranks of a pipeline do. A rank needs the order of its own stages, when to post
+receives, and the routes of its links. To decode and check the whole takes a large job tens of
+milliseconds. So the agent does it once, beside the iteration, and each rank gets its part.
+``digest`` names the whole plan: ranks whose digests differ do not run together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from functools import cached_property
+
+from pydantic import Field
+
+from pipemorph.api.mesh import MeshShape
+from pipemorph.api.spec import ONLINE_IN_LOCKSTEP
+from pipemorph.errors import InputError
+from pipemorph.planning import (
+    Dispatch,
+    Op,
+    OpKind,
+    Plan,
+    Route,
+    Schedule,
+    validate,
+    validate_online,
+)
+from pipemorph.planning.simulation.interleaved import InterleavedSchedule, validate_interleaved
+from pipemorph.wire import Count, PlanMessage, PlanVersion, WireModel
+from pipemorph_trainer.agent import receives
+
+DIGEST_LETTERS = 8
+"""32 bits: two plans of one version differ by a mistake, not by intent."""
+
+
+class RankReceives(WireModel):
+    """When a stage may post its receives of one link; see :mod:`.receives`.
+
+    ``after[m]``: number of messages that the stage must have sent in the other direction before the
+    sender can send message *m*. ``window``: most messages received ahead of their ops.
+    """
+
+    after: tuple[Count, ...]
+    window: Count
+
+
+class RankStage(WireModel):
+    """One stage of the rank."""
+
+    stage: Count
+    ops: str
+    """Its ops in order, one of :data:`~pipemorph.planning.ir.LETTERS` each."""
+    warmup: Count
+    in_flight_limit: Count | None = None
+    device_limit: Count | None = None
+    recompute: bool = False
+    above: RankReceives | None = None
+    """None on the first stage."""
+    below: RankReceives | None = None
+    """None on the last stage."""
+
+    @cached_property
+    def order(self) -> tuple[Op, ...]:
+        """Its ops in order."""
+        return Schedule.decode(len(self.ops), [self.ops]).stages[0]
+
+    @cached_property
+    def fused(self) -> bool:
+        """Whether its backwards are fused."""
+        return not any(op.kind is OpKind.B for op in self.order)
+
+
+class RankLink(WireModel):
+    """A link with an end on this rank. ``slack``: the warm-up that absorbs its delay."""
+
+    link: Count
+    route: Route
+    slack: int
+
+
+class RankPlan(WireModel):
+    """What one rank runs of a plan. The fields have the meaning of those of
+    :class:`~pipemorph.planning.Plan`."""
+
+    version: PlanVersion
+    digest: str = Field(min_length=DIGEST_LETTERS, max_length=DIGEST_LETTERS)
+    microbatches: Count
+    stage_count: Count
+    """Of the whole pipeline."""
+    dispatch: Dispatch = Dispatch.STATIC
+    stages: tuple[RankStage, ...]
+    turns: tuple[Count, ...] = ()
+    """The stage of each op, for a rank with several; empty: there is one."""
+    links: tuple[RankLink, ...] = ()
+
+    @cached_property
+    def by_stage(self) -> dict[int, RankStage]:
+        return {mine.stage: mine for mine in self.stages}
+
+    @cached_property
+    def by_link(self) -> dict[int, RankLink]:
+        return {end.link: end for end in self.links}
+
+
+def check_plan(plan: Plan, mesh: MeshShape) -> None:
+    """Raise :class:`InputError` unless the pipelines of ``mesh`` can run ``plan``."""
+    schedule = plan.schedule
+    if schedule.stage_count != mesh.stages:
+        raise InputError(
+            f"plan {plan.version} has {schedule.stage_count} stages; this job runs {mesh.stages}"
+        )
+    if len(plan.routes) != mesh.stages - 1:
+        raise InputError(
+            f"plan {plan.version} has {len(plan.routes)} routes; expected {mesh.stages - 1}"
+        )
+    if len(plan.recompute) != mesh.stages:
+        raise InputError(
+            f"plan {plan.version} says of {len(plan.recompute)} stages whether they recompute;"
+            f" expected {mesh.stages}"
+        )
+    placed = InterleavedSchedule.of_plan(plan).placement() if plan.turns else range(mesh.stages)
+    if tuple(placed) != mesh.placed:
+        raise InputError(
+            f"plan {plan.version} has its stages on ranks {list(placed)} of a pipeline; this job"
+            f" has them on {list(mesh.placed)}"
+        )
+    if plan.dispatch is Dispatch.ONLINE and mesh.stages_per_rank > 1:
+        raise InputError(
+            f"plan {plan.version} has dispatch online; ranks with several stages need static"
+        )
+    if plan.dispatch is Dispatch.ONLINE and mesh.lockstep > 1:
+        raise InputError(f"plan {plan.version} has dispatch online; {ONLINE_IN_LOCKSTEP}")
+    if plan.turns:
+        validate_interleaved(InterleavedSchedule.of_plan(plan), plan.in_flight_limits)
+    elif plan.dispatch is Dispatch.ONLINE:
+        validate(schedule)
+        validate_online(plan.warmup, plan.in_flight_limits, device_limits=plan.device_limits)
+    else:
+        validate(schedule, plan.in_flight_limits, plan.device_limits)
+
+
+def cut(plan: Plan, mesh: MeshShape, places: Iterable[int] | None = None) -> list[RankPlan]:
+    """The parts of a plan for the ranks at ``places`` along ``pp``; None: for all of a pipeline.
+
+    ``plan`` has no plans of single replicas (:meth:`~pipemorph.planning.Plan.of_replica`). Raises
+    :class:`InputError` if the pipelines of ``mesh`` cannot run it.
+    """
+    check_plan(plan, mesh)
+    message = PlanMessage.of(plan)
+    body = message.model_dump_json(exclude_defaults=True).encode()
+    digest = hashlib.sha256(body).hexdigest()[:DIGEST_LETTERS]
+    windows, last = receives.windows(plan), mesh.stages - 1
+
+    def stage_of(stage: int) -> RankStage:
+        above = below = None
+        if stage:
+            after = receives.after_above(plan, stage)
+            above = RankReceives(after=after, window=windows[stage - 1])
+        if stage < last:
+            below = RankReceives(after=receives.after_below(plan, stage), window=windows[stage])
+        return RankStage(
+            stage=stage,
+            ops=message.stages[stage],
+            warmup=plan.warmup[stage],
+            in_flight_limit=plan.in_flight_limits[stage],
+            device_limit=plan.device_limits[stage],
+            recompute=plan.recompute[stage],
+            above=above,
+            below=below,
+        )
+
+    def link(number: int) -> RankLink:
+        slack = plan.warmup[number] - plan.warmup[number + 1]
+        return RankLink(link=number, route=plan.routes[number], slack=slack)
+
+    def rank(place: int) -> RankPlan:
+        held = [stage for stage, at in enumerate(mesh.placed) if at == place]
+        ends = sorted({end for s in held for end in (s - 1, s) if 0 <= end < last})
+        return RankPlan(
+            version=plan.version,
+            digest=digest,
+            microbatches=plan.schedule.microbatches,
+            stage_count=mesh.stages,
+            dispatch=plan.dispatch,
+            stages=tuple(map(stage_of, held)),
+            turns=plan.turns[place] if plan.turns else (),
+            links=tuple(map(link, ends)),
+        )
+
+    return [rank(place) for place in (range(mesh.sizes["pp"]) if places is None else places)]
